@@ -1,0 +1,92 @@
+/* internal.h: what the core's files share. */
+#ifndef TPDE_INTERNAL_H
+#define TPDE_INTERNAL_H
+
+#include <string.h>
+
+#include "tpde.h"
+
+#define MAX_BITS 12         /* format.md 3 */
+#define MAX_CHUNK_WORDS 65536u /* format.md 4.1 */
+#define MAX_PREFIX_CHUNK_WORDS 32768u
+#define LANE_HEADER 36u     /* format.md 5.2: shortest, shift, zero, excess[32] */
+#define MAX_SHIFT 8
+#define MODE_RAW 0u         /* format.md 4.3 */
+#define MODE_FILL 1u
+#define MODE_CODED 2u
+#define PAIR_MAX_BITS 11    /* the writer's: code and escaped pair then fit the 27 bits of an entry */
+
+/* A table expanded for decoding: entry = first symbol | second << 8 | bits << 16 | escape << 31.
+ * With kind 1 the index has max_bits + raw_bits bits, and `bits` counts the raw bits too. */
+#define ENTRY_ESCAPE 0x80000000u
+#define ENTRY_BITS(e) (((e) >> 16) & 31u)
+
+/* An encoding entry: codeword (with what follows it) | bits << 27. */
+#define CODE_SHIFT 27
+#define CODE_MASK ((1u << CODE_SHIFT) - 1u)
+
+typedef struct table {
+  uint8_t kind, max_bits, raw_bits, escape_bits;
+  uint8_t index_bits;
+  uint32_t *decode; /* 1 << index_bits entries */
+  uint32_t *encode; /* 256 or 65536 entries, or NULL */
+  uint16_t pad;     /* what fills a lane beyond the chunk: a byte, or a pair (format.md 5.1) */
+} table;
+
+struct tpde_codec {
+  tpde_layout layout;
+  table tables[TPDE_MAX_TABLES];
+};
+
+/* The paths that differ by instruction set; every function gives the same results in all of them. */
+typedef struct kernels {
+  const char *name;
+  void (*split)(int word_bytes, int rotate, const uint8_t *words, size_t n, uint8_t *const planes[]);
+  void (*merge)(int word_bytes, int rotate, uint8_t *const planes[], size_t n, uint8_t *words);
+  uint32_t (*checksum)(const uint8_t *words, size_t bytes);
+  /* A plane has groups * 32 * places bytes (format.md 5.1). Bits that each lane takes under a table: */
+  void (*lane_bits)(const table *t, const uint8_t *plane, int places, int groups,
+                    uint32_t bits[TPDE_LANES]);
+  /* Write all lanes from out on, lane l padded with zeros to bits[l]; may touch 8 bytes more. */
+  void (*write_lanes)(const table *t, const uint8_t *plane, int places, int groups,
+                      const uint32_t bits[TPDE_LANES], uint8_t *out);
+  /* Read all lanes; lane l has the bits start[l] to start[l + 1] of the stream, which has 8 readable bytes
+   * after the last. Returns 0, or 1 + the first lane whose codewords end after its bits. */
+  int (*read_lanes)(const table *t, const uint8_t *stream, const uint32_t start[TPDE_LANES + 1],
+                    int places, int groups, uint8_t *plane);
+} kernels;
+
+extern const kernels tpde_kernels_portable;
+#if defined(TPDE_HAVE_AVX2)
+extern const kernels tpde_kernels_avx2;
+#endif
+#if defined(TPDE_HAVE_AVX512)
+extern const kernels tpde_kernels_avx512;
+#endif
+const kernels *tpde_active(void);
+
+int tpde_fail(tpde_error *error, int code, const char *what, uint64_t chunk, int plane, uint64_t found,
+              uint64_t needed);
+
+/* The words of chunk i, and where it starts among the tensor's words. */
+uint32_t tpde_chunk_words(const tpde_layout *layout, uint64_t i, uint64_t *start);
+int tpde_layout_valid(const tpde_layout *layout);
+
+/* Run job(context, thread) for thread 0 to threads - 1, the last on the calling thread. Runs all of them
+ * on the calling thread where threads cannot be had. */
+void tpde_parallel(int threads, void (*job)(void *context, int thread), void *context);
+
+/* Table construction, shared by plan.c and table.c. */
+int tpde_table_parse(const uint8_t *p, size_t bytes, table *t, const uint8_t **values, size_t *used,
+                     uint64_t number, tpde_error *error);
+int tpde_table_entries(const table *t);
+
+static inline uint32_t load32(const uint8_t *p) { uint32_t v; memcpy(&v, p, 4); return v; }
+static inline uint64_t load64(const uint8_t *p) { uint64_t v; memcpy(&v, p, 8); return v; }
+static inline uint16_t load16(const uint8_t *p) { uint16_t v; memcpy(&v, p, 2); return v; }
+static inline void store64(uint8_t *p, uint64_t v) { memcpy(p, &v, 8); }
+static inline void store32(uint8_t *p, uint32_t v) { memcpy(p, &v, 4); }
+static inline void store16(uint8_t *p, uint16_t v) { memcpy(p, &v, 2); }
+static inline uint32_t align_up(uint32_t n, uint32_t a) { return (n + a - 1) & ~(a - 1); }
+
+#endif

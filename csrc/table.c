@@ -1,0 +1,151 @@
+/* table.c: prefix-code tables, format.md 3: checking, and expanding for decoding and encoding. */
+#include <stdlib.h>
+
+#include "internal.h"
+
+int tpde_table_entries(const table *t) { return 1 << t->index_bits; }
+
+int tpde_table_parse(const uint8_t *p, size_t bytes, table *t, const uint8_t **values, size_t *used,
+                     uint64_t number, tpde_error *error) {
+  uint64_t codes = 0, sum = 0;
+  memset(t, 0, sizeof *t);
+  if (bytes < 4) return tpde_fail(error, TPDE_E_TABLE, "the section ends inside a table", number, -1, bytes, 4);
+  t->kind = p[0];
+  t->max_bits = p[1];
+  t->raw_bits = p[2];
+  t->escape_bits = p[3];
+  if (t->kind != 1 && t->kind != 2)
+    return tpde_fail(error, TPDE_E_TABLE, "unknown kind of table", number, -1, t->kind, 2);
+  if (t->max_bits < 1 || t->max_bits > MAX_BITS)
+    return tpde_fail(error, TPDE_E_TABLE, "longest codeword out of range", number, -1, t->max_bits, MAX_BITS);
+  if (t->raw_bits > 7 || t->max_bits + t->raw_bits > MAX_BITS || (t->kind == 2 && t->raw_bits))
+    return tpde_fail(error, TPDE_E_TABLE, "raw bits out of range", number, -1, t->raw_bits,
+                     t->kind == 2 ? 0 : (uint64_t)(MAX_BITS - t->max_bits));
+  if (t->escape_bits > t->max_bits)
+    return tpde_fail(error, TPDE_E_TABLE, "escape longer than the longest codeword", number, -1,
+                     t->escape_bits, t->max_bits);
+  t->index_bits = (uint8_t)(t->max_bits + t->raw_bits);
+  if (bytes < 4 + 2u * t->max_bits)
+    return tpde_fail(error, TPDE_E_TABLE, "the section ends inside a table", number, -1, bytes,
+                     4 + 2u * t->max_bits);
+  for (int l = 1; l <= t->max_bits; l++) {
+    uint64_t n = load16(p + 4 + 2 * (l - 1));
+    codes += n;
+    if (l == t->escape_bits) n++;
+    sum += n << (t->max_bits - l);
+  }
+  if (sum != 1ull << t->max_bits)
+    return tpde_fail(error, TPDE_E_TABLE, "code lengths are not complete", number, -1, sum,
+                     1ull << t->max_bits);
+  if (!codes) return tpde_fail(error, TPDE_E_TABLE, "a table without values", number, -1, 0, 1);
+  *used = align_up((uint32_t)(4 + 2u * t->max_bits + codes * t->kind), 4);
+  if (*used > bytes)
+    return tpde_fail(error, TPDE_E_TABLE, "the section ends inside a table", number, -1, bytes, *used);
+  *values = p + 4 + 2 * t->max_bits;
+  return TPDE_OK;
+}
+
+static uint32_t reverse(uint32_t code, int bits) {
+  uint32_t r = 0;
+  for (int i = 0; i < bits; i++) r |= ((code >> i) & 1u) << (bits - 1 - i);
+  return r;
+}
+
+static void expand_decode(table *t, uint32_t entry, uint32_t code, int bits) {
+  for (uint32_t i = code; i < 1u << t->index_bits; i += 1u << bits) t->decode[i] = entry;
+}
+
+/* An encoding entry: the codeword, then `extra` bits of `tail`. */
+static uint32_t encode_entry(uint32_t code, int bits, uint32_t tail, int extra) {
+  return code | (tail << bits) | ((uint32_t)(bits + extra) << CODE_SHIFT);
+}
+
+static int expand(table *t, const uint8_t *values, int encode, uint64_t number, tpde_error *error) {
+  uint32_t symbols = t->kind == 2 ? 65536 : 256, raw = 1u << t->raw_bits, code = 0, escape = 0, at = 0;
+  uint8_t seen[65536 / 8] = {0};
+  t->decode = malloc(sizeof(uint32_t) << t->index_bits);
+  if (encode) t->encode = malloc(sizeof(uint32_t) * symbols);
+  if (!t->decode || (encode && !t->encode))
+    return tpde_fail(error, TPDE_E_MEMORY, "out of memory", number, -1, 0, 4 * symbols);
+  if (encode) memset(t->encode, 0, sizeof(uint32_t) * symbols);
+  for (int bits = 1; bits <= t->max_bits; bits++) {
+    const uint8_t *counts = (const uint8_t *)values - 2 * t->max_bits;
+    uint32_t n = load16(counts + 2 * (bits - 1));
+    for (uint32_t k = 0; k < n; k++, at++, code++) {
+      uint32_t v = t->kind == 2 ? load16(values + 2 * at) : values[at], r = reverse(code, bits);
+      if (v >= symbols >> t->raw_bits)
+        return tpde_fail(error, TPDE_E_TABLE, "a value out of range", number, -1, v, symbols >> t->raw_bits);
+      if (seen[v / 8] >> (v % 8) & 1)
+        return tpde_fail(error, TPDE_E_TABLE, "a value has two codewords", number, -1, v, 1);
+      seen[v / 8] |= (uint8_t)(1u << (v % 8));
+      if (at == 0) t->pad = (uint16_t)(v << t->raw_bits);
+      for (uint32_t low = 0; low < raw; low++) {
+        uint32_t whole = r | (low << bits), symbol = (v << t->raw_bits) | low;
+        expand_decode(t, symbol | (uint32_t)(bits + t->raw_bits) << 16, whole, bits + t->raw_bits);
+        if (encode) t->encode[symbol] = encode_entry(r, bits, low, t->raw_bits);
+      }
+    }
+    if (bits == t->escape_bits) {
+      escape = reverse(code, bits);
+      expand_decode(t, ENTRY_ESCAPE | (uint32_t)bits << 16, escape, bits);
+      code++;
+    }
+    code <<= 1;
+  }
+  if (!encode) return TPDE_OK;
+  for (uint32_t s = 0; s < symbols; s++) {
+    if (t->encode[s]) continue;
+    if (!t->escape_bits) {
+      t->encode[s] = 31u << CODE_SHIFT; /* never written: a plane with such a symbol costs too much */
+      continue;
+    }
+    if (t->kind == 2)
+      t->encode[s] = encode_entry(escape, t->escape_bits, s, 16);
+    else
+      t->encode[s] = encode_entry(escape, t->escape_bits,
+                                  (s >> t->raw_bits) | ((s & (raw - 1)) << (8 - t->raw_bits)), 8);
+  }
+  return TPDE_OK;
+}
+
+int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t section_bytes, int encode,
+                    tpde_codec **codec, tpde_error *error) {
+  size_t at = 0;
+  if (!codec) return tpde_fail(error, TPDE_E_ARGUMENT, "no place for the codec", UINT64_MAX, -1, 0, 0);
+  *codec = NULL;
+  if (!layout || !tpde_layout_valid(layout) || (section_bytes && !section))
+    return tpde_fail(error, TPDE_E_ARGUMENT, "the layout is not valid", UINT64_MAX, -1, 0, 0);
+  tpde_codec *c = calloc(1, sizeof *c);
+  if (!c) return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, sizeof *c);
+  c->layout = *layout;
+  int code = TPDE_OK;
+  for (int i = 0; i < layout->tables && !code; i++) {
+    const uint8_t *values = NULL;
+    size_t used = 0;
+    table *t = &c->tables[i];
+    code = tpde_table_parse(section + at, section_bytes - at, t, &values, &used, (uint64_t)i, error);
+    if (!code && encode && t->kind == 2 && t->max_bits > PAIR_MAX_BITS)
+      code = tpde_fail(error, TPDE_E_ARGUMENT, "pairs are written with shorter codewords only", (uint64_t)i,
+                       -1, t->max_bits, PAIR_MAX_BITS);
+    if (!code) code = expand(t, values, encode, (uint64_t)i, error);
+    at += code ? 0 : used;
+  }
+  if (!code && align_up((uint32_t)at, 16) != section_bytes)
+    code = tpde_fail(error, TPDE_E_TABLE, "the section's size does not fit its tables", UINT64_MAX, -1,
+                     section_bytes, align_up((uint32_t)at, 16));
+  if (code) {
+    tpde_codec_close(c);
+    return code;
+  }
+  *codec = c;
+  return TPDE_OK;
+}
+
+void tpde_codec_close(tpde_codec *codec) {
+  if (!codec) return;
+  for (int i = 0; i < TPDE_MAX_TABLES; i++) {
+    free(codec->tables[i].decode);
+    free(codec->tables[i].encode);
+  }
+  free(codec);
+}

@@ -1,0 +1,157 @@
+/* tpde.h: the C API of the codec core.
+ *
+ * The core encodes and decodes chunks of packed tensors (docs/format.md, sections 2.3 to 5). It knows
+ * nothing of files: the caller reads blob headers, and hands over tables, index maps and bytes.
+ *
+ * Every function is safe on any input bytes: it returns an error instead of reading or writing out of
+ * bounds, and allocates at most what tpde_codec_open and tpde_encode state. Functions may be called from
+ * several threads at once; a tpde_codec is read-only after it has been opened. Nothing here needs more
+ * than C11, POSIX threads and a little-endian machine.
+ *
+ * Licence: Apache-2.0.
+ */
+#ifndef TPDE_H
+#define TPDE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define TPDE_API __attribute__((visibility("default")))
+#else
+#define TPDE_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TPDE_ABI 1          /* raised with every change of this header that breaks callers */
+#define TPDE_LANES 32       /* format.md 5.1 */
+#define TPDE_MAX_PLANES 8   /* bytes of the largest word, format.md 2.1 */
+#define TPDE_MAX_TABLES 16  /* format.md 7 */
+#define TPDE_RECORD_BYTES 12 /* an index record, format.md 4.3 */
+#define TPDE_MAX_THREADS 256
+#define TPDE_MAX_TABLE_SECTION 20480 /* bytes that tpde_plan may write */
+
+/* What a call returned: 0, or one of these. */
+enum {
+  TPDE_OK = 0,
+  TPDE_E_ARGUMENT = 1,  /* the caller's mistake: a size or a pointer that cannot be */
+  TPDE_E_MEMORY = 2,    /* malloc failed */
+  TPDE_E_TABLE = 3,     /* the table section is damaged */
+  TPDE_E_INDEX = 4,     /* the index map is damaged */
+  TPDE_E_CHUNK = 5,     /* a chunk's bytes are damaged */
+  TPDE_E_CHECKSUM = 6,  /* a chunk decodes, but not to what was encoded */
+  TPDE_E_SPACE = 7      /* the output buffer is too small */
+};
+
+/* Details of a failure. `what` is a short English phrase without a name or a position. */
+typedef struct tpde_error {
+  int32_t code;
+  int32_t plane;    /* or -1 */
+  uint64_t chunk;   /* number of the chunk or table, or UINT64_MAX */
+  uint64_t found;
+  uint64_t needed;
+  char what[96];
+} tpde_error;
+
+/* The fixed facts of a packed tensor that its chunks depend on (format.md 2, 2.3, 4.1). */
+typedef struct tpde_layout {
+  uint64_t words;
+  uint64_t segment_words;
+  uint32_t chunk_words;
+  uint8_t word_bytes;     /* 1, 2, 4, 8 */
+  uint8_t rotate;         /* 0, 1 */
+  uint8_t unit_log2;      /* 4 to 12 */
+  uint8_t tables;         /* number of tables in the section */
+  uint8_t first_table[TPDE_MAX_PLANES];
+  uint8_t table_count[TPDE_MAX_PLANES];
+} tpde_layout;
+
+/* A layout with its tables expanded for decoding and encoding. */
+typedef struct tpde_codec tpde_codec;
+
+/* Bytes that an encoding thread wrote: out[start .. start + bytes). */
+typedef struct tpde_extent {
+  uint64_t start;
+  uint64_t bytes;
+} tpde_extent;
+
+/* The number TPDE_ABI that the library was built with. */
+TPDE_API int tpde_abi(void);
+
+/* Names of the instruction sets this build has a path for and this machine can run, best first,
+ * separated by spaces; the last is always "portable". */
+TPDE_API const char *tpde_simd_available(void);
+
+/* The path in use. It is the best available unless tpde_simd_select chose another. */
+TPDE_API const char *tpde_simd(void);
+
+/* Select a path by name, for tests and measurements. Not thread-safe. Returns 0, or TPDE_E_ARGUMENT. */
+TPDE_API int tpde_simd_select(const char *name);
+
+/* Number of chunks of a layout (format.md 4.1). 0 if there are no words or the layout is invalid. */
+TPDE_API uint64_t tpde_chunk_count(const tpde_layout *layout);
+
+/* An upper bound of the bytes that encoding `words` consecutive words of a tensor with `chunks` chunks
+ * among them can take. */
+TPDE_API uint64_t tpde_encode_bound(const tpde_layout *layout, uint64_t words, uint64_t chunks);
+
+/* Choose planes and tables for a tensor from a sample of its words.
+ *
+ * `sample` holds `sample_words` words: whole chunks of layout->chunk_words, and at the end possibly a
+ * shorter one. `words` is the size of the whole tensor, which decides whether a table is worth its bytes.
+ * Writes layout->tables, first_table and table_count, and the table section into `section` (at least
+ * TPDE_MAX_TABLE_SECTION bytes), whose size goes to *section_bytes, and to *estimate the expected size in
+ * bytes of the tensor's chunks, tables and index. Deterministic: integers only. `max_variants`, 1 to 4, is
+ * the most tables that one plane may have. */
+TPDE_API int tpde_plan(tpde_layout *layout, const void *sample, uint64_t sample_words, int max_variants,
+                       uint8_t *section, uint32_t *section_bytes, uint64_t *estimate, tpde_error *error);
+
+/* Check a table section (format.md 3) and expand it. Allocates at most 16 KiB for each table, and with
+ * `encode` nonzero 256 KiB more for each. */
+TPDE_API int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t section_bytes,
+                             int encode, tpde_codec **codec, tpde_error *error);
+TPDE_API void tpde_codec_close(tpde_codec *codec);
+
+/* Check an index map of all chunks of a layout (format.md 4.3). `first_offset` is where chunks start in the
+ * blob, `blob_bytes` where they end. */
+TPDE_API int tpde_index_check(const tpde_layout *layout, const uint8_t *index, uint64_t first_offset,
+                              uint64_t blob_bytes, uint32_t max_chunk_bytes, tpde_error *error);
+
+/* Decode chunks `first` to `first + count - 1` into `out`, which takes their words one after the other.
+ *
+ * `index` points at record `first`, and has `count` records. `data` holds the bytes data_offset to
+ * data_offset + data_bytes of the blob, at least all bytes of these chunks; `end_offset` is where the last
+ * of them ends. Checks every chunk's checksum. Allocates at most 1 MiB a thread. On failure `out` holds
+ * unspecified words. */
+TPDE_API int tpde_decode(const tpde_codec *codec, const uint8_t *index, uint64_t first, uint64_t count,
+                         const uint8_t *data, uint64_t data_offset, uint64_t data_bytes,
+                         uint64_t end_offset, void *out, uint64_t out_bytes, int threads,
+                         tpde_error *error);
+
+/* Encode chunks `first` to `first + count - 1` from `words`.
+ *
+ * The encoded bytes go to `out` (tpde_encode_bound bytes) in at most `threads` extents, which, put one after
+ * the other, are the blob's bytes from `offset` on; `offset` is a multiple of the unit. Writes `count` index
+ * records and the largest sizes seen, *max_chunk and *max_stream, which the caller initialises. Allocates at
+ * most 1 MiB a thread. The concatenated bytes do not depend on `threads`. */
+TPDE_API int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint64_t count,
+                         uint64_t offset, uint8_t *out, uint64_t out_bytes, uint8_t *index,
+                         tpde_extent *extents, int *extent_count, uint32_t *max_chunk,
+                         uint32_t *max_stream, int threads, tpde_error *error);
+
+/* Split `n` words into byte planes (plane p at planes + p * stride), and back (format.md 2.3). */
+TPDE_API int tpde_split(const tpde_layout *layout, const void *words, uint64_t n, uint8_t *planes,
+                        uint64_t stride);
+TPDE_API int tpde_merge(const tpde_layout *layout, const uint8_t *planes, uint64_t stride, uint64_t n,
+                        void *words);
+
+/* The checksum of a chunk's `bytes` decoded bytes (format.md 4.5). */
+TPDE_API uint32_t tpde_checksum(const void *words, uint64_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,72 @@
+"""tpde makes neural-network weights small without changing one bit.
+
+`pack` and `unpack` turn safetensors files and model directories into smaller ones and back, `verify`
+checks them, `inspect` tells what is in them, and `safe_open` reads tensors straight from the packed form.
+`tpde.torch` and `tpde.numpy` save and load in the manner of `safetensors.torch` and `safetensors.numpy`.
+
+Importing this package loads nothing: neither NumPy nor torch, nor the native core.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpde.access import safe_open
+    from tpde.errors import (
+        Corrupt,
+        InvalidInput,
+        TpdeError,
+        Truncated,
+        UnsupportedVersion,
+    )
+    from tpde.format.container import TensorSpec
+    from tpde.packing.api import pack, unpack, verify
+    from tpde.packing.inspect import inspect
+    from tpde.packing.writer import PackedWriter
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Corrupt": "errors",
+    "InvalidInput": "errors",
+    "PackedWriter": "packing.writer",
+    "TensorSpec": "format.container",
+    "TpdeError": "errors",
+    "Truncated": "errors",
+    "UnsupportedVersion": "errors",
+    "inspect": "packing.inspect",
+    "pack": "packing.api",
+    "safe_open": "access",
+    "unpack": "packing.api",
+    "verify": "packing.api",
+}
+
+__all__ = [
+    "Corrupt",
+    "InvalidInput",
+    "PackedWriter",
+    "TensorSpec",
+    "TpdeError",
+    "Truncated",
+    "UnsupportedVersion",
+    "__version__",
+    "inspect",
+    "pack",
+    "safe_open",
+    "unpack",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(f"tpde.{_WHERE[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module `tpde` has no attribute `{name}`")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The codecs of docs/format.md: the native core, zstd, constants, and a slow reference of each."""

@@ -1,0 +1,255 @@
+"""Writing and reading one packed tensor, in pieces and in bounded memory (docs/format.md 2 to 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tpde.codec import native
+from tpde.codec.native import Bytes, Encoded
+from tpde.codec.plan import Plan, base_header, core_layout
+from tpde.codec.zstd import ZstdCodec
+from tpde.errors import Corrupt
+from tpde.format.blob import (
+    MAX_FIXED_BYTES,
+    BlobHeader,
+    parse_blob_header,
+    with_results,
+)
+from tpde.format.constants import CODEC_CONSTANT, CODEC_ZSTD, RECORD_BYTES
+from tpde.format.container import TensorSpec
+from tpde.format.sink import Sink
+from tpde.format.source import Source, read
+
+PIECE_BYTES = 32 << 20  # of words at a time: larger pieces are no faster, and memory stays bounded
+
+_RECORD = np.dtype([("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")])
+
+
+def _open_codec(header: BlobHeader, section: bytes, *, encode: bool) -> native.Codec | ZstdCodec:
+    layout = core_layout(header)
+    if header.codec == CODEC_ZSTD:
+        return ZstdCodec(header, layout)
+    return native.Codec(layout, section, encode=encode)
+
+
+class BlobWriter:
+    """Writes a blob from a tensor's bytes, in any number of pieces.
+
+    Parameters
+    ----------
+    plan : Plan
+        How to store it.
+    sink : Sink
+        Where it goes.
+    offset : int
+        Where in the sink.
+    threads : int
+        How many threads encode.
+    """
+
+    def __init__(self, plan: Plan, sink: Sink, offset: int, threads: int) -> None:
+        self._header, self._section = plan.header, plan.section
+        self._sink, self._offset, self._threads = sink, offset, threads
+        self._codec = _open_codec(plan.header, plan.section, encode=True)
+        self._at = plan.header.chunks_at  # of the next chunk
+        self._next = 0  # its number
+        self._index: list[Bytes] = []
+        self._max_chunk = self._max_stream = 0
+        self._pending = np.empty(0, np.uint8)  # words of a chunk that is not complete
+        self._out = np.empty(0, np.uint8)
+
+    def write(self, data: Bytes) -> None:
+        """Take the tensor's next bytes."""
+        b, step = self._header.word_bytes, PIECE_BYTES
+        for at in range(0, data.size, step):
+            piece = data[at : at + step]
+            if self._pending.size:
+                piece = np.concatenate([self._pending, piece])
+            begin = self._header.chunk_range(self._next, self._next)[0]
+            end = begin + piece.size // b
+            # Whole chunks only: the last of them is the one before that which holds word `end`.
+            last = self._header.chunks if end == self._header.words else self._header.chunk_of(end)
+            if last > self._next:
+                stop = self._header.chunk_range(last - 1, last - 1)[1]
+                self._encode(piece[: (stop - begin) * b], last - self._next)
+                piece = piece[(stop - begin) * b :]
+            self._pending = piece.copy()
+
+    def _encode(self, words: Bytes, count: int) -> None:
+        need = self._codec.bound(words.size // self._header.word_bytes, count)
+        if self._out.size < need:
+            self._out = np.empty(need, np.uint8)
+        made: Encoded = self._codec.encode(
+            words, self._next, count, self._at, self._out, self._threads
+        )
+        self._sink.write(self._offset + self._at, made.pieces)
+        self._index.append(made.index)
+        self._at += made.bytes
+        self._next += count
+        self._max_chunk = max(self._max_chunk, made.max_chunk)
+        self._max_stream = max(self._max_stream, made.max_stream)
+
+    def finish(self, digest: bytes) -> int:
+        """Write the header and the index map; returns the blob's size in bytes.
+
+        Parameters
+        ----------
+        digest : bytes
+            XXH3-128 of the tensor's bytes.
+        """
+        if self._next != self._header.chunks or self._pending.size:
+            raise ValueError("the tensor is not complete")
+        header = with_results(
+            self._header,
+            blob_bytes=self._at,
+            max_chunk=self._max_chunk,
+            max_stream=self._max_stream,
+            digest=digest,
+        )
+        index = b"".join(piece.tobytes() for piece in self._index)
+        self._sink.write(self._offset, [header.write(self._section, index)])
+        return self._at
+
+
+def write_constant(spec: TensorSpec, word: bytes, digest: bytes, sink: Sink, offset: int) -> int:
+    """Write the blob of a tensor whose words are all equal; returns its size in bytes."""
+    header = base_header(spec, CODEC_CONSTANT)
+    header = BlobHeader(
+        spec=spec,
+        codec=CODEC_CONSTANT,
+        segment_words=header.segment_words,
+        chunk_words=header.chunk_words,
+        hash=digest,
+        constant=word.ljust(8, b"\0"),
+        blob_bytes=header.chunks_at,
+    )
+    blob = header.write(b"", b"")
+    sink.write(offset, [blob])
+    return len(blob)
+
+
+class BlobReader:
+    """Reads a packed tensor: header, tables and index map at once, chunks when asked.
+
+    Parameters
+    ----------
+    source : Source
+        What holds the blob.
+    offset, size : int
+        Where in it, in bytes.
+
+    Raises
+    ------
+    Truncated, UnsupportedVersion, Corrupt
+        If header, tables or index map are not valid.
+    """
+
+    def __init__(self, source: Source, offset: int, size: int) -> None:
+        self._source, self._offset = source, offset
+        head = read(source, offset, min(size, MAX_FIXED_BYTES))
+        self.header = header = parse_blob_header(head, size)
+        meta = read(source, offset, header.chunks_at)
+        header.check_meta(meta)
+        section = meta[header.tables_at : header.index_at]
+        self.index = np.frombuffer(
+            meta, np.uint8, RECORD_BYTES * header.chunks, header.index_at if header.chunks else 0
+        )
+        self._codec: native.Codec | ZstdCodec | None = None
+        if header.codec != CODEC_CONSTANT:
+            native.index_check(
+                core_layout(header),
+                self.index,
+                header.chunks_at,
+                header.blob_bytes,
+                header.max_chunk_bytes,
+            )
+            self._codec = _open_codec(header, section, encode=False)
+        starts = self.index.view(_RECORD)["offset"].astype(np.int64) << header.unit_log2
+        self._offsets = np.append(starts, header.blob_bytes)
+
+    @property
+    def records(self) -> Any:
+        """The index map as a structured array: offset, checksum, modes, table, fill."""
+        return self.index.view(_RECORD)
+
+    def decode(self, first: int, last: int, out: Bytes, threads: int = 1) -> None:
+        """Decode chunks `first` to `last` into exactly their words.
+
+        Raises
+        ------
+        Corrupt
+            Naming the chunk that is damaged.
+        """
+        assert self._codec is not None
+        begin, end = int(self._offsets[first]), int(self._offsets[last + 1])
+        data = np.empty(end - begin, np.uint8)
+        self._source.read_into(self._offset + begin, memoryview(data))
+        index = self.index[RECORD_BYTES * first : RECORD_BYTES * (last + 1)]
+        self._codec.decode(index, first, data, begin, end, out, threads)
+
+    def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
+        """Decode the tensor's bytes from `begin` to `end` into `out`, touching only their chunks.
+
+        Memory beyond `out` is bounded by about three pieces of 32 MiB.
+        """
+        header, b = self.header, self.header.word_bytes
+        if header.codec == CODEC_CONSTANT:
+            word = np.frombuffer(header.constant[:b], np.uint8)
+            out[:] = np.roll(np.resize(word, out.size + b), -(begin % b))[: out.size]
+            return
+        for first, last in self._pieces(begin, end):
+            w0, w1 = header.chunk_range(first, last)
+            lo, hi = max(w0 * b, begin), min(w1 * b, end)
+            target = out[lo - begin : hi - begin]
+            if (lo, hi) == (w0 * b, w1 * b):
+                self.decode(first, last, target, threads)
+            else:
+                words = np.empty((w1 - w0) * b, np.uint8)
+                self.decode(first, last, words, threads)
+                target[:] = words[lo - w0 * b : hi - w0 * b]
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Runs of chunks of at most PIECE_BYTES that cover a range of bytes."""
+        if begin >= end:
+            return
+        b = self.header.word_bytes
+        first, stop = self.header.chunk_of(begin // b), self.header.chunk_of((end - 1) // b)
+        run = max(1, PIECE_BYTES // (self.header.chunk_words * b))
+        while first <= stop:
+            last = min(first + run - 1, stop)
+            yield first, last
+            first = last + 1
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges that cover the tensor and are read well one after the other."""
+        nbytes, b = self.header.spec.nbytes, self.header.word_bytes
+        if self.header.codec == CODEC_CONSTANT:
+            for at in range(0, nbytes, PIECE_BYTES):
+                yield at, min(at + PIECE_BYTES, nbytes)
+            return
+        for first, last in self._pieces(0, nbytes):
+            w0, w1 = self.header.chunk_range(first, last)
+            yield w0 * b, w1 * b
+
+    def stored(self, first: int, last: int) -> int:
+        """Bytes that the chunks `first` to `last` take."""
+        return int(self._offsets[last + 1] - self._offsets[first])
+
+    def damaged_chunks(self, first: int, last: int) -> Iterator[Corrupt]:
+        """Decode chunks one by one, and tell which are damaged."""
+        for number in range(first, last + 1):
+            begin, end = self.header.chunk_range(number, number)
+            out = np.empty((end - begin) * self.header.word_bytes, np.uint8)
+            try:
+                self.decode(number, number, out)
+            except Corrupt as error:
+                yield error
+
+
+def digest(data: Any) -> bytes:
+    """XXH3-128 of some bytes, as docs/format.md 2 stores it."""
+    return xxhash.xxh3_128_digest(data)

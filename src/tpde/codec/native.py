@@ -1,0 +1,429 @@
+"""The C core through ctypes: csrc/tpde.h, function for function.
+
+ctypes releases the GIL for the length of a call. Buffers are anything with the buffer protocol; sizes
+are checked here before a pointer crosses over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tpde.errors import Corrupt, NativeError
+from tpde.format.constants import RECORD_BYTES
+
+ABI = 1
+MAX_TABLE_SECTION = 20480
+NO_CHUNK = (1 << 64) - 1
+
+_E_MEMORY, _E_TABLE, _E_INDEX, _E_CHUNK, _E_CHECKSUM = 2, 3, 4, 5, 6
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class _Error(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_int32),
+        ("plane", ctypes.c_int32),
+        ("chunk", ctypes.c_uint64),
+        ("found", ctypes.c_uint64),
+        ("needed", ctypes.c_uint64),
+        ("what", ctypes.c_char * 96),
+    ]
+
+
+class CoreLayout(ctypes.Structure):
+    """`tpde_layout`: the fixed facts of a packed tensor that its chunks depend on."""
+
+    _fields_ = [
+        ("words", ctypes.c_uint64),
+        ("segment_words", ctypes.c_uint64),
+        ("chunk_words", ctypes.c_uint32),
+        ("word_bytes", ctypes.c_uint8),
+        ("rotate", ctypes.c_uint8),
+        ("unit_log2", ctypes.c_uint8),
+        ("tables", ctypes.c_uint8),
+        ("first_table", ctypes.c_uint8 * 8),
+        ("table_count", ctypes.c_uint8 * 8),
+    ]
+
+
+class _Extent(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_uint64), ("bytes", ctypes.c_uint64)]
+
+
+MAX_THREADS = 256
+
+_u8p, _u32p = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint32)
+_u64, _u32, _int, _ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
+_layout, _error = ctypes.POINTER(CoreLayout), ctypes.POINTER(_Error)
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "tpde_abi": (_int, []),
+    "tpde_simd": (ctypes.c_char_p, []),
+    "tpde_simd_available": (ctypes.c_char_p, []),
+    "tpde_simd_select": (_int, [ctypes.c_char_p]),
+    "tpde_chunk_count": (_u64, [_layout]),
+    "tpde_encode_bound": (_u64, [_layout, _u64, _u64]),
+    "tpde_plan": (
+        _int,
+        [_layout, _ptr, _u64, _int, _u8p, _u32p, ctypes.POINTER(_u64), _error],
+    ),
+    "tpde_codec_open": (_int, [_layout, _u8p, _u32, _int, ctypes.POINTER(_ptr), _error]),
+    "tpde_codec_close": (None, [_ptr]),
+    "tpde_index_check": (_int, [_layout, _u8p, _u64, _u64, _u32, _error]),
+    "tpde_decode": (
+        _int,
+        [_ptr, _u8p, _u64, _u64, _u8p, _u64, _u64, _u64, _ptr, _u64, _int, _error],
+    ),
+    "tpde_encode": (
+        _int,
+        [_ptr, _ptr, _u64, _u64, _u64, _u8p, _u64, _u8p, ctypes.POINTER(_Extent)]
+        + [ctypes.POINTER(_int), _u32p, _u32p, _int, _error],
+    ),
+    "tpde_split": (_int, [_layout, _ptr, _u64, _u8p, _u64]),
+    "tpde_merge": (_int, [_layout, _u8p, _u64, _u64, _ptr]),
+    "tpde_checksum": (_u32, [_ptr, _u64]),
+}
+
+
+def library_path() -> Path:
+    """Where the core lies: beside the package, under the platform's name for a shared library."""
+    name = "libtpde.dylib" if sys.platform == "darwin" else "libtpde.so"
+    return Path(__file__).resolve().parent.parent / name
+
+
+@functools.cache
+def _core() -> ctypes.CDLL:
+    path = library_path()
+    try:
+        core = ctypes.CDLL(os.fspath(path))
+    except OSError as error:
+        raise NativeError(
+            f"the native core `{path.name}` could not be loaded from `{path.parent}`: {error}; "
+            "install tpde from a wheel, or from source with a C compiler"
+        ) from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(core, name)
+        function.restype, function.argtypes = result, arguments
+    if core.tpde_abi() != ABI:
+        raise NativeError(
+            f"the native core at `{path}` has ABI {core.tpde_abi()}, this package needs {ABI}; "
+            "reinstall tpde"
+        )
+    return core
+
+
+def _address(buffer: Bytes) -> int:
+    if not buffer.flags.c_contiguous:
+        raise ValueError("the core takes contiguous buffers only")
+    return int(buffer.ctypes.data)
+
+
+def _check(code: int, error: _Error) -> None:
+    """Raise what a failed call means."""
+    if not code:
+        return
+    what = error.what.decode()
+    if error.plane >= 0:
+        what += f" (plane {error.plane})"
+    what += f": found {error.found}, needed {error.needed}"
+    if code in (_E_INDEX, _E_CHUNK, _E_CHECKSUM):
+        chunk = None if error.chunk == NO_CHUNK else int(error.chunk)
+        raise Corrupt(what, chunk=chunk)
+    if code == _E_TABLE:
+        where = "" if error.chunk == NO_CHUNK else f"table {error.chunk}: "
+        raise Corrupt(where + what)
+    if code == _E_MEMORY:
+        raise MemoryError(f"the native core ran out of memory: {what}")
+    raise NativeError(f"the native core refused a call: {what}")
+
+
+def as_bytes(buffer: Any) -> Bytes:
+    """View a contiguous buffer as bytes, without a copy.
+
+    Parameters
+    ----------
+    buffer : bytes-like or ndarray
+        Any contiguous buffer.
+
+    Returns
+    -------
+    ndarray of uint8, one-dimensional
+    """
+    if isinstance(buffer, np.ndarray):
+        if not buffer.flags.c_contiguous:
+            raise ValueError("the core takes contiguous buffers only")
+        return buffer.reshape(-1).view(np.uint8)
+    return np.frombuffer(buffer, dtype=np.uint8)
+
+
+def simd() -> str:
+    """Name of the instruction-set path in use."""
+    return str(_core().tpde_simd().decode())
+
+
+def simd_available() -> list[str]:
+    """Names of the paths that this build has and this machine can run, best first."""
+    return str(_core().tpde_simd_available().decode()).split()
+
+
+def simd_select(name: str) -> None:
+    """Select a path, for tests and measurements.
+
+    Raises
+    ------
+    ValueError
+        If this machine or this build lacks it.
+    """
+    if _core().tpde_simd_select(name.encode()):
+        raise ValueError(f"no path `{name}` here; available: {', '.join(simd_available())}")
+
+
+def chunk_count(layout: CoreLayout) -> int:
+    """Number of chunks of a layout (format.md 4.1)."""
+    return int(_core().tpde_chunk_count(layout))
+
+
+def checksum(words: Any) -> int:
+    """Checksum of a chunk's decoded bytes (format.md 4.5)."""
+    data = as_bytes(words)
+    return int(_core().tpde_checksum(_address(data), data.size))
+
+
+def split(layout: CoreLayout, words: Any) -> Bytes:
+    """Split words into byte planes (format.md 2.3).
+
+    Returns
+    -------
+    ndarray of uint8, shape (word_bytes, n)
+    """
+    data = as_bytes(words)
+    n = data.size // layout.word_bytes
+    planes = np.empty((layout.word_bytes, n), np.uint8)
+    _core().tpde_split(layout, _address(data), n, _address(planes), n)
+    return planes
+
+
+def merge(layout: CoreLayout, planes: Bytes, out: Bytes) -> None:
+    """Put planes of shape (word_bytes, n) together again, into the n words of `out`."""
+    n = planes.shape[1]
+    if planes.shape[0] != layout.word_bytes or out.size != n * layout.word_bytes:
+        raise ValueError("planes and words differ in size")
+    _core().tpde_merge(layout, _address(planes), n, n, _address(out))
+
+
+def plan(layout: CoreLayout, sample: Any, max_variants: int = 4) -> tuple[bytes, int]:
+    """Choose planes and tables for a tensor from a sample of its chunks.
+
+    Parameters
+    ----------
+    layout : CoreLayout
+        Receives the tables' numbers.
+    sample : bytes-like
+        Whole chunks, the last possibly shorter.
+    max_variants : int
+        The most tables that one plane may have, 1 to 4.
+
+    Returns
+    -------
+    section : bytes
+        The table section (format.md 3).
+    estimate : int
+        Expected bytes of the tensor's tables, index and chunks.
+    """
+    data = as_bytes(sample)
+    section = np.empty(MAX_TABLE_SECTION, np.uint8)
+    size, estimate, error = _u32(), _u64(), _Error()
+    code = _core().tpde_plan(
+        layout,
+        _address(data),
+        data.size // layout.word_bytes,
+        max_variants,
+        _address(section),
+        ctypes.byref(size),
+        ctypes.byref(estimate),
+        ctypes.byref(error),
+    )
+    _check(code, error)
+    return section[: size.value].tobytes(), int(estimate.value)
+
+
+def index_check(
+    layout: CoreLayout, index: Any, first_offset: int, blob_bytes: int, max_chunk_bytes: int
+) -> None:
+    """Check an index map of all chunks of a layout (format.md 4.3).
+
+    Raises
+    ------
+    Corrupt
+        Naming the first chunk whose record cannot be.
+    """
+    data = as_bytes(index)
+    if data.size != RECORD_BYTES * chunk_count(layout):
+        raise ValueError("the index map's size does not fit the layout")
+    error = _Error()
+    code = _core().tpde_index_check(
+        layout, _address(data), first_offset, blob_bytes, max_chunk_bytes, ctypes.byref(error)
+    )
+    _check(code, error)
+
+
+class Encoded(NamedTuple):
+    """What `Codec.encode` made: consecutive pieces of a blob, and the chunks' records."""
+
+    pieces: Sequence[Bytes]
+    index: Bytes
+    bytes: int
+    max_chunk: int
+    max_stream: int
+
+
+class Codec:
+    """A layout with its tables expanded; decodes, and encodes if opened for it.
+
+    Parameters
+    ----------
+    layout : CoreLayout
+        Copied by the core.
+    section : bytes-like
+        The table section (format.md 3).
+    encode : bool
+        Expand the tables for encoding too: 256 KiB more for each.
+
+    Raises
+    ------
+    Corrupt
+        If a table is damaged.
+    """
+
+    def __init__(self, layout: CoreLayout, section: Any, *, encode: bool = False) -> None:
+        self._handle = _ptr()
+        data, error = as_bytes(section), _Error()
+        code = _core().tpde_codec_open(
+            layout,
+            _address(data) if data.size else None,
+            data.size,
+            int(encode),
+            ctypes.byref(self._handle),
+            ctypes.byref(error),
+        )
+        _check(code, error)
+        self.layout = layout
+
+    def close(self) -> None:
+        """Free the tables. The codec cannot be used afterwards."""
+        if self._handle:
+            _core().tpde_codec_close(self._handle)
+            self._handle = _ptr()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) and not sys.is_finalizing():
+            self.close()
+
+    def decode(
+        self,
+        index: Bytes,
+        first: int,
+        data: Bytes,
+        data_offset: int,
+        end_offset: int,
+        out: Bytes,
+        threads: int = 1,
+    ) -> None:
+        """Decode as many chunks as `index` has records, from chunk `first` on, into `out`.
+
+        Parameters
+        ----------
+        index : ndarray of uint8
+            The records of these chunks.
+        first : int
+            Number of the first chunk.
+        data : ndarray of uint8
+            The blob's bytes from `data_offset` on, at least those of these chunks.
+        data_offset, end_offset : int
+            Where `data` starts in the blob, and where the last of these chunks ends.
+        out : ndarray of uint8
+            Exactly the chunks' words.
+        threads : int
+            How many threads to use.
+
+        Raises
+        ------
+        Corrupt
+            Naming the chunk that is damaged.
+        """
+        if not out.flags.writeable:
+            raise ValueError("the output is read-only")
+        error = _Error()
+        code = _core().tpde_decode(
+            self._handle,
+            _address(index),
+            first,
+            index.size // RECORD_BYTES,
+            _address(data),
+            data_offset,
+            data.size,
+            end_offset,
+            _address(out),
+            out.size,
+            threads,
+            ctypes.byref(error),
+        )
+        _check(code, error)
+
+    def bound(self, words: int, chunks: int) -> int:
+        """Most bytes that encoding these many words in these many chunks can take."""
+        return int(_core().tpde_encode_bound(self.layout, words, chunks))
+
+    def encode(
+        self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
+    ) -> Encoded:
+        """Encode chunks `first` to `first + count - 1`.
+
+        Parameters
+        ----------
+        words : ndarray of uint8
+            Exactly these chunks' words.
+        first, count : int
+            Which chunks they are.
+        offset : int
+            Where the first of them goes in the blob; a multiple of the unit.
+        out : ndarray of uint8
+            At least `bound` bytes; the pieces returned are views of it.
+        threads : int
+            How many threads to use; the bytes do not depend on it.
+        """
+        index = np.empty(RECORD_BYTES * count, np.uint8)
+        threads = min(threads, MAX_THREADS)
+        extents = (_Extent * threads)()
+        used, max_chunk, max_stream, error = _int(), _u32(), _u32(), _Error()
+        code = _core().tpde_encode(
+            self._handle,
+            _address(words),
+            first,
+            count,
+            offset,
+            _address(out),
+            out.size,
+            _address(index),
+            extents,
+            ctypes.byref(used),
+            ctypes.byref(max_chunk),
+            ctypes.byref(max_stream),
+            threads,
+            ctypes.byref(error),
+        )
+        _check(code, error)
+        pieces = [out[e.start : e.start + e.bytes] for e in extents[: used.value]]
+        return Encoded(
+            pieces, index, sum(p.size for p in pieces), max_chunk.value, max_stream.value
+        )

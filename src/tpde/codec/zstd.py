@@ -1,0 +1,172 @@
+"""The zstd codec: byte planes as zstd frames (docs/format.md 6). For what prefix codes do not suit."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import zstandard
+
+from tpde.codec import native
+from tpde.codec.native import Bytes, CoreLayout, Encoded
+from tpde.errors import Corrupt
+from tpde.format.blob import BlobHeader, align
+from tpde.format.constants import MODE_CODED, MODE_FILL, MODE_RAW
+
+LEVEL = 3  # zstd's own default
+_RECORD = struct.Struct("<IIHBB")  # format.md 4.3
+
+
+class ZstdCodec:
+    """Encodes and decodes chunks of one tensor; the interface is that of `native.Codec`.
+
+    Parameters
+    ----------
+    header : BlobHeader
+        What the blob says of its tensor.
+    layout : CoreLayout
+        The same for the core.
+    """
+
+    def __init__(self, header: BlobHeader, layout: CoreLayout) -> None:
+        self._header = header
+        self._layout = layout
+        self._unit = 1 << header.unit_log2
+
+    def bound(self, words: int, chunks: int) -> int:
+        """Most bytes that encoding these many words in these many chunks can take."""
+        b = self._header.word_bytes
+        return words * b + chunks * (16 * b + self._unit)
+
+    def _map(self, threads: int, function: Callable[[int], object], numbers: range) -> list[object]:
+        if threads == 1 or len(numbers) == 1:
+            return [function(i) for i in numbers]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(function, numbers))
+
+    def encode(
+        self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
+    ) -> Encoded:
+        """Encode chunks `first` to `first + count - 1`; see `native.Codec.encode`."""
+        start = self._header.chunk_range(first, first)[0]
+        b = self._header.word_bytes
+
+        def one(number: int) -> tuple[bytes, int, int, int, int]:
+            begin, end = self._header.chunk_range(number, number)
+            return self._encode_chunk(words[(begin - start) * b : (end - start) * b])
+
+        chunks = self._map(threads, one, range(first, first + count))
+        index, at, largest, stream = bytearray(), 0, 0, 0
+        for data, checksum, modes, fill, longest in chunks:  # type: ignore[misc]
+            index += _RECORD.pack((offset + at) // self._unit, checksum, modes, 0, fill)
+            out[at : at + len(data)] = np.frombuffer(data, np.uint8)
+            at += len(data)
+            largest, stream = max(largest, len(data)), max(stream, longest)
+        return Encoded([out[:at]], np.frombuffer(index, np.uint8), at, largest, stream)
+
+    def _encode_chunk(self, words: Bytes) -> tuple[bytes, int, int, int, int]:
+        planes = native.split(self._layout, words)
+        raw: list[bytes] = []
+        coded: list[bytes] = []
+        modes, fill, longest = 0, None, 0
+        for p, plane in enumerate(planes):
+            if bool((plane == plane[0]).all()) and fill in (None, plane[0]):
+                fill = plane[0]
+                modes |= MODE_FILL << (2 * p)
+                continue
+            data = plane.tobytes()
+            frame = zstandard.ZstdCompressor(level=LEVEL).compress(data)
+            size, whole = align(4 + len(frame), 4), align(len(data), 16)
+            if size < whole:
+                modes |= MODE_CODED << (2 * p)
+                coded.append((struct.pack("<I", len(frame)) + frame).ljust(size, b"\0"))
+                longest = max(longest, size)
+            else:
+                raw.append(data.ljust(whole, b"\0"))
+        body = b"".join(raw + coded)
+        return (
+            body.ljust(align(len(body), self._unit), b"\0"),
+            native.checksum(words),
+            modes,
+            int(fill or 0),
+            longest,
+        )
+
+    def decode(
+        self,
+        index: Bytes,
+        first: int,
+        data: Bytes,
+        data_offset: int,
+        end_offset: int,
+        out: Bytes,
+        threads: int = 1,
+    ) -> None:
+        """Decode chunks from `first` on into `out`; see `native.Codec.decode`."""
+        records = list(_RECORD.iter_unpack(index.tobytes()))
+        start, b = self._header.chunk_range(first, first)[0], self._header.word_bytes
+        ends = [r[0] * self._unit for r in records[1:]] + [end_offset]
+
+        def one(i: int) -> None:
+            offset, checksum, modes, _, fill = records[i]
+            at, end = offset * self._unit - data_offset, ends[i] - data_offset
+            begin, stop = self._header.chunk_range(first + i, first + i)
+            target = out[(begin - start) * b : (stop - start) * b]
+            if not 0 <= at <= end <= data.size:
+                raise Corrupt("a chunk lies outside the bytes at hand", chunk=first + i)
+            self._decode_chunk(data[at:end], modes, fill, target, first + i)
+            found = native.checksum(target)
+            if found != checksum:
+                raise Corrupt(
+                    f"the checksum does not match: found {found}, needed {checksum}", chunk=first + i
+                )
+
+        self._map(threads, one, range(len(records)))
+
+    def _decode_chunk(self, data: Bytes, modes: int, fill: int, out: Bytes, chunk: int) -> None:
+        b = self._header.word_bytes
+        n = out.size // b
+        planes = np.empty((b, n), np.uint8)
+        at = 0
+        for p in range(b):
+            mode = modes >> (2 * p) & 3
+            if mode == MODE_FILL:
+                planes[p] = fill
+            elif mode == MODE_RAW:
+                if at + n > data.size:
+                    raise Corrupt(f"the chunk ends inside a raw plane (plane {p})", chunk=chunk)
+                planes[p] = data[at : at + n]
+                at += align(n, 16)
+        for p in range(b):
+            if modes >> (2 * p) & 3 != MODE_CODED:
+                continue
+            size = int.from_bytes(data[at : at + 4].tobytes(), "little")
+            if at + 4 + size > data.size:
+                raise Corrupt(f"the chunk ends inside a zstd frame (plane {p})", chunk=chunk)
+            planes[p] = _decompress(data[at + 4 : at + 4 + size].tobytes(), n, p, chunk)
+            at += align(4 + size, 4)
+        native.merge(self._layout, planes, out)
+
+
+def _decompress(frame: bytes, n: int, plane: int, chunk: int) -> Bytes:
+    """Decompress one frame whose content must be `n` bytes; nothing larger is allocated."""
+    try:
+        size = zstandard.frame_content_size(frame)
+        if size != n:
+            raise Corrupt(
+                f"a zstd frame of {size} bytes, {n} are needed (plane {plane})", chunk=chunk
+            )
+        content = zstandard.ZstdDecompressor(max_window_size=1 << 20).decompress(
+            frame, max_output_size=n, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"a zstd frame is damaged: {error} (plane {plane})", chunk=chunk) from None
+    if len(content) != n:
+        raise Corrupt(
+            f"a zstd frame holds {len(content)} bytes, {n} are needed (plane {plane})", chunk=chunk
+        )
+    return np.frombuffer(content, np.uint8)
+
+

@@ -1,0 +1,89 @@
+"""Numbers of docs/format.md, in its order."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+VERSION: Final = 1
+SUFFIX: Final = "_tpde"  # format.md 1.1
+
+# format.md 1.3: keys of __metadata__
+KEY_VERSION: Final = "tpde"
+KEY_SOURCE: Final = "tpde.source"
+KEY_SOURCE_HASH: Final = "tpde.source_hash"
+KEY_PLAIN: Final = "tpde.plain"
+
+# format.md 1.6
+ALIGN_LARGE: Final = 4096
+ALIGN_BLOB: Final = 256
+LARGE_BYTES: Final = 4 << 20
+
+MAX_CONTAINER_HEADER: Final = 100_000_000  # format.md 1.7
+
+# format.md 2
+MAGIC: Final = b"\x89TPDE\r\n\x1a"
+HEADER_BYTES: Final = 128
+MAX_DIMS: Final = 64
+MAX_BYTES: Final = 1 << 60
+LAYOUT_LINEAR: Final = 0
+
+
+class Dtype(NamedTuple):
+    """A dtype of safetensors and how its words are taken (format.md 2.1)."""
+
+    name: str
+    code: int
+    word_bytes: int
+    rotate: int
+    bits: int
+
+
+DTYPES: Final = {
+    d.name: d
+    for d in (
+        Dtype("BOOL", 1, 1, 0, 8),
+        Dtype("F4", 2, 1, 0, 4),
+        Dtype("F6_E2M3", 3, 1, 0, 6),
+        Dtype("F6_E3M2", 4, 1, 0, 6),
+        Dtype("U8", 5, 1, 0, 8),
+        Dtype("I8", 6, 1, 0, 8),
+        Dtype("F8_E5M2", 7, 1, 1, 8),
+        Dtype("F8_E4M3", 8, 1, 1, 8),
+        Dtype("F8_E8M0", 9, 1, 0, 8),
+        Dtype("F8_E4M3FNUZ", 10, 1, 1, 8),
+        Dtype("F8_E5M2FNUZ", 12, 1, 1, 8),
+        Dtype("I16", 13, 2, 0, 16),
+        Dtype("U16", 14, 2, 0, 16),
+        Dtype("F16", 15, 2, 1, 16),
+        Dtype("BF16", 16, 2, 1, 16),
+        Dtype("I32", 17, 4, 0, 32),
+        Dtype("U32", 18, 4, 0, 32),
+        Dtype("F32", 19, 4, 1, 32),
+        Dtype("C64", 20, 4, 1, 64),
+        Dtype("F64", 21, 8, 1, 64),
+        Dtype("I64", 22, 8, 0, 64),
+        Dtype("U64", 23, 8, 0, 64),
+    )
+}
+DTYPE_BY_CODE: Final = {d.code: d for d in DTYPES.values()}
+
+# format.md 2.2
+CODEC_PREFIX: Final = 1
+CODEC_ZSTD: Final = 2
+CODEC_CONSTANT: Final = 3
+CODEC_NAMES: Final = {CODEC_PREFIX: "prefix", CODEC_ZSTD: "zstd", CODEC_CONSTANT: "constant"}
+
+MAX_TABLES: Final = 16  # format.md 7
+MAX_TABLES_BYTES: Final = 131_584
+RECORD_BYTES: Final = 12  # format.md 4.3
+MODE_RAW: Final = 0
+MODE_FILL: Final = 1
+MODE_CODED: Final = 2
+MIN_CHUNK_WORDS: Final = 512  # format.md 4.1
+MAX_CHUNK_WORDS: Final = 65536
+MAX_PREFIX_CHUNK_WORDS: Final = 32768
+MIN_UNIT_LOG2: Final = 4  # format.md 2
+MAX_UNIT_LOG2: Final = 12
+MAX_OFFSET_UNITS: Final = 1 << 32  # format.md 7
+
+MANIFEST: Final = "tpde_manifest.json"  # format.md 8

@@ -1,0 +1,145 @@
+"""Writing bytes at an offset, to a file that appears whole or not at all, or to memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tpde.errors import DestinationExists, InvalidDestination
+
+_MAX_BUFFERS = 512  # of one pwritev; systems allow 1024
+
+
+class Sink(Protocol):
+    """A place for bytes."""
+
+    name: str
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        """Write buffers one after the other from `offset` on. What is skipped is zero."""
+
+    def commit(self) -> None:
+        """Make what was written visible."""
+
+    def abort(self) -> None:
+        """Leave no trace."""
+
+
+def refuse_existing(path: Path, force: bool) -> None:
+    """Raise `DestinationExists` if there is something at `path` and `force` does not allow it."""
+    if os.path.lexists(path) and not force:
+        raise DestinationExists(
+            f"`{path}` exists already; remove it, choose another destination, or replace it with "
+            "`--force` (`force=True`)"
+        )
+
+
+def unwritable(path: Path, error: OSError) -> InvalidDestination:
+    """Say why a destination cannot be written, and what to do."""
+    hint = "choose another destination"
+    if isinstance(error, PermissionError):
+        hint = "change its permissions, or choose another destination"
+    elif isinstance(error, FileNotFoundError):
+        hint = "create the folder first"
+    return InvalidDestination(f"`{path}` cannot be written: {error.strerror or error}; {hint}")
+
+
+class FileSink:
+    """A file written under a temporary name beside its place, synced, and renamed.
+
+    Parameters
+    ----------
+    path : path-like
+        Where the file goes.
+    force : bool
+        Replace what is there.
+
+    Raises
+    ------
+    DestinationExists
+        If something is there and `force` is false.
+    InvalidDestination
+        If the folder cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+        self.path = Path(path)
+        self.name = str(self.path)
+        refuse_existing(self.path, force)
+        if self.path.is_dir():
+            raise InvalidDestination(f"`{self.path}` is a folder; name a file")
+        self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
+        self._force = force
+        try:
+            self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        """Write buffers one after the other from `offset` on."""
+        views = [view for b in buffers if (view := memoryview(b).cast("B")).nbytes]
+        try:
+            while views:
+                done = os.pwritev(self._fd, views[:_MAX_BUFFERS], offset)
+                offset += done
+                while views and done >= views[0].nbytes:
+                    done -= views.pop(0).nbytes
+                if done:
+                    views[0] = views[0][done:]
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"writing failed at byte {offset}: {error.strerror}; nothing was left behind, make room "
+                "or choose another destination",
+                self.name,
+            ) from error
+
+    def commit(self) -> None:
+        """Sync the file and give it its name."""
+        os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        refuse_existing(self.path, self._force)
+        os.replace(self._temporary, self.path)
+        with contextlib.suppress(OSError):  # not every file system syncs folders
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def abort(self) -> None:
+        """Remove the temporary file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._temporary)
+
+
+class BytesSink:
+    """A growing buffer in memory: the bytes are in `data`."""
+
+    def __init__(self) -> None:
+        self.name = "<bytes>"
+        self.data = bytearray()
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        """Write buffers one after the other from `offset` on."""
+        if offset > len(self.data):
+            self.data.extend(bytes(offset - len(self.data)))
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            self.data[offset : offset + view.nbytes] = view
+            offset += view.nbytes
+
+    def commit(self) -> None:
+        """Nothing to do: the bytes are there."""
+
+    def abort(self) -> None:
+        """Drop the bytes."""
+        self.data = bytearray()

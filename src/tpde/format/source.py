@@ -1,0 +1,120 @@
+"""Reading bytes at an offset, from a file or from memory.
+
+Files are read with `pread`, never mapped: a mapping of a file that shrinks kills the process.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from tpde.errors import InvalidInput, Truncated
+
+
+class Source(Protocol):
+    """Bytes with a name and a size."""
+
+    name: str
+    size: int
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill `out` from `offset` on. Raises `Truncated` if the bytes end before."""
+
+    def close(self) -> None:
+        """Release what is held. Reading afterwards is an error."""
+
+
+def _truncated(name: str, offset: int, want: int, size: int) -> Truncated:
+    return Truncated(
+        f"`{name}` ends at byte {size}, but bytes {offset} to {offset + want} are needed; "
+        "the file is incomplete, fetch the rest"
+    )
+
+
+class FileSource:
+    """A regular file.
+
+    Parameters
+    ----------
+    path : path-like
+        The file.
+
+    Raises
+    ------
+    InvalidInput
+        If it does not exist, is not a regular file or may not be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.name = os.fspath(path)
+        self._fd = -1
+        try:
+            self._fd = os.open(self.name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except FileNotFoundError:
+            raise InvalidInput(f"`{self.name}` does not exist; check the path") from None
+        except PermissionError:
+            raise InvalidInput(
+                f"`{self.name}` may not be read by this user; change its permissions"
+            ) from None
+        if not Path(self.name).is_file():
+            self.close()
+            raise InvalidInput(f"`{self.name}` is not a regular file")
+        self.size = os.fstat(self._fd).st_size
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill `out` from `offset` on."""
+        done, want = 0, out.nbytes
+        while done < want:
+            got = os.preadv(self._fd, [out[done:]], offset + done)
+            if not got:
+                raise _truncated(self.name, offset, want, offset + done)
+            done += got
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class BytesSource:
+    """A buffer in memory.
+
+    Parameters
+    ----------
+    data : bytes-like
+        The bytes; not copied.
+    name : str
+        What messages call it.
+    """
+
+    def __init__(self, data: Any, name: str = "<bytes>") -> None:
+        self._data = memoryview(data).cast("B")
+        self.name = name
+        self.size = self._data.nbytes
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill `out` from `offset` on."""
+        if offset + out.nbytes > self.size:
+            raise _truncated(self.name, offset, out.nbytes, self.size)
+        out[:] = self._data[offset : offset + out.nbytes]
+
+    def close(self) -> None:
+        """Let go of the buffer."""
+        self._data.release()
+
+
+def read(source: Source, offset: int, size: int) -> bytes:
+    """Read `size` bytes, refusing before allocating if the source has fewer.
+
+    Raises
+    ------
+    Truncated
+        If the source ends before.
+    """
+    if offset + size > source.size:
+        raise _truncated(source.name, offset, size, source.size)
+    out = bytearray(size)
+    source.read_into(offset, memoryview(out))
+    return bytes(out)

@@ -1,0 +1,143 @@
+"""Dtypes of safetensors as PyTorch and NumPy know them, and arrays from bytes. Imports neither at the top."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tpde.errors import MissingDependency, UnsupportedDtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from tpde.codec.native import Bytes
+    from tpde.format.container import TensorSpec
+
+# Names, not objects: older releases lack some. F4 holds two numbers in a byte, and its last dimension halves.
+_TORCH = {
+    "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+_NUMPY = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+_ML_DTYPES = {
+    "BF16": "bfloat16",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+
+
+def torch_dtype_name(dtype: torch.dtype) -> str:
+    """The name in safetensors of a PyTorch dtype.
+
+    Raises
+    ------
+    UnsupportedDtype
+        If safetensors has none.
+    """
+    name = str(dtype).removeprefix("torch.")
+    for ours, theirs in _TORCH.items():
+        if theirs == name:
+            return ours
+    raise UnsupportedDtype(f"safetensors has no dtype for {dtype}; cast the tensor first")
+
+
+def numpy_dtype_name(dtype: Any) -> str:
+    """The name in safetensors of a NumPy dtype, those of `ml_dtypes` included.
+
+    Raises
+    ------
+    UnsupportedDtype
+        If safetensors has none.
+    """
+    for ours, theirs in (_NUMPY | _ML_DTYPES).items():
+        if theirs == dtype.name:
+            return ours
+    raise UnsupportedDtype(f"safetensors has no dtype for {dtype}; cast the array first")
+
+
+def to_torch(data: Bytes, spec: TensorSpec) -> torch.Tensor:
+    """Make a tensor of bytes, without a copy.
+
+    Raises
+    ------
+    UnsupportedDtype
+        If this PyTorch lacks the dtype.
+    """
+    import torch
+
+    dtype = getattr(torch, _TORCH.get(spec.dtype, ""), None)
+    if dtype is None:
+        raise UnsupportedDtype(
+            f"PyTorch {torch.__version__} has no dtype for {spec.dtype}; read the file with `tpde unpack`"
+        )
+    shape = spec.shape
+    if spec.dtype == "F4":
+        if not shape or shape[-1] % 2:
+            raise UnsupportedDtype(
+                f"PyTorch holds F4 in pairs, the last dimension of {list(shape)} is odd"
+            )
+        shape = (*shape[:-1], shape[-1] // 2)
+    if not data.size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def to_numpy(data: Bytes, spec: TensorSpec) -> Any:
+    """Make an array of bytes, without a copy.
+
+    Raises
+    ------
+    UnsupportedDtype
+        If NumPy has no such dtype.
+    MissingDependency
+        If it is one of `ml_dtypes`, which is not installed.
+    """
+    import numpy as np
+
+    if spec.dtype in _NUMPY:
+        dtype = np.dtype(_NUMPY[spec.dtype])
+    elif spec.dtype in _ML_DTYPES:
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise MissingDependency(
+                f"NumPy knows {spec.dtype} only with `ml_dtypes`; run `pip install ml_dtypes`"
+            ) from None
+        dtype = np.dtype(getattr(ml_dtypes, _ML_DTYPES[spec.dtype]))
+    else:
+        raise UnsupportedDtype(f"NumPy has no dtype for {spec.dtype}; read the file with `tpde unpack`")
+    return data.view(dtype).reshape(spec.shape)

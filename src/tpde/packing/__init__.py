@@ -1,0 +1,1 @@
+"""Packing and unpacking files and model directories."""

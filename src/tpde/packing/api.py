@@ -1,0 +1,263 @@
+"""pack, unpack and verify: files, state dicts, model directories and hub ids alike."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpde.codec.plan import CodecName
+from tpde.errors import InvalidDestination, InvalidInput
+from tpde.format.sink import refuse_existing
+from tpde.packing.directory import (
+    is_packed_directory,
+    pack_directory,
+    unpack_directory,
+    verify_directory,
+)
+from tpde.packing.files import (
+    Problem,
+    Progress,
+    Result,
+    no_progress,
+    pack_file,
+    unpack_file,
+    verify_file,
+)
+from tpde.packing.sources import resolve
+from tpde.packing.writer import check_threads
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `pack` or `unpack` did.
+
+    Attributes
+    ----------
+    source, destination : str
+        Paths.
+    source_bytes, destination_bytes : int
+        Sizes of the weight files, in bytes.
+    tensors, packed : int
+        How many tensors there are, and how many of them are packed.
+    files : tuple of Result
+        The same for each weight file.
+    """
+
+    source: str
+    destination: str
+    source_bytes: int
+    destination_bytes: int
+    tensors: int
+    packed: int
+    files: tuple[Result, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Size of the plain weights over that of the packed ones."""
+        sizes = self.source_bytes, self.destination_bytes
+        return max(sizes) / max(min(sizes), 1) if self.packed else sizes[0] / max(sizes[1], 1)
+
+
+def _summary(source: Path, destination: Path, results: list[Result]) -> Summary:
+    return Summary(
+        str(source),
+        str(destination),
+        sum(r.source_bytes for r in results),
+        sum(r.destination_bytes for r in results),
+        sum(r.tensors for r in results),
+        sum(r.packed for r in results),
+        tuple(results),
+    )
+
+
+def pack(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    codec: CodecName = "auto",
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Summary:
+    """Pack a file or a model directory, losslessly.
+
+    Parameters
+    ----------
+    source : path-like
+        A safetensors file, a PyTorch state dict (`.bin`, `.pt`; code in it is never run), a Hugging Face
+        model directory, or the id of a model on the hub if `huggingface_hub` is installed.
+    destination : path-like
+        The packed file or directory. It appears when it is complete, and not before.
+    threads : int, optional
+        By default one for each processor. The packed bytes do not depend on it.
+    codec : {"auto", "prefix", "zstd"}
+        Which codec to use where a tensor shrinks at all.
+    force : bool
+        Replace an existing destination.
+    progress : callable
+        Called with a number of bytes of the source when they are done.
+
+    Returns
+    -------
+    Summary
+
+    Raises
+    ------
+    InvalidInput
+        If the source cannot be packed; its subclasses say why.
+    DestinationExists, InvalidDestination
+        If the destination cannot be used.
+    Truncated, Corrupt, UnsupportedDtype
+        If the source is damaged, or newer than this version.
+
+    Notes
+    -----
+    Memory stays below 512 MiB, whatever the sizes of file and tensors.
+
+    Examples
+    --------
+    >>> import tpde
+    >>> tpde.pack("model.safetensors", "packed.safetensors").ratio  # doctest: +SKIP
+    1.4962
+    """
+    path, target = resolve(source), Path(destination)
+    check_threads(threads)
+    refuse_existing(target, force)
+    if path.is_dir():
+        results = pack_directory(
+            path, target, threads=threads, codec=codec, force=force, progress=progress
+        )
+    else:
+        _refuse_same(path, target)
+        result = pack_file(path, target, threads=threads, codec=codec, force=force, progress=progress)
+        results = [result]
+    return _summary(path, target, results)
+
+
+def unpack(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Summary:
+    """Restore what was packed, byte for byte.
+
+    Every chunk's checksum and every tensor's hash is checked, and a directory's files by SHA-256.
+
+    Parameters
+    ----------
+    source : path-like
+        A packed file or directory.
+    destination : path-like
+        Where the original goes. It appears when it is complete, and not before.
+    threads : int, optional
+        By default one for each processor.
+    force : bool
+        Replace an existing destination.
+    progress : callable
+        Called with a number of bytes of the original when they are done.
+
+    Returns
+    -------
+    Summary
+
+    Raises
+    ------
+    NotPacked, InvalidInput
+        If the source is not packed, or is not there.
+    Truncated, Corrupt, UnsupportedVersion
+        If it is damaged, or newer than this version.
+    DestinationExists, InvalidDestination
+        If the destination cannot be used.
+
+    Examples
+    --------
+    >>> import tpde
+    >>> tpde.unpack("packed.safetensors", "model.safetensors")  # doctest: +SKIP
+    """
+    path, target = _existing(source), Path(destination)
+    count = check_threads(threads)
+    refuse_existing(target, force)
+    if path.is_dir():
+        results = unpack_directory(path, target, threads=count, force=force, progress=progress)
+    else:
+        _refuse_same(path, target)
+        results = [unpack_file(path, target, threads=count, force=force, progress=progress)]
+    return _summary(path, target, results)
+
+
+def verify(
+    packed: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
+    progress: Progress = no_progress,
+) -> list[Problem]:
+    """Check a packed file or directory: every chunk, every tensor, and its source if given.
+
+    Parameters
+    ----------
+    packed : path-like
+        A packed file or directory.
+    against : path-like, optional
+        The source, to compare every byte with.
+    threads : int, optional
+        By default one for each processor.
+    progress : callable
+        Called with a number of bytes of the original when they are done.
+
+    Returns
+    -------
+    list of Problem
+        What is damaged, by tensor and chunk; empty if nothing is.
+
+    Raises
+    ------
+    NotPacked, InvalidInput
+        If it is not packed, or is not there.
+    Truncated, UnsupportedVersion
+        If it is incomplete, or newer than this version.
+
+    Examples
+    --------
+    >>> import tpde
+    >>> tpde.verify("packed.safetensors")  # doctest: +SKIP
+    []
+    """
+    path, count = _existing(packed), check_threads(threads)
+    other = _existing(against) if against is not None else None
+    if path.is_dir():
+        if other is not None and not other.is_dir():
+            raise InvalidInput(f"`{path}` is a directory, `{other}` is a file; compare like with like")
+        return verify_directory(path, other, count, progress)
+    if other is not None and other.is_dir():
+        raise InvalidInput(f"`{path}` is a file, `{other}` is a directory; compare like with like")
+    return verify_file(path, other, count, progress)
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    found = Path(path)
+    if not found.exists():
+        raise InvalidInput(f"`{found}` does not exist; check the path")
+    return found
+
+
+def _refuse_same(source: Path, destination: Path) -> None:
+    if destination.exists() and source.samefile(destination):
+        raise InvalidDestination(
+            f"`{destination}` is the source itself, which is never modified; choose another destination"
+        )
+
+
+def total_bytes(source: str | os.PathLike[str]) -> int:
+    """Bytes of the weight files below a path, for a progress bar."""
+    path = Path(source)
+    if path.is_dir():
+        return sum(p.stat().st_size for p in path.rglob("*.safetensors") if p.is_file())
+    return path.stat().st_size if path.is_file() else 0
+
+
+__all__ = ["Problem", "Summary", "is_packed_directory", "pack", "total_bytes", "unpack", "verify"]

@@ -1,0 +1,252 @@
+"""Model directories packed, unpacked and verified (docs/format.md 8)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tpde.codec.plan import CodecName
+from tpde.errors import (
+    AlreadyPacked,
+    Corrupt,
+    InvalidDestination,
+    NotPacked,
+    Truncated,
+    UnsupportedVersion,
+)
+from tpde.format.constants import MANIFEST, SUFFIX, VERSION
+from tpde.format.sink import refuse_existing, unwritable
+from tpde.packing.files import (
+    Problem,
+    Progress,
+    Result,
+    no_progress,
+    pack_file,
+    unpack_file,
+    verify_file,
+)
+from tpde.packing.reader import PackedFile
+from tpde.packing.sources import shards
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+@contextlib.contextmanager
+def _new_folder(destination: Path, force: bool) -> Iterator[Path]:
+    """A folder filled under a temporary name beside its place, and renamed at the end."""
+    refuse_existing(destination, force)
+    temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise unwritable(destination, error) from error
+    try:
+        yield temporary
+        refuse_existing(destination, force)
+        if os.path.lexists(destination):
+            old = temporary.with_name(temporary.name + ".old")
+            destination.rename(old)
+            temporary.rename(destination)
+            _remove(old)
+        else:
+            temporary.rename(destination)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Every file below a folder but the hub's cache, relative, in order."""
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if path.is_file() and relative.parts[0] != ".cache":
+            yield relative.as_posix()
+
+
+def is_packed_directory(folder: Path) -> bool:
+    """Whether a directory was packed by tpde."""
+    return (folder / MANIFEST).is_file()
+
+
+def _packed_index(text: str, names: set[str]) -> str:
+    """An index with the packed tensors under their names in the packed files."""
+    index: dict[str, Any] = json.loads(text)
+    index["weight_map"] = {
+        (name + SUFFIX if name in names else name): file for name, file in index["weight_map"].items()
+    }
+    return json.dumps(index, ensure_ascii=False, indent=2) + "\n"
+
+
+def _packed_config(text: str) -> str:
+    config = json.loads(text)
+    config["quantization_config"] = {"quant_method": "tpde", "version": VERSION}
+    return json.dumps(config, ensure_ascii=False, indent=2) + "\n"
+
+
+def pack_directory(
+    source: Path,
+    destination: Path,
+    *,
+    threads: int | None,
+    codec: CodecName,
+    force: bool,
+    progress: Progress = no_progress,
+) -> list[Result]:
+    """Pack a model directory; returns a result for each of its weight files."""
+    if is_packed_directory(source):
+        raise AlreadyPacked(f"`{source}` is packed already; unpack it with `tpde unpack`")
+    if destination.resolve().is_relative_to(source.resolve()):
+        raise InvalidDestination(
+            f"`{destination}` lies inside the source `{source}`; choose a destination outside it"
+        )
+    weights = {p.relative_to(source).as_posix() for p in shards(source)}
+    results, files = [], dict[str, dict[str, str]]()
+    with _new_folder(destination, force) as folder:
+        packed_names = set[str]()
+        for name in _files(source):
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            files[name] = {"sha256": sha256(source / name)}
+            if name in weights:
+                result = pack_file(
+                    source / name, target, threads=threads, codec=codec, force=False, progress=progress
+                )
+                with PackedFile(target) as packed:
+                    packed_names.update(packed.packed_names())
+                results.append(_renamed(result, destination / name))
+            else:
+                shutil.copyfile(source / name, target)
+        for name in files:
+            if name.endswith(INDEX_SUFFIX) or name == "config.json":
+                text = (source / name).read_bytes().decode("utf-8")
+                files[name]["original"] = text
+                changed = _packed_config(text) if name == "config.json" else _packed_index(text, packed_names)
+                (folder / name).write_text(changed, "utf-8", newline="\n")
+        manifest = {"version": VERSION, "files": files}
+        (folder / MANIFEST).write_text(
+            json.dumps(manifest, ensure_ascii=False, indent=2) + "\n", "utf-8", newline="\n"
+        )
+    return results
+
+
+def _renamed(result: Result, destination: Path) -> Result:
+    return Result(
+        result.source,
+        str(destination),
+        result.source_bytes,
+        result.destination_bytes,
+        result.tensors,
+        result.packed,
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
+    """The files of a packed directory's source, by their relative paths.
+
+    Raises
+    ------
+    NotPacked, UnsupportedVersion, Corrupt
+        If there is no manifest, or not a valid one.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise NotPacked(f"`{folder}` has no `{MANIFEST}`; it is not a packed model directory") from None
+    except ValueError as error:
+        raise Corrupt(f"`{path}` is not JSON ({error}); fetch it again") from None
+    version = manifest.get("version") if isinstance(manifest, dict) else None
+    if version != VERSION:
+        raise UnsupportedVersion(
+            f"`{path}` has version {version}; this tpde reads version {VERSION}; upgrade tpde"
+        )
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        raise Corrupt(f"`{path}` has no `files`; fetch it again")
+    for name, info in files.items():
+        parts = Path(name).parts
+        if not parts or Path(name).is_absolute() or ".." in parts or "\\" in name:
+            raise Corrupt(f"`{path}` names `{name}`, which leaves the directory; it cannot be trusted")
+        if not isinstance(info, dict) or not all(isinstance(v, str) for v in info.values()):
+            raise Corrupt(f"`{path}`: the entry of `{name}` is damaged; fetch it again")
+    return files
+
+
+def unpack_directory(
+    source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
+) -> list[Result]:
+    """Restore the directory that was packed; returns a result for each of its weight files."""
+    files = read_manifest(source)
+    if destination.resolve().is_relative_to(source.resolve()):
+        raise InvalidDestination(
+            f"`{destination}` lies inside the source `{source}`; choose a destination outside it"
+        )
+    results = []
+    with _new_folder(destination, force) as folder:
+        for name, info in files.items():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if "original" in info:
+                target.write_bytes(info["original"].encode("utf-8"))
+            elif not (source / name).is_file():
+                raise Truncated(f"`{source}` lacks `{name}`, which its manifest names; fetch it")
+            elif name.endswith(".safetensors"):
+                result = unpack_file(
+                    source / name, target, threads=threads, force=False, progress=progress
+                )
+                results.append(_renamed(result, destination / name))
+            else:
+                shutil.copyfile(source / name, target)
+            found = sha256(target)
+            if found != info.get("sha256"):
+                raise Corrupt(
+                    f"`{source / name}` unpacks to a file with SHA-256 {found}, the manifest says "
+                    f"{info.get('sha256')}; the directory is damaged, fetch it again"
+                )
+    return results
+
+
+def verify_directory(
+    folder: Path, against: Path | None, threads: int, progress: Progress = no_progress
+) -> list[Problem]:
+    """Check every file of a packed directory."""
+    problems: list[Problem] = []
+    for name, info in read_manifest(folder).items():
+        path, other = folder / name, against / name if against is not None else None
+        if not path.is_file():
+            problems.append(Problem(str(path), None, None, f"`{path}` is missing"))
+        elif other is not None and not other.is_file():
+            problems.append(Problem(str(path), None, None, f"`{other}` is missing from the source"))
+        elif name.endswith(".safetensors"):
+            problems += verify_file(path, other, threads, progress)
+        else:
+            compare = [] if "original" in info else [path]
+            for candidate in compare + ([other] if other is not None else []):
+                if sha256(candidate) != info.get("sha256"):
+                    problems.append(
+                        Problem(str(candidate), None, None, f"`{candidate}` differs from what was packed")
+                    )
+    return problems

@@ -1,0 +1,300 @@
+"""One file packed, unpacked or verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from tpde.codec.native import Bytes
+from tpde.codec.plan import CodecName
+from tpde.errors import Corrupt, NotPacked, TpdeError
+from tpde.format.constants import ALIGN_BLOB
+from tpde.format.container import parse_header
+from tpde.format.sink import FileSink, Sink
+from tpde.packing.order import block_of, forward_order
+from tpde.packing.reader import PackedFile, PackedTensor, Tensor, named
+from tpde.packing.sources import TensorSource, open_source, read_pieces, read_sample
+from tpde.packing.writer import PackedWriter, store_order
+
+Progress = Callable[[int], None]
+"""Called with a number of source bytes when they are done."""
+
+
+def no_progress(_: int) -> None:
+    """No progress is shown."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What packing or unpacking a file came to.
+
+    Attributes
+    ----------
+    source, destination : str
+        Paths.
+    source_bytes, destination_bytes : int
+        Their sizes.
+    tensors, packed : int
+        How many tensors there are, and how many of them are packed.
+    """
+
+    source: str
+    destination: str
+    source_bytes: int
+    destination_bytes: int
+    tensors: int
+    packed: int
+
+
+def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress = no_progress) -> int:
+    """Write all tensors of a source; returns how many of them are packed.
+
+    Every tensor is sampled first, because what stays plain is stored last (format.md 1.6).
+    """
+    order = forward_order(source.specs)
+    in_place, packed = set[str](), set[str]()
+    for name in order:
+        if writer.plan(name, read_sample(source, name)):
+            packed.add(name)
+        elif source.specs[name].nbytes % ALIGN_BLOB == 0:
+            in_place.add(name)
+    order = store_order(order, packed | in_place)
+    for first, last, names in _blocks(order, packed):
+        for name in names:
+            for piece in read_pieces(source, name):
+                writer.write(name, piece)
+                progress(piece.size)
+        writer.align_block(first, last)
+    return len(packed)
+
+
+def _blocks(order: list[str], packed: set[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Runs of tensors of one block, a packed one last so that it can take the padding."""
+    at = 0
+    while at < len(order):
+        end = at + 1
+        while end < len(order) and block_of(order[end]) == block_of(order[at]):
+            end += 1
+        names = order[at:end]
+        last = next((n for n in reversed(names) if n in packed), None)
+        if last is not None:
+            names.remove(last)
+            names.append(last)
+        yield names[0], names[-1], names
+        at = end
+
+
+def pack_file(
+    source: Path,
+    destination: Path,
+    *,
+    threads: int | None,
+    codec: CodecName,
+    force: bool,
+    progress: Progress = no_progress,
+) -> Result:
+    """Pack one file."""
+    opened = open_source(source)
+    try:
+        with PackedWriter(
+            destination,
+            opened.specs,
+            metadata=opened.metadata,
+            source_header=opened.header,
+            threads=threads,
+            codec=codec,
+            force=force,
+        ) as writer:
+            packed = pack_tensors(opened, writer, progress)
+        return Result(
+            str(source),
+            str(destination),
+            source.stat().st_size,
+            destination.stat().st_size,
+            len(opened.specs),
+            packed,
+        )
+    finally:
+        opened.close()
+
+
+def stream(tensor: Tensor, threads: int, take: Callable[[int, Bytes], None]) -> bytes:
+    """Read a tensor piece by piece, handing each with its offset to `take`; returns its XXH3-128.
+
+    The piece is valid only during the call.
+    """
+    hasher, buffer = xxhash.xxh3_128(), np.empty(0, np.uint8)
+    for begin, end in tensor.pieces():
+        if buffer.size < end - begin:
+            buffer = np.empty(end - begin, np.uint8)
+        piece = buffer[: end - begin]
+        tensor.read(begin, end, piece, threads)
+        hasher.update(piece)
+        take(begin, piece)
+    return hasher.digest()
+
+
+def check_digest(name: str, tensor: Tensor, found: bytes) -> None:
+    """Raise `Corrupt` if a tensor's bytes are not those that were packed."""
+    if tensor.digest is not None and found != tensor.digest:
+        raise Corrupt(
+            f"tensor `{name}`: the bytes hash to {found.hex()}, {tensor.digest.hex()} was packed; the file is "
+            "damaged, fetch it again",
+            tensor=name,
+        )
+
+
+def unpack_to(packed: PackedFile, sink: Sink, threads: int, progress: Progress = no_progress) -> int:
+    """Write the source file of a packed one; returns its size in bytes."""
+    header = packed.source_header()
+    sink.write(0, [len(header).to_bytes(8, "little") + header])
+    at = 8 + len(header)
+    entries = parse_header(header, f"`{packed.source.name}`").entries
+    places = {name: at + entry.begin for name, entry in entries.items()}
+    end = at
+    for name, place in places.items():
+        tensor = packed.tensor(name)
+
+        def take(offset: int, piece: Bytes, place: int = place) -> None:
+            sink.write(place + offset, [piece])
+            progress(piece.size)
+
+        check_digest(name, tensor, stream(tensor, threads, take))
+        end = max(end, place + tensor.spec.nbytes)
+    return end
+
+
+def unpack_file(
+    source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
+) -> Result:
+    """Unpack one file."""
+    with PackedFile(source) as packed:
+        if not packed.is_packed:
+            raise NotPacked(f"`{source}` is not packed; there is nothing to unpack")
+        sink = FileSink(destination, force=force)
+        try:
+            size = unpack_to(packed, sink, threads, progress)
+            sink.commit()
+        except BaseException:
+            sink.abort()
+            raise
+        return Result(
+            str(source),
+            str(destination),
+            packed.source.size,
+            size,
+            len(packed.specs),
+            len(packed.packed_names()),
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that `verify` found.
+
+    Attributes
+    ----------
+    file : str
+        Path of the file.
+    tensor : str or None
+        The tensor, where the damage is in one.
+    chunk : int or None
+        The chunk, where the damage is in one.
+    message : str
+        What is wrong.
+    """
+
+    file: str
+    tensor: str | None
+    chunk: int | None
+    message: str
+
+
+def verify_file(
+    path: Path, against: Path | None, threads: int, progress: Progress = no_progress
+) -> list[Problem]:
+    """Check every chunk and every tensor of a packed file, and compare it with its source."""
+    problems: list[Problem] = []
+
+    def note(error: TpdeError) -> None:
+        tensor, chunk = getattr(error, "tensor", None), getattr(error, "chunk", None)
+        problems.append(Problem(str(path), tensor, chunk, str(error)))
+
+    try:
+        packed = PackedFile(path)
+    except Corrupt as error:
+        note(error)
+        return problems
+    with packed:
+        if not packed.is_packed:
+            raise NotPacked(f"`{path}` is not packed; there is nothing to verify")
+        source = open_source(against) if against is not None else None
+        try:
+            if source is not None:
+                for difference in _compare_headers(packed, source):
+                    note(difference)
+            for name in packed.specs:
+                for problem in _verify_tensor(packed, name, source, threads):
+                    note(problem)
+                progress(packed.specs[name].nbytes)
+        finally:
+            if source is not None:
+                source.close()
+    return problems
+
+
+def _compare_headers(packed: PackedFile, source: TensorSource) -> Iterator[Corrupt]:
+    for name in sorted(set(packed.specs).symmetric_difference(source.specs)):
+        where = "packed" if name in source.specs else "source"
+        yield Corrupt(f"tensor `{name}` is missing from the {where} file", tensor=name)
+    if packed.original is not None and packed.source_header() != source.header:
+        yield Corrupt("the source's header differs from the one that was packed")
+
+
+def _verify_tensor(
+    packed: PackedFile, name: str, source: TensorSource | None, threads: int
+) -> list[TpdeError]:
+    problems: list[TpdeError] = []
+    try:
+        tensor = packed.tensor(name)
+    except TpdeError as error:
+        if not isinstance(error, Corrupt):
+            error = Corrupt(str(error), tensor=name)
+        return [error]
+    compare = source if source is not None and source.specs.get(name) == tensor.spec else None
+
+    def take(offset: int, piece: Bytes) -> None:
+        if compare is None or problems:
+            return
+        other = np.empty(piece.size, np.uint8)
+        compare.read(name, offset, offset + piece.size, other)
+        if not np.array_equal(piece, other):
+            at = int(np.argmax(piece != other))
+            problems.append(
+                Corrupt(
+                    f"tensor `{name}`: byte {offset + at} is {piece[at]:#04x}, but {other[at]:#04x} in the "
+                    "source",
+                    tensor=name,
+                )
+            )
+
+    if compare is None and source is not None and name in source.specs:
+        problems.append(
+            Corrupt(
+                f"tensor `{name}` is {tensor.spec}, but {source.specs[name]} in the source", tensor=name
+            )
+        )
+    try:
+        check_digest(name, tensor, stream(tensor, threads, take))
+    except Corrupt as error:
+        # Name every damaged chunk, not only the first that a thread met.
+        found: list[TpdeError] = []
+        if isinstance(tensor, PackedTensor) and tensor.blob.header.chunks:
+            last = tensor.blob.header.chunks - 1
+            found = [named(e, name) for e in tensor.blob.damaged_chunks(0, last)]
+        problems.extend(found or [error])
+    return problems

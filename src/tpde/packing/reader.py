@@ -1,0 +1,282 @@
+"""Reading a safetensors file whose tensors may be packed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+
+from tpde.codec.blob import PIECE_BYTES, BlobReader
+from tpde.codec.native import Bytes
+from tpde.errors import Corrupt, Truncated, UnsupportedVersion
+from tpde.format.constants import (
+    KEY_PLAIN,
+    KEY_SOURCE,
+    KEY_SOURCE_HASH,
+    KEY_VERSION,
+    MAGIC,
+    MAX_CONTAINER_HEADER,
+    SUFFIX,
+    VERSION,
+)
+from tpde.format.container import (
+    Container,
+    Entry,
+    TensorSpec,
+    canonical_header,
+    parse_header,
+    read_container,
+)
+from tpde.format.source import BytesSource, FileSource, Source, read
+
+
+class _PlainTensor:
+    """A tensor stored as it is."""
+
+    def __init__(self, source: Source, offset: int, entry: Entry, digest: bytes | None) -> None:
+        self._source, self._offset = source, offset
+        self.spec, self.stored_bytes, self.digest = entry.spec, entry.end - entry.begin, digest
+
+    def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
+        """Read the tensor's bytes from `begin` to `end` into `out`."""
+        self._source.read_into(self._offset + begin, memoryview(out))
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges that cover the tensor."""
+        for at in range(0, self.spec.nbytes, PIECE_BYTES):
+            yield at, min(at + PIECE_BYTES, self.spec.nbytes)
+
+
+class PackedTensor:
+    """A packed tensor: a `BlobReader` whose errors name the tensor."""
+
+    def __init__(self, name: str, source: Source, offset: int, size: int) -> None:
+        self.name, self.stored_bytes = name, size
+        with self._named():
+            self.blob = BlobReader(source, offset, size)
+        self.spec, self.digest = self.blob.header.spec, self.blob.header.hash
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except Corrupt as error:
+            raise named(error, self.name) from None
+        except (Truncated, UnsupportedVersion) as error:
+            raise type(error)(f"tensor `{self.name}`: {error}") from None
+
+    def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
+        """Decode the tensor's bytes from `begin` to `end` into `out`."""
+        with self._named():
+            self.blob.read(begin, end, out, threads)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges that cover the tensor."""
+        return self.blob.pieces()
+
+
+def named(error: Corrupt, tensor: str) -> Corrupt:
+    """The same error, naming the tensor and the chunk."""
+    where = f"tensor `{tensor}`"
+    if error.chunk is not None:
+        where += f", chunk {error.chunk}"
+    return Corrupt(f"{where}: {error}", tensor=tensor, chunk=error.chunk)
+
+
+Tensor = PackedTensor | _PlainTensor
+
+
+class PackedFile:
+    """A safetensors file, packed or not, or the bytes of one.
+
+    Parameters
+    ----------
+    source : path-like or bytes-like or Source
+        The file.
+
+    Attributes
+    ----------
+    container : Container
+        The file's own header.
+    specs : dict of str to TensorSpec
+        The source's tensors, packed or not, by their names there.
+    is_packed : bool
+        Whether the file has a packed tensor, or says that it was written by tpde.
+
+    Raises
+    ------
+    Truncated, NotSafetensors, Corrupt, UnsupportedVersion, UnsupportedDtype, InvalidInput
+        If it cannot be read.
+    """
+
+    def __init__(self, source: str | os.PathLike[str] | bytes | bytearray | memoryview | Source) -> None:
+        if isinstance(source, (str, os.PathLike)):
+            self.source: Source = FileSource(source)
+        elif isinstance(source, (bytes, bytearray, memoryview)):
+            self.source = BytesSource(source)
+        else:
+            self.source = source
+        try:
+            self.container: Container = read_container(self.source)
+            self._open()
+        except BaseException:
+            self.source.close()
+            raise
+
+    def _open(self) -> None:
+        metadata, where = self.container.metadata, f"`{self.source.name}`"
+        version = metadata.get(KEY_VERSION)
+        if version is not None and version != str(VERSION):
+            raise UnsupportedVersion(
+                f"{where} has format version {version[:20]}; this tpde reads version {VERSION}; upgrade tpde"
+            )
+        self._packed = {
+            name[: -len(SUFFIX)]: name
+            for name, entry in self.container.entries.items()
+            if name.endswith(SUFFIX) and self._has_magic(entry)
+        }
+        self.is_packed = bool(self._packed) or version is not None
+        self._plain = sorted(
+            (n for n in self.container.entries if n not in self._packed.values()), key=str.encode
+        )
+        collision = next((n for n in self._plain if n in self._packed), None)
+        if collision is not None:
+            raise Corrupt(f"{where}: tensor `{collision}` is there both plain and packed", tensor=collision)
+        self._digests = self._plain_digests()
+        # The source's header, or the specs of every blob where another tool dropped it.
+        self.original = self._original_header() if version is not None else None
+        if self.original is not None:
+            self.specs = self.original.specs
+            self._compare()
+        else:
+            stored = {n: self.container.entries[n].spec for n in self._plain}
+            stored |= {n: self.tensor(n).spec for n in self._packed}
+            self.specs = dict(sorted(stored.items()))
+
+    def _has_magic(self, entry: Entry) -> bool:
+        if entry.spec.dtype != "U8" or len(entry.spec.shape) != 1 or entry.spec.nbytes < len(MAGIC):
+            return False
+        return read(self.source, self.container.data_start + entry.begin, len(MAGIC)) == MAGIC
+
+    def _plain_digests(self) -> dict[str, bytes]:
+        text = self.container.metadata.get(KEY_PLAIN)
+        if text is None:
+            if KEY_VERSION in self.container.metadata and self._plain:
+                raise Corrupt(
+                    f"`{self.source.name}`: `{KEY_PLAIN}` is missing from the metadata; the file is damaged, "
+                    "fetch it again"
+                )
+            return {}
+        try:
+            data = bytes.fromhex(text)
+        except ValueError:
+            data = b""
+        if len(data) != 16 * len(self._plain) or not text.isascii() or " " in text:
+            raise Corrupt(
+                f"`{self.source.name}`: `{KEY_PLAIN}` should hold {len(self._plain)} hashes of 32 digits, it has "
+                f"{len(text)} characters; the file is damaged, fetch it again"
+            )
+        return {name: data[16 * i : 16 * i + 16] for i, name in enumerate(self._plain)}
+
+    def _original_header(self) -> Container:
+        metadata, where = self.container.metadata, f"`{self.source.name}`"
+        try:
+            packed = base64.b64decode(metadata[KEY_SOURCE], validate=True)
+            size = zstandard.frame_content_size(packed)
+            if not 0 <= size <= MAX_CONTAINER_HEADER:
+                raise ValueError(f"it claims {size} bytes")
+            header = zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
+            if xxhash.xxh3_128_hexdigest(header) != metadata[KEY_SOURCE_HASH]:
+                raise ValueError("its hash differs")
+        except (KeyError, ValueError, binascii.Error, zstandard.ZstdError) as error:
+            raise Corrupt(
+                f"{where}: the source's header in the metadata is damaged ({error}); fetch the file again"
+            ) from None
+        return parse_header(header, f"{where}, the source's header")
+
+    def _compare(self) -> None:
+        """Check that names, dtypes and shapes agree with the source's header (format.md 1.4)."""
+        stored = set(self._plain) | set(self._packed)
+        for name in stored.symmetric_difference(self.specs):
+            missing = name in self.specs
+            raise Corrupt(
+                f"`{self.source.name}`: tensor `{name}` is {'missing' if missing else 'not in the source'}; "
+                "the file is damaged, fetch it again",
+                tensor=name,
+            )
+        for name in self._plain:
+            self._same_spec(name, self.container.entries[name].spec)
+
+    def _same_spec(self, name: str, found: TensorSpec) -> None:
+        if self.original is not None and found != self.specs[name]:
+            raise Corrupt(
+                f"tensor `{name}` is {found.dtype} {list(found.shape)}, but {self.specs[name].dtype} "
+                f"{list(self.specs[name].shape)} in the source's header; the file is damaged, fetch it again",
+                tensor=name,
+            )
+
+    def tensor(self, name: str) -> Tensor:
+        """Open a tensor: its header, tables and index map are read and checked.
+
+        Raises
+        ------
+        KeyError
+            If there is no such tensor.
+        Corrupt, Truncated, UnsupportedVersion
+            If it is damaged.
+        """
+        if name in self._packed:
+            entry = self.container.entries[self._packed[name]]
+            at = self.container.data_start + entry.begin
+            packed = PackedTensor(name, self.source, at, entry.end - entry.begin)
+            self._same_spec(name, packed.spec)
+            return packed
+        if name not in self.specs:
+            raise KeyError(f"no tensor `{name}` in `{self.source.name}`")
+        entry = self.container.entries[name]
+        at = self.container.data_start + entry.begin
+        return _PlainTensor(self.source, at, entry, self._digests.get(name))
+
+    def packed_names(self) -> list[str]:
+        """Names of the tensors that are packed."""
+        return list(self._packed)
+
+    def read(self, name: str, threads: int = 1) -> Bytes:
+        """Read all bytes of a tensor.
+
+        Every chunk's checksum is checked. The tensor's own hash is `verify`'s business.
+        """
+        tensor = self.tensor(name)
+        out = np.empty(tensor.spec.nbytes, np.uint8)
+        tensor.read(0, out.size, out, threads)
+        return out
+
+    def source_header(self) -> bytes:
+        """The header of the source file, or a canonical one if the file was saved by another tool."""
+        if self.original is not None:
+            return self.original.header
+        metadata = {k: v for k, v in self.container.metadata.items() if not k.startswith(KEY_VERSION)}
+        return canonical_header(self.specs, metadata)
+
+    def metadata(self) -> dict[str, str]:
+        """The source's `__metadata__`."""
+        if self.original is not None:
+            return dict(self.original.metadata)
+        return dict(self.container.metadata)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.source.close()
+
+    def __enter__(self) -> PackedFile:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()
