@@ -95,10 +95,9 @@ static int expand(table *t, const uint8_t *values, int encode, uint64_t number, 
   if (!encode) return TPDE_OK;
   for (uint32_t s = 0; s < symbols; s++) {
     if (t->encode[s]) continue;
-    if (!t->escape_bits) {
-      t->encode[s] = 31u << CODE_SHIFT; /* never written: a plane with such a symbol costs too much */
-      continue;
-    }
+    if (!t->escape_bits)
+      return tpde_fail(error, TPDE_E_ARGUMENT, "a table for encoding needs a codeword for every symbol", number,
+                       -1, s, symbols);
     if (t->kind == 2)
       t->encode[s] = encode_entry(escape, t->escape_bits, s, 16);
     else

@@ -23,9 +23,6 @@
     }                                                                        \
   } while (0)
 
-/* Loops over all words: reporting their branches to the fuzzer tells it nothing, and takes most of the time. */
-#define UNTRACED __attribute__((no_sanitize("coverage")))
-
 #define MAX_PATHS 4
 #define MAX_OUTPUT (1u << 20) /* bytes of a tensor: enough for every kind of chunk, and fast */
 
@@ -169,14 +166,14 @@ static inline void take_planes(input *in, tpde_layout *l) {
 
 /* ---- words ---- */
 
-UNTRACED static inline uint32_t random32(uint64_t *state) {
+static inline uint32_t random32(uint64_t *state) {
   *state = *state * 6364136223846793005u + 1442695040888963407u;
   return (uint32_t)(*state >> 33);
 }
 
 /* Words whose planes are constant, skewed, uniform, repeated bytes of the fuzzer, or other in each chunk: what
  * makes the planner take one table, several, or none. */
-UNTRACED static inline uint8_t *take_words(input *in, const tpde_layout *l) {
+static inline uint8_t *take_words(input *in, const tpde_layout *l) {
   uint8_t *planes = exact(l->words * l->word_bytes), *words = exact(l->words * l->word_bytes);
   uint64_t state = take(in, 4);
   for (int p = 0; p < l->word_bytes; p++) {

@@ -36,10 +36,10 @@ static void make_raw(input *in, tensor *t, uint32_t mode) {
     take_bytes(in, r, TPDE_RECORD_BYTES);
     if (mode & 4 && i) continue; /* offsets as they come */
     store32(r, (uint32_t)(at >> l->unit_log2));
-    at += (uint64_t)take(in, 1) << l->unit_log2;
+    if (at - t->offset < MAX_OUTPUT) at += take(in, 1) << l->unit_log2;
   }
   t->max_chunk = mode & 8 ? (uint32_t)take(in, 4) : UINT32_MAX;
-  /* The data: what is left of the input, over and over, or with a gap of up to a unit at the end. */
+  /* The data: what is left of the input, over and over, or once, however much the records promise. */
   total = at - t->offset;
   if (mode & 16) total = in->left;
   t->bytes = total;

@@ -26,7 +26,9 @@ from tpde.format.source import Source, read
 
 PIECE_BYTES = 32 << 20  # of words at a time: larger pieces are no faster, and memory stays bounded
 
-_RECORD = np.dtype([("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")])
+_RECORD = np.dtype(  # format.md 4.3
+    [("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")]
+)
 
 
 def _open_codec(header: BlobHeader, section: bytes, *, encode: bool) -> native.Codec | ZstdCodec:
@@ -83,12 +85,10 @@ class BlobWriter:
         need = self._codec.bound(words.size // self._header.word_bytes, count)
         if self._out.size < need:
             self._out = np.empty(need, np.uint8)
-        made: Encoded = self._codec.encode(
-            words, self._next, count, self._at, self._out, self._threads
-        )
+        made: Encoded = self._codec.encode(words, self._next, count, self._at, self._out, self._threads)
         self._sink.write(self._offset + self._at, made.pieces)
-        self._index.append(made.index)
-        self._at += made.bytes
+        self._index.append(made.records)
+        self._at += made.size
         self._next += count
         self._max_chunk = max(self._max_chunk, made.max_chunk)
         self._max_stream = max(self._max_stream, made.max_stream)
@@ -187,7 +187,7 @@ class BlobReader:
         assert self._codec is not None
         begin, end = int(self._offsets[first]), int(self._offsets[last + 1])
         data = np.empty(end - begin, np.uint8)
-        self._source.read_into(self._offset + begin, memoryview(data))
+        self._source.read_into(self._offset + begin, data.data)
         index = self.index[RECORD_BYTES * first : RECORD_BYTES * (last + 1)]
         self._codec.decode(index, first, data, begin, end, out, threads)
 

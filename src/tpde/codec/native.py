@@ -86,8 +86,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "tpde_encode": (
         _int,
-        [_ptr, _ptr, _u64, _u64, _u64, _u8p, _u64, _u8p, ctypes.POINTER(_Extent)]
-        + [ctypes.POINTER(_int), _u32p, _u32p, _int, _error],
+        [
+            *(_ptr, _ptr, _u64, _u64, _u64, _u8p, _u64, _u8p, ctypes.POINTER(_Extent)),
+            *(ctypes.POINTER(_int), _u32p, _u32p, _int, _error),
+        ],
     ),
     "tpde_split": (_int, [_layout, _ptr, _u64, _u8p, _u64]),
     "tpde_merge": (_int, [_layout, _u8p, _u64, _u64, _ptr]),
@@ -116,8 +118,7 @@ def _core() -> ctypes.CDLL:
         function.restype, function.argtypes = result, arguments
     if core.tpde_abi() != ABI:
         raise NativeError(
-            f"the native core at `{path}` has ABI {core.tpde_abi()}, this package needs {ABI}; "
-            "reinstall tpde"
+            f"the native core at `{path}` has ABI {core.tpde_abi()}, this package needs {ABI}; reinstall tpde"
         )
     return core
 
@@ -281,8 +282,8 @@ class Encoded(NamedTuple):
     """What `Codec.encode` made: consecutive pieces of a blob, and the chunks' records."""
 
     pieces: Sequence[Bytes]
-    index: Bytes
-    bytes: int
+    records: Bytes
+    size: int
     max_chunk: int
     max_stream: int
 
@@ -424,6 +425,4 @@ class Codec:
         )
         _check(code, error)
         pieces = [out[e.start : e.start + e.bytes] for e in extents[: used.value]]
-        return Encoded(
-            pieces, index, sum(p.size for p in pieces), max_chunk.value, max_stream.value
-        )
+        return Encoded(pieces, index, sum(p.size for p in pieces), max_chunk.value, max_stream.value)

@@ -110,9 +110,7 @@ def _plan_prefix(spec: TensorSpec, sample: Bytes) -> Plan:
     header = base_header(spec, CODEC_PREFIX)
     layout = core_layout(header)
     section, estimate = native.plan(layout, sample)
-    planes = tuple(
-        (int(layout.first_table[p]), int(layout.table_count[p])) for p in range(header.word_bytes)
-    )
+    planes = tuple((int(layout.first_table[p]), int(layout.table_count[p])) for p in range(header.word_bytes))
     header = replace(header, planes=planes, tables=int(layout.tables), tables_bytes=len(section))
     return Plan(header, section, estimate + header.chunks_at)
 

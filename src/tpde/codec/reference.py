@@ -568,17 +568,13 @@ def encode_plane(plane: bytes, table: Table, word_bytes: int) -> bytes:
     over = [len(lane) - shortest for lane in lanes]
     shift = next(s for s in range(MAX_SHIFT + 1) if -(-max(over) >> s) <= 255)  # format.md 5.3
     excess = [-(-bits >> shift) for bits in over]
-    text = "".join(
-        lane.ljust(shortest + (d << shift), "0") for lane, d in zip(lanes, excess, strict=True)
-    )
+    text = "".join(lane.ljust(shortest + (d << shift), "0") for lane, d in zip(lanes, excess, strict=True))
     body = int("0" + text[::-1], 2).to_bytes(-(-len(text) // 8), "little")
     out = STREAM_HEADER.pack(shortest, shift, 0, bytes(excess)) + body
     return out.ljust(align(len(out), 4), b"\0")
 
 
-def decode_plane(
-    data: bytes, at: int, end: int, n: int, table: Table, word_bytes: int
-) -> tuple[bytes, int]:
+def decode_plane(data: bytes, at: int, end: int, n: int, table: Table, word_bytes: int) -> tuple[bytes, int]:
     """Decode the plane of `n` words at `at` in a chunk that ends at `end` (5.2).
 
     Returns

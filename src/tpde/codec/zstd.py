@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import zstandard
@@ -17,6 +18,25 @@ from tpde.format.constants import MODE_CODED, MODE_FILL, MODE_RAW
 
 LEVEL = 3  # zstd's own default
 _RECORD = struct.Struct("<IIHBB")  # format.md 4.3
+
+T = TypeVar("T")
+
+
+def _map(threads: int, function: Callable[[int], T], numbers: range) -> list[T]:
+    if threads == 1 or len(numbers) == 1:
+        return [function(i) for i in numbers]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, numbers))
+
+
+class _Chunk(NamedTuple):
+    """An encoded chunk and what its record says."""
+
+    data: bytes
+    checksum: int
+    modes: int
+    fill: int
+    longest: int  # coded plane
 
 
 class ZstdCodec:
@@ -40,12 +60,6 @@ class ZstdCodec:
         b = self._header.word_bytes
         return words * b + chunks * (16 * b + self._unit)
 
-    def _map(self, threads: int, function: Callable[[int], object], numbers: range) -> list[object]:
-        if threads == 1 or len(numbers) == 1:
-            return [function(i) for i in numbers]
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(function, numbers))
-
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
     ) -> Encoded:
@@ -53,20 +67,20 @@ class ZstdCodec:
         start = self._header.chunk_range(first, first)[0]
         b = self._header.word_bytes
 
-        def one(number: int) -> tuple[bytes, int, int, int, int]:
+        def one(number: int) -> _Chunk:
             begin, end = self._header.chunk_range(number, number)
             return self._encode_chunk(words[(begin - start) * b : (end - start) * b])
 
-        chunks = self._map(threads, one, range(first, first + count))
+        chunks = _map(threads, one, range(first, first + count))
         index, at, largest, stream = bytearray(), 0, 0, 0
-        for data, checksum, modes, fill, longest in chunks:  # type: ignore[misc]
-            index += _RECORD.pack((offset + at) // self._unit, checksum, modes, 0, fill)
-            out[at : at + len(data)] = np.frombuffer(data, np.uint8)
-            at += len(data)
-            largest, stream = max(largest, len(data)), max(stream, longest)
+        for chunk in chunks:
+            index += _RECORD.pack((offset + at) // self._unit, chunk.checksum, chunk.modes, 0, chunk.fill)
+            out[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
+            at += len(chunk.data)
+            largest, stream = max(largest, len(chunk.data)), max(stream, chunk.longest)
         return Encoded([out[:at]], np.frombuffer(index, np.uint8), at, largest, stream)
 
-    def _encode_chunk(self, words: Bytes) -> tuple[bytes, int, int, int, int]:
+    def _encode_chunk(self, words: Bytes) -> _Chunk:
         planes = native.split(self._layout, words)
         raw: list[bytes] = []
         coded: list[bytes] = []
@@ -78,21 +92,16 @@ class ZstdCodec:
                 continue
             data = plane.tobytes()
             frame = zstandard.ZstdCompressor(level=LEVEL).compress(data)
-            size, whole = align(4 + len(frame), 4), align(len(data), 16)
-            if size < whole:
+            size, limit = align(4 + len(frame), 4), align(len(data), 16)
+            if size < limit:
                 modes |= MODE_CODED << (2 * p)
                 coded.append((struct.pack("<I", len(frame)) + frame).ljust(size, b"\0"))
                 longest = max(longest, size)
             else:
-                raw.append(data.ljust(whole, b"\0"))
+                raw.append(data.ljust(limit, b"\0"))
         body = b"".join(raw + coded)
-        return (
-            body.ljust(align(len(body), self._unit), b"\0"),
-            native.checksum(words),
-            modes,
-            int(fill or 0),
-            longest,
-        )
+        whole = body.ljust(align(len(body), self._unit), b"\0")
+        return _Chunk(whole, native.checksum(words), modes, int(fill or 0), longest)
 
     def decode(
         self,
@@ -123,7 +132,7 @@ class ZstdCodec:
                     f"the checksum does not match: found {found}, needed {checksum}", chunk=first + i
                 )
 
-        self._map(threads, one, range(len(records)))
+        _map(threads, one, range(len(records)))
 
     def _decode_chunk(self, data: Bytes, modes: int, fill: int, out: Bytes, chunk: int) -> None:
         b = self._header.word_bytes
@@ -155,18 +164,12 @@ def _decompress(frame: bytes, n: int, plane: int, chunk: int) -> Bytes:
     try:
         size = zstandard.frame_content_size(frame)
         if size != n:
-            raise Corrupt(
-                f"a zstd frame of {size} bytes, {n} are needed (plane {plane})", chunk=chunk
-            )
+            raise Corrupt(f"a zstd frame of {size} bytes, {n} are needed (plane {plane})", chunk=chunk)
         content = zstandard.ZstdDecompressor(max_window_size=1 << 20).decompress(
             frame, max_output_size=n, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
         raise Corrupt(f"a zstd frame is damaged: {error} (plane {plane})", chunk=chunk) from None
     if len(content) != n:
-        raise Corrupt(
-            f"a zstd frame holds {len(content)} bytes, {n} are needed (plane {plane})", chunk=chunk
-        )
+        raise Corrupt(f"a zstd frame holds {len(content)} bytes, {n} are needed (plane {plane})", chunk=chunk)
     return np.frombuffer(content, np.uint8)
-
-

@@ -221,9 +221,7 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
     digest, base, constant, tables_bytes, more, meta_hash = fields
     need(magic == MAGIC, "the magic bytes are missing")
     if version != VERSION:
-        raise UnsupportedVersion(
-            f"format version {version}; this tpde reads version {VERSION}; upgrade tpde"
-        )
+        raise UnsupportedVersion(f"format version {version}; this tpde reads version {VERSION}; upgrade tpde")
     need(codec in CODEC_NAMES, f"codec {codec} is unknown")
     need(layout == LAYOUT_LINEAR, f"layout {layout} is unknown")
     need(code in DTYPE_BY_CODE, f"dtype {code} is unknown")
@@ -278,7 +276,10 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
         meta_hash=meta_hash,
     )
     need(chunks == header.chunks, f"{chunks} chunks, {header.chunks} by the shape")
-    need(tables_bytes % 16 == 0 and tables_bytes <= MAX_TABLES_BYTES, f"a table section of {tables_bytes} bytes")
+    limit = align(word_bytes * chunk_words, 1 << unit_log2)
+    need(max_chunk <= limit, f"chunks of up to {max_chunk} bytes, {limit} are enough for any")
+    whole = tables_bytes % 16 == 0 and tables_bytes <= MAX_TABLES_BYTES
+    need(whole, f"a table section of {tables_bytes} bytes")
     need(codec == CODEC_PREFIX or not tables_bytes + tables, "tables without their codec")
     need(header.chunks_at <= blob_bytes, f"the blob ends at {blob_bytes}, before its chunks")
     if blob_bytes > size:

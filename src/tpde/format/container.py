@@ -133,9 +133,7 @@ def _entry(name: str, info: Any, where: str) -> Entry:
     if not (isinstance(shape, list) and len(shape) <= MAX_DIMS and all(_is_size(n) for n in shape)):
         raise Corrupt(f"{where}: tensor `{name}` has the shape {str(shape)[:200]}", tensor=name)
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_size(n) for n in offsets)):
-        raise Corrupt(
-            f"{where}: tensor `{name}` has the offsets {str(offsets)[:200]}", tensor=name
-        )
+        raise Corrupt(f"{where}: tensor `{name}` has the offsets {str(offsets)[:200]}", tensor=name)
     try:
         spec = TensorSpec(dtype, tuple(shape))
     except ValueError as error:

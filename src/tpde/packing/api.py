@@ -125,9 +125,7 @@ def pack(
     check_threads(threads)
     refuse_existing(target, force)
     if path.is_dir():
-        results = pack_directory(
-            path, target, threads=threads, codec=codec, force=force, progress=progress
-        )
+        results = pack_directory(path, target, threads=threads, codec=codec, force=force, progress=progress)
     else:
         _refuse_same(path, target)
         result = pack_file(path, target, threads=threads, codec=codec, force=force, progress=progress)

@@ -214,9 +214,7 @@ def unpack_directory(
             elif not (source / name).is_file():
                 raise Truncated(f"`{source}` lacks `{name}`, which its manifest names; fetch it")
             elif name.endswith(".safetensors"):
-                result = unpack_file(
-                    source / name, target, threads=threads, force=False, progress=progress
-                )
+                result = unpack_file(source / name, target, threads=threads, force=False, progress=progress)
                 results.append(_renamed(result, destination / name))
             else:
                 shutil.copyfile(source / name, target)

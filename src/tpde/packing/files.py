@@ -133,7 +133,7 @@ def stream(tensor: Tensor, threads: int, take: Callable[[int, Bytes], None]) -> 
             buffer = np.empty(end - begin, np.uint8)
         piece = buffer[: end - begin]
         tensor.read(begin, end, piece, threads)
-        hasher.update(piece)
+        hasher.update(piece.data)
         take(begin, piece)
     return hasher.digest()
 
@@ -142,8 +142,8 @@ def check_digest(name: str, tensor: Tensor, found: bytes) -> None:
     """Raise `Corrupt` if a tensor's bytes are not those that were packed."""
     if tensor.digest is not None and found != tensor.digest:
         raise Corrupt(
-            f"tensor `{name}`: the bytes hash to {found.hex()}, {tensor.digest.hex()} was packed; the file is "
-            "damaged, fetch it again",
+            f"tensor `{name}`: the bytes hash to {found.hex()}, {tensor.digest.hex()} was packed; the "
+            "file is damaged, fetch it again",
             tensor=name,
         )
 
@@ -284,9 +284,7 @@ def _verify_tensor(
 
     if compare is None and source is not None and name in source.specs:
         problems.append(
-            Corrupt(
-                f"tensor `{name}` is {tensor.spec}, but {source.specs[name]} in the source", tensor=name
-            )
+            Corrupt(f"tensor `{name}` is {tensor.spec}, but {source.specs[name]} in the source", tensor=name)
         )
     try:
         check_digest(name, tensor, stream(tensor, threads, take))

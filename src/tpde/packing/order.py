@@ -27,8 +27,7 @@ _INSIDE = (
 def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
     """Sort key in which `layers.9` comes before `layers.10`."""
     return tuple(
-        (part.isdigit(), int(part) if part.isdigit() else 0, part)
-        for part in re.split(r"(\d+)", name)
+        (part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)
     )
 
 

@@ -46,7 +46,7 @@ class _PlainTensor:
 
     def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
         """Read the tensor's bytes from `begin` to `end` into `out`."""
-        self._source.read_into(self._offset + begin, memoryview(out))
+        self._source.read_into(self._offset + begin, out.data)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Byte ranges that cover the tensor."""
@@ -180,8 +180,8 @@ class PackedFile:
             data = b""
         if len(data) != 16 * len(self._plain) or not text.isascii() or " " in text:
             raise Corrupt(
-                f"`{self.source.name}`: `{KEY_PLAIN}` should hold {len(self._plain)} hashes of 32 digits, it has "
-                f"{len(text)} characters; the file is damaged, fetch it again"
+                f"`{self.source.name}`: `{KEY_PLAIN}` should hold {len(self._plain)} hashes of 32 digits, "
+                f"it has {len(text)} characters; the file is damaged, fetch it again"
             )
         return {name: data[16 * i : 16 * i + 16] for i, name in enumerate(self._plain)}
 

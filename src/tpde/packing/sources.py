@@ -159,7 +159,8 @@ def open_source(path: Path) -> TensorSource:
         return SafetensorsSource(path)
     except NotSafetensors as error:
         raise NotSafetensors(
-            f"{error}; `tpde` packs safetensors files, state dicts ({', '.join(PICKLES)}) and model directories"
+            f"{error}; `tpde` packs safetensors files, state dicts ({', '.join(PICKLES)}) and model "
+            "directories"
         ) from None
 
 

@@ -182,9 +182,7 @@ class PackedWriter:
                 f"file allows {MAX_CONTAINER_HEADER}; write them to several files"
             )
         self._sink = (
-            FileSink(destination, force=force)
-            if isinstance(destination, (str, os.PathLike))
-            else destination
+            FileSink(destination, force=force) if isinstance(destination, (str, os.PathLike)) else destination
         )
 
     def _reserve(self, total: int) -> int:
@@ -263,7 +261,7 @@ class PackedWriter:
         self._now = _Tensor(name, self._specs[name], self._start + self._at)
 
     def _take(self, tensor: _Tensor, piece: Bytes) -> None:
-        tensor.hasher.update(piece)
+        tensor.hasher.update(piece.data)
         tensor.size += piece.size
         if tensor.store is None:
             tensor.held.append(piece.copy())

@@ -1,0 +1,50 @@
+# make demo, make test: everything on a fresh machine with Python >= 3.10 and a C compiler.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test test-large lint fuzz golden bench clean
+
+# One environment; each extra is installed once, the package itself again whenever its files changed.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.extra-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q ".[$*]"
+	@touch $@
+
+sources := $(shell find src csrc -name '*.py' -o -name '*.c' -o -name '*.h') CMakeLists.txt pyproject.toml
+$(VENV)/.package: $(sources) | $(BIN)/python
+	$(BIN)/python -m pip install -q --no-deps --force-reinstall .
+	@touch $@
+
+demo: $(VENV)/.extra-demo $(VENV)/.package
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.extra-test $(VENV)/.package
+	$(BIN)/python -m pytest
+
+test-large: $(VENV)/.extra-test $(VENV)/.package
+	$(BIN)/python -m pytest -m large
+
+lint: $(VENV)/.extra-test $(VENV)/.extra-lint $(VENV)/.package
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# SECONDS=7200 make fuzz: the long campaign. Needs clang with its sanitizers.
+fuzz:
+	$(MAKE) -C fuzz run SECONDS=$(or $(SECONDS),60)
+
+golden: $(VENV)/.extra-test $(VENV)/.package
+	$(BIN)/python tests/golden/make.py
+
+bench: $(VENV)/.extra-bench $(VENV)/.package
+	for name in startup ratio codec partial memory; do \
+	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.md || exit 1; done
+
+clean:
+	rm -rf build dist $(VENV) fuzz/build

@@ -1,0 +1,122 @@
+"""What every benchmark prints about itself: machine, versions, date, command, tables.
+
+Nothing here names the host or a path on it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PACKAGES = ("numpy", "torch", "safetensors", "zipnn", "zstandard", "xxhash")
+
+
+def _cpu() -> str:
+    """Model of the processor; family and model numbers too, since clouds hide its name."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+)$", text.split("\n\n")[0], re.MULTILINE))
+    numbers = f" (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else ""
+    return fields.get("model name", platform.machine()) + numbers
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+def _system() -> str:
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        name = f"{platform.system()} {platform.release()}"
+    return f"{name}, {platform.machine()}"
+
+
+def _memory() -> str:
+    try:
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
+    except (ValueError, OSError):
+        return "unknown"
+
+
+def _versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """The command without the places on this machine: no `--out`, no `--dir`, paths by their last part."""
+    kept, skip = [f"python benchmarks/{Path(sys.argv[0]).name}"], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in ("--out", "--dir"):
+            skip = True
+        elif not argument.startswith(("--out=", "--dir=")):
+            kept.append(argument.rstrip("/").rsplit("/", 1)[-1])
+    return " ".join(kept)
+
+
+def header(title: str) -> str:
+    """The head of a result: what ran, where, when, with what."""
+    import tpde
+    from tpde.codec.native import simd
+
+    load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"
+    facts = {
+        "Command": f"`{_command(sys.argv[1:])}`",
+        "Date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "CPU": f"{_cpu()}, {_cores()} cores",
+        "Memory": _memory(),
+        "System": _system(),
+        "Load average at the start": load,
+        "tpde": f"{tpde.__version__}, core `{simd()}`",
+        "Versions": _versions(),
+    }
+    return f"# {title}\n\n" + "\n".join(f"- {name}: {fact}" for name, fact in facts.items()) + "\n"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that is also readable as text: the first column left, the others right."""
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * w if not i else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([line(columns), line(rule), *map(line, rows)]) + "\n"
+
+
+def emit(text: str, out: Path | None) -> None:
+    """Print a result, and write it to a file if one is named."""
+    print(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text.rstrip() + "\n", "utf-8")
+
+
+def note(text: str) -> None:
+    """Say on stderr what is going on."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def verdict(passed: bool) -> str:
+    """How a table says it."""
+    return "pass" if passed else "FAIL"

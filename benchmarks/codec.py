@@ -1,0 +1,300 @@
+"""Encode and decode speed in memory against ZipNN, zstd and a plain copy, in one process and one run.
+
+    python benchmarks/codec.py [--out FILE.md]
+
+Ours is everything that a tensor costs: sample, plan, tables, chunks, index map, checksums and hash, from
+the tensor's bytes to a blob's, and back through the reader. GB/s count bytes of the original, 10^9 each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+import zstandard
+from _data import normal, tensor_bytes
+from _machine import emit, header, note, table
+
+from tpde.codec.blob import PIECE_BYTES, BlobReader, BlobWriter
+from tpde.codec.native import Bytes
+from tpde.codec.plan import plan_tensor, sample_ranges
+from tpde.format.container import TensorSpec
+from tpde.format.sink import BytesSink, Sink
+from tpde.format.source import BytesSource
+
+
+class Contestant(Protocol):
+    """One way to make bytes smaller. `prepare` runs outside the timed region, right before `encode`."""
+
+    name: str
+
+    def prepare(self, data: Bytes) -> None:
+        """Make what `encode` may consume."""
+
+    def encode(self, data: Bytes, threads: int) -> Any:
+        """Return the coded bytes."""
+
+    def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
+        """Return the original's bytes."""
+
+
+class PreallocatedSink:
+    """A buffer that is there before the clock starts, its pages touched."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.name = "<buffer>"
+        self.data = np.zeros(nbytes, np.uint8)
+        self.end = 0
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        """Write buffers one after the other from `offset` on."""
+        for buffer in buffers:
+            piece = np.frombuffer(buffer, np.uint8)
+            self.data[offset : offset + piece.size] = piece
+            offset += piece.size
+        self.end = max(self.end, offset)
+
+    def commit(self) -> None:
+        """Nothing to do: the bytes are there."""
+
+    def abort(self) -> None:
+        """Nothing to undo."""
+
+
+class Tpde:
+    """This package, through the same classes as `tpde.pack`; `reuse` takes buffers made beforehand."""
+
+    def __init__(self, spec: TensorSpec, *, reuse: bool) -> None:
+        self.name = "tpde, buffers reused" if reuse else "tpde"
+        self._spec, self._reuse = spec, reuse
+        self._sink = PreallocatedSink(spec.nbytes + (1 << 20)) if reuse else None
+        self._out = np.zeros(spec.nbytes, np.uint8) if reuse else None
+
+    def prepare(self, data: Bytes) -> None:
+        """Nothing: the input is only read."""
+
+    def encode(self, data: Bytes, threads: int) -> Any:
+        """Tensor bytes to blob bytes."""
+        sink: Sink = self._sink or BytesSink()
+        sample = np.concatenate([data[begin:end] for begin, end in sample_ranges(self._spec)])
+        plan = plan_tensor(self._spec, sample)
+        assert plan is not None
+        writer, hasher = BlobWriter(plan, sink, 0, threads), xxhash.xxh3_128()
+        for at in range(0, data.size, PIECE_BYTES):  # as PackedWriter does
+            piece = data[at : at + PIECE_BYTES]
+            hasher.update(piece)
+            writer.write(piece)
+        size = writer.finish(hasher.digest())
+        return sink.data[:size] if isinstance(sink, PreallocatedSink) else sink.data  # type: ignore[attr-defined]
+
+    def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
+        """Blob bytes to tensor bytes, every chunk's checksum checked."""
+        out = np.empty(nbytes, np.uint8) if self._out is None else self._out
+        BlobReader(BytesSource(coded), 0, len(coded)).read(0, nbytes, out, threads)
+        return out
+
+
+class ZipNN:
+    """ZipNN's own defaults. It changes its input in place, so each run gets a copy of its own."""
+
+    def __init__(self) -> None:
+        self.name = "ZipNN"
+        self._copy = bytearray()
+
+    def prepare(self, data: Bytes) -> None:
+        """Copy the input."""
+        self._copy = bytearray(data)
+
+    def encode(self, data: Bytes, threads: int) -> Any:
+        """Bytes to bytes."""
+        import zipnn
+
+        return zipnn.ZipNN(bytearray_dtype="bfloat16", threads=threads).compress(self._copy)
+
+    def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
+        """Bytes to bytes."""
+        import zipnn
+
+        return zipnn.ZipNN(bytearray_dtype="bfloat16", threads=threads).decompress(coded)
+
+
+class Zstd:
+    """zstd level 1, one frame; its decoder has one thread."""
+
+    name = "zstd -1"
+
+    def prepare(self, data: Bytes) -> None:
+        """Nothing: the input is only read."""
+
+    def encode(self, data: Bytes, threads: int) -> Any:
+        """Bytes to one frame."""
+        workers = threads if threads > 1 else 0
+        return zstandard.ZstdCompressor(level=1, threads=workers).compress(memoryview(data))
+
+    def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
+        """One frame to bytes."""
+        return zstandard.ZstdDecompressor().decompress(coded)
+
+
+class Copy:
+    """A copy of the same bytes: the limit."""
+
+    def __init__(self, nbytes: int, *, reuse: bool) -> None:
+        self.name = "memcpy, buffers reused" if reuse else "memcpy"
+        self._there = np.zeros(nbytes, np.uint8) if reuse else None
+        self._back = np.zeros(nbytes, np.uint8) if reuse else None
+
+    def prepare(self, data: Bytes) -> None:
+        """Nothing: the input is only read."""
+
+    @staticmethod
+    def _copy(data: Bytes, out: Bytes | None, threads: int) -> Bytes:
+        """Copy, each thread its part."""
+        target = np.empty(data.size, np.uint8) if out is None else out
+        step = -(-data.size // threads)
+        if threads == 1:
+            np.copyto(target, data)
+            return target
+
+        def part(at: int) -> None:
+            np.copyto(target[at : at + step], data[at : at + step])
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(part, range(0, data.size, step)))
+        return target
+
+    def encode(self, data: Bytes, threads: int) -> Any:
+        """Copy there."""
+        return self._copy(data, self._there, threads)
+
+    def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
+        """Copy back."""
+        return self._copy(coded, self._back, threads)
+
+
+@dataclass
+class Times:
+    """What one contestant took with one number of threads, in seconds."""
+
+    encode: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+    size: int = 0
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def measure(contestants: Sequence[Contestant], data: Bytes, threads: Sequence[int], runs: int) -> dict[Any, Times]:
+    """Run all in turns, once to warm up and `runs` times for the record; every result is compared bit by bit."""
+    times = {(c.name, t): Times() for t in threads for c in contestants}
+    for run in range(runs + 1):
+        note(f"run {run} of {runs}" if run else "warm-up")
+        for count in threads:
+            for contestant in contestants:
+                contestant.prepare(data)
+                took_encode, coded = _timed(lambda c=contestant, t=count: c.encode(data, t))
+                size = len(coded)
+                took_decode, plain = _timed(
+                    lambda c=contestant, t=count, x=coded: c.decode(x, data.size, t)
+                )
+                if not np.array_equal(np.frombuffer(plain, np.uint8), data):
+                    raise SystemExit(f"error: {contestant.name} with {count} threads did not restore its input")
+                if run:
+                    record = times[contestant.name, count]
+                    record.encode.append(took_encode)
+                    record.decode.append(took_decode)
+                    record.size = size
+                del coded, plain
+    return times
+
+
+def _speed(nbytes: int, seconds: list[float]) -> float:
+    return nbytes / statistics.median(seconds) / 1e9
+
+
+def _with_range(nbytes: int, seconds: list[float]) -> list[str]:
+    low, high = nbytes / max(seconds) / 1e9, nbytes / min(seconds) / 1e9
+    return [f"{_speed(nbytes, seconds):.3f}", f"{low:.2f}-{high:.2f}"]
+
+
+def report(times: dict[Any, Times], nbytes: int, threads: Sequence[int]) -> str:
+    """The tables."""
+    rows = []
+    for (name, count), record in times.items():
+        peer = times["ZipNN", count]
+        multiples = [
+            f"{statistics.median(peer.encode) / statistics.median(record.encode):.2f}",
+            f"{statistics.median(peer.decode) / statistics.median(record.decode):.2f}",
+        ]
+        rows.append(
+            [name, str(count), f"{nbytes / record.size:.4f}"]
+            + _with_range(nbytes, record.encode)
+            + _with_range(nbytes, record.decode)
+            + multiples
+        )
+    columns = ["codec", "threads", "ratio", "encode GB/s", "range", "decode GB/s", "range"]
+    text = table([*columns, "encode x ZipNN", "decode x ZipNN"], rows)
+    if len(threads) > 1:
+        low, high = threads[0], threads[-1]
+        rows = []
+        for name in dict.fromkeys(name for name, _ in times):
+            one, two = times[name, low], times[name, high]
+            rows.append(
+                [
+                    name,
+                    f"{statistics.median(one.encode) / statistics.median(two.encode):.2f}",
+                    f"{statistics.median(one.decode) / statistics.median(two.decode):.2f}",
+                ]
+            )
+        text += f"\nScaling from {low} to {high} threads:\n\n" + table(["codec", "encode", "decode"], rows)
+    return text
+
+
+def main() -> None:
+    """Parse the command line, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="also write the result to this Markdown file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=7, help="timed runs of each, after one to warm up")
+    parser.add_argument("--rows", type=int, default=8192, help="rows of 4096 weights (default 8192: 64 MiB)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options = parser.parse_args()
+    head = header("Codec: speed in memory")
+    note("making the data")
+    import torch
+
+    data = tensor_bytes(normal(options.seed, options.rows).to(torch.bfloat16)).copy()
+    spec = TensorSpec("BF16", (options.rows, 4096))
+    contestants: list[Contestant] = [
+        Tpde(spec, reuse=False),
+        ZipNN(),
+        Zstd(),
+        Copy(data.size, reuse=False),
+        Tpde(spec, reuse=True),
+        Copy(data.size, reuse=True),
+    ]
+    times = measure(contestants, data, options.threads, options.runs)
+    about = (
+        f"Data: bf16, normal, per-row scale 0.02 * exp(0.3 * normal), {options.rows}x4096 "
+        f"({data.size / 2**20:.0f} MiB), torch generator seed {options.seed}. Medians (and ranges) of "
+        f"{options.runs} alternating runs after a warm-up. Every run's output was compared with the input bit by "
+        "bit. Without \"reused\", each run's output is new memory, whose page faults count, as with the peers' "
+        "interfaces.\n"
+    )
+    emit(f"{head}\n{about}\n{report(times, data.size, options.threads)}", options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

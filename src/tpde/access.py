@@ -1,0 +1,192 @@
+"""`safe_open`: tensors and slices of tensors, read straight from the packed form."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from types import EllipsisType
+from typing import Any, Literal
+
+import numpy as np
+
+from tpde.codec.native import Bytes
+from tpde.errors import UnsupportedDtype
+from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
+from tpde.frameworks import to_numpy, to_torch
+from tpde.packing.reader import PackedFile, Tensor
+from tpde.packing.writer import check_threads
+
+Framework = Literal["pt", "torch", "np", "numpy"]
+Index = int | slice | EllipsisType
+
+
+def _convert(data: Bytes, spec: TensorSpec, framework: str) -> Any:
+    return to_torch(data, spec) if framework in ("pt", "torch") else to_numpy(data, spec)
+
+
+class safe_open:
+    """Open a packed (or plain) safetensors file and read its tensors one by one.
+
+    Parameters
+    ----------
+    filename : path-like, bytes-like
+        The file, or the bytes of one.
+    framework : {"pt", "torch", "np", "numpy"}
+        What tensors are made of.
+    device : str
+        Where PyTorch tensors go; they are decoded on the CPU, and then copied.
+    threads : int, optional
+        How many threads decode; by default one for each processor.
+
+    Raises
+    ------
+    Truncated, NotSafetensors, Corrupt, UnsupportedVersion, UnsupportedDtype, InvalidInput
+        If the file cannot be read.
+
+    Examples
+    --------
+    >>> import tpde
+    >>> with tpde.safe_open("packed.safetensors", framework="pt") as file:  # doctest: +SKIP
+    ...     for name in file.keys():
+    ...         tensor = file.get_tensor(name)
+    ...     row = file.get_slice("embed.weight")[17]
+    """
+
+    def __init__(
+        self,
+        filename: str | os.PathLike[str] | bytes | bytearray | memoryview,
+        framework: Framework = "pt",
+        device: str = "cpu",
+        *,
+        threads: int | None = None,
+    ) -> None:
+        if framework not in ("pt", "torch", "np", "numpy"):
+            raise ValueError(f"no framework `{framework}`; there are pt (torch) and np (numpy)")
+        if framework in ("np", "numpy") and device != "cpu":
+            raise ValueError(f"NumPy arrays live on the CPU, not on `{device}`")
+        self._framework, self._device = framework, device
+        self._threads = check_threads(threads)
+        self._file = PackedFile(filename)
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, as in the source."""
+        return list(self._file.specs)
+
+    def offset_keys(self) -> list[str]:
+        """Names of all tensors, in the order of their bytes in the source."""
+        return list(self._file.specs)
+
+    def metadata(self) -> dict[str, str] | None:
+        """The source's `__metadata__`, None if it has none."""
+        return self._file.metadata() or None
+
+    def get_tensor(self, name: str) -> Any:
+        """Decode a whole tensor.
+
+        Every chunk's checksum is checked.
+
+        Raises
+        ------
+        KeyError
+            If there is no such tensor.
+        Corrupt
+            Naming tensor and chunk, if it is damaged.
+        """
+        data, spec = self._file.read(name, self._threads), self._file.specs[name]
+        return self._place(_convert(data, spec, self._framework))
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """Open a tensor to be indexed; only the chunks that an index needs are read and decoded."""
+        return TensorSlice(self._file.tensor(name), self._framework, self._threads, self._place)
+
+    def _place(self, tensor: Any) -> Any:
+        return tensor if self._device == "cpu" else tensor.to(self._device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __enter__(self) -> safe_open:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._file.close()
+
+    def close(self) -> None:
+        """Close the file. Tensors that were read stay valid."""
+        self._file.close()
+
+
+class TensorSlice:
+    """A tensor that is decoded where it is indexed: `file.get_slice(name)[2:5, :, 0]`.
+
+    Indices are integers, slices (steps from 1) and one ellipsis. What lies between the first and the last
+    element asked for is decoded, so leading dimensions narrow the work, trailing ones do not.
+    """
+
+    def __init__(self, tensor: Tensor, framework: str, threads: int, place: Any) -> None:
+        self._tensor, self._framework, self._threads, self._place = tensor, framework, threads, place
+
+    def get_shape(self) -> list[int]:
+        """The tensor's dimensions."""
+        return list(self._tensor.spec.shape)
+
+    def get_dtype(self) -> str:
+        """The tensor's dtype, by its name in safetensors."""
+        return self._tensor.spec.dtype
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
+        spec = self._tensor.spec
+        dims = _normalise(index, spec.shape)
+        # Elements from `begin` on that cover every one asked for, as an array of `shape`: leading integers
+        # fix a position, the next dimension a range, all others are whole.
+        begin, shape, rest = 0, list(spec.shape), list(dims)
+        while rest and isinstance(rest[0], int):
+            begin += rest.pop(0) * math.prod(shape[1:])  # type: ignore[operator]
+            shape.pop(0)
+        if rest:
+            rows = rest[0]
+            assert isinstance(rows, slice)
+            low, count = rows.start, len(range(rows.start, rows.stop, rows.step))
+            high = low + (count - 1) * rows.step + 1 if count else low
+            begin += low * math.prod(shape[1:])
+            shape[0], rest[0] = high - low, slice(0, high - low, rows.step)
+        bits = DTYPES[spec.dtype].bits
+        first, size = begin * bits, math.prod(shape) * bits
+        if first % 8 or size % 8:
+            raise UnsupportedDtype(
+                f"this slice of a {spec.dtype} tensor of shape {list(spec.shape)} starts or ends "
+                "inside a byte"
+            )
+        data = np.empty(size // 8, np.uint8)
+        self._tensor.read(first // 8, (first + size) // 8, data, self._threads)
+        array = _convert(data, TensorSpec(spec.dtype, tuple(shape)), self._framework)
+        return self._place(array[tuple(rest)] if rest else array)
+
+
+def _normalise(index: Index | tuple[Index, ...], shape: tuple[int, ...]) -> list[int | slice]:
+    """One integer or slice, both within bounds, for each dimension."""
+    parts = index if isinstance(index, tuple) else (index,)
+    given = [part for part in parts if part is not Ellipsis]
+    if len(parts) - len(given) > 1:
+        raise IndexError("an index has at most one ellipsis")
+    if len(given) > len(shape):
+        raise IndexError(f"{len(given)} indices for a tensor of {len(shape)} dimensions")
+    at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    whole = [slice(None)] * (len(shape) - len(given))
+    full = [*parts[:at], *whole, *parts[at + 1 :]]
+    result: list[int | slice] = []
+    for part, size in zip(full, shape, strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step < 1:
+                raise IndexError(f"a step of {step}; steps start at 1")
+            result.append(slice(start, max(stop, start), step))
+        elif isinstance(part, int) and not isinstance(part, bool):
+            if not -size <= part < size:
+                raise IndexError(f"index {part} is out of range for a dimension of {size}")
+            result.append(part % size)
+        else:
+            raise TypeError(f"indices are integers, slices and `...`, not {type(part).__name__}")
+    return result

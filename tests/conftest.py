@@ -1,0 +1,38 @@
+"""Settings of all tests: hypothesis profiles, `large` deselected, every instruction-set path restored."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # `support` for every test, however pytest is started
+
+_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+settings.register_profile("ci", derandomize=True, max_examples=60, **_COMMON)
+settings.register_profile("thorough", max_examples=2000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out `large` tests unless `-m` asks for them."""
+    if "large" in (config.getoption("-m") or ""):
+        return
+    large = [item for item in items if item.get_closest_marker("large")]
+    if large:
+        config.hook.pytest_deselected(items=large)
+        items[:] = [item for item in items if item not in large]
+
+
+@pytest.fixture
+def _simd_restored() -> Iterator[None]:
+    """Select the path again that was in use before."""
+    from tpde.codec import native
+
+    before = native.simd()
+    yield
+    native.simd_select(before)

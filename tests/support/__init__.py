@@ -1,0 +1,1 @@
+"""What tests share: contents, files in memory, crafted damage."""

@@ -1,0 +1,99 @@
+"""Files in memory: built without tpde's own writer of headers, packed, unpacked and verified."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tpde.codec.plan import CodecName
+from tpde.format.container import TensorSpec
+from tpde.format.sink import BytesSink
+from tpde.format.source import BytesSource
+from tpde.packing.files import Problem, pack_tensors, unpack_to, verify_file
+from tpde.packing.reader import PackedFile
+from tpde.packing.writer import PackedWriter
+
+Tensors = Mapping[str, tuple[TensorSpec, bytes]]
+
+
+def container(header: Any, data: bytes, *, pad: int = 8) -> bytes:
+    """Give a safetensors file of a header, as a value for JSON or as bytes, and data."""
+    if not isinstance(header, bytes):
+        header = json.dumps(header).encode()  # ASCII and spaces: not what the stock library writes
+    header += b" " * (-len(header) % pad)
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def safetensors_bytes(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Give a safetensors file with its tensors in the order of the mapping."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at, data = 0, []
+    for name, (spec, content) in tensors.items():
+        assert len(content) == spec.nbytes, name
+        end = at + len(content)
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, end]}
+        at = end
+        data.append(content)
+    return container(header, b"".join(data))
+
+
+class MemorySource:
+    """A safetensors file in memory as a source of tensors."""
+
+    def __init__(self, data: bytes) -> None:
+        self._file = PackedFile(data)
+        self.name = "<memory>"
+        self.specs = self._file.container.specs
+        self.header = self._file.container.header
+        self.metadata = self._file.container.metadata
+
+    def read(self, name: str, begin: int, end: int, out: Any) -> None:
+        self._file.tensor(name).read(begin, end, out)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def pack_bytes(source: bytes, *, threads: int = 1, codec: CodecName = "auto") -> bytes:
+    """Pack a safetensors file in memory."""
+    opened, sink = MemorySource(source), BytesSink()
+    with PackedWriter(
+        sink,
+        opened.specs,
+        metadata=opened.metadata,
+        source_header=opened.header,
+        threads=threads,
+        codec=codec,
+    ) as writer:
+        pack_tensors(opened, writer)
+    return bytes(sink.data)
+
+
+def unpack_bytes(packed: Any, *, threads: int = 1) -> bytes:
+    """Unpack a packed file in memory."""
+    sink = BytesSink()
+    with PackedFile(BytesSource(packed)) as file:
+        unpack_to(file, sink, threads)
+    return bytes(sink.data)
+
+
+def verify_bytes(packed: Any, *, threads: int = 1) -> list[Problem]:
+    """Verify a packed file in memory."""
+    return verify_file(BytesSource(packed), None, threads)  # type: ignore[arg-type]
+
+
+def blobs(packed: bytes) -> dict[str, bytes]:
+    """Give the blobs of a packed file by the names of their tensors."""
+    with PackedFile(packed) as file:
+        at = file.container.data_start
+        entries = {name: file.container.entries[name + "_tpde"] for name in file.packed_names()}
+    return {name: packed[at + e.begin : at + e.end] for name, e in entries.items()}
+
+
+def assert_bits_equal(name: str, found: bytes, needed: bytes) -> None:
+    """Compare bytes, naming the tensor and the first byte that differs."""
+    if found == needed:
+        return
+    at = next((i for i, (a, b) in enumerate(zip(found, needed, strict=False)) if a != b), None)
+    raise AssertionError(f"{name}: {len(found)} and {len(needed)} bytes; the first difference is at {at}")
