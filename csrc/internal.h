@@ -14,22 +14,26 @@
 #define MODE_RAW 0u         /* format.md 4.3 */
 #define MODE_FILL 1u
 #define MODE_CODED 2u
-#define PAIR_MAX_BITS 11    /* the writer's: code and escaped pair then fit the 27 bits of an entry */
+#define PAIR_MAX_BITS 11    /* the writer's: an escaped pair then takes 27 bits */
 
-/* A table expanded for decoding: entry = first symbol | second << 8 | bits << 16 | escape << 31.
- * With kind 1 the index has max_bits + raw_bits bits, and `bits` counts the raw bits too. */
-#define ENTRY_ESCAPE 0x80000000u
-#define ENTRY_BITS(e) (((e) >> 16) & 31u)
-
-/* An encoding entry: codeword (with what follows it) | bits << 27. */
-#define CODE_SHIFT 27
-#define CODE_MASK ((1u << CODE_SHIFT) - 1u)
+/* Entries of expanded tables. The loops look up four at a time, and add them up to have the bits that the
+ * four take and whether there is an escape among them, so both have room for such a sum:
+ *   decoding: bits | escape << 8 | first symbol << 16 | second << 24
+ *   encoding: bits | escape << 8 | the codeword's bits from bit 31 down, the last one topmost
+ * With kind 1 the codeword and `bits` include the raw bits. In decoding, the `bits` of an escape are those of
+ * its codeword, and the table's index has max_bits + raw_bits bits. In encoding, they include what follows
+ * the codeword, and the codeword is left out. */
+#define ENTRY_BITS(e) ((e) & 31u)
+#define ENTRY_ESCAPE 0x100u
+#define ANY_ESCAPE 0x700u   /* of a sum of four entries */
+#define BITS_OF_FOUR 127u
 
 typedef struct table {
   uint8_t kind, max_bits, raw_bits, escape_bits;
   uint8_t index_bits;
   uint32_t *decode; /* 1 << index_bits entries */
   uint32_t *encode; /* 256 or 65536 entries, or NULL */
+  uint16_t escape;  /* its codeword, as it is written */
   uint16_t pad;     /* what fills a lane beyond the chunk: a byte, or a pair (format.md 5.1) */
 } table;
 

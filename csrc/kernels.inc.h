@@ -2,6 +2,10 @@
  * instruction set, and may put a hand-written loop in the place of one of these. */
 #include "internal.h"
 
+#ifndef LOW_BITS
+#define LOW_BITS(x, bits) ((x) & ((1ull << (bits)) - 1))
+#endif
+
 #define ROTL16(x) ((uint16_t)((uint16_t)((x) << 1) | ((x) >> 15)))
 #define ROTR16(x) ((uint16_t)(((x) >> 1) | (uint16_t)((x) << 15)))
 
@@ -131,132 +135,180 @@ static uint32_t checksum(const uint8_t *words, size_t bytes) {
 
 /* ---- lanes, format.md 5 ---- */
 
-static void lane_bits(const table *t, const uint8_t *plane, int places, int groups,
-                      uint32_t bits[TPDE_LANES]) {
-  const uint32_t *restrict enc = t->encode;
+/* A step is four look-ups, or as many as a lane has in a group if that is fewer. Codewords have at most 12
+ * bits, so that four without an escape fit 64 bits together with a bit position's 7. */
+#define STEP(kind, places) ((places) < 4 * (kind) ? (places) / (kind) : 4)
+
+/* Call an inline function with constants for a table's kind and the places. */
+#define CALL_SHAPED(f, ...)                                                            \
+  do {                                                                                 \
+    if (t->kind == 2 && places == 8) f(__VA_ARGS__, 2, 8);                             \
+    else if (t->kind == 2 && places == 4) f(__VA_ARGS__, 2, 4);                        \
+    else if (t->kind == 2 && places == 2) f(__VA_ARGS__, 2, 2);                        \
+    else if (t->kind == 2) f(__VA_ARGS__, 2, 16);                                      \
+    else if (places == 16) f(__VA_ARGS__, 1, 16);                                      \
+    else if (places == 8) f(__VA_ARGS__, 1, 8);                                        \
+    else if (places == 4) f(__VA_ARGS__, 1, 4);                                        \
+    else f(__VA_ARGS__, 1, 2);                                                         \
+  } while (0)
+
+static inline uint32_t value_at(const uint8_t *s, int kind) { return kind == 2 ? load16(s) : *s; }
+
+static inline void count_bits(const table *t, const uint8_t *plane, int groups, uint32_t *bits, int kind,
+                              int places) {
+  const uint32_t *enc = t->encode;
+  const int step = STEP(kind, places);
   for (int l = 0; l < TPDE_LANES; l++) {
-    uint32_t sum = 0;
-    for (int g = 0; g < groups; g++) {
-      const uint8_t *s = plane + ((size_t)g * TPDE_LANES + l) * places;
-      if (t->kind == 2)
-        for (int j = 0; j < places; j += 2) sum += enc[load16(s + j)] >> CODE_SHIFT;
-      else
-        for (int j = 0; j < places; j++) sum += enc[s[j]] >> CODE_SHIFT;
-    }
-    bits[l] = sum;
+    const uint8_t *s = plane + l * places;
+    uint32_t all = 0;
+    for (int g = 0; g < groups; g++, s += TPDE_LANES * places)
+      for (int j = 0; j < places; j += step * kind) {
+        uint32_t sum = 0;
+        for (int i = 0; i < step; i++) sum += enc[value_at(s + j + i * kind, kind)];
+        all += sum & BITS_OF_FOUR;
+      }
+    bits[l] = all;
   }
 }
 
-/* A run of bits being written: acc holds the last `n` bits that are not stored yet. */
-#define PUT(entry)                                     \
-  do {                                                 \
-    uint32_t e_ = (entry);                             \
-    acc |= (uint64_t)(e_ & CODE_MASK) << n;            \
-    n += e_ >> CODE_SHIFT;                             \
-  } while (0)
-#define FLUSH()                                        \
-  do {                                                 \
-    store64(out, acc);                                 \
-    out += n >> 3;                                     \
-    acc >>= n & 56;                                    \
-    n &= 7;                                            \
-  } while (0)
+static void lane_bits(const table *t, const uint8_t *plane, int places, int groups,
+                      uint32_t bits[TPDE_LANES]) {
+  CALL_SHAPED(count_bits, t, plane, groups, bits);
+}
+
+/* A run of bits being written: the topmost `n` bits of acc, the last one topmost, are not stored yet. */
+typedef struct run {
+  uint64_t acc;
+  uint32_t n;
+  uint8_t *out;
+} run;
+
+/* Append 1 to 56 bits, which are topmost in `code`, above zeros. */
+static inline void put(run *r, uint64_t code, uint32_t bits) {
+  r->acc = (r->acc >> bits) | code;
+  r->n += bits;
+  store64(r->out, r->acc >> (64 - r->n));
+  r->out += r->n >> 3;
+  r->n &= 7;
+}
+
+/* What `put` takes for one value that may be an escape. */
+static uint64_t code_of(const table *t, uint32_t v, uint32_t *bits) {
+  uint32_t e = t->encode[v];
+  uint64_t code = e ^ ENTRY_BITS(e);
+  *bits = ENTRY_BITS(e);
+  if (e & ENTRY_ESCAPE) {
+    if (t->kind == 1) v = v >> t->raw_bits | (v << (8 - t->raw_bits) & 0xff);
+    code = (uint64_t)(t->escape | v << t->escape_bits) << (32 - *bits);
+  }
+  return code << 32;
+}
+
+static inline void put_step(run *r, const table *t, const uint8_t *s, int kind, int step) {
+  uint32_t e[4] = {0}, sum = 0;
+  for (int i = 0; i < step; i++) sum += e[i] = t->encode[value_at(s + i * kind, kind)];
+  if (__builtin_expect(sum & ANY_ESCAPE, 0)) {
+    for (int i = 0; i < step; i++) {
+      uint32_t bits;
+      uint64_t code = code_of(t, value_at(s + i * kind, kind), &bits);
+      put(r, code, bits);
+    }
+    return;
+  }
+  const uint32_t codes = 0xffffff00u; /* two of at most 12 bits */
+  uint64_t a = (e[0] >> ENTRY_BITS(e[1]) | e[1]) & codes, b = (e[2] >> ENTRY_BITS(e[3]) | e[3]) & codes;
+  if (step == 4) put(r, (a << 32 >> ((e[2] + e[3]) & 63)) | b << 32, sum & 63);
+  else if (step == 2) put(r, a << 32, sum & 63);
+  else put(r, (uint64_t)(e[0] & codes) << 32, sum & 63);
+}
+
+static inline void put_lanes(const table *t, const uint8_t *plane, int groups, const uint32_t *bits,
+                             uint8_t *out, int kind, int places) {
+  run r = {0, 0, out};
+  uint64_t end = 0;
+  for (int l = 0; l < TPDE_LANES; l++) {
+    const uint8_t *s = plane + l * places;
+    for (int g = 0; g < groups; g++, s += TPDE_LANES * places)
+      for (int j = 0; j < places; j += STEP(kind, places) * kind)
+        put_step(&r, t, s + j, kind, STEP(kind, places));
+    end += bits[l];
+    for (;;) { /* zeros up to the lane's rounded length */
+      uint64_t rest = end - ((uint64_t)(r.out - out) * 8 + r.n);
+      if (!rest) break;
+      put(&r, 0, rest < 48 ? (uint32_t)rest : 48);
+    }
+  }
+  store64(r.out, r.n ? r.acc >> (64 - r.n) : 0);
+}
 
 static void write_lanes(const table *t, const uint8_t *plane, int places, int groups,
                         const uint32_t bits[TPDE_LANES], uint8_t *out) {
-  const uint32_t *restrict enc = t->encode;
-  uint64_t acc = 0;
-  uint32_t n = 0;
-  for (int l = 0; l < TPDE_LANES; l++) {
-    uint64_t at = (uint64_t)(uintptr_t)out * 8 + n, end = at + bits[l];
-    for (int g = 0; g < groups; g++) {
-      const uint8_t *s = plane + ((size_t)g * TPDE_LANES + l) * places;
-      if (t->kind == 2) {
-        int j = 0;
-        for (; j + 4 <= places; j += 4) { /* 7 + 2 * 27 bits fit */
-          uint32_t four = load32(s + j);
-          PUT(enc[four & 0xffff]);
-          PUT(enc[four >> 16]);
-          FLUSH();
-        }
-        for (; j < places; j += 2) {
-          PUT(enc[load16(s + j)]);
-          FLUSH();
-        }
-      } else {
-        for (int j = 0; j < places; j += 2) { /* 7 + 2 * 20 bits fit */
-          PUT(enc[s[j]]);
-          PUT(enc[s[j + 1]]);
-          FLUSH();
-        }
-      }
-    }
-    at = (uint64_t)(uintptr_t)out * 8 + n;
-    while (at < end) { /* zeros up to the lane's rounded length */
-      uint32_t z = end - at < 48 ? (uint32_t)(end - at) : 48;
-      n += z;
-      at += z;
-      FLUSH();
-    }
-  }
-  store64(out, acc);
+  CALL_SHAPED(put_lanes, t, plane, groups, bits, out);
 }
 
-/* One step of a lane: `count` symbols from the bits at pos. An escape takes 8 or 16 more bits. 64 bits hold
- * two steps of kind 2 (2 * 28 bits) or of kind 1 (2 * 20), whatever they are, after a shift of up to 7. */
-static inline uint32_t look_up(const table *t, uint64_t w, uint32_t *taken) {
-  uint32_t e = t->decode[w & ((1u << t->index_bits) - 1)], bits = ENTRY_BITS(e);
-  if (__builtin_expect(e & ENTRY_ESCAPE, 0)) {
-    uint32_t v = (uint32_t)(w >> bits);
-    if (t->kind == 2) {
-      *taken = bits + 16;
-      return v & 0xffff;
-    }
-    *taken = bits + 8;
-    v &= 0xff;
-    return ((v << t->raw_bits) | (v >> (8 - t->raw_bits))) & 0xff;
-  }
-  *taken = bits;
-  return e & 0xffff;
-}
-
-/* Two symbols of each of `lanes` lanes from `lane` on at place j of group g. */
-static inline void step_pair(const table *t, const uint8_t *stream, uint32_t limit, uint32_t *pos, int kind,
-                             uint8_t *at) {
-  uint32_t byte = *pos >> 3, a, b;
+/* One look-up that may be an escape, which takes 8 or 16 more bits, at any position. */
+static uint32_t take_value(const table *t, const uint8_t *stream, uint32_t limit, uint32_t *pos) {
+  uint32_t byte = *pos >> 3;
   uint64_t w = load64(stream + (byte < limit ? byte : limit)) >> (*pos & 7);
-  uint32_t x = look_up(t, w, &a);
-  if (kind == 1) {
-    x |= look_up(t, w >> a, &b) << 8;
-    a += b;
+  uint32_t e = t->decode[LOW_BITS(w, t->index_bits)], v = (uint32_t)(w >> ENTRY_BITS(e));
+  *pos += ENTRY_BITS(e);
+  if (!(e & ENTRY_ESCAPE)) return e >> 16;
+  *pos += 8u * t->kind;
+  if (t->kind == 2) return v & 0xffff;
+  v &= 0xff;
+  return (v << t->raw_bits | v >> (8 - t->raw_bits)) & 0xff;
+}
+
+static __attribute__((noinline)) void take_slowly(const table *t, const uint8_t *stream, uint32_t limit,
+                                                  uint32_t *pos, int step, uint8_t *at) {
+  for (int i = 0; i < step; i++, at += t->kind) {
+    uint32_t v = take_value(t, stream, limit, pos);
+    if (t->kind == 2) store16(at, (uint16_t)v);
+    else *at = (uint8_t)v;
   }
-  *pos += a;
-  store16(at, (uint16_t)x);
 }
 
-static inline void read_some(const table *t, const uint8_t *stream, uint32_t limit, uint32_t *pos, int lane,
-                             int lanes, int places, int groups, int kind, uint8_t *plane) {
-  for (int g = 0; g < groups; g++) {
-    uint8_t *at = plane + ((size_t)g * TPDE_LANES + lane) * places;
-    for (int j = 0; j < places; j += 2)
-      for (int l = 0; l < lanes; l++) step_pair(t, stream, limit, pos + l, kind, at + l * places + j);
+static inline void take_step(const table *t, const uint8_t *stream, uint32_t limit, uint32_t *pos, int kind,
+                             int step, uint8_t *at) {
+  uint32_t e[4], sum = 0, p = *pos, byte = p >> 3;
+  if (__builtin_expect(byte > limit, 0)) { /* a damaged lane */
+    take_slowly(t, stream, limit, pos, step, at);
+    return;
+  }
+  uint64_t w = load64(stream + byte) >> (p & 7);
+  for (int i = 0; i < step; i++) {
+    sum += e[i] = t->decode[LOW_BITS(w, t->index_bits)];
+    w >>= e[i] & 63;
+  }
+  if (__builtin_expect(sum & ANY_ESCAPE, 0)) {
+    take_slowly(t, stream, limit, pos, step, at);
+    return;
+  }
+  *pos = p + (sum & 63);
+  if (kind == 2) { /* each store's first half is overwritten by the next one: that saves shifts */
+    for (int i = step - 1; i > 0; i--) store32(at + 2 * i - 2, e[i]);
+    store16(at, (uint16_t)(e[0] >> 16));
+  } else {
+    for (int i = 0; i < step; i++) at[i] = (uint8_t)(e[i] >> 16);
   }
 }
 
-static int lanes_end(const uint32_t pos[TPDE_LANES], const uint32_t start[TPDE_LANES + 1]) {
-  for (int l = 0; l < TPDE_LANES; l++)
-    if (pos[l] > start[l + 1]) return l + 1;
-  return 0;
+static inline void take_lanes(const table *t, const uint8_t *stream, uint32_t limit, uint32_t *pos, int groups,
+                              uint8_t *plane, int kind, int places) {
+  const table local = *t; /* which stores to the plane cannot change */
+  for (int g = 0; g < groups; g++, plane += TPDE_LANES * places)
+    for (int j = 0; j < places; j += STEP(kind, places) * kind)
+      for (int l = 0; l < TPDE_LANES; l++)
+        take_step(&local, stream, limit, pos + l, kind, STEP(kind, places), plane + l * places + j);
 }
 
-/* Four lanes at a time: their look-ups do not wait for one another. */
+/* A step of each lane in turn: a processor works on several at once, as none waits for another. */
 static int read_lanes(const table *t, const uint8_t *stream, const uint32_t start[TPDE_LANES + 1],
                       int places, int groups, uint8_t *plane) {
   uint32_t pos[TPDE_LANES], limit = (start[TPDE_LANES] + 7) / 8;
   memcpy(pos, start, sizeof pos);
-  for (int l = 0; l < TPDE_LANES; l += 4) {
-    if (t->kind == 2) read_some(t, stream, limit, pos + l, l, 4, places, groups, 2, plane);
-    else read_some(t, stream, limit, pos + l, l, 4, places, groups, 1, plane);
-  }
-  return lanes_end(pos, start);
+  CALL_SHAPED(take_lanes, t, stream, limit, pos, groups, plane);
+  for (int l = 0; l < TPDE_LANES; l++)
+    if (pos[l] > start[l + 1]) return l + 1;
+  return 0;
 }

@@ -55,13 +55,10 @@ static void expand_decode(table *t, uint32_t entry, uint32_t code, int bits) {
   for (uint32_t i = code; i < 1u << t->index_bits; i += 1u << bits) t->decode[i] = entry;
 }
 
-/* An encoding entry: the codeword, then `extra` bits of `tail`. */
-static uint32_t encode_entry(uint32_t code, int bits, uint32_t tail, int extra) {
-  return code | (tail << bits) | ((uint32_t)(bits + extra) << CODE_SHIFT);
-}
+static uint32_t encode_entry(uint32_t code, int bits) { return code << (32 - bits) | (uint32_t)bits; }
 
 static int expand(table *t, const uint8_t *values, int encode, uint64_t number, tpde_error *error) {
-  uint32_t symbols = t->kind == 2 ? 65536 : 256, raw = 1u << t->raw_bits, code = 0, escape = 0, at = 0;
+  uint32_t symbols = t->kind == 2 ? 65536 : 256, raw = 1u << t->raw_bits, code = 0, at = 0;
   uint8_t seen[65536 / 8] = {0};
   t->decode = malloc(sizeof(uint32_t) << t->index_bits);
   if (encode) t->encode = malloc(sizeof(uint32_t) * symbols);
@@ -81,13 +78,14 @@ static int expand(table *t, const uint8_t *values, int encode, uint64_t number, 
       if (at == 0) t->pad = (uint16_t)(v << t->raw_bits);
       for (uint32_t low = 0; low < raw; low++) {
         uint32_t whole = r | (low << bits), symbol = (v << t->raw_bits) | low;
-        expand_decode(t, symbol | (uint32_t)(bits + t->raw_bits) << 16, whole, bits + t->raw_bits);
-        if (encode) t->encode[symbol] = encode_entry(r, bits, low, t->raw_bits);
+        int taken = bits + t->raw_bits;
+        expand_decode(t, symbol << 16 | (uint32_t)taken, whole, taken);
+        if (encode) t->encode[symbol] = encode_entry(whole, taken);
       }
     }
     if (bits == t->escape_bits) {
-      escape = reverse(code, bits);
-      expand_decode(t, ENTRY_ESCAPE | (uint32_t)bits << 16, escape, bits);
+      t->escape = (uint16_t)reverse(code, bits);
+      expand_decode(t, ENTRY_ESCAPE | (uint32_t)bits, t->escape, bits);
       code++;
     }
     code <<= 1;
@@ -96,13 +94,9 @@ static int expand(table *t, const uint8_t *values, int encode, uint64_t number, 
   for (uint32_t s = 0; s < symbols; s++) {
     if (t->encode[s]) continue;
     if (!t->escape_bits)
-      return tpde_fail(error, TPDE_E_ARGUMENT, "a table for encoding needs a codeword for every symbol", number,
-                       -1, s, symbols);
-    if (t->kind == 2)
-      t->encode[s] = encode_entry(escape, t->escape_bits, s, 16);
-    else
-      t->encode[s] = encode_entry(escape, t->escape_bits,
-                                  (s >> t->raw_bits) | ((s & (raw - 1)) << (8 - t->raw_bits)), 8);
+      return tpde_fail(error, TPDE_E_ARGUMENT, "a table without an escape cannot write every value", number, -1,
+                       s, symbols);
+    t->encode[s] = ENTRY_ESCAPE | (t->escape_bits + 8u * t->kind);
   }
   return TPDE_OK;
 }
@@ -112,7 +106,7 @@ int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t 
   size_t at = 0;
   if (!codec) return tpde_fail(error, TPDE_E_ARGUMENT, "no place for the codec", UINT64_MAX, -1, 0, 0);
   *codec = NULL;
-  if (!layout || !tpde_layout_valid(layout) || (section_bytes && !section))
+  if (!layout || !tpde_layout_valid(layout) || ((section_bytes || layout->tables) && !section))
     return tpde_fail(error, TPDE_E_ARGUMENT, "the layout is not valid", UINT64_MAX, -1, 0, 0);
   tpde_codec *c = calloc(1, sizeof *c);
   if (!c) return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, sizeof *c);

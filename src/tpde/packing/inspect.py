@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from tpde.codec import native
-from tpde.codec.native import Bytes
 from tpde.codec.plan import base_header, core_layout, sample_ranges
 from tpde.errors import InvalidInput
 from tpde.format.constants import CODEC_NAMES, CODEC_PREFIX
@@ -20,6 +20,7 @@ from tpde.packing.plot import plot
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
 
 PLAIN = "plain"
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def survey(path: str | os.PathLike[str], *, sample: bool, histogram: bool = Fals
     root = Path(path)
     files = list(safetensors_files(root))
     tensors: list[TensorReport] = []
-    counts: dict[str, Bytes] = {}
+    counts: dict[str, Counts] = {}
     packed = False
     for file in files:
         name = file.relative_to(root).as_posix() if file != root else file.name
@@ -229,7 +230,7 @@ def safetensors_files(path: Path) -> Iterator[Path]:
     yield from found
 
 
-def symbol_counts(tensor: Tensor) -> Bytes:
+def symbol_counts(tensor: Tensor) -> Counts:
     """Count the symbols in the sample of a tensor's symbol plane: 256 numbers."""
     spec = tensor.spec
     layout = core_layout(base_header(spec, CODEC_PREFIX))
@@ -242,7 +243,7 @@ def symbol_counts(tensor: Tensor) -> Bytes:
     return counts
 
 
-def entropy(counts: Bytes) -> float | None:
+def entropy(counts: Counts) -> float | None:
     """Entropy in bits of a symbol, or None if there are no symbols."""
     total = int(counts.sum())
     if not total:
@@ -255,7 +256,7 @@ def _ratio(source: int, stored: int) -> float:
     return source / stored if stored else 1.0
 
 
-def _tensor_report(name: str, file: str, tensor: Tensor, counts: Bytes | None) -> TensorReport:
+def _tensor_report(name: str, file: str, tensor: Tensor, counts: Counts | None) -> TensorReport:
     spec, stored = tensor.spec, tensor.stored_bytes
     codec = CODEC_NAMES[tensor.blob.header.codec] if isinstance(tensor, PackedTensor) else PLAIN
     count = math.prod(spec.shape)

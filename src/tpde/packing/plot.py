@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 MAX_TENSORS = 400
 MAX_ROWS = 100  # of one column
 MAX_HISTOGRAMS = 4
-MAX_LABEL = 46  # characters
+MAX_LABEL = 49  # characters
 
 # Told apart by readers who see colours differently (Okabe and Ito's palette).
-COLOURS = {"prefix": "#0072B2", "zstd": "#E69F00", "constant": "#009E73", "plain": "#B8B8B8"}
+COLOURS = {"prefix": "#0072B2", "zstd": "#E69F00", "constant": "#007A5A", "plain": "#C4C4C4"}
+ON_DARK = ("prefix", "constant")
 INK, FAINT = "#222222", "#D8D8D8"
 
 # Bits of the exponent that the symbol holds, and its bias. F64 has 11 bits, of which the symbol has 8.
@@ -69,7 +70,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     rows = max(1, -(-len(tensors) // columns))
     histograms = _drawn(report.histogram or ())
     # Inches. A row holds a label of 6 points; few rows get thicker ones.
-    top, gap = 0.95, 0.85
+    top, gap = 0.95, 0.65
     bars = max(1.0, rows * (0.135 if rows > 25 else 0.22))
     below = 2.3 if histograms else 0.0
     height = top + bars + 0.6 + (gap + below if histograms else 0)
@@ -77,13 +78,12 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     figure = Figure(figsize=(width, height), dpi=140, facecolor="white")
     FigureCanvasAgg(figure)
     left, inner = 2.75 / width, (width - 0.45) / width
-    limit = max([1.05, *(t.ratio for t in tensors if t.codec != "constant")]) * 1.16
+    # A few integers shrink eightfold, constants a thousandfold: they must not squeeze all other bars.
+    limit = 1.04 * min(max([1.0, *(t.ratio for t in tensors)]), 1.5 * max(report.ratio, 1.0))
     for i in range(columns):
         part = tensors[i * rows : (i + 1) * rows]
         begin = i * inner / columns + left
-        axes = figure.add_axes(
-            (begin, (height - top - bars) / height, inner / columns - left, bars / height)
-        )
+        axes = figure.add_axes((begin, (height - top - bars) / height, inner / columns - left, bars / height))
         _draw_ratios(axes, part, rows, limit, report.ratio)
     _draw_title(figure, report, tensors, height, width)
     if histograms:
@@ -108,16 +108,18 @@ def _largest(tensors: tuple[TensorReport, ...]) -> list[TensorReport]:
 
 
 def _drawn(histograms: tuple[Histogram, ...]) -> list[Histogram]:
-    """The histograms that hold most."""
-    ranked = sorted((h for h in histograms if sum(h.counts)), key=lambda h: -sum(h.counts))
+    """The histograms that hold most; a dtype of a few words among many says nothing."""
+    total = sum(sum(h.counts) for h in histograms)
+    ranked = sorted((h for h in histograms if sum(h.counts) > total / 100), key=lambda h: -sum(h.counts))
     return ranked[:MAX_HISTOGRAMS]
 
 
 def _label(name: str) -> str:
-    """Shorten a name in its middle, and take no dollar sign for a formula."""
-    name = "".join(c if c.isprintable() else "?" for c in name)
+    """Shorten a name at its start, which names share, and take no dollar sign for a formula."""
+    # matplotlib's own font has Latin, Greek and Cyrillic; what it lacks would be a warning and a box.
+    name = "".join(c if c.isprintable() and ord(c) < 0x530 else "?" for c in name)
     if len(name) > MAX_LABEL:
-        name = name[: MAX_LABEL // 2 - 1] + "…" + name[-MAX_LABEL // 2 :]
+        name = "…" + name[1 - MAX_LABEL :]
     return name.replace("$", r"\$")
 
 
@@ -133,21 +135,14 @@ def _draw_ratios(axes: Any, tensors: list[TensorReport], rows: int, limit: float
     size = 6 if rows > 25 else 7.5
     places = range(len(tensors))
     widths = [min(t.ratio, limit) for t in tensors]
-    axes.barh(places, widths, height=0.72, color=[COLOURS[t.codec] for t in tensors])
-    for i, (tensor, width) in enumerate(zip(tensors, widths, strict=True)):
-        beyond = tensor.ratio > limit
-        text = f"{tensor.ratio:,.0f} →" if beyond else f"{tensor.ratio:.3f}"
-        at = width - limit * 0.008 if beyond else width + limit * 0.008
-        axes.text(
-            at,
-            i,
-            text,
-            va="center",
-            ha="right" if beyond else "left",
-            fontsize=size,
-            color="white" if beyond else INK,
-        )
-    axes.axvline(total, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0.5)
+    axes.barh(places, widths, height=0.76, color=[COLOURS[t.codec] for t in tensors])
+    for i, tensor in enumerate(tensors):
+        text = f"{tensor.ratio:.3f}" if tensor.ratio < 100 else f"{tensor.ratio:,.0f}"
+        ink = "white" if tensor.codec in ON_DARK else INK
+        axes.text(limit * 0.008, i, text, va="center", ha="left", fontsize=size, color=ink)
+        if tensor.ratio > limit:
+            axes.text(limit * 0.992, i, "→", va="center", ha="right", fontsize=size, color=ink)
+    axes.axvline(total, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.set_yticks(list(places), [_label(t.name) for t in tensors])
     axes.set_ylim(rows - 0.4, -0.6)
     axes.set_xlim(0, limit)
@@ -200,18 +195,22 @@ def _draw_histogram(axes: Any, histogram: Histogram) -> None:
     else:
         shares, first = [c / total for c in counts], 0
         what = "highest bits of the exponent" if histogram.dtype == "F64" else "highest byte of a word"
-    used = [i for i, share in enumerate(shares) if share]
+    used = [i for i, share in enumerate(shares) if share >= 1e-4]
     low, high = used[0], used[-1]
+    outside = 1 - sum(shares[low : high + 1])
     axes.bar(
         [first + i for i in range(low, high + 1)],
         [100 * share for share in shares[low : high + 1]],
         width=0.86,
         color=COLOURS["prefix"],
     )
-    axes.set_xlim(first + low - 1.5, first + high + 1.5)
+    margin = max(1.5, (12 - (high - low)) / 2)  # a single bar is not a wall
+    axes.set_xlim(first + low - margin, first + high + margin)
     axes.yaxis.grid(True, color=FAINT, linewidth=0.6)
     _tidy(axes)
-    axes.set_title(f"{histogram.dtype}", fontsize=9, color=INK, loc="left", weight="bold")
+    axes.set_title(histogram.dtype, fontsize=9, color=INK, loc="left", weight="bold")
+    if outside > 5e-7:
+        axes.set_title(f"not shown: {100 * outside:.2g}%", fontsize=7, color=INK, loc="right")
     axes.set_xlabel(what, fontsize=7, color=INK)
     axes.set_ylabel("share of the words sampled, %", fontsize=7, color=INK)
     axes.xaxis.get_major_locator().set_params(integer=True)

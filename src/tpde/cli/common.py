@@ -1,0 +1,213 @@
+"""What all commands share: errors and exit codes, the progress bar, sizes, tables and JSON.
+
+Data goes to stdout, everything else to stderr. Nothing here imports more than the standard library and
+typer until it is needed, so that `tpde --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec
+
+import typer
+
+from tpde import errors
+
+OK, DAMAGE, USAGE, DAMAGED_INPUT, IO_ERROR, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+EXIT_CODES = """Exit codes:
+
+\b
+  0    all is well
+  1    `verify` found damage, or `doctor` a broken part
+  2    the command, the source or the destination cannot be used
+  3    the source is damaged or incomplete
+  4    reading or writing failed, as on a full disk
+  130  interrupted (Ctrl-C); no half-written file is left"""
+
+P = ParamSpec("P")
+Progress = Callable[[int], None]
+
+# Hints for messages that bring none of their own.
+_HINTS: dict[type[BaseException], str] = {
+    errors.Truncated: "fetch the rest of the file",
+    errors.Corrupt: "fetch the file again",
+    errors.UnsupportedVersion: "upgrade with `pip install --upgrade tpde`",
+    errors.UnsupportedDtype: "upgrade with `pip install --upgrade tpde`",
+    errors.NativeError: "run `tpde doctor`, and report this if nothing is wrong there",
+}
+
+
+class CodecChoice(str, enum.Enum):
+    """Codecs to choose from."""
+
+    auto = "auto"
+    prefix = "prefix"
+    zstd = "zstd"
+
+
+def clean(text: str) -> str:
+    """Escape control characters: a name in a file must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def coloured(stream: Any) -> bool:
+    """Whether to colour what goes to a stream (https://no-color.org)."""
+    return bool(
+        stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    )
+
+
+def say(kind: str, text: str, colour: str = "1") -> None:
+    """Print a line such as `error: ...` on stderr."""
+    label = f"\033[{colour}m{kind}:\033[0m" if coloured(sys.stderr) else f"{kind}:"
+    print(f"{label} {clean(text)}", file=sys.stderr, flush=True)
+
+
+def split_hint(message: str) -> tuple[str, str]:
+    """Split a message at its last semicolon outside backticks: what is wrong, and what to do."""
+    parts = re.split(r"; (?=(?:[^`]*`[^`]*`)*[^`]*$)", message)
+    return ("; ".join(parts[:-1]), parts[-1]) if len(parts) > 1 else (message, "")
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code that an error stands for."""
+    if isinstance(error, (errors.Truncated, errors.Corrupt)):
+        return DAMAGED_INPUT
+    if isinstance(error, errors.TpdeError):
+        return USAGE
+    return IO_ERROR
+
+
+def fail(error: BaseException) -> int:
+    """Print an error and its hint on stderr; returns the exit code."""
+    hint = next((h for kind, h in _HINTS.items() if isinstance(error, kind)), "")
+    if isinstance(error, errors.TpdeError):
+        message, own = split_hint(str(error))
+        hint = own or hint
+    elif isinstance(error, MemoryError):
+        message, hint = "out of memory", "use fewer `--threads`"
+    elif isinstance(error, OSError) and error.filename is not None:
+        what, own = split_hint(error.strerror or str(error))
+        message, hint = f"`{os.fsdecode(error.filename)}`: {what}", own
+    else:
+        message = str(error)
+    say("error", message, "1;31")
+    if hint:
+        say("hint", hint, "1;36")
+    return exit_code(error)
+
+
+def guard(command: Callable[P, int | None]) -> Callable[P, None]:
+    """Turn the errors of a command into messages and exit codes."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs) or OK
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            print("interrupted; no half-written file is left", file=sys.stderr, flush=True)
+            code = INTERRUPTED
+        except BrokenPipeError:
+            # The reader, such as `head`, has what it wanted. Python would complain again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            code = OK
+        except (errors.TpdeError, OSError, MemoryError) as error:
+            code = fail(error)
+        raise typer.Exit(code)
+
+    # Help is the docstring, and a backspace alone on a line keeps what follows from being wrapped.
+    wrapped.__doc__ = (command.__doc__ or "").replace("\\b\n", "\b\n")
+    return wrapped
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
+    """A bar with rate and time left on stderr if that is a terminal; nothing otherwise.
+
+    Parameters
+    ----------
+    label : str
+        What is being done.
+    total : callable
+        Gives the number of bytes; asked only if there is a bar. Where it fails, the bar has no end.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    expected: int | None = None
+    with contextlib.suppress(errors.TpdeError, OSError):  # the command itself meets it, and says so
+        expected = total() or None
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(label, total=expected)
+        yield lambda size: bar.advance(task, size)
+
+
+def size(count: float) -> str:
+    """Write a number of bytes for people.
+
+    Examples
+    --------
+    >>> size(512), size(45442040)
+    ('512 B', '43.3 MiB')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
+def plural(count: int, noun: str) -> str:
+    """Write a count with its noun: `1 tensor`, `2 tensors`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Lay out a table in plain text; the first `left` columns are aligned left, the others right."""
+    lines = [list(titles), *([clean(cell).replace("\n", "\\n") for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def print_json(value: Any) -> None:
+    """Print a dataclass or a mapping as JSON. Only ASCII, whatever the locale."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    print(json.dumps(value, indent=2, allow_nan=False))

@@ -1,0 +1,186 @@
+"""`tpde doctor`: what is installed, what is missing, and whether the core works."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from tpde.cli.common import DAMAGE, OK, guard, print_json, table
+
+OK_STATUS, MISSING, BROKEN = "ok", "missing", "broken"
+
+_REINSTALL = "pip install --force-reinstall tpde"
+
+# Package, what it is needed for, how to install it. Each is imported under its own name.
+_PACKAGES = (
+    ("numpy", "everything", _REINSTALL),
+    ("zstandard", "everything", _REINSTALL),
+    ("xxhash", "everything", _REINSTALL),
+    ("safetensors", "nothing here; it reads packed files too", "pip install safetensors"),
+    ("torch", "tpde.torch, packing .bin and .pt files", "pip install tpde[torch]"),
+    ("ml_dtypes", "tpde.numpy with BF16 and FP8", "pip install tpde[numpy]"),
+    ("huggingface_hub", "packing models by their hub id", "pip install tpde[hub]"),
+    ("matplotlib", "tpde inspect --plot", "pip install tpde[plot]"),
+)
+_REQUIRED = ("numpy", "zstandard", "xxhash")
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes
+    ----------
+    name : str
+        What was checked.
+    status : {"ok", "missing", "broken"}
+        What was found.
+    required : bool
+        Whether tpde cannot do without it.
+    detail : str
+        A version, or what is wrong.
+    needed_for : str
+        What does not work without it.
+    command : str or None
+        What mends it, unless it is ok.
+    """
+
+    name: str
+    status: str
+    required: bool
+    detail: str
+    needed_for: str
+    command: str | None
+
+
+@guard
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> int:
+    r"""Tell what is installed, what is missing, and test the core on every SIMD path.
+
+    Exits with 1 if something essential is broken.
+
+    Example:
+
+    \b
+      tpde doctor
+    """
+    checks = [*_versions(), *(_package(*p) for p in _PACKAGES), *_core()]
+    healthy = all(c.status == OK_STATUS for c in checks if c.required)
+    if as_json:
+        print_json({"ok": healthy, "checks": [dataclasses.asdict(c) for c in checks]})
+    else:
+        rows = [(c.name, c.status, c.detail, c.needed_for, c.command or "") for c in checks]
+        print(table(("part", "status", "found", "needed for", "mend with"), rows, left=5))
+        print("\nall essential parts work" if healthy else "\nan essential part is broken")
+    return OK if healthy else DAMAGE
+
+
+def _versions() -> list[Check]:
+    from tpde import __version__
+
+    old = sys.version_info < (3, 10)
+    return [
+        Check("tpde", OK_STATUS, True, __version__, "everything", None),
+        Check(
+            "Python",
+            BROKEN if old else OK_STATUS,
+            True,
+            f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+            "everything",
+            "install Python 3.10 or newer" if old else None,
+        ),
+    ]
+
+
+def _package(name: str, needed_for: str, command: str) -> Check:
+    """Look a package up. Only the required ones are imported: torch alone takes seconds."""
+    required = name in _REQUIRED
+    try:
+        version = importlib.metadata.version(name)
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(f"version {version} is installed without its module")
+        if required:
+            importlib.import_module(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, MISSING, required, "-", needed_for, command)
+    except Exception as error:  # whatever a broken package raises as it is imported
+        return Check(name, BROKEN, required, str(error).split("\n", 1)[0], needed_for, command)
+    return Check(name, OK_STATUS, required, version, needed_for, None)
+
+
+def _core() -> list[Check]:
+    try:
+        from tpde.codec import native
+
+        selected, available = native.simd(), native.simd_available()
+    except Exception as error:  # the report must come whatever is wrong with the core
+        return [Check("core", BROKEN, True, str(error), "everything", _REINSTALL)]
+    checks = [
+        Check("core", OK_STATUS, True, f"ABI {native.ABI}", "everything", None),
+        Check(
+            "SIMD",
+            OK_STATUS,
+            True,
+            ", ".join(f"{n} (selected)" if n == selected else n for n in available),
+            "speed",
+            None,
+        ),
+    ]
+    try:
+        for name in available:
+            native.simd_select(name)
+            checks.append(_self_test(name))
+    finally:
+        native.simd_select(selected)
+    return checks
+
+
+def _self_test(path: str) -> Check:
+    name = f"self test, {path}"
+    try:
+        found = _round_trip()
+    except Exception as error:  # a check that fails is a line of the report, not its end
+        found = f"{type(error).__name__}: {error}"
+    if found:
+        return Check(name, BROKEN, True, found, "everything", _REINSTALL)
+    return Check(name, OK_STATUS, True, "packed and decoded, bit for bit", "everything", None)
+
+
+def _round_trip() -> str:
+    """Pack and decode small tensors in memory; returns what differs."""
+    import numpy as np
+
+    from tpde.format.container import TensorSpec
+    from tpde.format.sink import BytesSink
+    from tpde.packing.reader import PackedFile
+    from tpde.packing.writer import PackedWriter
+
+    random = np.random.default_rng(0)
+    n = 3 * 8192 + 77  # whole chunks, and one that ends in the middle of a group
+    floats = (0.02 * random.standard_normal(n)).astype(np.float32)
+    arrays: dict[str, tuple[str, Any]] = {
+        "bf16": ("BF16", (floats.view(np.uint32) >> 16).astype(np.uint16)),
+        "f16": ("F16", floats.astype(np.float16)),
+        "f32": ("F32", floats),
+        "i32": ("I32", random.integers(0, 50, n, np.int32)),
+    }
+    sink = BytesSink()
+    with PackedWriter(sink, {k: TensorSpec(d, a.shape) for k, (d, a) in arrays.items()}, threads=2) as writer:
+        for name, (_, array) in arrays.items():
+            writer.write(name, array)
+    with PackedFile(bytes(sink.data)) as packed:
+        if set(packed.packed_names()) != set(arrays):
+            return "a tensor that should shrink did not"
+        for name, (_, array) in arrays.items():
+            if packed.read(name, threads=2).tobytes() != array.tobytes():
+                return f"tensor `{name}` came back with other bytes"
+    return ""

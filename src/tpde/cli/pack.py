@@ -1,0 +1,91 @@
+"""`tpde pack`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpde.cli.common import CodecChoice, guard, plural, print_json, progress_bar, say, size, table
+
+if TYPE_CHECKING:
+    from tpde.packing.inspect import Group
+
+
+@guard
+def pack(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A safetensors file, a PyTorch state dict (.bin, .pt), a model directory, or the id of a "
+            "model on the Hugging Face hub.",
+        ),
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="The packed file or directory. SRC is never modified.")
+    ],
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="How many threads encode.", show_default="all processors")
+    ] = None,
+    codec: Annotated[
+        CodecChoice, typer.Option(help="`auto` chooses for each tensor; the others try only theirs.")
+    ] = CodecChoice.auto,
+    force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    dtype_report: Annotated[
+        bool, typer.Option("--dtype-report", help="Print sizes and ratios by dtype as well.")
+    ] = False,
+) -> None:
+    r"""Make a file or a model directory smaller, losslessly.
+
+    The result loads with the same names; `tpde unpack` restores every byte.
+
+    Example:
+
+    \b
+      tpde pack model.safetensors packed.safetensors
+      tpde pack ./my-model ./my-model-packed --dtype-report
+    """
+    from tpde.packing import api
+    from tpde.packing.inspect import survey
+    from tpde.packing.sources import resolve
+
+    path, start = resolve(source), time.perf_counter()
+    with progress_bar("packing", lambda: api.total_bytes(path)) as progress:
+        result = api.pack(
+            path, destination, threads=threads, codec=codec.value, force=force, progress=progress
+        )
+    seconds = time.perf_counter() - start
+    ratio = result.source_bytes / max(result.destination_bytes, 1)
+    groups = survey(destination, sample=False).by_dtype if dtype_report else None
+    if as_json:
+        fields: dict[str, Any] = dataclasses.asdict(result)
+        fields |= {"ratio": ratio, "seconds": seconds}
+        if groups is not None:
+            fields["by_dtype"] = [dataclasses.asdict(g) for g in groups]
+        print_json(fields)
+    else:
+        print(
+            f"{size(result.source_bytes)} packed into {size(result.destination_bytes)}: ratio {ratio:.4f}, "
+            f"{result.packed} of {plural(result.tensors, 'tensor')} packed, {seconds:.2f} s "
+            f"({result.source_bytes / seconds / 1e9:.2f} GB/s)"
+        )
+        if groups is not None:
+            print(dtype_table(groups))
+    if not result.packed:
+        say("note", "no tensor would shrink; all are stored as they were")
+
+
+def dtype_table(groups: tuple[Group, ...]) -> str:
+    """Sizes by dtype."""
+    return table(
+        ("dtype", "tensors", "bytes", "packed bytes", "ratio"),
+        [
+            (g.name, str(g.tensors), str(g.source_bytes), str(g.stored_bytes), f"{g.ratio:.4f}")
+            for g in groups
+        ],
+    )

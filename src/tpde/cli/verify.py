@@ -1,0 +1,59 @@
+"""`tpde verify`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpde.cli.common import DAMAGE, OK, clean, guard, plural, print_json, progress_bar
+from tpde.cli.unpack import original_bytes
+
+
+@guard
+def verify(
+    packed: Annotated[Path, typer.Argument(metavar="PACKED", help="A packed file or directory.")],
+    against: Annotated[
+        Path | None, typer.Option(metavar="SRC", help="Compare every byte with the source.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="How many threads decode.", show_default="all processors")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    r"""Check every chunk and every tensor of a packed file or directory.
+
+    Prints what is damaged by tensor and chunk, and exits with 1 if anything is.
+
+    Example:
+
+    \b
+      tpde verify packed.safetensors --against model.safetensors
+    """
+    from tpde.packing import api
+
+    start = time.perf_counter()
+    with progress_bar("verifying", lambda: original_bytes(packed)) as progress:
+        problems = api.verify(packed, against=against, threads=threads, progress=progress)
+    seconds = time.perf_counter() - start
+    if as_json:
+        print_json(
+            {
+                "path": str(packed),
+                "against": str(against) if against is not None else None,
+                "ok": not problems,
+                "problems": [dataclasses.asdict(p) for p in problems],
+                "seconds": seconds,
+            }
+        )
+    elif problems:
+        for problem in problems:
+            print(clean(f"{problem.file}: {problem.message}"))
+        print(f"{plural(len(problems), 'problem')} found")
+    else:
+        than = " and equal to its source" if against is not None else ""
+        print(f"intact{than}, {seconds:.2f} s")
+    return DAMAGE if problems else OK
