@@ -77,7 +77,11 @@ def write_bf16_file(path: Path, shape: tuple[int, int], tensors: int, seed: int 
     rows, columns = shape
     size = 2 * rows * columns
     entries = {
-        f"layers.{i}.weight": {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [i * size, (i + 1) * size]}
+        f"layers.{i}.weight": {
+            "dtype": "BF16",
+            "shape": [rows, columns],
+            "data_offsets": [i * size, (i + 1) * size],
+        }
         for i in range(tensors)
     }
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -94,6 +98,6 @@ def write_bf16_file(path: Path, shape: tuple[int, int], tensors: int, seed: int 
             n, turn = min(words, PIECE_WORDS), (number * 1_234_577) % PIECE_WORDS
             piece = np.concatenate([base[turn:], base[:turn]])[:n]
             piece ^= np.uint16(number & 0x7F)  # mantissa bits: exponents keep their distribution
-            file.write(memoryview(piece).cast("B"))
+            file.write(piece.data.cast("B"))
             words, number = words - n, number + 1
     return tensors * size

@@ -5,6 +5,7 @@ Nothing here names the host or a path on it.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import os
@@ -23,7 +24,8 @@ def _cpu() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    fields = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+)$", text.split("\n\n")[0], re.MULTILINE))
+    found = re.findall(r"^([\w ]+?)\s*:\s*(.+)$", text.split("\n\n")[0], re.MULTILINE)
+    fields: dict[str, str] = dict(found)
     numbers = f" (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else ""
     return fields.get("model name", platform.machine()) + numbers
 
@@ -73,6 +75,13 @@ def _command(arguments: Sequence[str]) -> str:
     return " ".join(kept)
 
 
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="also write the result to this Markdown file")
+    return parser
+
+
 def header(title: str) -> str:
     """The head of a result: what ran, where, when, with what."""
     import tpde
@@ -97,7 +106,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:
-        padded = [c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        pairs = enumerate(zip(cells, widths, strict=True))
+        padded = [cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in pairs]
         return "| " + " | ".join(padded) + " |"
 
     rule = ["-" * w if not i else "-" * (w - 1) + ":" for i, w in enumerate(widths)]

@@ -8,21 +8,19 @@ the tensor's bytes to a blob's, and back through the reader. GB/s count bytes of
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 import zstandard
 from _data import normal, tensor_bytes
-from _machine import emit, header, note, table
+from _machine import arguments, emit, header, note, table
 
 from tpde.codec.blob import PIECE_BYTES, BlobReader, BlobWriter
 from tpde.codec.native import Bytes
@@ -71,7 +69,7 @@ class PreallocatedSink:
 
 
 class Tpde:
-    """This package, through the same classes as `tpde.pack`; `reuse` takes buffers made beforehand."""
+    """Our codec, through the same classes as `tpde.pack`; `reuse` takes buffers made beforehand."""
 
     def __init__(self, spec: TensorSpec, *, reuse: bool) -> None:
         self.name = "tpde, buffers reused" if reuse else "tpde"
@@ -91,7 +89,7 @@ class Tpde:
         writer, hasher = BlobWriter(plan, sink, 0, threads), xxhash.xxh3_128()
         for at in range(0, data.size, PIECE_BYTES):  # as PackedWriter does
             piece = data[at : at + PIECE_BYTES]
-            hasher.update(piece)
+            hasher.update(piece.data)
             writer.write(piece)
         size = writer.finish(hasher.digest())
         return sink.data[:size] if isinstance(sink, PreallocatedSink) else sink.data  # type: ignore[attr-defined]
@@ -138,7 +136,7 @@ class Zstd:
     def encode(self, data: Bytes, threads: int) -> Any:
         """Bytes to one frame."""
         workers = threads if threads > 1 else 0
-        return zstandard.ZstdCompressor(level=1, threads=workers).compress(memoryview(data))
+        return zstandard.ZstdCompressor(level=1, threads=workers).compress(data.data)
 
     def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
         """One frame to bytes."""
@@ -190,27 +188,27 @@ class Times:
     size: int = 0
 
 
-def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+def _timed(call: Callable[..., Any], *given: Any) -> tuple[float, Any]:
     start = time.perf_counter()
-    result = call()
+    result = call(*given)
     return time.perf_counter() - start, result
 
 
-def measure(contestants: Sequence[Contestant], data: Bytes, threads: Sequence[int], runs: int) -> dict[Any, Times]:
-    """Run all in turns, once to warm up and `runs` times for the record; every result is compared bit by bit."""
+def measure(
+    contestants: Sequence[Contestant], data: Bytes, threads: Sequence[int], runs: int
+) -> dict[tuple[str, int], Times]:
+    """Run all in turns, once to warm up and `runs` times for the record; every result is compared."""
     times = {(c.name, t): Times() for t in threads for c in contestants}
     for run in range(runs + 1):
         note(f"run {run} of {runs}" if run else "warm-up")
         for count in threads:
             for contestant in contestants:
                 contestant.prepare(data)
-                took_encode, coded = _timed(lambda c=contestant, t=count: c.encode(data, t))
+                took_encode, coded = _timed(contestant.encode, data, count)
                 size = len(coded)
-                took_decode, plain = _timed(
-                    lambda c=contestant, t=count, x=coded: c.decode(x, data.size, t)
-                )
+                took_decode, plain = _timed(contestant.decode, coded, data.size, count)
                 if not np.array_equal(np.frombuffer(plain, np.uint8), data):
-                    raise SystemExit(f"error: {contestant.name} with {count} threads did not restore its input")
+                    raise SystemExit(f"error: {contestant.name}, {count} threads: input not restored")
                 if run:
                     record = times[contestant.name, count]
                     record.encode.append(took_encode)
@@ -229,7 +227,7 @@ def _with_range(nbytes: int, seconds: list[float]) -> list[str]:
     return [f"{_speed(nbytes, seconds):.3f}", f"{low:.2f}-{high:.2f}"]
 
 
-def report(times: dict[Any, Times], nbytes: int, threads: Sequence[int]) -> str:
+def report(times: dict[tuple[str, int], Times], nbytes: int, threads: Sequence[int]) -> str:
     """The tables."""
     rows = []
     for (name, count), record in times.items():
@@ -239,10 +237,14 @@ def report(times: dict[Any, Times], nbytes: int, threads: Sequence[int]) -> str:
             f"{statistics.median(peer.decode) / statistics.median(record.decode):.2f}",
         ]
         rows.append(
-            [name, str(count), f"{nbytes / record.size:.4f}"]
-            + _with_range(nbytes, record.encode)
-            + _with_range(nbytes, record.decode)
-            + multiples
+            [
+                name,
+                str(count),
+                f"{nbytes / record.size:.4f}",
+                *_with_range(nbytes, record.encode),
+                *_with_range(nbytes, record.decode),
+                *multiples,
+            ]
         )
     columns = ["codec", "threads", "ratio", "encode GB/s", "range", "decode GB/s", "range"]
     text = table([*columns, "encode x ZipNN", "decode x ZipNN"], rows)
@@ -262,10 +264,9 @@ def report(times: dict[Any, Times], nbytes: int, threads: Sequence[int]) -> str:
     return text
 
 
-def main() -> None:
+def main() -> int:
     """Parse the command line, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="also write the result to this Markdown file")
+    parser = arguments(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int, default=7, help="timed runs of each, after one to warm up")
     parser.add_argument("--rows", type=int, default=8192, help="rows of 4096 weights (default 8192: 64 MiB)")
@@ -289,11 +290,12 @@ def main() -> None:
     about = (
         f"Data: bf16, normal, per-row scale 0.02 * exp(0.3 * normal), {options.rows}x4096 "
         f"({data.size / 2**20:.0f} MiB), torch generator seed {options.seed}. Medians (and ranges) of "
-        f"{options.runs} alternating runs after a warm-up. Every run's output was compared with the input bit by "
-        "bit. Without \"reused\", each run's output is new memory, whose page faults count, as with the peers' "
-        "interfaces.\n"
+        f"{options.runs} alternating runs after a warm-up. Every run's output was compared with the input, "
+        "bit by bit. Where buffers are not reused, each run's output is new memory, whose page faults count, "
+        "as with the peers' interfaces. zstd's decoder has one thread.\n"
     )
     emit(f"{head}\n{about}\n{report(times, data.size, options.threads)}", options.out)
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from _data import same_bytes, write_bf16_file
-from _machine import emit, header, note, table, verdict
+from _machine import arguments, emit, header, note, table, verdict
 
 BAR_MIB = 512
 COLUMNS = 4096
@@ -70,7 +70,9 @@ def interpreter_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmHWM:"))
 
 
-def measure(folder: Path, gib: float, tensors: int, threads: int | None, base: int) -> tuple[list[list[str]], bool]:
+def measure(
+    folder: Path, gib: float, tensors: int, threads: int | None, base: int
+) -> tuple[list[list[str]], bool]:
     """Generate a file, pack it, unpack it, compare."""
     rows_each = int(gib * 2**30) // (2 * COLUMNS * tensors)
     plain, packed, back = (folder / f"{name}.safetensors" for name in ("plain", "packed", "back"))
@@ -96,16 +98,16 @@ def measure(folder: Path, gib: float, tensors: int, threads: int | None, base: i
 
 def main() -> int:
     """Parse the command line, run, print; 1 if the bar is missed or a byte differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="also write the result to this Markdown file")
+    parser = arguments(__doc__)
     parser.add_argument("--gib", type=float, default=8, help="size of each file (default 8)")
     parser.add_argument("--dir", type=Path, help="folder for the files, which are removed afterwards")
-    parser.add_argument("--tensors", type=int, nargs="+", default=[1, 32], help="numbers of tensors in a file")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[1, 32], help="tensors in a file")
     parser.add_argument("--threads", type=int, help="by default one for each processor")
     parser.add_argument("--step", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step:
-        step(*options.step, options.threads)
+        action, source, destination = options.step
+        step(action, source, destination, options.threads)
         return 0
     head, base = header("Memory of packing and unpacking"), interpreter_bytes()
     rows: list[list[str]] = []
@@ -115,11 +117,11 @@ def main() -> int:
             more, passed = measure(Path(place), options.gib, tensors, options.threads, base)
             rows += more
             good &= passed
-    columns = ["step", "peak, MiB", "bar", "", "seconds", "GB/s of the original", "ratio", "bytes after unpacking"]
+    columns = ["step", "peak, MiB", "bar", "", "seconds", "GB/s of the original", "ratio", "unpacked bytes"]
     about = (
-        f"bf16, normal, generated piece by piece. Peak: the most resident memory of the step's process, minus the "
-        f"{base / 2**20:.0f} MiB of an interpreter that has only started. Times are those of files, `fsync` "
-        "included, and depend on the disk.\n"
+        "bf16, normal, generated piece by piece. Peak: the most resident memory of the step's process, minus "
+        f"the {base / 2**20:.0f} MiB of an interpreter that has only started. Times are those of files, "
+        "`fsync` included, and depend on the disk.\n"
     )
     emit(f"{head}\n{about}\n{table(columns, rows)}", options.out)
     return 0 if good else 1

@@ -5,7 +5,6 @@ python benchmarks/partial.py [--gib 1] [--dir DIR] [--out FILE.md]
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from _data import write_bf16_file
-from _machine import emit, header, note, table, verdict
+from _machine import arguments, emit, header, note, table, verdict
 
 import tpde
 from tpde.format.blob import MAX_FIXED_BYTES
@@ -93,8 +92,9 @@ def measure(plain: Path, packed: Path, row: int) -> tuple[list[str], bool]:
         read, reads = opening.bytes - begun.bytes, opening.reads - begun.reads
     same = np.ascontiguousarray(value).tobytes() == plain_row(plain, row)
     passed = same and read <= limit.meta + limit.chunks
-    cells = [f"{begun.bytes:,}", f"{read:,}", str(reads), f"{limit.meta:,}", f"{limit.chunks:,}", str(limit.number)]
-    return [f"{row:,}", *cells, verdict(passed), f"{1e3 * seconds:.1f}", "same" if same else "DIFFER"], passed
+    cells = [f"{row:,}", f"{begun.bytes:,}", f"{read:,}", str(reads)]
+    cells += [f"{limit.meta:,}", f"{limit.chunks:,}", str(limit.number)]
+    return [*cells, verdict(passed), f"{1e3 * seconds:.1f}", "same" if same else "DIFFER"], passed
 
 
 def again(packed: Path, rows: list[int]) -> tuple[float, float]:
@@ -113,8 +113,7 @@ def again(packed: Path, rows: list[int]) -> tuple[float, float]:
 
 def main() -> int:
     """Parse the command line, run, print; 1 if more is read than needed or a bit differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="also write the result to this Markdown file")
+    parser = arguments(__doc__)
     parser.add_argument("--gib", type=float, default=1, help="size of the tensor (default 1)")
     parser.add_argument("--dir", type=Path, help="folder for the files, which are removed afterwards")
     options = parser.parse_args()
@@ -127,15 +126,27 @@ def main() -> int:
         tpde.pack(plain, packed)
         size = packed.stat().st_size
         results = [measure(plain, packed, row) for row in (0, 1, count // 3, count // 2, count - 1)]
-        kept_bytes, kept_time = again(packed, [int(r) for r in np.random.default_rng(0).integers(0, count, 50)])
-    columns = ["row", "opening the file, bytes", "the row, bytes", "reads", "header and index", "its chunks", "chunks"]
+        random_rows = np.random.default_rng(0).integers(0, count, 50).tolist()
+        kept_bytes, kept_time = again(packed, random_rows)
+    columns = [
+        "row",
+        "bytes to open",
+        "bytes of the row",
+        "reads",
+        "header and index",
+        "its chunks",
+        "chunks",
+    ]
     text = table([*columns, "", "ms", "bits"], [cells for cells, _ in results])
     about = (
-        f"bf16, {count}x{COLUMNS}: {nbytes:,} bytes, packed {size:,}. A row has {2 * COLUMNS:,} bytes. Bar: no more "
-        "than the blob's header and index and the chunks that hold the row. Bytes are those asked of "
+        f"bf16, {count}x{COLUMNS}: {nbytes:,} bytes, packed {size:,}. A row has {2 * COLUMNS:,} bytes. Bar: "
+        "no more than the blob's header and index and the chunks that hold the row. Bytes are those asked of "
         "`FileSource.read_into`; the file is in the page cache.\n"
     )
-    tail = f"With the slice kept open, one of 50 random rows takes {kept_bytes:,.0f} bytes and {kept_time:.2f} ms (medians).\n"
+    tail = (
+        f"With the slice kept, one of 50 random rows takes {kept_bytes:,.0f} bytes and {kept_time:.2f} ms "
+        "(medians).\n"
+    )
     emit(f"{head}\n{about}\n{text}\n{tail}", options.out)
     return 0 if all(passed for _, passed in results) else 1
 

@@ -5,16 +5,14 @@ python benchmarks/startup.py [--out FILE.md]
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from _machine import emit, header, note, table, verdict
+from _machine import arguments, emit, header, note, table, verdict
 
 BAR_MS = 60
 HEAVY = ("torch", "numpy", "zstandard", "xxhash", "safetensors", "transformers", "rich", "typer")
@@ -36,10 +34,11 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
-def timed(arguments: list[str]) -> float | None:
+def timed(command: list[str]) -> float | None:
     """Milliseconds of one interpreter, or None if it fails."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *arguments], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    null = subprocess.DEVNULL
+    done = subprocess.run([sys.executable, *command], check=False, stdout=null, stderr=null)
     took = 1e3 * (time.perf_counter() - start)
     return took if done.returncode == 0 else None
 
@@ -54,8 +53,7 @@ def loaded(statement: str) -> list[str]:
 
 def main() -> int:
     """Parse the command line, run, print; 1 if the bar is missed or torch is loaded."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="also write the result to this Markdown file")
+    parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each, after one to warm up")
     options = parser.parse_args()
     head = header("Startup")
@@ -63,10 +61,10 @@ def main() -> int:
     failed = set[str]()
     for run in range(options.runs + 1):
         note(f"run {run} of {options.runs}" if run else "warm-up")
-        for name, arguments in commands().items():
+        for name, command in commands().items():
             if "zipnn" in name and run > 5:  # it loads torch, which takes seconds
                 continue
-            took = timed(arguments)
+            took = timed(command)
             if took is None:
                 failed.add(name)
             elif run:
@@ -84,7 +82,8 @@ def main() -> int:
         good &= passed
         span = f"{min(values):.1f}-{max(values):.1f}"
         bar = [str(BAR_MS), verdict(passed)] if limited else ["", ""]
-        rows.append([name, f"{statistics.median(values):.1f}", span, "" if name == BARE else f"{extra:.1f}", *bar])
+        above = "" if name == BARE else f"{extra:.1f}"
+        rows.append([name, f"{statistics.median(values):.1f}", span, above, *bar])
     modules, after = loaded("import tpde"), loaded("import tpde; tpde.pack, tpde.unpack, tpde.verify")
     good &= "torch" not in modules + after
     columns = ["command", "median, ms", "range", "above bare, ms", "bar", ""]
@@ -93,7 +92,7 @@ def main() -> int:
         f"using `tpde.pack`, `tpde.unpack` and `tpde.verify` loads {', '.join(after) or 'none'}. "
         f"`torch` is {'not ' if 'torch' not in modules + after else ''}loaded.\n"
     )
-    about = f"Medians of {options.runs} alternating runs after a warm-up (5 for `zipnn`), each a new process.\n"
+    about = f"Medians of {options.runs} alternating runs after a warm-up (`zipnn`: 5), each a new process.\n"
     emit(f"{head}\n{about}\n{table(columns, rows)}\n{tail}", options.out)
     return 0 if good else 1
 

@@ -80,7 +80,7 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
   uint64_t best_size = UINT64_MAX;
   const uint8_t *words = e->words + (start - e->words_start) * (uint64_t)b;
   uint8_t *planes[TPDE_MAX_PLANES], *at = out, fill = 0;
-  lanes now, kept[TPDE_MAX_PLANES];
+  lanes sized[TPDE_MAX_PLANES], kept[TPDE_MAX_PLANES]; /* of this variant, and of the best */
 
   for (int p = 0; p < b; p++) planes[p] = scratch + (size_t)p * l->chunk_words;
   e->k->split(b, l->rotate, words, n, planes);
@@ -93,17 +93,13 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
     if (l->table_count[p] > variants) variants = l->table_count[p];
   for (uint32_t v = 0; v < variants; v++) {
     uint64_t size = 0;
-    lanes sized[TPDE_MAX_PLANES];
     for (int p = 0; p < b; p++) {
       if ((modes >> (2 * p) & 3) == MODE_FILL || !l->table_count[p]) continue;
-      if (v >= l->table_count[p]) { /* as the last variant */
-        sized[p] = kept[p];
-      } else {
+      if (v < l->table_count[p]) { /* else as with the variant before */
         const table *t = &tables[l->first_table[p] + v];
         pad_plane(t, planes[p], n, padded);
-        e->k->lane_bits(t, planes[p], places, groups, now.bits);
-        round_lanes(&now);
-        sized[p] = now;
+        e->k->lane_bits(t, planes[p], places, groups, sized[p].bits);
+        round_lanes(&sized[p]);
       }
       size += sized[p].size < raw ? sized[p].size : raw;
     }
@@ -160,6 +156,7 @@ static void job(void *context, int thread) {
 }
 
 uint64_t tpde_encode_bound(const tpde_layout *layout, uint64_t words, uint64_t chunks) {
+  if (!layout || !tpde_layout_valid(layout)) return 0;
   /* Every plane raw and padded, the chunk padded to a unit, and what write_lanes may touch beyond. */
   return words * layout->word_bytes + chunks * (16u * layout->word_bytes + (1u << layout->unit_log2) + 16u);
 }
@@ -172,7 +169,8 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
     return tpde_fail(error, TPDE_E_ARGUMENT, "a null pointer or no thread", UINT64_MAX, -1, 0, 0);
   const tpde_layout *l = &codec->layout;
   uint64_t chunks = tpde_chunk_count(l), unit = 1ull << l->unit_log2, at = 0, start, i = first;
-  if (first > chunks || count > chunks - first || offset % unit || l->chunk_words > MAX_PREFIX_CHUNK_WORDS)
+  if (first > chunks || count > chunks - first || offset % unit || offset >> l->unit_log2 > UINT32_MAX ||
+      l->chunk_words > MAX_PREFIX_CHUNK_WORDS)
     return tpde_fail(error, TPDE_E_ARGUMENT, "no such chunks, or an offset or chunk size that cannot be",
                      UINT64_MAX, -1, first + count, chunks);
   for (int t = 0; t < l->tables; t++)

@@ -14,7 +14,6 @@
 #define MODE_RAW 0u         /* format.md 4.3 */
 #define MODE_FILL 1u
 #define MODE_CODED 2u
-#define PAIR_MAX_BITS 11    /* the writer's: an escaped pair then takes 27 bits */
 
 /* Entries of expanded tables. The loops look up four at a time, and add them up to have the bits that the
  * four take and whether there is an escape among them, so both have room for such a sum:

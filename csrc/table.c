@@ -117,9 +117,6 @@ int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t 
     size_t used = 0;
     table *t = &c->tables[i];
     code = tpde_table_parse(section + at, section_bytes - at, t, &values, &used, (uint64_t)i, error);
-    if (!code && encode && t->kind == 2 && t->max_bits > PAIR_MAX_BITS)
-      code = tpde_fail(error, TPDE_E_ARGUMENT, "pairs are written with shorter codewords only", (uint64_t)i,
-                       -1, t->max_bits, PAIR_MAX_BITS);
     if (!code) code = expand(t, values, encode, (uint64_t)i, error);
     at += code ? 0 : used;
   }

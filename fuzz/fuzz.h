@@ -106,8 +106,8 @@ static inline tpde_layout take_layout(input *in, uint64_t max_chunks) {
 
 /* ---- tables ---- */
 
-/* Write a valid table, on request one that a writer takes too: with an escape, and pairs of at most
- * PAIR_MAX_BITS. Returns its size, at most 4 + 24 + 2 * 512. */
+/* Write a valid table, on request one that a writer takes too: with an escape. Returns its size,
+ * at most 4 + 24 + 2 * 512. */
 static inline uint32_t take_table(input *in, int writable, uint8_t *out) {
   uint32_t a = (uint32_t)take(in, 1), b = (uint32_t)take(in, 1), splits = (uint32_t)take(in, 1);
   uint32_t kind = 1 + (a & 1), raw_bits = kind == 1 && (a & 2) ? (a >> 2) % 8 : 0;
@@ -115,7 +115,6 @@ static inline uint32_t take_table(input *in, int writable, uint8_t *out) {
   uint32_t counts[MAX_BITS + 1] = {0}, codes = 2, escape = 0, at = 0;
   counts[1] = 2;
   if (kind == 2) splits *= 2;
-  if (kind == 2 && writable && max_bits > PAIR_MAX_BITS) max_bits = PAIR_MAX_BITS;
   for (uint32_t i = 0, l = 1; i < splits && codes < values; i++) { /* a leaf becomes two that are longer */
     l = a & 128 ? l % max_bits + 1 : 1 + (uint32_t)take(in, 1) % max_bits;
     for (uint32_t tries = 0; tries < max_bits && !counts[l]; tries++) l = l % max_bits + 1;

@@ -83,6 +83,10 @@ def blobs(draw: st.DrawFn) -> tuple[bytes, bytes]:
 @given(blobs())
 def test_the_core_decodes_and_encodes_what_the_reference_wrote(made: tuple[bytes, bytes]) -> None:
     blob, data = made
+    can_encode = all(
+        table.escape or len(table.values) == 1 << table.value_bits
+        for table in reference.parse_tables(reference.parse_header(blob), blob)
+    )
     assert reference.decode_blob(blob) == data
     reader = BlobReader(BytesSource(blob), 0, len(blob))
     header = reader.header
@@ -93,11 +97,13 @@ def test_the_core_decodes_and_encodes_what_the_reference_wrote(made: tuple[bytes
             out = np.full(len(data), 0xA5, np.uint8)
             reader.read(0, len(data), out)
             assert out.tobytes() == data, path
+            if not can_encode:  # the core's encoder takes only tables that code every symbol
+                continue
             codec = native.Codec(core_layout(header), blob[header.tables_at : header.index_at], encode=True)
             room = np.empty(codec.bound(header.words, header.chunks), np.uint8)
             words = np.frombuffer(data, np.uint8)
             again = codec.encode(words, 0, header.chunks, header.chunks_at, room)
-            assert again.index.tobytes() == reader.index.tobytes(), path
+            assert again.records.tobytes() == reader.index.tobytes(), path
             body = b"".join(piece.tobytes() for piece in again.pieces)
             assert body == blob[header.chunks_at : header.blob_bytes], path
             assert (again.max_chunk, again.max_stream) == (header.max_chunk_bytes, header.max_stream_bytes)

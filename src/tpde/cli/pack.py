@@ -72,7 +72,7 @@ def pack(
         print(
             f"{size(result.source_bytes)} packed into {size(result.destination_bytes)}: ratio {ratio:.4f}, "
             f"{result.packed} of {plural(result.tensors, 'tensor')} packed, {seconds:.2f} s "
-            f"({result.source_bytes / seconds / 1e9:.2f} GB/s)"
+            f"({size(result.source_bytes / seconds)}/s)"
         )
         if groups is not None:
             print(dtype_table(groups))

@@ -56,5 +56,5 @@ def unpack(
     print(
         f"{size(result.source_bytes)} unpacked into {size(result.destination_bytes)}: "
         f"{plural(result.tensors, 'tensor')} checked, {seconds:.2f} s "
-        f"({result.destination_bytes / seconds / 1e9:.2f} GB/s)"
+        f"({size(result.destination_bytes / seconds)}/s)"
     )
