@@ -266,14 +266,14 @@ def main() -> int:
             (Path(place) / f"model{i}").mkdir()
             rows.append(pack_model(argument, Path(place) / f"model{i}"))
         second, good = growth(options.seed, Path(place))
-    columns = ["weights", "file, bytes", "packed, bytes", "ratio", "bar", "", "ZipNN", "ideal"]
+    columns = ["weights", "file, bytes", "packed, bytes", "ratio", "bar", "", "ZipNN", "exponent ideal"]
     columns += ["exponent entropy, bits", "unpacked SHA-256"]
     first = table(columns, [row.cells() for row in rows])
     about = (
         f"Synthetic: normal, per-row scale 0.02 * exp(0.3 * normal), {options.rows}x4096, torch generator "
         f"seed {options.seed}; E4M3: the same, each 128x128 block's absolute maximum scaled to 448. Sizes "
         "are those of whole files; of a directory, its weights and all that packing adds to its other files. "
-        "Ideal: each tensor's exponents at their entropy, other bits as they are (low halves of fp32 words "
+        "Exponent ideal: each tensor's exponents at their entropy, other bits as they are (low halves of fp32 words "
         "that are all zero: nothing).\n"
     )
     first += "\nData that cannot shrink, bar 0.1 % and 400 bytes a tensor:\n"

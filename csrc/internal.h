@@ -6,6 +6,11 @@
 
 #include "tpde.h"
 
+_Static_assert(sizeof(size_t) == 8, "sizes have 64 bits");
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the core needs a little-endian machine"
+#endif
+
 #define MAX_BITS 12         /* format.md 3 */
 #define MAX_CHUNK_WORDS 65536u /* format.md 4.1 */
 #define MAX_PREFIX_CHUNK_WORDS 32768u

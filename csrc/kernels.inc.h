@@ -119,7 +119,7 @@ static uint32_t checksum(const uint8_t *words, size_t bytes) {
       for (size_t a = 0; a < 32; a++) k[a] = absorb(k[a], load32(words + 512 * i + 4 * (b + a)));
     memcpy(h + b, k, sizeof k);
   }
-  words += 512 * whole;
+  if (whole) words += 512 * whole; /* without bytes it may be NULL, which takes no offset */
   for (i = 0; i + 4 <= rest; i += 4) h[i / 4] = absorb(h[i / 4], load32(words + i));
   if (i < rest) {
     uint8_t last[4] = {0};

@@ -21,7 +21,7 @@ int tpde_fail(tpde_error *error, int code, const char *what, uint64_t chunk, int
 int tpde_layout_valid(const tpde_layout *l) {
   int b = l->word_bytes;
   if (b != 1 && b != 2 && b != 4 && b != 8) return 0;
-  if (l->words > (1ull << 60) / (uint64_t)b || l->segment_words < 1) return 0;
+  if (l->words >= (1ull << 60) / (uint64_t)b || l->segment_words < 1) return 0;
   if (l->words && l->segment_words > l->words) return 0;
   if (l->rotate > 1 || l->unit_log2 < 4 || l->unit_log2 > 12 || l->tables > TPDE_MAX_TABLES) return 0;
   if (l->chunk_words < 512 || l->chunk_words > MAX_CHUNK_WORDS || (l->chunk_words & (l->chunk_words - 1)))
@@ -32,7 +32,7 @@ int tpde_layout_valid(const tpde_layout *l) {
 }
 
 uint64_t tpde_chunk_count(const tpde_layout *l) {
-  if (!tpde_layout_valid(l) || !l->words) return 0;
+  if (!l || !tpde_layout_valid(l) || !l->words) return 0;
   uint64_t per = (l->segment_words - 1) / l->chunk_words + 1, full = l->words / l->segment_words,
            rest = l->words % l->segment_words;
   return full * per + (rest ? (rest - 1) / l->chunk_words + 1 : 0);
@@ -51,6 +51,7 @@ int tpde_index_check(const tpde_layout *layout, const uint8_t *index, uint64_t f
   if (!layout || !tpde_layout_valid(layout))
     return tpde_fail(error, TPDE_E_ARGUMENT, "the layout is not valid", UINT64_MAX, -1, 0, 0);
   uint64_t chunks = tpde_chunk_count(layout), at = first_offset;
+  if (chunks && !index) return tpde_fail(error, TPDE_E_ARGUMENT, "no index map", UINT64_MAX, -1, 0, chunks);
   for (uint64_t i = 0; i < chunks; i++) {
     const uint8_t *r = index + TPDE_RECORD_BYTES * i;
     uint64_t offset = (uint64_t)load32(r) << layout->unit_log2,
@@ -148,13 +149,13 @@ static int plane_pointers(const tpde_layout *l, uint8_t *planes, uint64_t stride
 int tpde_split(const tpde_layout *layout, const void *words, uint64_t n, uint8_t *planes, uint64_t stride) {
   uint8_t *at[TPDE_MAX_PLANES];
   int code = plane_pointers(layout, planes, stride, at);
-  if (!code) tpde_active()->split(layout->word_bytes, layout->rotate, words, n, at);
+  if (!code && n) tpde_active()->split(layout->word_bytes, layout->rotate, words, n, at);
   return code;
 }
 
 int tpde_merge(const tpde_layout *layout, const uint8_t *planes, uint64_t stride, uint64_t n, void *words) {
   uint8_t *at[TPDE_MAX_PLANES];
   int code = plane_pointers(layout, (uint8_t *)(uintptr_t)planes, stride, at);
-  if (!code) tpde_active()->merge(layout->word_bytes, layout->rotate, at, n, words);
+  if (!code && n) tpde_active()->merge(layout->word_bytes, layout->rotate, at, n, words);
   return code;
 }

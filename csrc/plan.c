@@ -10,6 +10,8 @@
 #define MAX_VALUES 512    /* codewords that a table may have; more never paid on weights */
 #define WORTH_PERCENT 97  /* a plane is coded if it shrinks below this: else look-ups cost more than they save */
 #define MAX_SCALE (1u << 24) /* beyond this a table costs nothing, and products stay below 2^63 */
+#define PAIR_BITS 9       /* a pair of symbols with more than these together has too many values for a table */
+#define MAX_SAMPLE_CHUNKS 4096 /* counters have 32 bits, and chunks are sorted by insertion */
 #define ROUNDS 6          /* of reassigning chunks to variants */
 
 typedef struct value {
@@ -115,6 +117,8 @@ static uint64_t build_best(code *c, value *found, int distinct, uint64_t total, 
     if (bits < best) {
       best = bits;
       best_n = n;
+    } else if (bits > best + best / 64) {
+      break; /* past the minimum */
     }
   }
   return build(c, found, best_n, total, kind, raw_bits);
@@ -280,7 +284,7 @@ static int plan_plane(sampled *s, int max_variants, int rotated_byte, code *code
     }
   }
   if (best * 100 > words * 8 * WORTH_PERCENT) return 0;
-  bits = group_code(s, 0, 2, 0, trial);
+  bits = best * 2 <= words * PAIR_BITS ? group_code(s, 0, 2, 0, trial) : UINT64_MAX / 200;
   if (bits * 200 <= best * 201) { /* half the look-ups are worth half a percent */
     best = bits;
     kind = 2;
@@ -297,8 +301,9 @@ static int plan_plane(sampled *s, int max_variants, int rotated_byte, code *code
       sum = bits ? sum + bits : UINT64_MAX;
       extra += bits ? 8 * table_size(&trial[g]) : 0;
     }
-    /* Half a percent of the plane, or a larger table to stage is not worth it. */
-    if (sum == UINT64_MAX || (sum * s->scale + extra) * 200 > best * s->scale * 199) break;
+    /* Twice the tables must save this much of the plane, or a GPU's shared memory is worth more. */
+    uint64_t least = kind == 2 ? 995 : 999;
+    if (sum == UINT64_MAX || (sum * s->scale + extra) * 1000 > best * s->scale * least) break;
     best = sum;
     tables = variants;
     memcpy(codes, trial, sizeof *codes * (size_t)variants);
@@ -317,7 +322,7 @@ int tpde_plan(tpde_layout *layout, const void *sample, uint64_t sample_words, in
   if (layout) layout->tables = 0; /* what it held before does not matter */
   for (int p = 0; layout && p < TPDE_MAX_PLANES; p++) layout->first_table[p] = layout->table_count[p] = 0;
   if (!layout || !tpde_layout_valid(layout) || !sample || !sample_words || sample_words > layout->words ||
-      sample_words / layout->chunk_words >= 1u << 20 || max_variants < 1 || max_variants > SINGLE_VARIANTS ||
+      sample_words / layout->chunk_words >= MAX_SAMPLE_CHUNKS || max_variants < 1 || max_variants > SINGLE_VARIANTS ||
       !section || !section_bytes || !estimate)
     return tpde_fail(error, TPDE_E_ARGUMENT, "no valid layout, sample or place for tables", UINT64_MAX, -1, 0, 0);
   s.chunk_words = layout->chunk_words;
@@ -346,7 +351,10 @@ int tpde_plan(tpde_layout *layout, const void *sample, uint64_t sample_words, in
     uint64_t plane_bits;
     s.plane = at[p];
     int n = plan_plane(&s, max_variants, layout->rotate && layout->word_bytes == 1, codes, &plane_bits);
-    if (layout->tables + n > TPDE_MAX_TABLES) n = 0;
+    if (layout->tables + n > TPDE_MAX_TABLES) {
+      n = 0;
+      plane_bits = sample_words * 8;
+    }
     for (int i = 0; i < n; i++) {
       used += write_table(&codes[i], section + used);
     }

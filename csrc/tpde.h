@@ -6,7 +6,7 @@
  * Every function is safe on any input bytes: it returns an error instead of reading or writing out of
  * bounds, and allocates at most what tpde_codec_open and tpde_encode state. Functions may be called from
  * several threads at once; a tpde_codec is read-only after it has been opened. Nothing here needs more
- * than C11, POSIX threads and a little-endian machine.
+ * than C11, POSIX threads and a little-endian machine of 64 bits.
  *
  * Licence: Apache-2.0.
  */
@@ -101,7 +101,8 @@ TPDE_API uint64_t tpde_encode_bound(const tpde_layout *layout, uint64_t words, u
 /* Choose planes and tables for a tensor from a sample of its words.
  *
  * `sample` holds `sample_words` words: whole chunks of layout->chunk_words, and at the end possibly a
- * shorter one. `words` is the size of the whole tensor, which decides whether a table is worth its bytes.
+ * shorter one; fewer than 4096 chunks. layout->words is the size of the whole tensor, which decides whether a
+ * table is worth its bytes.
  * Writes layout->tables, first_table and table_count, and the table section into `section` (at least
  * TPDE_MAX_TABLE_SECTION bytes), whose size goes to *section_bytes, and to *estimate the expected size in
  * bytes of the tensor's chunks, tables and index. Deterministic: integers only. `max_variants`, 1 to 4, is
@@ -124,8 +125,8 @@ TPDE_API int tpde_index_check(const tpde_layout *layout, const uint8_t *index, u
  *
  * `index` points at record `first`, and has `count` records. `data` holds the bytes data_offset to
  * data_offset + data_bytes of the blob, at least all bytes of these chunks; `end_offset` is where the last
- * of them ends. Checks every chunk's checksum. Allocates at most 1 MiB a thread. On failure `out` holds
- * unspecified words. */
+ * of them ends. Checks every chunk's checksum. Allocates at most 1 MiB a thread. `out` must not overlap
+ * `data`. On failure it holds unspecified words. */
 TPDE_API int tpde_decode(const tpde_codec *codec, const uint8_t *index, uint64_t first, uint64_t count,
                          const uint8_t *data, uint64_t data_offset, uint64_t data_bytes,
                          uint64_t end_offset, void *out, uint64_t out_bytes, int threads,

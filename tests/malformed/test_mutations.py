@@ -27,11 +27,11 @@ def _tensors() -> dict[str, bytes]:
     wanted = {
         "layers.0.weight": ("BF16", 60_000, "normal"),
         "layers.0.scale": ("F32", 20_000, "constant"),
-        "layers.1.weight": ("F32", 20_000, "normal"),
-        "layers.1.ids": ("I64", 150_000, "ascending"),
+        "layers.1.weight": ("F32", 10_000, "normal"),
+        "layers.1.ids": ("I64", 70_000, "ascending"),
         "layers.1.mask": ("U8", 140_000, "nearly"),
         "layers.2.experts": ("F8_E4M3", 40_000, "normal"),
-        "head.plain": ("U16", 12_345, "random"),
+        "head.plain": ("U16", 30_000, "random"),
         "head.tiny": ("F32", 3, "normal"),
     }
     tensors = {n: (spec_of(d, words), c) for n, (d, words, c) in wanted.items()}

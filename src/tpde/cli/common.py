@@ -59,11 +59,14 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
+def terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal that can redraw a line."""
+    return bool(stream.isatty() and os.environ.get("TERM", "dumb") != "dumb")
+
+
 def coloured(stream: Any) -> bool:
     """Whether to colour what goes to a stream (https://no-color.org)."""
-    return bool(
-        stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-    )
+    return terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def say(kind: str, text: str, colour: str = "1") -> None:
@@ -132,7 +135,7 @@ def guard(command: Callable[P, int | None]) -> Callable[P, None]:
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
-    """A bar with rate and time left on stderr if that is a terminal; nothing otherwise.
+    """A bar with rate and time left on stderr if that is a terminal that can draw it; nothing otherwise.
 
     Parameters
     ----------
@@ -141,7 +144,7 @@ def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
     total : callable
         Gives the number of bytes; asked only if there is a bar. Where it fails, the bar has no end.
     """
-    if not sys.stderr.isatty():
+    if not terminal(sys.stderr):
         yield lambda _: None
         return
     from rich.console import Console

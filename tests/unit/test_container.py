@@ -1,0 +1,144 @@
+"""Headers are those that the stock library writes, and are parsed as it parses them."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import safetensors
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.files import container
+from tpde.errors import Corrupt, NotSafetensors, Truncated
+from tpde.format.constants import DTYPES
+from tpde.format.container import Container, TensorSpec, canonical_header, parse_header, read_container
+from tpde.format.source import BytesSource
+
+# What the stock library's `serialize` calls the dtypes that it takes from Python.
+STOCK = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+names = texts.filter(lambda name: name != "__metadata__")
+specs = st.builds(
+    TensorSpec, st.sampled_from(sorted(STOCK)), st.lists(st.integers(0, 5), max_size=4).map(tuple)
+)
+
+
+def _stock_header(tensors: dict[str, TensorSpec], metadata: dict[str, str]) -> bytes:
+    data = {
+        name: {"dtype": STOCK[spec.dtype], "shape": list(spec.shape), "data": bytes(spec.nbytes)}
+        for name, spec in tensors.items()
+    }
+    file = safetensors.serialize(data, metadata or None)
+    return file[8 : 8 + struct.unpack("<Q", file[:8])[0]]
+
+
+# The stock library writes more than one key of the metadata in any order, so no more are compared.
+@given(st.dictionaries(names, specs, max_size=8), st.dictionaries(texts, texts, max_size=1))
+def test_canonical_headers_are_those_of_the_stock_library(
+    tensors: dict[str, TensorSpec], metadata: dict[str, str]
+) -> None:
+    header = canonical_header(tensors, metadata)
+    assert header == _stock_header(tensors, metadata)
+    parsed = parse_header(header, "x")
+    assert (parsed.specs, parsed.metadata) == (tensors, metadata)
+
+
+def test_canonical_headers_sort_every_dtype_like_the_stock_library() -> None:
+    tensors = {f"{i}": TensorSpec(dtype, (8,)) for i, dtype in enumerate(STOCK)}
+    assert canonical_header(tensors, {}) == _stock_header(tensors, {})
+
+
+@pytest.mark.parametrize("character", [chr(i) for i in range(32)] + list('\x7f"\\/<>&\u2028é😀\ufffe'))
+def test_characters_are_escaped_like_the_stock_library(character: str) -> None:
+    tensors = {f"a{character}b": TensorSpec("F32", (1,))}
+    metadata = {character: character}
+    assert canonical_header(tensors, metadata) == _stock_header(tensors, metadata)
+
+
+def test_the_stock_library_reads_every_dtype_that_is_written() -> None:
+    for dtype in DTYPES:
+        spec = TensorSpec(dtype, (8,))
+        file = container(canonical_header({"x": spec}, {}), bytes(spec.nbytes))
+        ((name, found),) = safetensors.deserialize(file)
+        assert (name, found["dtype"], found["shape"]) == ("x", dtype, [8])
+
+
+def _read(data: bytes) -> Container:
+    return read_container(BytesSource(data, "some.file"))
+
+
+def test_entries_come_in_the_order_of_their_bytes() -> None:
+    header = {n: {"dtype": "U8", "shape": [2], "data_offsets": [at, at + 2]} for n, at in (("b", 2), ("a", 0))}
+    found = _read(container(header, b"1234"))
+    assert list(found.entries) == ["a", "b"]
+    assert found.data_start == 8 + len(found.header)
+    assert found.data_bytes == 4
+
+
+def test_a_file_without_tensors_is_one() -> None:
+    assert _read(container({}, b"")).entries == {}
+    assert _read(container({"__metadata__": None}, b"")).metadata == {}
+    assert _read(container(b"{}   ", b"", pad=1)).header == b"{}   "
+
+
+@pytest.mark.parametrize("header", [b"", b"x", b"[]", b"1", b"null", b'"x"', b'{"a":}', b"{}{}", b"\xef\xbb\xbf{}"])
+def test_what_is_not_a_json_object_is_no_safetensors_file(header: bytes) -> None:
+    with pytest.raises(NotSafetensors, match=r"some\.file"):
+        _read(container(header, b"", pad=1))
+
+
+@pytest.mark.parametrize("entry", [{}, [], 1, {"dtype": "U8", "shape": [1]}, {"shape": [1], "data_offsets": [0, 1]}])
+def test_entries_that_lack_something_are_refused(entry: object) -> None:
+    with pytest.raises(Corrupt, match="`x`"):
+        _read(container({"x": entry}, b"1"))
+
+
+def test_entries_with_unknown_keys_are_refused() -> None:
+    entry = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "stride": [1]}
+    with pytest.raises(Corrupt, match="`x`"):
+        _read(container({"x": entry}, b"1"))
+
+
+def test_sizes_by_offsets_and_by_shape_must_agree() -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 7]}
+    with pytest.raises(Corrupt, match="7 bytes by its offsets, 8 by its dtype"):
+        _read(container({"x": entry}, bytes(7)))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 20])
+def test_a_file_that_ends_early_says_so(size: int) -> None:
+    whole = container({"x": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}, bytes(9))
+    with pytest.raises(Truncated, match=r"some\.file.*fetch the rest"):
+        _read(whole[:size])
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("F4", (3,)), ("F6_E2M3", (2,)), ("F6_E3M2", ()), ("U8", (1 << 60,))])
+def test_specs_of_no_whole_bytes_or_too_many_are_refused(dtype: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="whole bytes below"):
+        TensorSpec(dtype, shape)
+    with pytest.raises(ValueError, match="cannot have"):
+        TensorSpec(dtype, (-1,))
+
+
+def test_json_of_other_writers_is_kept_as_it_is() -> None:
+    text = json.dumps({"x": {"data_offsets": [0, 1], "shape": [1], "dtype": "U8"}}, indent=3).encode()
+    assert _read(container(text, b"1", pad=1)).header == text

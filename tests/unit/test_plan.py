@@ -1,0 +1,82 @@
+"""Plans are functions of dtype, shape and sample alone, and worth their bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.contents import CONTENTS, fill, spec_of
+from tpde.codec import native, plan
+from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD, DTYPES
+from tpde.format.container import TensorSpec
+
+
+def _plan(dtype: str, content: str, codec: plan.CodecName = "auto", words: int = 60_000) -> plan.Plan | None:
+    spec = spec_of(dtype, words)
+    return plan.plan_tensor(spec, np.frombuffer(fill(content, spec), np.uint8), codec)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_sample_gives_the_same_plan(dtype: str, _simd_restored: None) -> None:
+    for content in CONTENTS:
+        first = _plan(dtype, content)
+        for path in native.simd_available():
+            native.simd_select(path)
+            assert _plan(dtype, content) == first, (content, path)
+
+
+def test_random_bits_and_tiny_tensors_stay_plain() -> None:
+    for dtype in DTYPES:
+        assert _plan(dtype, "random") is None
+        spec = spec_of(dtype, 100)
+        assert plan.plan_tensor(spec, np.frombuffer(fill("normal", spec), np.uint8)) is None
+
+
+def test_weights_get_prefix_codes_and_near_constants_shrink() -> None:
+    for dtype in ("BF16", "F16", "F32", "F8_E4M3"):
+        found = _plan(dtype, "normal")
+        assert found is not None
+        assert found.header.codec == CODEC_PREFIX
+    for dtype in DTYPES:
+        assert _plan(dtype, "nearly") is not None
+    found = _plan("BF16", "normal", "zstd")
+    assert found is not None
+    assert found.header.codec == CODEC_ZSTD
+
+
+def test_samples_are_whole_chunks_in_order_within_the_tensor() -> None:
+    for dtype in DTYPES:
+        for words in (0, 1, 8192, 64 * 8192, 64 * 8192 + 1, 1_000_003, 1 << 33):
+            spec = spec_of(dtype, words)
+            size = plan.PREFIX_CHUNK_WORDS * DTYPES[dtype].word_bytes
+            ranges = list(plan.sample_ranges(spec))
+            at = 0
+            for begin, end in ranges:
+                assert at <= begin <= end <= spec.nbytes
+                assert begin % size == 0
+                at = end
+            assert sum(end - begin for begin, end in ranges) == min(spec.nbytes, plan.SAMPLE_CHUNKS * size)
+
+
+def test_units_grow_with_the_blob() -> None:
+    assert plan.unit_log2(0) == plan.unit_log2(60 << 30) == 4
+    for nbytes in (64 << 30, 1 << 40, 10 << 40):
+        unit = plan.unit_log2(nbytes)
+        assert nbytes + nbytes // 64 < 1 << (32 + unit)
+        assert nbytes + nbytes // 64 >= 1 << (31 + unit)
+
+
+@pytest.mark.parametrize(
+    ("shape", "segment"),
+    [
+        ((), 1),
+        ((0,), 1),
+        ((0, 4, 4), 1),
+        ((1000, 1000), 1_000_000),
+        ((8, 1024, 1024), 1 << 20),
+        ((8, 16, 16), 8 * 256),
+        ((8, 2, 1024, 1024), 2 << 20),
+    ],
+)
+def test_large_slices_of_three_dimensions_are_segments(shape: tuple[int, ...], segment: int) -> None:
+    assert plan.segment_words(TensorSpec("BF16", shape)) == segment

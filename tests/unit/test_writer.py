@@ -1,0 +1,142 @@
+"""The writer gives one file for one source, however its bytes come, and refuses misuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.contents import fill, rng, spec_of
+from support.files import unpack_bytes, verify_bytes
+from tpde.codec import plan
+from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec, canonical_header
+from tpde.format.sink import BytesSink
+from tpde.packing.reader import PackedFile
+from tpde.packing.writer import PackedWriter
+
+
+def _write(tensors: dict[str, tuple[TensorSpec, bytes]], cuts: list[int], **options: object) -> bytes:
+    """Write tensors in pieces that end at these places of each tensor."""
+    sink = BytesSink()
+    with PackedWriter(sink, {n: s for n, (s, _) in tensors.items()}, threads=1, **options) as writer:
+        for name, (_, data) in tensors.items():
+            ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
+            for begin, end in zip([0, *ends], ends, strict=False):
+                writer.write(name, data[begin:end])
+    return bytes(sink.data)
+
+
+def _restored(tensors: dict[str, tuple[TensorSpec, bytes]]) -> bytes:
+    header = canonical_header({n: s for n, (s, _) in tensors.items()}, {})
+    at = {n: e for n, e in PackedFile(len(header).to_bytes(8, "little") + header + bytes(
+        sum(s.nbytes for s, _ in tensors.values()))).container.entries.items()}  # fmt: skip
+    data = b"".join(tensors[name][1] for name in sorted(at, key=lambda n: (at[n].begin, at[n].end)))
+    return len(header).to_bytes(8, "little") + header + data
+
+
+SPEC = spec_of("BF16", 20_000)
+MIXED = {
+    "weight": (SPEC, fill("normal", SPEC)),
+    "plain": (SPEC, fill("random", SPEC)),
+    "constant": (SPEC, fill("constant", SPEC)),
+    "ids": (spec_of("I64", 9_000), fill("ascending", spec_of("I64", 9_000))),
+}
+WHOLE = _write(MIXED, [])
+
+
+@given(st.lists(st.integers(0, SPEC.nbytes), max_size=12))
+def test_any_split_into_pieces_gives_the_same_file(cuts: list[int]) -> None:
+    assert _write(MIXED, cuts) == WHOLE
+
+
+def test_the_pieces_were_packed_and_come_back() -> None:
+    with PackedFile(WHOLE) as file:
+        assert sorted(file.packed_names()) == ["constant", "ids", "weight"]
+    assert unpack_bytes(WHOLE) == _restored(MIXED)
+    assert verify_bytes(WHOLE) == []
+
+
+def _broken(dtype: str, words: int, at: int, rest: str) -> tuple[TensorSpec, bytes]:
+    """Give a tensor of equal words that has others from byte `at` on."""
+    spec = spec_of(dtype, words)
+    head = fill("constant", spec)[:at]
+    return spec, head + fill(rest, spec)[at:]
+
+
+SAMPLE = plan.SAMPLE_CHUNKS * plan.PREFIX_CHUNK_WORDS  # words that a tensor is judged by
+
+
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F32"])
+@pytest.mark.parametrize("rest", ["normal", "random", "nearly"])
+@pytest.mark.parametrize("where", ["start", "middle", "sample", "behind", "end"])
+def test_constant_tensors_that_stop_being_constant(dtype: str, rest: str, where: str) -> None:
+    b, words = DTYPES[dtype].word_bytes, SAMPLE + 9_999
+    at = {"start": 1, "middle": words * b // 2 + 1, "sample": SAMPLE * b, "behind": SAMPLE * b + 5,
+          "end": words * b - 1}[where]  # fmt: skip
+    tensors = {"x": _broken(dtype, words, at, rest)}
+    if where == "end":
+        spec, data = tensors["x"]
+        tensors["x"] = (spec, data[:-1] + bytes([data[-1] ^ 1]))
+    files = {_write(tensors, cuts) for cuts in ([], [at], [at - 1, at + 1], [SAMPLE * b], [100_000, 500_001])}
+    for file in files:
+        assert unpack_bytes(file) == _restored(tensors)
+        assert verify_bytes(file) == []
+    assert len(files) == 1, "the file depends on how its bytes came"
+
+
+@pytest.mark.parametrize("words", [600, SAMPLE + 5])
+def test_single_bytes_are_pieces_too(words: int) -> None:
+    spec = spec_of("BF16", 600)
+    tensors = {"x": (spec, fill("normal", spec)), "c": (spec, fill("constant", spec))}
+    assert _write(tensors, list(range(spec.nbytes))) == _write(tensors, [])
+
+
+def test_arrays_of_any_dtype_and_shape_are_bytes() -> None:
+    values = np.frombuffer(fill("normal", SPEC), np.uint16).reshape(100, 200)
+    sink = BytesSink()
+    with PackedWriter(sink, {"weight": SPEC}) as writer:
+        writer.write("weight", values[:50])
+        writer.write("weight", values[50:])
+    assert unpack_bytes(bytes(sink.data)) == _restored({"weight": MIXED["weight"]})
+    with pytest.raises(ValueError, match="contiguous"), PackedWriter(BytesSink(), {"weight": SPEC}) as writer:
+        writer.write("weight", values.T)
+
+
+def test_empty_tensors_need_no_bytes() -> None:
+    sink = BytesSink()
+    with PackedWriter(sink, {"a": TensorSpec("F32", (0, 3)), "b": TensorSpec("BF16", (0,))}):
+        pass
+    with PackedFile(bytes(sink.data)) as file:
+        assert file.specs == {"b": TensorSpec("BF16", (0,)), "a": TensorSpec("F32", (0, 3))}
+        assert file.read("a").size == 0
+
+
+def _misuse(error: type[Exception], match: str, *writes: tuple[str, int], **options: object) -> None:
+    sink = BytesSink()
+    specs = {"a": TensorSpec("U8", (10,)), "b": TensorSpec("U8", (10,))}
+    with pytest.raises(error, match=match), PackedWriter(sink, specs, **options) as writer:
+        for name, size in writes:
+            writer.write(name, bytes(size))
+    assert not sink.data
+
+
+def test_misuse_is_refused_and_leaves_nothing() -> None:
+    _misuse(KeyError, "`c` was not announced", ("c", 1))
+    _misuse(ValueError, "has 10 bytes, 11 were given", ("a", 11))
+    _misuse(ValueError, "has 10 bytes, 12 were given", ("a", 9), ("a", 3))
+    _misuse(ValueError, "must be complete before `b` begins", ("a", 9), ("b", 10))
+    _misuse(ValueError, "was written already", ("a", 10), ("a", 1))
+    _misuse(ValueError, "is not complete", ("a", 10))
+    _misuse(ValueError, "is not complete", ("a", 10), ("b", 9))
+    _misuse(ValueError, "at least 1", threads=0)
+    _misuse(ValueError, "no codec `lzma`", codec="lzma")
+
+
+def test_tensors_may_come_in_any_order() -> None:
+    names = list(MIXED)
+    for seed in range(4):
+        order = rng("order", seed).permutation(names)
+        file = _write({str(n): MIXED[str(n)] for n in order}, [])
+        assert unpack_bytes(file) == _restored(MIXED)
