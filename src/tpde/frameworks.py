@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tpde.errors import MissingDependency, UnsupportedDtype
+from tpde.errors import InvalidInput, MissingDependency, UnsupportedDtype
 
 if TYPE_CHECKING:
     import torch
@@ -73,6 +73,41 @@ def torch_dtype_name(dtype: torch.dtype) -> str:
         if theirs == name:
             return ours
     raise UnsupportedDtype(f"safetensors has no dtype for {dtype}; cast the tensor first")
+
+
+def torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """What safetensors calls a PyTorch tensor.
+
+    Raises
+    ------
+    InvalidInput
+        If it is no tensor, or none that a file can hold.
+    UnsupportedDtype
+        If safetensors has no name for its dtype.
+    """
+    import torch
+
+    from tpde.format.container import TensorSpec
+
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidInput(f"`{name}` is a {type(tensor).__name__}; only tensors can be stored")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise InvalidInput(f"tensor `{name}` is not dense, and safetensors holds dense tensors only")
+    if tensor.device.type == "meta":
+        raise InvalidInput(f"tensor `{name}` is on the `meta` device and has no data; load it first")
+    dtype, shape = torch_dtype_name(tensor.dtype), tuple(tensor.shape)
+    if dtype == "F4" and shape:
+        shape = (*shape[:-1], shape[-1] * 2)
+    return TensorSpec(dtype, shape)
+
+
+def torch_bytes(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a tensor; those of a contiguous one on the CPU are not copied."""
+    import torch
+
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return data
 
 
 def numpy_dtype_name(dtype: Any) -> str:

@@ -15,32 +15,24 @@ from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink, Sink
-from tpde.frameworks import torch_dtype_name
+from tpde.frameworks import torch_bytes, torch_spec
 from tpde.packing.order import forward_order
 from tpde.packing.writer import PackedWriter
 
 if TYPE_CHECKING:
     import torch
 
-    from tpde.codec.native import Bytes
 
-
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    import torch
-
-    if not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(f"`{name}` is a {type(tensor).__name__}; tensors can be saved")
-    if tensor.layout is not torch.strided:
-        raise InvalidInput(f"tensor `{name}` is not dense; call `.to_dense()` first")
-    if not tensor.is_contiguous():
-        raise InvalidInput(
-            f"tensor `{name}` is not contiguous, and saving it would change its layout; call `.contiguous()` "
-            "first"
-        )
-    dtype, shape = torch_dtype_name(tensor.dtype), tuple(tensor.shape)
-    if dtype == "F4":
-        shape = (*shape[:-1], shape[-1] * 2)
-    return TensorSpec(dtype, shape)
+def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    specs = {name: torch_spec(name, tensor) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise InvalidInput(
+                f"tensor `{name}` is not contiguous, and saving it would change its layout; call "
+                "`.contiguous()` first"
+            )
+    _refuse_shared(tensors)
+    return specs
 
 
 def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -58,17 +50,10 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _bytes(tensor: torch.Tensor) -> Bytes:
-    import torch
-
-    data: Bytes = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-    return data
-
-
 def _write(tensors: Mapping[str, torch.Tensor], writer: PackedWriter) -> None:
     with writer:
         for name in forward_order(tensors):
-            writer.write(name, _bytes(tensors[name]))
+            writer.write(name, torch_bytes(tensors[name]))
 
 
 def save_file(
@@ -102,9 +87,7 @@ def save_file(
     >>> from tpde.torch import save_file
     >>> save_file({"weight": torch.zeros(3, 4)}, "model.safetensors")  # doctest: +SKIP
     """
-    specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
-    _refuse_shared(tensors)
-    _write(tensors, PackedWriter(filename, specs, metadata=metadata, threads=threads, force=True))
+    _write(tensors, PackedWriter(filename, _specs(tensors), metadata=metadata, threads=threads, force=True))
 
 
 def save(
@@ -114,8 +97,7 @@ def save(
     threads: int | None = None,
 ) -> bytes:
     """Pack tensors into bytes; see `save_file`."""
-    specs = {name: _spec(name, tensor) for name, tensor in tensors.items()}
-    _refuse_shared(tensors)
+    specs = _specs(tensors)
     sink: Sink = BytesSink()
     _write(tensors, PackedWriter(sink, specs, metadata=metadata, threads=threads))
     assert isinstance(sink, BytesSink)

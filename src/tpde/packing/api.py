@@ -40,6 +40,8 @@ class Summary:
         Sizes of the weight files, in bytes.
     tensors, packed : int
         How many tensors there are, and how many of them are packed.
+    ratio : float
+        Size of the plain weight files over that of the packed ones.
     files : tuple of Result
         The same for each weight file.
     """
@@ -50,23 +52,20 @@ class Summary:
     destination_bytes: int
     tensors: int
     packed: int
+    ratio: float
     files: tuple[Result, ...]
 
-    @property
-    def ratio(self) -> float:
-        """Size of the plain weights over that of the packed ones."""
-        sizes = self.source_bytes, self.destination_bytes
-        return max(sizes) / max(min(sizes), 1) if self.packed else sizes[0] / max(sizes[1], 1)
 
-
-def _summary(source: Path, destination: Path, results: list[Result]) -> Summary:
+def _summary(source: Path, destination: Path, results: list[Result], *, packing: bool) -> Summary:
+    sizes = sum(r.source_bytes for r in results), sum(r.destination_bytes for r in results)
+    plain, packed = sizes if packing else reversed(sizes)
     return Summary(
         str(source),
         str(destination),
-        sum(r.source_bytes for r in results),
-        sum(r.destination_bytes for r in results),
+        *sizes,
         sum(r.tensors for r in results),
         sum(r.packed for r in results),
+        plain / packed,
         tuple(results),
     )
 
@@ -130,7 +129,7 @@ def pack(
         _refuse_same(path, target)
         result = pack_file(path, target, threads=threads, codec=codec, force=force, progress=progress)
         results = [result]
-    return _summary(path, target, results)
+    return _summary(path, target, results, packing=True)
 
 
 def unpack(
@@ -184,7 +183,7 @@ def unpack(
     else:
         _refuse_same(path, target)
         results = [unpack_file(path, target, threads=count, force=force, progress=progress)]
-    return _summary(path, target, results)
+    return _summary(path, target, results, packing=False)
 
 
 def verify(

@@ -17,6 +17,7 @@ from tpde.errors import (
     AlreadyPacked,
     Corrupt,
     InvalidDestination,
+    InvalidInput,
     NotPacked,
     Truncated,
     UnsupportedVersion,
@@ -53,7 +54,11 @@ def _new_folder(destination: Path, force: bool) -> Iterator[Path]:
         if os.path.lexists(destination):
             old = temporary.with_name(temporary.name + ".old")
             destination.rename(old)
-            temporary.rename(destination)
+            try:
+                temporary.rename(destination)
+            except OSError:
+                old.rename(destination)
+                raise
             _remove(old)
         else:
             temporary.rename(destination)
@@ -91,18 +96,31 @@ def is_packed_directory(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def _packed_index(text: str, names: set[str]) -> str:
+def _json_object(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text of a JSON file, and the object that it holds."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+        value = json.loads(text)
+    except ValueError as error:
+        raise InvalidInput(f"`{path}` is not JSON ({error}); mend it, or fetch it again") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(f"`{path}` holds no JSON object; mend it, or fetch it again")
+    return text, value
+
+
+def _packed_index(index: dict[str, Any], names: set[str]) -> str:
     """An index with the packed tensors under their names in the packed files."""
-    index: dict[str, Any] = json.loads(text)
     index["weight_map"] = {
         (name + SUFFIX if name in names else name): file for name, file in index["weight_map"].items()
     }
     return json.dumps(index, ensure_ascii=False, indent=2) + "\n"
 
 
-def _packed_config(text: str) -> str:
-    config = json.loads(text)
-    config["quantization_config"] = {"quant_method": "tpde", "version": VERSION}
+def _packed_config(config: dict[str, Any]) -> str:
+    ours: dict[str, Any] = {"quant_method": "tpde", "version": VERSION}
+    if "quantization_config" in config:
+        ours["source"] = config["quantization_config"]
+    config["quantization_config"] = ours
     return json.dumps(config, ensure_ascii=False, indent=2) + "\n"
 
 
@@ -141,9 +159,9 @@ def pack_directory(
                 shutil.copyfile(source / name, target)
         for name in files:
             if name.endswith(INDEX_SUFFIX) or name == "config.json":
-                text = (source / name).read_bytes().decode("utf-8")
-                files[name]["original"] = text
-                changed = _packed_config(text) if name == "config.json" else _packed_index(text, packed_names)
+                files[name]["original"], value = _json_object(source / name)
+                config = name == "config.json"
+                changed = _packed_config(value) if config else _packed_index(value, packed_names)
                 (folder / name).write_text(changed, "utf-8", newline="\n")
         manifest = {"version": VERSION, "files": files}
         (folder / MANIFEST).write_text(

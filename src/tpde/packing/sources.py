@@ -22,6 +22,7 @@ from tpde.errors import (
     UnsafePickle,
 )
 from tpde.format.container import TensorSpec, canonical_header
+from tpde.frameworks import torch_bytes, torch_spec
 from tpde.packing.reader import PackedFile
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -86,22 +87,22 @@ class StateDictSource:
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._tensors = _load_state_dict(path)
+        self._last = "", np.empty(0, np.uint8)
         self.specs: Mapping[str, TensorSpec] = {
-            name: _torch_spec(name, tensor, path) for name, tensor in self._tensors.items()
+            name: torch_spec(name, tensor) for name, tensor in self._tensors.items()
         }
         self.metadata: Mapping[str, str] = {"format": "pt"}
         self.header = canonical_header(self.specs, self.metadata)
 
     def read(self, name: str, begin: int, end: int, out: Bytes) -> None:
         """Read a tensor's bytes from `begin` to `end` into `out`."""
-        import torch
-
-        tensor = self._tensors[name].detach().contiguous().reshape(-1)
-        out[:] = tensor.view(torch.uint8)[begin:end].numpy()
+        if self._last[0] != name:  # kept, as one that is not contiguous is copied
+            self._last = name, torch_bytes(self._tensors[name])
+        out[:] = self._last[1][begin:end]
 
     def close(self) -> None:
         """Let go of the tensors."""
-        self._tensors = {}
+        self._tensors, self._last = {}, ("", np.empty(0, np.uint8))
 
 
 def _load_state_dict(path: Path) -> dict[str, Any]:
@@ -141,14 +142,6 @@ def _load_state_dict(path: Path) -> dict[str, Any]:
                 f"`{path}`: entry `{name}` is a {type(value).__name__}; a state dict maps names to tensors"
             )
     return loaded
-
-
-def _torch_spec(name: str, tensor: Any, path: Path) -> TensorSpec:
-    from tpde.frameworks import torch_dtype_name
-
-    if tensor.layout is not __import__("torch").strided or tensor.is_quantized:
-        raise InvalidInput(f"`{path}`: tensor `{name}` is not dense; safetensors holds dense tensors only")
-    return TensorSpec(torch_dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 def open_source(path: Path) -> TensorSource:
