@@ -273,8 +273,8 @@ def main() -> int:
         f"Synthetic: normal, per-row scale 0.02 * exp(0.3 * normal), {options.rows}x4096, torch generator "
         f"seed {options.seed}; E4M3: the same, each 128x128 block's absolute maximum scaled to 448. Sizes "
         "are those of whole files; of a directory, its weights and all that packing adds to its other files. "
-        "Exponent ideal: each tensor's exponents at their entropy, other bits as they are (low halves of fp32 words "
-        "that are all zero: nothing).\n"
+        "Exponent ideal: each tensor's exponents at their entropy, other bits as they are (low halves of "
+        "fp32 words that are all zero: nothing).\n"
     )
     first += "\nData that cannot shrink, bar 0.1 % and 400 bytes a tensor:\n"
     emit(f"{head}\n{about}\n{first}\n{second}", options.out)

@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def _simd_restored() -> Iterator[None]:
+def simd_restored() -> Iterator[None]:
     """Select the path again that was in use before."""
     from tpde.codec import native
 

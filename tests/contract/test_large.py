@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from support.contents import CONTENTS, rng
+
 from tpde.packing.api import verify
 from tpde.packing.reader import PackedFile
 from tpde.packing.writer import PackedWriter, TensorSpec

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from support.contents import rng
+
 from tpde.codec import native, reference
 from tpde.codec.blob import BlobReader
 from tpde.codec.plan import core_layout
@@ -119,7 +119,7 @@ def test_a_code_of_two_codewords_and_one_of_4096_are_taken(kind: int) -> None:
     if kind == 2:
         codes.append(reference.Table.from_lengths(2, 12, 0, {v * 16: 12 for v in range(4095)}, 12))
     else:
-        codes.append(reference.Table.from_lengths(1, 8, 0, {v: 8 for v in range(256)}))
+        codes.append(reference.Table.from_lengths(1, 8, 0, dict.fromkeys(range(256), 8)))
     for number in range(len(codes)):
         use = (number, 1)
         blob = reference.encode_blob(data, "U8", (600,), tables=codes, planes=[use], chunk_words=512)
@@ -129,7 +129,7 @@ def test_a_code_of_two_codewords_and_one_of_4096_are_taken(kind: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 511, 512, 513, 1024, 4097])
-def test_checksums_are_those_of_the_document(size: int, _simd_restored: None) -> None:
+def test_checksums_are_those_of_the_document(size: int, simd_restored: None) -> None:
     data = rng("checksum", size).bytes(size)
     for path in native.simd_available():
         native.simd_select(path)
@@ -138,7 +138,7 @@ def test_checksums_are_those_of_the_document(size: int, _simd_restored: None) ->
 
 @pytest.mark.parametrize("dtype", ["I8", "F8_E4M3", "F16", "U16", "F32", "I32", "F64", "U64"])
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 511, 1000])
-def test_planes_are_those_of_the_document(dtype: str, n: int, _simd_restored: None) -> None:
+def test_planes_are_those_of_the_document(dtype: str, n: int, simd_restored: None) -> None:
     _, b, rotate, _ = reference.DTYPES[dtype]
     words = rng("planes", dtype, n).bytes(n * b)
     layout = native.CoreLayout(

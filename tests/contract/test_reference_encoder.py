@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
 from support.codecs import pack_everything
 from support.contents import CONTENTS, fill, spec_of
 from support.files import blobs, pack_bytes, safetensors_bytes
+
 from tpde.codec import plan, reference
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec

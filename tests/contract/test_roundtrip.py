@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from support.codecs import Case, every_codec, pack_everything
 from support.contents import CONTENTS, fill
 from support.files import (
@@ -14,6 +13,7 @@ from support.files import (
     unpack_bytes,
     verify_bytes,
 )
+
 from tpde.codec import plan, reference
 from tpde.codec.blob import BlobReader
 from tpde.format.constants import ALIGN_BLOB, DTYPES

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-
 from support.codecs import Case
 from support.files import blobs, pack_bytes, safetensors_bytes, unpack_bytes
+
 from tpde.codec import plan, reference
 from tpde.format.constants import CODEC_ZSTD
 
-CASE = Case(
-    "zstd", CODEC_ZSTD, "zstd", plan.ZSTD_CHUNK_WORDS, ("normal", "nearly", "specials", "ascending")
-)
+CASE = Case("zstd", CODEC_ZSTD, "zstd", plan.ZSTD_CHUNK_WORDS, ("normal", "nearly", "specials", "ascending"))
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U16", "I64"])

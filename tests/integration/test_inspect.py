@@ -20,7 +20,7 @@ from tpde.codec.plan import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS
 from tpde.errors import Corrupt, InvalidInput, MissingDependency
 from tpde.format.source import FileSource
 from tpde.packing.inspect import Histogram, Report, inspect
-from tpde.packing.plot import plot
+from tpde.packing.plot import _largest, plot
 
 # Constants are found by the writer only beyond a kilobyte.
 TENSORS = {
@@ -174,7 +174,7 @@ def fabricated(report: Report, tensors: int) -> Report:
     return dataclasses.replace(report, tensors=tuple(made))
 
 
-@pytest.mark.parametrize("tensors", [0, 1, 30, 101, 400, 401])
+@pytest.mark.parametrize("tensors", [0, 1, 30, 130])
 def test_plot_of_any_number_of_tensors(packed: Path, tmp_path: Path, tensors: int) -> None:
     png = tmp_path / "x.png"
     plot(fabricated(inspect(packed, histogram=True), tensors), png)
@@ -183,6 +183,14 @@ def test_plot_of_any_number_of_tensors(packed: Path, tmp_path: Path, tensors: in
     width, height = struct.unpack(">II", data[16:24])
     assert 1000 < width < 4000
     assert 400 < height < 4000
+
+
+def test_plot_keeps_the_largest(packed: Path) -> None:
+    report = fabricated(inspect(packed), 403)
+    tensors = [dataclasses.replace(t, source_bytes=(i * 7) % 403) for i, t in enumerate(report.tensors)]
+    kept = _largest(tuple(tensors))
+    assert kept == [t for t in tensors if t.source_bytes >= 3]  # in their order
+    assert len(kept) == 400
 
 
 def test_plot_without_words(packed: Path, tmp_path: Path) -> None:
@@ -195,7 +203,7 @@ def test_plot_without_words(packed: Path, tmp_path: Path) -> None:
 
 def test_plot_needs_matplotlib(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependency, match=r"pip install tpde\[plot\]"):
+    with pytest.raises(MissingDependency, match=r'pip install "tpde\[plot\]"'):
         plot(inspect(packed), "x.png")
 
 

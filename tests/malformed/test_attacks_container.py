@@ -9,10 +9,10 @@ import struct
 import pytest
 import xxhash
 import zstandard
-
 from support.contents import fill, spec_of
 from support.craft import bounded, constant_blob, prefix_blob
 from support.files import container, pack_bytes, safetensors_bytes, unpack_bytes, verify_bytes
+
 from tpde.errors import (
     AlreadyPacked,
     Corrupt,
@@ -68,7 +68,16 @@ def test_a01_header_length_above_the_limit(size: int) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [[1 << 60], [1 << 32, 1 << 32], [(1 << 61) + 1], [1 << 63, 2], [10**4000], [2] * 65, [1 << 20] * 64, [1 << 64]],
+    [
+        [1 << 60],
+        [1 << 32, 1 << 32],
+        [(1 << 61) + 1],
+        [1 << 63, 2],
+        [10**4000],
+        [2] * 65,
+        [1 << 20] * 64,
+        [1 << 64],
+    ],
 )
 def test_a02_huge_shapes(shape: list[int]) -> None:
     with bounded(1), pytest.raises(Corrupt, match="`x`") as caught:
@@ -172,9 +181,9 @@ def test_a10_a_source_header_of_another_file() -> None:
     ):
         with pytest.raises(Corrupt), _with_source(right | change) as file:
             file.read("a.weight")
-    with pytest.raises(Corrupt, match="missing|not in the source"):
+    with pytest.raises(Corrupt, match=r"missing|not in the source"):
         _with_source({"a.weight": right["a.weight"]})
-    with pytest.raises(Corrupt, match="missing|not in the source"):
+    with pytest.raises(Corrupt, match=r"missing|not in the source"):
         _with_source({"a.weights": right["a.weight"], "b": right["b"]})
 
 
@@ -261,7 +270,9 @@ def test_a16_hashes_of_plain_tensors() -> None:
     assert caught.value.tensor == "b"
 
 
-@pytest.mark.parametrize("name", ["²", "x.٣.y", "1" * 5000, "layers." + "9" * 5000 + ".w", "", "\x00", "../../x"])
+@pytest.mark.parametrize(
+    "name", ["²", "x.٣.y", "1" * 5000, "layers." + "9" * 5000 + ".w", "", "\x00", "../../x"]
+)
 def test_a17_names_that_look_like_numbers_or_paths(name: str) -> None:
     spec = spec_of("BF16", 1000)
     source = safetensors_bytes({name: (spec, fill("normal", spec)), "a": (spec, fill("random", spec))})

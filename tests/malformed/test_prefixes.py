@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from support.contents import fill, rng, spec_of
 from support.files import pack_bytes, safetensors_bytes
+
 from tpde.errors import Truncated
 from tpde.packing.api import unpack, verify
 from tpde.packing.reader import PackedFile
@@ -20,7 +20,9 @@ def _packed(words: int) -> bytes:
         "c.plain": (spec_of("U8", 77), "random"),
         "d.ids": (spec_of("I64", words), "ascending"),
     }
-    return pack_bytes(safetensors_bytes({n: (s, fill(c, s)) for n, (s, c) in tensors.items()}, {"format": "pt"}))
+    return pack_bytes(
+        safetensors_bytes({n: (s, fill(c, s)) for n, (s, c) in tensors.items()}, {"format": "pt"})
+    )
 
 
 def test_every_prefix_of_a_small_file_is_truncated() -> None:

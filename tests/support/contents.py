@@ -98,8 +98,7 @@ def ascending(dtype: str, words: int) -> bytes:
 
 
 CONTENTS: dict[str, Callable[[str, int], bytes]] = {
-    f.__name__: f
-    for f in (normal, random, zeros, constant, nearly, specials, exponents, ascending)
+    f.__name__: f for f in (normal, random, zeros, constant, nearly, specials, exponents, ascending)
 }
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import struct
 
+import numpy as np
 import pytest
 import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
-
 from support.files import container
+
 from tpde.errors import Corrupt, NotSafetensors, Truncated
 from tpde.format.constants import DTYPES
 from tpde.format.container import Container, TensorSpec, canonical_header, parse_header, read_container
@@ -42,13 +43,22 @@ specs = st.builds(
 )
 
 
+_ZEROS = np.zeros(1 << 16, np.uint8)  # outlives every call: the stock library takes its address
+
+
 def _stock_header(tensors: dict[str, TensorSpec], metadata: dict[str, str]) -> bytes:
     data = {
-        name: {"dtype": STOCK[spec.dtype], "shape": list(spec.shape), "data": bytes(spec.nbytes)}
+        name: safetensors.TensorSpec(
+            dtype=STOCK[spec.dtype],
+            shape=list(spec.shape),
+            data_ptr=_ZEROS.ctypes.data,
+            data_len=spec.nbytes,
+        )
         for name, spec in tensors.items()
     }
+    assert all(spec.nbytes <= _ZEROS.size for spec in tensors.values())
     file = safetensors.serialize(data, metadata or None)
-    return file[8 : 8 + struct.unpack("<Q", file[:8])[0]]
+    return bytes(file[8 : 8 + struct.unpack("<Q", file[:8])[0]])
 
 
 # The stock library writes more than one key of the metadata in any order, so no more are compared.
@@ -87,7 +97,9 @@ def _read(data: bytes) -> Container:
 
 
 def test_entries_come_in_the_order_of_their_bytes() -> None:
-    header = {n: {"dtype": "U8", "shape": [2], "data_offsets": [at, at + 2]} for n, at in (("b", 2), ("a", 0))}
+    header = {
+        n: {"dtype": "U8", "shape": [2], "data_offsets": [at, at + 2]} for n, at in (("b", 2), ("a", 0))
+    }
     found = _read(container(header, b"1234"))
     assert list(found.entries) == ["a", "b"]
     assert found.data_start == 8 + len(found.header)
@@ -100,13 +112,17 @@ def test_a_file_without_tensors_is_one() -> None:
     assert _read(container(b"{}   ", b"", pad=1)).header == b"{}   "
 
 
-@pytest.mark.parametrize("header", [b"", b"x", b"[]", b"1", b"null", b'"x"', b'{"a":}', b"{}{}", b"\xef\xbb\xbf{}"])
+@pytest.mark.parametrize(
+    "header", [b"", b"x", b"[]", b"1", b"null", b'"x"', b'{"a":}', b"{}{}", b"\xef\xbb\xbf{}"]
+)
 def test_what_is_not_a_json_object_is_no_safetensors_file(header: bytes) -> None:
     with pytest.raises(NotSafetensors, match=r"some\.file"):
         _read(container(header, b"", pad=1))
 
 
-@pytest.mark.parametrize("entry", [{}, [], 1, {"dtype": "U8", "shape": [1]}, {"shape": [1], "data_offsets": [0, 1]}])
+@pytest.mark.parametrize(
+    "entry", [{}, [], 1, {"dtype": "U8", "shape": [1]}, {"shape": [1], "data_offsets": [0, 1]}]
+)
 def test_entries_that_lack_something_are_refused(entry: object) -> None:
     with pytest.raises(Corrupt, match="`x`"):
         _read(container({"x": entry}, b"1"))
@@ -131,7 +147,9 @@ def test_a_file_that_ends_early_says_so(size: int) -> None:
         _read(whole[:size])
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("F4", (3,)), ("F6_E2M3", (2,)), ("F6_E3M2", ()), ("U8", (1 << 60,))])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F4", (3,)), ("F6_E2M3", (2,)), ("F6_E3M2", ()), ("U8", (1 << 60,))]
+)
 def test_specs_of_no_whole_bytes_or_too_many_are_refused(dtype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="whole bytes below"):
         TensorSpec(dtype, shape)

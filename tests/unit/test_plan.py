@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from support.contents import CONTENTS, fill, spec_of
+
 from tpde.codec import native, plan
 from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD, DTYPES
 from tpde.format.container import TensorSpec
@@ -17,7 +17,7 @@ def _plan(dtype: str, content: str, codec: plan.CodecName = "auto", words: int =
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_sample_gives_the_same_plan(dtype: str, _simd_restored: None) -> None:
+def test_the_same_sample_gives_the_same_plan(dtype: str, simd_restored: None) -> None:
     for content in CONTENTS:
         first = _plan(dtype, content)
         for path in native.simd_available():

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from support.contents import fill, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
+
 from tpde.codec import plan
 from tpde.format.constants import DTYPES
-from tpde.format.container import TensorSpec, canonical_header
+from tpde.format.container import TensorSpec, canonical_header, parse_header
 from tpde.format.sink import BytesSink
 from tpde.packing.reader import PackedFile
 from tpde.packing.writer import PackedWriter
@@ -30,9 +30,8 @@ def _write(tensors: dict[str, tuple[TensorSpec, bytes]], cuts: list[int], **opti
 
 def _restored(tensors: dict[str, tuple[TensorSpec, bytes]]) -> bytes:
     header = canonical_header({n: s for n, (s, _) in tensors.items()}, {})
-    at = {n: e for n, e in PackedFile(len(header).to_bytes(8, "little") + header + bytes(
-        sum(s.nbytes for s, _ in tensors.values()))).container.entries.items()}  # fmt: skip
-    data = b"".join(tensors[name][1] for name in sorted(at, key=lambda n: (at[n].begin, at[n].end)))
+    order = parse_header(header, "source").entries
+    data = b"".join(tensors[name][1] for name in order)
     return len(header).to_bytes(8, "little") + header + data
 
 
@@ -116,9 +115,14 @@ def test_empty_tensors_need_no_bytes() -> None:
 def _misuse(error: type[Exception], match: str, *writes: tuple[str, int], **options: object) -> None:
     sink = BytesSink()
     specs = {"a": TensorSpec("U8", (10,)), "b": TensorSpec("U8", (10,))}
-    with pytest.raises(error, match=match), PackedWriter(sink, specs, **options) as writer:
-        for name, size in writes:
-            writer.write(name, bytes(size))
+
+    def write_all() -> None:
+        with PackedWriter(sink, specs, **options) as writer:
+            for name, size in writes:
+                writer.write(name, bytes(size))
+
+    with pytest.raises(error, match=match):
+        write_all()
     assert not sink.data
 
 

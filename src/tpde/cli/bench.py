@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpde.cli.common import guard, print_json, size, table
+from tpde.cli.common import guard, plural, print_json, size, table
 
 if TYPE_CHECKING:
     from tpde.codec.native import Bytes
@@ -74,7 +74,9 @@ def codec(
             }
         )
         return
-    print(f"{size(mib << 20)} a tensor, {count} threads, {native.simd()}, median of {ROUNDS} runs\n")
+    print(
+        f"{size(mib << 20)} a tensor, {plural(count, 'thread')}, {native.simd()}, median of {ROUNDS} runs\n"
+    )
     cells = [(r["name"], r["codec"], *(f"{r[k]:.{d}f}" for k, d in _COLUMNS[2:])) for r in rows]
     print(table(("tensor", "codec", "ratio", "bits/weight", "encode GB/s", "decode GB/s"), cells, left=2))
     print(f"\nmemory copy: {copied:.2f} GB/s")

@@ -24,10 +24,10 @@ _PACKAGES = (
     ("zstandard", "everything", _REINSTALL),
     ("xxhash", "everything", _REINSTALL),
     ("safetensors", "nothing here; it reads packed files too", "pip install safetensors"),
-    ("torch", "tpde.torch, packing .bin and .pt files", "pip install tpde[torch]"),
-    ("ml_dtypes", "tpde.numpy with BF16 and FP8", "pip install tpde[numpy]"),
-    ("huggingface_hub", "packing models by their hub id", "pip install tpde[hub]"),
-    ("matplotlib", "tpde inspect --plot", "pip install tpde[plot]"),
+    ("torch", "tpde.torch, packing .bin and .pt files", 'pip install "tpde[torch]"'),
+    ("ml_dtypes", "tpde.numpy with BF16 and FP8", 'pip install "tpde[numpy]"'),
+    ("huggingface_hub", "packing models by their hub id", 'pip install "tpde[hub]"'),
+    ("matplotlib", "tpde inspect --plot", 'pip install "tpde[plot]"'),
 )
 _REQUIRED = ("numpy", "zstandard", "xxhash")
 

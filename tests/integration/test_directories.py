@@ -1,0 +1,168 @@
+"""Model directories round trip byte for byte, with everything in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.contents import fill, spec_of
+from support.files import safetensors_bytes
+
+from tpde.errors import (
+    AlreadyPacked,
+    DestinationExists,
+    InvalidDestination,
+    InvalidInput,
+    MissingShard,
+    NotPacked,
+)
+from tpde.format.sink import FileSink
+from tpde.packing.api import pack, unpack, verify
+
+SPEC = spec_of("BF16", 5_000)
+
+
+def _shard(names: list[str]) -> bytes:
+    return safetensors_bytes(
+        {n: (SPEC, fill("random" if "noise" in n else "normal", SPEC)) for n in names}, {"format": "pt"}
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Give a model of two shards, an index, a tokenizer and a folder of another model."""
+    folder = tmp_path / "model"
+    (folder / "vae" / "deep").mkdir(parents=True)
+    (folder / ".cache" / "huggingface").mkdir(parents=True)
+    shards = {
+        "model-00001-of-00002.safetensors": ["a.0.w", "a.0.noise"],
+        "model-00002-of-00002.safetensors": ["a.1.w"],
+    }
+    for file, names in shards.items():
+        (folder / file).write_bytes(_shard(names))
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": 30_000}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (folder / "config.json").write_text('{"model_type": "llama",\r\n\t"é": "\\u00e9", "x": 1.0e5}')
+    (folder / "tokenizer.json").write_bytes(os.urandom(0) + b'{"a": 1}\r\n')
+    (folder / "empty").write_bytes(b"")
+    (folder / "vae" / "deep" / "diffusion.safetensors").write_bytes(_shard(["w"]))
+    (folder / "vae" / "config.json").write_text("{}")
+    (folder / ".cache" / "huggingface" / "junk").write_text("not of the model")
+    return folder
+
+
+def _tree(folder: Path) -> dict[str, bytes]:
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and ".cache" not in p.parts
+    }
+
+
+def test_directories_round_trip_byte_for_byte(model: Path, tmp_path: Path) -> None:
+    before = _tree(model)
+    summary = pack(model, tmp_path / "packed", threads=2)
+    assert _tree(model) == before
+    assert (summary.tensors, summary.packed, len(summary.files)) == (4, 3, 3)
+    assert summary.ratio > 1
+    restored = unpack(tmp_path / "packed", tmp_path / "out")
+    assert _tree(tmp_path / "out") == before
+    assert restored.destination_bytes == summary.source_bytes
+    assert verify(tmp_path / "packed") == []
+    assert verify(tmp_path / "packed", against=model) == []
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_packed_directory_is_what_the_document_says(model: Path, tmp_path: Path) -> None:
+    pack(model, tmp_path / "packed")
+    packed = tmp_path / "packed"
+    assert set(_tree(packed)) == {*_tree(model), "tpde_manifest.json"}
+    assert not (packed / ".cache").exists()
+    config = json.loads((packed / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "tpde", "version": 1}
+    assert config["model_type"] == "llama"
+    weight_map = json.loads((packed / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(weight_map) == {"a.0.w_tpde", "a.0.noise", "a.1.w_tpde"}
+    assert (packed / "vae/config.json").read_bytes() == b"{}"
+    manifest = json.loads((packed / "tpde_manifest.json").read_text())
+    assert set(manifest["files"]) == set(_tree(model))
+    originals = {name for name, info in manifest["files"].items() if "original" in info}
+    assert originals == {"config.json", "model.safetensors.index.json"}
+
+
+def test_packing_twice_gives_the_same_directory(model: Path, tmp_path: Path) -> None:
+    pack(model, tmp_path / "one", threads=1)
+    pack(model, tmp_path / "two", threads=3)
+    assert _tree(tmp_path / "one") == _tree(tmp_path / "two")
+
+
+def test_a_failure_leaves_no_directory(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack(model, tmp_path / "packed")
+    done, real = [], FileSink.commit
+
+    def commit(sink: FileSink) -> None:
+        if done:
+            raise OSError(28, "No space left on device")
+        done.append(sink)
+        real(sink)
+
+    monkeypatch.setattr(FileSink, "commit", commit)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "kept").write_text("kept")
+    for action, source in ((pack, model), (unpack, tmp_path / "packed")):
+        for name, force in (("new", False), ("old", True)):
+            done.clear()
+            with pytest.raises(OSError, match="No space"):
+                action(source, tmp_path / name, force=force)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "old", "packed"]
+    assert [p.name for p in (tmp_path / "old").iterdir()] == ["kept"]
+
+
+def test_destinations_are_replaced_only_when_asked(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "old").write_text("old")
+    with pytest.raises(DestinationExists):
+        pack(model, tmp_path / "packed")
+    pack(model, tmp_path / "packed", force=True)
+    assert not (tmp_path / "packed" / "old").exists()
+    with pytest.raises(DestinationExists):
+        unpack(tmp_path / "packed", model)
+    with pytest.raises(AlreadyPacked):
+        pack(tmp_path / "packed", tmp_path / "again")
+    with pytest.raises(NotPacked):
+        unpack(model, tmp_path / "out")
+    with pytest.raises(InvalidDestination):
+        pack(model, model / "packed")
+    with pytest.raises(InvalidInput):
+        verify(tmp_path / "packed", against=model / "config.json")
+
+
+def test_missing_shards_and_weights_are_named(model: Path, tmp_path: Path) -> None:
+    (model / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(MissingShard, match=r"model-00002-of-00002\.safetensors.*2 shards"):
+        pack(model, tmp_path / "packed")
+    (model / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(InvalidInput, match="no `weight_map`"):
+        pack(model, tmp_path / "packed")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInput, match=r"has no `\*\.safetensors` file"):
+        pack(tmp_path / "empty", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_verify_names_damaged_files_tensors_and_chunks(model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    pack(model, packed)
+    path = packed / "model-00002-of-00002.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2000] ^= 1
+    path.write_bytes(data)
+    (packed / "tokenizer.json").write_text("{}")
+    (packed / "empty").unlink()
+    problems = {(Path(p.file).name, p.tensor, p.chunk) for p in verify(packed)}
+    assert problems == {(path.name, "a.1.w", 0), ("tokenizer.json", None, None), ("empty", None, None)}
+    (model / "config.json").write_text("{}")
+    assert "config.json" in {Path(p.file).name for p in verify(packed, against=model)}

@@ -1,0 +1,113 @@
+"""PyTorch state dicts pack to what the stock library would have written of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpde.errors import InvalidInput, UnsafePickle, UnsupportedDtype
+from tpde.packing.api import pack, unpack, verify
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+
+def _state_dict() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(60, 50, generator=generator) * 0.02
+    return {
+        "layers.0.w": weight,
+        "layers.0.half": weight.to(torch.bfloat16),
+        "layers.1.transposed": weight.T,
+        "layers.1.part": weight[10:20, ::2],
+        "layers.1.expanded": weight[:1].expand(40, 50),
+        "embed": torch.zeros(100, 20),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 3),
+        "mask": torch.arange(900) % 3 == 0,
+        "parameter": torch.nn.Parameter(weight * 2),
+        "complex": torch.complex(weight, weight),
+        "eight": weight.to(torch.float8_e4m3fn),
+    }
+
+
+def _as_stock(tensors: dict[str, Any], path: Path) -> bytes:
+    copies = {k: v.detach().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
+    safetensors_torch.save_file(copies, path, {"format": "pt"})
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".bin", ".pth", ".ckpt"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_state_dicts_become_what_safetensors_would_write(suffix: str, zipped: bool, tmp_path: Path) -> None:
+    source = tmp_path / f"model{suffix}"
+    tensors = _state_dict()
+    if not zipped:
+        del tensors["eight"]  # torch cannot load it from the format before 1.6
+    torch.save(tensors, source, _use_new_zipfile_serialization=zipped)
+    summary = pack(source, tmp_path / "packed")
+    assert summary.tensors == len(tensors)
+    unpack(tmp_path / "packed", tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == _as_stock(tensors, tmp_path / "stock")
+    assert verify(tmp_path / "packed", against=source) == []
+
+
+def test_shared_tensors_are_written_once_for_each_name(tmp_path: Path) -> None:
+    weight = torch.arange(5_000, dtype=torch.float32)
+    shared = OrderedDict(a=weight, b=weight, head=weight[:2_000], tail=weight[1_000:].view(40, 100))
+    torch.save(shared, tmp_path / "x.pt")
+    pack(tmp_path / "x.pt", tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == _as_stock(shared, tmp_path / "stock")
+
+
+def test_lightning_checkpoints_give_their_state_dict(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(3)}, "epoch": 3}, tmp_path / "x.ckpt")
+    assert pack(tmp_path / "x.ckpt", tmp_path / "packed").tensors == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "match"),
+    [
+        ([torch.ones(3)], InvalidInput, "list"),
+        ({}, InvalidInput, "state dict"),
+        ({"a": 1}, InvalidInput, "`a` is a int"),
+        ({1: torch.ones(3)}, InvalidInput, "`1`"),
+        ({"a": torch.ones(3).to_sparse()}, InvalidInput, "`a` is not dense"),
+        ({"a": torch.ones(3, dtype=torch.complex128)}, UnsupportedDtype, "complex128"),
+    ],
+    ids=["list", "empty", "number", "key", "sparse", "dtype"],
+)
+def test_what_is_no_state_dict_is_refused(
+    value: object, error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    torch.save(value, tmp_path / "x.pt")
+    with pytest.raises(error, match=match):
+        pack(tmp_path / "x.pt", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"PK\x03\x04 garbage", b"\x80\x02."])
+def test_files_that_are_no_pickles_are_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(data)
+    with pytest.raises(InvalidInput, match=r"x\.pt"):
+        pack(tmp_path / "x.pt", tmp_path / "packed")
+
+
+def test_cut_state_dicts_are_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(30_000)}, tmp_path / "x.pt")
+    data = (tmp_path / "x.pt").read_bytes()
+    for size in (1, 100, 1000, len(data) // 2, len(data) - 1):
+        (tmp_path / "x.pt").write_bytes(data[:size])
+        with pytest.raises(InvalidInput, match=r"x\.pt"):
+            pack(tmp_path / "x.pt", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_whole_modules_are_refused_as_code(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
+    with pytest.raises(UnsafePickle, match="never run"):
+        pack(tmp_path / "x.pt", tmp_path / "packed")
