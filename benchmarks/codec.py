@@ -2,8 +2,8 @@
 
     python benchmarks/codec.py [--out FILE.md]
 
-Ours is everything that a tensor costs: sample, plan, tables, chunks, index map, checksums and hash, from
-the tensor's bytes to a blob's, and back through the reader. GB/s count bytes of the original, 10^9 each.
+Ours is everything that a file costs: sample, plan, tables, chunks, index map, checksums and hash, from the
+tensor's bytes to the packed file's, and back through the reader. GB/s count bytes of the original, 10^9 each.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import xxhash
 import zstandard
 from _data import normal, tensor_bytes
 from _machine import arguments, emit, header, note, table
 
-from tpde.codec.blob import PIECE_BYTES, BlobReader, BlobWriter
 from tpde.codec.native import Bytes
-from tpde.codec.plan import plan_tensor, sample_ranges
+from tpde.codec.plan import sample_ranges
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink, Sink
-from tpde.format.source import BytesSource
+from tpde.packing.reader import PackedFile
+from tpde.packing.writer import PackedWriter
 
 
 class Contestant(Protocol):
@@ -81,24 +80,20 @@ class Tpde:
         """Nothing: the input is only read."""
 
     def encode(self, data: Bytes, threads: int) -> Any:
-        """Tensor bytes to blob bytes."""
+        """Tensor bytes to the bytes of a packed file, as `tpde.pack` makes it."""
         sink: Sink = self._sink or BytesSink()
         sample = np.concatenate([data[begin:end] for begin, end in sample_ranges(self._spec)])
-        plan = plan_tensor(self._spec, sample)
-        assert plan is not None
-        writer, hasher = BlobWriter(plan, sink, 0, threads), xxhash.xxh3_128()
-        for at in range(0, data.size, PIECE_BYTES):  # as PackedWriter does
-            piece = data[at : at + PIECE_BYTES]
-            hasher.update(piece.data)
-            writer.write(piece)
-        size = writer.finish(hasher.digest())
-        return sink.data[:size] if isinstance(sink, PreallocatedSink) else sink.data  # type: ignore[attr-defined]
+        with PackedWriter(sink, {"weight": self._spec}, threads=threads) as writer:
+            writer.plan("weight", sample)
+            writer.write("weight", data)
+        return sink.data[: sink.end] if isinstance(sink, PreallocatedSink) else sink.data  # type: ignore[attr-defined]
 
     def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
-        """Blob bytes to tensor bytes, every chunk's checksum checked."""
-        out = np.empty(nbytes, np.uint8) if self._out is None else self._out
-        BlobReader(BytesSource(coded), 0, len(coded)).read(0, nbytes, out, threads)
-        return out
+        """A packed file's bytes to the tensor's, every chunk's checksum checked."""
+        if self._out is None:
+            return PackedFile(coded).read("weight", threads)
+        PackedFile(coded).tensor("weight").read(0, nbytes, self._out, threads)
+        return self._out
 
 
 class ZipNN:

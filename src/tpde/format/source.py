@@ -21,6 +21,9 @@ class Source(Protocol):
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out` from `offset` on. Raises `Truncated` if the bytes end before."""
 
+    def view(self, offset: int, size: int) -> memoryview | None:
+        """Bytes that are in memory already, or None."""
+
     def close(self) -> None:
         """Release what is held. Reading afterwards is an error."""
 
@@ -71,6 +74,10 @@ class FileSource:
                 raise _truncated(self.name, offset, want, offset + done)
             done += got
 
+    def view(self, offset: int, size: int) -> memoryview | None:
+        """None: a file's bytes must be read."""
+        return None
+
     def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:
@@ -99,6 +106,12 @@ class BytesSource:
         if offset + out.nbytes > self.size:
             raise _truncated(self.name, offset, out.nbytes, self.size)
         out[:] = self._data[offset : offset + out.nbytes]
+
+    def view(self, offset: int, size: int) -> memoryview | None:
+        """The bytes themselves."""
+        if offset + size > self.size:
+            raise _truncated(self.name, offset, size, self.size)
+        return self._data[offset : offset + size]
 
     def close(self) -> None:
         """Let go of the buffer."""

@@ -116,10 +116,12 @@ class PackedFile:
         If it cannot be read.
     """
 
-    def __init__(self, source: str | os.PathLike[str] | bytes | bytearray | memoryview | Source) -> None:
+    def __init__(
+        self, source: str | os.PathLike[str] | bytes | bytearray | memoryview | Bytes | Source
+    ) -> None:
         if isinstance(source, (str, os.PathLike)):
             self.source: Source = FileSource(source)
-        elif isinstance(source, (bytes, bytearray, memoryview)):
+        elif isinstance(source, (bytes, bytearray, memoryview, np.ndarray)):
             self.source = BytesSource(source)
         else:
             self.source = source

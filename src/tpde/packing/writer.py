@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -39,6 +40,8 @@ from tpde.format.container import (
 )
 from tpde.format.sink import FileSink, Sink
 from tpde.packing.order import block_of
+
+HASH_APART = 1 << 20  # bytes from which hashing on a thread of its own pays
 
 
 def default_threads() -> int:
@@ -181,6 +184,7 @@ class PackedWriter:
                 f"{len(self._specs)} tensors need a header of {self._start - 8} bytes; a safetensors "
                 f"file allows {MAX_CONTAINER_HEADER}; write them to several files"
             )
+        self._hashing = ThreadPoolExecutor(1, "tpde-hash")
         self._sink = (
             FileSink(destination, force=force) if isinstance(destination, (str, os.PathLike)) else destination
         )
@@ -261,17 +265,27 @@ class PackedWriter:
         self._now = _Tensor(name, self._specs[name], self._start + self._at)
 
     def _take(self, tensor: _Tensor, piece: Bytes) -> None:
-        tensor.hasher.update(piece.data)
+        if self._threads == 1 or piece.size < HASH_APART:
+            tensor.hasher.update(piece.data)
+            self._store(tensor, piece)
+            return
+        hashed = self._hashing.submit(tensor.hasher.update, piece.data)
+        try:
+            self._store(tensor, piece)
+        finally:
+            hashed.result()
+
+    def _store(self, tensor: _Tensor, piece: Bytes) -> None:
         tensor.size += piece.size
         if tensor.store is None:
-            tensor.held.append(piece.copy())
             sample = sum(end - begin for begin, end in sample_ranges(tensor.spec))
-            planned = tensor.name in self._plans
-            if not planned and tensor.size < sample:
+            if tensor.name not in self._plans and tensor.size < sample:
+                tensor.held.append(piece.copy())
                 return
-            held, tensor.held = np.concatenate(tensor.held), []
-            self._choose(tensor, held, held[:sample])
-            piece = held
+            if tensor.held:
+                piece = np.concatenate([*tensor.held, piece])
+                tensor.held = []
+            self._choose(tensor, piece, piece[:sample])
         if isinstance(tensor.store, _Constant) and not tensor.store.holds(piece):
             constant = tensor.store
             self._plans.setdefault(
@@ -358,10 +372,12 @@ class PackedWriter:
         entries = [entry_json(name, *where) for name, where in self._written.items()]
         header = join_header(self._metadata, entries).ljust(self._start - 8, b" ")
         self._sink.write(0, [(self._start - 8).to_bytes(8, "little") + header])
+        self._hashing.shutdown()
         self._sink.commit()
 
     def abort(self) -> None:
         """Leave no trace of the file."""
+        self._hashing.shutdown()
         self._sink.abort()
 
     def __enter__(self) -> PackedWriter:
