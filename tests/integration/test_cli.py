@@ -23,7 +23,6 @@ import torch
 
 import tpde
 from tpde.cli import common, doctor, main
-from tpde.format.constants import MANIFEST
 
 Run = Callable[..., "Outcome"]
 
@@ -409,9 +408,9 @@ def test_already_packed(run: Run, packed: Path, model: Path, tmp_path: Path) -> 
 
 
 def test_not_packed(run: Run, plain: Path, model: Path, tmp_path: Path) -> None:
-    run("unpack", plain, tmp_path / "t").failed(2, "is not packed", "nothing to unpack")
-    run("verify", plain).failed(2, "is not packed", "nothing to verify")
-    run("unpack", model, tmp_path / "t").failed(2, f"has no `{MANIFEST}`", "not a packed model directory")
+    run("unpack", plain, tmp_path / "t").failed(2, "is not packed", "use it as it is")
+    run("verify", plain).failed(2, "is not packed", "pack it with")
+    run("unpack", model, tmp_path / "t").failed(2, "not a packed model directory", "pack it with")
 
 
 def test_unknown_version(run: Run, packed: Path, tmp_path: Path) -> None:
@@ -449,7 +448,9 @@ def test_unreadable_source(run: Run, plain: Path, tmp_path: Path, monkeypatch: p
 
 def test_hub_id_without_the_hub(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    run("pack", "org/no-such-model", tmp_path / "t").failed(2, "is no path here", r"pip install tpde\[hub\]")
+    run("pack", "org/no-such-model", tmp_path / "t").failed(
+        2, "is no path here", r'pip install "tpde\[hub\]"'
+    )
 
 
 def test_plot_without_matplotlib(run: Run, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:

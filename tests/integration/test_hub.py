@@ -28,7 +28,7 @@ def test_without_the_hub_package_the_message_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingDependency, match=r"`org/model`.*pip install tpde\[hub\]"):
+    with pytest.raises(MissingDependency, match=r'`org/model`.*pip install "tpde\[hub\]"'):
         pack("org/model", tmp_path / "out")
 
 

@@ -16,8 +16,9 @@ import zstandard
 from tpde.codec import native
 from tpde.codec.native import Bytes, CoreLayout
 from tpde.codec.zstd import LEVEL
-from tpde.format.blob import BlobHeader
+from tpde.format.blob import BlobHeader, align
 from tpde.format.constants import (
+    ALIGN_BLOB,
     CODEC_PREFIX,
     CODEC_ZSTD,
     DTYPES,
@@ -154,4 +155,4 @@ def plan_tensor(spec: TensorSpec, sample: Bytes, codec: CodecName = "auto") -> P
     if codec == "zstd" or (codec == "auto" and unlike_weights):
         plans.append(_plan_zstd(spec, sample))
     best = min(plans, key=lambda plan: plan.estimate)
-    return best if best.estimate <= worth else None
+    return best if align(best.estimate, ALIGN_BLOB) <= worth else None

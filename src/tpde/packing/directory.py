@@ -19,6 +19,7 @@ from tpde.errors import (
     InvalidDestination,
     InvalidInput,
     NotPacked,
+    TpdeError,
     Truncated,
     UnsupportedVersion,
 )
@@ -91,6 +92,20 @@ def _files(folder: Path) -> Iterator[str]:
             yield relative.as_posix()
 
 
+def _refuse_nested(source: Path, destination: Path) -> None:
+    """Refuse a destination inside the source, which would be copied, or around it, which would be removed."""
+    inner, outer = destination.resolve(), source.resolve()
+    if inner.is_relative_to(outer):
+        raise InvalidDestination(
+            f"`{destination}` lies inside the source `{source}`; choose a destination outside it"
+        )
+    if outer.is_relative_to(inner):
+        raise InvalidDestination(
+            f"the source `{source}` lies inside `{destination}`, which would be replaced; choose a "
+            "destination beside it"
+        )
+
+
 def is_packed_directory(folder: Path) -> bool:
     """Whether a directory was packed by tpde."""
     return (folder / MANIFEST).is_file()
@@ -136,10 +151,7 @@ def pack_directory(
     """Pack a model directory; returns a result for each of its weight files."""
     if is_packed_directory(source):
         raise AlreadyPacked(f"`{source}` is packed already; unpack it with `tpde unpack`")
-    if destination.resolve().is_relative_to(source.resolve()):
-        raise InvalidDestination(
-            f"`{destination}` lies inside the source `{source}`; choose a destination outside it"
-        )
+    _refuse_nested(source, destination)
     weights = {p.relative_to(source).as_posix() for p in shards(source)}
     results, files = [], dict[str, dict[str, str]]()
     with _new_folder(destination, force) as folder:
@@ -193,7 +205,10 @@ def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
     try:
         manifest = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise NotPacked(f"`{folder}` has no `{MANIFEST}`; it is not a packed model directory") from None
+        raise NotPacked(
+            f"`{folder}` is not a packed model directory, it has no `{MANIFEST}`; pack it with `tpde "
+            "pack` first"
+        ) from None
     except ValueError as error:
         raise Corrupt(f"`{path}` is not JSON ({error}); fetch it again") from None
     version = manifest.get("version") if isinstance(manifest, dict) else None
@@ -218,10 +233,7 @@ def unpack_directory(
 ) -> list[Result]:
     """Restore the directory that was packed; returns a result for each of its weight files."""
     files = read_manifest(source)
-    if destination.resolve().is_relative_to(source.resolve()):
-        raise InvalidDestination(
-            f"`{destination}` lies inside the source `{source}`; choose a destination outside it"
-        )
+    _refuse_nested(source, destination)
     results = []
     with _new_folder(destination, force) as folder:
         for name, info in files.items():
@@ -257,7 +269,10 @@ def verify_directory(
         elif other is not None and not other.is_file():
             problems.append(Problem(str(path), None, None, f"`{other}` is missing from the source"))
         elif name.endswith(".safetensors"):
-            problems += verify_file(path, other, threads, progress)
+            try:
+                problems += verify_file(path, other, threads, progress)
+            except TpdeError as error:  # one bad shard must not hide the others'
+                problems.append(Problem(str(path), None, None, str(error)))
         else:
             compare = [] if "original" in info else [path]
             for candidate in compare + ([other] if other is not None else []):

@@ -174,7 +174,7 @@ def unpack_file(
     """Unpack one file."""
     with PackedFile(source) as packed:
         if not packed.is_packed:
-            raise NotPacked(f"`{source}` is not packed; there is nothing to unpack")
+            raise NotPacked(f"`{source}` is not packed; use it as it is")
         sink = FileSink(destination, force=force)
         try:
             size = unpack_to(packed, sink, threads, progress)
@@ -231,7 +231,7 @@ def verify_file(
         return problems
     with packed:
         if not packed.is_packed:
-            raise NotPacked(f"`{path}` is not packed; there is nothing to verify")
+            raise NotPacked(f"`{path}` is not packed; pack it with `tpde pack` first")
         source = open_source(against) if against is not None else None
         try:
             if source is not None:

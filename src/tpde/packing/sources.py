@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,25 +114,31 @@ def _load_state_dict(path: Path) -> dict[str, Any]:
         import torch
     except ImportError:
         raise MissingDependency(
-            f"`{path}` is a PyTorch state dict, and reading it needs torch; run `pip install tpde[torch]`, "
+            f'`{path}` is a PyTorch state dict, and reading it needs torch; run `pip install "tpde[torch]"`, '
             "or convert the file to safetensors"
         ) from None
     if not path.is_file():
         raise InvalidInput(f"`{path}` does not exist; check the path")
     try:
-        try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError):  # the format before 1.6 cannot be mapped
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():  # of old pickle protocols, which are read all the same
+            warnings.simplefilter("ignore")
+            try:
+                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (RuntimeError, ValueError, OSError):  # the format before 1.6 cannot be mapped
+                loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        first = str(error).strip().splitlines()[0]
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"asks for `{wanted[1]}`" if wanted else "is no state dict"
         raise UnsafePickle(
-            f"`{path}` is a pickle that holds more than tensors, and code from files is never run ({first}); "
-            "convert it to safetensors where you trust it, and pack that"
+            f"`{path}` is a pickle that {what}, and code from files is never run; convert it to safetensors "
+            "where you trust it, and pack that"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # torch's unpickler lets through whatever it stumbles over in a damaged file
         raise InvalidInput(
-            f"`{path}` is not a PyTorch state dict, or is damaged: {str(error).splitlines()[0]}"
+            f"`{path}` is not a PyTorch state dict, or is damaged ({type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}); fetch it again"
         ) from None
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
@@ -199,7 +207,7 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     except ImportError:
         raise MissingDependency(
             f"`{path}` is no path here; if it is a model on the Hugging Face hub, run "
-            "`pip install tpde[hub]` first"
+            '`pip install "tpde[hub]"` first'
         ) from None
     try:
         return Path(snapshot_download(os.fspath(source)))
