@@ -81,7 +81,7 @@ class Tpde:
 
     def encode(self, data: Bytes, threads: int) -> Any:
         """Tensor bytes to the bytes of a packed file, as `tpde.pack` makes it."""
-        sink: Sink = self._sink or BytesSink()
+        sink: Sink = self._sink or BytesSink(self._spec.nbytes + (1 << 20))  # as `tpde.torch.save` does
         sample = np.concatenate([data[begin:end] for begin, end in sample_ranges(self._spec)])
         with PackedWriter(sink, {"weight": self._spec}, threads=threads) as writer:
             writer.plan("weight", sample)

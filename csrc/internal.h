@@ -16,6 +16,9 @@ _Static_assert(sizeof(size_t) == 8, "sizes have 64 bits");
 #define MAX_PREFIX_CHUNK_WORDS 32768u
 #define LANE_HEADER 36u     /* format.md 5.2: shortest, shift, zero, excess[32] */
 #define MAX_SHIFT 8
+/* How far beyond the stream a damaged lane of `symbols` may read: 20 bits for each (a pair has at most 28), and
+ * one load. */
+#define LANE_SLACK(symbols) (3u * (symbols) + 8u)
 #define MODE_RAW 0u         /* format.md 4.3 */
 #define MODE_FILL 1u
 #define MODE_CODED 2u
@@ -58,8 +61,8 @@ typedef struct kernels {
   /* Write all lanes from out on, lane l padded with zeros to bits[l]; may touch 8 bytes more. */
   void (*write_lanes)(const table *t, const uint8_t *plane, int places, int groups,
                       const uint32_t bits[TPDE_LANES], uint8_t *out);
-  /* Read all lanes; lane l has the bits start[l] to start[l + 1] of the stream, which has 8 readable bytes
-   * after the last. Returns 0, or 1 + the first lane whose codewords end after its bits. */
+  /* Read all lanes; lane l has the bits start[l] to start[l + 1] of the stream, which has LANE_SLACK
+   * readable bytes after the last. Returns 0, or 1 + the first lane whose codewords end after its bits. */
   int (*read_lanes)(const table *t, const uint8_t *stream, const uint32_t start[TPDE_LANES + 1],
                     int places, int groups, uint8_t *plane);
 } kernels;

@@ -247,9 +247,8 @@ static void write_lanes(const table *t, const uint8_t *plane, int places, int gr
 }
 
 /* One look-up that may be an escape, which takes 8 or 16 more bits, at any position. */
-static uint32_t take_value(const table *t, const uint8_t *stream, uint32_t limit, uint32_t *pos) {
-  uint32_t byte = *pos >> 3;
-  uint64_t w = load64(stream + (byte < limit ? byte : limit)) >> (*pos & 7);
+static uint32_t take_value(const table *t, const uint8_t *stream, uint32_t *pos) {
+  uint64_t w = load64(stream + (*pos >> 3)) >> (*pos & 7);
   uint32_t e = t->decode[LOW_BITS(w, t->index_bits)], v = (uint32_t)(w >> ENTRY_BITS(e));
   *pos += ENTRY_BITS(e);
   if (!(e & ENTRY_ESCAPE)) return e >> 16;
@@ -259,55 +258,52 @@ static uint32_t take_value(const table *t, const uint8_t *stream, uint32_t limit
   return (v << t->raw_bits | v >> (8 - t->raw_bits)) & 0xff;
 }
 
-static __attribute__((noinline)) void take_slowly(const table *t, const uint8_t *stream, uint32_t limit,
-                                                  uint32_t *pos, int step, uint8_t *at) {
+static __attribute__((noinline)) void take_slowly(const table *t, const uint8_t *stream, uint32_t *pos, int step,
+                                                  uint8_t *at) {
   for (int i = 0; i < step; i++, at += t->kind) {
-    uint32_t v = take_value(t, stream, limit, pos);
+    uint32_t v = take_value(t, stream, pos);
     if (t->kind == 2) store16(at, (uint16_t)v);
     else *at = (uint8_t)v;
   }
 }
 
-static inline void take_step(const table *t, const uint8_t *stream, uint32_t limit, uint32_t *pos, int kind,
-                             int step, uint8_t *at) {
-  uint32_t e[4], sum = 0, p = *pos, byte = p >> 3;
-  if (__builtin_expect(byte > limit, 0)) { /* a damaged lane */
-    take_slowly(t, stream, limit, pos, step, at);
-    return;
-  }
-  uint64_t w = load64(stream + byte) >> (p & 7);
-  for (int i = 0; i < step; i++) {
-    sum += e[i] = t->decode[LOW_BITS(w, t->index_bits)];
-    w >>= e[i] & 63;
-  }
-  if (__builtin_expect(sum & ANY_ESCAPE, 0)) {
-    take_slowly(t, stream, limit, pos, step, at);
-    return;
-  }
-  *pos = p + (sum & 63);
-  if (kind == 2) { /* each store's first half is overwritten by the next one: that saves shifts */
-    for (int i = step - 1; i > 0; i--) store32(at + 2 * i - 2, e[i]);
-    store16(at, (uint16_t)(e[0] >> 16));
-  } else {
-    for (int i = 0; i < step; i++) at[i] = (uint8_t)(e[i] >> 16);
-  }
-}
-
-static inline void take_lanes(const table *t, const uint8_t *stream, uint32_t limit, uint32_t *pos, int groups,
-                              uint8_t *plane, int kind, int places) {
-  const table local = *t; /* which stores to the plane cannot change */
+/* Positions are not checked against the stream's end here: it has LANE_SLACK bytes to run into. */
+static inline void take_lanes(const table *t, const uint8_t *stream, uint32_t *pos, int groups, uint8_t *plane,
+                              int kind, int places) {
+  const uint32_t *const decode = t->decode; /* which stores to the plane cannot change */
+  const uint32_t bits = t->index_bits;
+  const int step = STEP(kind, places);
   for (int g = 0; g < groups; g++, plane += TPDE_LANES * places)
-    for (int j = 0; j < places; j += STEP(kind, places) * kind)
-      for (int l = 0; l < TPDE_LANES; l++)
-        take_step(&local, stream, limit, pos + l, kind, STEP(kind, places), plane + l * places + j);
+    for (int j = 0; j < places; j += step * kind) {
+      uint8_t *at = plane + j;
+      for (uint32_t *p = pos; p < pos + TPDE_LANES; p++, at += places) {
+        uint32_t e[4], sum = 0;
+        uint64_t w = load64(stream + (*p >> 3)) >> (*p & 7);
+        for (int i = 0; i < step; i++) {
+          sum += e[i] = decode[LOW_BITS(w, bits)];
+          w >>= e[i] & 63;
+        }
+        if (__builtin_expect(sum & ANY_ESCAPE, 0)) {
+          take_slowly(t, stream, p, step, at);
+          continue;
+        }
+        *p += sum & 63;
+        if (kind == 2) { /* each store's first half is overwritten by the next one: that saves shifts */
+          for (int i = step - 1; i > 0; i--) store32(at + 2 * i - 2, e[i]);
+          store16(at, (uint16_t)(e[0] >> 16));
+        } else {
+          for (int i = 0; i < step; i++) at[i] = (uint8_t)(e[i] >> 16);
+        }
+      }
+    }
 }
 
 /* A step of each lane in turn: a processor works on several at once, as none waits for another. */
 static int read_lanes(const table *t, const uint8_t *stream, const uint32_t start[TPDE_LANES + 1],
                       int places, int groups, uint8_t *plane) {
-  uint32_t pos[TPDE_LANES], limit = (start[TPDE_LANES] + 7) / 8;
+  uint32_t pos[TPDE_LANES];
   memcpy(pos, start, sizeof pos);
-  CALL_SHAPED(take_lanes, t, stream, limit, pos, groups, plane);
+  CALL_SHAPED(take_lanes, t, stream, pos, groups, plane);
   for (int l = 0; l < TPDE_LANES; l++)
     if (pos[l] > start[l + 1]) return l + 1;
   return 0;

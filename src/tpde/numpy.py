@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink, Sink
+from tpde.format.sink import BytesSink
 from tpde.frameworks import numpy_dtype_name
 from tpde.packing.order import forward_order
 from tpde.packing.writer import PackedWriter
@@ -89,9 +89,8 @@ def save(
 ) -> bytes:
     """Pack arrays into bytes; see `save_file`."""
     specs, arrays = _prepare(tensors)
-    sink: Sink = BytesSink()
+    sink = BytesSink(sum(spec.nbytes for spec in specs.values()) + (1 << 20))
     _write(arrays, PackedWriter(sink, specs, metadata=metadata, threads=threads))
-    assert isinstance(sink, BytesSink)
     return bytes(sink.data)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink, Sink
+from tpde.format.sink import BytesSink
 from tpde.frameworks import torch_bytes, torch_spec
 from tpde.packing.order import forward_order
 from tpde.packing.writer import PackedWriter
@@ -98,9 +98,8 @@ def save(
 ) -> bytes:
     """Pack tensors into bytes; see `save_file`."""
     specs = _specs(tensors)
-    sink: Sink = BytesSink()
+    sink = BytesSink(sum(spec.nbytes for spec in specs.values()) + (1 << 20))
     _write(tensors, PackedWriter(sink, specs, metadata=metadata, threads=threads))
-    assert isinstance(sink, BytesSink)
     return bytes(sink.data)
 
 

@@ -18,13 +18,13 @@ SUFFIX = ".tpde.safetensors"
 Spec = tuple[str, tuple[int, ...], str]
 FILES: dict[str, tuple[str, bool, dict[str, Spec]]] = {
     "prefix_16": ("prefix", True, {"h.0.bf16": ("BF16", (40, 61), "bell"),
-                                   "h.1.f16": ("F16", (2000,), "bell")}),
+                                   "h.1.f16": ("F16", (1500,), "bell")}),
     "prefix_32_64": ("prefix", True, {"a.f32": ("F32", (31, 33), "bell"), "b.f64": ("F64", (300,), "bell"),
                                       "c.c64": ("C64", (257,), "bell")}),
-    "prefix_8": ("prefix", True, {f"x.{d}": (d, (1600,), "bell") for d in (
+    "prefix_8": ("prefix", True, {f"x.{d}": (d, (1400,), "bell") for d in (
         "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")}),
     "prefix_chunks": ("prefix", True, {"w": ("F8_E4M3", (8192 + 517,), "sorted"),
-                                       "v": ("I8", (8193,), "bell")}),
+                                       "v": ("I8", (5000,), "bell")}),
     "prefix_integers": ("prefix", True, {f"x.{d}": (d, (1100,), "count") for d in (
         "BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")}),
     "zstd": ("zstd", False, {"ids": ("I64", (3000,), "count"), "mask": ("BOOL", (5000,), "mask"),

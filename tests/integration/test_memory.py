@@ -80,3 +80,5 @@ def test_memory_stays_below_what_is_promised(source: Path, tmp_path: Path) -> No
         while piece := one.read(16 << 20):
             assert piece == two.read(16 << 20)
         assert not two.read(1)
+    for path in (source, packed, restored):  # pytest keeps folders for a while
+        path.unlink()

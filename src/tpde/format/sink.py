@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from tpde.errors import DestinationExists, InvalidDestination
 
 _MAX_BUFFERS = 512  # of one pwritev; systems allow 1024
@@ -122,24 +124,40 @@ class FileSink:
 
 
 class BytesSink:
-    """A growing buffer in memory: the bytes are in `data`."""
+    """A growing buffer in memory.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    capacity : int
+        Bytes that are likely to be written. What is not used costs address space only, and growing costs
+        a copy.
+    """
+
+    def __init__(self, capacity: int = 1 << 16) -> None:
         self.name = "<bytes>"
-        self.data = bytearray()
+        self._buffer = np.zeros(capacity, np.uint8)
+        self._size = 0
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes written so far."""
+        return self._buffer.data[: self._size]
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
         """Write buffers one after the other from `offset` on."""
-        if offset > len(self.data):
-            self.data.extend(bytes(offset - len(self.data)))
         for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            self.data[offset : offset + view.nbytes] = view
-            offset += view.nbytes
+            piece = np.frombuffer(buffer, np.uint8)
+            end = offset + piece.size
+            if end > self._buffer.size:
+                grown = np.zeros(max(end, 2 * self._buffer.size), np.uint8)
+                grown[: self._size] = self._buffer[: self._size]
+                self._buffer = grown
+            self._buffer[offset:end] = piece
+            offset, self._size = end, max(self._size, end)
 
     def commit(self) -> None:
         """Nothing to do: the bytes are there."""
 
     def abort(self) -> None:
         """Drop the bytes."""
-        self.data = bytearray()
+        self._size = 0
