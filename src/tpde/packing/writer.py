@@ -7,15 +7,13 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import xxhash
 import zstandard
 
-from tpde.codec.blob import PIECE_BYTES, BlobWriter, write_constant
-from tpde.codec.native import Bytes, as_bytes
-from tpde.codec.plan import CodecName, Plan, plan_tensor, sample_ranges
+from tpde.codec.native import as_bytes
+from tpde.codec.plan import MIN_BYTES, CodecName, Plan, plan_tensor
 from tpde.errors import TpdeError
 from tpde.format.blob import align
 from tpde.format.constants import (
@@ -39,9 +37,7 @@ from tpde.format.container import (
     metadata_json,
 )
 from tpde.format.sink import FileSink, Sink
-from tpde.packing.order import block_of
-
-HASH_APART = 1 << 20  # bytes from which hashing on a thread of its own pays
+from tpde.packing.tensor import TensorWriter, is_constant
 
 
 def default_threads() -> int:
@@ -50,67 +46,6 @@ def default_threads() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         return os.cpu_count() or 1
-
-
-class _Store(Protocol):
-    """How one tensor's bytes are stored."""
-
-    def write(self, data: Bytes) -> None:
-        """Take the next bytes."""
-
-    def finish(self, digest: bytes) -> int:
-        """Complete the tensor; returns its size as stored."""
-
-
-class _Plain:
-    """A tensor stored as it is."""
-
-    def __init__(self, sink: Sink, offset: int) -> None:
-        self._sink, self._offset, self._size = sink, offset, 0
-
-    def write(self, data: Bytes) -> None:
-        self._sink.write(self._offset + self._size, [data])
-        self._size += data.size
-
-    def finish(self, digest: bytes) -> int:
-        return self._size
-
-
-class _Constant:
-    """A tensor whose words have all been equal so far; `broken` says that they no longer are."""
-
-    def __init__(self, spec: TensorSpec, word: Bytes, sink: Sink, offset: int) -> None:
-        self._spec, self.word, self._sink, self._offset = spec, word, sink, offset
-        self.size = 0
-
-    def holds(self, data: Bytes) -> bool:
-        """Whether these bytes go on the same way."""
-        return is_constant(data, np.roll(self.word, -(self.size % self.word.size)))
-
-    def write(self, data: Bytes) -> None:
-        self.size += data.size
-
-    def finish(self, digest: bytes) -> int:
-        return write_constant(self._spec, self.word.tobytes(), digest, self._sink, self._offset)
-
-
-def is_constant(data: Bytes, word: Bytes) -> bool:
-    """Whether some bytes are one word again and again."""
-    b = word.size
-    if not np.array_equal(data[:b], word[: data.size]):
-        return False
-    return bool(np.array_equal(data[b:], data[:-b])) if data.size > b else True
-
-
-class _Tensor:
-    """The tensor being written."""
-
-    def __init__(self, name: str, spec: TensorSpec, offset: int) -> None:
-        self.name, self.spec, self.offset = name, spec, offset
-        self.hasher = xxhash.xxh3_128()
-        self.size = 0
-        self.held: list[Bytes] = []  # bytes kept back until there are enough for a sample
-        self.store: _Store | None = None
 
 
 class PackedWriter:
@@ -173,7 +108,7 @@ class PackedWriter:
         self._written: dict[str, tuple[TensorSpec, int, int]] = {}  # stored name: spec, begin, end
         self._plain: dict[str, str] = {}
         self._plans: dict[str, Plan | None] = {}
-        self._now: _Tensor | None = None
+        self._now: tuple[str, TensorWriter] | None = None
         self._done: set[str] = set()
         total = sum(spec.nbytes for spec in self._specs.values())
         unit = ALIGN_LARGE if total >= LARGE_BYTES else ALIGN_BLOB if total >= 4 * ALIGN_BLOB else 8
@@ -217,14 +152,13 @@ class PackedWriter:
             The bytes that `sample_ranges` of its spec name.
         """
         data, spec = as_bytes(sample), self._specs[name]
-        word = data[: DTYPES[spec.dtype].word_bytes]
-        plan = None
-        if self.may_pack(name):
-            if is_constant(data, word) and spec.nbytes > 4 * ALIGN_BLOB:
-                return True  # decided by its bytes
-            plan = plan_tensor(spec, data, self._codec)
-        self._plans[name] = plan
-        return plan is not None
+        if not self.may_pack(name) or spec.nbytes < MIN_BYTES:
+            self._plans[name] = None
+            return False
+        if is_constant(data, data[: DTYPES[spec.dtype].word_bytes]):
+            return True  # perhaps all of it is: its bytes decide
+        self._plans[name] = plan_tensor(spec, data, self._codec)
+        return self._plans[name] is not None
 
     def write(self, name: str, data: Any) -> None:
         """Write a tensor's next bytes.
@@ -238,99 +172,53 @@ class PackedWriter:
         data : bytes-like or ndarray
             Contiguous; any number of bytes.
         """
-        if self._now is None or self._now.name != name:
-            self._begin(name)
-        tensor = self._now
-        assert tensor is not None
-        piece = as_bytes(data)
+        if self._now is None or self._now[0] != name:
+            self._now = name, self._begin(name)
+        tensor, piece = self._now[1], as_bytes(data)
         if tensor.size + piece.size > tensor.spec.nbytes:
             raise ValueError(
                 f"tensor `{name}` has {tensor.spec.nbytes} bytes, {tensor.size + piece.size} were given"
             )
-        for at in range(0, piece.size, PIECE_BYTES):
-            self._take(tensor, piece[at : at + PIECE_BYTES])
+        tensor.write(piece)
         if tensor.size == tensor.spec.nbytes:
-            self._end(tensor)
+            self._end(name, tensor)
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str) -> TensorWriter:
         if self._now is not None:
+            other, tensor = self._now
             raise ValueError(
-                f"tensor `{self._now.name}` has {self._now.size} of {self._now.spec.nbytes} bytes so far; "
-                f"it must be complete before `{name}` begins"
+                f"tensor `{other}` has {tensor.size} of {tensor.spec.nbytes} bytes so far; it must be "
+                f"complete before `{name}` begins"
             )
         if name not in self._specs:
             raise KeyError(f"tensor `{name}` was not announced")
         if name in self._done:
             raise ValueError(f"tensor `{name}` was written already")
-        self._now = _Tensor(name, self._specs[name], self._start + self._at)
-
-    def _take(self, tensor: _Tensor, piece: Bytes) -> None:
-        if self._threads == 1 or piece.size < HASH_APART:
-            tensor.hasher.update(piece.data)
-            self._store(tensor, piece)
-            return
-        hashed = self._hashing.submit(tensor.hasher.update, piece.data)
-        try:
-            self._store(tensor, piece)
-        finally:
-            hashed.result()
-
-    def _store(self, tensor: _Tensor, piece: Bytes) -> None:
-        tensor.size += piece.size
-        if tensor.store is None:
-            sample = sum(end - begin for begin, end in sample_ranges(tensor.spec))
-            if tensor.name not in self._plans and tensor.size < sample:
-                tensor.held.append(piece.copy())
-                return
-            if tensor.held:
-                piece = np.concatenate([*tensor.held, piece])
-                tensor.held = []
-            self._choose(tensor, piece, piece[:sample])
-        if isinstance(tensor.store, _Constant) and not tensor.store.holds(piece):
-            constant = tensor.store
-            self._plans.setdefault(
-                tensor.name, plan_tensor(tensor.spec, whole_words(tensor.spec, piece), self._codec)
-            )
-            self._choose(tensor, piece, piece)
-            for begin in range(0, constant.size, PIECE_BYTES):
-                size = min(PIECE_BYTES, constant.size - begin)
-                word = np.roll(constant.word, -(begin % constant.word.size))
-                tensor.store.write(np.resize(word, size))
-        assert tensor.store is not None
-        tensor.store.write(piece)
-
-    def _choose(self, tensor: _Tensor, data: Bytes, sample: Bytes) -> None:
-        spec = tensor.spec
-        if tensor.name not in self._plans:
-            word = data[: DTYPES[spec.dtype].word_bytes]
-            constant = data.size >= word.size and is_constant(data, word)
-            if constant and self.may_pack(tensor.name) and spec.nbytes > 4 * ALIGN_BLOB:
-                tensor.store = _Constant(spec, word.copy(), self._sink, tensor.offset)
-                return
-            self.plan(tensor.name, whole_words(spec, sample))
-        plan = self._plans[tensor.name]
-        tensor.store = (
-            BlobWriter(plan, self._sink, tensor.offset, self._threads)
-            if plan
-            else _Plain(self._sink, tensor.offset)
+        tensor = TensorWriter(
+            self._specs[name],
+            self._sink,
+            self._start + self._at,
+            threads=self._threads,
+            codec=self._codec,
+            may_pack=self.may_pack(name),
+            hashing=self._hashing,
         )
+        if name in self._plans:
+            tensor.decide(self._plans[name])
+        return tensor
 
-    def _end(self, tensor: _Tensor) -> None:
-        if tensor.store is None:
-            tensor.store = _Plain(self._sink, tensor.offset)  # it has no bytes
-        digest = tensor.hasher.digest()
-        size = tensor.store.finish(digest)
-        name, spec = tensor.name, tensor.spec
-        if isinstance(tensor.store, _Plain):
-            self._plain[name] = digest.hex()
+    def _end(self, name: str, tensor: TensorWriter) -> None:
+        stored, spec, size = tensor.finish(), tensor.spec, tensor.spec.nbytes
+        self._done.add(name)
+        self._now = None
+        if not stored.packed:
+            self._plain[name] = stored.digest.hex()
         else:
-            name, padded = name + SUFFIX, align(size, ALIGN_BLOB)
-            self._sink.write(tensor.offset + size, [bytes(padded - size)])
-            size, spec = padded, TensorSpec("U8", (padded,))
+            size = align(stored.size, ALIGN_BLOB)
+            self._sink.write(tensor.offset + stored.size, [bytes(size - stored.size)])
+            name, spec = name + SUFFIX, TensorSpec("U8", (size,))
         self._written[name] = spec, self._at, self._at + size
         self._at += size
-        self._done.add(tensor.name)
-        self._now = None
 
     def align_block(self, first: str, last: str) -> None:
         """Let a block end at a multiple of 4096 if it is large and its last tensor is packed (1.6).
@@ -360,9 +248,7 @@ class PackedWriter:
         """
         for name, spec in self._specs.items():
             if name not in self._done and not spec.nbytes and self._now is None:
-                self._begin(name)
-                assert self._now is not None
-                self._end(self._now)
+                self._end(name, self._begin(name))
         missing = [name for name in self._specs if name not in self._done]
         if missing:
             raise ValueError(f"tensor `{missing[0]}` is not complete ({len(missing)} are not)")
@@ -399,12 +285,6 @@ class PackedWriter:
             self.abort()
 
 
-def whole_words(spec: TensorSpec, data: Bytes) -> Bytes:
-    """Leave out an incomplete word at the end."""
-    b = DTYPES[spec.dtype].word_bytes
-    return data[: data.size // b * b]
-
-
 def check_threads(threads: int | None) -> int:
     """A number of threads, or the default for None."""
     if threads is None:
@@ -417,8 +297,3 @@ def check_threads(threads: int | None) -> int:
 def store_order(names: list[str], in_place: set[str]) -> list[str]:
     """Within each block of forward-ordered names: what is stored in place, the rest last of all (1.6)."""
     return [n for n in names if n in in_place] + [n for n in names if n not in in_place]
-
-
-def same_block(a: str, b: str) -> bool:
-    """Whether two tensors belong to the same block."""
-    return block_of(a) is not None and block_of(a) == block_of(b)

@@ -1,0 +1,172 @@
+"""Writing one tensor from pieces of any size: plain, packed or constant, whichever its bytes turn out to be.
+
+What is written depends on the bytes alone, never on how they were cut into pieces.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from tpde.codec.blob import PIECE_BYTES, BlobWriter, write_constant
+from tpde.codec.native import Bytes
+from tpde.codec.plan import MIN_BYTES, PREFIX_CHUNK_WORDS, CodecName, Plan, plan_tensor, sample_ranges
+from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
+from tpde.format.sink import Sink
+
+HASH_APART = 1 << 20  # bytes from which hashing on a thread of its own pays
+
+
+def is_constant(data: Bytes, word: Bytes) -> bool:
+    """Whether some bytes are one word again and again, from its first byte on."""
+    b = word.size
+    if not np.array_equal(data[:b], word[: data.size]):
+        return False
+    return bool(np.array_equal(data[b:], data[:-b])) if data.size > b else True
+
+
+def _repeat(word: Bytes, begin: int, end: int) -> Bytes:
+    """The bytes from `begin` to `end` of a word repeated for ever."""
+    return np.resize(np.roll(word, -(begin % word.size)), end - begin)
+
+
+class Stored(NamedTuple):
+    """How a tensor ended up: its size as stored, whether it is packed, and XXH3-128 of its bytes."""
+
+    size: int
+    packed: bool
+    digest: bytes
+
+
+class _Plain:
+    """A tensor stored as it is."""
+
+    def __init__(self, sink: Sink, offset: int) -> None:
+        self._sink, self._offset, self._size = sink, offset, 0
+
+    def write(self, data: Bytes) -> None:
+        self._sink.write(self._offset + self._size, [data])
+        self._size += data.size
+
+    def finish(self, digest: bytes) -> int:
+        return self._size
+
+
+class TensorWriter:
+    """Writes one tensor.
+
+    Parameters
+    ----------
+    spec : TensorSpec
+        What it is.
+    sink : Sink
+        Where it goes.
+    offset : int
+        Where in the sink.
+    threads : int
+        How many threads encode.
+    codec : {"auto", "prefix", "zstd"}
+        Which codec to use if it shrinks.
+    may_pack : bool
+        False if it must stay plain.
+    hashing : ThreadPoolExecutor
+        Where large pieces are hashed while they are encoded.
+    """
+
+    def __init__(
+        self,
+        spec: TensorSpec,
+        sink: Sink,
+        offset: int,
+        *,
+        threads: int,
+        codec: CodecName,
+        may_pack: bool,
+        hashing: ThreadPoolExecutor,
+    ) -> None:
+        self.spec, self.offset, self.size = spec, offset, 0
+        self._sink, self._threads, self._codec, self._hashing = sink, threads, codec, hashing
+        self._hasher = xxhash.xxh3_128()
+        self._store: _Plain | BlobWriter | None = None
+        # Until there is enough for a sample: `_word` again and again up to `_origin`, then `_held`.
+        self._word, self._origin, self._held = np.empty(0, np.uint8), 0, list[Bytes]()
+        self._constant = True
+        self._sample = sum(end - begin for begin, end in sample_ranges(spec))
+        if not may_pack or spec.nbytes < MIN_BYTES:
+            self.decide(None)
+
+    def decide(self, plan: Plan | None) -> None:
+        """Fix how the tensor is stored: by a plan, or plain for None."""
+        self._store = (
+            _Plain(self._sink, self.offset)
+            if plan is None
+            else BlobWriter(plan, self._sink, self.offset, self._threads)
+        )
+
+    def write(self, piece: Bytes) -> None:
+        """Take the tensor's next bytes."""
+        for at in range(0, piece.size, PIECE_BYTES):
+            part = piece[at : at + PIECE_BYTES]
+            if self._threads == 1 or part.size < HASH_APART:
+                self._hasher.update(part.data)
+                self._take(part)
+                continue
+            hashed = self._hashing.submit(self._hasher.update, part.data)
+            try:
+                self._take(part)
+            finally:
+                hashed.result()
+
+    def _take(self, piece: Bytes) -> None:
+        begin, self.size = self.size, self.size + piece.size
+        if self._store is not None:
+            self._store.write(piece)
+            return
+        if self._constant:
+            piece = self._while_constant(begin, piece)
+        if piece.size:
+            self._held.append(piece.copy())
+        held = self.size - self._origin
+        complete = self.size == self.spec.nbytes
+        if not self._constant and (complete or held >= self._sample):
+            data = np.concatenate(self._held)
+            self._held = []
+            b = DTYPES[self.spec.dtype].word_bytes
+            sample = data[: self._sample]
+            self.decide(plan_tensor(self.spec, sample[: sample.size // b * b], self._codec))
+            assert self._store is not None
+            for at in range(0, self._origin, PIECE_BYTES):
+                self._store.write(_repeat(self._word, at, min(at + PIECE_BYTES, self._origin)))
+            self._store.write(data)
+
+    def _while_constant(self, begin: int, piece: Bytes) -> Bytes:
+        """Take bytes that repeat the first word; returns what must be held once one does not."""
+        b = DTYPES[self.spec.dtype].word_bytes
+        if self._word.size < b:
+            self._word = np.concatenate([self._word, piece[: b - self._word.size]])
+        word = self._word
+        if is_constant(piece, np.roll(word, -(begin % word.size))):
+            self._origin = self.size
+            return piece[:0]
+        self._constant = False
+        expected = _repeat(word, begin, begin + piece.size)
+        first = begin + int(np.argmax(piece != expected))
+        # The sample starts with the chunk that breaks the run, wherever pieces were cut.
+        chunk = PREFIX_CHUNK_WORDS * b
+        self._origin = first // chunk * chunk
+        if self._origin >= begin:
+            return piece[self._origin - begin :]
+        return np.concatenate([_repeat(word, self._origin, begin), piece])
+
+    def finish(self) -> Stored:
+        """Complete the tensor, all of whose bytes have been written."""
+        digest = self._hasher.digest()
+        if self._store is not None:
+            size = self._store.finish(digest)
+            return Stored(size, isinstance(self._store, BlobWriter), digest)
+        size = write_constant(self.spec, self._word.tobytes(), digest, self._sink, self.offset)
+        return Stored(size, True, digest)
