@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,16 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _texts(parsed: dict[str, Any]) -> Iterator[str]:
+    """Names of tensors, and names and texts of the metadata."""
+    yield from parsed
+    metadata = parsed.get("__metadata__")
+    if isinstance(metadata, dict):
+        for key, value in metadata.items():
+            yield key
+            yield value if isinstance(value, str) else ""
+
+
 def _is_size(value: object) -> bool:
     return type(value) is int and value >= 0
 
@@ -171,7 +181,16 @@ def parse_header(header: bytes, where: str) -> Container:
         ) from None
     if not isinstance(parsed, dict):
         raise NotSafetensors(f"{where}: the header is not a JSON object; this is not a safetensors file")
-    metadata = parsed.pop("__metadata__", None) or {}
+    for text in _texts(parsed):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise NotSafetensors(
+                f"{where}: the header has a text that is not Unicode: {text[:50]!a}"
+            ) from None
+    metadata = parsed.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise Corrupt(f"{where}: `__metadata__` does not map names to texts")
     entries = {name: _entry(name, info, where) for name, info in parsed.items()}

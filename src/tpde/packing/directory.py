@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpde.codec.plan import CodecName
@@ -37,6 +38,7 @@ from tpde.packing.files import (
 from tpde.packing.reader import PackedFile
 from tpde.packing.sources import shards
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 INDEX_SUFFIX = ".safetensors.index.json"
 
 
@@ -209,7 +211,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
             f"`{folder}` is not a packed model directory, it has no `{MANIFEST}`; pack it with `tpde "
             "pack` first"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Corrupt(f"`{path}` is not JSON ({error}); fetch it again") from None
     version = manifest.get("version") if isinstance(manifest, dict) else None
     if version != VERSION:
@@ -220,12 +222,25 @@ def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
     if not isinstance(files, dict):
         raise Corrupt(f"`{path}` has no `files`; fetch it again")
     for name, info in files.items():
-        parts = Path(name).parts
-        if not parts or Path(name).is_absolute() or ".." in parts or "\\" in name:
-            raise Corrupt(f"`{path}` names `{name}`, which leaves the directory; it cannot be trusted")
-        if not isinstance(info, dict) or not all(isinstance(v, str) for v in info.values()):
+        if not _is_inside(name) or any(parent.as_posix() in files for parent in PurePosixPath(name).parents):
+            raise Corrupt(
+                f"`{path}` names {name[:200]!a}, which is no file of the directory; it cannot be trusted"
+            )
+        if not isinstance(info, dict) or "sha256" not in info or not all(map(_is_text, info.values())):
             raise Corrupt(f"`{path}`: the entry of `{name}` is damaged; fetch it again")
     return files
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is Unicode text: JSON lets halves of surrogate pairs through."""
+    return isinstance(value, str) and not _SURROGATE.search(value)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a manifest's name is a plain relative path that cannot leave its directory."""
+    path = PurePosixPath(name)
+    plain = path.as_posix() == name and name != "." and not path.is_absolute() and ".." not in path.parts
+    return plain and _is_text(name) and not set("\\\0:") & set(name)
 
 
 def unpack_directory(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_NUMBER = re.compile(r"(?:^|\.)([0-9]+)(?:\.|$)")
 
 # Roles by parts of names, in the order of a forward pass; names of the common architectures.
 _BEFORE = ("embed", "wte", "wpe", "shared", "patch", "conv_in", "time_")
@@ -26,9 +26,11 @@ _INSIDE = (
 
 def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
     """Sort key in which `layers.9` comes before `layers.10`."""
-    return tuple(
-        (part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)
-    )
+    key = []
+    for i, part in enumerate(re.split(r"([0-9]+)", name)):  # every second part is a number, of any size
+        number = part.lstrip("0") if i % 2 else ""
+        key.append((bool(i % 2), len(number), f"{number} {part}"))
+    return tuple(key)
 
 
 def block_of(name: str) -> str | None:

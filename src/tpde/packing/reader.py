@@ -139,11 +139,15 @@ class PackedFile:
             raise UnsupportedVersion(
                 f"{where} has format version {version[:20]}; this tpde reads version {VERSION}; upgrade tpde"
             )
-        self._packed = {
-            name[: -len(SUFFIX)]: name
-            for name, entry in self.container.entries.items()
-            if name.endswith(SUFFIX) and self._has_magic(entry)
-        }
+        # The source's header, or None where another tool dropped it: format.md 1.2, 1.3.
+        self.original = self._original_header() if version is not None else None
+        entries = self.container.entries
+        if self.original is not None:
+            candidates = [n for n in self.original.entries if n not in entries and n + SUFFIX in entries]
+        else:
+            stored = [n for n in entries if n.endswith(SUFFIX) and self._has_magic(entries[n])]
+            candidates = [n[: -len(SUFFIX)] for n in stored]
+        self._packed = {name: name + SUFFIX for name in candidates}
         self.is_packed = bool(self._packed) or version is not None
         self._plain = sorted(
             (n for n in self.container.entries if n not in self._packed.values()), key=str.encode
@@ -151,16 +155,14 @@ class PackedFile:
         collision = next((n for n in self._plain if n in self._packed), None)
         if collision is not None:
             raise Corrupt(f"{where}: tensor `{collision}` is there both plain and packed", tensor=collision)
-        self._digests = self._plain_digests()
-        # The source's header, or the specs of every blob where another tool dropped it.
-        self.original = self._original_header() if version is not None else None
         if self.original is not None:
             self.specs = self.original.specs
             self._compare()
+            self._digests = self._plain_digests()
         else:
-            stored = {n: self.container.entries[n].spec for n in self._plain}
-            stored |= {n: self.tensor(n).spec for n in self._packed}
-            self.specs = dict(sorted(stored.items()))
+            self._digests = {}
+            specs = {n: entries[n].spec for n in self._plain} | {n: self.tensor(n).spec for n in self._packed}
+            self.specs = dict(sorted(specs.items()))
 
     def _has_magic(self, entry: Entry) -> bool:
         if entry.spec.dtype != "U8" or len(entry.spec.shape) != 1 or entry.spec.nbytes < len(MAGIC):
@@ -170,7 +172,7 @@ class PackedFile:
     def _plain_digests(self) -> dict[str, bytes]:
         text = self.container.metadata.get(KEY_PLAIN)
         if text is None:
-            if KEY_VERSION in self.container.metadata and self._plain:
+            if self._plain:
                 raise Corrupt(
                     f"`{self.source.name}`: `{KEY_PLAIN}` is missing from the metadata; the file is damaged, "
                     "fetch it again"
@@ -206,7 +208,7 @@ class PackedFile:
     def _compare(self) -> None:
         """Check that names, dtypes and shapes agree with the source's header (format.md 1.4)."""
         stored = set(self._plain) | set(self._packed)
-        for name in stored.symmetric_difference(self.specs):
+        for name in sorted(stored.symmetric_difference(self.specs)):
             missing = name in self.specs
             raise Corrupt(
                 f"`{self.source.name}`: tensor `{name}` is {'missing' if missing else 'not in the source'}; "

@@ -1,0 +1,43 @@
+"""Tensors of equal words are written and read without a trace of their size in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from support.craft import bounded
+from tpde.format.container import TensorSpec
+from tpde.format.sink import BytesSink
+from tpde.packing.reader import PackedFile
+from tpde.packing.writer import PackedWriter
+
+PIECE = 8 << 20
+
+
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F64"])
+@pytest.mark.parametrize("begin", [0, 5])
+def test_reading_takes_little_more_than_what_is_read(dtype: str, begin: int) -> None:
+    b = {"U8": 1, "BF16": 2, "F64": 8}[dtype]
+    word = np.arange(0x81, 0x81 + b, dtype=np.uint8)
+    sink, data = BytesSink(), np.tile(word, PIECE // b)
+    with PackedWriter(sink, {"x": TensorSpec(dtype, (PIECE // b,))}) as writer:
+        writer.write("x", data)
+    assert len(sink.data) < 4096
+    out = np.empty(PIECE - begin - 3, np.uint8)
+    with PackedFile(bytes(sink.data)) as file, bounded(3 * PIECE / (1 << 20)):
+        file.tensor("x").read(begin, PIECE - 3, out)
+    assert np.array_equal(out, data[begin:-3])
+
+
+@pytest.mark.parametrize("dtype", ["U8", "BF16"])
+def test_a_late_other_word_costs_little_more_than_its_piece(dtype: str) -> None:
+    b = {"U8": 1, "BF16": 2}[dtype]
+    data = np.full(PIECE, 0x42, np.uint8)
+    data[-1] = 0x43
+    sink = BytesSink()
+    writer = PackedWriter(sink, {"x": TensorSpec(dtype, (PIECE // b,))}, threads=1)
+    with bounded(6 * PIECE / (1 << 20)), writer:
+        writer.write("x", data[: PIECE // 2])
+        writer.write("x", data[PIECE // 2 :])
+    with PackedFile(bytes(sink.data)) as file:
+        assert np.array_equal(file.read("x"), data)
