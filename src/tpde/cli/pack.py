@@ -60,17 +60,16 @@ def pack(
             path, destination, threads=threads, codec=codec.value, force=force, progress=progress
         )
     seconds = time.perf_counter() - start
-    ratio = result.source_bytes / max(result.destination_bytes, 1)
     groups = survey(destination, sample=False).by_dtype if dtype_report else None
     if as_json:
         fields: dict[str, Any] = dataclasses.asdict(result)
-        fields |= {"ratio": ratio, "seconds": seconds}
+        fields["seconds"] = seconds
         if groups is not None:
             fields["by_dtype"] = [dataclasses.asdict(g) for g in groups]
         print_json(fields)
     else:
         print(
-            f"{size(result.source_bytes)} packed into {size(result.destination_bytes)}: ratio {ratio:.4f}, "
+            f"{size(result.source_bytes)} packed into {size(result.destination_bytes)}: ratio {result.ratio:.4f}, "
             f"{result.packed} of {plural(result.tensors, 'tensor')} packed, {seconds:.2f} s "
             f"({size(result.source_bytes / seconds)}/s)"
         )
