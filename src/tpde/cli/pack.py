@@ -69,9 +69,9 @@ def pack(
         print_json(fields)
     else:
         print(
-            f"{size(result.source_bytes)} packed into {size(result.destination_bytes)}: ratio {result.ratio:.4f}, "
-            f"{result.packed} of {plural(result.tensors, 'tensor')} packed, {seconds:.2f} s "
-            f"({size(result.source_bytes / seconds)}/s)"
+            f"{size(result.source_bytes)} packed into {size(result.destination_bytes)}: "
+            f"ratio {result.ratio:.4f}, {result.packed} of {plural(result.tensors, 'tensor')} packed, "
+            f"{seconds:.2f} s ({size(result.source_bytes / seconds)}/s)"
         )
         if groups is not None:
             print(dtype_table(groups))
