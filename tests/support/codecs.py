@@ -11,6 +11,7 @@ from support.files import Tensors
 from tpde.codec import plan
 from tpde.codec.plan import CodecName
 from tpde.format.constants import CODEC_CONSTANT, CODEC_PREFIX, CODEC_ZSTD
+from tpde.packing import tensor, writer
 
 ZSTD_CHUNK_WORDS = 4096  # instead of 65536, so that small tensors have several chunks
 
@@ -48,5 +49,6 @@ every_codec = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def pack_everything(patch: pytest.MonkeyPatch) -> None:
     """Let the planner pack tensors that do not shrink, and the smallest."""
     patch.setattr(plan, "WORTH", 10**9)
-    patch.setattr(plan, "MIN_BYTES", 0)
+    for module in (plan, tensor, writer):
+        patch.setattr(module, "MIN_BYTES", 1)
     patch.setattr(plan, "ZSTD_CHUNK_WORDS", ZSTD_CHUNK_WORDS)

@@ -38,6 +38,13 @@ def _open_codec(header: BlobHeader, section: bytes, *, encode: bool) -> native.C
     return native.Codec(layout, section, encode=encode)
 
 
+def repeat_word(word: Bytes, out: Bytes) -> None:
+    """Fill `out` with a word again and again. `np.resize` would build a list of as many words."""
+    whole = out.size // word.size * word.size
+    out[:whole].reshape(-1, word.size)[:] = word
+    out[whole:] = word[: out.size - whole]
+
+
 class BlobWriter:
     """Writes a blob from a tensor's bytes, in any number of pieces.
 
@@ -217,7 +224,7 @@ class BlobReader:
         header, b = self.header, self.header.word_bytes
         if header.codec == CODEC_CONSTANT:
             word = np.frombuffer(header.constant[:b], np.uint8)
-            out[:] = np.roll(np.resize(word, out.size + b), -(begin % b))[: out.size]
+            repeat_word(np.roll(word, -(begin % b)), out)
             return
         pieces = list(self._pieces(begin, end))
         # One buffer for all: fresh memory for each would cost a quarter of the time in page faults.

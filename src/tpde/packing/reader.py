@@ -266,8 +266,7 @@ class PackedFile:
         """The header of the source file, or a canonical one if the file was saved by another tool."""
         if self.original is not None:
             return self.original.header
-        metadata = {k: v for k, v in self.container.metadata.items() if not k.startswith(KEY_VERSION)}
-        return canonical_header(self.specs, metadata)
+        return canonical_header(self.specs, self.container.metadata)
 
     def metadata(self) -> dict[str, str]:
         """The source's `__metadata__`."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from tpde.codec.blob import PIECE_BYTES, BlobWriter, write_constant
+from tpde.codec.blob import PIECE_BYTES, BlobWriter, repeat_word, write_constant
 from tpde.codec.native import Bytes
 from tpde.codec.plan import MIN_BYTES, PREFIX_CHUNK_WORDS, CodecName, Plan, plan_tensor, sample_ranges
 from tpde.format.constants import DTYPES
@@ -31,7 +31,9 @@ def is_constant(data: Bytes, word: Bytes) -> bool:
 
 def _repeat(word: Bytes, begin: int, end: int) -> Bytes:
     """The bytes from `begin` to `end` of a word repeated for ever."""
-    return np.resize(np.roll(word, -(begin % word.size)), end - begin)
+    out = np.empty(end - begin, np.uint8)
+    repeat_word(np.roll(word, -(begin % word.size)), out)
+    return out
 
 
 class Stored(NamedTuple):
