@@ -1,9 +1,10 @@
 /* encode.c: words to chunks, format.md 4.4 and 5. */
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "internal.h"
 
-#define MIN_CHUNKS 8u /* a thread is worth starting for this many */
+#define MIN_CHUNKS 8u /* a thread is worth starting, and a range taking, for this many */
 
 typedef struct range {
   uint64_t first, count; /* chunks */
@@ -18,7 +19,9 @@ typedef struct encoding {
   const uint8_t *words;
   uint64_t first, words_start;
   uint8_t *out, *index;
-  range ranges[TPDE_MAX_THREADS];
+  range *ranges;
+  int count;
+  atomic_int next;
 } encoding;
 
 /* How a coded plane would be written (format.md 5.2, 5.3). */
@@ -136,21 +139,26 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
   return size;
 }
 
-static void job(void *context, int thread) {
-  encoding *e = context;
-  range *r = &e->ranges[thread];
+static void encode_range(encoding *e, range *r, uint8_t *scratch) {
   const tpde_layout *l = &e->codec->layout;
-  uint8_t *scratch = malloc((size_t)l->word_bytes * l->chunk_words);
-  if (!scratch) {
-    r->code = TPDE_E_MEMORY;
-    return;
-  }
   for (uint64_t i = r->first; i < r->first + r->count; i++) {
     uint8_t *record = e->index + TPDE_RECORD_BYTES * (i - e->first);
     uint32_t size = encode_chunk(e, i, scratch, e->out + r->start + r->used, record, &r->max_stream);
     store32(record, (uint32_t)(r->used >> l->unit_log2)); /* made absolute when all sizes are known */
     r->used += size;
     if (size > r->max_chunk) r->max_chunk = size;
+  }
+}
+
+/* Threads take one range after the other: one that is held up does not hold up all. */
+static void job(void *context, int thread) {
+  encoding *e = context;
+  const tpde_layout *l = &e->codec->layout;
+  uint8_t *scratch = malloc((size_t)l->word_bytes * l->chunk_words);
+  (void)thread;
+  for (int i; (i = atomic_fetch_add(&e->next, 1)) < e->count;) {
+    if (scratch) encode_range(e, &e->ranges[i], scratch);
+    else e->ranges[i].code = TPDE_E_MEMORY;
   }
   free(scratch);
 }
@@ -179,12 +187,17 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
   *extent_count = 0;
   if (!count) return TPDE_OK;
   if (threads > TPDE_MAX_THREADS) threads = TPDE_MAX_THREADS;
-  if ((uint64_t)threads > (count + MIN_CHUNKS - 1) / MIN_CHUNKS)
-    threads = (int)((count + MIN_CHUNKS - 1) / MIN_CHUNKS);
+  e.count = threads == 1 ? 1 : threads * TPDE_EXTENTS;
+  if ((uint64_t)e.count > (count + MIN_CHUNKS - 1) / MIN_CHUNKS)
+    e.count = (int)((count + MIN_CHUNKS - 1) / MIN_CHUNKS);
+  if (threads > e.count) threads = e.count;
+  e.ranges = calloc((size_t)e.count, sizeof *e.ranges);
+  if (!e.ranges) return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, sizeof *e.ranges);
+  atomic_init(&e.next, 0);
   tpde_chunk_words(l, first, &e.words_start);
-  for (int t = 0; t < threads; t++) {
+  for (int t = 0; t < e.count; t++) {
     range *r = &e.ranges[t];
-    uint64_t stop = first + count * (uint64_t)(t + 1) / (uint64_t)threads, begin, end;
+    uint64_t stop = first + count * (uint64_t)(t + 1) / (uint64_t)e.count, begin, end;
     r->first = i;
     r->count = stop - i;
     r->start = at;
@@ -194,15 +207,21 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
     at += tpde_encode_bound(l, end - begin, r->count);
     i = stop;
   }
+  int code = TPDE_OK;
   if (at > out_bytes)
-    return tpde_fail(error, TPDE_E_SPACE, "the output buffer is too small", UINT64_MAX, -1, out_bytes, at);
-  tpde_parallel(threads, job, &e);
-  for (int t = 0; t < threads; t++) {
+    code = tpde_fail(error, TPDE_E_SPACE, "the output buffer is too small", UINT64_MAX, -1, out_bytes, at);
+  if (!code) tpde_parallel(threads, job, &e);
+  for (int t = 0; t < e.count && !code; t++) {
     range *r = &e.ranges[t];
-    if (r->code) return tpde_fail(error, r->code, "out of memory", UINT64_MAX, -1, 0, 0);
-    if ((offset + r->used) >> l->unit_log2 > UINT32_MAX)
-      return tpde_fail(error, TPDE_E_SPACE, "the blob outgrows its 32-bit offsets", r->first, -1,
+    if (r->code) {
+      code = tpde_fail(error, r->code, "out of memory", UINT64_MAX, -1, 0, 0);
+      break;
+    }
+    if ((offset + r->used) >> l->unit_log2 > UINT32_MAX) {
+      code = tpde_fail(error, TPDE_E_SPACE, "the blob outgrows its 32-bit offsets", r->first, -1,
                        offset + r->used, (uint64_t)UINT32_MAX << l->unit_log2);
+      break;
+    }
     for (uint64_t c = r->first; c < r->first + r->count; c++) {
       uint8_t *record = index + TPDE_RECORD_BYTES * (c - first);
       store32(record, load32(record) + (uint32_t)(offset >> l->unit_log2));
@@ -212,6 +231,7 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
     if (r->max_chunk > *max_chunk) *max_chunk = r->max_chunk;
     if (r->max_stream > *max_stream) *max_stream = r->max_stream;
   }
-  *extent_count = threads;
-  return TPDE_OK;
+  *extent_count = code ? 0 : e.count;
+  free(e.ranges);
+  return code;
 }

@@ -105,6 +105,9 @@ static void merge(int word_bytes, int rotate, uint8_t *const planes[], size_t n,
 /* ---- the checksum, format.md 4.5 ---- */
 
 #define GOLDEN 0x9E3779B1u
+#ifndef AT_ONCE
+#define AT_ONCE 32 /* accumulators: enough that a multiplication does not wait for the one before */
+#endif
 
 static inline uint32_t absorb(uint32_t h, uint32_t x) { return (((h << 5) | (h >> 27)) ^ x) * GOLDEN; }
 
@@ -112,11 +115,11 @@ static uint32_t checksum(const uint8_t *words, size_t bytes) {
   uint32_t h[128], sum = 0;
   size_t whole = bytes / 512, rest = bytes % 512, i;
   for (uint32_t a = 0; a < 128; a++) h[a] = (a + 1) * GOLDEN;
-  for (size_t b = 0; b < 128; b += 32) {
-    uint32_t k[32]; /* 32 accumulators at a time stay in registers */
+  for (size_t b = 0; b < 128; b += AT_ONCE) {
+    uint32_t k[AT_ONCE]; /* stay in registers */
     memcpy(k, h + b, sizeof k);
     for (i = 0; i < whole; i++)
-      for (size_t a = 0; a < 32; a++) k[a] = absorb(k[a], load32(words + 512 * i + 4 * (b + a)));
+      for (size_t a = 0; a < AT_ONCE; a++) k[a] = absorb(k[a], load32(words + 512 * i + 4 * (b + a)));
     memcpy(h + b, k, sizeof k);
   }
   if (whole) words += 512 * whole; /* without bytes it may be NULL, which takes no offset */

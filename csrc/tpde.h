@@ -32,6 +32,7 @@ extern "C" {
 #define TPDE_MAX_TABLES 16  /* format.md 7 */
 #define TPDE_RECORD_BYTES 12 /* an index record, format.md 4.3 */
 #define TPDE_MAX_THREADS 256
+#define TPDE_EXTENTS 8      /* extents for each thread that tpde_encode may write */
 #define TPDE_MAX_TABLE_SECTION 20480 /* bytes that tpde_plan may write */
 
 /* What a call returned: 0, or one of these. */
@@ -72,7 +73,7 @@ typedef struct tpde_layout {
 /* A layout with its tables expanded for decoding and encoding. */
 typedef struct tpde_codec tpde_codec;
 
-/* Bytes that an encoding thread wrote: out[start .. start + bytes). */
+/* Bytes of consecutive chunks: out[start .. start + bytes). */
 typedef struct tpde_extent {
   uint64_t start;
   uint64_t bytes;
@@ -134,8 +135,9 @@ TPDE_API int tpde_decode(const tpde_codec *codec, const uint8_t *index, uint64_t
 
 /* Encode chunks `first` to `first + count - 1` from `words`.
  *
- * The encoded bytes go to `out` (tpde_encode_bound bytes) in at most `threads` extents, which, put one after
- * the other, are the blob's bytes from `offset` on; `offset` is a multiple of the unit. Writes `count` index
+ * The encoded bytes go to `out` (tpde_encode_bound bytes) in one extent with one thread, otherwise in at
+ * most TPDE_EXTENTS * `threads` extents, which, put
+ * one after the other, are the blob's bytes from `offset` on; `offset` is a multiple of the unit. Writes `count` index
  * records and the largest sizes seen, *max_chunk and *max_stream, which the caller initialises. Allocates at
  * most 1 MiB a thread. The concatenated bytes do not depend on `threads`. */
 TPDE_API int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint64_t count,

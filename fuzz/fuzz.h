@@ -211,7 +211,7 @@ static inline encoded encode_all(const tpde_codec *codec, const tpde_layout *l, 
   encoded e = {.chunks = tpde_chunk_count(l)};
   uint64_t bound = tpde_encode_bound(l, l->words, e.chunks);
   uint8_t *out = exact(bound);
-  tpde_extent extents[8];
+  tpde_extent extents[8 * TPDE_EXTENTS];
   tpde_error error = {0};
   int count = 0;
   CHECK(threads <= 8);

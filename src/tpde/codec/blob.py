@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tpde.format.sink import Sink
 from tpde.format.source import Source, read
 
 PIECE_BYTES = 8 << 20  # of words at a time: more is no faster, and no longer fits a cache
+MAX_PIECES = 4  # decoded in one call by several threads, so that starting them costs little
 
 _RECORD = np.dtype(  # format.md 4.3
     [("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")]
@@ -58,9 +60,13 @@ class BlobWriter:
         Where in the sink.
     threads : int
         How many threads encode.
+    background : Executor, optional
+        Where a piece is written while the next one is encoded.
     """
 
-    def __init__(self, plan: Plan, sink: Sink, offset: int, threads: int) -> None:
+    def __init__(
+        self, plan: Plan, sink: Sink, offset: int, threads: int, background: Executor | None = None
+    ) -> None:
         self._header, self._section = plan.header, plan.section
         self._sink, self._offset, self._threads = sink, offset, threads
         self._codec = _open_codec(plan.header, plan.section, encode=True)
@@ -69,7 +75,9 @@ class BlobWriter:
         self._index: list[Bytes] = []
         self._max_chunk = self._max_stream = 0
         self._pending = np.empty(0, np.uint8)  # words of a chunk that is not complete
+        self._background = background
         self._out = np.empty(0, np.uint8)
+        self._writing: tuple[Future[None], Bytes] | None = None  # and the buffer that it needs
 
     def write(self, data: Bytes) -> None:
         """Take the tensor's next bytes."""
@@ -93,7 +101,15 @@ class BlobWriter:
         if self._out.size < need:
             self._out = np.empty(need, np.uint8)
         made: Encoded = self._codec.encode(words, self._next, count, self._at, self._out, self._threads)
-        self._sink.write(self._offset + self._at, made.pieces)
+        if self._background is None:
+            self._sink.write(self._offset + self._at, made.pieces)
+        else:  # the two buffers take turns
+            future = self._background.submit(self._sink.write, self._offset + self._at, made.pieces)
+            last, self._writing = self._writing, (future, self._out)
+            self._out = np.empty(0, np.uint8)
+            if last is not None:
+                last[0].result()
+                self._out = last[1]
         self._index.append(made.records)
         self._at += made.size
         self._next += count
@@ -110,6 +126,9 @@ class BlobWriter:
         """
         if self._next != self._header.chunks or self._pending.size:
             raise ValueError("the tensor is not complete")
+        if self._writing is not None:
+            self._writing[0].result()
+            self._writing = None
         header = with_results(
             self._header,
             blob_bytes=self._at,
@@ -219,14 +238,14 @@ class BlobReader:
     def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
         """Decode the tensor's bytes from `begin` to `end` into `out`, touching only their chunks.
 
-        Memory beyond `out` is bounded by about three pieces of 8 MiB.
+        Memory beyond `out` is bounded by about eight pieces of 8 MiB.
         """
         header, b = self.header, self.header.word_bytes
         if header.codec == CODEC_CONSTANT:
             word = np.frombuffer(header.constant[:b], np.uint8)
             repeat_word(np.roll(word, -(begin % b)), out)
             return
-        pieces = list(self._pieces(begin, end))
+        pieces = list(self._pieces(begin, end, min(threads, MAX_PIECES)))
         # One buffer for all: fresh memory for each would cost a quarter of the time in page faults.
         scratch = np.empty(max((self.stored(*piece) for piece in pieces), default=0), np.uint8)
         for first, last in pieces:
@@ -240,13 +259,13 @@ class BlobReader:
                 self.decode(first, last, words, threads, scratch)
                 target[:] = words[lo - w0 * b : hi - w0 * b]
 
-    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Runs of chunks of at most PIECE_BYTES that cover a range of bytes."""
+    def _pieces(self, begin: int, end: int, pieces: int = 1) -> Iterator[tuple[int, int]]:
+        """Runs of chunks of at most so many PIECE_BYTES that cover a range of bytes."""
         if begin >= end:
             return
         b = self.header.word_bytes
         first, stop = self.header.chunk_of(begin // b), self.header.chunk_of((end - 1) // b)
-        run = max(1, PIECE_BYTES // (self.header.chunk_words * b))
+        run = max(1, pieces * PIECE_BYTES // (self.header.chunk_words * b))
         while first <= stop:
             last = min(first + run - 1, stop)
             yield first, last

@@ -61,6 +61,7 @@ class _Extent(ctypes.Structure):
 
 
 MAX_THREADS = 256
+EXTENTS = 8  # for each thread, TPDE_EXTENTS
 
 _u8p, _u32p = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint32)
 _u64, _u32, _int, _ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
@@ -405,7 +406,7 @@ class Codec:
         """
         index = np.empty(RECORD_BYTES * count, np.uint8)
         threads = min(threads, MAX_THREADS)
-        extents = (_Extent * threads)()
+        extents = (_Extent * (threads * EXTENTS))()
         used, max_chunk, max_stream, error = _int(), _u32(), _u32(), _Error()
         code = _core().tpde_encode(
             self._handle,

@@ -135,7 +135,7 @@ class BytesSink:
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self.name = "<bytes>"
-        self._buffer = np.zeros(capacity, np.uint8)
+        self._buffer = np.empty(capacity, np.uint8)
         self._size = 0
 
     @property
@@ -149,9 +149,10 @@ class BytesSink:
             piece = np.frombuffer(buffer, np.uint8)
             end = offset + piece.size
             if end > self._buffer.size:
-                grown = np.zeros(max(end, 2 * self._buffer.size), np.uint8)
+                grown = np.empty(max(end, 2 * self._buffer.size), np.uint8)
                 grown[: self._size] = self._buffer[: self._size]
                 self._buffer = grown
+            self._buffer[self._size : offset] = 0
             self._buffer[offset:end] = piece
             offset, self._size = end, max(self._size, end)
 

@@ -75,8 +75,8 @@ class TensorWriter:
         Which codec to use if it shrinks.
     may_pack : bool
         False if it must stay plain.
-    hashing : ThreadPoolExecutor
-        Where large pieces are hashed while they are encoded.
+    background : ThreadPoolExecutor, optional
+        Where pieces are hashed and written while others are encoded.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class TensorWriter:
         threads: int,
         codec: CodecName,
         may_pack: bool,
-        hashing: ThreadPoolExecutor,
+        background: ThreadPoolExecutor | None,
     ) -> None:
         self.spec, self.offset, self.size = spec, offset, 0
-        self._sink, self._threads, self._codec, self._hashing = sink, threads, codec, hashing
+        self._sink, self._threads, self._codec, self._background = sink, threads, codec, background
         self._hasher = xxhash.xxh3_128()
         self._store: _Plain | BlobWriter | None = None
         # Until there is enough for a sample: `_word` again and again up to `_origin`, then `_held`.
@@ -106,18 +106,18 @@ class TensorWriter:
         self._store = (
             _Plain(self._sink, self.offset)
             if plan is None
-            else BlobWriter(plan, self._sink, self.offset, self._threads)
+            else BlobWriter(plan, self._sink, self.offset, self._threads, self._background)
         )
 
     def write(self, piece: Bytes) -> None:
         """Take the tensor's next bytes."""
         for at in range(0, piece.size, PIECE_BYTES):
             part = piece[at : at + PIECE_BYTES]
-            if self._threads == 1 or part.size < HASH_APART:
+            if self._background is None or part.size < HASH_APART:
                 self._hasher.update(part.data)
                 self._take(part)
                 continue
-            hashed = self._hashing.submit(self._hasher.update, part.data)
+            hashed = self._background.submit(self._hasher.update, part.data)
             try:
                 self._take(part)
             finally:

@@ -119,7 +119,8 @@ class PackedWriter:
                 f"{len(self._specs)} tensors need a header of {self._start - 8} bytes; a safetensors "
                 f"file allows {MAX_CONTAINER_HEADER}; write them to several files"
             )
-        self._hashing = ThreadPoolExecutor(1, "tpde-hash")
+        # One thread may do everything; with more, hashing and writing go on beside encoding.
+        self._background = ThreadPoolExecutor(1, "tpde") if self._threads > 1 else None
         self._sink = (
             FileSink(destination, force=force) if isinstance(destination, (str, os.PathLike)) else destination
         )
@@ -201,7 +202,7 @@ class PackedWriter:
             threads=self._threads,
             codec=self._codec,
             may_pack=self.may_pack(name),
-            hashing=self._hashing,
+            background=self._background,
         )
         if name in self._plans:
             tensor.decide(self._plans[name])
@@ -258,13 +259,17 @@ class PackedWriter:
         entries = [entry_json(name, *where) for name, where in self._written.items()]
         header = join_header(self._metadata, entries).ljust(self._start - 8, b" ")
         self._sink.write(0, [(self._start - 8).to_bytes(8, "little") + header])
-        self._hashing.shutdown()
+        self._stop()
         self._sink.commit()
 
     def abort(self) -> None:
         """Leave no trace of the file."""
-        self._hashing.shutdown()
+        self._stop()
         self._sink.abort()
+
+    def _stop(self) -> None:
+        if self._background is not None:
+            self._background.shutdown()
 
     def __enter__(self) -> PackedWriter:
         return self
