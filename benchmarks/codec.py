@@ -21,8 +21,9 @@ import zstandard
 from _data import normal, tensor_bytes
 from _machine import arguments, emit, header, note, table
 
+from tpde.codec import native
 from tpde.codec.native import Bytes
-from tpde.codec.plan import sample_ranges
+from tpde.codec.plan import core_layout, plan_tensor, sample_ranges
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink, Sink
 from tpde.packing.reader import PackedFile
@@ -93,6 +94,55 @@ class Tpde:
         if self._out is None:
             return PackedFile(coded).read("weight", threads)
         PackedFile(coded).tensor("weight").read(0, nbytes, self._out, threads)
+        return self._out
+
+
+class Core:
+    """The codec alone, into buffers made beforehand: plan, tables, chunks, index map and checksums.
+
+    No file around it, no hash, no copy to where the file goes; this is what ZipNN's functions do, too.
+    """
+
+    name = "tpde, codec alone"
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec = spec
+        self._coded = np.zeros(spec.nbytes + (1 << 20), np.uint8)
+        self._blob = np.zeros(spec.nbytes + (1 << 20), np.uint8)
+        self._out = np.zeros(spec.nbytes, np.uint8)
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def prepare(self, data: Bytes) -> None:
+        """Nothing: the input is only read."""
+
+    def encode(self, data: Bytes, threads: int) -> Any:
+        """Tensor bytes to chunks and their index map."""
+        sample = np.concatenate([data[begin:end] for begin, end in sample_ranges(self._spec)])
+        plan = plan_tensor(self._spec, sample)
+        assert plan is not None
+        header = plan.header
+        self._codec = native.Codec(core_layout(header), plan.section, encode=True)
+        made = self._codec.encode(data, 0, header.chunks, header.chunks_at, self._coded, threads)
+        self._made, self._at = made, header.chunks_at
+        self._size = header.chunks_at + made.size
+        return self
+
+    def between(self) -> None:
+        """Put the threads' pieces together, as a file does. Not timed."""
+        at = 0
+        for piece in self._made.pieces:
+            self._blob[at : at + piece.size] = piece
+            at += piece.size
+
+    def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
+        """Chunks to tensor bytes, every checksum checked."""
+        made = self._made
+        self._codec.decode(
+            made.records, 0, self._blob[: made.size], self._at, self._at + made.size, self._out, threads
+        )
         return self._out
 
 
@@ -201,6 +251,8 @@ def measure(
                 contestant.prepare(data)
                 took_encode, coded = _timed(contestant.encode, data, count)
                 size = len(coded)
+                if isinstance(contestant, Core):
+                    contestant.between()
                 took_decode, plain = _timed(contestant.decode, coded, data.size, count)
                 if not np.array_equal(np.frombuffer(plain, np.uint8), data):
                     raise SystemExit(f"error: {contestant.name}, {count} threads: input not restored")
@@ -279,6 +331,7 @@ def main() -> int:
         Zstd(),
         Copy(data.size, reuse=False),
         Tpde(spec, reuse=True),
+        Core(spec),
         Copy(data.size, reuse=True),
     ]
     times = measure(contestants, data, options.threads, options.runs)
