@@ -25,7 +25,7 @@ from tpde.codec import native
 from tpde.codec.native import Bytes
 from tpde.codec.plan import core_layout, plan_tensor, sample_ranges
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink, Sink
+from tpde.format.sink import BytesSink
 from tpde.packing.reader import PackedFile
 from tpde.packing.writer import PackedWriter
 
@@ -45,36 +45,13 @@ class Contestant(Protocol):
         """Return the original's bytes."""
 
 
-class PreallocatedSink:
-    """A buffer that is there before the clock starts, its pages touched."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.name = "<buffer>"
-        self.data = np.zeros(nbytes, np.uint8)
-        self.end = 0
-
-    def write(self, offset: int, buffers: Sequence[Any]) -> None:
-        """Write buffers one after the other from `offset` on."""
-        for buffer in buffers:
-            piece = np.frombuffer(buffer, np.uint8)
-            self.data[offset : offset + piece.size] = piece
-            offset += piece.size
-        self.end = max(self.end, offset)
-
-    def commit(self) -> None:
-        """Nothing to do: the bytes are there."""
-
-    def abort(self) -> None:
-        """Nothing to undo."""
-
-
 class Tpde:
     """Our codec, through the same classes as `tpde.pack`; `reuse` takes buffers made beforehand."""
 
     def __init__(self, spec: TensorSpec, *, reuse: bool) -> None:
         self.name = "tpde, buffers reused" if reuse else "tpde"
         self._spec, self._reuse = spec, reuse
-        self._sink = PreallocatedSink(spec.nbytes + (1 << 20)) if reuse else None
+        self._buffer = np.zeros(spec.nbytes + (1 << 20), np.uint8) if reuse else None
         self._out = np.zeros(spec.nbytes, np.uint8) if reuse else None
 
     def prepare(self, data: Bytes) -> None:
@@ -82,12 +59,12 @@ class Tpde:
 
     def encode(self, data: Bytes, threads: int) -> Any:
         """Tensor bytes to the bytes of a packed file, as `tpde.pack` makes it."""
-        sink: Sink = self._sink or BytesSink(self._spec.nbytes + (1 << 20))  # as `tpde.torch.save` does
+        sink = BytesSink(self._spec.nbytes + (1 << 20), self._buffer)  # as `tpde.torch.save` does
         sample = np.concatenate([data[begin:end] for begin, end in sample_ranges(self._spec)])
         with PackedWriter(sink, {"weight": self._spec}, threads=threads) as writer:
             writer.plan("weight", sample)
             writer.write("weight", data)
-        return sink.data[: sink.end] if isinstance(sink, PreallocatedSink) else sink.data  # type: ignore[attr-defined]
+        return sink.data
 
     def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
         """A packed file's bytes to the tensor's, every chunk's checksum checked."""

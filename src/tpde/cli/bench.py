@@ -103,37 +103,17 @@ def _timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-class _MemorySink:
-    """A sink over a buffer that is there already, so that no run pays for growing it."""
-
-    name = "<memory>"
-
-    def __init__(self, data: Bytes) -> None:
-        self.data = data
-
-    def write(self, offset: int, buffers: Sequence[Any]) -> None:
-        from tpde.codec.native import as_bytes
-
-        for buffer in buffers:
-            piece = as_bytes(buffer)
-            self.data[offset : offset + piece.size] = piece
-            offset += piece.size
-
-    def commit(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
-
-
 class _Case:
     """One tensor and the times of its runs."""
 
     def __init__(self, name: str, spec: TensorSpec, words: Bytes, threads: int) -> None:
         import numpy as np
 
+        from tpde.format.sink import BytesSink
+
         self.name, self.spec, self.words, self.threads = name, spec, words, threads
-        self.sink = _MemorySink(np.zeros(words.size + words.size // 16 + (1 << 16), np.uint8))
+        self.buffer = np.zeros(words.size + words.size // 16 + (1 << 16), np.uint8)
+        self.sink = BytesSink(buffer=self.buffer)
         self.out = np.zeros(words.size, np.uint8)
         self.plan: Plan | None = None
         self.stored = words.size
@@ -154,7 +134,9 @@ class _Case:
 
         from tpde.codec.blob import BlobWriter
         from tpde.codec.plan import plan_tensor, sample_ranges
+        from tpde.format.sink import BytesSink
 
+        self.sink = BytesSink(buffer=self.buffer)
         sample = np.concatenate([self.words[a:b] for a, b in sample_ranges(self.spec)])
         self.plan = plan_tensor(self.spec, sample)
         if self.plan is None:
@@ -169,7 +151,7 @@ class _Case:
         from tpde.format.source import BytesSource
 
         if self.plan is None:
-            self.out[:] = self.sink.data[: self.out.size]
+            self.out[:] = self.buffer[: self.out.size]
             return
         reader = BlobReader(BytesSource(self.sink.data), 0, self.stored)
         reader.read(0, self.out.size, self.out, self.threads)

@@ -98,10 +98,13 @@ class BlobWriter:
 
     def _encode(self, words: Bytes, count: int) -> None:
         need = self._codec.bound(words.size // self._header.word_bytes, count)
-        if self._out.size < need:
+        # A sink in memory is written directly; the pieces of several threads then move together.
+        out = self._sink.room(self._offset + self._at, need)
+        if out is None and self._out.size < need:
             self._out = np.empty(need, np.uint8)
-        made: Encoded = self._codec.encode(words, self._next, count, self._at, self._out, self._threads)
-        if self._background is None:
+        target = self._out if out is None else out
+        made: Encoded = self._codec.encode(words, self._next, count, self._at, target, self._threads)
+        if out is not None or self._background is None:
             self._sink.write(self._offset + self._at, made.pieces)
         else:  # the two buffers take turns
             future = self._background.submit(self._sink.write, self._offset + self._at, made.pieces)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from tpde.errors import DestinationExists, InvalidDestination
 
@@ -23,6 +24,9 @@ class Sink(Protocol):
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
         """Write buffers one after the other from `offset` on. What is skipped is zero."""
+
+    def room(self, offset: int, size: int) -> Any:
+        """Memory that these bytes live in, to be written directly and then given to `write`; or None."""
 
     def commit(self) -> None:
         """Make what was written visible."""
@@ -100,6 +104,9 @@ class FileSink:
                 self.name,
             ) from error
 
+    def room(self, offset: int, size: int) -> None:
+        """None: a file's bytes are not in memory."""
+
     def commit(self) -> None:
         """Sync the file and give it its name."""
         os.fsync(self._fd)
@@ -131,11 +138,13 @@ class BytesSink:
     capacity : int
         Bytes that are likely to be written. What is not used costs address space only, and growing costs
         a copy.
+    buffer : ndarray of uint8, optional
+        Memory to start with instead.
     """
 
-    def __init__(self, capacity: int = 1 << 16) -> None:
+    def __init__(self, capacity: int = 1 << 16, buffer: npt.NDArray[np.uint8] | None = None) -> None:
         self.name = "<bytes>"
-        self._buffer = np.empty(capacity, np.uint8)
+        self._buffer = np.empty(capacity, np.uint8) if buffer is None else buffer
         self._size = 0
 
     @property
@@ -148,13 +157,19 @@ class BytesSink:
         for buffer in buffers:
             piece = np.frombuffer(buffer, np.uint8)
             end = offset + piece.size
-            if end > self._buffer.size:
-                grown = np.empty(max(end, 2 * self._buffer.size), np.uint8)
-                grown[: self._size] = self._buffer[: self._size]
-                self._buffer = grown
-            self._buffer[self._size : offset] = 0
-            self._buffer[offset:end] = piece
+            place = self.room(offset, piece.size)
+            if place.ctypes.data != piece.ctypes.data:  # else it was written there directly
+                place[:] = piece
             offset, self._size = end, max(self._size, end)
+
+    def room(self, offset: int, size: int) -> Any:
+        """The bytes' place. What lies between them and those written so far becomes zero."""
+        if offset + size > self._buffer.size:
+            grown = np.empty(max(offset + size, 2 * self._buffer.size), np.uint8)
+            grown[: self._size] = self._buffer[: self._size]
+            self._buffer = grown
+        self._buffer[self._size : offset] = 0
+        return self._buffer[offset : offset + size]
 
     def commit(self) -> None:
         """Nothing to do: the bytes are there."""
