@@ -90,7 +90,6 @@ void tpde_parallel(int threads, void (*job)(void *context, int thread), void *co
 /* Table construction, shared by plan.c and table.c. */
 int tpde_table_parse(const uint8_t *p, size_t bytes, table *t, const uint8_t **values, size_t *used,
                      uint64_t number, tpde_error *error);
-int tpde_table_entries(const table *t);
 
 static inline uint32_t load32(const uint8_t *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 static inline uint64_t load64(const uint8_t *p) { uint64_t v; memcpy(&v, p, 8); return v; }

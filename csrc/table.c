@@ -3,8 +3,6 @@
 
 #include "internal.h"
 
-int tpde_table_entries(const table *t) { return 1 << t->index_bits; }
-
 int tpde_table_parse(const uint8_t *p, size_t bytes, table *t, const uint8_t **values, size_t *used,
                      uint64_t number, tpde_error *error) {
   uint64_t codes = 0, sum = 0;

@@ -84,6 +84,5 @@ MAX_CHUNK_WORDS: Final = 65536
 MAX_PREFIX_CHUNK_WORDS: Final = 32768
 MIN_UNIT_LOG2: Final = 4  # format.md 2
 MAX_UNIT_LOG2: Final = 12
-MAX_OFFSET_UNITS: Final = 1 << 32  # format.md 7
 
 MANIFEST: Final = "tpde_manifest.json"  # format.md 8

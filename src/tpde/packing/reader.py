@@ -149,9 +149,7 @@ class PackedFile:
             candidates = [n[: -len(SUFFIX)] for n in stored]
         self._packed = {name: name + SUFFIX for name in candidates}
         self.is_packed = bool(self._packed) or version is not None
-        self._plain = sorted(
-            (n for n in self.container.entries if n not in self._packed.values()), key=str.encode
-        )
+        self._plain = sorted(set(entries).difference(self._packed.values()), key=str.encode)
         collision = next((n for n in self._plain if n in self._packed), None)
         if collision is not None:
             raise Corrupt(f"{where}: tensor `{collision}` is there both plain and packed", tensor=collision)
