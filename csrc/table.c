@@ -129,6 +129,17 @@ int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t 
   return TPDE_OK;
 }
 
+int tpde_codec_table(const tpde_codec *codec, int number, int *kind, int *raw_bits, int *index_bits,
+                     const uint32_t **entries) {
+  if (!codec || number < 0 || number >= codec->layout.tables) return TPDE_E_ARGUMENT;
+  const table *t = &codec->tables[number];
+  *kind = t->kind;
+  *raw_bits = t->raw_bits;
+  *index_bits = t->index_bits;
+  *entries = t->decode;
+  return TPDE_OK;
+}
+
 void tpde_codec_close(tpde_codec *codec) {
   if (!codec) return;
   for (int i = 0; i < TPDE_MAX_TABLES; i++) {

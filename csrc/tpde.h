@@ -117,6 +117,14 @@ TPDE_API int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, 
                              int encode, tpde_codec **codec, tpde_error *error);
 TPDE_API void tpde_codec_close(tpde_codec *codec);
 
+/* Table `number` of a codec as expanded for decoding, for decoders elsewhere: `*entries` points at
+ * 2^*index_bits entries that live as long as the codec, indexed by a lane's next bits, the first bit lowest. An
+ * entry has the length in bits 0 to 4 (raw bits included), 0x100 for an escape (the length is then the
+ * codeword's alone), and the symbol, or two of them, the first lower, from bit 16 on. Returns 0, or
+ * TPDE_E_ARGUMENT. */
+TPDE_API int tpde_codec_table(const tpde_codec *codec, int number, int *kind, int *raw_bits, int *index_bits,
+                              const uint32_t **entries);
+
 /* Check an index map of all chunks of a layout (format.md 4.3). `first_offset` is where chunks start in the
  * blob, `blob_bytes` where they end. */
 TPDE_API int tpde_index_check(const tpde_layout *layout, const uint8_t *index, uint64_t first_offset,

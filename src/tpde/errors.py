@@ -76,5 +76,13 @@ class MissingDependency(TpdeError):
     """An optional package is needed: install it."""
 
 
+class UnsupportedDevice(TpdeError):
+    """Driver or device cannot run the kernels: update the driver, or use another device or the CPU."""
+
+
+class CompileError(TpdeError):
+    """A kernel could not be compiled: report a bug, with the log."""
+
+
 class NativeError(TpdeError):
     """The native core is missing or refused a call that it should have taken: report a bug."""

@@ -80,6 +80,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "tpde_codec_open": (_int, [_layout, _u8p, _u32, _int, ctypes.POINTER(_ptr), _error]),
     "tpde_codec_close": (None, [_ptr]),
+    "tpde_codec_table": (
+        _int,
+        [_ptr, _int, *[ctypes.POINTER(_int)] * 3, ctypes.POINTER(_u32p)],
+    ),
     "tpde_index_check": (_int, [_layout, _u8p, _u64, _u64, _u32, _error]),
     "tpde_decode": (
         _int,
@@ -289,6 +293,14 @@ class Encoded(NamedTuple):
     max_stream: int
 
 
+class Table(NamedTuple):
+    """A table as expanded for decoding: see `tpde_codec_table` in tpde.h."""
+
+    kind: int
+    raw_bits: int
+    entries: npt.NDArray[np.uint32]
+
+
 class Codec:
     """A layout with its tables expanded; decodes, and encodes if opened for it.
 
@@ -381,6 +393,18 @@ class Codec:
             ctypes.byref(error),
         )
         _check(code, error)
+
+    def tables(self) -> list[Table]:
+        """Copies of the expanded tables, for decoders elsewhere."""
+        tables = []
+        for number in range(self.layout.tables):
+            kind, raw_bits, index_bits, entries = _int(), _int(), _int(), _u32p()
+            places = (ctypes.byref(it) for it in (kind, raw_bits, index_bits, entries))
+            if _core().tpde_codec_table(self._handle, number, *places):
+                raise NativeError(f"the native core refused table {number} of {self.layout.tables}")
+            copy = np.ctypeslib.as_array(entries, (1 << index_bits.value,)).copy()
+            tables.append(Table(kind.value, raw_bits.value, copy))
+        return tables
 
     def bound(self, words: int, chunks: int) -> int:
         """Most bytes that encoding these many words in these many chunks can take."""

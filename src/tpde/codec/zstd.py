@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+import threading
+from typing import NamedTuple
 
 import numpy as np
 import zstandard
 
-from tpde.codec import native
+from tpde.codec import native, pool
 from tpde.codec.native import Bytes, CoreLayout, Encoded
 from tpde.errors import Corrupt
 from tpde.format.blob import BlobHeader, align
 from tpde.format.constants import MODE_CODED, MODE_FILL, MODE_RAW
 
 LEVEL = 3  # zstd's own default
+# Bytes of words that one thread takes in a second, by which the pool judges whether more threads pay:
+ENCODE_SPEED = 250e6
+DECODE_SPEED = 900e6
 _RECORD = struct.Struct("<IIHBB")  # format.md 4.3
 
-T = TypeVar("T")
+
+class _Contexts(threading.local):
+    """Each thread's own zstd contexts, which take 20 us to make and must not be shared."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=LEVEL)
+        # A window is never larger than the content, which is a plane of 64 KiB.
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 20)
 
 
-def _map(threads: int, function: Callable[[int], T], numbers: range) -> list[T]:
-    if threads == 1 or len(numbers) == 1:
-        return [function(i) for i in numbers]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(function, numbers))
+_contexts = _Contexts()
 
 
 class _Chunk(NamedTuple):
@@ -71,7 +76,8 @@ class ZstdCodec:
             begin, end = self._header.chunk_range(number, number)
             return self._encode_chunk(words[(begin - start) * b : (end - start) * b])
 
-        chunks = _map(threads, one, range(first, first + count))
+        numbers = range(first, first + count)
+        chunks = pool.each(one, numbers, seconds=words.size / ENCODE_SPEED, threads=threads)
         index, at, largest, stream = bytearray(), 0, 0, 0
         for chunk in chunks:
             index += _RECORD.pack((offset + at) // self._unit, chunk.checksum, chunk.modes, 0, chunk.fill)
@@ -91,7 +97,7 @@ class ZstdCodec:
                 modes |= MODE_FILL << (2 * p)
                 continue
             data = plane.tobytes()
-            frame = zstandard.ZstdCompressor(level=LEVEL).compress(data)
+            frame = _contexts.compressor.compress(data)
             size, limit = align(4 + len(frame), 4), align(len(data), 16)
             if size < limit:
                 modes |= MODE_CODED << (2 * p)
@@ -132,7 +138,7 @@ class ZstdCodec:
                     f"the checksum does not match: found {found}, needed {checksum}", chunk=first + i
                 )
 
-        _map(threads, one, range(len(records)))
+        pool.each(one, range(len(records)), seconds=out.size / DECODE_SPEED, threads=threads)
 
     def _decode_chunk(self, data: Bytes, modes: int, fill: int, out: Bytes, chunk: int) -> None:
         b = self._header.word_bytes
@@ -154,20 +160,33 @@ class ZstdCodec:
             size = int.from_bytes(data[at : at + 4].tobytes(), "little")
             if at + 4 + size > data.size:
                 raise Corrupt(f"the chunk ends inside a zstd frame (plane {p})", chunk=chunk)
-            planes[p] = _decompress(data[at + 4 : at + 4 + size].tobytes(), n, p, chunk)
+            planes[p] = decompress(data[at + 4 : at + 4 + size], n, p, chunk)
             at += align(4 + size, 4)
         native.merge(self._layout, planes, out)
 
 
-def _decompress(frame: bytes, n: int, plane: int, chunk: int) -> Bytes:
-    """Decompress one frame whose content must be `n` bytes; nothing larger is allocated."""
+def decompress(frame: Bytes, n: int, plane: int, chunk: int) -> Bytes:
+    """Decompress one frame whose content must be `n` bytes; nothing larger is allocated.
+
+    Parameters
+    ----------
+    frame : ndarray of uint8
+        Exactly one frame.
+    n : int
+        Bytes of its content.
+    plane, chunk : int
+        What an error names.
+
+    Raises
+    ------
+    Corrupt
+        If the frame is damaged, followed by anything, or of another size.
+    """
     try:
         size = zstandard.frame_content_size(frame)
         if size != n:
             raise Corrupt(f"a zstd frame of {size} bytes, {n} are needed (plane {plane})", chunk=chunk)
-        content = zstandard.ZstdDecompressor(max_window_size=1 << 20).decompress(
-            frame, max_output_size=n, allow_extra_data=False
-        )
+        content = _contexts.decompressor.decompress(frame, max_output_size=n, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Corrupt(f"a zstd frame is damaged: {error} (plane {plane})", chunk=chunk) from None
     if len(content) != n:

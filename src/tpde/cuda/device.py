@@ -1,0 +1,124 @@
+"""What a device must have, and what to say when it has not."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from tpde.errors import MissingDependency, UnsupportedDevice
+
+MIN_CAPABILITY = (8, 0)  # cp.async and __reduce_add_sync: Ampere and later
+INSTALL = "pip install 'tpde[cuda]'"
+
+
+class DeviceFacts(NamedTuple):
+    """The facts of a device that launches depend on."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int  # that one block may use
+    shared_bytes_sm: int  # of a multiprocessor
+
+
+def bindings() -> tuple[Any, Any]:
+    """`cuda.bindings.driver` and `cuda.bindings.nvrtc`.
+
+    Raises
+    ------
+    MissingDependency
+        If `cuda-core` or `cuda-bindings` is not installed.
+    """
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError as error:
+        raise MissingDependency(
+            f"decoding on a GPU needs `cuda-core` and `cuda-bindings`: {error}; {INSTALL}"
+        ) from error
+    return driver, nvrtc
+
+
+def call(result: tuple[Any, ...], what: str) -> Any:
+    """The value of a driver call, or what its failure means.
+
+    Raises
+    ------
+    UnsupportedDevice
+        With the driver's own words.
+    """
+    code, *values = result
+    if int(code):
+        raise UnsupportedDevice(f"{what} failed: {code.name} ({int(code)})")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@functools.cache
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA version that the driver knows.
+
+    Raises
+    ------
+    UnsupportedDevice
+        If there is no driver, or no device.
+    """
+    driver, _ = bindings()
+    try:
+        code = driver.cuInit(0)[0]
+    except RuntimeError as error:  # the driver's library is not there
+        raise UnsupportedDevice(
+            f"no NVIDIA driver is installed ({error}); install one, or use the CPU (`device='cpu'`)"
+        ) from error
+    if int(code):
+        raise UnsupportedDevice(
+            f"the NVIDIA driver cannot be used: {code.name} ({int(code)}); "
+            "check `nvidia-smi`, or use the CPU (`device='cpu'`)"
+        )
+    version = int(call(driver.cuDriverGetVersion(), "asking for the driver's version"))
+    return version // 1000, version % 1000 // 10
+
+
+@functools.cache
+def facts(device: int) -> DeviceFacts:
+    """The facts of a device.
+
+    Parameters
+    ----------
+    device : int
+        Its number, as torch counts.
+
+    Raises
+    ------
+    UnsupportedDevice
+        If there is no such device, or its compute capability is below 8.0.
+    """
+    driver_version()
+    driver, _ = bindings()
+    count = int(call(driver.cuDeviceGetCount(), "counting devices"))
+    if not 0 <= device < count:
+        raise UnsupportedDevice(f"no CUDA device {device}: {count} found; choose one of `nvidia-smi -L`")
+    handle = call(driver.cuDeviceGet(device), f"opening CUDA device {device}")
+    kind = driver.CUdevice_attribute
+    ask = {
+        key: int(call(driver.cuDeviceGetAttribute(getattr(kind, f"CU_DEVICE_ATTRIBUTE_{key}"), handle), key))
+        for key in (
+            "COMPUTE_CAPABILITY_MAJOR",
+            "COMPUTE_CAPABILITY_MINOR",
+            "MULTIPROCESSOR_COUNT",
+            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+            "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
+        )
+    }
+    name = call(driver.cuDeviceGetName(100, handle), "asking for a device's name").split(b"\0")[0].decode()
+    capability = ask["COMPUTE_CAPABILITY_MAJOR"], ask["COMPUTE_CAPABILITY_MINOR"]
+    if capability < MIN_CAPABILITY:
+        raise UnsupportedDevice(
+            f"CUDA device {device} ({name}) has compute capability {capability[0]}.{capability[1]}, tpde's "
+            f"kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later; use the CPU (`device='cpu'`)"
+        )
+    return DeviceFacts(
+        name,
+        capability,
+        ask["MULTIPROCESSOR_COUNT"],
+        ask["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"],
+        ask["MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"],
+    )

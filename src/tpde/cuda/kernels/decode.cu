@@ -1,0 +1,528 @@
+// decode.cu: chunks of prefix-coded blobs to words (docs/format.md, sections 2.3, 4 and 5).
+//
+// A warp decodes a chunk: lane l decodes the chunk's lane l. The coded planes are staged in shared memory, the
+// next chunk's while this one is decoded; raw planes go from global memory to registers, a batch ahead. Each
+// block takes an equal run of the chunks of all items, so that it loads an item's tables once or twice.
+//
+// Any bytes are safe: records are compared with the blob's size, coded planes with what was staged, and what a
+// damaged lane reads beyond its bits still lies in shared memory, since the host adds slack at its end. What is
+// too large for shared memory stays in global memory, and takes the slower way of the last, short chunks.
+//
+// Macros: WORD bytes of a word; ROTATE; CODED, the planes that may be coded, PAIRS those whose tables hold
+// pairs, one bit each; CHECK: compare checksums; THREADS: the most of a block.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define V (16 / WORD)    // words of a lane in a group, format.md 5.1
+#define BATCH (WORD == 8 ? 2 : 4)  // groups whose raw planes are loaded ahead: 4 x 8 bytes a lane for bf16
+#define LANE_HEADER 36u  // format.md 5.2
+#define ESCAPE 0x80u     // of an entry; bits 0 to 3 are a codeword's length, of an escape 8 to 10 the raw bits'
+#define WIDE (PAIRS != 0)  // entries of 32 bits with the symbols in the upper 16, or of 16 with one in the upper 8
+#define GOLDEN 0x9E3779B1u
+#define IS(mask, plane) ((mask) >> (plane) & 1)
+
+// One blob; src/tpde/cuda/decode.py writes these.
+struct Item {
+  u64 blob, tables, out;    // addresses of the blob and of its expanded tables; offset in the output
+  u64 words, segment_words, blob_bytes, chunks, index_at;
+  u64 first;                // number of its first chunk in this launch
+  u32 chunk_words, segment_chunks, unit_log2, table_bits, tables_bytes, number;
+  u8 first_table[8], table_count[8];
+  u64 reserved[2];
+};
+
+struct Record { u32 offset, sum, modes, next; };
+struct Chunk { u64 begin, word; u32 size, sum, modes, n, raw; bool valid; };
+
+__device__ __forceinline__ void report(u32* status, u32 number, u64 chunk) {
+  if (atomicCAS(status, 0u, 1u) == 0u) {
+    status[1] = number;
+    status[2] = (u32)chunk;
+    status[3] = (u32)(chunk >> 32);
+  }
+}
+
+// Where a record lies is known from the header alone; what it says is not to be trusted.
+__device__ __forceinline__ Record load_record(const Item& t, u64 chunk) {
+  const u32* p = (const u32*)(t.blob + t.index_at) + 3 * chunk;
+  Record r = {__ldg(p), __ldg(p + 1), __ldg(p + 2), 0};
+  r.next = chunk + 1 < t.chunks ? __ldg(p + 3) : 0;
+  return r;
+}
+
+__device__ __forceinline__ Chunk open_chunk(const Item& t, u64 chunk, const Record& r) {
+  Chunk c;
+  u64 segment = t.words == t.segment_words ? 0 : chunk / t.segment_chunks;
+  u64 start = segment * t.segment_words, stop = min(start + t.segment_words, t.words);
+  c.word = start + (chunk - segment * t.segment_chunks) * t.chunk_words;
+  c.n = (u32)min((u64)t.chunk_words, stop - c.word);
+  c.begin = (u64)r.offset << t.unit_log2;
+  u64 end = chunk + 1 < t.chunks ? (u64)r.next << t.unit_log2 : t.blob_bytes;
+  c.valid = c.begin <= end && end <= t.blob_bytes && end - c.begin <= 1u << 20;
+  c.size = (u32)(end - c.begin);
+  c.sum = r.sum;
+  c.modes = r.modes;
+  c.raw = 0;
+#pragma unroll
+  for (int p = 0; p < WORD; p++) {
+    u32 mode = r.modes >> (2 * p) & 3;
+    if (mode == 0) c.raw += (c.n + 15) & ~15u;
+    if (mode == 3 || (mode == 2 && !IS(CODED, p))) c.valid = false;
+  }
+  c.valid = c.valid && c.raw <= c.size;
+  if (!c.valid) c.raw = c.size = 0;
+  return c;
+}
+
+// ---- bits of a lane ----
+
+#if WIDE
+typedef u32 Entry;
+#else
+typedef u16 Entry;
+#endif
+
+// STAGED: words and table lie in shared memory; otherwise anywhere, and words end at `limit`.
+template <bool STAGED>
+struct Lane {
+  const u32* words;
+  const Entry* table;
+  u32 lo, hi, at, limit;
+  int bits;  // valid in hi:lo, at least 32 between two codewords at even places
+  u32 end, mask;
+
+  __device__ __forceinline__ u32 word(u32 i) const { return STAGED || i < limit ? words[i] : 0; }
+  __device__ __forceinline__ void start(u32 bit) {
+    at = bit >> 5;
+    u32 s = bit & 31, a = word(at), b = word(at + 1);
+    lo = __funnelshift_r(a, b, s);
+    hi = b >> s;
+    bits = 64 - s;
+    at += 2;
+  }
+  __device__ __forceinline__ void refill() {
+    if (bits < 32) {
+      u32 w = word(at++);
+      lo |= w << bits;
+      hi = __funnelshift_l(w, 0, bits);
+      bits += 32;
+    }
+  }
+  __device__ __forceinline__ void skip(u32 n) {  // n < 32; only the low five bits count
+    lo = __funnelshift_r(lo, hi, n);
+    hi = __funnelshift_r(hi, 0, n);
+    bits -= n & 31;
+  }
+  // The next entry: symbols where the table has them.
+  template <bool PAIR>
+  __device__ __forceinline__ u32 next() {
+    u32 e = table[lo & mask];
+    skip(e);
+    if (e & ESCAPE) {  // rare: 1 value of 1000
+      refill();
+      u32 x = lo;
+      if (PAIR) {
+        e = x << 16;
+      } else {
+        u32 r = e >> 8 & 7;  // the table's raw bits come last, and go lowest
+        x &= 255;
+        e = ((x << r | x >> (8 - r)) & 255) << (WIDE ? 16 : 8);
+      }
+      skip(PAIR ? 16 : 8);
+      refill();
+    }
+    return e;
+  }
+  // V symbols as bytes.
+  template <bool PAIR>
+  __device__ __forceinline__ void symbols(u32* out) {
+    if (PAIR) {
+      if (V == 2) {
+        out[0] = next<true>() >> 16;
+        refill();
+      } else {
+#pragma unroll
+        for (int i = 0; i < V / 4; i++) {
+          u32 a = next<true>(), b = next<true>();
+          out[i] = __byte_perm(a, b, 0x7632);
+          refill();
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < (V + 3) / 4; i++) {
+        u32 a = next<false>(), b = next<false>();
+        refill();
+        u32 x = __byte_perm(a, b, WIDE ? 0x0062 : 0x0051);
+        if (V > 2) {
+          u32 c = next<false>(), d = next<false>();
+          refill();
+          x = __byte_perm(x, __byte_perm(c, d, WIDE ? 0x0062 : 0x0051), 0x5410);
+        } else {
+          x &= 0xffff;
+        }
+        out[i] = x;
+      }
+    }
+  }
+};
+
+// ---- words of a lane's group: 16 bytes ----
+
+#define NV ((V + 3) / 4)  // u32 that hold V bytes
+
+__device__ __forceinline__ u32 unrotate16(u32 x) {  // both halves
+  return ROTATE ? (x >> 1 & 0x7fff7fffu) | (x << 15 & 0x80008000u) : x;
+}
+
+__device__ __forceinline__ void merge(const u32 p[WORD][NV], u32 q[4]) {
+#if WORD == 1
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    q[i] = ROTATE ? (p[0][i] >> 1 & 0x7f7f7f7fu) | (p[0][i] << 7 & 0x80808080u) : p[0][i];
+#elif WORD == 2
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    q[i] = unrotate16(__byte_perm(p[0][i / 2], p[1][i / 2], i & 1 ? 0x7362 : 0x5140));
+#elif WORD == 4
+  u32 l0 = __byte_perm(p[0][0], p[1][0], 0x5140), l1 = __byte_perm(p[0][0], p[1][0], 0x7362);
+  u32 h0 = unrotate16(__byte_perm(p[2][0], p[3][0], 0x5140)), h1 = unrotate16(__byte_perm(p[2][0], p[3][0], 0x7362));
+  q[0] = __byte_perm(l0, h0, 0x5410);
+  q[1] = __byte_perm(l0, h0, 0x7632);
+  q[2] = __byte_perm(l1, h1, 0x5410);
+  q[3] = __byte_perm(l1, h1, 0x7632);
+#else
+  u32 a = __byte_perm(p[0][0], p[1][0], 0x5140), b = __byte_perm(p[2][0], p[3][0], 0x5140);
+  u32 c = __byte_perm(p[4][0], p[5][0], 0x5140), d = unrotate16(__byte_perm(p[6][0], p[7][0], 0x5140));
+  q[0] = __byte_perm(a, b, 0x5410);
+  q[1] = __byte_perm(c, d, 0x5410);
+  q[2] = __byte_perm(a, b, 0x7632);
+  q[3] = __byte_perm(c, d, 0x7632);
+#endif
+}
+
+// V bytes of a raw plane; the plane starts at a multiple of 16.
+__device__ __forceinline__ void load_raw(const u8* p, u32 out[NV]) {
+#if V == 16
+  uint4 x = __ldcs((const uint4*)p);
+  out[0] = x.x; out[1] = x.y; out[2] = x.z; out[3] = x.w;
+#elif V == 8
+  uint2 x = __ldcs((const uint2*)p);
+  out[0] = x.x; out[1] = x.y;
+#elif V == 4
+  out[0] = __ldcs((const u32*)p);
+#else
+  out[0] = __ldcs((const u16*)p);
+#endif
+}
+
+// ---- the checksum, format.md 4.5: a lane keeps its four of the 128 accumulators ----
+
+struct Sum {
+  u32 h[4];
+  __device__ __forceinline__ void open(u32 lane) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) h[i] = (lane * 4 + i + 1) * GOLDEN;
+  }
+  __device__ __forceinline__ void absorb(int i, u32 x) { h[i] = (__funnelshift_l(h[i], h[i], 5) ^ x) * GOLDEN; }
+  __device__ __forceinline__ u32 close() const {
+    u32 sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      u32 g = (h[i] ^ (h[i] >> 15)) * 0x85EBCA77u;
+      sum += g ^ (g >> 13);
+    }
+    return __reduce_add_sync(~0u, sum);
+  }
+};
+
+// Find the lanes of every coded plane; false if one does not fit into `bytes` bytes.
+template <bool STAGED>
+__device__ __forceinline__ bool open_lanes(const Item& t, const Chunk& c, const u32* words, const void* tables,
+                                           u32 bytes, u32 lane, Lane<STAGED> lanes[WORD]) {
+  u32 at = 0, variant = c.modes >> 16 & 255;
+#pragma unroll
+  for (int p = 0; p < WORD; p++) {
+    if (!IS(CODED, p) || (c.modes >> (2 * p) & 3) != 2) continue;
+    Lane<STAGED>& a = lanes[p];
+    if (bytes - at < LANE_HEADER) return false;
+    u32 head = words[at / 4], shift = head >> 16;
+    u32 excess = ((const u8*)words)[at + 4 + lane];
+    if (shift > 8) return false;
+    u32 length = (head & 0xffff) + (excess << shift), end = length;
+#pragma unroll
+    for (int o = 1; o < 32; o <<= 1) {
+      u32 y = __shfl_up_sync(~0u, end, o);
+      if (lane >= o) end += y;
+    }
+    u32 took = (LANE_HEADER + (__shfl_sync(~0u, end, 31) + 7) / 8 + 3) & ~3u;
+    if (took > bytes - at) return false;
+    u32 count = t.table_count[p], number = t.first_table[p] + min(variant, count - 1);
+    a.words = words;
+    a.limit = bytes / 4;
+    a.table = (const Entry*)tables + (number << t.table_bits);
+    a.mask = (1u << t.table_bits) - 1;
+    a.end = (at + LANE_HEADER) * 8 + end;
+    a.start(a.end - length);
+    at += took;
+  }
+  return true;
+}
+
+template <bool STAGED>
+__device__ __forceinline__ bool overran(const Lane<STAGED> lanes[WORD], u32 modes) {
+  bool bad = false;
+#pragma unroll
+  for (int p = 0; p < WORD; p++) {
+    if (!IS(CODED, p) || (modes >> (2 * p) & 3) != 2) continue;
+    const Lane<STAGED>& a = lanes[p];
+    bad |= a.at * 32 - a.bits > a.end;
+  }
+  return __any_sync(~0u, bad);
+}
+
+// The plane is known when this is compiled: loops over planes are unrolled.
+template <bool STAGED>
+__device__ __forceinline__ void coded_symbols(int plane, Lane<STAGED>& lane, u32 out[NV]) {
+  if (IS(PAIRS, plane)) lane.symbols<true>(out);
+  else lane.symbols<false>(out);
+}
+
+// A whole chunk whose planes in CODED are all coded, its output aligned to 16 bytes.
+__device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, const u32* staged, const u32* tables,
+                                             u32 bytes, u8* out, u32 lane) {
+  Lane<true> lanes[WORD];
+  if (!open_lanes<true>(t, c, staged, tables, bytes, lane, lanes)) return false;
+  const u8* source[WORD];
+  bool filled[WORD];
+  u32 at = 0, groups = c.n / (32 * V);
+  u32 fill = (c.modes >> 24) * 0x01010101u;
+#pragma unroll
+  for (int p = 0; p < WORD; p++) {
+    filled[p] = (c.modes >> (2 * p) & 3) == 1;
+    source[p] = (const u8*)(t.blob + c.begin) + at + lane * V;
+    if ((c.modes >> (2 * p) & 3) == 0) at += c.n;
+  }
+  u32 ahead[BATCH][WORD][NV];
+  auto load = [&](u32 group, int slot) {
+#pragma unroll
+    for (int p = 0; p < WORD; p++) {
+      if (IS(CODED, p)) continue;
+      if (filled[p]) {
+#pragma unroll
+        for (int i = 0; i < NV; i++) ahead[slot][p][i] = fill;
+      } else {
+        load_raw(source[p] + (u64)group * 32 * V, ahead[slot][p]);
+      }
+    }
+  };
+#pragma unroll
+  for (int j = 0; j < BATCH; j++) load(j, j);
+  Sum sum;
+  if (CHECK) sum.open(lane);
+  uint4* to = (uint4*)out + lane;
+  for (u32 g = 0; g < groups; g += BATCH) {
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      u32 planes[WORD][NV], q[4];
+#pragma unroll
+      for (int p = 0; p < WORD; p++) {
+#pragma unroll
+        for (int i = 0; i < NV; i++) planes[p][i] = ahead[j][p][i];
+      }
+      if (g + BATCH < groups) load(g + BATCH + j, j);
+#pragma unroll
+      for (int p = 0; p < WORD; p++)
+        if (IS(CODED, p)) coded_symbols(p, lanes[p], planes[p]);
+      merge(planes, q);
+      if (CHECK) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum.absorb(i, q[i]);
+      }
+      __stcs(to + (u64)(g + j) * 32, make_uint4(q[0], q[1], q[2], q[3]));
+    }
+  }
+  return !CHECK || (sum.close() == c.sum && !overran(lanes, c.modes));
+}
+
+// Any chunk; of its words only `lo` to `hi - 1` are written, word w to out + (w - lo) * WORD.
+__device__ __noinline__ bool decode_any(const Item& t, Chunk c, const u32* words, const void* tables, u32 count, u8* out,
+                                        u32 lo, u32 hi, u32 lane) {
+  Lane<false> lanes[WORD];
+  if (!open_lanes<false>(t, c, words, tables, count, lane, lanes)) return false;
+  u32 groups = (c.n + 32 * V - 1) / (32 * V), bytes = c.n * WORD;
+  u32 fill = (c.modes >> 24) * 0x01010101u;
+  Sum sum;
+  if (CHECK) sum.open(lane);
+  bool aligned = ((u64)out - (u64)lo * WORD & 15) == 0;
+  for (u32 g = 0; g < groups; g++) {
+    u32 base = (g * 32 + lane) * V, at = 0, planes[WORD][NV], q[4];
+#pragma unroll
+    for (int p = 0; p < WORD; p++) {
+      u32 mode = c.modes >> (2 * p) & 3;
+      if (IS(CODED, p) && mode == 2) {
+        coded_symbols(p, lanes[p], planes[p]);
+      } else if (mode == 1) {
+#pragma unroll
+        for (int i = 0; i < NV; i++) planes[p][i] = fill;
+      } else {
+        const u8* source = (const u8*)(t.blob + c.begin) + at + base;
+        if (base + V <= c.n) {
+          load_raw(source, planes[p]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < NV; i++) {
+            u32 x = 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+              if (i * 4 + j < V && base + i * 4 + j < c.n) x |= (u32)source[i * 4 + j] << (8 * j);
+            planes[p][i] = x;
+          }
+        }
+        at += (c.n + 15) & ~15u;
+      }
+    }
+    merge(planes, q);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      u32 first = base * WORD + 4 * i;  // byte of the chunk
+      u32 have = first < bytes ? min(bytes - first, 4u) : 0;
+      if (CHECK && have) sum.absorb(i, have == 4 ? q[i] : q[i] & ((1u << (8 * have)) - 1));
+    }
+    if (aligned && base >= lo && base + V <= hi) {
+      *(uint4*)(out + (u64)(base - lo) * WORD) = make_uint4(q[0], q[1], q[2], q[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        u32 w = base + i / WORD;
+        if (w >= lo && w < hi) out[(u64)(w - lo) * WORD + i % WORD] = (u8)(q[i / 4] >> (8 * (i % 4)));
+      }
+    }
+  }
+  return !CHECK || (sum.close() == c.sum && !overran(lanes, c.modes));
+}
+
+// ---- staging ----
+
+__device__ __forceinline__ void stage(const Item& t, const Chunk& c, u32* to, u32 room, u32 lane) {
+  const u8* from = (const u8*)(t.blob + c.begin) + c.raw;
+  u32 bytes = min(c.size - c.raw, room), shared = (u32)__cvta_generic_to_shared(to);
+  for (u32 i = lane * 16; i < bytes; i += 512)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared + i), "l"(from + i) : "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int LEFT>
+__device__ __forceinline__ void wait_staged() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+  __syncwarp();
+}
+
+__device__ __forceinline__ void load_item(const Item* from, Item* to) {
+  if (threadIdx.x < sizeof(Item) / 4) ((u32*)to)[threadIdx.x] = __ldg((const u32*)from + threadIdx.x);
+}
+
+__device__ __forceinline__ void load_tables(const Item& t, u32* to, u32 room) {
+  if (t.tables_bytes > room) return;
+  const uint4* from = (const uint4*)t.tables;
+  for (u32 i = threadIdx.x; i < t.tables_bytes / 16; i += blockDim.x) ((uint4*)to)[i] = __ldg(from + i);
+}
+
+__device__ __forceinline__ bool decode(const Item& t, const Chunk& c, const u32* staged, const u32* tables, u32 room,
+                                       u32 table_room, u8* out, u32 lo, u32 hi, u32 lane) {
+  if (!c.valid) return false;
+  u32 bytes = c.size - c.raw;
+  bool whole = c.n % (32 * V * BATCH) == 0 && lo == 0 && hi == c.n && ((u64)out & 15) == 0;
+#pragma unroll
+  for (int p = 0; p < WORD; p++)
+    if (IS(CODED, p) && (c.modes >> (2 * p) & 3) != 2) whole = false;
+  // Bytes beyond the room may be padding to a unit of more than 16 bytes.
+  bool fits = bytes <= room && t.tables_bytes <= table_room;
+  if (whole && fits) return decode_whole(t, c, staged, tables, bytes, out, lane);
+  const u32* words = fits ? staged : (const u32*)(t.blob + c.begin + c.raw);
+  return decode_any(t, c, words, fits ? tables : (const void*)t.tables, bytes, out, lo, hi, lane);
+}
+
+// All chunks of `items`. Shared memory: tables, and for each warp one or two buffers (`ahead`) of `room` bytes for
+// the coded planes of a chunk.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 out, u32* status, u32 room, u32 table_room,
+             u32 ahead) {
+  extern __shared__ __align__(16) u32 shared[];
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  u32* tables = shared;
+  u32* mine = shared + table_room / 4 + (1 + ahead) * warp * (room / 4);
+  // Multiplied before divided: the product of 2^48 chunks and 2^16 blocks fits.
+  u64 at = total * blockIdx.x / gridDim.x, stop = total * (blockIdx.x + 1) / gridDim.x;
+  u32 number = 0;
+  for (u32 high = count; high - number > 1;) {
+    u32 middle = (number + high) / 2;
+    if (items[middle].first <= at) number = middle; else high = middle;
+  }
+  // In shared memory: in registers its fields would not leave enough for the loop.
+  __shared__ Item t;
+  for (; at < stop; number++) {
+    load_item(items + number, &t);
+    __syncthreads();
+    u64 next = min(t.first + t.chunks, stop), end = next - t.first, k = at - t.first + warp;
+    Record now = {0, 0, 0, 0};
+    u32 side = 0;
+    if (k < end) {
+      now = load_record(t, k);
+      stage(t, open_chunk(t, k, now), mine, room, lane);
+    }
+    load_tables(t, tables, table_room);
+    __syncthreads();
+    for (; k < end; k += warps) {
+      Record after = now;
+      if (k + warps < end) after = load_record(t, k + warps);
+      if (ahead && k + warps < end) {
+        stage(t, open_chunk(t, k + warps, after), mine + (side ^ room / 4), room, lane);
+        wait_staged<1>();
+      } else {
+        wait_staged<0>();
+      }
+      Chunk c = open_chunk(t, k, now);
+      u8* to = (u8*)(out + t.out) + c.word * WORD;
+      if (!decode(t, c, mine + side, tables, room, table_room, to, 0, c.n, lane) && lane == 0)
+        report(status, t.number, k);
+      __syncwarp();
+      now = after;
+      if (ahead) side ^= room / 4;
+      else if (k + warps < end) stage(t, open_chunk(t, k + warps, now), mine, room, lane);
+    }
+    __syncthreads();
+    at = next;
+  }
+}
+
+// Rows `ids[0 .. count - 1]` of a matrix of one segment to rows 0 to count - 1 of `out`. A warp takes a chunk of
+// a row; `per_row` is the most chunks that a row can touch.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+decode_rows(const Item* __restrict__ items, u64 rows, u64 row_words, const long long* __restrict__ ids, u64 count,
+            u64 per_row, u64 out, u32* status, u32 room, u32 table_room) {
+  extern __shared__ __align__(16) u32 shared[];
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  u32* buffer = shared + table_room / 4 + warp * (room / 4);
+  __shared__ Item t;
+  load_item(items, &t);
+  __syncthreads();
+  load_tables(t, shared, table_room);
+  __syncthreads();
+  for (u64 i = (u64)blockIdx.x * warps + warp; i < count * per_row; i += (u64)gridDim.x * warps) {
+    u64 row = i / per_row, id = (u64)ids[row];
+    if (id >= rows) __trap();  // as the framework's own kernel does
+    u64 begin = id * row_words, end = begin + row_words, k = begin / t.chunk_words + i % per_row;
+    if (k >= t.chunks || k * t.chunk_words >= end) continue;
+    Chunk c = open_chunk(t, k, load_record(t, k));
+    stage(t, c, buffer, room, lane);
+    wait_staged<0>();
+    u32 lo = (u32)(max(begin, c.word) - c.word), hi = (u32)(min(end, c.word + c.n) - c.word);
+    u8* to = (u8*)(out + (row * row_words + c.word + lo - begin) * WORD);
+    if (!decode(t, c, buffer, shared, room, table_room, to, lo, hi, lane) && lane == 0) report(status, t.number, k);
+    __syncwarp();
+  }
+}
