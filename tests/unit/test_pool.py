@@ -1,0 +1,135 @@
+"""The kept pool: order, errors, forks, and that it is used exactly when it pays."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tpde.codec import pool, zstd
+from tpde.codec.plan import core_layout, plan_tensor
+from tpde.codec.zstd import ZstdCodec
+from tpde.errors import Corrupt
+from tpde.format.container import TensorSpec
+
+
+def test_results_come_in_order_and_other_threads_take_part() -> None:
+    seen: set[int] = set()
+
+    def slow_square(number: int) -> int:
+        seen.add(threading.get_ident())
+        time.sleep(0.002)
+        return number * number
+
+    found = pool.each(slow_square, range(5, 45), seconds=0.0, threads=4, shared=True)
+    assert found == [n * n for n in range(5, 45)]
+    assert 1 < len(seen) <= 4
+
+
+def test_the_lowest_error_is_raised_once_nobody_works_any_longer() -> None:
+    running: set[int] = set()
+
+    def fail(number: int) -> int:
+        running.add(number)
+        time.sleep(0.001 * (40 - number) / 40)
+        running.discard(number)
+        if number >= 7:
+            raise ValueError(number)
+        return number
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match=r"^7$"):
+            pool.each(fail, range(40), seconds=0.0, threads=8, shared=True)
+        assert not running
+
+
+def test_the_threads_are_kept() -> None:
+    pool.each(time.sleep, range(0), seconds=0.0, threads=2, shared=True)
+    pool.hand_off(3)
+    before = threading.active_count()
+    for _ in range(50):
+        pool.each(lambda _: time.sleep(0), range(3), seconds=0.0, threads=3, shared=True)
+    assert threading.active_count() <= max(before, 3)
+
+
+def test_sharing_follows_the_measured_break_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "hand_off", lambda threads: 100e-6)
+    assert not pool.pays(1.0, 1)
+    assert not pool.pays(190e-6, 2)
+    assert pool.pays(210e-6, 2)
+    assert not pool.pays(100e-6, 4)
+    assert pool.pays(140e-6, 4)
+    used: set[int] = set()
+
+    def note(_: int) -> None:
+        used.add(threading.get_ident())
+        time.sleep(0.001)
+
+    pool.each(note, range(8), seconds=150e-6, threads=2)
+    assert used == {threading.get_ident()}
+    pool.each(note, range(8), seconds=250e-6, threads=2)
+    assert len(used) == 2
+
+
+def test_the_hand_off_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pool.hand_off(2)
+    assert 0 < first < 1
+    monkeypatch.setattr(pool, "_kept", None)  # a second measurement would need it
+    assert pool.hand_off(2) == first
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_a_pool_of_its_own() -> None:
+    pool.each(abs, range(4), seconds=0.0, threads=2, shared=True)
+    child = os.fork()
+    if not child:
+        good = pool.each(abs, range(4), seconds=0.0, threads=2, shared=True) == [0, 1, 2, 3]
+        os._exit(0 if good else 1)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert status == 0
+            return
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    pytest.fail("the forked process waits for threads that it does not have")
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_zstd_gives_the_same_bits_and_errors_on_the_pool(
+    share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "pays", lambda seconds, threads: share)
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 1000, 300_000).view(np.uint8)
+    plan = plan_tensor(TensorSpec("I64", (300_000,)), words, "zstd")
+    assert plan is not None
+    header = plan.header
+    codec = ZstdCodec(header, core_layout(header))
+    out = np.empty(codec.bound(header.words, header.chunks), np.uint8)
+    made = codec.encode(words, 0, header.chunks, 0, out, threads=3)
+    data, back = made.pieces[0].copy(), np.empty_like(words)
+    codec.decode(made.records, 0, data, 0, data.size, back, threads=3)
+    assert np.array_equal(words, back)
+    starts = made.records.view("<u4")[::3].astype(np.int64) << header.unit_log2
+    data[starts[2] + 60] ^= 1
+    data[starts[4] + 60] ^= 1
+    with pytest.raises(Corrupt) as error:
+        codec.decode(made.records, 0, data, 0, data.size, back, threads=3)
+    assert error.value.chunk == 2
+
+
+def test_each_thread_has_zstd_contexts_of_its_own() -> None:
+    mine, theirs = zstd._own.decompressor, []
+    thread = threading.Thread(target=lambda: theirs.append(zstd._own.decompressor))
+    thread.start()
+    thread.join()
+    assert zstd._own.decompressor is mine
+    assert theirs[0] is not mine
