@@ -28,7 +28,7 @@ from tpde.format.source import Source, read
 PIECE_BYTES = 8 << 20  # of words at a time: more is no faster, and no longer fits a cache
 MAX_PIECES = 4  # decoded in one call by several threads, so that starting them costs little
 
-_RECORD = np.dtype(  # format.md 4.3
+RECORD = np.dtype(  # format.md 4.3
     [("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")]
 )
 
@@ -197,13 +197,13 @@ class BlobReader:
                 header.max_chunk_bytes,
             )
             self._codec = _open_codec(header, section, encode=False)
-        starts = self.index.view(_RECORD)["offset"].astype(np.int64) << header.unit_log2
+        starts = self.index.view(RECORD)["offset"].astype(np.int64) << header.unit_log2
         self._offsets = np.append(starts, header.blob_bytes)
 
     @property
     def records(self) -> Any:
         """The index map as a structured array: offset, checksum, modes, table, fill."""
-        return self.index.view(_RECORD)
+        return self.index.view(RECORD)
 
     def decode(
         self, first: int, last: int, out: Bytes, threads: int = 1, scratch: Bytes | None = None

@@ -16,9 +16,9 @@ from tpde.format.blob import BlobHeader, align
 from tpde.format.constants import MODE_CODED, MODE_FILL, MODE_RAW
 
 LEVEL = 3  # zstd's own default
-# What one thread does in a second, by which the pool judges whether more pay. Encoding, in bytes of words: 130
+# What one thread does in a second, by which the pool judges if more pay. Encoding, in bytes of words: 130
 # to 280 MB on weights, 0.4 to 2 GB on integers. Decoding, in stored bytes, since only zstd's part of the work
-# runs beside other threads, and a word of zeros needs none of it: 0.35 to 0.75 GB. (2.5 GHz Xeon.)
+# runs beside other threads, and words of zeros need none of it: 0.35 to 0.75 GB. (2.5 GHz Xeon.)
 ENCODE_SPEED = 200e6
 DECODE_SPEED = 600e6
 _RECORD = struct.Struct("<IIHBB")  # format.md 4.3

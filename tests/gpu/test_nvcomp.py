@@ -1,0 +1,71 @@
+"""zstd blobs decoded by nvCOMP on the GPU, to the bits that the CPU decodes."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from support.codecs import pack_everything
+from support.contents import CONTENTS, fill, shapes
+from support.gpu import Packed, needs_cuda, pack, torch
+
+from tpde.cuda import nvcomp
+from tpde.format.container import TensorSpec
+
+pytest.importorskip("nvidia.nvcomp", reason="needs nvCOMP: pip install 'tpde[nvcomp]'", exc_type=ImportError)
+pytestmark = needs_cuda
+
+
+def _decode(packed: Packed, blob: np.ndarray | None = None) -> tuple[bytes, list[int]]:
+    opened = nvcomp.ZstdBlob(packed.header, packed.blob, 0, number=3)
+    device = torch.from_numpy(np.pad(packed.blob if blob is None else blob, (0, 16))).cuda()
+    slots = torch.from_numpy(opened.descriptors).cuda()
+    scratch = torch.empty(opened.scratch_bytes, dtype=torch.uint8, device="cuda")
+    out = torch.full((len(packed.data) + 16,), 0xA5, dtype=torch.uint8, device="cuda")
+    status = torch.zeros(4, dtype=torch.int32, device="cuda")
+    addresses = (t.data_ptr() for t in (device, slots, scratch, out, status))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert opened.launch(*addresses, torch.cuda.current_stream().cuda_stream)
+    found = out.cpu().numpy()
+    assert (found[len(packed.data) :] == 0xA5).all()
+    return found[: len(packed.data)].tobytes(), status.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "BF16", "U16", "F32", "I32", "F64", "I64"])
+def test_contract(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_everything(monkeypatch)
+    monkeypatch.setattr(nvcomp, "SCRATCH_BYTES", 9 * 4096)  # several runs a blob
+    for name in CONTENTS:
+        for spec in shapes(dtype, 4096):
+            packed = pack(spec, fill(name, spec), "zstd") if spec.nbytes else None
+            if packed is not None:
+                assert _decode(packed) == (packed.data, [0, 0, 0, 0]), (name, spec)
+
+
+def test_chunks_of_the_size_that_the_planner_gives() -> None:
+    spec = TensorSpec("BF16", (3_000_001,))
+    packed = pack(spec, fill("normal", spec), "zstd")
+    assert packed is not None
+    assert _decode(packed) == (packed.data, [0, 0, 0, 0])
+
+
+def test_another_stream() -> None:
+    spec = TensorSpec("I32", (500_000,))
+    packed = pack(spec, fill("normal", spec), "zstd")
+    assert packed is not None
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert _decode(packed) == (packed.data, [0, 0, 0, 0])
+
+
+def test_damage_is_reported() -> None:
+    spec = TensorSpec("I32", (500_000,))
+    packed = pack(spec, fill("normal", spec), "zstd")
+    assert packed is not None
+    header = packed.header
+    for what in (4, 8):  # checksum and modes of the last chunk's record
+        damaged = packed.blob.copy()
+        damaged[header.index_at + 12 * (header.chunks - 1) + what] ^= 1
+        _, status = _decode(packed, damaged)
+        assert status == [1, 3, header.chunks - 1, 0], what
