@@ -15,7 +15,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-PACKAGES = ("numpy", "torch", "safetensors", "zipnn", "zstandard", "xxhash")
+PACKAGES = (
+    *("numpy", "torch", "safetensors", "zipnn", "zstandard", "xxhash"),
+    *("cuda-core", "cuda-bindings", "nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12", "entropack", "cupy-cuda13x"),
+    *("transformers", "accelerate", "bitsandbytes"),
+)
 
 
 def _cpu() -> str:
@@ -62,15 +66,33 @@ def _versions() -> str:
     return ", ".join(found)
 
 
+def _gpu() -> str:
+    """The first GPU, as torch and its driver name it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    facts = torch.cuda.get_device_properties(0)
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text().split("\n")[0]
+        version = (re.findall(r"\d+\.\d+(?:\.\d+)?", driver) or ["unknown"])[0]
+    except OSError:
+        version = "unknown"
+    return (
+        f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, "
+        f"compute capability {facts.major}.{facts.minor}, driver {version}, CUDA {torch.version.cuda}"
+    )
+
+
 def _command(arguments: Sequence[str]) -> str:
-    """The command without the places on this machine: no `--out`, no `--dir`, paths by their last part."""
+    """The command without this machine's places: no `--out`, `--dir`, `--plot`, paths by their last part."""
     kept, skip = [f"python benchmarks/{Path(sys.argv[0]).name}"], False
     for argument in arguments:
         if skip:
             skip = False
-        elif argument in ("--out", "--dir"):
+        elif argument in ("--out", "--dir", "--plot"):
             skip = True
-        elif not argument.startswith(("--out=", "--dir=")):
+        elif not argument.startswith(("--out=", "--dir=", "--plot=")):
             kept.append(argument.rstrip("/").rsplit("/", 1)[-1])
     return " ".join(kept)
 
@@ -82,7 +104,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def header(title: str) -> str:
+def header(title: str, gpu: bool = False) -> str:
     """The head of a result: what ran, where, when, with what."""
     import tpde
     from tpde.codec.native import simd
@@ -93,6 +115,7 @@ def header(title: str) -> str:
         "Date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "CPU": f"{_cpu()}, {_cores()} cores",
         "Memory": _memory(),
+        **({"GPU": _gpu()} if gpu else {}),
         "System": _system(),
         "Load average at the start": load,
         "tpde": f"{tpde.__version__}, core `{simd()}`",

@@ -1,0 +1,405 @@
+"""Decoding on the GPU: ours beside nvCOMP ANS, nvCOMP zstd and EntroPack, a device copy as the limit.
+
+    python benchmarks/gpu_decode.py [--quick] [--out FILE.md] [--plot FILE.png]
+
+Ours decodes what `tpde pack` writes by default. GB/s count bytes of output, 10^9 each, from a cold cache.
+Peers are optional: pip install 'tpde[nvcomp]' 'entropack[cuda13]==0.1.5'.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _gpu import Blob, Contestant, Decoder, Flush, Result, need_cuda, pack, race
+from _machine import arguments, emit, header, note, table, verdict
+
+from tpde.format.container import TensorSpec
+
+MIB = 1 << 20
+SIZES = (1, 4, 16, 64, 256, 512, 1024, 4096)  # MiB
+QUICK_SIZES = (1, 16, 512)
+SIDE = 4096  # of the matrices that larger sizes are made of
+DISTINCT = 512 * MIB  # beyond, matrices come again, in memory of their own
+MANY = 200  # tensors of 1 MiB in one launch
+COPY, OURS, CHECKED = "device copy", "tpde", "tpde, checksums"
+ANS, ZSTD, ENTROPACK = "nvCOMP ANS", "nvCOMP zstd", "EntroPack"
+
+# name: code in files, data types under which nvCOMP ANS may take the bytes (the first that works)
+DTYPES = {
+    "bf16": ("BF16", ("<f2", "|u1")),
+    "fp16": ("F16", ("<f2", "|u1")),
+    "fp32": ("F32", ("<f4", "|u1")),
+    "bf16 in fp32": ("F32", ("<f4", "|u1")),
+    "E4M3": ("F8_E4M3", ("|f1", "|u1")),
+}
+# At 512 MiB, GB/s of output.
+BARS = {"bf16": 2000.0, "fp32": 1900.0, "fp16": 1000.0, "E4M3": 500.0}
+
+
+def weights(name: str, rows: int, seed: int) -> Any:
+    """Synthetic weights on the GPU: normal, per-row scale 0.02 * exp(0.3 * normal)."""
+    import torch
+
+    torch.manual_seed(seed)
+    values = torch.randn(rows, SIDE, device="cuda")
+    values *= 0.02 * torch.exp(0.3 * torch.randn(rows, 1, device="cuda"))
+    if name == "bf16":
+        return values.to(torch.bfloat16)
+    if name == "fp16":
+        return values.to(torch.float16)
+    if name == "bf16 in fp32":
+        return values.to(torch.bfloat16).to(torch.float32)
+    if name == "E4M3":  # each 128x128 block's absolute maximum scaled to 448
+        blocks = values.view(rows // 128, 128, SIDE // 128, 128)
+        scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
+        return (blocks / scale).to(torch.float8_e4m3fn).view(rows, SIDE)
+    return values
+
+
+def host_bytes(tensor: Any) -> Any:
+    """A device tensor's bytes on the host."""
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+class Copy:
+    """A copy from device memory to device memory: nothing that writes the output is faster."""
+
+    def __init__(self, source: Any, out: Any) -> None:
+        self._source, self._out, self.stored = source, out, source.numel()
+
+    def __call__(self) -> Any:
+        """Enqueue it."""
+        self._out.copy_(self._source)
+        return self._out
+
+
+class Nvcomp:
+    """nvCOMP's Python API in its own container (chunks of 64 KiB); a list of tensors is one batch."""
+
+    def __init__(
+        self, algorithm: str, data_types: tuple[str, ...], source: Any, out: Any, parts: int
+    ) -> None:
+        import torch
+        from nvidia import nvcomp
+
+        self._out, step = out, source.numel() // parts
+        stream = torch.cuda.current_stream().cuda_stream or 1
+        problem: Exception | None = None
+        for data_type in data_types:
+            try:
+                options = {"data_type": data_type} if data_type else {}
+                self._codec = nvcomp.Codec(algorithm=algorithm, cuda_stream=stream, **options)
+                if parts == 1:
+                    self._coded = self._codec.encode(nvcomp.as_array(source))
+                    sizes = [self._coded.buffer_size]
+                    self._target = nvcomp.as_array(out)
+                else:
+                    cuts = [source[at : at + step] for at in range(0, source.numel(), step)]
+                    self._coded = self._codec.encode(nvcomp.as_arrays(cuts))
+                    sizes = [each.buffer_size for each in self._coded]
+                    self._pieces = [out[at : at + step] for at in range(0, out.numel(), step)]
+                    batch = hasattr(nvcomp, "BatchArray")
+                    self._target = nvcomp.as_arrays(self._pieces) if batch else self._pieces
+                torch.cuda.synchronize()
+                self._config = self._codec.decompression_config(self._coded)
+                break
+            except Exception as error:  # what a version cannot take, the next data type may
+                problem = error
+        else:
+            raise problem or ValueError("nothing to try")
+        self.stored = sum(sizes)
+
+    def __call__(self) -> Any:
+        """Decode; the configuration is made already, so that nothing waits for the device."""
+        self._codec.decode(self._coded, out=self._target, decompression_config=self._config)
+        return self._out
+
+
+class EntroPack:
+    """EntroPack's lossless scheme. It returns new memory, which torch's allocator keeps ready."""
+
+    def __init__(self, tensors: list[Any]) -> None:
+        import entropack
+
+        self._decompress, self._config = entropack.decompress, entropack.TileANSConfig()
+        self._coded = [entropack.compress(tensor, self._config) for tensor in tensors]
+        if any(coded.header["compress_method"] == "raw" for coded in self._coded):
+            raise ValueError(str(self._coded[0].header.get("reason", "stored raw"))[:80])
+        self.stored = sum(coded.storage_nbytes() for coded in self._coded)
+
+    def __call__(self) -> Any:
+        """Decode all."""
+        import torch
+
+        made = [self._decompress(coded, self._config) for coded in self._coded]
+        if len(made) == 1:
+            return made[0]
+        return _Several([tensor.reshape(-1).view(torch.uint8) for tensor in made])
+
+
+class _Several(list[Any]):
+    """Tensors that are one only when they are compared."""
+
+    def reshape(self, _: int) -> Any:
+        """All behind one another."""
+        import torch
+
+        return torch.cat(list(self))
+
+
+def join(tensors: list[Any]) -> Any:
+    """Tensors of any dtype, fp8 too, behind one another."""
+    import torch
+
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(tensors[0].dtype)
+
+
+class Work:
+    """The matrices of one dtype: on the device as they are, on the host as `tpde pack` stores them."""
+
+    def __init__(self, name: str, seed: int, most: int) -> None:
+        import torch
+
+        self.name = name
+        self.code, self.types = DTYPES[name]
+        item = weights(name, 128, seed).element_size()
+        self._matrix = SIDE * SIDE * item
+        count = max(1, min(most, DISTINCT) // self._matrix)
+        note(f"{name}: making {count} matrices of {self._matrix // MIB} MiB")
+        self._plain = [weights(name, SIDE, seed + i) for i in range(count)]
+        self.dtype = self._plain[0].dtype
+        start = time.perf_counter()
+        self._packed = [self._pack(host_bytes(matrix), SIDE) for matrix in self._plain]
+        note(f"{name}: packed in {time.perf_counter() - start:.1f} s")
+        torch.cuda.synchronize()
+
+    def _pack(self, data: Any, rows: int) -> Blob:
+        return pack(TensorSpec(self.code, (rows, SIDE)), data)
+
+    def single(self, nbytes: int) -> tuple[Any, list[Blob]]:
+        """So many bytes: rows of one matrix, or whole matrices."""
+        if nbytes < self._matrix:
+            rows = nbytes * SIDE // self._matrix
+            part = self._plain[0][:rows]
+            return part, [self._pack(host_bytes(part), rows)]
+        numbers = [i % len(self._plain) for i in range(nbytes // self._matrix)]
+        if len(numbers) == 1:
+            return self._plain[0], self._packed[:1]
+        return join([self._plain[i] for i in numbers]), [self._packed[i] for i in numbers]
+
+    def many(self, count: int, nbytes: int) -> tuple[Any, list[Blob]]:
+        """Different tensors of so many bytes each."""
+        rows = nbytes * SIDE // self._matrix
+        per = SIDE // rows
+        parts = [self._plain[i // per % len(self._plain)][i % per * rows :][:rows] for i in range(count)]
+        return join(parts), [self._pack(host_bytes(part), rows) for part in parts]
+
+
+def contest(
+    work: Work, source: Any, blobs: list[Blob], parts: int, runs: int, flush: Flush, peers: bool
+) -> dict[str, Result]:
+    """Everyone on the same bytes."""
+    import torch
+
+    flat = source.reshape(-1).view(torch.uint8)
+    out = torch.empty_like(flat)
+    makers: dict[str, Callable[[], Contestant]] = {
+        COPY: lambda: Copy(flat, out),
+        OURS: lambda: Decoder(blobs, out),
+        CHECKED: lambda: Decoder(blobs, out, check=True),
+    }
+    if peers:
+        cuts = [source] if parts == 1 else list(source.chunk(parts))
+        makers |= {
+            ANS: lambda: Nvcomp("ANS", work.types, flat, out, parts),
+            ZSTD: lambda: Nvcomp("Zstd", ("",), flat, out, parts),
+            ENTROPACK: lambda: EntroPack(cuts),
+        }
+    return race(makers, flat, out, runs, flush)
+
+
+def speed(nbytes: int, result: Result | None) -> float | None:
+    """GB/s of output, if there is a result."""
+    return (
+        nbytes / result.median / 1e9 if result is not None and result.times and not result.problem else None
+    )
+
+
+Grid = dict[int | str, tuple[int, dict[str, Result]]]
+
+
+def shown(key: int | str) -> str:
+    """A column's title."""
+    return str(key) if isinstance(key, str) else f"{key} MiB"
+
+
+def dtype_table(grid: Grid) -> str:
+    """One dtype: a row for each contestant, a column for each size."""
+    names = list(next(iter(grid.values()))[1])
+    rows = []
+    for name in names:
+        ratio, cells, problems = "", [], []
+        for nbytes, results in grid.values():
+            found = results.get(name)
+            value = speed(nbytes, found)
+            cells.append(f"{value:.0f}" if value else "-")
+            if found and found.problem:
+                problems.append(found.problem)
+            elif found and value:
+                ratio = f"{nbytes / found.stored:.4f}"
+        rows.append([name, ratio or "-", *cells, problems[0] if problems else ""])
+    return table(["GB/s of output", "ratio", *map(shown, grid), "remark"], rows)
+
+
+def bars(grids: dict[str, Grid]) -> tuple[str, bool]:
+    """Ours against the bars that this run can tell."""
+    checks: list[tuple[str, float | None, float]] = []
+
+    def at(name: str, key: int | str, who: str = OURS) -> float | None:
+        found = grids.get(name, {}).get(key)
+        return speed(found[0], found[1].get(who)) if found else None
+
+    for name, bar in BARS.items():
+        checks.append((f"{name}, 512 MiB, GB/s", at(name, 512), bar))
+    ours, ans, checked = at("bf16", 512), at("bf16", 512, ANS), at("bf16", 512, CHECKED)
+    checks.append(("bf16, 512 MiB, x nvCOMP ANS", ours / ans if ours and ans else None, 1.3))
+    checks.append(
+        ("bf16, 512 MiB, checksums: speed kept", checked / ours if ours and checked else None, 1 / 1.15)
+    )
+    checks.append((f"bf16, {MANY} x 1 MiB in one launch, GB/s", at("bf16", f"{MANY} x 1 MiB"), 1200.0))
+    checks.append(("bf16, 16 MiB alone, GB/s", at("bf16", 16), 1000.0))
+    rows = [
+        [
+            what,
+            f"{found:.2f}" if found else "not measured",
+            f"{bar:.2f}",
+            verdict(found >= bar) if found else "-",
+        ]
+        for what, found, bar in checks
+    ]
+    return table(["bar", "found", "needed", ""], rows), all(found >= bar for _, found, bar in checks if found)
+
+
+def plot(grids: dict[str, Grid], path: Path) -> None:
+    """Speed by size, a panel for each dtype."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(grids), figsize=(4.2 * len(grids), 4), sharey=True, squeeze=False)
+    for panel, (name, grid) in zip(panels[0], grids.items(), strict=True):
+        for who in next(iter(grid.values()))[1]:
+            points = [
+                (key, value)
+                for key, (nbytes, results) in grid.items()
+                if isinstance(key, int) and (value := speed(nbytes, results.get(who)))
+            ]
+            if points:
+                style = (
+                    {"color": "grey", "linestyle": "--"} if who == COPY else {"marker": "o", "markersize": 3}
+                )
+                panel.plot(*zip(*points, strict=True), label=who, **style)
+        panel.set(xscale="log", title=name, xlabel="MiB of output")
+        panel.set_xticks(
+            [k for k in grid if isinstance(k, int)], [str(k) for k in grid if isinstance(k, int)]
+        )
+        panel.minorticks_off()
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("GB/s of output, cold cache")
+    panels[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def wrong_bits(grids: dict[str, Grid]) -> list[str]:
+    """Who of ours gave other bits than the source's."""
+    return [
+        f"{who}, {name}, {shown(key)}"
+        for name, grid in grids.items()
+        for key, (_, results) in grid.items()
+        for who, result in results.items()
+        if who in (OURS, CHECKED) and result.problem
+    ]
+
+
+def main() -> int:
+    """Parse the command line, run, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES), metavar="DTYPE")
+    parser.add_argument("--sizes", nargs="+", type=int, metavar="MIB", help="default: 1 to 4096")
+    parser.add_argument("--runs", type=int, default=11, help="timed runs of each, after two to warm up")
+    parser.add_argument("--quick", action="store_true", help="three sizes, five runs")
+    parser.add_argument(
+        "--budget", type=float, default=420, help="seconds after which no further case begins"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="ours and the copy only")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="also write a plot to this file")
+    options = parser.parse_args()
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    runs = 5 if options.quick else options.runs
+    need_cuda()
+    import torch
+
+    start, grids = time.perf_counter(), dict[str, Grid]()
+    head, flush = header("Decoding on the GPU", gpu=True), Flush()
+
+    def text() -> str:
+        about = (
+            "Weights: normal, per-row scale 0.02 * exp(0.3 * normal), made on the GPU, seed "
+            f"{options.seed}; rows of, or whole matrices of {SIDE}x{SIDE}; beyond {DISTINCT // MIB} MiB they "
+            "come again, in memory of their own. Packed as `tpde pack` does by default. CUDA events, "
+            f"medians of {runs} alternating runs after two to warm up, 256 MiB written through the cache "
+            "before each. "
+            "Every contestant's output was compared with the source, bit by bit. nvCOMP has its own "
+            "container, and its decompression configuration made beforehand.\n"
+        )
+        parts = [f"{head}\n{about}"]
+        parts += [f"## {name}\n\n{dtype_table(grid)}" for name, grid in grids.items() if grid]
+        return "\n".join([*parts, f"## Bars\n\n{bars(grids)[0]}"])
+
+    for name in options.dtypes:
+        if time.perf_counter() - start > options.budget:
+            note(f"{name}: left out, the budget of {options.budget:.0f} s is spent")
+            continue
+        work, grid = Work(name, options.seed, max(*sizes, MANY) * MIB), grids.setdefault(name, {})
+        keys: list[int | str] = [*sizes, *([f"{MANY} x 1 MiB"] if name == "bf16" else [])]
+        for key in keys:
+            if time.perf_counter() - start > options.budget:
+                note(f"{name}, {shown(key)}: left out, the budget is spent")
+                break
+            source, blobs = work.single(key * MIB) if isinstance(key, int) else work.many(MANY, MIB)
+            parts = 1 if isinstance(key, int) else MANY
+            nbytes = source.numel() * source.element_size()
+            grid[key] = nbytes, contest(work, source, blobs, parts, runs, flush, not options.no_peers)
+            found = {who: speed(nbytes, result) for who, result in grid[key][1].items()}
+            note(f"{name}, {shown(key)}: " + ", ".join(f"{who} {v:.0f}" for who, v in found.items() if v))
+            del source, blobs
+            torch.cuda.empty_cache()
+            if options.out is not None:  # a run that is cut short leaves what it has
+                options.out.write_text(text(), "utf-8")
+        del work
+        torch.cuda.empty_cache()
+    if options.plot is not None:
+        try:
+            plot({name: grid for name, grid in grids.items() if grid}, options.plot)
+        except ImportError:
+            note("no plot: pip install 'tpde[plot]'")
+    emit(text(), options.out)
+    wrong = wrong_bits(grids)
+    for line in wrong:
+        note(f"error: {line}")
+    return 0 if bars(grids)[1] and not wrong else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
