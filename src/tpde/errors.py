@@ -76,6 +76,10 @@ class MissingDependency(TpdeError):
     """An optional package is needed: install it."""
 
 
+class PackedWeight(TpdeError):
+    """A packed weight cannot be changed in place or cast: unpack the module first."""
+
+
 class UnsupportedDevice(TpdeError):
     """Driver or device cannot run the kernels: update the driver, or use another device or the CPU."""
 

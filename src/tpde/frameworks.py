@@ -75,6 +75,24 @@ def torch_dtype_name(dtype: torch.dtype) -> str:
     raise UnsupportedDtype(f"safetensors has no dtype for {dtype}; cast the tensor first")
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The PyTorch dtype of a name in safetensors.
+
+    Raises
+    ------
+    UnsupportedDtype
+        If this PyTorch lacks it.
+    """
+    import torch
+
+    dtype = getattr(torch, _TORCH.get(name, ""), None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedDtype(
+            f"PyTorch {torch.__version__} has no dtype for {name}; read the file with `tpde unpack`"
+        )
+    return dtype
+
+
 def torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     """What safetensors calls a PyTorch tensor.
 
@@ -134,11 +152,7 @@ def to_torch(data: Bytes, spec: TensorSpec) -> torch.Tensor:
     """
     import torch
 
-    dtype = getattr(torch, _TORCH.get(spec.dtype, ""), None)
-    if dtype is None:
-        raise UnsupportedDtype(
-            f"PyTorch {torch.__version__} has no dtype for {spec.dtype}; read the file with `tpde unpack`"
-        )
+    dtype = torch_dtype(spec.dtype)
     shape = spec.shape
     if spec.dtype == "F4":
         if not shape or shape[-1] % 2:

@@ -1,0 +1,414 @@
+"""Packed tensors that live in torch tensors, and rebuilding many of them with one call, on CPU or GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpde.codec.blob import BlobReader
+from tpde.codec.native import Bytes
+from tpde.errors import Corrupt, InvalidInput, Truncated, UnsupportedDevice, UnsupportedVersion
+from tpde.format.blob import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
+from tpde.format.constants import CODEC_CONSTANT
+from tpde.format.source import BytesSource
+from tpde.frameworks import torch_dtype
+from tpde.packing.writer import default_threads
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class PackedTensor:
+    """A blob (docs/format.md 2) in a tensor, and what decoding it needs beside it.
+
+    Parameters
+    ----------
+    blob : torch.Tensor
+        One-dimensional, uint8, contiguous, on a CPU or CUDA device; at an address divisible by 16.
+    name : str
+        What errors call it.
+
+    Raises
+    ------
+    InvalidInput
+        If `blob` is not such a tensor.
+    Truncated, UnsupportedVersion, Corrupt
+        If header, tables or index map are not valid. They are checked here, on the host; chunks are when they are
+        decoded.
+
+    Attributes
+    ----------
+    blob : torch.Tensor
+        The blob now.
+    header : BlobHeader
+        What it says of its tensor.
+    version : int
+        Counts the blobs so far.
+    """
+
+    def __init__(self, blob: torch.Tensor, name: str) -> None:
+        self.name, self.version = name, 0
+        self._open(blob)
+
+    def _open(self, blob: torch.Tensor) -> None:
+        if blob.dtype is not torch.uint8 or blob.dim() != 1 or not blob.is_contiguous():
+            raise InvalidInput(
+                f"`{self.name}`: a blob is one-dimensional, contiguous and uint8; this is {blob.dtype} of shape "
+                f"{list(blob.shape)}"
+            )
+        if blob.device.type == "meta":
+            raise InvalidInput(
+                f"`{self.name}`: the blob is on the `meta` device and has no data; load it first"
+            )
+        head = blob[:MAX_FIXED_BYTES].cpu().numpy().tobytes()
+        try:
+            header = parse_blob_header(head, blob.numel())
+            if blob.device.type == "cpu":
+                reader = BlobReader(BytesSource(blob.numpy(), self.name), 0, blob.numel())
+            else:  # checks header, tables and index map; chunks stay on the device
+                start = blob[: header.chunks_at].cpu().numpy()
+                reader = BlobReader(_Start(start, self.name, blob.numel()), 0, blob.numel())
+        except (Corrupt, Truncated, UnsupportedVersion) as error:
+            raise _named(error, self.name) from error
+        self.header = header
+        self._section = blob[header.tables_at : header.index_at].cpu().numpy().tobytes()
+        self._place(blob, reader if blob.device.type == "cpu" else None)
+
+    def _place(self, blob: torch.Tensor, reader: BlobReader | None) -> None:
+        self.blob, self._host = blob, reader
+        self._device_tables: tuple[Any, torch.Tensor] | None = None
+        self.version += 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        return torch_dtype(self.header.spec.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, plain."""
+        return self.header.spec.nbytes
+
+    def move(self, blob: torch.Tensor) -> None:
+        """Take the same blob on another device."""
+        if blob is self.blob:
+            return
+        if blob.device.type == "cpu":
+            self._open(blob)
+        else:
+            self._place(blob, None)
+
+    def load(self, blob: torch.Tensor, *, assign: bool = False) -> None:
+        """Take another blob of the same dtype and shape.
+
+        Parameters
+        ----------
+        blob : torch.Tensor
+            On any device.
+        assign : bool
+            Take it as it is, instead of a copy on the device of the one before.
+
+        Raises
+        ------
+        InvalidInput
+            If it holds a tensor of another dtype or shape.
+        Truncated, UnsupportedVersion, Corrupt
+            If it is not valid; the one before is kept.
+        """
+        if blob is self.blob:
+            return
+        other = PackedTensor(blob, self.name)
+        if other.header.spec != self.header.spec:
+            raise InvalidInput(
+                f"`{self.name}` is {self.header.spec.dtype} of shape {list(self.header.spec.shape)}, the blob holds "
+                f"{other.header.spec.dtype} of shape {list(other.header.spec.shape)}"
+            )
+        if not assign:
+            if blob.numel() == self.blob.numel() and torch.equal(blob.to(self.blob.device), self.blob):
+                return  # a tied weight, the second time
+            blob = blob.to(self.blob.device, copy=True)
+        self._open(blob)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"blob": self.blob, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.name, self.version = state["name"], 0
+        self._open(state["blob"])
+
+    def host_reader(self) -> BlobReader:
+        """A reader of the blob in host memory; the bytes of one on a GPU are copied once and kept."""
+        if self._host is None:
+            self._host = BlobReader(BytesSource(self.blob.cpu().numpy(), self.name), 0, self.blob.numel())
+        return self._host
+
+    def device_tables(self) -> tuple[Any, torch.Tensor] | None:
+        """Expanded tables, and their image on the blob's CUDA device; None if the kernels cannot decode it."""
+        from tpde.cuda.decode import lookup_tables
+
+        if self._device_tables is None:
+            tables = lookup_tables(self.header, self._section)
+            if tables is None:
+                return None
+            self._device_tables = tables, _upload(tables.image, self.blob.device)
+        return self._device_tables
+
+    def decode_on_host(self, begin: int, end: int, out: Bytes) -> None:
+        """Decode bytes `begin` to `end` of the tensor with the CPU core, all processors taking part.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk.
+        """
+        try:
+            self.host_reader().read(begin, end, out, default_threads())
+        except Corrupt as error:
+            raise _named(error, self.name) from error
+
+
+class _Start(BytesSource):
+    """The first bytes of a blob whose rest is elsewhere: enough for a `BlobReader` that decodes nothing."""
+
+    def __init__(self, data: Bytes, name: str, size: int) -> None:
+        super().__init__(data, name)
+        self.size = size
+
+
+def _named(error: Corrupt | Truncated | UnsupportedVersion, name: str) -> Exception:
+    """The same error with the tensor's name, and its chunk if it has one."""
+    if not isinstance(error, Corrupt):
+        return type(error)(f"`{name}`: {error}")
+    where = "" if error.chunk is None else f" chunk {error.chunk}:"
+    return Corrupt(f"`{name}`:{where} {error}", tensor=name, chunk=error.chunk)
+
+
+def _upload(data: Bytes, device: torch.device) -> torch.Tensor:
+    """Bytes on a device; at least 16, since an empty tensor has no address."""
+    padded = np.zeros(max(data.size, 16), np.uint8)
+    padded[: data.size] = data
+    with torch.inference_mode(False):
+        return torch.from_numpy(padded).to(device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is recording a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Materializer:
+    """Rebuilds a fixed list of packed tensors, all on one device, into one buffer.
+
+    Parameters
+    ----------
+    items : sequence of (PackedTensor, int)
+        Each with its byte offset in the buffer; none may overlap.
+    device : torch.device
+        Where all blobs are.
+
+    Notes
+    -----
+    On a CUDA device everything that a call needs is put there now, and kernels are compiled: a call allocates
+    nothing, synchronizes nothing and may be recorded in a CUDA graph. Exceptions are blobs that the kernels cannot
+    decode (zstd): those are decoded on the CPU and copied.
+    """
+
+    def __init__(self, items: Sequence[tuple[PackedTensor, int]], device: torch.device) -> None:
+        self.items, self.device = tuple(items), device
+        for packed, _ in items:
+            if packed.blob.device != device:
+                raise InvalidInput(
+                    f"`{packed.name}` is on {packed.blob.device}, the weights decoded with it on {device}; "
+                    "move the whole block to one device"
+                )
+        self._fills: list[tuple[PackedTensor, int]] = []
+        self._copies: list[tuple[PackedTensor, int]] = []
+        self._names: list[PackedTensor] = []
+        self._verified = False
+        if device.type == "cuda":
+            self._prepare()
+
+    def _prepare(self) -> None:
+        from tpde.cuda.decode import Item, WorkList
+
+        index = self.device.index
+        assert index is not None
+        work = []
+        for packed, offset in self.items:
+            if packed.header.codec == CODEC_CONSTANT:
+                self._fills.append((packed, offset))
+                continue
+            tables = packed.device_tables()
+            if tables is None:
+                self._copies.append((packed, offset))
+                continue
+            self._names.append(packed)
+            work.append(Item(packed.header, tables[0], packed.blob.data_ptr(), tables[1].data_ptr(), offset))
+        self._work = WorkList(work, index) if work else None
+        if self._work is not None:
+            self._work.prepare()
+            self._descriptors = _upload(self._work.descriptors, self.device)
+        self._status = _upload(np.zeros(16, np.uint8), self.device)
+
+    def __call__(self, out: torch.Tensor, check: bool | None = None) -> None:
+        """Decode everything into a buffer, on the current stream.
+
+        Parameters
+        ----------
+        out : torch.Tensor
+            One-dimensional, uint8, contiguous, on the device.
+        check : bool, optional
+            Compare checksums on the GPU, and wait to see the result unless a graph is being recorded. By default on
+            the first call only: what is in device memory stays as it is. The CPU always compares.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk.
+        """
+        if self.device.type != "cuda":
+            target = out.numpy()
+            for packed, offset in self.items:
+                packed.decode_on_host(0, packed.nbytes, target[offset : offset + packed.nbytes])
+            return
+        for packed, offset in self._fills:
+            b = packed.header.word_bytes
+            word = int.from_bytes(packed.header.constant[:b], "little", signed=b > 1)
+            out[offset : offset + packed.nbytes].view(_WORDS[b]).fill_(word)
+        recording = capturing(self.device)
+        for packed, offset in self._copies:
+            if recording:
+                raise UnsupportedDevice(
+                    f"`{packed.name}` is decoded on the CPU and cannot be part of a CUDA graph: pack it with "
+                    "`--codec prefix`, or run without graphs"
+                )
+            host = np.empty(packed.nbytes, np.uint8)
+            packed.decode_on_host(0, host.size, host)
+            out[offset : offset + host.size].copy_(torch.from_numpy(host))
+        if self._work is None:
+            return
+        check = not self._verified if check is None else check
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._work.launch(
+            self._descriptors.data_ptr(), out.data_ptr(), self._status.data_ptr(), stream, check
+        )
+        if check and not recording:
+            raise_damage(self._status, self._names)
+            self._verified = True
+
+
+def raise_damage(status: torch.Tensor, items: Sequence[PackedTensor]) -> None:
+    """Wait for the current stream, and raise `Corrupt` if a kernel reported a damaged chunk in `status`."""
+    found, number, low, high = np.frombuffer(status.cpu().numpy()[:16].tobytes(), "<u4").tolist()
+    if not found:
+        return
+    status.zero_()
+    name, chunk = items[number].name, high << 32 | low
+    raise Corrupt(
+        f"`{name}`: chunk {chunk}: its checksum does not match; the weights are damaged, load them again",
+        tensor=name,
+        chunk=chunk,
+    )
+
+
+class RowReader:
+    """Rebuilds only the rows of a packed matrix that are asked for.
+
+    Parameters
+    ----------
+    packed : PackedTensor
+        A matrix.
+    """
+
+    def __init__(self, packed: PackedTensor) -> None:
+        self.packed, self.device = packed, packed.blob.device
+        self._count, self._width = packed.header.spec.shape
+        self._row_bytes = packed.nbytes // max(self._count, 1)
+        self._rows: Any = None
+        if self.device.type == "cuda" and packed.header.codec != CODEC_CONSTANT:
+            tables = packed.device_tables()
+            if tables is not None:
+                self._prepare(tables)
+
+    def _prepare(self, tables: tuple[Any, torch.Tensor]) -> None:
+        from tpde.cuda.decode import Item, Rows
+
+        item = Item(self.packed.header, tables[0], self.packed.blob.data_ptr(), tables[1].data_ptr(), 0)
+        assert self.device.index is not None
+        self._rows = Rows(item, self.device.index)
+        self._descriptors = _upload(self._rows.descriptors, self.device)
+        self._status = _upload(np.zeros(16, np.uint8), self.device)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` of the matrix: a tensor of shape `(*ids.shape, columns)`.
+
+        Raises
+        ------
+        IndexError
+            On the CPU, if a number is not a row's. On a GPU the kernel traps, as the framework's own does.
+        Corrupt
+            Naming tensor and chunk.
+        """
+        shape = (*ids.shape, self._width)
+        if self.packed.header.codec == CODEC_CONSTANT:
+            return self._constant(shape, ids)
+        if self._rows is None:
+            rows = self._on_host(ids.detach().reshape(-1).cpu().numpy().astype(np.int64))
+            return torch.from_numpy(rows).to(self.device).view(self.packed.dtype).view(shape)
+        flat = ids.detach().reshape(-1).to(torch.int64).contiguous()
+        out = torch.empty(shape, dtype=self.packed.dtype, device=self.device)
+        # Which chunks were verified before is not known, so all are, always: they are few.
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        self._rows.launch(
+            self._descriptors.data_ptr(),
+            flat.data_ptr(),
+            flat.numel(),
+            out.data_ptr(),
+            self._status.data_ptr(),
+            stream,
+            True,
+        )
+        if not capturing(self.device):
+            raise_damage(self._status, [self.packed])
+        return out
+
+    def _constant(self, shape: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            self._check(ids.numpy().reshape(-1))
+        b = self.packed.header.word_bytes
+        word = int.from_bytes(self.packed.header.constant[:b], "little", signed=b > 1)
+        out = torch.empty(shape, dtype=self.packed.dtype, device=self.device)
+        out.view(_WORDS[b]).fill_(word)
+        return out
+
+    def _check(self, ids: Any) -> None:
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._count:
+            bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise IndexError(
+                f"index out of range: row {bad} of `{self.packed.name}`, which has {self._count}"
+            )
+
+    def _on_host(self, ids: Any) -> Bytes:
+        """Decode runs of adjacent chunks that hold the rows, each once."""
+        self._check(ids)
+        header, size = self.packed.header, self._row_bytes
+        out = np.empty((ids.size, size), np.uint8)
+        if not out.size:
+            return out.reshape(-1)
+        rows, places = np.unique(ids, return_inverse=True)
+        unique = np.empty((rows.size, size), np.uint8)
+        step = header.chunk_words * header.word_bytes
+        firsts, lasts = rows * size // step, ((rows + 1) * size - 1) // step
+        # A run ends before a row whose first chunk does not touch the last one decoded.
+        ends = np.append(np.flatnonzero(firsts[1:] > lasts[:-1] + 1) + 1, rows.size)
+        begin = 0
+        for end in ends.tolist():
+            low, high = int(rows[begin]), int(rows[end - 1]) + 1
+            part = np.empty((high - low, size), np.uint8)
+            self.packed.decode_on_host(low * size, high * size, part.reshape(-1))
+            unique[begin:end] = part[rows[begin:end] - low]
+            begin = end
+        np.take(unique, places.reshape(-1), axis=0, out=out)
+        return out.reshape(-1)

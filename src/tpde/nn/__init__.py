@@ -1,0 +1,19 @@
+"""Modules that hold packed weights and decode them just in time: see docs/nn.md."""
+
+from tpde.materialize import PackedTensor
+from tpde.nn.api import pack_module, pack_tensor, plain_state_dict, unpack_module
+from tpde.nn.modules import PackedModule
+from tpde.nn.replace import finish, packed_modules, replace_parameter, supports
+
+__all__ = [
+    "PackedModule",
+    "PackedTensor",
+    "finish",
+    "pack_module",
+    "pack_tensor",
+    "packed_modules",
+    "plain_state_dict",
+    "replace_parameter",
+    "supports",
+    "unpack_module",
+]

@@ -1,0 +1,196 @@
+"""Packing live models, and turning them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpde.errors import InvalidInput
+from tpde.format.blob import align
+from tpde.format.constants import ALIGN_BLOB
+from tpde.format.sink import BytesSink
+from tpde.frameworks import torch_bytes, torch_spec
+from tpde.materialize import PackedTensor
+from tpde.nn.plain import PlainWeight
+from tpde.nn.replace import finish, packed_modules, remove_hooks, replace_parameter, restore, supports
+from tpde.nn.slot import Slot
+from tpde.packing.tensor import TensorWriter
+from tpde.packing.writer import check_threads
+
+MIN_BYTES = 16384  # smaller weights add more host work than they save memory
+
+
+def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> PackedTensor | None:
+    """Pack a tensor; the blob is on its device.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Contiguous, of a floating-point dtype.
+    name : str
+        What errors call it.
+    threads : int, optional
+        By default one for each processor; the blob does not depend on it.
+
+    Returns
+    -------
+    PackedTensor or None
+        None if it would not shrink.
+    """
+    spec = torch_spec(name, tensor)
+    sink = BytesSink(spec.nbytes + (1 << 16))
+    writer = TensorWriter(
+        spec,
+        sink,
+        0,
+        threads=check_threads(threads),
+        codec="prefix",  # GPUs decode it
+        may_pack=True,
+        background=None,
+    )
+    writer.write(torch_bytes(tensor))
+    stored = writer.finish()
+    if not stored.packed:
+        return None
+    blob = torch.zeros(align(stored.size, ALIGN_BLOB), dtype=torch.uint8)
+    blob[: stored.size] = torch.frombuffer(sink.data, dtype=torch.uint8)[: stored.size]
+    return PackedTensor(blob.to(tensor.device), name)
+
+
+def _packable(parameter: nn.Parameter, min_bytes: int) -> bool:
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.layout is torch.strided
+        and parameter.is_contiguous()
+        and parameter.dtype.is_floating_point
+        and parameter.device.type in ("cpu", "cuda")
+        and parameter.numel() * parameter.element_size() >= min_bytes
+    )
+
+
+def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
+    """Pack the weights of a live model, in place, without changing a bit of what it computes.
+
+    Packed are the floating-point weights of linear layers, embeddings, convolutions, transformers' `Conv1D` and fused
+    experts, where that makes them smaller; other parameters stay as they are. If some of the model's parameters are
+    frozen and some are not, as with adapters, only frozen ones are packed: packed weights cannot be trained.
+
+    Parameters
+    ----------
+    model : nn.Module
+        On any devices.
+    threads : int, optional
+        How many encode; by default one for each processor.
+    min_bytes : int
+        Smaller parameters stay plain.
+
+    Returns
+    -------
+    nn.Module
+        `model`. Parameters are replaced by buffers named like them with `_tpde` at the end; `unpack_module` is the
+        inverse.
+
+    Examples
+    --------
+    >>> model = tpde.pack_module(model)  # doctest: +SKIP
+    >>> model(ids).logits  # the same bits as before  # doctest: +SKIP
+    """
+    places: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
+    trained: set[bool] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{path}.{name}" if path else name
+                places.setdefault(id(parameter), []).append((full, parameter, supports(module, name)))
+                trained.add(parameter.requires_grad)
+    for uses in places.values():
+        parameter = uses[0][1]
+        adapter = len(trained) > 1 and parameter.requires_grad
+        if adapter or not all(can for _, _, can in uses) or not _packable(parameter, min_bytes):
+            continue
+        packed = pack_tensor(parameter.data, uses[0][0], threads)
+        if packed is not None:
+            for full, _, _ in uses:
+                replace_parameter(model, full, packed)
+        uses.clear()
+    return finish(model)
+
+
+def unpack_module(model: nn.Module) -> nn.Module:
+    """Turn a packed model back, in place: the exact inverse of `pack_module`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A packed model, or a part of one.
+
+    Returns
+    -------
+    nn.Module
+        `model`, with the classes, parameters, ties and `requires_grad` that it had.
+
+    Raises
+    ------
+    Corrupt
+        If a blob is damaged. The modules before it are plain by then.
+    """
+    remove_hooks(model)
+    made: dict[tuple[Any, ...], nn.Parameter] = {}  # by parts: tied weights share them
+
+    def plain(slot: Slot) -> nn.Parameter:
+        key = tuple((id(packed), at) for packed, at in slot.parts)
+        if key not in made:
+            made[key] = nn.Parameter(_own(slot), requires_grad=slot.requires_grad)
+        return made[key]
+
+    for _, module in list(packed_modules(model)):
+        restore(module, {name: plain(slot) for name, slot in module.tpde_slots.items()})
+    return model
+
+
+def _own(slot: Slot) -> Tensor:
+    """A slot's weight in memory of exactly its size."""
+    with torch.no_grad():
+        return slot.fresh().clone()
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict that the model would have if it were plain.
+
+    `model.state_dict()` gives packed weights.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A packed model.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        Names in the order of the plain model's. Tied weights share memory.
+    """
+    state = model.state_dict()
+    made: dict[tuple[Any, ...], Tensor] = {}
+    for path, module in packed_modules(model):
+        prefix = f"{path}." if path else ""
+        for name, slot in module.tpde_slots.items():
+            key = tuple((id(packed), at) for packed, at in slot.parts)
+            if key not in made:
+                made[key] = _own(slot)
+            names = slot.buffer_names()
+            for other in names:
+                del state[prefix + other]
+            state[prefix + name] = made[key]
+    return {name: state[name] for name in _plain_order(model, state)}
+
+
+def _plain_order(model: nn.Module, state: dict[str, Any]) -> list[str]:
+    """Keys of a plain state dict in its order: each module's parameters, then its buffers."""
+    order: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        own = module.__dict__.get("tpde_order", list(module._parameters))
+        order += [prefix + name for name in (*own, *module._buffers) if prefix + name in state]
+    return list(dict.fromkeys([*order, *state]))

@@ -1,0 +1,212 @@
+"""Weights that are decoded together, and the buffer in which the groups of a model take turns."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpde import ops
+from tpde.errors import InvalidInput
+from tpde.format.blob import align
+from tpde.materialize import Materializer, capturing
+from tpde.nn.slot import ALIGN, Slot
+
+
+class Workspace:
+    """A buffer on one device that holds the weights of one group at a time.
+
+    Attributes
+    ----------
+    lock : RLock
+        Held while a scope is open.
+    thread : int
+        Who holds it, 0 if nobody does.
+    group : Group or None
+        Whose weights the open scope may put here.
+    whole : bool
+        All of them are here.
+    some : set of Slot
+        Those that are here, if not all.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffer: Tensor | None = None
+        self.start = self.end = 0  # addresses
+        self.lock = threading.RLock()
+        self.thread = 0
+        self.group: Group | None = None
+        self.whole = False
+        self.some: set[Slot] = set()
+        self.scopes: list[Any] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the buffer at least so large. Views of it become invalid if it was smaller."""
+        if self.buffer is None or self.buffer.numel() < nbytes:
+            self.buffer = None  # two of them need not fit
+            with torch.inference_mode(False):
+                self.buffer = torch.empty(max(nbytes, ALIGN), dtype=torch.uint8, device=self.device)
+            self.start = self.buffer.data_ptr()
+            self.end = self.start + self.buffer.numel()
+
+    def order(self) -> None:
+        """Make the current stream wait for the last one that used the buffer, if that was another."""
+        if self.device.type != "cuda" or capturing(self.device):
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._stream:
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+
+
+class Pool:
+    """The workspaces of a model, one for each device; groups keep them alive.
+
+    Attributes
+    ----------
+    capacity : int
+        Bytes of the largest group.
+    spread : bool
+        Groups are on several devices: each has a workspace as large as its own largest group.
+    """
+
+    def __init__(self) -> None:
+        self._workspaces: weakref.WeakValueDictionary[torch.device, Workspace] = weakref.WeakValueDictionary()
+        self.capacity = ALIGN
+        self.spread = False
+
+    def workspace(self, device: torch.device, nbytes: int) -> Workspace:
+        """The workspace of a device, with room for so many bytes."""
+        found = self._workspaces.get(device)
+        if found is None:
+            found = self._workspaces[device] = Workspace(device)
+        found.reserve(nbytes if self.spread else self.capacity)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"capacity": self.capacity, "spread": self.spread}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)
+
+
+class Group:
+    """The packed weights of one transformer block, or of one module outside of blocks.
+
+    Parameters
+    ----------
+    name : str
+        What errors call it.
+    slots : sequence of Slot
+        Its weights.
+    pool : Pool
+        Of the model.
+    """
+
+    def __init__(self, name: str, slots: Sequence[Slot], pool: Pool) -> None:
+        self.name, self.slots, self.pool = name, list(slots), pool
+        at = 0
+        for slot in self.slots:
+            slot.offset = at
+            at += align(slot.nbytes, ALIGN)
+        self.nbytes = at
+        pool.capacity = max(pool.capacity, at)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        dtypes = {slot.dtype for slot in self.slots}
+        # A buffer of the weights' own dtype needs no casts in compiled code.
+        self.flat_dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        self.flat: Tensor | None = None  # the weights, while a block is being compiled
+        for slot in self.slots:
+            slot.group = self
+        self.changed()
+
+    @property
+    def capacity(self) -> int:
+        """Elements of a buffer: as many bytes for all groups of the model."""
+        return self.pool.capacity // self.flat_dtype.itemsize
+
+    def changed(self) -> None:
+        """Forget what was derived from the blobs: some are others, or elsewhere."""
+        self._materializer: Materializer | None = None
+        self._workspace: Workspace | None = None
+        self.key = ops.register(self)
+
+    def prepare(self) -> None:
+        """Put on the device what decoding needs, if all blobs are on one device by now."""
+        if self._materializer is not None or not self.slots:
+            return
+        device = self.slots[0].device
+        if not all(slot.together and slot.device == device for slot in self.slots):
+            return
+        items = [(part, slot.offset + at) for slot in self.slots for part, at in slot.parts]
+        self._materializer = Materializer(items, device)
+        self._workspace = self.pool.workspace(device, self.nbytes)
+        for slot in self.slots:
+            slot.prepare()
+
+    @property
+    def workspace(self) -> Workspace:
+        """The workspace of the device that the blobs are on."""
+        if self._materializer is None:
+            self.prepare()
+        if self._materializer is None or self._workspace is None:
+            devices = sorted({str(part.blob.device) for slot in self.slots for part, _ in slot.parts})
+            raise InvalidInput(
+                f"the packed weights of `{self.name}` are on {', '.join(devices)}; move the whole block to one "
+                "device that holds data"
+            )
+        return self._workspace
+
+    def decode_into(self, out: Tensor) -> None:
+        """Decode all weights into a buffer of bytes, on the current stream."""
+        self.prepare()
+        assert self._materializer is not None
+        self._materializer(out)
+
+    def fill(self) -> None:
+        """Decode all weights into the workspace, which the caller has locked for this group."""
+        space = self.workspace
+        assert space.buffer is not None
+        space.whole = False
+        space.some.clear()
+        space.order()
+        self.decode_into(space.buffer)
+        space.whole = True
+
+    def view(self, slot: Slot) -> Tensor:
+        """A weight in the workspace, which the caller has locked for this group; decoded if it is not there."""
+        space = self.workspace
+        assert space.buffer is not None
+        if not space.whole and slot not in space.some:
+            space.order()
+            slot.decode_into(space.buffer[slot.offset : slot.offset + align(slot.nbytes, ALIGN)])
+            space.some.add(slot)
+        if slot.view is None or slot.view_of is not space.buffer:
+            with torch.inference_mode(False):
+                slot.view, slot.view_of = slot.in_buffer(space.buffer), space.buffer
+        return slot.view
+
+    def at(self, address: int) -> Slot | None:
+        """The slot whose place in the workspace holds an address."""
+        offset = address - self.workspace.start
+        for slot in self.slots:
+            if slot.offset <= offset < slot.offset + slot.nbytes:
+                return slot
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "slots": self.slots, "pool": self.pool, "nbytes": self.nbytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._adopt()

@@ -1,0 +1,273 @@
+"""Modules with packed weights: subclasses, made as needed, of the modules' own classes.
+
+A weight is a property. Inside a forward pass it is a view of the workspace; read from outside, it is a fresh copy that
+refuses to be changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tpde.errors import PackedWeight, TpdeError
+from tpde.materialize import PackedTensor
+from tpde.nn.group import Group, Pool
+from tpde.nn.plain import PlainWeight
+from tpde.nn.scope import Scope, first_tensor, is_open
+from tpde.nn.slot import Slot
+
+if TYPE_CHECKING:
+    _Base = nn.Module
+else:
+    _Base = object
+
+
+def is_conv1d(kind: type) -> bool:
+    """Whether a class is transformers' `Conv1D`, a linear layer whose weight is transposed."""
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def uses_super(function: Any) -> bool:
+    """Whether a method calls the same one of its parent class."""
+    return "__class__" in inspect.unwrap(function).__code__.co_freevars
+
+
+def gathers(kind: type) -> bool:
+    """Whether a class is an embedding that looks rows up as `nn.Embedding` does, whatever it does with them."""
+    if not issubclass(kind, nn.Embedding):
+        return False
+    before = kind.__mro__[: kind.__mro__.index(nn.Embedding)]
+    return all(uses_super(vars(it)["forward"]) for it in before if "forward" in vars(it))
+
+
+class PackedModule(_Base):
+    """What all packed modules have in common; first among the bases of each.
+
+    Attributes
+    ----------
+    tpde_slots : dict of str to Slot
+        The packed weights by the names of the parameters they replace.
+    tpde_order : list of str
+        The names of all of the module's parameters, in the order in which unpacking restores them.
+    """
+
+    tpde_base: type[nn.Module]  # the class that the module had
+    tpde_slots: dict[str, Slot]
+    tpde_order: list[str]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As before, with the weights at hand."""
+        if isinstance(self, PackedEmbedding):  # has no group: only rows of it are decoded
+            return super().forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._tpde_traced(args, kwargs)
+        group = self.tpde_group()
+        if is_open(group):
+            return super().forward(*args, **kwargs)
+        scope = Scope(group, self)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            scope.close()
+
+    def tpde_group(self) -> Group:
+        """The group of the module's weights; a module copied out of its block gets one of its own."""
+        for slot in self.tpde_slots.values():
+            if slot.group is not None:
+                return slot.group
+        slots = list(self.tpde_slots.values())
+        return Group(slots[0].parts[0][0].name, slots, Pool())
+
+    def _tpde_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pass as the compiler sees it."""
+        if torch.is_grad_enabled():
+            slot = self.tpde_slots.get("weight")
+            plain_linear = self.tpde_base.forward is nn.Linear.forward
+            if slot is not None and (plain_linear or is_conv1d(self.tpde_base)):
+                return torch.ops.tpde.linear(
+                    first_tensor(args, kwargs), self.bias, slot.key, not plain_linear
+                )
+            # What is computed inside, the weights among it, is computed again for the backward pass.
+            return checkpoint(self._tpde_decoded, *args, use_reentrant=False, **kwargs)
+        return self._tpde_decoded(*args, **kwargs)
+
+    def _tpde_decoded(self, *args: Any, **kwargs: Any) -> Any:
+        group = self.tpde_group()
+        if group.flat is not None:  # a block's hook did it
+            return super().forward(*args, **kwargs)
+        group.flat = torch.ops.tpde.materialize(first_tensor(args, kwargs), group.key)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            group.flat = None
+
+    def tpde_weight(self, name: str) -> Tensor:
+        """A packed weight, for whoever asks."""
+        slot = self.tpde_slots[name]
+        if isinstance(self, PackedEmbedding):
+            return PlainWeight.of(slot)
+        group = self.tpde_group()
+        if torch.compiler.is_compiling():
+            if group.flat is None:
+                raise PackedWeight(
+                    f"`{slot.parts[0][0].name}` is read outside of its module's forward pass in compiled code; leave "
+                    "its module plain, or the code that reads it uncompiled"
+                )
+            return slot.in_buffer(group.flat)
+        if slot.together:
+            space = group.workspace
+            if space.thread == get_ident():
+                return group.view(slot) if space.group is group else slot.fresh()
+        return PlainWeight.of(slot)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("tpde_slots", ()):
+            if isinstance(value, PlainWeight) and value.tpde_parts == self.tpde_slots[name].parts:
+                return  # tying what is tied
+            raise PackedWeight(
+                f"`{name}` of {type(self).__name__} is packed and cannot be replaced; call "
+                "`tpde.unpack_module(module)` first"
+            )
+        super().__setattr__(name, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Refuse to train a packed weight."""
+        if requires_grad:
+            raise PackedWeight(
+                f"the weights of {type(self).__name__} are packed and cannot be trained; call "
+                "`tpde.unpack_module(module)` first, or train an adapter"
+            )
+        return super().requires_grad_(False)
+
+    def _packed(self) -> dict[str, PackedTensor]:
+        """Packed tensors by the names of the buffers that hold their blobs."""
+        return {
+            name: part
+            for slot in self.tpde_slots.values()
+            for name, (part, _) in zip(slot.buffer_names(), slot.parts, strict=True)
+        }
+
+    def tpde_sync(self) -> None:
+        """Name the blobs in the buffers, after the packed tensors got new ones."""
+        for name, packed in self._packed().items():
+            self._buffers[name] = packed.blob
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move. Blobs move once for all modules that share them; casts are refused."""
+        for slot in self.tpde_slots.values():
+            found = fn(torch.empty(0, dtype=slot.dtype, device=slot.device)).dtype
+            if found is not slot.dtype:
+                raise PackedWeight(
+                    f"`{slot.parts[0][0].name}` is packed as {slot.dtype} and cannot be cast to {found}; call "
+                    "`tpde.unpack_module(model)` first, cast, and pack again"
+                )
+        blobs = {name: self._buffers.pop(name) for name in self._packed()}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers.update(blobs)
+        for packed in self._packed().values():
+            packed.move(fn(packed.blob))
+        self.tpde_sync()
+        for slot in self.tpde_slots.values():
+            slot.refresh()
+            if slot.group is not None:
+                slot.group.prepare()
+            elif isinstance(self, PackedEmbedding):
+                slot.prepare_rows()
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Take other blobs, whose sizes may differ."""
+        packed = self._packed()
+        blobs = {name: self._buffers.pop(name) for name in packed}
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        finally:
+            self._buffers.update(blobs)
+        for name, tensor in packed.items():
+            key = prefix + name
+            if key not in state_dict:
+                if strict:
+                    missing_keys.append(key)
+                continue
+            if key in unexpected_keys:
+                unexpected_keys.remove(key)
+            try:
+                tensor.load(
+                    state_dict[key], assign=bool(local_metadata.get("assign_to_params_buffers", False))
+                )
+            except TpdeError as error:
+                error_msgs.append(str(error))
+        for name, slot in self.tpde_slots.items():
+            if prefix + name in state_dict:
+                error_msgs.append(
+                    f"`{prefix}{name}` is plain, the model's is packed: call `tpde.unpack_module(model)` before "
+                    "loading, or load a packed state dict"
+                )
+            slot.refresh()
+        self.tpde_sync()
+
+    def extra_repr(self) -> str:
+        """As before, and how large the packed weights are."""
+        plain = sum(slot.nbytes for slot in self.tpde_slots.values())
+        packed = sum(part.blob.numel() for part in self._packed().values())
+        return f"{super().extra_repr()}, packed={packed / max(plain, 1):.3f}".removeprefix(", ")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *state = super().__reduce_ex__(protocol)
+        return (_new, (self.tpde_base, tuple(self.tpde_slots)), *state)
+
+
+class PackedEmbedding(nn.Embedding):
+    """Decodes the rows asked for. Last among the bases, so that classes that wrap `nn.Embedding.forward` keep what they
+    do with its result.
+    """
+
+    tpde_slots: dict[str, Slot]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows of the packed weight."""
+        slot = self.tpde_slots["weight"]
+        if torch.compiler.is_compiling():
+            return cast(Tensor, torch.ops.tpde.embedding(input, slot.key))
+        return slot.rows(input)
+
+
+def _weight(name: str) -> property:
+    def read(self: PackedModule) -> Tensor:
+        return self.tpde_weight(name)
+
+    return property(read, doc=f"The packed `{name}`: see `PackedModule`.")
+
+
+@functools.cache
+def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedModule]:
+    """The subclass of a module's class whose parameters of these names are packed."""
+    bases: tuple[type, ...] = (PackedModule, base)
+    if gathers(base):
+        bases = (PackedModule, PackedEmbedding) if base is nn.Embedding else (*bases, PackedEmbedding)
+    members = {name: _weight(name) for name in names} | {"tpde_base": base, "__module__": __name__}
+    return type(f"Packed{base.__name__}", bases, members)
+
+
+def _new(base: type[nn.Module], names: tuple[str, ...]) -> PackedModule:
+    kind = packed_class(base, names)
+    return kind.__new__(kind)

@@ -1,0 +1,192 @@
+"""Replacing a module's parameters by packed ones, and putting packed modules of a model into groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from tpde.errors import InvalidInput
+from tpde.materialize import PackedTensor
+from tpde.nn.group import Group, Pool
+from tpde.nn.modules import PackedEmbedding, PackedModule, is_conv1d, packed_class
+from tpde.nn.scope import CloseBlock, OpenBlock
+from tpde.nn.slot import Slot
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def supports(module: nn.Module, name: str) -> bool:
+    """Whether a parameter of a module can be packed.
+
+    Those are the weights of linear layers, embeddings, convolutions and transformers' `Conv1D`, and the
+    three-dimensional parameters of modules that are not PyTorch's own: the fused experts of mixture-of-experts models.
+
+    Parameters
+    ----------
+    module : nn.Module
+        What holds the parameter.
+    name : str
+        Its name there.
+    """
+    kind = module.tpde_base if isinstance(module, PackedModule) else type(module)
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        return False
+    if name == "weight" and isinstance(module, nn.Embedding):
+        # Renormalizing changes the weight, and sparse gradients are those of a trained one.
+        return module.max_norm is None and not module.sparse
+    if name == "weight" and (isinstance(module, (nn.Linear, *_CONVOLUTIONS)) or is_conv1d(kind)):
+        return True
+    return parameter.dim() == 3 and not kind.__module__.startswith("torch.")
+
+
+def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    try:
+        return model.get_submodule(path), leaf
+    except AttributeError:
+        raise InvalidInput(f"the model has no parameter `{name}`") from None
+
+
+def replace_parameter(
+    model: nn.Module, name: str, parts: PackedTensor | Iterable[tuple[PackedTensor, int]]
+) -> None:
+    """Replace a plain parameter, which may be on the `meta` device, by a packed one.
+
+    Tied parameters are given the same `PackedTensor`. When all are replaced, call `finish`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        What the name is relative to.
+    name : str
+        The parameter's qualified name, such as `model.layers.0.mlp.up_proj.weight`.
+    parts : PackedTensor, or iterable of (PackedTensor, int)
+        The blob; or several with their byte offsets in the weight, which they must cover one after the other, such as
+        the experts of a fused tensor.
+
+    Raises
+    ------
+    InvalidInput
+        If there is no such parameter, it cannot be packed (see `supports`), or the parts do not make it up.
+    """
+    module, leaf = _find(model, name)
+    parameter = module._parameters.get(leaf)
+    if parameter is None:
+        raise InvalidInput(f"the model has no parameter `{name}`")
+    if not supports(module, leaf):
+        raise InvalidInput(
+            f"`{name}` of a {type(module).__name__} cannot be packed: linear layers, embeddings, convolutions and fused "
+            "experts can; leave it plain"
+        )
+    pieces = [(parts, 0)] if isinstance(parts, PackedTensor) else list(parts)
+    slot = Slot(leaf, pieces, parameter.dtype, parameter.shape, requires_grad=parameter.requires_grad)
+    if isinstance(module, PackedModule):
+        slots = module.tpde_slots
+    else:
+        slots = {}
+        module.__dict__["tpde_base"] = type(module)
+        module.__dict__["tpde_order"] = list(module._parameters)
+        module.__dict__["tpde_slots"] = slots
+    slots[leaf] = slot
+    del module._parameters[leaf]
+    module.__class__ = packed_class(module.__dict__["tpde_base"], tuple(slots))
+    for key, (packed, _) in zip(slot.buffer_names(), slot.parts, strict=True):
+        module.register_buffer(key, packed.blob)
+
+
+def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
+    """Packed modules with their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedModule):
+            yield name, module
+
+
+def _block(model: nn.Module, path: str) -> str | None:
+    """The name, up to a number, of the outermost module that is called as a whole; None if there is none.
+
+    docs/format.md 1.5 calls it the block of a tensor. A list of modules is never called.
+    """
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        prefix = ".".join(parts[: i + 1])
+        if part.isdecimal() and not isinstance(model.get_submodule(prefix), _CONTAINERS):
+            return prefix
+    return None
+
+
+def finish(model: nn.Module) -> nn.Module:
+    """Put packed weights into groups, hook the blocks, and reserve the workspace.
+
+    Weights of one transformer block are decoded together, by one hook of the block. Calling this again is allowed, and
+    needed after more parameters were replaced.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The whole model: blocks are recognised by the modules' names.
+
+    Returns
+    -------
+    nn.Module
+        `model`.
+
+    Raises
+    ------
+    UnsupportedDevice, MissingDependency, CompileError
+        If blobs are on a GPU that cannot decode them.
+    """
+    remove_hooks(model)
+    pool = Pool()
+    members: dict[str, list[Slot]] = {}
+    blocks: dict[str, str] = {}
+    for name, module in packed_modules(model):
+        block = _block(model, name)
+        where = name if block is None else block
+        for slot in module.tpde_slots.values():
+            if isinstance(module, PackedEmbedding):  # rows are decoded as asked for, never all of them
+                if slot.together:
+                    slot.prepare_rows()
+                continue
+            members.setdefault(where, []).append(slot)
+            if block is not None:
+                blocks[where] = block
+    groups = {name: Group(name, slots, pool) for name, slots in members.items()}
+    pool.spread = len({slot.device for slots in members.values() for slot in slots}) > 1
+    # Decoders are made on the way of each block's weights to a device; here for those that are there already.
+    for name, group in sorted(groups.items(), key=lambda item: -item[1].nbytes):
+        group.prepare()
+        if name in blocks:
+            module = model.get_submodule(name)
+            opener = OpenBlock(group)
+            module.register_forward_pre_hook(opener, with_kwargs=True)
+            module.register_forward_hook(CloseBlock(opener), always_call=True)
+    return model
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Undo the hooks of `finish`."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if isinstance(hook, (OpenBlock, CloseBlock)):
+                    del hooks[number]
+                    module._forward_pre_hooks_with_kwargs.pop(number, None)
+                    module._forward_hooks_always_called.pop(number, None)
+
+
+def restore(module: PackedModule, plain: dict[str, torch.nn.Parameter]) -> None:
+    """Give a module its class and parameters back: the inverse of `replace_parameter`."""
+    for slot in module.tpde_slots.values():
+        for key in slot.buffer_names():
+            del module._buffers[key]
+    order, now = module.tpde_order, dict(module._parameters)
+    module.__class__ = module.tpde_base  # type: ignore[assignment]
+    for key in ("tpde_base", "tpde_order", "tpde_slots"):
+        del module.__dict__[key]
+    module._parameters.clear()
+    module._parameters.update({name: plain.get(name, now.get(name)) for name in order})
+    module._parameters.update({name: value for name, value in now.items() if name not in order})

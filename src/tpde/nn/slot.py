@@ -1,0 +1,168 @@
+"""One packed weight of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tpde import ops
+from tpde.errors import InvalidInput
+from tpde.format.blob import align
+from tpde.materialize import Materializer, PackedTensor, RowReader
+
+if TYPE_CHECKING:
+    from tpde.nn.group import Group
+
+ALIGN = 512  # the allocator's own: matrix libraries choose other kernels for addresses that are less round
+
+
+class Slot:
+    """One packed weight: its parts, dtype and shape, and where it goes in its group's buffer.
+
+    Parameters
+    ----------
+    name : str
+        The parameter's name in its module.
+    parts : iterable of (PackedTensor, int)
+        Blobs with their byte offsets in the weight. They must cover it without overlaps.
+    dtype, shape
+        Of the weight.
+    requires_grad : bool
+        What the parameter said, for unpacking.
+
+    Raises
+    ------
+    InvalidInput
+        If the parts do not make up the weight.
+
+    Attributes
+    ----------
+    group : Group or None
+        The weights decoded together with it. A copy of a single module has none, until one is made for it.
+    offset : int
+        Of its bytes in the group's buffer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: Iterable[tuple[PackedTensor, int]],
+        dtype: torch.dtype,
+        shape: Iterable[int],
+        *,
+        requires_grad: bool = False,
+    ) -> None:
+        self.name, self.dtype, self.shape = name, dtype, tuple(shape)
+        self.parts = sorted(parts, key=lambda part: part[1])
+        self.requires_grad = requires_grad
+        self.nbytes = torch.Size(self.shape).numel() * dtype.itemsize
+        self.flat_dtype = dtype
+        self.group: Group | None = None
+        self.offset = 0
+        self._check()
+        self.changed()
+
+    def _check(self) -> None:
+        at = 0
+        for packed, offset in self.parts:
+            if packed.dtype != self.dtype:
+                raise InvalidInput(f"`{packed.name}` holds {packed.dtype}, the weight is {self.dtype}")
+            if offset != at:
+                raise InvalidInput(
+                    f"`{packed.name}` starts at byte {offset} of `{self.name}`, what is before ends at {at}; "
+                    "parts must follow each other"
+                )
+            at += packed.nbytes
+        if at != self.nbytes:
+            raise InvalidInput(
+                f"`{self.name}` of shape {list(self.shape)} has {self.nbytes} bytes, its parts have {at}"
+            )
+        packed = self.parts[0][0]
+        if len(self.parts) == 1 and packed.header.spec.shape != self.shape:
+            raise InvalidInput(
+                f"`{packed.name}` has shape {list(packed.header.spec.shape)}, `{self.name}` needs {list(self.shape)}"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first part is."""
+        return self.parts[0][0].blob.device
+
+    @property
+    def together(self) -> bool:
+        """Whether all parts are on one device that holds bytes."""
+        return self.device.type != "meta" and all(part.blob.device == self.device for part, _ in self.parts)
+
+    @property
+    def capacity(self) -> int:
+        """Elements of a buffer of its own."""
+        return self.nbytes // self.dtype.itemsize
+
+    def buffer_names(self) -> list[str]:
+        """Names of the module's buffers that hold the parts."""
+        if len(self.parts) == 1:
+            return [f"{self.name}_tpde"]
+        return [f"{self.name}_{i}_tpde" for i in range(len(self.parts))]
+
+    def refresh(self) -> None:
+        """Call `changed` if a blob is another, or elsewhere, than when it was called last."""
+        if self._versions != [packed.version for packed, _ in self.parts]:
+            self.changed()
+
+    def changed(self) -> None:
+        """Forget what was derived from the blobs: they are others, or elsewhere."""
+        self._versions = [packed.version for packed, _ in self.parts]
+        self._materializer: Materializer | None = None
+        self._rows: RowReader | None = None
+        self.view: Tensor | None = None  # in the workspace whose buffer is `view_of`
+        self.view_of: Tensor | None = None
+        self.key = ops.register(self)
+        if self.group is not None:
+            self.group.changed()
+
+    def prepare(self) -> None:
+        """Put on the device what `decode_into` needs."""
+        if self._materializer is None:
+            self._materializer = Materializer(self.parts, self.device)
+
+    def decode_into(self, out: Tensor) -> None:
+        """Decode the weight to the start of a buffer of bytes."""
+        self.prepare()
+        assert self._materializer is not None
+        self._materializer(out)
+
+    def fresh(self) -> Tensor:
+        """The weight in memory of its own."""
+        flat = torch.empty(align(self.nbytes, ALIGN), dtype=torch.uint8, device=self.device)
+        self.decode_into(flat)
+        return flat[: self.nbytes].view(self.dtype).view(self.shape)
+
+    def prepare_rows(self) -> None:
+        """Put on the device what `rows` needs."""
+        if self._rows is None:
+            self._rows = RowReader(self.parts[0][0])
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of a matrix of one part: a tensor of shape `(*ids.shape, columns)`."""
+        self.prepare_rows()
+        assert self._rows is not None
+        return self._rows(ids)
+
+    def in_buffer(self, flat: Tensor) -> Tensor:
+        """The weight in a buffer of its group, of bytes or of its own dtype."""
+        size = flat.dtype.itemsize
+        part = flat[self.offset // size : (self.offset + self.nbytes) // size]
+        return (part if flat.dtype is self.dtype else part.view(self.dtype)).view(self.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without its group, which holds a whole block: a copy of the group names itself to its slots.
+        keep = ("name", "parts", "dtype", "shape", "requires_grad", "nbytes", "flat_dtype", "offset")
+        return {name: getattr(self, name) for name in keep}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.group = None
+        self.changed()

@@ -1,0 +1,144 @@
+"""Custom operators over packed weights, for `torch.compile` and CUDA graphs.
+
+Eager code does not need them: it decodes with `Materializer` and calls the framework's own operators. Compiled code
+must not see how a weight comes about, only that it depends on something computed just before, and must never keep it.
+
+A graph names weights by a *key*, a string, and not by their blobs: as inputs of a graph, blobs would be copied into
+each CUDA graph's own memory, and guarded one by one. A unit gets a new key whenever its blobs change or move, so that
+graphs compiled for the old ones are not used again.
+
+`tpde::materialize(Tensor after, str key) -> Tensor`
+    All weights of a unit in a fresh buffer, computed after `after`. The buffers of a model's blocks are of one size,
+    so that the allocator takes the same memory for all.
+`tpde::linear(Tensor x, Tensor? bias, str key, bool transposed) -> Tensor`
+    `x @ W.T + bias`, or `x @ W + bias`. Keeps no weight for the backward pass, which decodes again.
+`tpde::embedding(Tensor ids, str key) -> Tensor`
+    Rows of a matrix.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from tpde.errors import InvalidInput
+
+
+class Unit(Protocol):
+    """What a key stands for: one weight, or all of a block."""
+
+    capacity: int  # elements of `flat_dtype` in a buffer
+    flat_dtype: torch.dtype
+
+    def decode_into(self, out: Tensor) -> None:
+        """Decode everything into a buffer of bytes, on the current stream."""
+
+
+class WeightUnit(Unit, Protocol):
+    """One weight."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def fresh(self) -> Tensor:
+        """The weight in memory of its own."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of it."""
+
+
+_units: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(unit: Unit) -> str:
+    """Give a unit a new key; it is valid as long as the unit lives."""
+    key = f"{next(_numbers)}"
+    _units[key] = unit
+    return key
+
+
+def _unit(key: str) -> Any:
+    unit = _units.get(key)
+    if unit is None:
+        raise InvalidInput(
+            f"a compiled graph uses packed weights that no longer exist (key {key}); compile the model again"
+        )
+    return unit
+
+
+@custom_op("tpde::materialize", mutates_args=())
+def materialize(after: Tensor, key: str) -> Tensor:
+    """Decode a unit into a fresh buffer."""
+    unit = _unit(key)
+    flat = torch.empty(unit.capacity, dtype=unit.flat_dtype, device=after.device)
+    unit.decode_into(flat.view(torch.uint8))
+    return flat
+
+
+@materialize.register_fake
+def _(after: Tensor, key: str) -> Tensor:
+    unit = _unit(key)
+    return after.new_empty((unit.capacity,), dtype=unit.flat_dtype)
+
+
+def _matrix(key: str, transposed: bool) -> Tensor:
+    """The weight as `F.linear` takes it."""
+    weight: Tensor = _unit(key).fresh()
+    return weight.t() if transposed else weight
+
+
+@custom_op("tpde::linear", mutates_args=())
+def linear(x: Tensor, bias: Tensor | None, key: str, transposed: bool) -> Tensor:
+    """Multiply by a packed weight."""
+    return torch.nn.functional.linear(x, _matrix(key, transposed), bias)
+
+
+@linear.register_fake
+def _(x: Tensor, bias: Tensor | None, key: str, transposed: bool) -> Tensor:
+    shape = _unit(key).shape
+    return x.new_empty((*x.shape[:-1], shape[1] if transposed else shape[0]))
+
+
+@custom_op("tpde::linear_backward", mutates_args=())
+def linear_backward(grad: Tensor, key: str, transposed: bool) -> Tensor:
+    """Gradient of `tpde::linear` with respect to `x`."""
+    weight = _matrix(key, transposed)
+    return grad.reshape(-1, grad.shape[-1]).mm(weight).view(*grad.shape[:-1], weight.shape[1])
+
+
+@linear_backward.register_fake
+def _(grad: Tensor, key: str, transposed: bool) -> Tensor:
+    shape = _unit(key).shape
+    return grad.new_empty((*grad.shape[:-1], shape[0] if transposed else shape[1]))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.key, ctx.transposed = inputs
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x = linear_backward(grad, ctx.key, ctx.transposed) if ctx.needs_input_grad[0] else None
+    bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+    return x, bias, None, None
+
+
+linear.register_autograd(_linear_backward, setup_context=_keep)
+
+
+@custom_op("tpde::embedding", mutates_args=())
+def embedding(ids: Tensor, key: str) -> Tensor:
+    """Rows of a packed matrix."""
+    rows: Tensor = _unit(key).rows(ids)
+    return rows
+
+
+@embedding.register_fake
+def _(ids: Tensor, key: str) -> Tensor:
+    unit = _unit(key)
+    return ids.new_empty((*ids.shape, unit.shape[1]), dtype=unit.dtype)
