@@ -64,6 +64,11 @@ class Decoder:
         The buffer.
     check : bool
         Compare checksums.
+
+    Attributes
+    ----------
+    blobs : list of Tensor
+        The blobs' bytes on the device.
     """
 
     def __init__(self, blobs: Sequence[Blob], out: Any, *, check: bool = False) -> None:
@@ -73,16 +78,16 @@ class Decoder:
 
         self._out, self._check = out, check
         tables, images, items = {}, {}, []
-        self._blobs, at = [], 0
+        self.blobs, at = list[Any](), 0
         for blob in blobs:
             key = id(blob)
             if key not in tables:
                 tables[key] = lookup_tables(blob.header, blob.section)
                 assert tables[key] is not None
                 images[key] = upload(tables[key].image)
-            self._blobs.append(upload(blob.data))
+            self.blobs.append(upload(blob.data))
             items.append(
-                Item(blob.header, tables[key], self._blobs[-1].data_ptr(), images[key].data_ptr(), at)
+                Item(blob.header, tables[key], self.blobs[-1].data_ptr(), images[key].data_ptr(), at)
             )
             at += blob.header.spec.nbytes
         self._images = images

@@ -1,0 +1,369 @@
+"""The chain of prototypes that tpde grew out of, rebuilt on their own workload and timed in one run.
+
+    python benchmarks/origin.py [--out FILE.md]
+
+A 1024x4096 fp32 matrix of which 10 % of the words change: positions and new words in 64 chunks, each
+compressed with zstd. Every row starts from the old matrix on the device and ends with the new one there;
+what it starts from besides (compressed bytes on the host, or plain ones on the device) is in the table.
+Bits are compared each time.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import zstandard
+from _gpu import Decoder, need_cuda, pack, reason, upload
+from _machine import arguments, emit, header, note, table
+
+from tpde.codec import pool
+from tpde.codec.zstd import DECODE_SPEED, LEVEL
+from tpde.codec.zstd import decompress as decompress_frame
+from tpde.cuda import nvcomp
+from tpde.cuda.scatter import Chunk, ChunkMap
+from tpde.format.container import TensorSpec
+
+ROWS, COLUMNS, CHUNKS, CHANGED = 1024, 4096, 64, 0.1
+WORDS = ROWS * COLUMNS
+
+
+@dataclass
+class Workload:
+    """Old and new matrix, and the changes between them as chunks: plain, and as zstd frames."""
+
+    seed: int
+    old: np.ndarray[Any, Any] = field(init=False)
+    new: np.ndarray[Any, Any] = field(init=False)
+    chunks: list[Chunk] = field(default_factory=list)
+    plain_bytes: int = 0  # of the data that `chunks` describe
+    frames: list[bytes] = field(default_factory=list)  # two a chunk: positions, new words
+    places: list[int] = field(default_factory=list)  # in the data, of each frame's content
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        draw = lambda n: (rng.standard_normal(n, np.float32) * np.float32(0.02)).view(np.uint32)  # noqa: E731
+        self.old = draw(WORDS)
+        positions = np.sort(rng.choice(WORDS, int(WORDS * CHANGED), replace=False))
+        self.new = self.old.copy()
+        self.new[positions] = draw(positions.size)
+        compressor = zstandard.ZstdCompressor(level=LEVEL)
+        for part in np.array_split(positions, CHUNKS):
+            offsets = (part - part[0]).astype(np.uint32)
+            starts = []
+            for content in (offsets, self.new[part]):
+                starts.append(self.plain_bytes)
+                self.places.append(self.plain_bytes)
+                self.sizes.append(content.nbytes)
+                self.frames.append(compressor.compress(content.tobytes()))
+                self.plain_bytes += -(-content.nbytes // 16) * 16
+            self.chunks.append(Chunk(starts[0], starts[1], int(part[0]), part.size))
+
+    @property
+    def coded_bytes(self) -> int:
+        """All frames together."""
+        return sum(map(len, self.frames))
+
+    def decompress(self, number: int, out: np.ndarray[Any, Any]) -> None:
+        """One frame's content to its place."""
+        at, size = self.places[number], self.sizes[number]
+        out[at : at + size] = decompress_frame(memoryview(self.frames[number]), size, 0, number // 2)
+
+    def decompress_all(self, out: np.ndarray[Any, Any], threads: int, shared: bool | None) -> None:
+        """Every frame, on this thread, on the kept pool, or on whichever pays (None)."""
+
+        def chunk(number: int) -> None:
+            self.decompress(2 * number, out)
+            self.decompress(2 * number + 1, out)
+
+        work = self.coded_bytes / DECODE_SPEED
+        pool.each(chunk, range(CHUNKS), seconds=work, threads=threads, shared=shared)
+
+
+class Device:
+    """What all rows share on the device."""
+
+    def __init__(self, work: Workload, threads: int) -> None:
+        import torch
+
+        self.work, self.threads = work, threads
+        self.old, self.new = upload(work.old), upload(work.new)
+        self.out = torch.empty_like(self.old)
+        self.data = torch.zeros(work.plain_bytes, dtype=torch.uint8, device="cuda")
+        self.status = torch.zeros(4, dtype=torch.int32, device="cuda")
+        self.pinned = torch.zeros(work.plain_bytes, dtype=torch.uint8, pin_memory=True)
+        self.host = self.pinned.numpy()
+        self.map = ChunkMap(
+            work.chunks,
+            word_bytes=4,
+            words=WORDS,
+            data_bytes=work.plain_bytes,
+            device=torch.cuda.current_device(),
+        )
+        self.descriptors = upload(self.map.descriptors)
+
+    def scatter(self, data: Any, first: int = 0, count: int | None = None) -> None:
+        """Launch the reconstruction kernel on torch's current stream."""
+        import torch
+
+        self.map.launch(
+            self.descriptors.data_ptr(),
+            data.data_ptr(),
+            self.out.data_ptr(),
+            self.status.data_ptr(),
+            torch.cuda.current_stream().cuda_stream,
+            first,
+            count,
+        )
+
+    def span(self, number: int) -> slice:
+        """Where a chunk's positions and words lie in the data."""
+        at = self.work.places[2 * number]
+        end = self.work.places[2 * number + 1] + self.work.sizes[2 * number + 1]
+        return slice(at, end)
+
+
+def v1(device: Device) -> Callable[[], None]:
+    """One launch over the chunk map, positions and words plain on the device."""
+    data = upload(np.zeros(device.work.plain_bytes, np.uint8))
+    host = np.zeros(device.work.plain_bytes, np.uint8)
+    device.work.decompress_all(host, 1, False)
+    data.copy_(_tensor(host))
+    return lambda: device.scatter(data)
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
+
+
+def v2_synchronous(device: Device) -> Callable[[], None]:
+    """For each chunk: decompress, copy from pageable memory, launch, wait."""
+    import torch
+
+    host = np.zeros(device.work.plain_bytes, np.uint8)
+
+    def run() -> None:
+        for number in range(CHUNKS):
+            device.work.decompress(2 * number, host)
+            device.work.decompress(2 * number + 1, host)
+            part = device.span(number)
+            device.data[part].copy_(_tensor(host[part]))
+            device.scatter(device.data, number, 1)
+            torch.cuda.synchronize()
+
+    return run
+
+
+def v2_pipelined(device: Device) -> Callable[[], None]:
+    """The same from pinned memory on two streams, without waiting: the host decompresses on meanwhile."""
+    import torch
+
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def run() -> None:
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for number in range(CHUNKS):
+            device.work.decompress(2 * number, device.host)
+            device.work.decompress(2 * number + 1, device.host)
+            part = device.span(number)
+            with torch.cuda.stream(streams[number % 2]):
+                device.data[part].copy_(device.pinned[part], non_blocking=True)
+                device.scatter(device.data, number, 1)
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    return run
+
+
+def v21(device: Device, shared: bool | None) -> Callable[[], None]:
+    """Decompress all on the host, copy once, launch once."""
+
+    def run() -> None:
+        device.work.decompress_all(device.host, device.threads, shared)
+        device.data.copy_(device.pinned, non_blocking=True)
+        device.scatter(device.data)
+
+    return run
+
+
+def v3(device: Device) -> Callable[[], None]:
+    """Copy the frames, decompress them on the device with nvCOMP, launch once."""
+    import torch
+
+    if not nvcomp.available():
+        raise ModuleNotFoundError("nvidia.nvcomp")
+    frames = device.work.frames
+    sizes = [len(frame) for frame in frames]
+    starts = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
+    pinned = torch.zeros(starts[-1], dtype=torch.uint8, pin_memory=True)
+    for start, frame in zip(starts, frames, strict=False):
+        pinned.numpy()[start : start + len(frame)] = np.frombuffer(frame, np.uint8)
+    coded = torch.zeros(starts[-1], dtype=torch.uint8, device="cuda")
+
+    def run() -> None:
+        coded.copy_(pinned, non_blocking=True)
+        nvcomp.decode_frames(
+            coded.data_ptr(),
+            starts[:-1],
+            sizes,
+            device.data.data_ptr(),
+            device.work.places,
+            device.work.sizes,
+            torch.cuda.current_device(),
+            torch.cuda.current_stream().cuda_stream,
+        )
+        device.scatter(device.data)
+
+    return run
+
+
+def packed(device: Device, copied: bool) -> Callable[[], None]:
+    """No delta: the whole new matrix as `tpde pack` stores it, decoded over the old one."""
+    import torch
+
+    blob = pack(TensorSpec("F32", (ROWS, COLUMNS)), device.work.new.view(np.uint8))
+    decoder = Decoder([blob], device.out)
+
+    def there() -> None:
+        decoder()
+
+    if not copied:
+        return there
+    pinned = torch.zeros(blob.data.size, dtype=torch.uint8, pin_memory=True)
+    pinned.numpy()[:] = blob.data
+
+    def run() -> None:
+        decoder.blobs[0][: blob.data.size].copy_(pinned, non_blocking=True)
+        decoder()
+
+    return run
+
+
+@dataclass
+class Row:
+    """A system, what it published, how it is built here, and what it took."""
+
+    name: str
+    starts_from: str
+    published: str
+    make: Callable[[Device], Callable[[], None]]
+    times: list[float] = field(default_factory=list)
+    problem: str = ""
+
+
+def rows() -> list[Row]:
+    """Rows 4 to 8 of the prototypes' table, then ours without a delta."""
+    return [
+        Row("V1: one launch", "plain, on the GPU", "works", v1),
+        Row("V2: 64 launches, synchronous", "zstd, on the host", "22.07", v2_synchronous),
+        Row("V2: 64 launches, pipelined", "zstd, on the host", "16.56", v2_pipelined),
+        Row("V2.1: one launch, CPU zstd serial", "zstd, on the host", "7.06", lambda d: v21(d, False)),
+        Row("V2.1: one launch, CPU zstd on a kept pool", "zstd, on the host", "9.59", lambda d: v21(d, True)),
+        Row("V2.2: the automatic choice", "zstd, on the host", "picks", lambda d: v21(d, None)),
+        Row("V3: nvCOMP zstd on the GPU", "zstd, on the host", "never built", v3),
+        Row("tpde, whole matrix", "packed, on the host", "", lambda d: packed(d, True)),
+        Row("tpde, whole matrix", "packed, on the GPU", "", lambda d: packed(d, False)),
+    ]
+
+
+def timed(device: Device, run: Callable[[], None]) -> float:
+    """Milliseconds from the old matrix to the new one, everything waited for; every bit compared."""
+    import torch
+
+    device.out.copy_(device.old)
+    device.data.fill_(0xFF)
+    device.host.fill(0xFF)
+    device.status.zero_()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    took = time.perf_counter() - start
+    if device.status.any():
+        raise ValueError(f"a position outside the matrix: status {device.status.tolist()}")
+    if not torch.equal(device.out, device.new):
+        raise ValueError("WRONG BITS")
+    return took * 1e3
+
+
+def measure(device: Device, contest: list[Row], runs: int) -> None:
+    """Run all in turns, a few times to warm up and `runs` times for the record."""
+    ready: list[tuple[Row, Callable[[], None]]] = []
+    for row in contest:
+        try:
+            run = row.make(device)
+            timed(device, run)
+            ready.append((row, run))
+        except Exception as error:
+            row.problem = reason(error)
+            note(f"{row.name}: {row.problem}")
+    for number in range(runs + 3):
+        for row, run in ready:
+            if row.problem:
+                continue
+            try:
+                took = timed(device, run)
+            except Exception as error:
+                row.problem = reason(error)
+                note(f"{row.name}: {row.problem}")
+                continue
+            if number >= 3:
+                row.times.append(took)
+
+
+def report(contest: list[Row]) -> str:
+    """The table."""
+    lines = []
+    for row in contest:
+        cells = [row.problem, "", ""]
+        if row.times and not row.problem:
+            cells = [f"{statistics.median(row.times):.3f}", f"{min(row.times):.3f}", f"{max(row.times):.3f}"]
+        lines.append([row.name, row.starts_from, row.published, *cells])
+    return table(["system", "starts from", "published, ms", "here, ms", "fastest", "slowest"], lines)
+
+
+def main() -> int:
+    """Parse the command line, run, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=31, help="timed runs of each, after three to warm up")
+    parser.add_argument("--threads", type=int, default=min(8, len(os.sched_getaffinity(0))))
+    options = parser.parse_args()
+    need_cuda()
+    head = header("The prototypes' systems", gpu=True)
+    note("making the workload")
+    work = Workload(options.seed)
+    device = Device(work, options.threads)
+    contest = rows()
+    measure(device, contest, options.runs)
+    auto = work.coded_bytes / DECODE_SPEED
+    workers = min(options.threads, CHUNKS)
+    chosen = "the pool" if pool.pays(auto, workers) else "one thread"
+    about = (
+        f"Workload: {ROWS}x{COLUMNS} fp32, normal, {CHANGED:.0%} of the words changed; positions (32-bit, "
+        f"from the chunk's first) and new words in {CHUNKS} chunks, {work.plain_bytes / 1e6:.2f} MB, as zstd "
+        f"frames {work.coded_bytes / 1e6:.2f} MB (ratio {sum(work.sizes) / work.coded_bytes:.2f}; the "
+        f"prototypes' 64-bit positions gave about 2.5). Medians of {options.runs} alternating runs after "
+        "three to warm up, from the first call to the end of all work on the device. Before each run the "
+        f"old matrix is put back; after each, every bit is compared. {options.threads} threads; handing "
+        f"work to them takes {pool.hand_off(max(workers, 2)) * 1e6:.0f} us here, one thread is expected to "
+        f"take {auto * 1e3:.2f} ms: the automatic choice is {chosen}. The published figures are of another "
+        "machine.\n"
+    )
+    emit(f"{head}\n{about}\n{report(contest)}", options.out)
+    wrong = [row.name for row in contest if "BITS" in row.problem or "outside" in row.problem]
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
