@@ -1,0 +1,204 @@
+"""Gradients flow through packed weights, with the bits of the plain model's, and nothing keeps plain weights."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.models import VOCAB, assert_same_bits, inputs, make, torch
+from torch import nn
+
+from tpde.errors import PackedWeight
+from tpde.nn import PackedModule, pack_module
+
+# Theirs: of each other's names.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*adapter.*:UserWarning")
+
+
+def _loss(name: str, model: Any, took: dict[str, Any], **more: Any) -> Any:
+    found = model(**took, **more)
+    states = found.logits if hasattr(found, "logits") else found.last_hidden_state
+    return states.float().square().mean()
+
+
+def _input_gradient(name: str, model: Any) -> list[Any]:
+    """Gradients to what the embeddings give."""
+    took = inputs(name, 2, 6)
+    seen = []
+
+    def record(module: Any, args: Any, output: Any) -> None:
+        output.requires_grad_(True)
+        output.retain_grad()
+        seen.append(output)
+
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    hooks = [table.register_forward_hook(record) for table in tables]
+    _loss(name, model, took).backward()
+    for hook in hooks:
+        hook.remove()
+    return [state.grad for state in seen]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral", "t5"])
+def test_gradients_to_inputs(name: str) -> None:
+    model = make(name, torch.float32)
+    model.requires_grad_(False)
+    expected = _input_gradient(name, model)
+    assert expected
+    assert expected[0].abs().sum() > 0
+    pack_module(model, min_bytes=0)
+    assert_same_bits(_input_gradient(name, model), expected)
+    assert all(isinstance(m, PackedModule) for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding)) and m.weight.numel() > 1024)
+
+
+def test_gradients_to_biases_and_norms() -> None:
+    model = make("gpt2", torch.float32)
+    took = inputs("gpt2", 2, 6)
+    _loss("gpt2", model, took).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    pack_module(model, min_bytes=4096)
+    _loss("gpt2", model, took).backward()
+    left = dict(model.named_parameters())
+    assert "transformer.h.0.attn.c_attn.bias" in left
+    assert "transformer.h.0.attn.c_attn.weight" not in left
+    for name, parameter in left.items():
+        assert_same_bits(parameter.grad, expected[name], name)
+
+
+@pytest.mark.parametrize("shape", ["1d", "2d"])
+def test_gradients_through_convolutions(shape: str) -> None:
+    torch.manual_seed(0)
+    conv, x = {
+        "1d": (nn.Conv1d(16, 32, 3, padding=1), torch.randn(2, 16, 20)),
+        "2d": (nn.Conv2d(16, 32, 3, stride=2), torch.randn(2, 16, 9, 9)),
+    }[shape]
+    conv.requires_grad_(False)
+    x.requires_grad_(True)
+    y = conv(x)
+    y.square().sum().backward()
+    expected, x.grad = x.grad, None
+    pack_module(conv, min_bytes=0)
+    again = conv(x)
+    assert_same_bits(again, y)
+    again.square().sum().backward()
+    assert_same_bits(x.grad, expected)
+
+
+class Adapter(nn.Module):
+    """A low-rank addition to a linear layer, as LoRA's."""
+
+    def __init__(self, base: Any, inner: int, outer: int) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(4, inner) * 0.1)
+        self.b = nn.Parameter(torch.randn(outer, 4) * 0.1)
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+def _adapted(model: Any) -> Any:
+    torch.manual_seed(7)
+    for layer in model.model.layers:
+        for holder, name in ((layer.self_attn, "q_proj"), (layer.mlp, "down_proj")):
+            base = getattr(holder, name)
+            setattr(holder, name, Adapter(base, base.in_features, base.out_features))
+    return model
+
+
+def _train(model: Any, took: dict[str, Any], steps: int = 3, **more: Any) -> list[Any]:
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    assert adapters
+    optimizer = torch.optim.SGD(adapters, lr=0.5)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = _loss("llama", model, took, **more)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in adapters)]
+
+
+def _checkpointed(model: Any, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model.train()
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize("pack_last", [False, True])
+def test_adapters(pack_last: bool, checkpointing: bool | None) -> None:
+    plain = make("llama", torch.float32)
+    plain.requires_grad_(False)
+    packed = copy.deepcopy(plain)
+    _adapted(plain)
+    if pack_last:
+        pack_module(_adapted(packed), min_bytes=0)
+        assert all(p.requires_grad for n, p in packed.named_parameters() if n.endswith((".a", ".b")))
+    else:
+        _adapted(pack_module(packed, min_bytes=0))
+    if checkpointing is not None:
+        _checkpointed(plain, checkpointing)
+        _checkpointed(packed, checkpointing)
+    took = inputs("llama", 2, 9)
+    assert_same_bits(_train(packed, took), _train(plain, took))
+
+
+def test_no_graph_keeps_a_plain_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what autograd saved nor what the backward pass decoded stays alive."""
+    from tpde.nn.slot import Slot
+
+    alive: list[weakref.ref[Any]] = []
+    fresh: Callable[[Slot], Any] = Slot.fresh
+
+    def watched(slot: Slot) -> Any:
+        assert sum(ref() is not None for ref in alive) <= 1, "two plain weights at once"
+        weight = fresh(slot)
+        alive.append(weakref.ref(weight.untyped_storage()))
+        return weight
+
+    monkeypatch.setattr(Slot, "fresh", watched)
+    model = _adapted(pack_module(make("llama", torch.float32).requires_grad_(False), min_bytes=0))
+    saved: list[int] = []
+    space = model.model.layers[0].mlp.up_proj.tpde_group().workspace
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        loss = _loss("llama", model, inputs("llama", 2, 9))
+    assert saved
+    assert not [at for at in saved if space.start <= at < space.end]
+    assert not alive
+    loss.backward()
+    gc.collect()
+    assert len(alive) >= 3 * 7 - 3  # every linear layer that passes a gradient on
+    assert not [ref for ref in alive if ref() is not None]
+
+
+def test_peft() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    losses = []
+    for packed in (False, True):
+        model = make("llama")
+        if packed:
+            pack_module(model, min_bytes=0)
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        torch.manual_seed(3)
+        adapted = peft.get_peft_model(model, config)
+        losses.append(_train(adapted, inputs("llama", 2, 9), 4))
+        if packed:
+            with pytest.raises(PackedWeight, match="unpack_module"):
+                adapted.merge_and_unload()
+    assert_same_bits(losses[1], losses[0])
+    assert losses[0][0] != losses[0][3]
+
+
+def test_training_a_packed_weight_is_refused() -> None:
+    model = pack_module(nn.Linear(64, VOCAB), min_bytes=0)
+    with pytest.raises(PackedWeight, match="unpack_module"):
+        model.requires_grad_(True)
+    with pytest.raises(PackedWeight, match="cannot be replaced"):
+        model.weight = nn.Parameter(torch.zeros(VOCAB, 64))
