@@ -158,7 +158,7 @@ def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device
         # A block may use more than 48 KiB only if it is asked for.
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         handle = driver.CUkernel(int(made.handle))
-        room = have.shared_bytes - int(made.attributes.shared_size_bytes(device))
+        room = have.shared_bytes - int(made.attributes.shared_size_bytes)
         call(driver.cuKernelSetAttribute(limit, room, handle, device), f"preparing kernel {name}")
     finally:
         call(driver.cuCtxSetCurrent(current), "restoring the current context")

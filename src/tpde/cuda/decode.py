@@ -16,12 +16,17 @@ from tpde.codec import native
 from tpde.codec.native import Bytes
 from tpde.codec.plan import core_layout
 from tpde.cuda import compile as nvrtc
-from tpde.cuda.device import DeviceFacts, facts
+from tpde.cuda.device import facts
 from tpde.format.blob import BlobHeader, align
 from tpde.format.constants import CODEC_PREFIX
 
 SOURCE = "decode.cu"
-WARPS = 24  # a block's, where registers and shared memory allow: see benchmarks/results/gpu_decode.md
+LANES = 32  # format.md 5.1
+GROUP_BYTES = 512
+MAX_WARPS = 24  # 80 registers a thread
+CHECK_WARPS = 20  # checksums need some more
+LEAST_WARPS = 4  # with fewer, streams stay in global memory
+LARGE_CHUNK = 16 << 10  # bytes; with more, 24 warps ask memory for more rows at once than is good for it
 _ROW_WARPS = 8
 ALIGNMENT = 16  # of blobs, tables and descriptors
 
@@ -104,21 +109,6 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
     return Tables(np.pad(image, (0, -image.size % ALIGNMENT)), bits, pairs)
 
 
-class _Launch(NamedTuple):
-    """A run of items that one kernel decodes."""
-
-    defines: dict[str, int]
-    begin: int
-    items: int
-    chunks: int
-    grid: int
-    block: int
-    shared: int
-    room: int
-    table_room: int
-    ahead: int
-
-
 def _defines(header: BlobHeader, tables: Tables) -> dict[str, int]:
     coded = sum((count > 0) << plane for plane, (_, count) in enumerate(header.planes))
     return {
@@ -129,33 +119,104 @@ def _defines(header: BlobHeader, tables: Tables) -> dict[str, int]:
     }
 
 
-def _room(items: Sequence[Item]) -> int:
-    """Bytes that hold the coded planes of a chunk of any item."""
-    return max(
-        align(it.header.max_stream_bytes * sum(count > 0 for _, count in it.header.planes), 16)
-        for it in items
+class Need(NamedTuple):
+    """What a list of blobs asks of shared memory, in bytes."""
+
+    room: int  # the coded planes of any chunk
+    fair: int  # the coded planes of all chunks but about 1 of 100
+    chunk: int  # a chunk, on average
+    raw: int  # a group's raw planes
+    tables: int
+    slack: int
+
+
+def need(items: Sequence[Item]) -> Need:
+    """What the chunks of some blobs of one kind take."""
+    headers = [it.header for it in items]
+    words = max(header.chunk_words for header in headers)
+    raw_planes = sum(not count for _, count in headers[0].planes)
+    room = max(
+        align(header.max_stream_bytes * sum(count > 0 for _, count in header.planes), 16)
+        for header in headers
+    )
+    chunks = max(sum(header.chunks for header in headers), 1)
+    chunk = sum(header.blob_bytes - header.chunks_at for header in headers) // chunks
+    # 1.08 times the mean holds 99 of 100 chunks of weights; planes that are filled hide the mean.
+    fair = align(max(chunk - words * raw_planes, 0) * 108 // 100, 16)
+    return Need(
+        room,
+        min(fair, room) or room,
+        chunk,
+        raw_planes * GROUP_BYTES // headers[0].word_bytes,
+        max(it.tables.image.size for it in items),
+        align(words // LANES * _SLACK_BITS // 8 + 16, 16),
     )
 
 
-def geometry(
-    have: DeviceFacts, room: int, table_room: int, slack: int, warps: int = WARPS
-) -> tuple[int, int, int, int, int]:
-    """How to share a multiprocessor: warps of its one block, buffers ahead, and rooms that fit.
+class Geometry(NamedTuple):
+    """How the warps of a multiprocessor's one block share its memory."""
 
-    Returns
-    -------
-    warps, ahead, room, table_room, shared : int
-        `ahead` is 1 if the next chunk is staged while one is decoded. A room of 0 leaves its bytes in global
-        memory.
+    warps: int
+    window: int  # groups of raw planes that a warp stages at a time, two times over
+    ahead: int  # 1: the next chunk's coded planes are staged while one is decoded
+    room: int  # bytes for the coded planes of a chunk; what is larger stays in global memory
+    table_room: int  # bytes for tables; 0: they stay in global memory
+    shared: int
+
+
+def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
+    """Choose how to launch.
+
+    Measured on an H200 (docs/gpu.md): 24 warps, or 16 where a chunk has more than 16 KiB, with the largest
+    windows; of similar numbers of warps, the one whose last round is fullest.
+
+    Parameters
+    ----------
+    wanted : Need
+        What the blobs ask for.
+    shared_bytes : int
+        What a block may have.
+    chunks : int
+        That a block will decode.
     """
-    limit = have.shared_bytes - 128 - slack  # 128: the item, in static shared memory
-    if table_room > limit // 2:
-        table_room = 0
-    for ahead, least in ((1, warps * 2 // 3), (0, 4)):
-        fit = min(warps, (limit - table_room) // max(room * (1 + ahead), 1))
-        if fit >= least:
-            return fit, ahead, room, table_room, table_room + fit * room * (1 + ahead) + slack
-    return warps, 0, 0, table_room, table_room + slack
+    limit = shared_bytes - _ITEM.itemsize - wanted.slack  # an item lies in static shared memory
+    table_room = wanted.tables if wanted.tables <= limit // 2 else 0
+    limit -= table_room
+    most = MAX_WARPS if wanted.chunk <= LARGE_CHUNK else MAX_WARPS * 2 // 3
+    choices = [(window, wanted.room) for window in (8, 4, 2, 1)] + [(1, wanted.fair)]
+    for window, least in choices:
+        windows = 2 * wanted.raw * window
+        if most * (windows + least) <= limit:
+            room = min(wanted.room, (limit // most - windows) // 16 * 16)
+            break
+    else:
+        window, windows, room = 1, 2 * wanted.raw, wanted.room
+        fit = min(most, limit // max(windows + room, 1))
+        if fit < LEAST_WARPS:
+            fit, room = min(most, limit // max(windows, 1)), 0
+        most = fit
+
+    def fullness(warps: int) -> float:
+        # A warp less costs 0.4 % of speed, measured.
+        return chunks / warps / -(-chunks // warps) - 0.004 * (most - warps)
+
+    warps = most
+    if chunks:
+        warps = max(range(max(most * 2 // 3, 1), most + 1), key=lambda n: (chunks / n / -(-chunks // n), n))
+    ahead = int(warps * (windows + 2 * room) <= limit)
+    shared = table_room + warps * (windows + (1 + ahead) * room) + wanted.slack
+    return Geometry(warps, window, ahead, room, table_room, shared)
+
+
+class _Launch(NamedTuple):
+    """A run of items that one kernel decodes."""
+
+    defines: dict[str, int]
+    begin: int
+    items: int
+    chunks: int
+    grid: int
+    geometry: Geometry
 
 
 class WorkList:
@@ -201,27 +262,14 @@ class WorkList:
 
     def _plan(self, defines: dict[str, int], items: Sequence[Item], begin: int) -> _Launch:
         have = facts(self._device)
-        symbols = max(it.header.chunk_words for it in items) // 32
-        slack = align(symbols * _SLACK_BITS // 8 + 16, 16)
-        warps, ahead, room, table_room, shared = geometry(
-            have, _room(items), max(it.tables.image.size for it in items), slack
-        )
         chunks = sum(it.header.chunks for it in items)
-        return _Launch(
-            defines,
-            begin,
-            len(items),
-            chunks,
-            min(have.multiprocessors, chunks),
-            32 * warps,
-            shared,
-            room,
-            table_room,
-            ahead,
-        )
+        grid = min(have.multiprocessors, chunks)
+        chosen = geometry(need(items), have.shared_bytes, -(-chunks // grid))
+        return _Launch({**defines, "WINDOW": chosen.window}, begin, len(items), chunks, grid, chosen)
 
     def _kernel(self, launch: _Launch, name: str, check: bool) -> Any:
-        defines = {**launch.defines, "CHECK": int(check), "THREADS": 32 * WARPS}
+        threads = 32 * (CHECK_WARPS if check else MAX_WARPS)
+        defines = {**launch.defines, "CHECK": int(check), "THREADS": threads}
         return nvrtc.kernel(SOURCE, name, defines, self._device)
 
     def prepare(self) -> None:
@@ -251,17 +299,17 @@ class WorkList:
             nvrtc.launch(
                 self._kernel(it, "decode_items", check),
                 it.grid,
-                it.block,
-                it.shared,
+                32 * min(it.geometry.warps, CHECK_WARPS if check else MAX_WARPS),
+                it.geometry.shared,
                 stream,
                 np.uint64(descriptors + it.begin * _ITEM.itemsize),
                 np.uint32(it.items),
                 np.uint64(it.chunks),
                 np.uint64(out),
                 np.uint64(status),
-                np.uint32(it.room),
-                np.uint32(it.table_room),
-                np.uint32(it.ahead),
+                np.uint32(it.geometry.room),
+                np.uint32(it.geometry.table_room),
+                np.uint32(it.geometry.ahead),
             )
 
 
@@ -300,11 +348,11 @@ class Rows:
         else:  # rows that start anywhere in a chunk may touch one more
             self._per_row = (row + chunk - 2) // chunk + 1
         self.descriptors: Bytes = _descriptor(item, 0, 0).view(np.uint8)
-        slack = align(chunk // 32 * _SLACK_BITS // 8 + 16, 16)
-        self._warps, _, self._room, self._table_room, _ = geometry(
-            facts(device), _room([item]), item.tables.image.size, slack, _ROW_WARPS
-        )
-        self._shared = self._table_room + self._warps * self._room + slack
+        wanted = need([item])
+        self._geometry = geometry(wanted, facts(device).shared_bytes)
+        # A row's chunk needs neither windows nor a second buffer, and small blocks spread a few rows better.
+        self._warps = min(_ROW_WARPS, self._geometry.warps)
+        self._shared = self._geometry.table_room + self._warps * self._geometry.room + wanted.slack
 
     def launch(
         self, descriptors: int, ids: int, count: int, out: int, status: int, stream: int, check: bool = False
@@ -319,7 +367,7 @@ class Rows:
         defines = {
             **_defines(self._item.header, self._item.tables),
             "CHECK": int(check),
-            "THREADS": 32 * WARPS,
+            "THREADS": 32 * (CHECK_WARPS if check else MAX_WARPS),
         }
         blocks = -(-count * self._per_row // self._warps)
         nvrtc.launch(
@@ -336,8 +384,8 @@ class Rows:
             np.uint64(self._per_row),
             np.uint64(out),
             np.uint64(status),
-            np.uint32(self._room),
-            np.uint32(self._table_room),
+            np.uint32(self._geometry.room),
+            np.uint32(self._geometry.table_room),
         )
 
 

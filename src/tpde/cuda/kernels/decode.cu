@@ -1,7 +1,7 @@
 // decode.cu: chunks of prefix-coded blobs to words (docs/format.md, sections 2.3, 4 and 5).
 //
 // A warp decodes a chunk: lane l decodes the chunk's lane l. The coded planes are staged in shared memory, the
-// next chunk's while this one is decoded; raw planes go from global memory to registers, a batch ahead. Each
+// next chunk's while this one is decoded where there is room; raw planes pass through two windows there. Each
 // block takes an equal run of the chunks of all items, so that it loads an item's tables once or twice.
 //
 // Any bytes are safe: records are compared with the blob's size, coded planes with what was staged, and what a
@@ -9,7 +9,8 @@
 // too large for shared memory stays in global memory, and takes the slower way of the last, short chunks.
 //
 // Macros: WORD bytes of a word; ROTATE; CODED, the planes that may be coded, PAIRS those whose tables hold
-// pairs, one bit each; CHECK: compare checksums; THREADS: the most of a block.
+// pairs, one bit each; CHECK: compare checksums; WINDOW: groups of raw planes staged at a time; THREADS: the most
+// of a block.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -17,7 +18,6 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define V (16 / WORD)    // words of a lane in a group, format.md 5.1
-#define BATCH (WORD == 8 ? 2 : 4)  // groups whose raw planes are loaded ahead: 4 x 8 bytes a lane for bf16
 #define LANE_HEADER 36u  // format.md 5.2
 #define ESCAPE 0x80u     // of an entry; bits 0 to 3 are a codeword's length, of an escape 8 to 10 the raw bits'
 #define WIDE (PAIRS != 0)  // entries of 32 bits with the symbols in the upper 16, or of 16 with one in the upper 8
@@ -173,6 +173,9 @@ struct Lane {
 // ---- words of a lane's group: 16 bytes ----
 
 #define NV ((V + 3) / 4)  // u32 that hold V bytes
+#define RAW_PLANES (WORD - IS(CODED, 0) - IS(CODED, 1) - IS(CODED, 2) - IS(CODED, 3) - IS(CODED, 4) - IS(CODED, 5) - \
+                    IS(CODED, 6) - IS(CODED, 7))
+#define WINDOW_BYTES (RAW_PLANES * 32 * V * WINDOW)  // src/tpde/cuda/decode.py knows it too
 
 __device__ __forceinline__ u32 unrotate16(u32 x) {  // both halves
   return ROTATE ? (x >> 1 & 0x7fff7fffu) | (x << 15 & 0x80008000u) : x;
@@ -207,15 +210,15 @@ __device__ __forceinline__ void merge(const u32 p[WORD][NV], u32 q[4]) {
 // V bytes of a raw plane; the plane starts at a multiple of 16.
 __device__ __forceinline__ void load_raw(const u8* p, u32 out[NV]) {
 #if V == 16
-  uint4 x = __ldcs((const uint4*)p);
+  uint4 x = *(const uint4*)p;
   out[0] = x.x; out[1] = x.y; out[2] = x.z; out[3] = x.w;
 #elif V == 8
-  uint2 x = __ldcs((const uint2*)p);
+  uint2 x = *(const uint2*)p;
   out[0] = x.x; out[1] = x.y;
 #elif V == 4
-  out[0] = __ldcs((const u32*)p);
+  out[0] = *(const u32*)p;
 #else
-  out[0] = __ldcs((const u16*)p);
+  out[0] = *(const u16*)p;
 #endif
 }
 
@@ -291,58 +294,101 @@ __device__ __forceinline__ void coded_symbols(int plane, Lane<STAGED>& lane, u32
   else lane.symbols<false>(out);
 }
 
-// A whole chunk whose planes in CODED are all coded, its output aligned to 16 bytes.
+// ---- staging ----
+
+__device__ __forceinline__ void copy_async(u32 shared, u64 from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void stage(const Item& t, const Chunk& c, u32* to, u32 room, u32 lane) {
+  u64 from = t.blob + c.begin + c.raw;
+  u32 bytes = min(c.size - c.raw, room), shared = (u32)__cvta_generic_to_shared(to);
+  for (u32 i = lane * 16; i < bytes; i += 512) copy_async(shared + i, from + i);
+  commit_copies();
+}
+
+template <int LEFT>
+__device__ __forceinline__ void wait_staged() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+  __syncwarp();
+}
+
+__device__ __forceinline__ void load_item(const Item* from, Item* to) {
+  if (threadIdx.x < sizeof(Item) / 4) ((u32*)to)[threadIdx.x] = __ldg((const u32*)from + threadIdx.x);
+}
+
+__device__ __forceinline__ void load_tables(const Item& t, u32* to, u32 room) {
+  if (t.tables_bytes > room) return;
+  u32 shared = (u32)__cvta_generic_to_shared(to);
+  for (u32 i = threadIdx.x * 16; i < t.tables_bytes; i += blockDim.x * 16) copy_async(shared + i, t.tables + i);
+}
+
+// A whole chunk whose planes in CODED are all coded, its output aligned to 16 bytes. Its raw planes go through two
+// windows in shared memory, one filled while the other is used: a warp's loads are then long and far ahead, and the
+// loop over a window's groups small, for the instruction cache's sake.
 __device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, const u32* staged, const u32* tables,
-                                             u32 bytes, u8* out, u32 lane) {
-  Lane<true> lanes[WORD];
-  if (!open_lanes<true>(t, c, staged, tables, bytes, lane, lanes)) return false;
-  const u8* source[WORD];
-  bool filled[WORD];
-  u32 at = 0, groups = c.n / (32 * V);
-  u32 fill = (c.modes >> 24) * 0x01010101u;
-#pragma unroll
-  for (int p = 0; p < WORD; p++) {
-    filled[p] = (c.modes >> (2 * p) & 3) == 1;
-    source[p] = (const u8*)(t.blob + c.begin) + at + lane * V;
-    if ((c.modes >> (2 * p) & 3) == 0) at += c.n;
-  }
-  u32 ahead[BATCH][WORD][NV];
-  auto load = [&](u32 group, int slot) {
+                                             u32 bytes, u32* windows, u8* out, u32 lane) {
+  const u32 steps = c.n / (32 * V * WINDOW);
+  const u32 fill = (c.modes >> 24) * 0x01010101u;
+  auto fill_window = [&](u32 step) {
+    u32 to = (u32)__cvta_generic_to_shared(windows) + (step & 1) * WINDOW_BYTES;
+    u64 from = t.blob + c.begin + (u64)step * (32 * V * WINDOW);
 #pragma unroll
     for (int p = 0; p < WORD; p++) {
       if (IS(CODED, p)) continue;
-      if (filled[p]) {
-#pragma unroll
-        for (int i = 0; i < NV; i++) ahead[slot][p][i] = fill;
-      } else {
-        load_raw(source[p] + (u64)group * 32 * V, ahead[slot][p]);
+      if ((c.modes >> (2 * p) & 3) == 0) {
+        if (step < steps)
+          for (u32 i = lane * 16; i < 32 * V * WINDOW; i += 512) copy_async(to + i, from + i);
+        from += c.n;
       }
+      to += 32 * V * WINDOW;
     }
+    commit_copies();
   };
-#pragma unroll
-  for (int j = 0; j < BATCH; j++) load(j, j);
+  if (WINDOW_BYTES) {
+    fill_window(0);
+    fill_window(1);
+  }
+  Lane<true> lanes[WORD];
+  if (!open_lanes<true>(t, c, staged, tables, bytes, lane, lanes)) {
+    wait_staged<0>();  // the next chunk's windows are the same memory
+    return false;
+  }
   Sum sum;
   if (CHECK) sum.open(lane);
   uint4* to = (uint4*)out + lane;
-  for (u32 g = 0; g < groups; g += BATCH) {
-#pragma unroll
-    for (int j = 0; j < BATCH; j++) {
-      u32 planes[WORD][NV], q[4];
+  for (u32 step = 0; step < steps; step++) {
+    const u8* window = (const u8*)windows + (step & 1) * WINDOW_BYTES + lane * V;
+    if (WINDOW_BYTES) wait_staged<1>();
+#pragma unroll 1
+    for (u32 j = 0; j < WINDOW; j++) {
+      u32 planes[WORD][NV], q[4], at = 0;
 #pragma unroll
       for (int p = 0; p < WORD; p++) {
+        if (IS(CODED, p)) {
+          coded_symbols(p, lanes[p], planes[p]);
+          continue;
+        }
+        load_raw(window + at + j * (32 * V), planes[p]);
+        at += 32 * V * WINDOW;
+        if ((c.modes >> (2 * p) & 3) == 1) {
 #pragma unroll
-        for (int i = 0; i < NV; i++) planes[p][i] = ahead[j][p][i];
+          for (int i = 0; i < NV; i++) planes[p][i] = fill;
+        }
       }
-      if (g + BATCH < groups) load(g + BATCH + j, j);
-#pragma unroll
-      for (int p = 0; p < WORD; p++)
-        if (IS(CODED, p)) coded_symbols(p, lanes[p], planes[p]);
       merge(planes, q);
       if (CHECK) {
 #pragma unroll
         for (int i = 0; i < 4; i++) sum.absorb(i, q[i]);
       }
-      __stcs(to + (u64)(g + j) * 32, make_uint4(q[0], q[1], q[2], q[3]));
+      __stcs(to, make_uint4(q[0], q[1], q[2], q[3]));
+      to += 32;
+    }
+    if (WINDOW_BYTES) {
+      __syncwarp();
+      fill_window(step + 2);
     }
   }
   return !CHECK || (sum.close() == c.sum && !overran(lanes, c.modes));
@@ -405,45 +451,26 @@ __device__ __noinline__ bool decode_any(const Item& t, Chunk c, const u32* words
   return !CHECK || (sum.close() == c.sum && !overran(lanes, c.modes));
 }
 
-// ---- staging ----
-
-__device__ __forceinline__ void stage(const Item& t, const Chunk& c, u32* to, u32 room, u32 lane) {
-  const u8* from = (const u8*)(t.blob + c.begin) + c.raw;
-  u32 bytes = min(c.size - c.raw, room), shared = (u32)__cvta_generic_to_shared(to);
-  for (u32 i = lane * 16; i < bytes; i += 512)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared + i), "l"(from + i) : "memory");
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int LEFT>
-__device__ __forceinline__ void wait_staged() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-  __syncwarp();
-}
-
-__device__ __forceinline__ void load_item(const Item* from, Item* to) {
-  if (threadIdx.x < sizeof(Item) / 4) ((u32*)to)[threadIdx.x] = __ldg((const u32*)from + threadIdx.x);
-}
-
-__device__ __forceinline__ void load_tables(const Item& t, u32* to, u32 room) {
-  if (t.tables_bytes > room) return;
-  const uint4* from = (const uint4*)t.tables;
-  for (u32 i = threadIdx.x; i < t.tables_bytes / 16; i += blockDim.x) ((uint4*)to)[i] = __ldg(from + i);
+// Words `lo` to `hi - 1` of a chunk.
+__device__ __forceinline__ bool decode_part(const Item& t, const Chunk& c, const u32* staged, const u32* tables,
+                                            u32 room, u32 table_room, u8* out, u32 lo, u32 hi, u32 lane) {
+  u32 bytes = c.size - c.raw;
+  // Bytes beyond the room may be padding to a unit of more than 16 bytes.
+  bool fits = bytes <= room && t.tables_bytes <= table_room;
+  const u32* words = fits ? staged : (const u32*)(t.blob + c.begin + c.raw);
+  return c.valid && decode_any(t, c, words, fits ? tables : (const void*)t.tables, bytes, out, lo, hi, lane);
 }
 
 __device__ __forceinline__ bool decode(const Item& t, const Chunk& c, const u32* staged, const u32* tables, u32 room,
-                                       u32 table_room, u8* out, u32 lo, u32 hi, u32 lane) {
-  if (!c.valid) return false;
+                                       u32 table_room, u32* windows, u8* out, u32 lane) {
   u32 bytes = c.size - c.raw;
-  bool whole = c.n % (32 * V * BATCH) == 0 && lo == 0 && hi == c.n && ((u64)out & 15) == 0;
+  bool whole = c.valid && c.n % (32 * V * WINDOW) == 0 && ((u64)out & 15) == 0;
 #pragma unroll
   for (int p = 0; p < WORD; p++)
     if (IS(CODED, p) && (c.modes >> (2 * p) & 3) != 2) whole = false;
-  // Bytes beyond the room may be padding to a unit of more than 16 bytes.
-  bool fits = bytes <= room && t.tables_bytes <= table_room;
-  if (whole && fits) return decode_whole(t, c, staged, tables, bytes, out, lane);
-  const u32* words = fits ? staged : (const u32*)(t.blob + c.begin + c.raw);
-  return decode_any(t, c, words, fits ? tables : (const void*)t.tables, bytes, out, lo, hi, lane);
+  if (whole && bytes <= room && t.tables_bytes <= table_room)
+    return decode_whole(t, c, staged, tables, bytes, windows, out, lane);
+  return decode_part(t, c, staged, tables, room, table_room, out, 0, c.n, lane);
 }
 
 // All chunks of `items`. Shared memory: tables, and for each warp one or two buffers (`ahead`) of `room` bytes for
@@ -454,7 +481,8 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 out, u32*
   extern __shared__ __align__(16) u32 shared[];
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   u32* tables = shared;
-  u32* mine = shared + table_room / 4 + (1 + ahead) * warp * (room / 4);
+  u32* windows = shared + (table_room + warp * 2 * WINDOW_BYTES) / 4;
+  u32* mine = shared + (table_room + warps * 2 * WINDOW_BYTES + warp * (1 + ahead) * room) / 4;
   // Multiplied before divided: the product of 2^48 chunks and 2^16 blocks fits.
   u64 at = total * blockIdx.x / gridDim.x, stop = total * (blockIdx.x + 1) / gridDim.x;
   u32 number = 0;
@@ -470,11 +498,12 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 out, u32*
     u64 next = min(t.first + t.chunks, stop), end = next - t.first, k = at - t.first + warp;
     Record now = {0, 0, 0, 0};
     u32 side = 0;
+    load_tables(t, tables, table_room);
     if (k < end) {
       now = load_record(t, k);
       stage(t, open_chunk(t, k, now), mine, room, lane);
     }
-    load_tables(t, tables, table_room);
+    wait_staged<0>();
     __syncthreads();
     for (; k < end; k += warps) {
       Record after = now;
@@ -487,7 +516,7 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 out, u32*
       }
       Chunk c = open_chunk(t, k, now);
       u8* to = (u8*)(out + t.out) + c.word * WORD;
-      if (!decode(t, c, mine + side, tables, room, table_room, to, 0, c.n, lane) && lane == 0)
+      if (!decode(t, c, mine + side, tables, room, table_room, windows, to, lane) && lane == 0)
         report(status, t.number, k);
       __syncwarp();
       now = after;
@@ -511,6 +540,7 @@ decode_rows(const Item* __restrict__ items, u64 rows, u64 row_words, const long 
   load_item(items, &t);
   __syncthreads();
   load_tables(t, shared, table_room);
+  wait_staged<0>();
   __syncthreads();
   for (u64 i = (u64)blockIdx.x * warps + warp; i < count * per_row; i += (u64)gridDim.x * warps) {
     u64 row = i / per_row, id = (u64)ids[row];
@@ -522,7 +552,7 @@ decode_rows(const Item* __restrict__ items, u64 rows, u64 row_words, const long 
     wait_staged<0>();
     u32 lo = (u32)(max(begin, c.word) - c.word), hi = (u32)(min(end, c.word + c.n) - c.word);
     u8* to = (u8*)(out + (row * row_words + c.word + lo - begin) * WORD);
-    if (!decode(t, c, buffer, shared, room, table_room, to, lo, hi, lane) && lane == 0) report(status, t.number, k);
+    if (!decode_part(t, c, buffer, shared, room, table_room, to, lo, hi, lane) && lane == 0) report(status, t.number, k);
     __syncwarp();
   }
 }

@@ -1,0 +1,184 @@
+"""The GPU decodes every blob to the bits that the CPU core encoded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from support.codecs import pack_everything
+from support.contents import CONTENTS, fill, rng, shapes
+from support.gpu import Batch, needs_cuda, opened, pack, torch
+
+from tpde.codec import reference
+from tpde.codec.plan import PREFIX_CHUNK_WORDS
+from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
+
+pytestmark = needs_cuda
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contract(dtype: str, check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every content in every shape, all in one work list."""
+    pack_everything(monkeypatch)
+    packed = [pack(spec, fill(name, spec)) for name in CONTENTS for spec in shapes(dtype, PREFIX_CHUNK_WORDS)]
+    batch = Batch([p for p in packed if p is not None and p.header.codec == 1])
+    assert batch.packed
+    batch.launch(check)
+    batch.assert_equal()
+    assert batch.status.tolist() == [0, 0, 0, 0]
+
+
+def test_many_tensors_in_one_launch() -> None:
+    specs = [TensorSpec("BF16", (n, 997)) for n in (40, 64, 300, 1200, 77)]
+    batch = Batch([p for s in specs * 7 if (p := pack(s, fill("normal", s)))])
+    assert len(batch.work._launches) == 1
+    batch.launch()
+    batch.assert_equal()
+
+
+def test_slices_that_start_chunks_of_their_own() -> None:
+    spec = TensorSpec("BF16", (3, 1021, 523))  # slices of an odd number of words
+    batch = Batch([pack(spec, fill("normal", spec))])
+    assert batch.packed[0].header.segment_words == 1021 * 523
+    batch.launch()
+    batch.assert_equal()
+
+
+@pytest.mark.parametrize("misalign", [2, 6, 8])
+def test_output_anywhere(misalign: int) -> None:
+    spec = TensorSpec("BF16", (40, 1000))
+    batch = Batch([pack(spec, fill("normal", spec))], misalign=misalign)
+    batch.launch()
+    batch.assert_equal()
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_valid_table(seed: int) -> None:
+    """Tables that no planner makes: any lengths, raw bits, escapes, both kinds, several variants."""
+    draw = rng("gpu tables", seed)
+    dtype = ["BF16", "F8_E5M2", "F32", "F16"][seed % 4]
+    b = DTYPES[dtype].word_bytes
+    kind = 1 + seed // 4 % 2
+    tables = []
+    for _ in range(int(draw.integers(1, 4))):
+        longest = int(draw.integers(2, 13))
+        raw = int(draw.integers(0, min(7, 12 - longest) + 1)) if kind == 1 else 0
+        limit = 1 << (8 - raw if kind == 1 else 16)
+        leaves = [0]
+        for _ in range(int(draw.integers(2, 60))):
+            short = [i for i, bits in enumerate(leaves) if bits < longest]
+            if not short or len(leaves) >= limit:
+                break
+            at = short[int(draw.integers(len(short)))]
+            leaves[at] += 1
+            leaves.append(leaves[at])
+        escape = leaves.pop() if len(leaves) > 1 else 0
+        values = draw.choice(limit, len(leaves), replace=False)
+        lengths = dict(zip(map(int, values), leaves, strict=True))
+        tables.append(reference.Table.from_lengths(kind, max([*leaves, escape]), raw, lengths, escape))
+    n = 3 * 2048 + 333
+    data = draw.integers(0, 256, n * b, dtype=np.uint8).tobytes()
+    uses = [(0, 0)] * (b - 1) + [(0, len(tables))]
+    blob = reference.encode_blob(data, dtype, (n,), tables=tables, planes=uses, chunk_words=2048)
+    batch = Batch([opened(np.frombuffer(blob, np.uint8), data)])
+    batch.launch()
+    batch.assert_equal()
+    assert batch.status.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [(50, 4096), (100, 384), (30, 8192), (7, 20000), (1000, 3), (90, 1000)])
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_rows(shape: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.cuda.decode import Rows
+
+    pack_everything(monkeypatch)
+    spec = TensorSpec(dtype, shape)
+    packed = pack(spec, fill("normal", spec))
+    batch = Batch([packed])
+    rows = Rows(batch.items[0], 0)
+    descriptors = batch.upload(rows.descriptors)
+    ids = torch.randint(0, shape[0], (217,), device="cuda")
+    width = shape[1] * DTYPES[dtype].word_bytes
+    out = torch.full((217 * width + 64,), 0xA5, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    for check in (False, True):
+        rows.launch(
+            descriptors.data_ptr(),
+            ids.data_ptr(),
+            217,
+            out.data_ptr(),
+            batch.status.data_ptr(),
+            stream,
+            check,
+        )
+    expected = np.frombuffer(packed.data, np.uint8).reshape(shape[0], width)[ids.cpu().numpy()]
+    assert np.array_equal(out[: 217 * width].cpu().numpy().reshape(217, width), expected)
+    assert bool((out[217 * width :] == 0xA5).all())
+    assert batch.status.tolist() == [0, 0, 0, 0]
+
+
+def test_damage_is_reported_with_item_and_chunk() -> None:
+    spec = TensorSpec("BF16", (64, 1024))
+    good, bad = pack(spec, fill("normal", spec)), pack(spec, fill("normal", spec))
+    blob = bad.blob.copy()
+    offsets = blob[bad.header.index_at : bad.header.chunks_at].view("<u4")[::3].astype(np.int64) << 4
+    blob[offsets[5] + 100] ^= 4  # a mantissa of chunk 5
+    batch = Batch([good, bad._replace(blob=blob)])
+    batch.launch(check=True)
+    assert batch.status.tolist() == [1, 1, 5, 0]
+    batch.status.zero_()
+    batch.launch(check=False)
+    assert batch.status.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3", "F64"])
+def test_mutations_never_crash_and_never_pass(dtype: str) -> None:
+    """Any byte of index map or chunks changed: reported, or the output is as it was (padding)."""
+    draw = rng("gpu mutations", dtype)
+    spec = TensorSpec(dtype, (37000,))
+    packed = pack(spec, fill("normal", spec))
+    assert packed is not None
+    batch = Batch([packed])
+    good, size = batch.blobs[0].clone(), packed.blob.size
+    for _ in range(400):
+        batch.blobs[0].copy_(good)
+        for at in draw.integers(packed.header.index_at, size, int(draw.integers(1, 4))):
+            batch.blobs[0][int(at)] ^= int(draw.integers(1, 256))
+        batch.status.zero_()
+        batch.out.fill_(0xA5)
+        batch.launch(check=True)
+        if not batch.status[0].item():
+            batch.assert_equal()
+        gaps = batch.out.cpu().numpy()[len(packed.data) :]
+        assert (gaps == 0xA5).all()
+
+
+def test_header_that_understates_its_streams() -> None:
+    """Coded planes beyond the room that the header promises take the slow way."""
+    spec = TensorSpec("BF16", (100, 1000))
+    packed = pack(spec, fill("normal", spec))
+    batch = Batch([packed._replace(header=dataclasses.replace(packed.header, max_stream_bytes=2700))])
+    batch.launch()
+    batch.assert_equal()
+
+
+def test_graph_capture_and_other_streams() -> None:
+    spec = TensorSpec("BF16", (512, 1024))
+    batch = Batch([pack(spec, fill("normal", spec))])
+    batch.work.prepare()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        batch.launch()
+    side.synchronize()
+    batch.assert_equal()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch.launch(check=False)
+    batch.out.fill_(0xA5)
+    graph.replay()
+    torch.cuda.synchronize()
+    batch.assert_equal()
