@@ -1,0 +1,305 @@
+"""What `generate.py` does in each process: make a model, load it in a way, generate, watch memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROMPT = 32  # tokens
+WARM = 4  # tokens before those that are timed
+# hidden size, intermediate size, layers, heads, key-value heads, vocabulary
+SHAPES = {
+    "llama-8b": (4096, 14336, 32, 32, 8, 128256),
+    "tinyllama-1.1b": (2048, 5632, 22, 32, 4, 32000),
+    "tiny": (64, 160, 2, 4, 2, 512),
+}
+
+
+def device() -> str:
+    """Where models run."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def wait() -> None:
+    """Until the device has done all."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def make(directory: Path, shape: str, layers: int | None, seed: int) -> dict[str, Any]:
+    """Make a Llama of random weights on the device and save it; returns what the report needs."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    hidden, middle, depth, heads, key_heads, vocabulary = SHAPES[shape]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=middle,
+        num_hidden_layers=layers or depth,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(seed)
+    with torch.device(device()):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    largest: dict[str, int] = {}
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:  # per-row scale 0.02 * exp(0.3 * normal), as the other benchmarks have it
+            scale = 0.02 * torch.exp(0.3 * torch.randn(weight.shape[0], 1, device=weight.device))
+            values = torch.randn(weight.shape, device=weight.device) * scale
+            weight.data.copy_(values.to(weight.dtype))
+        block = re.match(r".*?\.\d+", name)
+        if weight.dim() == 2 and "embed" not in name:
+            group = block.group() if block else name
+            largest[group] = largest.get(group, 0) + weight.nbytes
+    model.save_pretrained(directory, max_shard_size="2GB")
+    return {
+        "plain_bytes": sum(weight.nbytes for weight in model.parameters()),
+        "largest_group": max(largest.values()),
+    }
+
+
+def private_bytes() -> int:
+    """Private memory of this process on the host."""
+    try:
+        found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found.group(1)) * 1024 if found else 0
+
+
+class Watch:
+    """Peaks of the device's memory beyond the bare context and of private host memory, from a thread."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda = torch.cuda.is_available()
+        if self._cuda:
+            torch.cuda.init()
+            torch.zeros(1, device="cuda")
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        self._start = self._used()
+        self.device = self.host = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _used(self) -> int:
+        import torch
+
+        if not self._cuda:
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def look(self) -> int:
+        """Bytes of the device in use now; they count for the peak."""
+        used = self._used() - self._start
+        self.device, self.host = max(self.device, used), max(self.host, private_bytes())
+        return used
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.01):
+            self.look()
+
+    def pause(self) -> None:
+        """Stop looking, so that what follows can be timed."""
+        self._stop.set()
+        self._thread.join()
+
+
+def load(mode: str, plain: Path, packed: Path) -> Any:
+    """Load a model in a mode of `generate.py`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    def pretrained(**options: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16, **options)
+
+    if mode == "packed":
+        import tpde
+
+        return tpde.from_pretrained(packed, device=device())
+    if mode == "pack_module":
+        from tpde.nn import pack_module
+
+        return pack_module(pretrained(device_map=device()))
+    if mode == "offload":
+        from accelerate import cpu_offload
+
+        return cpu_offload(
+            pretrained(), execution_device=torch.device("cuda:0" if device() == "cuda" else "cpu")
+        )
+    if mode in ("int8", "int4"):
+        import bitsandbytes  # noqa: F401 - so that its absence is named
+        from transformers import BitsAndBytesConfig
+
+        how = BitsAndBytesConfig(
+            load_in_8bit=mode == "int8",
+            load_in_4bit=mode == "int4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        return pretrained(device_map={"": 0}, quantization_config=how)
+    return pretrained(device_map=device())
+
+
+def prompt(vocabulary: int) -> Any:
+    """The same tokens for everyone."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary, (1, PROMPT), generator=draw).to(device())
+
+
+def bits(logits: Any) -> str:
+    """A hash of a tensor's bytes."""
+    import torch
+
+    data = logits.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()[:16]
+
+
+def eager(model: Any, count: int, repeats: int) -> dict[str, Any]:
+    """Greedy decoding with a growing cache, one token after the other."""
+    import torch
+    from transformers import DynamicCache
+
+    took, tokens, last = [], list[int](), None
+    with torch.no_grad():
+        for _ in range(repeats):
+            cache = DynamicCache(config=model.config)
+            ids, made = prompt(model.config.vocab_size), []
+            start = 0.0
+            for step in range(WARM + count):
+                if step == WARM:
+                    wait()
+                    start = time.perf_counter()
+                last = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                ids = last[:, -1].argmax(-1, keepdim=True)
+                made.append(ids)
+            wait()
+            took.append((time.perf_counter() - start) / count)
+            tokens = torch.cat(made, 1)[0].tolist()
+    return {"eager_s": statistics.median(took), "tokens": tokens, "logits": bits(last)}
+
+
+def stepper(model: Any, length: int) -> tuple[Callable[[], Any], Any]:
+    """Prefill a static cache; returns what decodes one more token, and the tensor that receives it."""
+    import torch
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    first = prompt(model.config.vocab_size)
+    made = model(input_ids=first, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    ids = made.logits[:, -1].argmax(-1, keepdim=True)
+    position = torch.full((1, 1), PROMPT, device=ids.device)
+    places = torch.arange(length, device=ids.device)
+
+    def step() -> Any:
+        mask = (places <= position).view(1, 1, 1, length)
+        logits = model(
+            input_ids=ids, position_ids=position, attention_mask=mask, past_key_values=cache, use_cache=True
+        ).logits
+        ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        position.add_(1)
+        return logits
+
+    return step, ids
+
+
+def graph(model: Any, count: int) -> dict[str, Any]:
+    """Greedy decoding with a static cache, one CUDA graph a token."""
+    import torch
+
+    with torch.no_grad():
+        step, ids = stepper(model, PROMPT + 2 * WARM + count + 8)
+        tokens = [int(ids)]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM):
+                step()
+                tokens.append(int(ids))
+        torch.cuda.current_stream().wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            logits = step()
+        for _ in range(WARM):
+            captured.replay()
+            tokens.append(int(ids))
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        made = torch.zeros(count, dtype=ids.dtype, device=ids.device)
+        start.record()
+        for i in range(count):
+            captured.replay()
+            made[i : i + 1].copy_(ids[0])
+        stop.record()
+        stop.synchronize()
+    return {
+        "graph_s": start.elapsed_time(stop) / 1e3 / count,
+        "graph_tokens": tokens + made.tolist(),
+        "graph_logits": bits(logits),
+    }
+
+
+def run(mode: str, plain: Path, packed: Path, count: int) -> dict[str, Any]:
+    """Load a model, generate in both ways, and tell what it took; a way that fails tells why."""
+    from _gpu import reason
+
+    import_everything()
+    watch, found = Watch(), dict[str, Any]()
+    found["host_before"] = private_bytes()
+    start = time.perf_counter()
+    model = load(mode, plain, packed)
+    wait()
+    found["load_s"] = time.perf_counter() - start
+    found["loaded_bytes"] = watch.look()
+    model.eval()
+    few = min(count, 3) if mode == "offload" else count
+    try:
+        eager(model, 1, 1)  # compiles, allocates, and is watched
+        found["host_peak"] = watch.host
+        watch.pause()
+        found |= eager(model, few, 1 if mode == "offload" else 3)
+        watch.look()
+    except Exception as error:
+        found["eager_problem"] = reason(error)
+    if device() == "cuda" and mode != "offload":
+        try:
+            found |= graph(model, count)
+        except Exception as error:
+            found["graph_problem"] = reason(error)
+        watch.look()
+    found["peak_bytes"] = watch.device
+    found.setdefault("host_peak", watch.host)
+    return found
+
+
+def import_everything() -> None:
+    """What all modes import, so that no load is charged for it."""
+    import torch  # noqa: F401
+    import transformers
+    from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache  # noqa: F401
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with contextlib.suppress(ImportError):
+        import accelerate  # noqa: F401

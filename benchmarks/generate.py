@@ -1,0 +1,228 @@
+"""Generating text: plain, packed, offloaded and quantized models, each in a process of its own.
+
+    python benchmarks/generate.py [--layers 8] [--out FILE.md]
+
+A Llama of random bf16 weights (the 8 B shape by default) is made on the GPU and saved; nothing is downloaded.
+Needs 30 GB of disk, and as much memory for the page cache. Peers are optional: accelerate, bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _gpu import need_cuda
+from _machine import arguments, emit, header, note, table, verdict
+from _model import PROMPT, SHAPES, make, run
+
+MODES = {
+    "plain": "plain",
+    "packed": "tpde",
+    "offload": "accelerate, cpu_offload",
+    "int8": "bitsandbytes 8 bit",
+    "int4": "bitsandbytes 4 bit",
+    "pack_module": "tpde, pack_module",
+}
+EAGER_BAR, GRAPH_BAR = 3.0, 8.5  # ms a token more than plain, for 32 layers
+VRAM_SPARE = 0.03
+HOST_BAR = 256 << 20
+Found = dict[str, Any]
+
+
+def gib(count: float) -> str:
+    """Bytes for a table."""
+    return f"{count / 2**30:.2f}"
+
+
+def worker(task: str, given: Found, limit: float) -> Found:
+    """Run a task of this file in a process of its own; its last line of output is the result."""
+    command = [sys.executable, __file__, "--task", task, json.dumps(given)]
+    note(f"{task}: {given.get('mode', '')}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"took more than {limit:.0f} s"}
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith("{"):
+            return dict(json.loads(line))
+    tail = [line for line in done.stderr.splitlines() if line.strip()][-1:] or [
+        f"exit code {done.returncode}"
+    ]
+    note(done.stderr[-2000:])
+    return {"problem": tail[0][:120]}
+
+
+def perform(task: str, given: Found) -> Found:
+    """Do a task in this process."""
+    from _gpu import reason
+
+    plain, packed = Path(given["plain"]), Path(given["packed"])
+    try:
+        if task == "make":
+            return make(plain, given["shape"], given["layers"], given["seed"])
+        if task == "pack":
+            import tpde
+
+            start = time.perf_counter()
+            result = tpde.pack(plain, packed)
+            return {"pack_s": time.perf_counter() - start, "ratio": result.ratio}
+        return run(given["mode"], plain, packed, given["tokens"])
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        return {"problem": reason(error)}
+
+
+def stored(directory: Path) -> int:
+    """Bytes of the weights' files."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def speed(found: Found, way: str) -> list[str]:
+    """Milliseconds a token and tokens a second, or why there are none."""
+    seconds = found.get(f"{way}_s")
+    if seconds is None:
+        return [found.get(f"{way}_problem", "-"), ""]
+    return [f"{seconds * 1e3:.2f}", f"{1 / seconds:.2f}"]
+
+
+def same(found: Found, plain: Found) -> str:
+    """Whether tokens and logits are the plain model's."""
+    answers = []
+    for name, key in (("eager", "logits"), ("graph", "graph_logits")):
+        tokens = "tokens" if name == "eager" else "graph_tokens"
+        if key in found and key in plain and len(found[tokens]) == len(plain[tokens]):
+            equal = found[key] == plain[key] and found[tokens] == plain[tokens]
+            answers.append(f"{name} {'yes' if equal else 'no'}")
+    return ", ".join(answers)
+
+
+def results_table(results: dict[str, Found], files: dict[str, int]) -> str:
+    """One row a mode."""
+    rows = []
+    for mode, found in results.items():
+        if "load_s" not in found:
+            rows.append([MODES[mode], found.get("problem", "-"), *[""] * 9])
+            continue
+        rows.append(
+            [
+                MODES[mode],
+                f"{found['load_s']:.2f}",
+                gib(files["packed" if mode == "packed" else "plain"]),
+                gib(found["loaded_bytes"]),
+                gib(found["peak_bytes"]),
+                gib(found["host_peak"]),
+                *speed(found, "eager"),
+                *speed(found, "graph"),
+                same(found, results["plain"]) if mode != "plain" else "",
+            ]
+        )
+    columns = ["model", "load, s", "files, GiB", "VRAM loaded, GiB", "VRAM peak, GiB", "host peak, GiB"]
+    columns += ["eager, ms/token", "tokens/s", "graph, ms/token", "tokens/s", "bits as plain"]
+    return table(columns, rows)
+
+
+def bars(results: dict[str, Found], made: Found, packed_bytes: int, layers: int) -> tuple[str, bool]:
+    """Ours against the bars."""
+    plain, ours = results.get("plain", {}), results.get("packed", {})
+    share = layers / SHAPES["llama-8b"][2]
+    checks: list[tuple[str, float | None, float]] = []
+
+    def more(key: str, scale: float) -> float | None:
+        return (ours[key] - plain[key]) * scale if key in ours and key in plain else None
+
+    checks.append(("eager, added ms/token", more("eager_s", 1e3), EAGER_BAR * share))
+    checks.append(("graph, added ms/token", more("graph_s", 1e3), GRAPH_BAR * share))
+    if "peak_bytes" in ours and "peak_bytes" in plain:
+        activations = plain["peak_bytes"] - made["plain_bytes"]
+        limit = (packed_bytes + made["largest_group"]) * (1 + VRAM_SPARE) + activations
+        checks.append(("VRAM peak, GiB", ours["peak_bytes"] / 2**30, limit / 2**30))
+        checks.append(("load, s", ours["load_s"], plain["load_s"]))
+        host = (ours["host_peak"] - plain["host_peak"]) / 2**20
+        checks.append(("host peak more than plain's, MiB", host, HOST_BAR / 2**20))
+    exact = [same(ours, plain)] if ours and plain else []
+    rows = [
+        [
+            what,
+            "not measured" if found is None else f"{found:.2f}",
+            f"{bar:.2f}",
+            "-" if found is None else verdict(found <= bar),
+        ]
+        for what, found, bar in checks
+    ]
+    rows += [["bits as plain", answer, "yes", verdict("no" not in answer)] for answer in exact if answer]
+    met = all(found is None or found <= bar for _, found, bar in checks)
+    return table(["bar", "found", "at most", ""], rows), met and not any("no" in answer for answer in exact)
+
+
+def main() -> int:
+    """Parse the command line, run, print."""
+    if sys.argv[1:2] == ["--task"]:
+        result = perform(sys.argv[2], json.loads(sys.argv[3]))
+        print(json.dumps(result), flush=True)
+        return 0
+    parser = arguments(__doc__)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES)[:5])
+    parser.add_argument("--tokens", type=int, default=64, help="timed tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, help="keeps the models, and uses those that are there")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for each process")
+    options = parser.parse_args()
+    if options.shape != "tiny":
+        need_cuda()
+    head = header("Generating text", gpu=True)
+    layers = options.layers or SHAPES[options.shape][2]
+    with tempfile.TemporaryDirectory(prefix="tpde-generate-") as temporary:
+        base = (options.dir or Path(temporary)) / f"{options.shape}-{layers}"
+        plain, packed, facts = base / "plain", base / "packed", base / "facts.json"
+        base.mkdir(parents=True, exist_ok=True)
+        given = {"plain": str(plain), "packed": str(packed), "tokens": options.tokens}
+        if facts.exists():
+            made = dict(json.loads(facts.read_text()))
+        else:
+            task = {"shape": options.shape, "layers": options.layers, "seed": options.seed}
+            made = worker("make", given | task, 4 * options.limit)
+            if "problem" not in made:
+                made |= worker("pack", given, 4 * options.limit)
+            if "problem" in made:
+                raise SystemExit(f"error: the model could not be made: {made['problem']}")
+            facts.write_text(json.dumps(made))
+        files = {"plain": stored(plain), "packed": stored(packed)}
+        for path in (*plain.glob("*.safetensors"), *packed.glob("*.safetensors")):
+            warm(path)
+        results: dict[str, Found] = {}
+        for mode in options.modes:
+            results[mode] = worker("run", given | {"mode": mode}, options.limit)
+        results.setdefault("plain", {})
+        about = (
+            f"Model: {options.shape} shape, {layers} layers, bf16, random weights with per-row scale "
+            f"0.02 * exp(0.3 * normal), {gib(made['plain_bytes'])} GiB; packed in {made['pack_s']:.1f} s, "
+            f"ratio {made['ratio']:.4f}. Batch 1, {PROMPT} tokens of prompt, {options.tokens} timed, greedy. "
+            "Eager: a growing cache, median of 3. Graph: a static cache, one CUDA graph a token. VRAM is "
+            "what the process takes beyond the bare context, by `cudaMemGetInfo`; host memory is private "
+            "memory. Files were in the page cache.\n"
+        )
+        text = results_table({m: results[m] for m in options.modes}, files)
+        judged, met = bars(results, made, files["packed"], layers)
+        whole = f"{head}\n{about}\n{text}\nBars (times for {layers} layers):\n\n{judged}"
+        emit(whole, options.out)
+    return 0 if met else 1
+
+
+def warm(path: Path) -> None:
+    """Read a file, so that the page cache has it."""
+    with path.open("rb") as file:
+        while file.read(1 << 24):
+            pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
