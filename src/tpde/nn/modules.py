@@ -90,22 +90,26 @@ class PackedModule(_Base):
             slot = self.tpde_slots.get("weight")
             plain_linear = self.tpde_base.forward is nn.Linear.forward
             if slot is not None and (plain_linear or is_conv1d(self.tpde_base)):
-                return torch.ops.tpde.linear(
-                    first_tensor(args, kwargs), self.bias, slot.key, not plain_linear
-                )
-            # What is computed inside, the weights among it, is computed again for the backward pass.
-            return checkpoint(self._tpde_decoded, *args, use_reentrant=False, **kwargs)
-        return self._tpde_decoded(*args, **kwargs)
-
-    def _tpde_decoded(self, *args: Any, **kwargs: Any) -> Any:
+                return torch.ops.tpde.linear(*args, *kwargs.values(), self.bias, slot.key, not plain_linear)
+            if not uses_super(self.tpde_base.forward):
+                # What is computed inside, weights included, is computed again for the backward pass.
+                return checkpoint(self._tpde_twin, *args, use_reentrant=False, **kwargs)
         group = self.tpde_group()
         if group.flat is not None:  # a block's hook did it
             return super().forward(*args, **kwargs)
         group.flat = torch.ops.tpde.materialize(first_tensor(args, kwargs), group.key)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            group.flat = None
+        result = super().forward(*args, **kwargs)
+        group.flat = None
+        return result
+
+    def _tpde_twin(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of the module's own class, on an object that has its weights as attributes."""
+        after = first_tensor(args, kwargs)
+        weights = {
+            name: torch.ops.tpde.materialize(after, slot.key).view(slot.shape)
+            for name, slot in self.tpde_slots.items()
+        }
+        return self.tpde_base.forward(_Twin(self, weights), *args, **kwargs)  # type: ignore[arg-type]
 
     def tpde_weight(self, name: str) -> Tensor:
         """A packed weight, for whoever asks."""
@@ -114,11 +118,9 @@ class PackedModule(_Base):
             return PlainWeight.of(slot)
         group = self.tpde_group()
         if torch.compiler.is_compiling():
-            if group.flat is None:
-                raise PackedWeight(
-                    f"`{slot.parts[0][0].name}` is read outside of its module's forward pass in compiled code; leave "
-                    "its module plain, or the code that reads it uncompiled"
-                )
+            if group.flat is None:  # read by other code, often only for its dtype: then it is never computed
+                nothing = torch.empty(0, device=slot.device)
+                return cast(Tensor, torch.ops.tpde.materialize(nothing, slot.key)).view(slot.shape)
             return slot.in_buffer(group.flat)
         if slot.together:
             space = group.workspace
@@ -234,6 +236,19 @@ class PackedModule(_Base):
     def __reduce_ex__(self, protocol: Any) -> Any:
         _, _, *state = super().__reduce_ex__(protocol)
         return (_new, (self.tpde_base, tuple(self.tpde_slots)), *state)
+
+
+class _Twin:
+    """Stands in for a module: its attributes, with other weights. Setting those of the module itself would be a side
+    effect, which what is checkpointed may not have.
+    """
+
+    def __init__(self, module: PackedModule, weights: dict[str, Tensor]) -> None:
+        self.tpde_module, self.tpde_weights = module, weights
+
+    def __getattr__(self, name: str) -> Any:
+        weights = self.__dict__["tpde_weights"]
+        return weights[name] if name in weights else getattr(self.__dict__["tpde_module"], name)
 
 
 class PackedEmbedding(nn.Embedding):

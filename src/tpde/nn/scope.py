@@ -127,13 +127,10 @@ def is_open(group: Group) -> bool:
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tensor that a module was called with."""
-    for value in args:
+    """The tensor that a module was called with, as a constant for autograd."""
+    for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            return value
-    for value in kwargs.values():
-        if isinstance(value, Tensor):
-            return value
+            return value.detach()
     raise TypeError("a module with packed weights was compiled that is called without a tensor")
 
 
