@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from support.codecs import pack_everything
 from support.contents import CONTENTS, fill, rng, shapes
-from support.gpu import Batch, needs_cuda, opened, pack, torch
+from support.gpu import Batch, needs_cuda, torch
+from support.packed import opened, pack
 
 from tpde.codec import reference
 from tpde.codec.plan import PREFIX_CHUNK_WORDS

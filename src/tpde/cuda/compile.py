@@ -83,14 +83,16 @@ def cubin(source: str, defines: Mapping[str, int], arch: str) -> tuple[bytes, st
         name=source,
         arch=arch,
         std="c++17",
-        define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
+        define_macro=[(name, str(value)) for name, value in sorted(defines.items())] or None,
         ptxas_options="-v",
     )
     try:
         program = Program(source_text(source), "c++", options)
         made = program.compile("cubin", logs=log)
     except Exception as error:  # cuda.core raises classes of its own, of bindings and of the linker
-        raise CompileError(f"NVRTC {nvrtc_version()} refused {source} for {arch}: {error}") from error
+        raise CompileError(
+            f"NVRTC {'.'.join(map(str, nvrtc_version()))} refused {source} for {arch}: {error}"
+        ) from error
     return bytes(made.code), log.getvalue()
 
 

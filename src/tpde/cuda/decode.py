@@ -23,10 +23,9 @@ from tpde.format.constants import CODEC_PREFIX
 SOURCE = "decode.cu"
 LANES = 32  # format.md 5.1
 GROUP_BYTES = 512
-MAX_WARPS = 24  # 80 registers a thread
-CHECK_WARPS = 20  # checksums need some more
+MAX_WORD_BYTES = 8
 LEAST_WARPS = 4  # with fewer, streams stay in global memory
-LARGE_CHUNK = 16 << 10  # bytes; with more, 24 warps ask memory for more rows at once than is good for it
+LARGE_CHUNK = 16 << 10  # bytes; with more, 16 warps were 3 % faster than 24: memory has fewer rows open
 _ROW_WARPS = 8
 ALIGNMENT = 16  # of blobs, tables and descriptors
 
@@ -128,6 +127,14 @@ class Need(NamedTuple):
     raw: int  # a group's raw planes
     tables: int
     slack: int
+    warps: int  # the most that are worth it, or that registers allow
+
+
+def max_warps(word_bytes: int, check: bool) -> int:
+    """Warps of a block that registers allow: 80 each for 24, 96 for checksums, 128 for eight planes."""
+    if word_bytes == MAX_WORD_BYTES:
+        return 16
+    return 20 if check else 24
 
 
 def need(items: Sequence[Item]) -> Need:
@@ -150,6 +157,7 @@ def need(items: Sequence[Item]) -> Need:
         raw_planes * GROUP_BYTES // headers[0].word_bytes,
         max(it.tables.image.size for it in items),
         align(words // LANES * _SLACK_BITS // 8 + 16, 16),
+        16 if chunk > LARGE_CHUNK else max_warps(headers[0].word_bytes, check=False),
     )
 
 
@@ -182,7 +190,7 @@ def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
     limit = shared_bytes - _ITEM.itemsize - wanted.slack  # an item lies in static shared memory
     table_room = wanted.tables if wanted.tables <= limit // 2 else 0
     limit -= table_room
-    most = MAX_WARPS if wanted.chunk <= LARGE_CHUNK else MAX_WARPS * 2 // 3
+    most = wanted.warps
     choices = [(window, wanted.room) for window in (8, 4, 2, 1)] + [(1, wanted.fair)]
     for window, least in choices:
         windows = 2 * wanted.raw * window
@@ -268,7 +276,7 @@ class WorkList:
         return _Launch({**defines, "WINDOW": chosen.window}, begin, len(items), chunks, grid, chosen)
 
     def _kernel(self, launch: _Launch, name: str, check: bool) -> Any:
-        threads = 32 * (CHECK_WARPS if check else MAX_WARPS)
+        threads = 32 * max_warps(launch.defines["WORD"], check)
         defines = {**launch.defines, "CHECK": int(check), "THREADS": threads}
         return nvrtc.kernel(SOURCE, name, defines, self._device)
 
@@ -299,7 +307,7 @@ class WorkList:
             nvrtc.launch(
                 self._kernel(it, "decode_items", check),
                 it.grid,
-                32 * min(it.geometry.warps, CHECK_WARPS if check else MAX_WARPS),
+                32 * min(it.geometry.warps, max_warps(it.defines["WORD"], check)),
                 it.geometry.shared,
                 stream,
                 np.uint64(descriptors + it.begin * _ITEM.itemsize),
@@ -367,7 +375,7 @@ class Rows:
         defines = {
             **_defines(self._item.header, self._item.tables),
             "CHECK": int(check),
-            "THREADS": 32 * (CHECK_WARPS if check else MAX_WARPS),
+            "THREADS": 32 * max_warps(self._item.header.word_bytes, check),
         }
         blocks = -(-count * self._per_row // self._warps)
         nvrtc.launch(

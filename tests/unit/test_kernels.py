@@ -1,0 +1,163 @@
+"""Every kernel compiles for every architecture without spills, and fits cards with little shared memory."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from support.contents import fill
+from support.packed import Packed, pack
+
+from tpde.format.container import TensorSpec
+
+pytest.importorskip("cuda.core", reason="needs cuda-core, of `tpde[cuda]`")
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde[cuda]`")
+
+from tpde.cuda import compile as nvrtc
+from tpde.cuda import decode
+from tpde.errors import CompileError, MissingDependency
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+# What a block may have where it is least: compute capability 8.6, 8.9 and 12.0.
+LEAST_SHARED = 99 << 10
+# Planes that are coded, and those whose tables hold pairs, as the packer chooses them for weights.
+KINDS = {
+    "BF16": (2, 1, 0b10, 0b10),
+    "BF16 small": (2, 1, 0b10, 0),
+    "F16": (2, 1, 0b10, 0),
+    "F32": (4, 1, 0b1000, 0b1000),
+    "BF16 in F32": (4, 1, 0b1100, 0b1000),
+    "F64": (8, 1, 0b11000000, 0b10000000),
+    "F8": (1, 1, 1, 0),
+    "I8": (1, 0, 1, 0),
+    "I8 pairs": (1, 0, 1, 1),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    try:
+        nvrtc.nvrtc_version()
+    except MissingDependency as error:
+        pytest.skip(f"needs the library of NVRTC: {error}")
+
+
+def assert_no_spills(log: str) -> None:
+    found = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert found, f"the assembler says nothing of spills: {log!r}"
+    assert all(pair == ("0", "0") for pair in found), log
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_compiles_without_spills(kind: str, arch: str) -> None:
+    word, rotate, coded, pairs = KINDS[kind]
+    for check in (0, 1):
+        warps = decode.max_warps(word, bool(check))
+        defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs}
+        defines |= {"CHECK": check, "WINDOW": 1 if arch == "sm_120" else 8, "THREADS": 32 * warps}
+        code, log = nvrtc.cubin(decode.SOURCE, defines, arch)
+        assert code[:4] == b"\x7fELF"
+        assert_no_spills(log)
+        registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
+        assert registers * 32 * warps <= 65536
+
+
+def item(packed: Packed) -> decode.Item:
+    tables = decode.lookup_tables(packed.header, packed.section)
+    assert tables is not None
+    return decode.Item(packed.header, tables, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def weights() -> Packed:
+    """Weights of rows that differ in scale, as docs/gpu.md measures them."""
+    draw = np.random.default_rng(5)
+    rows = draw.standard_normal((1024, 4096)) * (0.02 * np.exp(0.3 * draw.standard_normal((1024, 1))))
+    words = rows.astype(np.float32).view(np.uint32) >> 16
+    return pack(TensorSpec("BF16", rows.shape), words.astype("<u2").tobytes(), "auto")
+
+
+def test_cards_with_little_shared_memory_keep_24_warps(weights: Packed) -> None:
+    chosen = decode.geometry(decode.need([item(weights)]), LEAST_SHARED)
+    assert chosen.warps >= 24
+    assert chosen.shared + 128 <= LEAST_SHARED
+    # Chunks that do not fit take the slow way: few may.
+    header = weights.header
+    at = (
+        weights.blob[header.index_at : header.index_at + 12 * header.chunks].view("<u4")[::3].astype(np.int64)
+    )
+    sizes = np.diff(np.append(at << header.unit_log2, header.blob_bytes)) - header.chunk_words
+    assert (sizes > chosen.room).mean() < 0.02
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64", "F8_E4M3", "I8"])
+def test_geometry_fits(dtype: str, shared: int) -> None:
+    spec = TensorSpec(dtype, (300, 1000))
+    packed = pack(spec, fill("normal", spec))
+    assert packed is not None
+    wanted = decode.need([item(packed)])
+    for chunks in (0, 1, 7, 100, 249, 10**9):
+        chosen = decode.geometry(wanted, shared, chunks)
+        windows = 2 * wanted.raw * chosen.window
+        used = chosen.warps * (windows + (1 + chosen.ahead) * chosen.room) + chosen.table_room + wanted.slack
+        assert chosen.shared == used <= shared - 128
+        assert 1 <= chosen.warps <= wanted.warps
+        assert chosen.room % 16 == chosen.table_room % 16 == 0
+
+
+def test_tables_too_large_for_shared_memory_stay_outside(weights: Packed) -> None:
+    wanted = decode.need([item(weights)])._replace(tables=256 << 10, room=200 << 10, fair=200 << 10)
+    chosen = decode.geometry(wanted, LEAST_SHARED)
+    assert chosen.table_room == chosen.room == 0
+    assert chosen.shared <= LEAST_SHARED
+
+
+def test_errors_of_the_compiler_are_shown() -> None:
+    with pytest.raises(CompileError, match="WORD"):
+        nvrtc.cubin(decode.SOURCE, {}, "sm_90")
+
+
+class TestCache:
+    """A compiled kernel comes from the disk; any fault there is a miss."""
+
+    DEFINES: ClassVar = {"WORD": 1, "ROTATE": 0, "CODED": 1, "PAIRS": 1, "CHECK": 0, "WINDOW": 1} | {
+        "THREADS": 256
+    }
+
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("TPDE_CACHE_DIR", str(tmp_path))
+        self.root, self.patch = tmp_path, monkeypatch
+
+    def get(self) -> bytes:
+        return nvrtc.cached_cubin(decode.SOURCE, self.DEFINES, "sm_90")
+
+    def test_hit_and_faults(self) -> None:
+        code = self.get()
+        [entry] = (self.root / "kernels").iterdir()
+        made = nvrtc.cubin
+        self.patch.setattr(nvrtc, "cubin", lambda *_: pytest.fail("compiled again"))
+        assert self.get() == code
+        self.patch.setattr(nvrtc, "cubin", made)
+        for damage in (b"", b"short", entry.read_bytes()[:-1], entry.read_bytes()[:100] + b"x" * 5000):
+            entry.write_bytes(damage)
+            assert self.get() == code
+            assert entry.read_bytes()[32:] == code
+        assert [entry] == list((self.root / "kernels").iterdir())
+
+    def test_another_architecture_is_another_entry(self) -> None:
+        self.get()
+        nvrtc.cached_cubin(decode.SOURCE, self.DEFINES, "sm_80")
+        assert len(list((self.root / "kernels").iterdir())) == 2
+
+    def test_a_place_that_cannot_be_written_costs_one_warning(self) -> None:
+        (self.root / "file").touch()
+        self.patch.setenv("TPDE_CACHE_DIR", str(self.root / "file"))
+        nvrtc._warn_once.cache_clear()
+        with pytest.warns(RuntimeWarning, match="TPDE_CACHE_DIR") as caught:
+            assert self.get() == self.get()
+        assert len(caught) == 1
