@@ -36,7 +36,7 @@ class Nvcomp:
                 if parts == 1:
                     self._coded = self._codec.encode(nvcomp.as_array(source))
                     sizes = [self._coded.buffer_size]
-                    self._target = nvcomp.as_array(out)
+                    self._target = out  # an array of its own would be given other memory
                 else:
                     cuts = [source[at : at + step] for at in range(0, source.numel(), step)]
                     self._coded = self._codec.encode(nvcomp.as_arrays(cuts))

@@ -12,7 +12,7 @@ from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, Truncated, UnsupportedDevice, UnsupportedVersion
 from tpde.format.blob import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
-from tpde.format.constants import CODEC_CONSTANT
+from tpde.format.constants import CODEC_CONSTANT, CODEC_ZSTD
 from tpde.format.source import BytesSource
 from tpde.frameworks import torch_dtype
 from tpde.packing.writer import default_threads
@@ -193,6 +193,44 @@ def _upload(data: Bytes, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(padded).to(device)
 
 
+class _Frames:
+    """A zstd blob on a CUDA device, whose frames nvCOMP decodes there."""
+
+    def __init__(self, packed: PackedTensor) -> None:
+        from tpde.cuda.nvcomp import ZstdBlob
+
+        self._packed, device = packed, packed.blob.device
+        try:
+            self._blob = ZstdBlob(packed.header, packed.blob.cpu().numpy(), device.index)
+        except Corrupt as error:
+            raise _named(error, packed.name) from error
+        self._descriptors = _upload(self._blob.descriptors, device)
+        self._status = _upload(np.zeros(16, np.uint8), device)
+
+    def __call__(self, out: torch.Tensor) -> bool:
+        """Decode into `out` on the current stream, and wait for it; False if nvCOMP cannot."""
+        blob = self._packed.blob
+        scratch = torch.empty(self._blob.scratch_bytes, dtype=torch.uint8, device=blob.device)
+        done = self._blob.launch(
+            blob.data_ptr(),
+            self._descriptors.data_ptr(),
+            scratch.data_ptr(),
+            out.data_ptr(),
+            self._status.data_ptr(),
+            torch.cuda.current_stream(blob.device).cuda_stream,
+        )
+        if done:
+            raise_damage(self._status, [self._packed])
+        return done
+
+
+def _frames(packed: PackedTensor) -> _Frames | None:
+    """What decodes a zstd blob on its device; None, after one warning a process, without nvCOMP."""
+    from tpde.cuda import nvcomp
+
+    return _Frames(packed) if packed.header.codec == CODEC_ZSTD and nvcomp.available() else None
+
+
 def capturing(device: torch.device) -> bool:
     """Whether the current stream is recording a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -211,8 +249,8 @@ class Materializer:
     Notes
     -----
     On a CUDA device everything that a call needs is put there now, and kernels are compiled: a call allocates
-    nothing, synchronizes nothing and may be recorded in a CUDA graph. Exceptions are blobs that the kernels cannot
-    decode (zstd): those are decoded on the CPU and copied.
+    nothing, synchronizes nothing and may be recorded in a CUDA graph. Exceptions are blobs that the kernels
+    cannot decode (zstd): nvCOMP decodes those, or without it the CPU, from which they are copied.
     """
 
     def __init__(self, items: Sequence[tuple[PackedTensor, int]], device: torch.device) -> None:
@@ -224,7 +262,7 @@ class Materializer:
                     "move the whole block to one device"
                 )
         self._fills: list[tuple[PackedTensor, int]] = []
-        self._copies: list[tuple[PackedTensor, int]] = []
+        self._others: list[tuple[PackedTensor, int, _Frames | None]] = []
         self._names: list[PackedTensor] = []
         self._verified = False
         if device.type == "cuda":
@@ -242,7 +280,7 @@ class Materializer:
                 continue
             tables = packed.device_tables()
             if tables is None:
-                self._copies.append((packed, offset))
+                self._others.append((packed, offset, _frames(packed)))
                 continue
             self._names.append(packed)
             work.append(Item(packed.header, tables[0], packed.blob.data_ptr(), tables[1].data_ptr(), offset))
@@ -278,12 +316,14 @@ class Materializer:
             word = int.from_bytes(packed.header.constant[:b], "little", signed=b > 1)
             out[offset : offset + packed.nbytes].view(_WORDS[b]).fill_(word)
         recording = capturing(self.device)
-        for packed, offset in self._copies:
+        for packed, offset, frames in self._others:
             if recording:
                 raise UnsupportedDevice(
-                    f"`{packed.name}` is decoded on the CPU and cannot be part of a CUDA graph: pack it with "
-                    "`--codec prefix`, or run without graphs"
+                    f"`{packed.name}` is packed with zstd, which cannot be decoded in a CUDA graph: pack "
+                    "it with `--codec prefix`, or run without graphs"
                 )
+            if frames is not None and frames(out[offset : offset + packed.nbytes]):
+                continue
             host = np.empty(packed.nbytes, np.uint8)
             packed.decode_on_host(0, host.size, host)
             out[offset : offset + host.size].copy_(torch.from_numpy(host))

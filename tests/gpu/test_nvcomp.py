@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,37 @@ def test_another_stream() -> None:
     assert packed is not None
     with torch.cuda.stream(torch.cuda.Stream()):
         assert _decode(packed) == (packed.data, [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_zstd_blobs_among_others(usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.materialize import Materializer, PackedTensor
+
+    monkeypatch.setattr(nvcomp, "_given_up", not usable)
+    calls, original = [], nvcomp.decode_frames
+
+    def counted(*given: Any) -> None:
+        calls.append(given)
+        original(*given)
+
+    monkeypatch.setattr(nvcomp, "decode_frames", counted)
+    specs = [TensorSpec("BF16", (300, 1000)), TensorSpec("I32", (70_000,)), TensorSpec("F32", (200, 200))]
+    packed = [pack(spec, fill("normal", spec), codec) for spec in specs for codec in ("zstd", "prefix")]
+    blobs = [PackedTensor(torch.from_numpy(p.blob.copy()).cuda(), str(i)) for i, p in enumerate(packed)]
+    offsets, at = [], 0
+    for p in packed:
+        offsets.append(at)
+        at += -(-len(p.data) // 512) * 512
+    out = torch.zeros(at, dtype=torch.uint8, device="cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+    materializer = Materializer(list(zip(blobs, offsets, strict=True)), device)
+    for _ in range(2):
+        out.zero_()
+        materializer(out)
+        found = out.cpu().numpy()
+        for p, offset in zip(packed, offsets, strict=True):
+            assert found[offset : offset + len(p.data)].tobytes() == p.data, p.header.spec
+    assert bool(calls) == usable
 
 
 def test_damage_is_reported() -> None:
