@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from support.codecs import pack_everything
 from support.contents import CONTENTS, fill, shapes
-from support.gpu import Packed, needs_cuda, pack, torch
+from support.gpu import needs_cuda, torch
+from support.packed import Packed, pack
 
 from tpde.cuda import nvcomp
 from tpde.format.container import TensorSpec

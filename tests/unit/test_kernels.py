@@ -16,7 +16,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core, of `tpde[cuda]`")
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde[cuda]`")
 
 from tpde.cuda import compile as nvrtc
-from tpde.cuda import decode
+from tpde.cuda import decode, nvcomp, scatter
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -63,6 +63,15 @@ def test_decoding_compiles_without_spills(kind: str, arch: str) -> None:
         assert_no_spills(log)
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
         assert registers * 32 * warps <= 65536
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("word", [1, 2, 4, 8])
+def test_scattering_and_merging_compile_without_spills(word: int, arch: str) -> None:
+    kinds = [(scatter.SOURCE, {"WORD": word, "THREADS": scatter.THREADS})]
+    kinds += [(nvcomp.SOURCE, {"WORD": word, "ROTATE": rotate}) for rotate in (0, 1)]
+    for source, defines in kinds:
+        assert_no_spills(nvrtc.cubin(source, defines, arch)[1])
 
 
 def item(packed: Packed) -> decode.Item:

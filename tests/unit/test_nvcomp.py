@@ -12,16 +12,15 @@ import pytest
 from support.codecs import pack_everything
 from support.contents import CONTENTS, fill, shapes
 from support.nvcomp import FakeNvcomp, merge
+from support.packed import pack
 
 from tpde.codec import plan as planning
-from tpde.codec.blob import BlobWriter
 from tpde.codec.native import Bytes
 from tpde.cuda import nvcomp
 from tpde.errors import Corrupt
-from tpde.format.blob import BlobHeader, parse_blob_header
+from tpde.format.blob import BlobHeader
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
 
 Install = Callable[[Any], None]
 
@@ -74,15 +73,9 @@ def merged_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _pack(spec: TensorSpec, data: bytes) -> tuple[BlobHeader, Bytes]:
-    raw = np.frombuffer(data, np.uint8)
-    plan = planning.plan_tensor(spec, raw, "zstd")
-    assert plan is not None
-    sink = BytesSink()
-    writer = BlobWriter(plan, sink, 0, 1)
-    writer.write(raw)
-    size = writer.finish(bytes(16))
-    blob = np.frombuffer(bytearray(sink.data[:size]), np.uint8)
-    return parse_blob_header(bytes(blob[:8192]), blob.size), blob
+    packed = pack(spec, data, "zstd", threads=1)
+    assert packed is not None
+    return packed.header, packed.blob
 
 
 def _decode(header: BlobHeader, blob: Bytes, opened: nvcomp.ZstdBlob) -> tuple[bool, bytes, list[int]]:
