@@ -2,6 +2,7 @@
 
 `pack` and `unpack` turn safetensors files and model directories into smaller ones and back, `verify`
 checks them, `inspect` tells what is in them, and `safe_open` reads tensors straight from the packed form.
+`pack_module` packs a live PyTorch model, which goes on computing the same bits, and `unpack_module` turns it back.
 `tpde.torch` and `tpde.numpy` save and load in the manner of `safetensors.torch` and `safetensors.numpy`.
 
 Importing this package loads nothing: neither NumPy nor torch, nor the native core.
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         UnsupportedVersion,
     )
     from tpde.format.container import TensorSpec
+    from tpde.nn.api import pack_module, unpack_module
     from tpde.packing.api import pack, unpack, verify
     from tpde.packing.inspect import inspect
     from tpde.packing.writer import PackedWriter
@@ -38,8 +40,10 @@ _WHERE = {
     "UnsupportedVersion": "errors",
     "inspect": "packing.inspect",
     "pack": "packing.api",
+    "pack_module": "nn.api",
     "safe_open": "access",
     "unpack": "packing.api",
+    "unpack_module": "nn.api",
     "verify": "packing.api",
 }
 
@@ -54,8 +58,10 @@ __all__ = [
     "__version__",
     "inspect",
     "pack",
+    "pack_module",
     "safe_open",
     "unpack",
+    "unpack_module",
     "verify",
 ]
 

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpde.errors import InvalidInput
 from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.sink import BytesSink
 from tpde.frameworks import torch_bytes, torch_spec
 from tpde.materialize import PackedTensor
-from tpde.nn.plain import PlainWeight
-from tpde.nn.replace import finish, packed_modules, remove_hooks, replace_parameter, restore, supports
+from tpde.nn.replace import finish, packed_modules, ungroup, replace_parameter, restore, supports
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
 from tpde.packing.writer import check_threads
@@ -136,7 +134,7 @@ def unpack_module(model: nn.Module) -> nn.Module:
     Corrupt
         If a blob is damaged. The modules before it are plain by then.
     """
-    remove_hooks(model)
+    ungroup(model)
     made: dict[tuple[Any, ...], nn.Parameter] = {}  # by parts: tied weights share them
 
     def plain(slot: Slot) -> nn.Parameter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tpde import ops
 from tpde.errors import InvalidInput
 from tpde.format.blob import align
 from tpde.materialize import Materializer, capturing
+from tpde.nn.saved import saves
 from tpde.nn.slot import ALIGN, Slot
 
 
@@ -28,10 +30,10 @@ class Workspace:
         Who holds it, 0 if nobody does.
     group : Group or None
         Whose weights the open scope may put here.
-    whole : bool
-        All of them are here.
+    filled : Group or None
+        `group`, if all of its weights are here.
     some : set of Slot
-        Those that are here, if not all.
+        Those of its weights that are here, if not all.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +43,7 @@ class Workspace:
         self.lock = threading.RLock()
         self.thread = 0
         self.group: Group | None = None
-        self.whole = False
+        self.filled: Group | None = None
         self.some: set[Slot] = set()
         self.scopes: list[Any] = []
         self._stream: torch.cuda.Stream | None = None
@@ -177,24 +179,43 @@ class Group:
         """Decode all weights into the workspace, which the caller has locked for this group."""
         space = self.workspace
         assert space.buffer is not None
-        space.whole = False
+        space.filled = None
         space.some.clear()
         space.order()
         self.decode_into(space.buffer)
-        space.whole = True
+        for slot in self.slots:
+            self._view(slot, space.buffer)
+        space.filled = self
+
+    @staticmethod
+    def _view(slot: Slot, buffer: Tensor) -> Tensor:
+        if slot.view is None or slot.view_of is not buffer:
+            with torch.inference_mode(False):
+                slot.view, slot.view_of = slot.in_buffer(buffer), buffer
+        return slot.view
 
     def view(self, slot: Slot) -> Tensor:
         """A weight in the workspace, which the caller has locked for this group; decoded if it is not there."""
         space = self.workspace
         assert space.buffer is not None
-        if not space.whole and slot not in space.some:
+        if space.filled is not self and slot not in space.some:
             space.order()
             slot.decode_into(space.buffer[slot.offset : slot.offset + align(slot.nbytes, ALIGN)])
             space.some.add(slot)
-        if slot.view is None or slot.view_of is not space.buffer:
-            with torch.inference_mode(False):
-                slot.view, slot.view_of = slot.in_buffer(space.buffer), space.buffer
-        return slot.view
+        return self._view(slot, space.buffer)
+
+    def live(self) -> bool:
+        """Whether this thread's scope has all of the group's weights at hand, as the slots' `view`.
+
+        Called for each weight: nothing on the way is a property.
+        """
+        space = self._workspace
+        return (
+            space is not None
+            and space.filled is self
+            and space.thread == get_ident()
+            and (not torch.is_grad_enabled() or saves(space))
+        )
 
     def at(self, address: int) -> Slot | None:
         """The slot whose place in the workspace holds an address."""

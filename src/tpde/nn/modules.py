@@ -68,7 +68,7 @@ class PackedModule(_Base):
         if torch.compiler.is_compiling():
             return self._tpde_traced(args, kwargs)
         group = self.tpde_group()
-        if is_open(group):
+        if group.live() or is_open(group):
             return super().forward(*args, **kwargs)
         scope = Scope(group, self)
         try:
@@ -238,6 +238,19 @@ class PackedModule(_Base):
         return (_new, (self.tpde_base, tuple(self.tpde_slots)), *state)
 
 
+class PackedLinear(PackedModule):
+    """A linear layer whose forward pass is `nn.Linear`'s, on the shortest way: models have hundreds."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As before, with the weight at hand."""
+        if not torch.compiler.is_compiling() and len(args) == 1:
+            slot = self.tpde_slots["weight"]
+            group = slot.group
+            if group is not None and group.live():
+                return nn.functional.linear(args[0], slot.view, self.bias)  # type: ignore[arg-type]
+        return super().forward(*args, **kwargs)
+
+
 class _Twin:
     """Stands in for a module: its attributes, with other weights. Setting those of the module itself would be a side
     effect, which what is checkpointed may not have.
@@ -268,6 +281,11 @@ class PackedEmbedding(nn.Embedding):
 
 def _weight(name: str) -> property:
     def read(self: PackedModule) -> Tensor:
+        if not torch.compiler.is_compiling():
+            slot = self.tpde_slots[name]
+            group = slot.group
+            if group is not None and group.live():
+                return cast(Tensor, slot.view)
         return self.tpde_weight(name)
 
     return property(read, doc=f"The packed `{name}`: see `PackedModule`.")
@@ -277,7 +295,9 @@ def _weight(name: str) -> property:
 def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedModule]:
     """The subclass of a module's class whose parameters of these names are packed."""
     bases: tuple[type, ...] = (PackedModule, base)
-    if gathers(base):
+    if base.forward is nn.Linear.forward:
+        bases = (PackedLinear, base)
+    elif gathers(base):
         bases = (PackedModule, PackedEmbedding) if base is nn.Embedding else (*bases, PackedEmbedding)
     members = {name: _weight(name) for name in names} | {"tpde_base": base, "__module__": __name__}
     return type(f"Packed{base.__name__}", bases, members)

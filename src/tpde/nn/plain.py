@@ -45,7 +45,9 @@ class PlainWeight(Tensor):
         kwargs = kwargs or {}
         setting = name == "__set__" and owner not in _HARMLESS
         inplace = (name.endswith("_") and not name.endswith("__")) or name in _INPLACE
-        target = args[0] if args and (setting or inplace) else kwargs.get("out")
+        target = kwargs.get("out")
+        if setting or inplace:  # functions such as `nn.init.normal_` pass all they got by name
+            target = next(iter((*args, *kwargs.values())), None)
         if isinstance(target, PlainWeight) and name not in _ALLOWED:
             part = target.tpde_parts[0][0]
             raise PackedWeight(

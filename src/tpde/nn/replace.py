@@ -139,7 +139,7 @@ def finish(model: nn.Module) -> nn.Module:
     UnsupportedDevice, MissingDependency, CompileError
         If blobs are on a GPU that cannot decode them.
     """
-    remove_hooks(model)
+    ungroup(model)
     pool = Pool()
     members: dict[str, list[Slot]] = {}
     blocks: dict[str, str] = {}
@@ -159,17 +159,20 @@ def finish(model: nn.Module) -> nn.Module:
     # Decoders are made on the way of each block's weights to a device; here for those that are there already.
     for name, group in sorted(groups.items(), key=lambda item: -item[1].nbytes):
         group.prepare()
+        module = model.get_submodule(name)
         if name in blocks:
-            module = model.get_submodule(name)
             opener = OpenBlock(group)
             module.register_forward_pre_hook(opener, with_kwargs=True)
             module.register_forward_hook(CloseBlock(opener), always_call=True)
+        else:  # somebody must hold it, and copy it with the module
+            module.__dict__["tpde_own_group"] = group
     return model
 
 
-def remove_hooks(model: nn.Module) -> None:
-    """Undo the hooks of `finish`."""
+def ungroup(model: nn.Module) -> None:
+    """Undo what `finish` did."""
     for module in model.modules():
+        module.__dict__.pop("tpde_own_group", None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in list(hooks.items()):
                 if isinstance(hook, (OpenBlock, CloseBlock)):

@@ -4,83 +4,20 @@ The outermost scope of a thread holds the workspace's lock, so that threads take
 it left when it closes: a CUDA graph that is replayed later writes to the workspace without this code running, so
 nothing in it is relied on twice. A scope of another group inside an open one leaves the workspace alone.
 
-While gradients are recorded, a scope keeps views of the workspace out of autograd's graph: they are replaced by the
-weights' names, and decoded again for the backward pass. Autograd's own formulas do the rest.
+While gradients are recorded, a scope also keeps views of the workspace out of autograd's graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tpde.nn.group import Group, Workspace
-from tpde.nn.slot import Slot
-
-
-class _Again(NamedTuple):
-    """A saved view of a weight: where it lies in it."""
-
-    slot: Slot
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # in elements
-
-
-class _Passed(NamedTuple):
-    """What hooks that were there before made of a tensor, and the one that turns it back."""
-
-    value: Any
-    back: Callable[[Any], Tensor]
-
-
-class _Saver:
-    """The pair of hooks of one scope. Only the innermost pair is called: these call the ones before."""
-
-    def __init__(self, space: Workspace) -> None:
-        self._space = space
-        self._before = _top_hooks()
-
-    def pack(self, tensor: Tensor) -> Any:
-        space = self._space
-        if tensor.device == space.device and tensor.layout is torch.strided:
-            address = tensor.data_ptr()
-            if space.start <= address < space.end and space.group is not None:
-                slot = space.group.at(address)
-                if slot is not None:
-                    offset = (address - space.start - slot.offset) // tensor.dtype.itemsize
-                    return _Again(slot, tensor.dtype, tensor.shape, tensor.stride(), offset)
-        if self._before is not None:
-            return _Passed(self._before[0](tensor), self._before[1])
-        return tensor
-
-    @staticmethod
-    def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, _Again):
-            with torch.no_grad():
-                flat = saved.slot.fresh().view(-1).view(saved.dtype)
-                return flat.as_strided(saved.shape, saved.stride, saved.offset)
-        if isinstance(saved, _Passed):
-            return saved.back(saved.value)
-        tensor: Tensor = saved
-        return tensor
-
-
-def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The innermost hooks on saved tensors, such as those of activation checkpointing."""
-    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if ask is None else ask(False)
-
-
-def _ours_on_top(space: Workspace) -> bool:
-    top = _top_hooks()
-    owner = getattr(top[0], "__self__", None) if top is not None else None
-    return isinstance(owner, _Saver) and owner._space is space
+from tpde.nn.group import Group
+from tpde.nn.saved import Saver, saves
 
 
 class Scope:
@@ -102,7 +39,7 @@ class Scope:
             self.space.thread, self.space.group = get_ident(), group
         self._hooks: saved_tensors_hooks | None = None
         if torch.is_grad_enabled():
-            saver = _Saver(self.space)
+            saver = Saver(self.space)
             self._hooks = saved_tensors_hooks(saver.pack, saver.unpack)
             self._hooks.__enter__()
 
@@ -113,7 +50,7 @@ class Scope:
             self._hooks.__exit__()
         space.scopes.pop()
         if not space.scopes:
-            space.whole, space.group, space.thread = False, None, 0
+            space.filled, space.group, space.thread = None, None, 0
             space.some.clear()
         space.lock.release()
 
@@ -123,7 +60,7 @@ def is_open(group: Group) -> bool:
     space = group.workspace
     if space.thread != get_ident() or space.group is not group:
         return False
-    return not torch.is_grad_enabled() or _ours_on_top(space)
+    return not torch.is_grad_enabled() or saves(space)
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -1,0 +1,82 @@
+"""Keeping views of the workspace out of autograd's graph.
+
+A saved view is replaced by the weight's name, and decoded again for the backward pass. Autograd's own formulas do the
+rest, so that gradients have the bits that they have with plain weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpde.nn.slot import Slot
+
+if TYPE_CHECKING:
+    from tpde.nn.group import Workspace
+
+
+class _Again(NamedTuple):
+    """A saved view of a weight: where it lies in it."""
+
+    slot: Slot
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # in elements
+
+
+class _Passed(NamedTuple):
+    """What hooks that were there before made of a tensor, and the one that turns it back."""
+
+    value: Any
+    back: Callable[[Any], Tensor]
+
+
+class Saver:
+    """The pair of hooks of one scope. Only the innermost pair is called: these call the ones before."""
+
+    def __init__(self, space: Workspace) -> None:
+        self._space = space
+        self._before = _top_hooks()
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps in the place of a tensor."""
+        space = self._space
+        if tensor.device == space.device and tensor.layout is torch.strided:
+            address = tensor.data_ptr()
+            if space.start <= address < space.end and space.group is not None:
+                slot = space.group.at(address)
+                if slot is not None:
+                    offset = (address - space.start - slot.offset) // tensor.dtype.itemsize
+                    return _Again(slot, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        if self._before is not None:
+            return _Passed(self._before[0](tensor), self._before[1])
+        return tensor
+
+    @staticmethod
+    def unpack(saved: Any) -> Tensor:
+        """The tensor again."""
+        if isinstance(saved, _Again):
+            with torch.no_grad():
+                flat = saved.slot.fresh().view(-1).view(saved.dtype)
+                return flat.as_strided(saved.shape, saved.stride, saved.offset)
+        if isinstance(saved, _Passed):
+            return saved.back(saved.value)
+        tensor: Tensor = saved
+        return tensor
+
+
+def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The innermost hooks on saved tensors, such as those of activation checkpointing."""
+    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if ask is None else ask(False)
+
+
+def saves(space: Workspace) -> bool:
+    """Whether what autograd saves now goes through the hooks of this workspace."""
+    top = _top_hooks()
+    owner = getattr(top[0], "__self__", None) if top is not None else None
+    return isinstance(owner, Saver) and owner._space is space

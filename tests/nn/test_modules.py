@@ -1,0 +1,446 @@
+"""Packed modules behave as modules: moved, copied, pickled, saved, loaded, read from outside, shared by threads."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from typing import Any
+
+import pytest
+from support.models import assert_same_bits, torch
+from torch import nn
+
+from tpde.errors import Corrupt, InvalidInput, PackedWeight
+from tpde.nn import (
+    PackedModule,
+    finish,
+    pack_module,
+    pack_tensor,
+    packed_modules,
+    plain_state_dict,
+    replace_parameter,
+    supports,
+    unpack_module,
+)
+
+pytest.importorskip("torch")
+
+
+class Block(nn.Module):
+    """Two layers and a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Tied embedding and head around blocks."""
+
+    def __init__(self, width: int = 64, words: int = 200, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Any) -> Any:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+IDS = torch.arange(14).reshape(2, 7)
+
+
+@pytest.fixture
+def pair() -> tuple[Model, Model]:
+    """A plain and a packed model of the same weights."""
+    torch.manual_seed(5)
+    model = Model().to(torch.bfloat16).eval()
+    return model, pack_module(copy.deepcopy(model), min_bytes=0)
+
+
+def test_what_is_packed(pair: tuple[Model, Model]) -> None:
+    _, packed = pair
+    names = [name for name, _ in packed_modules(packed)]
+    assert names == ["embed", *(f"blocks.{i}.{n}" for i in range(3) for n in ("up", "down")), "head"]
+    assert isinstance(packed.blocks[0].up, nn.Linear)
+    assert isinstance(packed.embed, nn.Embedding)
+    assert "packed=0." in repr(packed.blocks[0].up)
+    assert [name for name, _ in packed.named_parameters()] == [
+        f"blocks.{i}.{name}" for i in range(3) for name in ("norm.weight", "norm.bias", "up.bias")
+    ]
+    assert "blocks.1.down.weight_tpde" in packed.state_dict()
+
+
+def test_tied_weights_are_one_blob(pair: tuple[Model, Model]) -> None:
+    _, packed = pair
+    assert packed.embed._buffers["weight_tpde"] is packed.head._buffers["weight_tpde"]
+    blobs = {id(tensor) for tensor in packed.buffers()}
+    assert len(blobs) == 7
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies(pair: tuple[Model, Model], how: str) -> None:
+    plain, packed = pair
+    packed(IDS)
+    if how == "deepcopy":
+        other = copy.deepcopy(packed)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(packed))
+    else:
+        file = io.BytesIO()
+        torch.save(packed, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    del pair, packed
+    assert_same_bits(other(IDS), plain(IDS))
+    assert other.embed._buffers["weight_tpde"] is other.head._buffers["weight_tpde"]
+    spaces = {id(module.tpde_group().workspace) for name, module in packed_modules(other) if name != "embed"}
+    assert len(spaces) == 1
+    assert len(other.blocks[0]._forward_pre_hooks) == 1
+    unpack_module(other)
+    assert other.embed.weight is other.head.weight
+    assert_same_bits(list(other.state_dict().values()), list(plain.state_dict().values()))
+
+
+def test_a_pickle_holds_no_workspace_and_no_plain_weight() -> None:
+    torch.manual_seed(0)
+    model = pack_module(Model(128, 1000).to(torch.bfloat16))
+    blobs = sum(blob.numel() for blob in {id(b): b for b in model.buffers()}.values())
+    rest = sum(p.numel() * 2 for p in model.parameters())
+    assert len(pickle.dumps(model)) < blobs + rest + 30_000
+
+
+def test_copy_of_one_module(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    other = copy.deepcopy(packed.blocks[1].up)
+    assert len(pickle.dumps(other)) < 20_000  # not its whole block
+    assert_same_bits(other(x), plain.blocks[1].up(x))
+    assert_same_bits(copy.deepcopy(packed.embed)(IDS), plain.embed(IDS))
+
+
+def test_parts_called_on_their_own(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    assert_same_bits(packed.blocks[2](x), plain.blocks[2](x))
+    assert_same_bits(packed.blocks[2].up(x), plain.blocks[2].up(x))
+    assert_same_bits(packed.head(x), plain.head(x))
+
+
+def test_a_block_inside_another(pair: tuple[Model, Model]) -> None:
+    """A view that a block holds is not overwritten by what it calls."""
+    plain, packed = pair
+
+    class Outer(nn.Module):
+        def __init__(self, model: Model) -> None:
+            super().__init__()
+            self.own = nn.ModuleList([Holder(model)])
+
+        def forward(self, x: Any) -> Any:
+            return self.own[0](x)
+
+    class Holder(nn.Module):
+        def __init__(self, model: Model) -> None:
+            super().__init__()
+            self.first = model.blocks[0].up
+            self.shared = (model.blocks[1], model.head)  # in a tuple: not its children
+
+        def forward(self, x: Any) -> Any:
+            held = self.first.weight
+            y = self.shared[0](x)
+            logits = self.shared[1](y)
+            return nn.functional.linear(y, held), self.first(y), logits
+
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    expected = Outer(plain)(x)
+    outer = finish(Outer(packed))
+    assert_same_bits(list(outer(x)), list(expected))
+
+
+def test_state_dicts(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    torch.manual_seed(77)
+    other = pack_module(Model().to(torch.bfloat16), min_bytes=0)
+    assert not torch.equal(other(IDS), plain(IDS))
+    other.load_state_dict(packed.state_dict())
+    assert_same_bits(other(IDS), plain(IDS))
+    assert other.embed._buffers["weight_tpde"] is other.head._buffers["weight_tpde"]
+    assert other.embed.weight_tpde is not packed.embed.weight_tpde
+    other.load_state_dict(packed.state_dict(), assign=True)
+    assert_same_bits(other(IDS), plain(IDS))
+    found = plain_state_dict(packed)
+    assert list(found) == list(plain.state_dict())
+    assert found["embed.weight"] is found["head.weight"]
+
+
+def test_state_dicts_that_do_not_fit(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    with pytest.raises(RuntimeError, match=r"(?s)blocks.0.up.weight` is plain.*unpack_module"):
+        packed.load_state_dict(plain.state_dict())
+    state = packed.state_dict()
+    state["blocks.0.up.weight_tpde"], state["blocks.0.down.weight_tpde"] = (
+        state["blocks.0.down.weight_tpde"],
+        state["blocks.0.up.weight_tpde"],
+    )
+    with pytest.raises(RuntimeError, match=r"the blob holds BF16 of shape \[64, 192\]"):
+        packed.load_state_dict(state)
+    state = packed.state_dict()
+    state["blocks.0.up.weight_tpde"] = state["blocks.0.up.weight_tpde"][:-300]
+    with pytest.raises(RuntimeError, match=r"`blocks.0.up.weight`.*the blob has"):
+        packed.load_state_dict(state)
+    del state["blocks.0.up.weight_tpde"]
+    with pytest.raises(RuntimeError, match="Missing key.*blocks.0.up.weight_tpde"):
+        packed.load_state_dict(state)
+    assert_same_bits(packed(IDS), plain(IDS))
+
+
+def test_damage_names_tensor_and_chunk() -> None:
+    torch.manual_seed(0)
+    model = pack_module(Model(256, 500).to(torch.bfloat16))
+    blob = model.blocks[1].down.weight_tpde
+    blob[blob.numel() * 3 // 4] ^= 0x10
+    for _ in range(2):  # the lock and the hooks are left as they were
+        with pytest.raises(Corrupt, match="blocks.1.down.weight") as caught:
+            model(IDS)
+        assert caught.value.tensor == "blocks.1.down.weight"
+        assert caught.value.chunk in (17, 18)
+    blob[blob.numel() * 3 // 4] ^= 0x10
+    assert model(IDS).shape == (2, 7, 500)
+    assert not model.blocks[1].up.tpde_group().workspace.scopes
+    model.embed.weight_tpde[5000:] = 255
+    with pytest.raises(Corrupt, match="`embed.weight`"):
+        model(IDS)
+
+
+def test_other_errors_leave_no_scope_open(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    with pytest.raises(RuntimeError):
+        packed.blocks[0](torch.zeros(3, 5, dtype=torch.bfloat16))
+
+    def fail(module: Any, args: Any) -> None:
+        raise KeyError("theirs")
+
+    hook = packed.blocks[0].register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(KeyError, match="theirs"):
+        packed(IDS)
+    hook.remove()
+    assert not packed.blocks[0].up.tpde_group().workspace.scopes
+    assert_same_bits(packed(IDS), plain(IDS))
+
+
+def test_casts_are_refused(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    for cast in (lambda m: m.half(), lambda m: m.to(torch.float32), lambda m: m.double()):
+        with pytest.raises(PackedWeight, match=r"`embed.weight` is packed as torch.bfloat16 and cannot be cast"):
+            cast(packed)
+    assert_same_bits(packed.to(torch.bfloat16)(IDS), plain(IDS))
+
+
+def test_reading_a_weight_from_outside(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    for path in ("embed", "blocks.1.up", "head"):
+        weight = packed.get_submodule(path).weight
+        assert_same_bits(weight, plain.get_submodule(path).weight, path)
+        assert isinstance(weight, nn.Parameter)
+        assert not weight.requires_grad
+        assert (weight.shape, weight.device.type) == (plain.get_submodule(path).weight.shape, "cpu")
+        assert type(weight + 1) is torch.Tensor
+        assert type(weight.clone()) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.weight.data.add_(1),
+        lambda m: m.weight.mul_(2),
+        lambda m: exec("m.weight.data += 1", {"m": m}),
+        lambda m: exec("m.weight.data = m.weight.data + 1", {"m": m}),
+        lambda m: m.weight.__setitem__(0, 0),
+        lambda m: m.weight.copy_(torch.zeros_like(m.weight)),
+        lambda m: torch.add(m.weight, 1, out=m.weight),
+        lambda m: nn.init.normal_(m.weight),
+        lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(192, 64))),
+    ],
+)
+def test_changing_a_weight_is_refused(pair: tuple[Model, Model], change: Any) -> None:
+    plain, packed = pair
+    with torch.no_grad(), pytest.raises(PackedWeight, match="unpack_module"):
+        change(packed.blocks[0].up)
+    assert_same_bits(packed(IDS), plain(IDS))
+
+
+def test_threads(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    ids = [torch.randint(0, 200, (n, 9)) for n in range(1, 5)]
+    with torch.no_grad():
+        expected = [plain(it) for it in ids]
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        with torch.no_grad():
+            for _ in range(15):
+                try:
+                    assert_same_bits(packed(ids[number]), expected[number])
+                except BaseException as error:
+                    wrong.append(error)
+                    return
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class Scaled(nn.Embedding):
+    """As several models have it."""
+
+    def forward(self, ids: Any) -> Any:
+        return super().forward(ids) * 8.0
+
+
+class Direct(nn.Embedding):
+    """Reads its weight instead."""
+
+    def forward(self, ids: Any) -> Any:
+        return nn.functional.embedding(ids, self.weight)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled, Direct])
+@pytest.mark.parametrize("shape", [(300, 64), (33, 1000), (5000, 12), (40, 8192), (40, 20000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_embeddings(kind: type, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    table = kind(*shape).to(dtype)
+    draw = torch.Generator().manual_seed(2)
+    batches = [torch.randint(0, shape[0], size, generator=draw) for size in ((3, 50), (1,), (0,), ())]
+    batches += [torch.tensor([shape[0] - 1, 0]), torch.arange(20, dtype=torch.int32)]
+    with torch.no_grad():
+        expected = [table(ids) for ids in batches]
+    pack_module(table, min_bytes=0)
+    assert isinstance(table, PackedModule)
+    assert_same_bits([table(ids) for ids in batches], expected)
+    for bad in (-1, shape[0]):
+        with pytest.raises(IndexError):
+            table(torch.tensor([0, bad]))
+
+
+def test_an_embedding_decodes_only_the_rows_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.materialize import PackedTensor
+
+    table = pack_module(nn.Embedding(4000, 256).to(torch.bfloat16))
+    spans: list[int] = []
+    decode = PackedTensor.decode_on_host
+    monkeypatch.setattr(
+        PackedTensor, "decode_on_host", lambda self, a, b, out: spans.append(b - a) or decode(self, a, b, out)
+    )
+    table(torch.tensor([[3, 2000, 3, 3999]]))
+    assert sum(spans) == 3 * 512
+
+
+def test_constant_weights() -> None:
+    model = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64, bias=False))
+    nn.init.zeros_(model[0].weight)
+    nn.init.constant_(model[1].weight, -0.25)
+    expected = model(IDS)
+    pack_module(model, min_bytes=0)
+    assert len(list(packed_modules(model))) == 2
+    assert_same_bits(model(IDS), expected)
+    with pytest.raises(IndexError):
+        model(torch.tensor([50]))
+
+
+def test_what_is_left_plain() -> None:
+    assert not supports(nn.LayerNorm(64), "weight")
+    assert not supports(nn.Linear(8, 8), "bias")
+    assert not supports(nn.Embedding(8, 8, max_norm=1.0), "weight")
+    assert supports(nn.Conv1d(8, 8, 3), "weight")
+    mixed = nn.Sequential(nn.Linear(64, 64), nn.LSTM(64, 64))
+    pack_module(mixed, min_bytes=0)
+    assert [name for name, _ in packed_modules(mixed)] == ["0"]
+    turned = nn.Linear(64, 64)
+    turned.weight = nn.Parameter(turned.weight.detach().t())
+    pack_module(turned, min_bytes=0)
+    assert type(turned) is nn.Linear
+    noise = nn.Linear(64, 64)
+    noise.weight.data.view(torch.int32).random_(-(2**31), 2**31 - 1)
+    pack_module(noise, min_bytes=0)
+    assert type(noise) is nn.Linear
+
+
+class Experts(nn.Module):
+    """A fused tensor, as mixture-of-experts models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 96, 64) * 0.02)
+
+    def forward(self, x: Any, number: int) -> Any:
+        return nn.functional.linear(x, self.gate_up_proj[number])
+
+
+def test_replacing_on_the_meta_device() -> None:
+    torch.manual_seed(3)
+    plain = nn.ModuleDict({"experts": Experts(), "out": nn.Linear(64, 64)})
+    with torch.device("meta"):
+        model = nn.ModuleDict({"experts": Experts(), "out": nn.Linear(64, 64, bias=False)})
+    parts = []
+    for number in range(4):
+        for half in range(2):
+            piece = plain["experts"].gate_up_proj[number, 48 * half : 48 * (half + 1)].detach().contiguous()
+            packed = pack_tensor(piece, f"experts.{number}.w{half}")
+            assert packed is not None
+            parts.append((packed, (number * 2 + half) * piece.numel() * 4))
+    replace_parameter(model, "experts.gate_up_proj", parts[::-1])
+    replace_parameter(model, "out.weight", pack_tensor(plain["out"].weight.detach(), "out.weight"))
+    finish(model)
+    x = torch.randn(3, 64)
+    for number in range(4):
+        assert_same_bits(model["experts"](x, number), plain["experts"](x, number))
+    assert [key for key in model.state_dict() if key.startswith("experts")] == [
+        f"experts.gate_up_proj_{i}_tpde" for i in range(8)
+    ]
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())
+    assert_same_bits(again["experts"](x, 2), plain["experts"](x, 2))
+    assert_same_bits(plain_state_dict(model)["experts.gate_up_proj"], plain["experts"].gate_up_proj)
+
+
+def test_replacing_what_does_not_fit() -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(64))
+    packed = pack_tensor(torch.randn(64, 32), "it")
+    with pytest.raises(InvalidInput, match=r"shape \[64, 32\].*needs \[32, 64\]"):
+        replace_parameter(model, "0.weight", packed)
+    with pytest.raises(InvalidInput, match="no parameter `2.weight`"):
+        replace_parameter(model, "2.weight", packed)
+    with pytest.raises(InvalidInput, match="no parameter `0.wight`"):
+        replace_parameter(model, "0.wight", packed)
+    with pytest.raises(InvalidInput, match="LayerNorm cannot be packed"):
+        replace_parameter(model, "1.weight", packed)
+    with pytest.raises(InvalidInput, match="parts must follow each other"):
+        replace_parameter(model, "0.weight", [(packed, 64)])
+    half = pack_tensor(torch.randn(16, 64), "half")
+    with pytest.raises(InvalidInput, match="has 8192 bytes, its parts have 4096"):
+        replace_parameter(model, "0.weight", [(half, 0)])
+    with pytest.raises(InvalidInput, match="torch.float64"):
+        replace_parameter(model, "0.weight", pack_tensor(torch.randn(32, 64).double(), "double"))
+    assert type(model[0]) is nn.Linear
+
+
+def test_workspace_is_the_largest_block(pair: tuple[Model, Model]) -> None:
+    _, packed = pair
+    sizes = {id(m.tpde_group()): m.tpde_group().nbytes for name, m in packed_modules(packed) if name != "embed"}
+    assert sorted(sizes.values()) == [200 * 128, *[2 * 192 * 128] * 3]
+    assert packed.head.tpde_group().workspace.buffer.numel() == 2 * 192 * 128
