@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-large lint fuzz golden bench clean
+.PHONY: demo test test-large lint fuzz golden bench bench-gpu clean
 
 # One environment; each extra is installed once, the package itself again whenever its files changed.
 $(BIN)/python:
@@ -44,6 +44,11 @@ golden: $(VENV)/.extra-test $(VENV)/.package
 
 bench: $(VENV)/.extra-bench $(VENV)/.package
 	missed=0; for name in startup ratio codec partial memory; do \
+	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
+
+# Needs an NVIDIA GPU of compute capability 8.0 or later.
+bench-gpu: $(VENV)/.extra-nvcomp $(VENV)/.extra-bench $(VENV)/.package
+	missed=0; for name in gpu_decode origin generate; do \
 	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
 
 clean:

@@ -8,6 +8,7 @@ import re
 import statistics
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,22 +275,23 @@ def run(mode: str, plain: Path, packed: Path, count: int) -> dict[str, Any]:
     found["loaded_bytes"] = watch.look()
     model.eval()
     few = min(count, 3) if mode == "offload" else count
-    try:
-        eager(model, 1, 1)  # compiles, allocates, and is watched
-        found["host_peak"] = watch.host
-        watch.pause()
-        found |= eager(model, few, 1 if mode == "offload" else 3)
-        watch.look()
-    except Exception as error:
-        found["eager_problem"] = reason(error)
-    if device() == "cuda" and mode != "offload":
+
+    def attempt(way: str, work: Callable[[], dict[str, Any]]) -> None:
         try:
-            found |= graph(model, count)
+            found.update(work())
+            watch.look()
         except Exception as error:
-            found["graph_problem"] = reason(error)
-        watch.look()
+            traceback.print_exc()
+            found[f"{way}_problem"] = reason(error)
+
+    attempt("eager", lambda: eager(model, 1, 1) and {})  # compiles, allocates, and is watched
+    watch.pause()
+    found["host_peak"] = watch.host
+    if "eager_problem" not in found:
+        attempt("eager", lambda: eager(model, few, 1 if mode == "offload" else 3))
+    if device() == "cuda" and mode != "offload":
+        attempt("graph", lambda: graph(model, count))
     found["peak_bytes"] = watch.device
-    found.setdefault("host_peak", watch.host)
     return found
 
 
