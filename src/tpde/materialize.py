@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -236,6 +237,13 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a device the current one: the default stream, whose handle is 0, is the current device's."""
+    if torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
 class Materializer:
     """Rebuilds a fixed list of packed tensors, all on one device, into one buffer.
 
@@ -322,8 +330,9 @@ class Materializer:
                     f"`{packed.name}` is packed with zstd, which cannot be decoded in a CUDA graph: pack "
                     "it with `--codec prefix`, or run without graphs"
                 )
-            if frames is not None and frames(out[offset : offset + packed.nbytes]):
-                continue
+            with on_device(self.device):
+                if frames is not None and frames(out[offset : offset + packed.nbytes]):
+                    continue
             host = np.empty(packed.nbytes, np.uint8)
             packed.decode_on_host(0, host.size, host)
             out[offset : offset + host.size].copy_(torch.from_numpy(host))
@@ -331,9 +340,10 @@ class Materializer:
             return
         check = not self._verified if check is None else check
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._work.launch(
-            self._descriptors.data_ptr(), out.data_ptr(), self._status.data_ptr(), stream, check
-        )
+        with on_device(self.device):
+            self._work.launch(
+                self._descriptors.data_ptr(), out.data_ptr(), self._status.data_ptr(), stream, check
+            )
         if check and not recording:
             raise_damage(self._status, self._names)
             self._verified = True
@@ -386,11 +396,18 @@ class RowReader:
 
         Raises
         ------
+        RuntimeError
+            If `ids` are not integers on the matrix's device.
         IndexError
             On the CPU, if a number is not a row's. On a GPU the kernel traps, as the framework's own does.
         Corrupt
             Naming tensor and chunk.
         """
+        if ids.device != self.device or ids.dtype not in (torch.int64, torch.int32):
+            raise RuntimeError(
+                f"rows of `{self.packed.name}` on {self.device} are asked for by {ids.dtype} on {ids.device}; "
+                "integers of 32 or 64 bits on the same device are needed"
+            )
         shape = (*ids.shape, self._width)
         if self.packed.header.codec == CODEC_CONSTANT:
             return self._constant(shape, ids)
@@ -401,15 +418,16 @@ class RowReader:
         out = torch.empty(shape, dtype=self.packed.dtype, device=self.device)
         # Which chunks were verified before is not known, so all are, always: they are few.
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._rows.launch(
-            self._descriptors.data_ptr(),
-            flat.data_ptr(),
-            flat.numel(),
-            out.data_ptr(),
-            self._status.data_ptr(),
-            stream,
-            True,
-        )
+        with on_device(self.device):
+            self._rows.launch(
+                self._descriptors.data_ptr(),
+                flat.data_ptr(),
+                flat.numel(),
+                out.data_ptr(),
+                self._status.data_ptr(),
+                stream,
+                True,
+            )
         if not capturing(self.device):
             raise_damage(self._status, [self.packed])
         return out

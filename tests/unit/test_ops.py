@@ -1,0 +1,194 @@
+"""Materializing, and the custom operators, on the CPU."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from support.codecs import pack_everything
+from support.contents import CONTENTS, fill
+from support.models import assert_same_bits, inputs, make, torch
+from torch import nn
+
+from tpde import ops
+from tpde.errors import Corrupt, InvalidInput, Truncated
+from tpde.format.container import TensorSpec
+from tpde.frameworks import to_torch
+from tpde.materialize import Materializer, PackedTensor, RowReader
+from tpde.nn import pack_module, pack_tensor
+from tpde.nn.slot import Slot
+
+CPU = torch.device("cpu")
+
+
+def _tensor(content: str, dtype: str, shape: tuple[int, ...]) -> Any:
+    spec = TensorSpec(dtype, shape)
+    return to_torch(np.frombuffer(fill(content, spec), np.uint8).copy(), spec)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"])
+def test_every_content_in_one_buffer(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_everything(monkeypatch)
+    tensors = [_tensor(content, dtype, (37, 512)) for content in CONTENTS]
+    packed = [pack_tensor(tensor, content) for tensor, content in zip(tensors, CONTENTS, strict=True)]
+    items, at = [], 0
+    for it, tensor in zip(packed, tensors, strict=True):
+        assert it is not None
+        items.append((it, at))
+        at += tensor.nbytes + 512
+    out = torch.full((at,), 0xA5, dtype=torch.uint8)
+    Materializer(items, CPU)(out)
+    for (_, offset), tensor in zip(items, tensors, strict=True):
+        end = offset + tensor.nbytes
+        assert_same_bits(out[offset:end], tensor.view(-1).view(torch.uint8))
+        assert (out[end : end + 512] == 0xA5).all()
+
+
+def test_blobs_that_are_none() -> None:
+    good = pack_tensor(torch.randn(100, 100), "w").blob
+    with pytest.raises(InvalidInput, match="`w`: a blob is one-dimensional"):
+        PackedTensor(good.view(2, -1), "w")
+    with pytest.raises(InvalidInput, match="meta"):
+        PackedTensor(good.to("meta"), "w")
+    with pytest.raises(Truncated, match="`w`"):
+        PackedTensor(good[:-1000].clone(), "w")
+    bad = good.clone()
+    bad[200] ^= 1  # in a table
+    with pytest.raises(Corrupt, match="`w`") as caught:
+        PackedTensor(bad, "w")
+    assert caught.value.tensor == "w"
+
+
+def test_pickled_blob() -> None:
+    tensor = torch.randn(100, 100)
+    packed = pickle.loads(pickle.dumps(pack_tensor(tensor, "w")))
+    assert_same_bits(Slot("w", [(packed, 0)], tensor.dtype, tensor.shape).fresh(), tensor)
+
+
+def test_rows_refuse_other_indices() -> None:
+    rows = RowReader(pack_tensor(torch.randn(100, 64), "w"))
+    with pytest.raises(RuntimeError, match="integers of 32 or 64 bits"):
+        rows(torch.zeros(3))
+
+
+@pytest.fixture
+def slot() -> tuple[Slot, Any]:
+    """A packed matrix, and what it is."""
+    torch.manual_seed(0)
+    weight = torch.randn(48, 64)
+    packed = pack_tensor(weight, "w")
+    assert packed is not None
+    return Slot("weight", [(packed, 0)], weight.dtype, weight.shape), weight
+
+
+def test_operators_are_well_formed(slot: tuple[Slot, Any]) -> None:
+    key = slot[0].key
+    x, y = torch.randn(2, 3, 64, requires_grad=True), torch.randn(5, 48, requires_grad=True)
+    bias = torch.randn(48, requires_grad=True)
+    torch.library.opcheck(ops.materialize, (x.detach(), key))
+    torch.library.opcheck(ops.linear, (x, bias, key, False))
+    torch.library.opcheck(ops.linear, (x, None, key, False))
+    torch.library.opcheck(ops.linear, (y, None, key, True))
+    torch.library.opcheck(ops.embedding, (torch.tensor([[3, 5]]), key))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_linear(slot: tuple[Slot, Any], transposed: bool) -> None:
+    packed, weight = slot
+    weight = weight.t() if transposed else weight
+    torch.manual_seed(1)
+    x = torch.randn(2, 3, weight.shape[1], requires_grad=True)
+    bias = torch.randn(weight.shape[0], requires_grad=True)
+    expected = nn.functional.linear(x, weight, bias)
+    found = torch.ops.tpde.linear(x, bias, packed.key, transposed)
+    assert_same_bits(found, expected)
+    grads = torch.autograd.grad(expected.square().sum(), (x, bias))
+    for ours, theirs in zip(torch.autograd.grad(found.square().sum(), (x, bias)), grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_key_dies_with_its_unit(slot: tuple[Slot, Any]) -> None:
+    packed, _ = slot
+    old = packed.key
+    packed.changed()
+    assert packed.key != old
+    other = Slot("weight", packed.parts, packed.dtype, packed.shape)
+    key = other.key
+    del other
+    with pytest.raises(InvalidInput, match="compile the model again"):
+        torch.ops.tpde.materialize(torch.empty(0), key)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
+def test_compiled_inference_without_graph_breaks(name: str) -> None:
+    model = make(name, torch.float32)
+    took = inputs(name, 2, 6) | ({} if name == "bert" else {"use_cache": False})
+    with torch.no_grad():
+        expected = model(**took)[0]
+        pack_module(model, min_bytes=0)
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(**took)[0]
+        assert_same_bits(model(**took)[0], expected)  # tracing left nothing behind
+    torch.testing.assert_close(found, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert"])
+def test_compiled_training_keeps_no_weight(name: str) -> None:
+    """No plain weight is among what the compiled forward pass hands to the backward pass."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    kept: list[Any] = []
+
+    def forward(graph: Any, example: Any) -> Any:
+        (result,) = graph.graph.find_nodes(op="output")
+        kept.extend(node.meta["val"] for node in result.args[0] if hasattr(node, "meta"))
+        return graph
+
+    model = make(name, torch.float32).requires_grad_(False)
+    for key, parameter in model.named_parameters():
+        if "norm" in key.lower() or "ln_" in key:
+            parameter.requires_grad_(True)
+    took = inputs(name, 2, 6) | ({} if name == "bert" else {"use_cache": False})
+
+    def gradients(run: Any) -> dict[str, Any]:
+        model.zero_grad()
+        run(**took)[0].square().mean().backward()
+        return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients(model)
+    pack_module(model, min_bytes=0)
+    sizes = {slot.nbytes // 4 for m in model.modules() for slot in getattr(m, "tpde_slots", {}).values()}
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, _: graph,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    found = gradients(torch.compile(model, fullgraph=True, backend=backend))
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient)
+    assert kept
+    large = [tuple(value.shape) for value in kept if hasattr(value, "numel") and value.numel() in sizes]
+    assert not large
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_inductor() -> None:
+    model = make("llama", torch.float32)
+    del model.model.layers[1:]
+    took = inputs("llama", 2, 6)
+    with torch.no_grad():
+        expected = model(**took, use_cache=False).logits
+        pack_module(model, min_bytes=0)
+        compiled = torch.compile(model, fullgraph=True)
+        for _ in range(2):
+            found = compiled(**took, use_cache=False).logits
+            torch.testing.assert_close(found, expected)
+            assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    torch._dynamo.reset()
