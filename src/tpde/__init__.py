@@ -1,9 +1,10 @@
 """tpde makes neural-network weights small without changing one bit.
 
-`pack` and `unpack` turn safetensors files and model directories into smaller ones and back, `verify`
-checks them, `inspect` tells what is in them, and `safe_open` reads tensors straight from the packed form.
-`pack_module` packs a live PyTorch model, which goes on computing the same bits, and `unpack_module` turns it back.
-`tpde.torch` and `tpde.numpy` save and load in the manner of `safetensors.torch` and `safetensors.numpy`.
+`pack` and `unpack` turn safetensors files and model directories into smaller ones and back, `verify` checks
+them, `inspect` tells what is in them, and `safe_open` reads tensors straight from the packed form.
+`pack_module` packs a live PyTorch model, which goes on computing the same bits, and `unpack_module` turns it
+back. `tpde.torch` and `tpde.numpy` save and load in the manner of `safetensors.torch` and
+`safetensors.numpy`.
 
 Importing this package loads nothing: neither NumPy nor torch, nor the native core.
 """

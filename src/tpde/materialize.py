@@ -12,7 +12,7 @@ import torch
 from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, Truncated, UnsupportedDevice, UnsupportedVersion
-from tpde.format.blob import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
+from tpde.format.blob import MAX_FIXED_BYTES, parse_blob_header
 from tpde.format.constants import CODEC_CONSTANT, CODEC_ZSTD
 from tpde.format.source import BytesSource
 from tpde.frameworks import torch_dtype
@@ -36,8 +36,8 @@ class PackedTensor:
     InvalidInput
         If `blob` is not such a tensor.
     Truncated, UnsupportedVersion, Corrupt
-        If header, tables or index map are not valid. They are checked here, on the host; chunks are when they are
-        decoded.
+        If header, tables or index map are not valid. They are checked here, on the host; chunks are when they
+        are decoded.
 
     Attributes
     ----------
@@ -56,8 +56,8 @@ class PackedTensor:
     def _open(self, blob: torch.Tensor) -> None:
         if blob.dtype is not torch.uint8 or blob.dim() != 1 or not blob.is_contiguous():
             raise InvalidInput(
-                f"`{self.name}`: a blob is one-dimensional, contiguous and uint8; this is {blob.dtype} of shape "
-                f"{list(blob.shape)}"
+                f"`{self.name}`: a blob is one-dimensional, contiguous and uint8; this is {blob.dtype} "
+                f"of shape {list(blob.shape)}"
             )
         if blob.device.type == "meta":
             raise InvalidInput(
@@ -123,8 +123,8 @@ class PackedTensor:
         other = PackedTensor(blob, self.name)
         if other.header.spec != self.header.spec:
             raise InvalidInput(
-                f"`{self.name}` is {self.header.spec.dtype} of shape {list(self.header.spec.shape)}, the blob holds "
-                f"{other.header.spec.dtype} of shape {list(other.header.spec.shape)}"
+                f"`{self.name}` is {self.header.spec.dtype} of shape {list(self.header.spec.shape)}, the "
+                f"blob holds {other.header.spec.dtype} of shape {list(other.header.spec.shape)}"
             )
         if not assign:
             if blob.numel() == self.blob.numel() and torch.equal(blob.to(self.blob.device), self.blob):
@@ -133,7 +133,10 @@ class PackedTensor:
         self._open(blob)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"blob": self.blob, "name": self.name}
+        blob = self.blob
+        if blob.untyped_storage().nbytes() > blob.numel():  # a piece of a larger one, which stays behind
+            blob = blob.clone()
+        return {"blob": blob, "name": self.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.name, self.version = state["name"], 0
@@ -146,7 +149,7 @@ class PackedTensor:
         return self._host
 
     def device_tables(self) -> tuple[Any, torch.Tensor] | None:
-        """Expanded tables, and their image on the blob's CUDA device; None if the kernels cannot decode it."""
+        """Expanded tables, and their image on the blob's device; None if the kernels cannot decode it."""
         from tpde.cuda.decode import lookup_tables
 
         if self._device_tables is None:
@@ -306,8 +309,8 @@ class Materializer:
         out : torch.Tensor
             One-dimensional, uint8, contiguous, on the device.
         check : bool, optional
-            Compare checksums on the GPU, and wait to see the result unless a graph is being recorded. By default on
-            the first call only: what is in device memory stays as it is. The CPU always compares.
+            Compare checksums on the GPU, and wait to see the result unless a graph is being recorded. By
+            default on the first call only: what is in device memory stays as it is. The CPU always compares.
 
         Raises
         ------
@@ -405,8 +408,8 @@ class RowReader:
         """
         if ids.device != self.device or ids.dtype not in (torch.int64, torch.int32):
             raise RuntimeError(
-                f"rows of `{self.packed.name}` on {self.device} are asked for by {ids.dtype} on {ids.device}; "
-                "integers of 32 or 64 bits on the same device are needed"
+                f"rows of `{self.packed.name}` on {self.device} are asked for by {ids.dtype} on "
+                f"{ids.device}; integers of 32 or 64 bits on the same device are needed"
             )
         shape = (*ids.shape, self._width)
         if self.packed.header.codec == CODEC_CONSTANT:

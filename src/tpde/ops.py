@@ -1,15 +1,16 @@
 """Custom operators over packed weights, for `torch.compile` and CUDA graphs.
 
-Eager code does not need them: it decodes with `Materializer` and calls the framework's own operators. Compiled code
-must not see how a weight comes about, only that it depends on something computed just before, and must never keep it.
+Eager code does not need them: it decodes with `Materializer` and calls the framework's own operators.
+Compiled code must not see how a weight comes about, only that it depends on something computed just before,
+and must never keep it.
 
-A graph names weights by a *key*, a string, and not by their blobs: as inputs of a graph, blobs would be copied into
-each CUDA graph's own memory, and guarded one by one. A unit gets a new key whenever its blobs change or move, so that
-graphs compiled for the old ones are not used again.
+A graph names weights by a *key*, a string, and not by their blobs: as inputs of a graph, blobs would be
+copied into each CUDA graph's own memory, and guarded one by one. A unit gets a new key whenever its blobs
+change or move, so that graphs compiled for the old ones are not used again.
 
 `tpde::materialize(Tensor after, str key) -> Tensor`
-    All weights of a unit in a fresh buffer, computed after `after`. The buffers of a model's blocks are of one size,
-    so that the allocator takes the same memory for all.
+    All weights of a unit in a fresh buffer, computed after `after`. The buffers of a model's blocks are of
+    one size, so that the allocator takes the same memory for all.
 `tpde::linear(Tensor x, Tensor? bias, str key, bool transposed) -> Tensor`
     `x @ W.T + bias`, or `x @ W + bias`. Keeps no weight for the backward pass, which decodes again.
 `tpde::embedding(Tensor ids, str key) -> Tensor`
@@ -32,8 +33,11 @@ from tpde.errors import InvalidInput
 class Unit(Protocol):
     """What a key stands for: one weight, or all of a block."""
 
-    capacity: int  # elements of `flat_dtype` in a buffer
     flat_dtype: torch.dtype
+
+    @property
+    def capacity(self) -> int:
+        """Elements of `flat_dtype` in a buffer."""
 
     def decode_into(self, out: Tensor) -> None:
         """Decode everything into a buffer of bytes, on the current stream."""

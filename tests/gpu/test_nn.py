@@ -287,7 +287,7 @@ def test_damage() -> None:
     at = blob.numel() - 2000  # in the last chunk, before the padding
     blob[at] ^= 0x20
     for _ in range(2):
-        with torch.no_grad(), pytest.raises(Corrupt, match="model.layers.1.mlp.up_proj.weight") as caught:
+        with torch.no_grad(), pytest.raises(Corrupt, match=r"model.layers.1.mlp.up_proj.weight") as caught:
             model(**took)
         assert caught.value.tensor == "model.layers.1.mlp.up_proj.weight"
         assert caught.value.chunk is not None
@@ -296,7 +296,7 @@ def test_damage() -> None:
         assert torch.isfinite(model(**took).logits).all()
     table = model.model.embed_tokens.weight_tpde
     table[-3000:-2000] = 255
-    with torch.no_grad(), pytest.raises(Corrupt, match="model.embed_tokens.weight"):
+    with torch.no_grad(), pytest.raises(Corrupt, match=r"model.embed_tokens.weight"):
         model(input_ids=torch.arange(VOCAB, device="cuda")[None])
 
 
@@ -313,4 +313,6 @@ def test_a_second_device() -> None:
     model = make("llama")
     with torch.no_grad():
         expected = outputs("llama", copy.deepcopy(model).to("cuda:1"), 2, "cuda:1")
-        assert_same_bits(outputs("llama", pack_module(model, min_bytes=0).to("cuda:1"), 2, "cuda:1"), expected)
+        assert_same_bits(
+            outputs("llama", pack_module(model, min_bytes=0).to("cuda:1"), 2, "cuda:1"), expected
+        )

@@ -1,4 +1,4 @@
-"""Packed modules behave as modules: moved, copied, pickled, saved, loaded, read from outside, shared by threads."""
+"""Packed modules behave as modules: moved, copied, pickled, saved, loaded, read, shared by threads."""
 
 from __future__ import annotations
 
@@ -130,6 +130,21 @@ def test_copy_of_one_module(pair: tuple[Model, Model]) -> None:
     assert_same_bits(copy.deepcopy(packed.embed)(IDS), plain.embed(IDS))
 
 
+def test_copy_of_a_blob_that_is_a_piece_of_a_larger_tensor(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    names = {id(packed.get_buffer(name)): name for name in packed.state_dict() if name.endswith("_tpde")}
+    blobs = {id(blob): blob for blob in packed.buffers()}
+    arena = torch.cat(list(blobs.values()))
+    places = dict(zip(blobs, arena.split([blob.numel() for blob in blobs.values()]), strict=True))
+    packed.load_state_dict({names[i]: part for i, part in places.items()}, assign=True, strict=False)
+    assert packed.blocks[0].up.weight_tpde.untyped_storage().nbytes() == arena.numel()
+    assert len(pickle.dumps(packed.blocks[1].up)) < 20_000
+    other = pickle.loads(pickle.dumps(packed))
+    assert other.embed.weight_tpde is other.head.weight_tpde
+    assert_same_bits(other(IDS), plain(IDS))
+    assert_same_bits(copy.deepcopy(packed)(IDS), plain(IDS))
+
+
 def test_parts_called_on_their_own(pair: tuple[Model, Model]) -> None:
     plain, packed = pair
     x = torch.randn(2, 64, dtype=torch.bfloat16)
@@ -200,7 +215,7 @@ def test_state_dicts_that_do_not_fit(pair: tuple[Model, Model]) -> None:
     with pytest.raises(RuntimeError, match=r"`blocks.0.up.weight`.*the blob has"):
         packed.load_state_dict(state)
     del state["blocks.0.up.weight_tpde"]
-    with pytest.raises(RuntimeError, match="Missing key.*blocks.0.up.weight_tpde"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.0.up.weight_tpde"):
         packed.load_state_dict(state)
     assert_same_bits(packed(IDS), plain(IDS))
 
@@ -211,7 +226,7 @@ def test_damage_names_tensor_and_chunk() -> None:
     blob = model.blocks[1].down.weight_tpde
     blob[blob.numel() * 3 // 4] ^= 0x10
     for _ in range(2):  # the lock and the hooks are left as they were
-        with pytest.raises(Corrupt, match="blocks.1.down.weight") as caught:
+        with pytest.raises(Corrupt, match=r"blocks.1.down.weight") as caught:
             model(IDS)
         assert caught.value.tensor == "blocks.1.down.weight"
         assert caught.value.chunk in (17, 18)
@@ -219,7 +234,7 @@ def test_damage_names_tensor_and_chunk() -> None:
     assert model(IDS).shape == (2, 7, 500)
     assert not model.blocks[1].up.tpde_group().workspace.scopes
     model.embed.weight_tpde[5000:] = 255
-    with pytest.raises(Corrupt, match="`embed.weight`"):
+    with pytest.raises(Corrupt, match=r"`embed.weight`"):
         model(IDS)
 
 
@@ -242,7 +257,9 @@ def test_other_errors_leave_no_scope_open(pair: tuple[Model, Model]) -> None:
 def test_casts_are_refused(pair: tuple[Model, Model]) -> None:
     plain, packed = pair
     for cast in (lambda m: m.half(), lambda m: m.to(torch.float32), lambda m: m.double()):
-        with pytest.raises(PackedWeight, match=r"`embed.weight` is packed as torch.bfloat16 and cannot be cast"):
+        with pytest.raises(
+            PackedWeight, match=r"`embed.weight` is packed as torch.bfloat16 and cannot be cast"
+        ):
             cast(packed)
     assert_same_bits(packed.to(torch.bfloat16)(IDS), plain(IDS))
 
@@ -423,9 +440,9 @@ def test_replacing_what_does_not_fit() -> None:
     packed = pack_tensor(torch.randn(64, 32), "it")
     with pytest.raises(InvalidInput, match=r"shape \[64, 32\].*needs \[32, 64\]"):
         replace_parameter(model, "0.weight", packed)
-    with pytest.raises(InvalidInput, match="no parameter `2.weight`"):
+    with pytest.raises(InvalidInput, match=r"no parameter `2.weight`"):
         replace_parameter(model, "2.weight", packed)
-    with pytest.raises(InvalidInput, match="no parameter `0.wight`"):
+    with pytest.raises(InvalidInput, match=r"no parameter `0.wight`"):
         replace_parameter(model, "0.wight", packed)
     with pytest.raises(InvalidInput, match="LayerNorm cannot be packed"):
         replace_parameter(model, "1.weight", packed)
@@ -434,13 +451,15 @@ def test_replacing_what_does_not_fit() -> None:
     half = pack_tensor(torch.randn(16, 64), "half")
     with pytest.raises(InvalidInput, match="has 8192 bytes, its parts have 4096"):
         replace_parameter(model, "0.weight", [(half, 0)])
-    with pytest.raises(InvalidInput, match="torch.float64"):
+    with pytest.raises(InvalidInput, match=r"torch.float64"):
         replace_parameter(model, "0.weight", pack_tensor(torch.randn(32, 64).double(), "double"))
     assert type(model[0]) is nn.Linear
 
 
 def test_workspace_is_the_largest_block(pair: tuple[Model, Model]) -> None:
     _, packed = pair
-    sizes = {id(m.tpde_group()): m.tpde_group().nbytes for name, m in packed_modules(packed) if name != "embed"}
+    sizes = {
+        id(m.tpde_group()): m.tpde_group().nbytes for name, m in packed_modules(packed) if name != "embed"
+    }
     assert sorted(sizes.values()) == [200 * 128, *[2 * 192 * 128] * 3]
     assert packed.head.tpde_group().workspace.buffer.numel() == 2 * 192 * 128

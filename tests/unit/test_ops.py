@@ -138,7 +138,7 @@ def test_compiled_inference_without_graph_breaks(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert"])
 def test_compiled_training_keeps_no_weight(name: str) -> None:
     """No plain weight is among what the compiled forward pass hands to the backward pass."""
-    from functorch.compile import min_cut_rematerialization_partition
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
     kept: list[Any] = []
@@ -146,7 +146,7 @@ def test_compiled_training_keeps_no_weight(name: str) -> None:
     def forward(graph: Any, example: Any) -> Any:
         (result,) = graph.graph.find_nodes(op="output")
         kept.extend(node.meta["val"] for node in result.args[0] if hasattr(node, "meta"))
-        return graph
+        return make_boxed_func(graph)
 
     model = make(name, torch.float32).requires_grad_(False)
     for key, parameter in model.named_parameters():
@@ -164,7 +164,7 @@ def test_compiled_training_keeps_no_weight(name: str) -> None:
     sizes = {slot.nbytes // 4 for m in model.modules() for slot in getattr(m, "tpde_slots", {}).values()}
     backend = aot_autograd(
         fw_compiler=forward,
-        bw_compiler=lambda graph, _: graph,
+        bw_compiler=lambda graph, _: make_boxed_func(graph),
         partition_fn=min_cut_rematerialization_partition,
     )
     found = gradients(torch.compile(model, fullgraph=True, backend=backend))

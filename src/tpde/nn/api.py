@@ -12,7 +12,7 @@ from tpde.format.constants import ALIGN_BLOB
 from tpde.format.sink import BytesSink
 from tpde.frameworks import torch_bytes, torch_spec
 from tpde.materialize import PackedTensor
-from tpde.nn.replace import finish, packed_modules, ungroup, replace_parameter, restore, supports
+from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
 from tpde.packing.writer import check_threads
@@ -71,9 +71,10 @@ def _packable(parameter: nn.Parameter, min_bytes: int) -> bool:
 def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
     """Pack the weights of a live model, in place, without changing a bit of what it computes.
 
-    Packed are the floating-point weights of linear layers, embeddings, convolutions, transformers' `Conv1D` and fused
-    experts, where that makes them smaller; other parameters stay as they are. If some of the model's parameters are
-    frozen and some are not, as with adapters, only frozen ones are packed: packed weights cannot be trained.
+    Packed are the floating-point weights of linear layers, embeddings, convolutions, transformers' `Conv1D`
+    and fused experts, where that makes them smaller; other parameters stay as they are. If some of the
+    model's parameters are frozen and some are not, as with adapters, only frozen ones are packed: packed
+    weights cannot be trained.
 
     Parameters
     ----------
@@ -87,8 +88,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     Returns
     -------
     nn.Module
-        `model`. Parameters are replaced by buffers named like them with `_tpde` at the end; `unpack_module` is the
-        inverse.
+        `model`. Parameters are replaced by buffers named like them with `_tpde` at the end; `unpack_module`
+        is the inverse.
 
     Examples
     --------

@@ -164,8 +164,8 @@ class Group:
         if self._materializer is None or self._workspace is None:
             devices = sorted({str(part.blob.device) for slot in self.slots for part, _ in slot.parts})
             raise InvalidInput(
-                f"the packed weights of `{self.name}` are on {', '.join(devices)}; move the whole block to one "
-                "device that holds data"
+                f"the packed weights of `{self.name}` are on {', '.join(devices)}; move the whole block to "
+                "one device that holds data"
             )
         return self._workspace
 
@@ -195,7 +195,7 @@ class Group:
         return slot.view
 
     def view(self, slot: Slot) -> Tensor:
-        """A weight in the workspace, which the caller has locked for this group; decoded if it is not there."""
+        """A weight in the workspace, which the caller has locked for this group; decoded if need be."""
         space = self.workspace
         assert space.buffer is not None
         if space.filled is not self and slot not in space.some:

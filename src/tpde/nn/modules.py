@@ -1,7 +1,7 @@
 """Modules with packed weights: subclasses, made as needed, of the modules' own classes.
 
-A weight is a property. Inside a forward pass it is a view of the workspace; read from outside, it is a fresh copy that
-refuses to be changed.
+A weight is a property. Inside a forward pass it is a view of the workspace; read from outside, it is a fresh
+copy that refuses to be changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def uses_super(function: Any) -> bool:
 
 
 def gathers(kind: type) -> bool:
-    """Whether a class is an embedding that looks rows up as `nn.Embedding` does, whatever it does with them."""
+    """Whether a class is an embedding that looks rows up as `nn.Embedding` does."""
     if not issubclass(kind, nn.Embedding):
         return False
     before = kind.__mro__[: kind.__mro__.index(nn.Embedding)]
@@ -109,7 +109,7 @@ class PackedModule(_Base):
             name: torch.ops.tpde.materialize(after, slot.key).view(slot.shape)
             for name, slot in self.tpde_slots.items()
         }
-        return self.tpde_base.forward(_Twin(self, weights), *args, **kwargs)  # type: ignore[arg-type]
+        return self.tpde_base.forward(_Twin(self, weights), *args, **kwargs)
 
     def tpde_weight(self, name: str) -> Tensor:
         """A packed weight, for whoever asks."""
@@ -166,12 +166,12 @@ class PackedModule(_Base):
             found = fn(torch.empty(0, dtype=slot.dtype, device=slot.device)).dtype
             if found is not slot.dtype:
                 raise PackedWeight(
-                    f"`{slot.parts[0][0].name}` is packed as {slot.dtype} and cannot be cast to {found}; call "
-                    "`tpde.unpack_module(model)` first, cast, and pack again"
+                    f"`{slot.parts[0][0].name}` is packed as {slot.dtype} and cannot be cast to {found}; "
+                    "call `tpde.unpack_module(model)` first, cast, and pack again"
                 )
         blobs = {name: self._buffers.pop(name) for name in self._packed()}
         try:
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             self._buffers.update(blobs)
         for packed in self._packed().values():
@@ -221,8 +221,8 @@ class PackedModule(_Base):
         for name, slot in self.tpde_slots.items():
             if prefix + name in state_dict:
                 error_msgs.append(
-                    f"`{prefix}{name}` is plain, the model's is packed: call `tpde.unpack_module(model)` before "
-                    "loading, or load a packed state dict"
+                    f"`{prefix}{name}` is plain, the model's is packed: call `tpde.unpack_module(model)` "
+                    "before loading, or load a packed state dict"
                 )
             slot.refresh()
         self.tpde_sync()
@@ -234,8 +234,15 @@ class PackedModule(_Base):
         return f"{super().extra_repr()}, packed={packed / max(plain, 1):.3f}".removeprefix(", ")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *state = super().__reduce_ex__(protocol)
-        return (_new, (self.tpde_base, tuple(self.tpde_slots)), *state)
+        reduced = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
+        state = dict(reduced[2])
+        blobs = self._packed()  # which the slots bring along
+        state["_buffers"] = {name: value for name, value in self._buffers.items() if name not in blobs}
+        return (_new, (self.tpde_base, tuple(self.tpde_slots)), state, *reduced[3:])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.tpde_sync()
 
 
 class PackedLinear(PackedModule):
@@ -252,8 +259,9 @@ class PackedLinear(PackedModule):
 
 
 class _Twin:
-    """Stands in for a module: its attributes, with other weights. Setting those of the module itself would be a side
-    effect, which what is checkpointed may not have.
+    """Stands in for a module: has its attributes, but other weights.
+
+    Setting weights of the module itself would be a side effect, which checkpointed code may not have.
     """
 
     def __init__(self, module: PackedModule, weights: dict[str, Tensor]) -> None:
@@ -265,8 +273,9 @@ class _Twin:
 
 
 class PackedEmbedding(nn.Embedding):
-    """Decodes the rows asked for. Last among the bases, so that classes that wrap `nn.Embedding.forward` keep what they
-    do with its result.
+    """Decodes the rows asked for.
+
+    Last among the bases, so that classes that wrap `nn.Embedding.forward` keep what they do with its result.
     """
 
     tpde_slots: dict[str, Slot]
@@ -304,5 +313,5 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
 
 
 def _new(base: type[nn.Module], names: tuple[str, ...]) -> PackedModule:
-    kind = packed_class(base, names)
+    kind = packed_class(base, names)  # type: ignore[arg-type]
     return kind.__new__(kind)

@@ -15,8 +15,8 @@ from tpde.nn.slot import Slot
 class PlainWeight(Tensor):
     """A plain copy of a packed weight, made when it was read.
 
-    Results of operations are ordinary tensors. Operations that would change it raise `PackedWeight`: the change would
-    be lost, and whoever merges an adapter must not believe that it worked.
+    Results of operations are ordinary tensors. Operations that would change it raise `PackedWeight`: the
+    change would be lost, and whoever merges an adapter must not believe that it worked.
     """
 
     _is_param = True  # `isinstance(module.weight, nn.Parameter)` holds, as it did before

@@ -22,7 +22,8 @@ def supports(module: nn.Module, name: str) -> bool:
     """Whether a parameter of a module can be packed.
 
     Those are the weights of linear layers, embeddings, convolutions and transformers' `Conv1D`, and the
-    three-dimensional parameters of modules that are not PyTorch's own: the fused experts of mixture-of-experts models.
+    three-dimensional parameters of modules that are not PyTorch's own: the fused experts of
+    mixture-of-experts models.
 
     Parameters
     ----------
@@ -65,8 +66,8 @@ def replace_parameter(
     name : str
         The parameter's qualified name, such as `model.layers.0.mlp.up_proj.weight`.
     parts : PackedTensor, or iterable of (PackedTensor, int)
-        The blob; or several with their byte offsets in the weight, which they must cover one after the other, such as
-        the experts of a fused tensor.
+        The blob; or several with their byte offsets in the weight, which they must cover one after the other,
+        such as the experts of a fused tensor.
 
     Raises
     ------
@@ -79,8 +80,8 @@ def replace_parameter(
         raise InvalidInput(f"the model has no parameter `{name}`")
     if not supports(module, leaf):
         raise InvalidInput(
-            f"`{name}` of a {type(module).__name__} cannot be packed: linear layers, embeddings, convolutions and fused "
-            "experts can; leave it plain"
+            f"`{name}` of a {type(module).__name__} cannot be packed: linear layers, embeddings, "
+            "convolutions and fused experts can; leave it plain"
         )
     pieces = [(parts, 0)] if isinstance(parts, PackedTensor) else list(parts)
     slot = Slot(leaf, pieces, parameter.dtype, parameter.shape, requires_grad=parameter.requires_grad)
@@ -121,8 +122,8 @@ def _block(model: nn.Module, path: str) -> str | None:
 def finish(model: nn.Module) -> nn.Module:
     """Put packed weights into groups, hook the blocks, and reserve the workspace.
 
-    Weights of one transformer block are decoded together, by one hook of the block. Calling this again is allowed, and
-    needed after more parameters were replaced.
+    Weights of one transformer block are decoded together, by one hook of the block. Calling this again is
+    allowed, and needed after more parameters were replaced.
 
     Parameters
     ----------
@@ -159,13 +160,13 @@ def finish(model: nn.Module) -> nn.Module:
     # Decoders are made on the way of each block's weights to a device; here for those that are there already.
     for name, group in sorted(groups.items(), key=lambda item: -item[1].nbytes):
         group.prepare()
-        module = model.get_submodule(name)
+        holder = model.get_submodule(name)
         if name in blocks:
             opener = OpenBlock(group)
-            module.register_forward_pre_hook(opener, with_kwargs=True)
-            module.register_forward_hook(CloseBlock(opener), always_call=True)
+            holder.register_forward_pre_hook(opener, with_kwargs=True)
+            holder.register_forward_hook(CloseBlock(opener), always_call=True)
         else:  # somebody must hold it, and copy it with the module
-            module.__dict__["tpde_own_group"] = group
+            holder.__dict__["tpde_own_group"] = group
     return model
 
 

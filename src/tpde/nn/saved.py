@@ -1,7 +1,7 @@
 """Keeping views of the workspace out of autograd's graph.
 
-A saved view is replaced by the weight's name, and decoded again for the backward pass. Autograd's own formulas do the
-rest, so that gradients have the bits that they have with plain weights.
+A saved view is replaced by the weight's name, and decoded again for the backward pass. Autograd's own
+formulas do the rest, so that gradients have the bits that they have with plain weights.
 """
 
 from __future__ import annotations

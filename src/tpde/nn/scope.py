@@ -1,8 +1,9 @@
 """Scopes: from where a block or a module starts until it returns, its weights may be in the workspace.
 
-The outermost scope of a thread holds the workspace's lock, so that threads take turns block by block, and clears what
-it left when it closes: a CUDA graph that is replayed later writes to the workspace without this code running, so
-nothing in it is relied on twice. A scope of another group inside an open one leaves the workspace alone.
+The outermost scope of a thread holds the workspace's lock, so that threads take turns block by block, and
+clears what it left when it closes: a CUDA graph that is replayed later writes to the workspace without this
+code running, so nothing in it is relied on twice. A scope of another group inside an open one leaves the
+workspace alone.
 
 While gradients are recorded, a scope also keeps views of the workspace out of autograd's graph.
 """
@@ -78,6 +79,7 @@ class OpenBlock:
         self.group = group
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the block's forward pass."""
         group = self.group
         if torch.compiler.is_compiling():
             if not torch.is_grad_enabled():
@@ -95,6 +97,7 @@ class CloseBlock:
         self.opener = opener
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """After it."""
         group = self.opener.group
         if torch.compiler.is_compiling():
             group.flat = None

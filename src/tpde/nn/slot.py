@@ -83,7 +83,8 @@ class Slot:
         packed = self.parts[0][0]
         if len(self.parts) == 1 and packed.header.spec.shape != self.shape:
             raise InvalidInput(
-                f"`{packed.name}` has shape {list(packed.header.spec.shape)}, `{self.name}` needs {list(self.shape)}"
+                f"`{packed.name}` has shape {list(packed.header.spec.shape)}, `{self.name}` needs "
+                f"{list(self.shape)}"
             )
 
     @property
