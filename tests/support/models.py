@@ -41,7 +41,9 @@ def _qwen2(t: Any) -> Any:
 
 def _gpt2(t: Any) -> Any:
     return t.GPT2LMHeadModel(
-        t.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=1)
+        t.GPT2Config(
+            vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=1
+        )
     )
 
 
@@ -76,7 +78,13 @@ def _mixtral(t: Any) -> Any:
 def _t5(t: Any) -> Any:
     return t.T5ForConditionalGeneration(
         t.T5Config(
-            vocab_size=VOCAB, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0
+            vocab_size=VOCAB,
+            d_model=64,
+            d_kv=16,
+            d_ff=128,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
         )
     )
 
@@ -140,4 +148,6 @@ def assert_same_bits(found: Any, expected: Any, what: str = "") -> None:
     if wrong.numel():
         at = int(wrong[0]) // expected.element_size()
         x, y = (t.detach().reshape(-1)[at].item() for t in (found, expected))
-        pytest.fail(f"{what}: {wrong.numel()} bytes of {a.numel()} differ, the first at {at}: {x!r}, expected {y!r}")
+        pytest.fail(
+            f"{what}: {wrong.numel()} bytes of {a.numel()} differ, the first at {at}: {x!r}, expected {y!r}"
+        )
