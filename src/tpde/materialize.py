@@ -69,7 +69,7 @@ class PackedTensor:
             if blob.device.type == "cpu":
                 reader = BlobReader(BytesSource(blob.numpy(), self.name), 0, blob.numel())
             else:  # checks header, tables and index map; chunks stay on the device
-                start = blob[: header.chunks_at].cpu().numpy()
+                start = blob[: max(header.chunks_at, MAX_FIXED_BYTES)].cpu().numpy()
                 reader = BlobReader(_Start(start, self.name, blob.numel()), 0, blob.numel())
         except (Corrupt, Truncated, UnsupportedVersion) as error:
             raise _named(error, self.name) from error

@@ -374,6 +374,7 @@ class Rows:
             return
         defines = {
             **_defines(self._item.header, self._item.tables),
+            "WINDOW": self._geometry.window,
             "CHECK": int(check),
             "THREADS": 32 * max_warps(self._item.header.word_bytes, check),
         }

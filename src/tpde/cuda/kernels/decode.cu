@@ -20,7 +20,7 @@ typedef unsigned long long u64;
 #define V (16 / WORD)    // words of a lane in a group, format.md 5.1
 #define LANE_HEADER 36u  // format.md 5.2
 #define ESCAPE 0x80u     // of an entry; bits 0 to 3 are a codeword's length, of an escape 8 to 10 the raw bits'
-#define WIDE (PAIRS != 0)  // entries of 32 bits with the symbols in the upper 16, or of 16 with one in the upper 8
+#define SYMBOL (PAIRS ? 16 : 8)  // entries of 32 bits with the symbols from bit 16 on, or of 16 with one from bit 8 on
 #define GOLDEN 0x9E3779B1u
 #define IS(mask, plane) ((mask) >> (plane) & 1)
 
@@ -79,7 +79,7 @@ __device__ __forceinline__ Chunk open_chunk(const Item& t, u64 chunk, const Reco
 
 // ---- bits of a lane ----
 
-#if WIDE
+#if PAIRS
 typedef u32 Entry;
 #else
 typedef u16 Entry;
@@ -88,83 +88,69 @@ typedef u16 Entry;
 // STAGED: words and table lie in shared memory; otherwise anywhere, and words end at `limit`.
 template <bool STAGED>
 struct Lane {
-  const u32* words;
+  const u32* words;  // of the coded planes
   const Entry* table;
-  u32 lo, hi, at, limit;
-  int bits;  // valid in hi:lo, at least 32 between two codewords at even places
-  u32 end, mask;
+  u32 mask, limit;
+  u32 at, end;  // bits from the first word
 
   __device__ __forceinline__ u32 word(u32 i) const { return STAGED || i < limit ? words[i] : 0; }
-  __device__ __forceinline__ void start(u32 bit) {
-    at = bit >> 5;
-    u32 s = bit & 31, a = word(at), b = word(at + 1);
-    lo = __funnelshift_r(a, b, s);
-    hi = b >> s;
-    bits = 64 - s;
-    at += 2;
-  }
-  __device__ __forceinline__ void refill() {
-    if (bits < 32) {
-      u32 w = word(at++);
-      lo |= w << bits;
-      hi = __funnelshift_l(w, 0, bits);
-      bits += 32;
-    }
-  }
-  __device__ __forceinline__ void skip(u32 n) {  // n < 32; only the low five bits count
-    lo = __funnelshift_r(lo, hi, n);
-    hi = __funnelshift_r(hi, 0, n);
-    bits -= n & 31;
-  }
-  // The next entry: symbols where the table has them.
+
+  // One entry after the other, escapes included: their value is put where an entry has its symbols.
   template <bool PAIR>
-  __device__ __forceinline__ u32 next() {
-    u32 e = table[lo & mask];
-    skip(e);
-    if (e & ESCAPE) {  // rare: 1 value of 1000
-      refill();
-      u32 x = lo;
-      if (PAIR) {
-        e = x << 16;
-      } else {
-        u32 r = e >> 8 & 7;  // the table's raw bits come last, and go lowest
-        x &= 255;
-        e = ((x << r | x >> (8 - r)) & 255) << (WIDE ? 16 : 8);
-      }
-      skip(PAIR ? 16 : 8);
-      refill();
+  __device__ __forceinline__ u32 careful() {
+    u32 x = __funnelshift_r(word(at >> 5), word((at >> 5) + 1), at), e = table[x & mask];
+    at += e & 15;
+    if (e & ESCAPE) {
+      x >>= e & 15;  // 20 bits are left, or more
+      u32 r = e >> 8 & 7;
+      if (PAIR) e = x << 16;
+      else e = (((x & 255) << r | (x & 255) >> (8 - r)) & 255) << SYMBOL;  // the raw bits come last, and go lowest
+      at += PAIR ? 16 : 8;
     }
     return e;
   }
+  // The next N entries, 1, 2 or 4: two fit into 32 bits wherever they start, so a window of 64 serves four.
+  template <bool PAIR, int N>
+  __device__ __forceinline__ void entries(u32 e[N]) {
+    u32 i = at >> 5, a = word(i), b = word(i + 1), any, taken;
+    u32 x = __funnelshift_r(a, b, at);
+    e[0] = table[x & mask];
+    any = taken = e[0];
+    if (N >= 2) {
+      e[1] = table[__funnelshift_r(x, 0, e[0]) & mask];  // shifts look at five bits of the entry: its length
+      any |= e[1];
+      taken += e[1];
+    }
+    if (N == 4) {
+      x = __funnelshift_r(x, __funnelshift_r(b, word(i + 2), at), taken);
+      e[2] = table[x & mask];
+      e[3] = table[__funnelshift_r(x, 0, e[2]) & mask];
+      any |= e[2] | e[3];
+      taken += e[2] + e[3];
+    }
+    if (any & ESCAPE) {  // 1 value of 500 or fewer
+#pragma unroll
+      for (int k = 0; k < N; k++) e[k] = careful<PAIR>();
+    } else {
+      at += taken & 63;
+    }
+  }
   // V symbols as bytes.
   template <bool PAIR>
-  __device__ __forceinline__ void symbols(u32* out) {
-    if (PAIR) {
-      if (V == 2) {
-        out[0] = next<true>() >> 16;
-        refill();
+  __device__ __forceinline__ void symbols(u32 out[(V + 3) / 4]) {
+    constexpr int COUNT = PAIR ? V / 2 : V, N = COUNT < 4 ? COUNT : 4;
+    u32 e[N];
+#pragma unroll
+    for (int k = 0; k < COUNT; k += N) {
+      entries<PAIR, N>(e);
+      if (PAIR) {
+        if (N == 1) out[0] = e[0] >> 16;
+        if (N >= 2) out[k / 2] = __byte_perm(e[0], e[N >= 2], 0x7632);
+        if (N == 4) out[k / 2 + 1] = __byte_perm(e[N / 2], e[N - 1], 0x7632);
       } else {
-#pragma unroll
-        for (int i = 0; i < V / 4; i++) {
-          u32 a = next<true>(), b = next<true>();
-          out[i] = __byte_perm(a, b, 0x7632);
-          refill();
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < (V + 3) / 4; i++) {
-        u32 a = next<false>(), b = next<false>();
-        refill();
-        u32 x = __byte_perm(a, b, WIDE ? 0x0062 : 0x0051);
-        if (V > 2) {
-          u32 c = next<false>(), d = next<false>();
-          refill();
-          x = __byte_perm(x, __byte_perm(c, d, WIDE ? 0x0062 : 0x0051), 0x5410);
-        } else {
-          x &= 0xffff;
-        }
-        out[i] = x;
+        u32 low = __byte_perm(e[0], e[1], SYMBOL == 16 ? 0x0062 : 0x0051);
+        if (N == 2) out[0] = low & 0xffff;
+        else out[k / 4] = __byte_perm(low, __byte_perm(e[N / 2], e[N - 1], SYMBOL == 16 ? 0x0062 : 0x0051), 0x5410);
       }
     }
   }
@@ -178,7 +164,7 @@ struct Lane {
 #define WINDOW_BYTES (RAW_PLANES * 32 * V * WINDOW)  // src/tpde/cuda/decode.py knows it too
 
 __device__ __forceinline__ u32 unrotate16(u32 x) {  // both halves
-  return ROTATE ? (x >> 1 & 0x7fff7fffu) | (x << 15 & 0x80008000u) : x;
+  return ROTATE ? (x >> 1 & 0x7fff7fffu) | (x << 15 & ~0x7fff7fffu) : x;
 }
 
 __device__ __forceinline__ void merge(const u32 p[WORD][NV], u32 q[4]) {
@@ -269,7 +255,7 @@ __device__ __forceinline__ bool open_lanes(const Item& t, const Chunk& c, const 
     a.table = (const Entry*)tables + (number << t.table_bits);
     a.mask = (1u << t.table_bits) - 1;
     a.end = (at + LANE_HEADER) * 8 + end;
-    a.start(a.end - length);
+    a.at = a.end - length;
     at += took;
   }
   return true;
@@ -282,7 +268,7 @@ __device__ __forceinline__ bool overran(const Lane<STAGED> lanes[WORD], u32 mode
   for (int p = 0; p < WORD; p++) {
     if (!IS(CODED, p) || (modes >> (2 * p) & 3) != 2) continue;
     const Lane<STAGED>& a = lanes[p];
-    bad |= a.at * 32 - a.bits > a.end;
+    bad |= a.at > a.end;
   }
   return __any_sync(~0u, bad);
 }
@@ -329,7 +315,7 @@ __device__ __forceinline__ void load_tables(const Item& t, u32* to, u32 room) {
 // windows in shared memory, one filled while the other is used: a warp's loads are then long and far ahead, and the
 // loop over a window's groups small, for the instruction cache's sake.
 __device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, const u32* staged, const u32* tables,
-                                             u32 bytes, u32* windows, u8* out, u32 lane) {
+                                             u32 bytes, bool more, u32* windows, u8* out, u32 lane) {
   const u32 steps = c.n / (32 * V * WINDOW);
   const u32 fill = (c.modes >> 24) * 0x01010101u;
   auto fill_window = [&](u32 step) {
@@ -347,10 +333,11 @@ __device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, cons
     }
     commit_copies();
   };
-  if (WINDOW_BYTES) {
-    fill_window(0);
-    fill_window(1);
-  }
+  fill_window(0);
+  fill_window(1);
+  // Copies are done in order: of this chunk's streams, perhaps the next one's, and the two windows.
+  if (more) wait_staged<3>();
+  else wait_staged<2>();
   Lane<true> lanes[WORD];
   if (!open_lanes<true>(t, c, staged, tables, bytes, lane, lanes)) {
     wait_staged<0>();  // the next chunk's windows are the same memory
@@ -359,38 +346,47 @@ __device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, cons
   Sum sum;
   if (CHECK) sum.open(lane);
   uint4* to = (uint4*)out + lane;
-  for (u32 step = 0; step < steps; step++) {
-    const u8* window = (const u8*)windows + (step & 1) * WINDOW_BYTES + lane * V;
-    if (WINDOW_BYTES) wait_staged<1>();
+  u32 planes[WORD][NV];
+  auto read = [&](u32 group) {
+    u32 at = (group / WINDOW & 1) * WINDOW_BYTES + (group % WINDOW) * (32 * V) + lane * V;
+#pragma unroll
+    for (int p = 0; p < WORD; p++) {
+      if (IS(CODED, p)) continue;
+      load_raw((const u8*)windows + at, planes[p]);
+      at += 32 * V * WINDOW;
+      if ((c.modes >> (2 * p) & 3) == 1) {
+#pragma unroll
+        for (int i = 0; i < NV; i++) planes[p][i] = fill;
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < WORD; p++)
+      if (IS(CODED, p)) coded_symbols(p, lanes[p], planes[p]);
+  };
+  auto write = [&] {
+    u32 q[4];
+    merge(planes, q);
+    if (CHECK) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum.absorb(i, q[i]);
+    }
+    __stcs(to, make_uint4(q[0], q[1], q[2], q[3]));
+    to += 32;
+  };
+  // A group is written while the next one's codewords are looked up, since those wait for each other.
+  if (WINDOW_BYTES) wait_staged<1>();
+  read(0);
 #pragma unroll 1
-    for (u32 j = 0; j < WINDOW; j++) {
-      u32 planes[WORD][NV], q[4], at = 0;
-#pragma unroll
-      for (int p = 0; p < WORD; p++) {
-        if (IS(CODED, p)) {
-          coded_symbols(p, lanes[p], planes[p]);
-          continue;
-        }
-        load_raw(window + at + j * (32 * V), planes[p]);
-        at += 32 * V * WINDOW;
-        if ((c.modes >> (2 * p) & 3) == 1) {
-#pragma unroll
-          for (int i = 0; i < NV; i++) planes[p][i] = fill;
-        }
-      }
-      merge(planes, q);
-      if (CHECK) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) sum.absorb(i, q[i]);
-      }
-      __stcs(to, make_uint4(q[0], q[1], q[2], q[3]));
-      to += 32;
-    }
-    if (WINDOW_BYTES) {
+  for (u32 group = 1; group < steps * WINDOW; group++) {
+    if (WINDOW_BYTES && group % WINDOW == 0) {
       __syncwarp();
-      fill_window(step + 2);
+      fill_window(group / WINDOW + 1);
+      wait_staged<1>();
     }
+    write();
+    read(group);
   }
+  write();
   return !CHECK || (sum.close() == c.sum && !overran(lanes, c.modes));
 }
 
@@ -461,15 +457,17 @@ __device__ __forceinline__ bool decode_part(const Item& t, const Chunk& c, const
   return c.valid && decode_any(t, c, words, fits ? tables : (const void*)t.tables, bytes, out, lo, hi, lane);
 }
 
+// A chunk whose streams are being staged; `more`: the next one's too.
 __device__ __forceinline__ bool decode(const Item& t, const Chunk& c, const u32* staged, const u32* tables, u32 room,
-                                       u32 table_room, u32* windows, u8* out, u32 lane) {
+                                       u32 table_room, bool more, u32* windows, u8* out, u32 lane) {
   u32 bytes = c.size - c.raw;
   bool whole = c.valid && c.n % (32 * V * WINDOW) == 0 && ((u64)out & 15) == 0;
 #pragma unroll
   for (int p = 0; p < WORD; p++)
     if (IS(CODED, p) && (c.modes >> (2 * p) & 3) != 2) whole = false;
   if (whole && bytes <= room && t.tables_bytes <= table_room)
-    return decode_whole(t, c, staged, tables, bytes, windows, out, lane);
+    return decode_whole(t, c, staged, tables, bytes, more, windows, out, lane);
+  wait_staged<0>();
   return decode_part(t, c, staged, tables, room, table_room, out, 0, c.n, lane);
 }
 
@@ -508,15 +506,11 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 out, u32*
     for (; k < end; k += warps) {
       Record after = now;
       if (k + warps < end) after = load_record(t, k + warps);
-      if (ahead && k + warps < end) {
-        stage(t, open_chunk(t, k + warps, after), mine + (side ^ room / 4), room, lane);
-        wait_staged<1>();
-      } else {
-        wait_staged<0>();
-      }
+      bool more = ahead && k + warps < end;
+      if (more) stage(t, open_chunk(t, k + warps, after), mine + (side ^ room / 4), room, lane);
       Chunk c = open_chunk(t, k, now);
       u8* to = (u8*)(out + t.out) + c.word * WORD;
-      if (!decode(t, c, mine + side, tables, room, table_room, windows, to, lane) && lane == 0)
+      if (!decode(t, c, mine + side, tables, room, table_room, more, windows, to, lane) && lane == 0)
         report(status, t.number, k);
       __syncwarp();
       now = after;
