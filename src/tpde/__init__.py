@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         UnsupportedVersion,
     )
     from tpde.format.container import TensorSpec
+    from tpde.integrations.transformers import from_pretrained
     from tpde.nn.api import pack_module, unpack_module
     from tpde.packing.api import pack, unpack, verify
     from tpde.packing.inspect import inspect
@@ -39,6 +40,7 @@ _WHERE = {
     "TpdeError": "errors",
     "Truncated": "errors",
     "UnsupportedVersion": "errors",
+    "from_pretrained": "integrations.transformers",
     "inspect": "packing.inspect",
     "pack": "packing.api",
     "pack_module": "nn.api",
@@ -57,6 +59,7 @@ __all__ = [
     "Truncated",
     "UnsupportedVersion",
     "__version__",
+    "from_pretrained",
     "inspect",
     "pack",
     "pack_module",

@@ -80,6 +80,10 @@ class PackedWeight(TpdeError):
     """A packed weight cannot be changed in place or cast: unpack the module first."""
 
 
+class OutOfMemory(TpdeError):
+    """A device or the host has too little free memory: free some, or use another device."""
+
+
 class UnsupportedDevice(TpdeError):
     """Driver or device cannot run the kernels: update the driver, or use another device or the CPU."""
 

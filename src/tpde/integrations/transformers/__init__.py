@@ -1,0 +1,28 @@
+"""Packed models in transformers: importing this teaches `from_pretrained` and `save_pretrained` about them.
+
+>>> import tpde.integrations.transformers  # doctest: +SKIP
+>>> model = AutoModelForCausalLM.from_pretrained("packed")  # doctest: +SKIP
+>>> model.save_pretrained("again")  # doctest: +SKIP
+"""
+
+from tpde.integrations.transformers.require import require_transformers
+
+require_transformers()
+
+from transformers.quantizers.auto import (  # noqa: E402
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+
+from tpde.integrations.transformers.config import METHOD, TpdeConfig  # noqa: E402
+from tpde.integrations.transformers.loading import from_pretrained  # noqa: E402
+from tpde.integrations.transformers.quantizer import TpdeHfQuantizer  # noqa: E402
+
+if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    register_quantization_config(METHOD)(TpdeConfig)
+if METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantizer(METHOD)(TpdeHfQuantizer)
+
+__all__ = ["TpdeConfig", "TpdeHfQuantizer", "from_pretrained"]

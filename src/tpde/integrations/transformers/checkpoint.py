@@ -1,0 +1,155 @@
+"""The packed tensors of a checkpoint's files: where they lie, and reading them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+import torch
+
+from tpde.errors import Corrupt, NotPacked, NotSafetensors
+from tpde.format.blob import align
+from tpde.format.constants import ALIGN_BLOB, SUFFIX
+from tpde.format.container import TensorSpec
+from tpde.frameworks import to_torch, torch_dtype
+from tpde.integrations.reading import Extent, read_extents
+from tpde.materialize import Materializer, PackedTensor
+from tpde.packing.reader import PackedFile
+
+
+class Stored:
+    """A packed tensor in a file.
+
+    Attributes
+    ----------
+    name : str
+        As in the source, without the suffix.
+    spec : TensorSpec
+        Of the tensor.
+    extent : Extent
+        Where its blob lies.
+    """
+
+    def __init__(self, file: PackedFile, name: str) -> None:
+        self.name, self.spec, self._file = name, file.specs[name], file
+        entry = file.container.entries[name + SUFFIX]
+        at = file.container.data_start + entry.begin
+        self.extent = Extent(file.source, at, entry.end - entry.begin, name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, plain."""
+        return self.spec.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return torch_dtype(self.spec.dtype)
+
+    @property
+    def digest(self) -> bytes | None:
+        """Hash of the tensor's bytes."""
+        return self._file.tensor(self.name).digest
+
+
+class Checkpoint:
+    """The files of a checkpoint, some of whose tensors are packed.
+
+    Parameters
+    ----------
+    files : iterable of path-like
+        Safetensors files.
+
+    Attributes
+    ----------
+    packed : dict of str to Stored
+        Packed tensors by their names in the source.
+    plain : dict of str to TensorSpec
+        The other tensors.
+
+    Raises
+    ------
+    NotPacked
+        If no tensor is packed.
+    Truncated, Corrupt, UnsupportedVersion, InvalidInput
+        If a file cannot be read.
+    """
+
+    def __init__(self, files: Iterable[str | os.PathLike[str]]) -> None:
+        self._files: list[PackedFile] = []
+        self.packed: dict[str, Stored] = {}
+        self.plain: dict[str, TensorSpec] = {}
+        self.is_packed = False
+        try:
+            for path in files:
+                self._open(os.fspath(path))
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: str) -> None:
+        try:
+            file = PackedFile(path)
+        except NotSafetensors as error:
+            raise NotPacked(
+                f"{error}; models run from packed safetensors files, pack it with `tpde pack` first"
+            ) from None
+        self._files.append(file)
+        self.is_packed |= file.is_packed
+        stored = {name: Stored(file, name) for name in file.packed_names()}
+        plain = {name: spec for name, spec in file.specs.items() if name not in stored}
+        for name in (*stored, *plain):
+            if name in self.packed or name in self.plain:
+                raise Corrupt(f"`{path}`: tensor `{name}` is in another file too; fetch the model again")
+        self.packed.update(stored)
+        self.plain.update(plain)
+
+    def read(self, stored: Sequence[Stored], device: torch.device) -> list[PackedTensor]:
+        """Read blobs to a device.
+
+        Raises
+        ------
+        Truncated, Corrupt, UnsupportedVersion
+            If a blob's header, tables or index map are damaged. Chunks are checked when they are decoded.
+        OutOfMemory
+            If they do not fit.
+        """
+        blobs = read_extents([it.extent for it in stored], device)
+        packed = [PackedTensor(blob, it.name) for blob, it in zip(blobs, stored, strict=True)]
+        for tensor, it in zip(packed, stored, strict=True):
+            found = tensor.header.spec
+            if found != it.spec:
+                raise Corrupt(
+                    f"tensor `{it.name}` is {found.dtype} {list(found.shape)}, but {it.spec.dtype} "
+                    f"{list(it.spec.shape)} in the header of `{it.extent.source.name}`; the file is "
+                    "damaged, fetch it again",
+                    tensor=it.name,
+                )
+        return packed
+
+    def decode(self, stored: Stored, device: torch.device) -> torch.Tensor:
+        """Read a tensor to a device and decode it there."""
+        (packed,) = self.read([stored], device)
+        out = torch.empty(align(max(stored.nbytes, 1), ALIGN_BLOB), dtype=torch.uint8, device=device)
+        Materializer([(packed, 0)], device)(out)
+        return out[: stored.nbytes].view(stored.dtype).view(stored.spec.shape)
+
+    def plain_tensor(self, name: str, device: torch.device) -> torch.Tensor:
+        """Read a tensor that is stored plain to a device."""
+        file = next(it for it in self._files if name in it.specs)
+        return to_torch(file.read(name), self.plain[name]).to(device)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,47 @@
+"""Where a device map puts packed weights, and how much memory they need there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tpde.errors import InvalidInput
+from tpde.packing.order import block_of
+
+
+def device_of(name: str, device_map: Mapping[str, Any] | None) -> torch.device:
+    """Where a device map puts a parameter; the CPU if there is none.
+
+    Raises
+    ------
+    InvalidInput
+        If it says nothing of the parameter, or would have it moved before each use.
+    """
+    device_map = device_map or {"": "cpu"}
+    path = name
+    while path not in device_map and path:
+        path = path.rpartition(".")[0]
+    if path not in device_map:
+        raise InvalidInput(f"`device_map` has no place for `{name}`; add it, or an entry for its module")
+    found = device_map[path]
+    gpus = sorted({str(it) for it in device_map.values()} - {"cpu", "disk"})
+    if str(found) == "disk" or (str(found) == "cpu" and gpus):
+        raise InvalidInput(
+            f"`device_map` puts `{path or 'the model'}` on {found} beside {', '.join(gpus) or 'cpu'}; packed "
+            "weights are decoded where they are: use GPUs with room for all of them, or the CPU for all"
+        )
+    device = torch.device(f"cuda:{found}" if isinstance(found, int) else found)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def largest_block(sizes: Mapping[str, int]) -> int:
+    """Bytes of the largest transformer block, or parameter outside of blocks, by the parameters' sizes."""
+    blocks: dict[str, int] = {}
+    for name, size in sizes.items():
+        where = block_of(name) or name
+        blocks[where] = blocks.get(where, 0) + size
+    return max(blocks.values(), default=0)

@@ -1,0 +1,209 @@
+"""`tpde.from_pretrained`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpde.errors import InvalidInput, NotPacked, UnsupportedDevice
+from tpde.frameworks import torch_dtype
+from tpde.integrations.transformers.checkpoint import Checkpoint
+from tpde.integrations.transformers.config import METHOD
+from tpde.packing.directory import INDEX_SUFFIX
+from tpde.packing.sources import resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+INDEX = "model" + INDEX_SUFFIX
+
+
+def packed_directory(path: str | os.PathLike[str]) -> Path:
+    """Find a packed model directory.
+
+    Parameters
+    ----------
+    path : path-like
+        The directory, or the id of a model on the Hugging Face hub.
+
+    Raises
+    ------
+    InvalidInput
+        If there is none, or it is no model.
+    NotPacked
+        If it is not packed.
+    """
+    folder = resolve(path)
+    if not folder.is_dir():
+        raise InvalidInput(f"`{folder}` is a file; name the model directory that holds its `config.json`")
+    config = read_config(folder)
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
+        raise NotPacked(
+            f"`{folder}` is not packed: its `config.json` does not name `{METHOD}`; pack it with `tpde pack "
+            f"{folder} {folder.name}-packed`, and name that"
+        )
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a model directory.
+
+    Raises
+    ------
+    InvalidInput
+        If there is none, or it cannot be read.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise InvalidInput(f"`{folder}` has no `config.json`, so it is no model; check the path") from None
+    except ValueError as error:
+        raise InvalidInput(f"`{path}` is not JSON ({error}); mend it, or fetch it again") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(f"`{path}` holds no JSON object; mend it, or fetch it again")
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files that transformers would load."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise InvalidInput(f"`{index}` is not an index of shards: no `weight_map`") from None
+        return [folder / str(name) for name in sorted(names)]
+    return [folder / "model.safetensors"]
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype of a model whose `config.json` names none: that of its first floating-point tensor."""
+    with Checkpoint(weight_files(folder)[:1]) as checkpoint:
+        specs = {name: it.spec for name, it in checkpoint.packed.items()} | checkpoint.plain
+        for name in sorted(specs):
+            dtype = torch_dtype(specs[name].dtype)
+            if dtype.is_floating_point:
+                return dtype
+    return torch.get_default_dtype()
+
+
+def model_class_of(folder: Path) -> Any:
+    """The class of transformers that `config.json` names.
+
+    Raises
+    ------
+    InvalidInput
+        If it names none, or one that this transformers lacks.
+    """
+    import transformers
+
+    names = read_config(folder).get("architectures") or []
+    found = getattr(transformers, str(names[0]), None) if names else None
+    if found is None:
+        lacks = f"names {names[:1]}, which transformers {transformers.__version__} lacks"
+        raise InvalidInput(
+            f"`{folder / 'config.json'}` {lacks if names else 'names no class'}; pass `model_class=`, "
+            "such as `transformers.AutoModelForCausalLM`"
+        )
+    return found
+
+
+def checked_device(device: str | int | torch.device | None) -> torch.device:
+    """A device that exists, with its number; the CPU for None.
+
+    Raises
+    ------
+    UnsupportedDevice
+        If packed weights cannot be on such a device, or it is not there.
+    """
+    try:
+        found = torch.device("cpu" if device is None else device)
+    except RuntimeError:
+        raise UnsupportedDevice(f"`{device}` is no device; use `cpu`, `cuda` or `cuda:N`") from None
+    if found.type not in ("cpu", "cuda"):
+        raise UnsupportedDevice(
+            f"packed weights run on `cpu` and `cuda`, not on `{found.type}`; use one of these"
+        )
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UnsupportedDevice(
+                "there is no CUDA device that PyTorch can use; use `cpu`, or see what `tpde doctor` finds"
+            )
+        index = torch.cuda.current_device() if found.index is None else found.index
+        if index >= torch.cuda.device_count():
+            raise UnsupportedDevice(
+                f"there is no `{found}`, the last device is `cuda:{torch.cuda.device_count() - 1}`; use that"
+            )
+        return torch.device("cuda", index)
+    return found
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    device: str | int | torch.device | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    model_class: type[Any] | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Build a transformers model straight from packed files, its weights staying packed.
+
+    Outputs are those of the plain model, bit for bit. Neither host nor device ever holds the plain weights:
+    device memory is that of the packed ones and of one transformer block.
+
+    Parameters
+    ----------
+    path : path-like
+        A model directory that `tpde pack` or `save_pretrained` wrote, or the id of one on the Hugging Face
+        hub.
+    device : str, int or torch.device, optional
+        Where the model goes: `cpu` (the default) or a CUDA device.
+    dtype : torch.dtype or str, optional
+        As of transformers' own `from_pretrained`. By default, what `config.json` says; weights that are
+        stored otherwise are decoded and cast, and stay plain.
+    model_class : type, optional
+        Such as `transformers.AutoModelForCausalLM`. By default, the class that `config.json` names.
+    **kwargs
+        For the class's `from_pretrained`, such as `attn_implementation` or `device_map`.
+
+    Returns
+    -------
+    transformers.PreTrainedModel
+        In evaluation mode.
+
+    Raises
+    ------
+    MissingDependency
+        If torch or transformers 5 is missing.
+    NotPacked, InvalidInput
+        If it is not a packed model.
+    Truncated, Corrupt, UnsupportedVersion
+        If a file is damaged, or newer than this version. Chunks are checked when they are decoded first.
+    OutOfMemory
+        If the device has too little free memory; says how much is needed and free.
+    UnsupportedDevice
+        If the device is not there, or cannot decode.
+
+    Examples
+    --------
+    >>> model = tpde.from_pretrained("packed", device="cuda")  # doctest: +SKIP
+    >>> model.generate(**tokenizer("Hello", return_tensors="pt").to("cuda"))  # doctest: +SKIP
+    """
+    from tpde.integrations.transformers.quantizer import loading_to
+
+    folder = packed_directory(path)
+    config = read_config(folder)
+    if dtype is None and config.get("dtype", config.get("torch_dtype")) is None:
+        dtype = stored_dtype(folder)
+    kind = model_class_of(folder) if model_class is None else model_class
+    if device is not None and "device_map" in kwargs:
+        raise InvalidInput("`device` and `device_map` both say where the model goes; pass one of them")
+    with loading_to(checked_device(device)):
+        model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
+    return model

@@ -1,0 +1,71 @@
+"""A model while transformers loads into it: packed parameters stay on the `meta` device and out of its sight.
+
+transformers gives every parameter of `state_dict()` that its own reading does not fill memory and random
+numbers. Those that are packed are left out of the state dict, and marked as initialised. Tying goes on as
+usual, by their names; right after it they become packed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from tpde.format.constants import SUFFIX
+
+
+class Placeholders:
+    """Hides parameters of a model until its weights are tied.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Being loaded.
+    names : iterable of str
+        Of its parameters and buffers that transformers shall not load.
+    done : callable
+        Called with the names right after the tying, when nothing is hidden any more.
+    """
+
+    def __init__(self, model: Any, names: Iterable[str], done: Callable[[], None]) -> None:
+        self._model, self._names, self._done = model, frozenset(names), done
+        for name in self._names:
+            path, _, leaf = name.rpartition(".")
+            getattr(model.get_submodule(path), leaf)._is_hf_initialized = True
+        register = getattr(model, "register_state_dict_post_hook", None) or model._register_state_dict_hook
+        hidden = self._names
+
+        def hide(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name in hidden:
+                state.pop(prefix + name, None)
+
+        self._hook = register(hide)
+        ignored = model._keys_to_ignore_on_load_unexpected
+        self._ignored = model.__dict__.get("_keys_to_ignore_on_load_unexpected", False)
+        # Blobs in the files, which transformers would call unexpected.
+        model._keys_to_ignore_on_load_unexpected = set(ignored or ()) | {f"{SUFFIX}$"}
+        tie = model.tie_weights
+
+        @functools.wraps(tie)
+        def tie_weights(*args: Any, **kwargs: Any) -> Any:
+            result = tie(*args, **kwargs)
+            self.finish()
+            return result
+
+        model.tie_weights = tie_weights
+
+    def finish(self) -> None:
+        """Show the parameters again, and say so. Once; later calls do nothing."""
+        if self._model.__dict__.pop("tie_weights", None) is not None:
+            self._hook.remove()
+            self._done()
+
+    def close(self) -> None:
+        """Undo everything: loading is over, and so is its report of unexpected names."""
+        self.finish()
+        if self._ignored is False:
+            del self._model._keys_to_ignore_on_load_unexpected
+        else:
+            self._model._keys_to_ignore_on_load_unexpected = self._ignored

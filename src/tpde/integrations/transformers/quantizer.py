@@ -1,0 +1,300 @@
+"""How transformers loads and saves packed models: by its interface for quantized ones."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.base import HfQuantizer
+
+from tpde.errors import InvalidInput, NotPacked
+from tpde.integrations.reading import require
+from tpde.integrations.transformers.checkpoint import Checkpoint, Stored
+from tpde.integrations.transformers.config import TpdeConfig
+from tpde.integrations.transformers.devices import device_of, largest_block
+from tpde.integrations.transformers.placeholders import Placeholders
+from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
+from tpde.integrations.transformers.save import state_to_save
+from tpde.materialize import PackedTensor
+from tpde.nn import finish, replace_parameter
+
+log = logging.getLogger("tpde")
+
+# Where `tpde.from_pretrained` wants the model: `device_map` would need the package `accelerate`.
+_device: contextvars.ContextVar[torch.device | None] = contextvars.ContextVar("tpde_device", default=None)
+
+
+@contextmanager
+def loading_to(device: torch.device) -> Iterator[None]:
+    """Load models to a device within this context."""
+    token = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+class TpdeHfQuantizer(HfQuantizer):
+    """Loads packed weights into a model, and saves them.
+
+    transformers calls its methods in this order: `preprocess_model` with the model on the `meta` device,
+    `update_weight_conversions`, for `device_map="auto"` then `validate_environment` with the map that it
+    chose, and `postprocess_model` with the plain weights loaded and everything tied.
+    """
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: TpdeConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise NotPacked(
+                "`TpdeConfig` loads packed models, and packs none; pack the model with `tpde pack` first, or "
+                "load it plain and call `tpde.pack_module(model)`"
+            )
+        self.conversions: list[Any] = []
+        self.decoded = 0  # packed tensors that the model holds plain
+        self._model: Any = None
+        self._files: list[str] = []
+        self._dtype = torch.float32
+        self._device_map: Any = None
+        self._checkpoint: Checkpoint | None = None
+        self._plan: Plan | None = None
+        self._placeholders: Placeholders | None = None
+        self._parts: dict[str, list[tuple[PackedTensor, int]]] = {}
+
+    def update_dtype(self, dtype: Any) -> Any:
+        """Refuse what transformers found in files whose weights are all packed."""
+        if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+            raise InvalidInput(
+                "`config.json` names no dtype; pass `dtype=` to `from_pretrained`, or pack the model again"
+            )
+        return dtype
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Apply the device of `loading_to`."""
+        device = _device.get()
+        self._device_map = device_map if device is None or device_map is not None else {"": device}
+        return self._device_map
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Load the packed weights when the last of what that needs is known: where each goes."""
+        device_map = kwargs.get("device_map")
+        if self._plan is not None and isinstance(device_map, dict):
+            self._device_map = device_map
+            self._load()
+
+    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+        """Bytes that an element takes on a device: fewer if it is packed."""
+        run = self._plan.runs.get(param_name) if self._plan is not None else None
+        if run is None:
+            return float(param.element_size())
+        packed = sum(part.extent.size for part in run.parts)
+        return packed / max(param.numel(), 1)
+
+    def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
+        """Leave room for one plain block on each GPU."""
+        if self._plan is None:
+            return max_memory
+        room = largest_block({name: run.nbytes for name, run in self._plan.runs.items()})
+        return {
+            key: max(value - room, 0) if isinstance(key, int) and isinstance(value, int) else value
+            for key, value in max_memory.items()
+        }
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        checkpoint_files: Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        # What is stored plain is loaded, and cast if needed, exactly as from a plain checkpoint.
+        self.pre_quantized = False
+        self._model, self._files = model, [os.fspath(file) for file in checkpoint_files or ()]
+        self._dtype = dtype if dtype is not None else torch.get_default_dtype()
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """Load the packed weights, now that transformers' conversions are known."""
+        if self._plan is None and self._files and self._model is not None:
+            self._checkpoint = Checkpoint(self._files)
+            try:
+                if not self._checkpoint.is_packed:
+                    raise NotPacked(
+                        f"no tensor in `{os.path.dirname(self._files[0])}` is packed, though its "
+                        "`config.json` says so; pack the model with `tpde pack`"
+                    )
+                self._plan = make_plan(self._model, self._checkpoint, weight_conversions, self._dtype)
+                if not isinstance(self._device_map, str):
+                    self._load()
+            except BaseException:
+                self._checkpoint.close()
+                raise
+        return weight_conversions
+
+    def _load(self) -> None:
+        """Read every blob to its device, decode what must be, and hide it all from transformers."""
+        assert self._checkpoint is not None
+        assert self._plan is not None
+        model, plan, checkpoint = self._model, self._plan, self._checkpoint
+        try:
+            wanted: dict[torch.device, dict[str, Stored]] = {}
+            for name, run in plan.runs.items():
+                where = wanted.setdefault(device_of(name, self._device_map), {})
+                where.update({part.name: part for part in run.parts})
+            packed: dict[tuple[torch.device, str], PackedTensor] = {}
+            for device, stored in wanted.items():
+                self._require(device, stored)
+                tensors = checkpoint.read(list(stored.values()), device)
+                packed.update({(device, name): it for name, it in zip(stored, tensors, strict=True)})
+            for name, run in plan.runs.items():
+                device, at, parts = device_of(name, self._device_map), 0, []
+                for part in run.parts:
+                    parts.append((packed[device, part.name], at))
+                    at += part.nbytes
+                self._parts[name] = parts
+            names = [*plan.runs, *self._decode()]
+            self._untie()
+        finally:
+            checkpoint.close()
+        if plan.unexpected:
+            log.warning(
+                "%d packed tensors have no place in %s and were left out: %s",
+                len(plan.unexpected),
+                type(model).__name__,
+                ", ".join(plan.unexpected[:8]) + (" ..." if len(plan.unexpected) > 8 else ""),
+            )
+        self._placeholders = Placeholders(model, names, self._install)
+
+    def _require(self, device: torch.device, stored: dict[str, Stored]) -> None:
+        assert self._plan is not None
+        here = {
+            name: run.nbytes
+            for name, run in self._plan.runs.items()
+            if device_of(name, self._device_map) == device
+        }
+        room = largest_block(here)
+        plain = sum(
+            tensor.numel() * tensor.element_size()
+            for name, tensor in self._model.state_dict().items()
+            if name not in self._plan.runs and device_of(name, self._device_map) == device
+        )
+        need = sum(it.extent.size for it in stored.values()) + room + plain
+        require(need, device, f"{type(self._model).__name__}, packed, with one block plain,")
+
+    def _decode(self) -> list[str]:
+        """Put what cannot stay packed into the model as it would be without packing; returns its names."""
+        assert self._checkpoint is not None
+        assert self._plan is not None
+        model, checkpoint, names = self._model, self._checkpoint, []
+        expected = expected_dtypes(model, self._dtype)
+        for source, reason in self._plan.decoded:
+            device, dtype = device_of(source.target, self._device_map), expected(source.target)
+
+            def take(name: str, device: torch.device = device, dtype: torch.dtype = dtype) -> torch.Tensor:
+                if name not in checkpoint.packed:
+                    return checkpoint.plain_tensor(name, device).to(dtype)
+                return checkpoint.decode(checkpoint.packed[name], device).to(dtype)
+
+            made = source.convert(model, take)
+            stored = source.stored(checkpoint)
+            self.decoded += len(stored)
+            log.warning(
+                "`%s` %s: %d packed %s decoded, and stay%s plain in memory",
+                source.target,
+                reason,
+                len(stored),
+                "tensor is" if len(stored) == 1 else "tensors are",
+                "s" if len(stored) == 1 else "",
+            )
+            for name, tensor in made.items():
+                _set_plain(model, name, tensor)
+                names.append(name)
+        if self.decoded:
+            log.warning("%d of %d packed tensors were decoded", self.decoded, len(checkpoint.packed))
+        return names
+
+    def _untie(self) -> None:
+        """Where the files have two tied weights that differ, do as transformers does: keep both."""
+        assert self._plan is not None
+        runs, tied = self._plan.runs, self._model.all_tied_weights_keys
+        for target, source in list(tied.items()):
+            if target in runs and source in runs:
+                if same_bytes(runs[target], runs[source]):
+                    self._parts[target] = self._parts[source]
+                else:
+                    log.warning(
+                        "`%s` and `%s` are tied by the model, but differ in the files: they are not tied",
+                        target,
+                        source,
+                    )
+                    del tied[target]
+
+    def _install(self) -> None:
+        """Turn the placeholders into packed parameters, those that were tied into the same one."""
+        model = self._model
+        uses: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            uses.setdefault(id(parameter), []).append(name)
+        done = set[str]()
+        for name, parts in self._parts.items():
+            path, _, leaf = name.rpartition(".")
+            if name in done:
+                continue
+            for use in uses[id(getattr(model.get_submodule(path), leaf))]:
+                owner, _, key = use.rpartition(".")
+                if key in model.get_submodule(owner)._parameters:  # not a second path to the same module
+                    replace_parameter(model, use, parts)
+                done.add(use)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self._placeholders is not None:
+            self._placeholders.close()
+        self.pre_quantized = True
+        # Saving converts packed weights itself; transformers would try to decode them.
+        self.conversions, model._weight_conversions = getattr(model, "_weight_conversions", None) or [], []
+        self._model = self._checkpoint = self._plan = self._placeholders = None
+        self._parts, self._files = {}, []
+        finish(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Blobs under their names in the source, and the plain rest."""
+        return state_to_save(model, self.conversions), {}
+
+    def is_serializable(self) -> bool:
+        """Whether `save_pretrained` works: it does."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters can be trained on it: they can."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `torch.compile` works: it does."""
+        return True
+
+
+def _set_plain(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+        return
+    before = module._parameters.get(leaf)
+    if before is None or before.shape != tensor.shape:
+        found = "none" if before is None else list(before.shape)
+        raise InvalidInput(
+            f"`{name}` has shape {list(tensor.shape)} in the packed files, the model needs {found}; load it "
+            "with the configuration that it was packed with"
+        )
+    module._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())

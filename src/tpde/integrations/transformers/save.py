@@ -1,0 +1,117 @@
+"""What `save_pretrained` writes of a packed model: its blobs as they are, under the source's names."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpde.format.constants import SUFFIX
+from tpde.integrations.transformers.runs import NotARun, Run
+from tpde.nn import PackedTensor, pack_tensor, packed_modules
+
+log = logging.getLogger("tpde")
+
+
+def state_to_save(model: Any, conversions: list[Any]) -> dict[str, torch.Tensor]:
+    """The state dict of a packed model under the names of its checkpoint.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Some of whose weights are packed.
+    conversions : list of WeightTransform
+        Those that were used when it was loaded; they are undone.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        Blobs, their names ending in `_tpde`, and plain tensors.
+    """
+    state = _revert(model, _with_runs(model), conversions)
+    out: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if not isinstance(value, Run):
+            out[name] = value
+            continue
+        packed = _whole(name, value)
+        if packed is None:
+            out[name] = _decoded(value)
+        else:
+            out[name + SUFFIX] = packed.blob
+    return out
+
+
+def _with_runs(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict with runs in the place of blobs; of tied weights, the one they are tied to."""
+    state: dict[str, Any] = model.state_dict()
+    tied = getattr(model, "all_tied_weights_keys", {})
+    kept: dict[tuple[int, ...], str] = {}
+    for path, module in packed_modules(model):
+        prefix = f"{path}." if path else ""
+        for name, slot in module.tpde_slots.items():
+            for buffer in slot.buffer_names():
+                state.pop(prefix + buffer, None)
+            key, full = tuple(id(part) for part, _ in slot.parts), prefix + name
+            before = kept.get(key)
+            if before is not None and before not in tied:
+                continue
+            if before is not None:
+                del state[before]
+            kept[key] = full
+            state[full] = Run(slot.shape, slot.dtype, [part for part, _ in slot.parts])
+    return state
+
+
+def _revert(model: Any, state: dict[str, Any], conversions: list[Any]) -> dict[str, Any]:
+    """Undo transformers' conversions; on plain weights where they cut through blobs."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    before = model._weight_conversions
+    model._weight_conversions = conversions
+    try:
+        try:
+            return revert_weight_conversion(model, dict(state))  # type: ignore[no-any-return]
+        except NotARun:
+            log.warning("a conversion cuts through blobs: these weights are decoded and packed again")
+            cut = [n for n, it in state.items() if isinstance(it, Run) and _is_converted(n, conversions)]
+            plain = state | {name: _decoded(state[name]) for name in cut}
+            made: dict[str, Any] = revert_weight_conversion(model, plain)
+            for name in [name for name in made if name not in plain and isinstance(made[name], torch.Tensor)]:
+                packed = pack_tensor(made[name].contiguous(), name)
+                if packed is not None:
+                    made[name] = Run(made[name].shape, made[name].dtype, [packed])
+            return made
+    finally:
+        model._weight_conversions = before
+
+
+def _is_converted(name: str, conversions: list[Any]) -> bool:
+    from transformers.core_model_loading import WeightConverter
+
+    converters = [it.reverse_transform() for it in conversions if isinstance(it, WeightConverter)]
+    return any(it.rename_source_key(name)[1] is not None for it in converters)
+
+
+def _whole(name: str, run: Run[PackedTensor]) -> PackedTensor | None:
+    """The packed tensor that a run is; made anew if it is not exactly one."""
+    first = run.parts[0]
+    if len(run.parts) == 1 and first.header.spec.shape == tuple(run.shape):
+        return first
+    return pack_tensor(_decoded(run), name)
+
+
+def _decoded(run: Run[PackedTensor]) -> torch.Tensor:
+    """A run as a plain tensor."""
+    from tpde.nn.slot import Slot
+
+    at, parts = 0, []
+    for part in run.parts:
+        parts.append((part, at))
+        at += part.nbytes
+    if len(parts) == 1:  # whatever its shape was
+        (packed, _), shape = parts[0], parts[0][0].header.spec.shape
+        return Slot("", [(packed, 0)], run.dtype, shape).fresh().reshape(run.shape)
+    return Slot("", parts, run.dtype, run.shape).fresh()
