@@ -24,6 +24,7 @@ from tpde.packing.files import (
     unpack_file,
     verify_file,
 )
+from tpde.packing.resaved import is_resaved, unpack_resaved, verify_resaved
 from tpde.packing.sources import resolve
 from tpde.packing.writer import check_threads
 
@@ -179,7 +180,8 @@ def unpack(
     count = check_threads(threads)
     refuse_existing(target, force)
     if path.is_dir():
-        results = unpack_directory(path, target, threads=count, force=force, progress=progress)
+        restore = unpack_resaved if is_resaved(path) else unpack_directory
+        results = restore(path, target, threads=count, force=force, progress=progress)
     else:
         _refuse_same(path, target)
         results = [unpack_file(path, target, threads=count, force=force, progress=progress)]
@@ -229,6 +231,13 @@ def verify(
     if path.is_dir():
         if other is not None and not other.is_dir():
             raise InvalidInput(f"`{path}` is a directory, `{other}` is a file; compare like with like")
+        if is_resaved(path):
+            if other is not None:
+                raise InvalidInput(
+                    f"`{path}` was saved again from packed weights and has no source to be compared with; compare "
+                    "its weight files one by one"
+                )
+            return verify_resaved(path, count, progress)
         return verify_directory(path, other, count, progress)
     if other is not None and other.is_dir():
         raise InvalidInput(f"`{path}` is a file, `{other}` is a directory; compare like with like")

@@ -43,7 +43,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 
 
 @contextlib.contextmanager
-def _new_folder(destination: Path, force: bool) -> Iterator[Path]:
+def new_folder(destination: Path, force: bool) -> Iterator[Path]:
     """A folder filled under a temporary name beside its place, and renamed at the end."""
     refuse_existing(destination, force)
     temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.tmp")
@@ -86,7 +86,7 @@ def sha256(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def _files(folder: Path) -> Iterator[str]:
+def files_below(folder: Path) -> Iterator[str]:
     """Every file below a folder but the hub's cache, relative, in order."""
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
@@ -94,7 +94,7 @@ def _files(folder: Path) -> Iterator[str]:
             yield relative.as_posix()
 
 
-def _refuse_nested(source: Path, destination: Path) -> None:
+def refuse_nested(source: Path, destination: Path) -> None:
     """Refuse a destination inside the source, which would be copied, or around it, which would be removed."""
     inner, outer = destination.resolve(), source.resolve()
     if inner.is_relative_to(outer):
@@ -113,7 +113,7 @@ def is_packed_directory(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def _json_object(path: Path) -> tuple[str, dict[str, Any]]:
+def json_object(path: Path) -> tuple[str, dict[str, Any]]:
     """The text of a JSON file, and the object that it holds."""
     try:
         text = path.read_bytes().decode("utf-8")
@@ -153,12 +153,12 @@ def pack_directory(
     """Pack a model directory; returns a result for each of its weight files."""
     if is_packed_directory(source):
         raise AlreadyPacked(f"`{source}` is packed already; unpack it with `tpde unpack`")
-    _refuse_nested(source, destination)
+    refuse_nested(source, destination)
     weights = {p.relative_to(source).as_posix() for p in shards(source)}
     results, files = [], dict[str, dict[str, str]]()
-    with _new_folder(destination, force) as folder:
+    with new_folder(destination, force) as folder:
         packed_names = set[str]()
-        for name in _files(source):
+        for name in files_below(source):
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             files[name] = {"sha256": sha256(source / name)}
@@ -168,12 +168,12 @@ def pack_directory(
                 )
                 with PackedFile(target) as packed:
                     packed_names.update(packed.packed_names())
-                results.append(_renamed(result, destination / name))
+                results.append(renamed(result, destination / name))
             else:
                 shutil.copyfile(source / name, target)
         for name in files:
             if name.endswith(INDEX_SUFFIX) or name == "config.json":
-                files[name]["original"], value = _json_object(source / name)
+                files[name]["original"], value = json_object(source / name)
                 config = name == "config.json"
                 changed = _packed_config(value) if config else _packed_index(value, packed_names)
                 (folder / name).write_text(changed, "utf-8", newline="\n")
@@ -184,7 +184,8 @@ def pack_directory(
     return results
 
 
-def _renamed(result: Result, destination: Path) -> Result:
+def renamed(result: Result, destination: Path) -> Result:
+    """A result with another destination."""
     return Result(
         result.source,
         str(destination),
@@ -248,9 +249,9 @@ def unpack_directory(
 ) -> list[Result]:
     """Restore the directory that was packed; returns a result for each of its weight files."""
     files = read_manifest(source)
-    _refuse_nested(source, destination)
+    refuse_nested(source, destination)
     results = []
-    with _new_folder(destination, force) as folder:
+    with new_folder(destination, force) as folder:
         for name, info in files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -260,7 +261,7 @@ def unpack_directory(
                 raise Truncated(f"`{source}` lacks `{name}`, which its manifest names; fetch it")
             elif name.endswith(".safetensors"):
                 result = unpack_file(source / name, target, threads=threads, force=False, progress=progress)
-                results.append(_renamed(result, destination / name))
+                results.append(renamed(result, destination / name))
             else:
                 shutil.copyfile(source / name, target)
             found = sha256(target)

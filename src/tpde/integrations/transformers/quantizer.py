@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tpde.integrations.reading import require
 from tpde.integrations.transformers.checkpoint import Checkpoint, Stored
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.devices import device_of, largest_block
+from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
@@ -67,6 +69,16 @@ class TpdeHfQuantizer(HfQuantizer):
         self._plan: Plan | None = None
         self._placeholders: Placeholders | None = None
         self._parts: dict[str, list[tuple[PackedTensor, int]]] = {}
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Settle the dtype where `config.json` names none: transformers would look at plain tensors only."""
+        folder = Path(str(getattr(config, "name_or_path", "")))
+        if getattr(config, "dtype", None) is None and (folder / "config.json").is_file():
+            config.dtype = stored_dtype(folder)
+        return config
+
+    # Before 5.18 or so, there was only this hook of the same kind.
+    update_tp_plan = update_attn_implementation
 
     def update_dtype(self, dtype: Any) -> Any:
         """Refuse what transformers found in files whose weights are all packed."""

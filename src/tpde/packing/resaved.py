@@ -1,0 +1,79 @@
+"""Packed directories without a manifest: models saved again from packed weights (format.md 8)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tpde.errors import InvalidInput
+from tpde.format.constants import MANIFEST, SUFFIX
+from tpde.packing.directory import INDEX_SUFFIX, files_below, json_object, new_folder, refuse_nested, renamed
+from tpde.packing.files import Problem, Progress, Result, no_progress, unpack_file, verify_file
+from tpde.packing.reader import PackedFile
+from tpde.packing.sources import shards
+
+
+def is_resaved(folder: Path) -> bool:
+    """Whether a directory has no manifest, and a `config.json` that says it is packed."""
+    if (folder / MANIFEST).exists() or not (folder / "config.json").is_file():
+        return False
+    try:
+        _, config = json_object(folder / "config.json")
+    except InvalidInput:
+        return False
+    ours = config.get("quantization_config")
+    return isinstance(ours, dict) and ours.get("quant_method") == "tpde"
+
+
+def _packed_names(path: Path) -> list[str]:
+    with PackedFile(path) as file:
+        return file.packed_names()
+
+
+def verify_resaved(folder: Path, threads: int, progress: Progress = no_progress) -> list[Problem]:
+    """Check the packed files of a directory without a manifest."""
+    return [
+        problem
+        for path in shards(folder)
+        if _packed_names(path)
+        for problem in verify_file(path, None, threads, progress)
+    ]
+
+
+def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
+    ours = config.pop("quantization_config")
+    return config | ({"quantization_config": ours["source"]} if "source" in ours else {})
+
+
+def _plain_index(index: dict[str, Any], packed: set[str]) -> dict[str, Any]:
+    stored = {name + SUFFIX: name for name in packed}
+    index["weight_map"] = {stored.get(name, name): file for name, file in index["weight_map"].items()}
+    return index
+
+
+def unpack_resaved(
+    source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
+) -> list[Result]:
+    """Write the plain model of a directory without a manifest: its tensors, not its files' bytes."""
+    refuse_nested(source, destination)
+    weights = {path.relative_to(source).as_posix(): _packed_names(path) for path in shards(source)}
+    packed = {name for names in weights.values() for name in names}
+    results = []
+    with new_folder(destination, force) as folder:
+        for name in files_below(source):
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if weights.get(name):
+                result = unpack_file(source / name, target, threads=threads, force=False, progress=progress)
+                results.append(renamed(result, destination / name))
+            elif name == "config.json" or name.endswith(INDEX_SUFFIX):
+                _, value = json_object(source / name)
+                value = _plain_config(value) if name == "config.json" else _plain_index(value, packed)
+                target.write_text(
+                    json.dumps(value, ensure_ascii=False, indent=2) + "\n", "utf-8", newline="\n"
+                )
+            else:
+                shutil.copyfile(source / name, target)
+    return results
