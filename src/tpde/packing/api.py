@@ -234,8 +234,8 @@ def verify(
         if is_resaved(path):
             if other is not None:
                 raise InvalidInput(
-                    f"`{path}` was saved again from packed weights and has no source to be compared with; compare "
-                    "its weight files one by one"
+                    f"`{path}` was saved again from packed weights and has no source to be compared with; "
+                    "compare its weight files one by one"
                 )
             return verify_resaved(path, count, progress)
         return verify_directory(path, other, count, progress)

@@ -1,0 +1,144 @@
+"""Embeddings from a packed encoder, pooled as sentence-transformers would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tpde.errors import InvalidInput
+from tpde.integrations.transformers.memory import explained
+
+BATCH = 32
+
+
+class Recipe(NamedTuple):
+    """How a model's hidden states become one vector.
+
+    Attributes
+    ----------
+    pooling : {"mean", "cls", "max"}
+        Over the tokens that are no padding.
+    normalize : bool
+        To length 1.
+    max_length : int or None
+        Tokens; what is longer is cut off.
+    """
+
+    pooling: str
+    normalize: bool
+    max_length: int | None
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InvalidInput(f"`{path}` is not JSON ({error}); mend it, or fetch it again") from None
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """What `modules.json` says; without it, the mean, as sentence-transformers does.
+
+    Raises
+    ------
+    InvalidInput
+        If it asks for something else than pooling and normalizing.
+    """
+    pooling, normalize = "mean", False
+    for module in _read(folder / "modules.json") or ():
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind == "Pooling":
+            pooling = _pooling(folder / str(module.get("path", "")) / "config.json")
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Transformer":
+            raise InvalidInput(
+                f"`{folder / 'modules.json'}` asks for a `{kind}`, which `--embed` does not have; load the "
+                "model with `tpde.from_pretrained`, and apply it there"
+            )
+    settings = _read(folder / "sentence_bert_config.json") or {}
+    return Recipe(pooling, normalize, settings.get("max_seq_length"))
+
+
+def _pooling(path: Path) -> str:
+    config = _read(path) or {}
+    names = {
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_max_tokens": "max",
+    }
+    asked = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+    modes = [names.get(name, name) for name in asked] or [config.get("pooling_mode", "mean")]
+    if len(modes) != 1 or modes[0] not in names.values():
+        raise InvalidInput(
+            f"`{path}` asks for the pooling {', '.join(map(str, modes))}; `--embed` has one of mean, cls and "
+            "max; load the model with `tpde.from_pretrained`, and pool there"
+        )
+    return str(modes[0])
+
+
+def _pool(hidden: torch.Tensor, mask: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    wide = mask.unsqueeze(-1).expand(hidden.size()).to(hidden.dtype)
+    if recipe.pooling == "cls":
+        pooled = hidden[:, 0]
+    elif recipe.pooling == "max":
+        pooled = hidden.masked_fill(wide == 0, -1e9).amax(1)
+    else:
+        pooled = (hidden * wide).sum(1) / wide.sum(1).clamp(min=1e-9)
+    return torch.nn.functional.normalize(pooled, p=2, dim=1) if recipe.normalize else pooled
+
+
+def embed(model: Any, tokenizer: Any, texts: Sequence[str], recipe: Recipe) -> tuple[torch.Tensor, int]:
+    """Embed texts.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        An encoder.
+    tokenizer : PreTrainedTokenizerBase
+        Its tokenizer.
+    texts : sequence of str
+        In batches of 32.
+    recipe : Recipe
+        How to pool.
+
+    Returns
+    -------
+    embeddings : torch.Tensor
+        Of shape `(len(texts), dimensions)`, on the CPU, in the model's dtype.
+    tokens : int
+        How many there were.
+
+    Raises
+    ------
+    InvalidInput
+        If the model has no hidden states to pool.
+    OutOfMemory
+        If the device has too little free memory.
+    """
+    out, tokens = [], 0
+    limits = [
+        recipe.max_length,
+        getattr(model.config, "max_position_embeddings", None),
+        tokenizer.model_max_length,
+    ]
+    limit = min(it for it in limits if it is not None)
+    for at in range(0, len(texts), BATCH):
+        inputs = tokenizer(
+            list(texts[at : at + BATCH]), padding=True, truncation=True, max_length=limit, return_tensors="pt"
+        ).to(model.device)
+        with torch.inference_mode(), explained(model.device, "embedding"):
+            hidden = getattr(model(**inputs), "last_hidden_state", None)
+            if hidden is None:
+                raise InvalidInput(
+                    f"a {type(model).__name__} gives no hidden states; `--embed` needs an encoder"
+                )
+            out.append(_pool(hidden, inputs["attention_mask"], recipe).cpu())
+        tokens += int(inputs["attention_mask"].sum())
+    return torch.cat(out), tokens

@@ -1,0 +1,68 @@
+"""What a run takes of memory, and what to say when there is not enough."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tpde.errors import OutOfMemory
+from tpde.integrations.reading import free_bytes, gib
+from tpde.nn import packed_modules
+
+
+class Peak:
+    """The most memory that this process takes from now on.
+
+    On a GPU: what it takes of the card beyond what is taken now, counting all that is not free, whoever
+    took it; on the CPU: the process's largest resident set so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.cuda.reset_peak_memory_stats(device)
+            self._free = free_bytes(device)
+
+    def bytes(self) -> int:
+        """The peak so far."""
+        if self._device.type != "cuda":
+            import resource
+
+            # Linux counts KiB, macOS bytes.
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+                1 if sys.platform == "darwin" else 1024
+            )
+        free, _ = torch.cuda.mem_get_info(self._device)
+        back = torch.cuda.max_memory_reserved(self._device) - torch.cuda.memory_reserved(self._device)
+        return int(self._free - free + back)
+
+
+@contextmanager
+def explained(device: torch.device, what: str) -> Iterator[None]:
+    """Turn running out of device memory into an error that says what is free."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        wanted = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
+        raise OutOfMemory(
+            f"{what} needs {wanted or 'more memory'} more on {device}, {gib(free_bytes(device))} are free; "
+            "use a shorter text or fewer tokens, another GPU, or the CPU"
+        ) from None
+
+
+def weight_bytes(model: torch.nn.Module) -> dict[str, int]:
+    """Bytes of a model's packed weights, of the same ones plain, and of those that are stored plain."""
+    blobs: dict[int, tuple[Any, int]] = {}
+    for _, module in packed_modules(model):
+        for slot in module.tpde_slots.values():
+            blobs.update({id(part): (part.blob.numel(), part.nbytes) for part, _ in slot.parts})
+    return {
+        "packed_bytes": sum(packed for packed, _ in blobs.values()),
+        "unpacked_bytes": sum(plain for _, plain in blobs.values()),
+        "plain_bytes": sum(it.numel() * it.element_size() for it in model.parameters()),
+    }

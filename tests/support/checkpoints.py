@@ -1,0 +1,48 @@
+"""Model directories on disk: tiny, plain and packed, with a tokenizer made here so that nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support.models import VOCAB, make, torch
+
+import tpde
+
+
+class Pair(NamedTuple):
+    """A model's plain directory, the packed one, and its class."""
+
+    plain: Path
+    packed: Path
+    kind: Any
+
+
+def byte_tokenizer() -> Any:
+    """Give a tokenizer whose tokens are bytes, in a vocabulary of `VOCAB`."""
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = ["<pad>", "<eos>", *letters]
+    words += [f"<extra_{i}>" for i in range(VOCAB - len(words))]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({w: i for i, w in enumerate(words)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", model_max_length=64
+    )
+
+
+def write(folder: Path, model: Any, **options: Any) -> Pair:
+    """Save a model with a tokenizer, and pack it."""
+    plain, packed = folder / "plain", folder / "packed"
+    model.save_pretrained(plain, **options)
+    byte_tokenizer().save_pretrained(plain)
+    tpde.pack(plain, packed)
+    return Pair(plain, packed, type(model))
+
+
+def checkpoint(folder: Path, name: str, dtype: Any = torch.bfloat16, **options: Any) -> Pair:
+    """Save and pack one of the tiny models."""
+    return write(folder, make(name, dtype), **options)
