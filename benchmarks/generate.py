@@ -65,6 +65,7 @@ def compile_kernels() -> None:
     """Put the kernels that the model needs into the cache on disk: what is timed is a second use."""
     import torch
     from _model import device
+
     from tpde.nn import pack_module
 
     if device() == "cuda":

@@ -18,6 +18,7 @@ from tpde.format.source import BytesSource
 from tpde.frameworks import torch_dtype
 from tpde.packing.writer import default_threads
 
+_VERIFY_BYTES = 16 << 20  # of rows at a time while a matrix is verified
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -322,11 +323,12 @@ class Materializer:
             for packed, offset in self.items:
                 packed.decode_on_host(0, packed.nbytes, target[offset : offset + packed.nbytes])
             return
+        check = not self._verified if check is None else check
+        recording = bool(check or self._others) and capturing(self.device)
         for packed, offset in self._fills:
             b = packed.header.word_bytes
             word = int.from_bytes(packed.header.constant[:b], "little", signed=b > 1)
             out[offset : offset + packed.nbytes].view(_WORDS[b]).fill_(word)
-        recording = capturing(self.device)
         for packed, offset, frames in self._others:
             if recording:
                 raise UnsupportedDevice(
@@ -341,7 +343,6 @@ class Materializer:
             out[offset : offset + host.size].copy_(torch.from_numpy(host))
         if self._work is None:
             return
-        check = not self._verified if check is None else check
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with on_device(self.device):
             self._work.launch(
@@ -380,6 +381,7 @@ class RowReader:
         self._count, self._width = packed.header.spec.shape
         self._row_bytes = packed.nbytes // max(self._count, 1)
         self._rows: Any = None
+        self._verified = False
         if self.device.type == "cuda" and packed.header.codec != CODEC_CONSTANT:
             tables = packed.device_tables()
             if tables is not None:
@@ -418,22 +420,39 @@ class RowReader:
             rows = self._on_host(ids.detach().reshape(-1).cpu().numpy().astype(np.int64))
             return torch.from_numpy(rows).to(self.device).view(self.packed.dtype).view(shape)
         flat = ids.detach().reshape(-1).to(torch.int64).contiguous()
+        if not self._verified and not capturing(self.device):
+            self._verify()
         out = torch.empty(shape, dtype=self.packed.dtype, device=self.device)
-        # Which chunks were verified before is not known, so all are, always: they are few.
+        self._launch(flat, out, check=not self._verified)
+        return out
+
+    def _launch(self, ids: torch.Tensor, out: torch.Tensor, check: bool) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with on_device(self.device):
             self._rows.launch(
                 self._descriptors.data_ptr(),
-                flat.data_ptr(),
-                flat.numel(),
+                ids.data_ptr(),
+                ids.numel(),
                 out.data_ptr(),
                 self._status.data_ptr(),
                 stream,
-                True,
+                check,
             )
-        if not capturing(self.device):
-            raise_damage(self._status, [self.packed])
-        return out
+
+    def _verify(self) -> None:
+        """Compare the checksums of all chunks, and wait for the result: looking up rows then waits no more."""
+        chunk, row = self.packed.header.chunk_words, self._row_bytes // self.packed.header.word_bytes
+        step = chunk // row if row and chunk % row == 0 else 1  # a row of each chunk decodes all of them
+        piece = max(_VERIFY_BYTES // max(self._row_bytes, 1), 1)
+        with torch.inference_mode(False):
+            ids = torch.arange(0, self._count, step, dtype=torch.int64, device=self.device)
+            out = torch.empty(
+                (min(piece, ids.numel()), self._width), dtype=self.packed.dtype, device=self.device
+            )
+            for part in ids.split(piece):
+                self._launch(part, out, check=True)
+        raise_damage(self._status, [self.packed])
+        self._verified = True
 
     def _constant(self, shape: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":

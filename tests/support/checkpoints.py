@@ -1,4 +1,4 @@
-"""Model directories on disk: tiny, plain and packed, with a tokenizer made here so that nothing is downloaded."""
+"""Tiny model directories on disk, plain and packed, with a tokenizer made here: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.models import VOCAB, make, torch
 
 import tpde
+from support.models import VOCAB, make, torch
 
 
 class Pair(NamedTuple):

@@ -203,15 +203,11 @@ def _stream(handle: int) -> Any:
     return Stream.from_handle(handle)
 
 
-@functools.lru_cache(maxsize=4096)
-def _config(grid: int, block: int, shared: int) -> Any:
-    from cuda.core import LaunchConfig
+class Launch:
+    """A kernel with a grid of its own, launched again and again.
 
-    return LaunchConfig(grid=grid, block=block, shmem_size=shared)
-
-
-def launch(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
-    """Launch a kernel.
+    What does not change is made once: a model's forward pass has dozens of launches, each of which the
+    framework's own work waits for.
 
     Parameters
     ----------
@@ -221,11 +217,27 @@ def launch(made: Any, grid: int, block: int, shared: int, stream: int, *argument
         Blocks, and threads of each.
     shared : int
         Bytes of dynamic shared memory.
-    stream : int
-        Handle of the stream, 0 for the legacy default one.
-    *arguments : numpy scalars
-        Never Python integers, which would be taken for pointers: `np.uint64(address)`.
     """
-    from cuda.core import launch as start
 
-    start(_stream(stream), _config(grid, block, shared), made, *arguments)
+    def __init__(self, made: Any, grid: int, block: int, shared: int) -> None:
+        from cuda.core import LaunchConfig, launch
+
+        self._kernel, self._launch = made, launch
+        self._config = LaunchConfig(grid=grid, block=block, shmem_size=shared)
+
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        """Launch.
+
+        Parameters
+        ----------
+        stream : int
+            Handle of the stream, 0 for the legacy default one.
+        *arguments : numpy scalars
+            Never Python integers, which would be taken for pointers: `np.uint64(address)`.
+        """
+        self._launch(_stream(stream), self._config, self._kernel, *arguments)
+
+
+def launch(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
+    """Launch a kernel once; see `Launch`."""
+    Launch(made, grid, block, shared)(stream, *arguments)

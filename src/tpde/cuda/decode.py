@@ -227,6 +227,15 @@ class _Launch(NamedTuple):
     geometry: Geometry
 
 
+class _Ready(NamedTuple):
+    """A launch with the arguments that never change."""
+
+    start: nvrtc.Launch
+    at: int  # of its descriptors, in bytes
+    size: tuple[Any, ...]
+    rooms: tuple[Any, ...]
+
+
 class WorkList:
     """Blobs to decode together: one launch for each kind of kernel they need, one for a usual block.
 
@@ -259,6 +268,7 @@ class WorkList:
             if item.header.chunks:
                 kinds.setdefault(tuple(_defines(item.header, item.tables).items()), []).append((number, item))
         self._launches: list[_Launch] = []
+        self._made: dict[bool, list[_Ready]] = {}
         rows: list[npt.NDArray[np.void]] = []
         for defines, numbered in kinds.items():
             self._launches.append(self._plan(dict(defines), [it for _, it in numbered], len(rows)))
@@ -275,16 +285,29 @@ class WorkList:
         chosen = geometry(need(items), have.shared_bytes, -(-chunks // grid))
         return _Launch({**defines, "WINDOW": chosen.window}, begin, len(items), chunks, grid, chosen)
 
-    def _kernel(self, launch: _Launch, name: str, check: bool) -> Any:
-        threads = 32 * max_warps(launch.defines["WORD"], check)
-        defines = {**launch.defines, "CHECK": int(check), "THREADS": threads}
-        return nvrtc.kernel(SOURCE, name, defines, self._device)
+    def _ready(self, check: bool) -> list[_Ready]:
+        """What `launch` needs, made at its first use."""
+        found = self._made.get(check)
+        if found is None:
+            found = self._made[check] = [self._make(it, check) for it in self._launches]
+        return found
+
+    def _make(self, it: _Launch, check: bool) -> _Ready:
+        threads = 32 * max_warps(it.defines["WORD"], check)
+        defines = {**it.defines, "CHECK": int(check), "THREADS": threads}
+        made = nvrtc.kernel(SOURCE, "decode_items", defines, self._device)
+        block = min(32 * it.geometry.warps, threads)
+        return _Ready(
+            nvrtc.Launch(made, it.grid, block, it.geometry.shared),
+            it.begin * _ITEM.itemsize,
+            (np.uint32(it.items), np.uint64(it.chunks)),
+            (np.uint32(it.geometry.room), np.uint32(it.geometry.table_room), np.uint32(it.geometry.ahead)),
+        )
 
     def prepare(self) -> None:
         """Compile what `launch` needs, before a capture or a measurement."""
-        for launch in self._launches:
-            for check in (False, True):
-                self._kernel(launch, "decode_items", check)
+        for check in (False, True):
+            self._ready(check)
 
     def launch(self, descriptors: int, out: int, status: int, stream: int, check: bool = False) -> None:
         """Decode all items.
@@ -303,22 +326,9 @@ class WorkList:
         check : bool
             Compare checksums. Without, only bytes that cannot be decoded at all are reported.
         """
-        for it in self._launches:
-            nvrtc.launch(
-                self._kernel(it, "decode_items", check),
-                it.grid,
-                32 * min(it.geometry.warps, max_warps(it.defines["WORD"], check)),
-                it.geometry.shared,
-                stream,
-                np.uint64(descriptors + it.begin * _ITEM.itemsize),
-                np.uint32(it.items),
-                np.uint64(it.chunks),
-                np.uint64(out),
-                np.uint64(status),
-                np.uint32(it.geometry.room),
-                np.uint32(it.geometry.table_room),
-                np.uint32(it.geometry.ahead),
-            )
+        output, report = np.uint64(out), np.uint64(status)
+        for start, at, size, rooms in self._ready(check):
+            start(stream, np.uint64(descriptors + at), *size, output, report, *rooms)
 
 
 class Rows:
