@@ -1,0 +1,333 @@
+"""Models built straight from packed files compute the plain models' bits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import Pair, checkpoint, write
+from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, make, outputs, torch
+
+import tpde
+from tpde import nn as packed_nn
+from tpde.errors import Corrupt, InvalidInput, NotPacked, Truncated, UnsupportedDevice, UnsupportedVersion
+from tpde.format.constants import SUFFIX
+from tpde.packing.reader import PackedFile
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+
+def _same(name: str, pair: Pair, batch: int = 2, **options: Any) -> Any:
+    """Compare outputs, state, buffers and classes; gives the packed model."""
+    plain = pair.kind.from_pretrained(pair.plain, **options)
+    packed = tpde.from_pretrained(pair.packed, **options)
+    assert type(packed) is type(plain)
+    with torch.no_grad():
+        assert_same_bits(outputs(name, packed, batch), outputs(name, plain, batch), name)
+    expected, found = plain.state_dict(), packed_nn.plain_state_dict(packed)
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        assert_same_bits(found[key], value, key)
+    buffers = {key: value for key, value in packed.named_buffers() if not key.endswith(SUFFIX)}
+    assert list(buffers) == [key for key, _ in plain.named_buffers()]
+    for key, value in plain.named_buffers():
+        assert_same_bits(buffers[key], value, key)
+    assert not packed.training
+    return packed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits(name: str, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, name)
+    packed = _same(name, pair)
+    assert packed.hf_quantizer.decoded == 0
+    with PackedFile(pair.packed / "model.safetensors") as file:
+        names = {
+            slot.parts[0][0].name
+            for _, it in packed_nn.packed_modules(packed)
+            for slot in it.tpde_slots.values()
+        }
+        assert names <= set(file.packed_names())
+        parts = {
+            part.name
+            for _, it in packed_nn.packed_modules(packed)
+            for slot in it.tpde_slots.values()
+            for part, _ in slot.parts
+        }
+        assert parts == set(file.packed_names())  # every one, and nothing was decoded
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_generation(name: str, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, name)
+    took = inputs(name, 2, 5)["input_ids"]
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = pair.kind.from_pretrained(pair.plain).generate(took, **options)
+    assert torch.equal(tpde.from_pretrained(pair.packed).generate(took, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "t5"])
+def test_sharded(name: str, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, name, max_shard_size="120KB")
+    assert len(list(pair.packed.glob("*.safetensors"))) > 1
+    _same(name, pair)
+
+
+def test_experts_are_many_parts_of_one_weight(tmp_path: Path) -> None:
+    packed = tpde.from_pretrained(checkpoint(tmp_path, "mixtral").packed)
+    slots = packed.model.layers[0].mlp.experts.tpde_slots
+    names = [part.name.rpartition("experts.")[2] for part, _ in slots["gate_up_proj"].parts]
+    assert names == [f"{i}.{w}.weight" for i in range(4) for w in ("w1", "w3")]
+    assert len(slots["down_proj"].parts) == 4
+
+
+def test_tied_weights_are_there_once(tmp_path: Path) -> None:
+    packed = tpde.from_pretrained(checkpoint(tmp_path, "t5").packed)
+    modules = [packed.shared, packed.encoder.embed_tokens, packed.decoder.embed_tokens, packed.lm_head]
+    assert len({module.tpde_slots["weight"].parts[0][0] for module in modules}) == 1
+    packed.tie_weights()  # as some code does again later
+    assert len({module.tpde_slots["weight"].parts[0][0] for module in modules}) == 1
+
+
+def test_tied_by_the_model_but_not_by_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make("qwen2")
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.02)
+    model.config.tie_word_embeddings = False
+    pair = write(tmp_path, model)
+    for folder in (pair.plain, pair.packed):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with caplog.at_level(logging.WARNING, "tpde"):
+        _same("qwen2", pair)
+    assert "are not tied" in caplog.text
+
+
+def test_the_same_weight_twice_in_the_files_is_tied(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    pair = checkpoint(tmp_path, "qwen2")
+    state = load_file(pair.plain / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, pair.plain / "model.safetensors", {"format": "pt"})
+    tpde.pack(pair.plain, pair.packed, force=True)
+    packed = _same("qwen2", pair)
+    blobs = {
+        module.tpde_slots["weight"].parts[0][0] for module in (packed.lm_head, packed.model.embed_tokens)
+    }
+    assert len(blobs) == 1
+
+
+def test_a_head_that_the_files_lack_is_initialised(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "bert")
+    kind = transformers.BertForSequenceClassification
+    torch.manual_seed(1)
+    plain = kind.from_pretrained(pair.plain)
+    torch.manual_seed(1)
+    packed = tpde.from_pretrained(pair.packed, model_class=kind)
+    with torch.no_grad():
+        assert_same_bits(packed(**inputs("bert", 2, 7)).logits, plain(**inputs("bert", 2, 7)).logits)
+
+
+def test_a_base_model_from_a_larger_one(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama")
+    plain = transformers.AutoModel.from_pretrained(pair.plain)
+    packed = tpde.from_pretrained(pair.packed, model_class=transformers.AutoModel)
+    with torch.no_grad():
+        took = inputs("llama", 2, 7)
+        assert_same_bits(packed(**took).last_hidden_state, plain(**took).last_hidden_state)
+
+
+def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "gpt2", torch.float16)
+    for folder in (pair.plain, pair.packed):
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("dtype")
+        (folder / "config.json").write_text(json.dumps(config))
+    packed = _same("gpt2", pair)
+    assert packed.dtype is torch.float16
+    assert packed.hf_quantizer.decoded == 0
+
+
+def test_another_dtype_decodes_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pair = checkpoint(tmp_path, "mixtral")
+    with caplog.at_level(logging.WARNING, "tpde"):
+        packed = _same("mixtral", pair, dtype=torch.float32)
+    assert not list(packed_nn.packed_modules(packed))
+    assert "is stored as torch.bfloat16 and loaded as torch.float32" in caplog.text
+    with PackedFile(pair.packed / "model.safetensors") as file:
+        count = len(file.packed_names())
+    assert packed.hf_quantizer.decoded == count
+    assert f"{count} of {count} packed tensors were decoded" in caplog.text
+
+
+def test_a_conversion_that_moves_bytes_decodes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint whose query, key and value are one tensor, which a conversion splits."""
+    core = pytest.importorskip("transformers.core_model_loading")
+    mapping = pytest.importorskip("transformers.conversion_mapping")
+    from safetensors.torch import load_file, save_file
+
+    model = make("llama")
+    model.config.num_key_value_heads = 4
+    model = transformers.LlamaForCausalLM(model.config).to(torch.bfloat16).eval()
+    pair = write(tmp_path, model)
+    state = load_file(pair.plain / "model.safetensors")
+    for i in range(3):
+        prefix = f"model.layers.{i}.self_attn."
+        parts = [state.pop(f"{prefix}{n}_proj.weight") for n in "qkv"]
+        state[prefix + "qkv.weight"] = torch.cat(parts)
+    save_file(state, pair.plain / "model.safetensors", {"format": "pt"})
+    tpde.pack(pair.plain, pair.packed, force=True)
+    split = core.WeightConverter(
+        "self_attn.qkv.weight",
+        ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+        operations=[core.Chunk(dim=0)],
+    )
+    before = mapping.get_checkpoint_conversion_mapping("llama")
+    mapping.register_checkpoint_conversion_mapping("llama", [split], overwrite=True)
+    try:
+        with caplog.at_level(logging.WARNING, "tpde"):
+            packed = _same("llama", pair)
+        packed.save_pretrained(tmp_path / "again")
+        _same("llama", Pair(pair.plain, tmp_path / "again", pair.kind))
+    finally:
+        mapping.register_checkpoint_conversion_mapping("llama", before or [], overwrite=True)
+    assert packed.hf_quantizer.decoded == 3
+    assert "needs the plain weight" in caplog.text
+
+
+def test_a_module_that_cannot_be_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.table = torch.nn.Parameter(torch.empty(256, 64))
+            self.post_init()
+
+        def _init_weights(self, module: Any) -> None:
+            super()._init_weights(module)
+
+    torch.manual_seed(0)
+    model = Odd(make("llama").config).to(torch.bfloat16)
+    model.table.data.normal_(std=0.02)
+    pair = write(tmp_path, model)
+    with caplog.at_level(logging.WARNING, "tpde"):
+        packed = tpde.from_pretrained(pair.packed, model_class=Odd)
+    assert "`table` belongs to a Odd, which cannot hold packed weights" in caplog.text
+    assert packed.hf_quantizer.decoded == 1
+    assert_same_bits(packed.table, model.table)
+
+
+def test_zstd_blobs(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama")
+    tpde.pack(pair.plain, pair.packed, codec="zstd", force=True)
+    _same("llama", pair)
+
+
+def test_a_plain_directory(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama")
+    with pytest.raises(NotPacked, match="tpde pack"):
+        tpde.from_pretrained(pair.plain)
+    with pytest.raises(InvalidInput, match="does not exist"):
+        tpde.from_pretrained(tmp_path / "nowhere" / "at all")
+    with pytest.raises(InvalidInput, match="is a file"):
+        tpde.from_pretrained(pair.packed / "model.safetensors")
+    (pair.packed / "config.json").unlink()
+    with pytest.raises(InvalidInput, match=r"no `config\.json`"):
+        tpde.from_pretrained(pair.packed)
+
+
+def test_a_config_that_lies(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama")
+    (pair.packed / "model.safetensors").write_bytes((pair.plain / "model.safetensors").read_bytes())
+    with pytest.raises(NotPacked, match="no tensor"):
+        tpde.from_pretrained(pair.packed)
+    config = json.loads((pair.packed / "config.json").read_text())
+    config["quantization_config"]["version"] = 9
+    (pair.packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedVersion, match="version 9"):
+        tpde.from_pretrained(pair.packed)
+    config["quantization_config"] = {"quant_method": "tpde", "version": 1, "source": {"quant_method": "fp8"}}
+    (pair.packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidInput, match="quantized with `fp8`"):
+        tpde.from_pretrained(pair.packed)
+    config["quantization_config"].pop("source")
+    (pair.packed / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchModel"]}))
+    with pytest.raises(InvalidInput, match="model_class"):
+        tpde.from_pretrained(pair.packed)
+
+
+def test_another_shape(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama")
+    config = json.loads((pair.packed / "config.json").read_text())
+    (pair.packed / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 1}))
+    with pytest.raises(InvalidInput, match=rf"shape \[{VOCAB}, 64\].*needs \[{VOCAB + 1}, 64\]"):
+        tpde.from_pretrained(pair.packed)
+
+
+def _blob(path: Path, name: str) -> tuple[int, int, int]:
+    """Where a blob lies in a file: its start, its first chunk, its end."""
+    with PackedFile(path) as file:
+        entry = file.container.entries[name + SUFFIX]
+        header = file.tensor(name).blob.header
+        start = file.container.data_start + entry.begin
+        return start, start + header.chunks_at, start + header.blob_bytes
+
+
+@pytest.mark.parametrize("where", ["header", "tables", "chunks"])
+def test_damage(where: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, "llama").packed / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.weight"
+    start, chunks, end = _blob(path, name)
+    at = {"header": start + 70, "tables": chunks - 40, "chunks": (chunks + end) // 2}[where]
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+    if where != "chunks":  # noticed while loading
+        with pytest.raises(Corrupt, match=r"layers\.1\.mlp\.up_proj"):
+            tpde.from_pretrained(path.parent)
+        return
+    packed = tpde.from_pretrained(path.parent)
+    with torch.no_grad(), pytest.raises(Corrupt) as caught:
+        packed(**inputs("llama", 1, 4))
+    assert (caught.value.tensor, caught.value.chunk) == (name, 0)
+
+
+def test_a_file_that_ends_early(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, "llama").packed / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(Truncated):
+        tpde.from_pretrained(path.parent)
+
+
+def test_devices(tmp_path: Path) -> None:
+    packed = checkpoint(tmp_path, "llama").packed
+    with pytest.raises(UnsupportedDevice, match="not on `meta`"):
+        tpde.from_pretrained(packed, "meta")
+    with pytest.raises(UnsupportedDevice, match="is no device"):
+        tpde.from_pretrained(packed, "gpu")
+    with pytest.raises(InvalidInput, match="one of them"):
+        tpde.from_pretrained(packed, "cpu", device_map={"": "cpu"})
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedDevice, match="tpde doctor"):
+            tpde.from_pretrained(packed, "cuda")
+
+
+def test_a_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.errors import MissingDependency
+    from tpde.integrations.transformers.require import require_transformers
+
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+    with pytest.raises(MissingDependency, match=r"4\.57\.1 is too old.*pip install --upgrade"):
+        require_transformers()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingDependency, match=r'pip install "tpde\[transformers\]"'):
+        require_transformers()
+
+
+def test_importing_tpde_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys, tpde; dir(tpde); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
