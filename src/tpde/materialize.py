@@ -440,7 +440,7 @@ class RowReader:
             )
 
     def _verify(self) -> None:
-        """Compare the checksums of all chunks, and wait for the result: looking up rows then waits no more."""
+        """Compare the checksums of all chunks and wait for the result: looking up rows then waits no more."""
         chunk, row = self.packed.header.chunk_words, self._row_bytes // self.packed.header.word_bytes
         step = chunk // row if row and chunk % row == 0 else 1  # a row of each chunk decodes all of them
         piece = max(_VERIFY_BYTES // max(self._row_bytes, 1), 1)
@@ -449,8 +449,8 @@ class RowReader:
             out = torch.empty(
                 (min(piece, ids.numel()), self._width), dtype=self.packed.dtype, device=self.device
             )
-            for part in ids.split(piece):
-                self._launch(part, out, check=True)
+            for at in range(0, ids.numel(), piece):
+                self._launch(ids[at : at + piece], out, check=True)
         raise_damage(self._status, [self.packed])
         self._verified = True
 

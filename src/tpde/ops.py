@@ -42,6 +42,9 @@ class Unit(Protocol):
     def decode_into(self, out: Tensor) -> None:
         """Decode everything into a buffer of bytes, on the current stream."""
 
+    def release(self) -> int:
+        """Give the model's workspace up, whose memory the next buffer may then take."""
+
 
 class WeightUnit(Unit, Protocol):
     """One weight."""
@@ -49,8 +52,8 @@ class WeightUnit(Unit, Protocol):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def fresh(self) -> Tensor:
-        """The weight in memory of its own."""
+    def instead(self) -> Tensor:
+        """The weight in memory that takes the place of the workspace."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of it."""
@@ -80,6 +83,7 @@ def _unit(key: str) -> Any:
 def materialize(after: Tensor, key: str) -> Tensor:
     """Decode a unit into a fresh buffer."""
     unit = _unit(key)
+    unit.release()
     flat = torch.empty(unit.capacity, dtype=unit.flat_dtype, device=after.device)
     unit.decode_into(flat.view(torch.uint8))
     return flat
@@ -93,7 +97,7 @@ def _(after: Tensor, key: str) -> Tensor:
 
 def _matrix(key: str, transposed: bool) -> Tensor:
     """The weight as `F.linear` takes it."""
-    weight: Tensor = _unit(key).fresh()
+    weight: Tensor = _unit(key).instead()
     return weight.t() if transposed else weight
 
 

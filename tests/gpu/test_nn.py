@@ -268,9 +268,7 @@ def test_memory(how: str) -> None:
     step(forward)
     base = torch.cuda.memory_allocated() - packed
     peak = _peak(lambda: step(forward))
-    # The workspace, and for compiled code and the backward pass a block beside it.
-    blocks = 1 if how in ("eager", "graph") else 2
-    allowed = packed + blocks * block + other + plain * 3 // 100 + (8 << 20)
+    allowed = packed + block + other + plain * 3 // 100 + (8 << 20)
     assert peak <= allowed, (
         f"peak {peak >> 20} MiB, allowed {allowed >> 20} (plain {plain >> 20}, packed {packed >> 20}, block "
         f"{block >> 20}, activations {other >> 20}, held besides the packed weights {base >> 20})"
@@ -294,10 +292,11 @@ def test_damage() -> None:
     blob[at] ^= 0x20
     with torch.no_grad():
         assert torch.isfinite(model(**took).logits).all()
-    table = model.model.embed_tokens.weight_tpde
-    table[-3000:-2000] = 255
+    # An embedding is verified at its first look-up, wherever the rows are.
+    other = pack_module(make("llama", device="cuda"), min_bytes=0)
+    other.model.embed_tokens.weight_tpde[-3000:-2000] = 255
     with torch.no_grad(), pytest.raises(Corrupt, match=r"model.embed_tokens.weight"):
-        model(input_ids=torch.arange(VOCAB, device="cuda")[None])
+        other(input_ids=torch.zeros(1, 1, dtype=torch.long, device="cuda"))
 
 
 def test_ids_elsewhere_are_refused() -> None:

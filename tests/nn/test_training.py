@@ -156,15 +156,16 @@ def test_no_graph_keeps_a_plain_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     from tpde.nn.slot import Slot
 
     alive: list[weakref.ref[Any]] = []
-    fresh: Callable[[Slot], Any] = Slot.fresh
+    instead: Callable[[Slot], Any] = Slot.instead
 
     def watched(slot: Slot) -> Any:
         assert sum(ref() is not None for ref in alive) <= 1, "two plain weights at once"
-        weight = fresh(slot)
+        weight = instead(slot)
+        assert space.buffer is None, "the workspace beside a plain weight"
         alive.append(weakref.ref(weight.untyped_storage()))
         return weight
 
-    monkeypatch.setattr(Slot, "fresh", watched)
+    monkeypatch.setattr(Slot, "instead", watched)
     model = _adapted(pack_module(make("llama", torch.float32).requires_grad_(False), min_bytes=0))
     saved: list[int] = []
     space = model.model.layers[0].mlp.up_proj.tpde_group().workspace

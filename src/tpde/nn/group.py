@@ -47,23 +47,69 @@ class Workspace:
         self.some: set[Slot] = set()
         self.scopes: list[Any] = []
         self._stream: torch.cuda.Stream | None = None
+        self._several = False  # streams
+        self._recorded = False  # by a CUDA graph, which will write here again
+        self._size = ALIGN
+        self._viewed: set[Slot] = set()
 
     def reserve(self, nbytes: int) -> None:
         """Make the buffer at least so large. Views of it become invalid if it was smaller."""
-        if self.buffer is None or self.buffer.numel() < nbytes:
-            self.buffer = None  # two of them need not fit
+        self._size = max(nbytes, self._size)
+        if self.buffer is None or self.buffer.numel() < self._size:
+            self._drop()  # two of them need not fit
             with torch.inference_mode(False):
-                self.buffer = torch.empty(max(nbytes, ALIGN), dtype=torch.uint8, device=self.device)
+                self.buffer = torch.empty(self._size, dtype=torch.uint8, device=self.device)
             self.start = self.buffer.data_ptr()
             self.end = self.start + self.buffer.numel()
 
+    def _drop(self) -> None:
+        for slot in self._viewed:
+            slot.view = slot.view_of = None
+        self._viewed.clear()
+        if self.buffer is not None and self._several and self._stream is not None:
+            self.buffer.record_stream(self._stream)
+        self.buffer = self.filled = None
+        self.start = self.end = 0
+
+    def release(self) -> int:
+        """Give the buffer up for one that compiled code or the backward pass needs for a moment.
+
+        Returns
+        -------
+        int
+            How large to make that one, so that the allocator gives it the same memory; 0 if the buffer stays:
+            a scope is open, or a CUDA graph writes to it.
+        """
+        if self._recorded or not self.lock.acquire(blocking=False):
+            return 0
+        try:
+            if self.scopes or capturing(self.device):
+                return 0
+            self._drop()
+            return self._size
+        finally:
+            self.lock.release()
+
+    def views(self, slot: Slot) -> Tensor:
+        """A weight in the buffer."""
+        if slot.view is None or slot.view_of is not self.buffer:
+            assert self.buffer is not None
+            with torch.inference_mode(False):
+                slot.view, slot.view_of = slot.in_buffer(self.buffer), self.buffer
+            self._viewed.add(slot)
+        return slot.view
+
     def order(self) -> None:
         """Make the current stream wait for the last one that used the buffer, if that was another."""
-        if self.device.type != "cuda" or capturing(self.device):
+        if self.device.type != "cuda":
+            return
+        if capturing(self.device):
+            self._recorded = True
             return
         stream = torch.cuda.current_stream(self.device)
         if stream != self._stream:
             if self._stream is not None:
+                self._several = True
                 stream.wait_stream(self._stream)
             self._stream = stream
 
@@ -175,34 +221,37 @@ class Group:
         assert self._materializer is not None
         self._materializer(out)
 
+    def _buffer(self) -> Tensor:
+        """The workspace's memory, taken again if it was given up."""
+        space = self.workspace
+        if space.buffer is None:
+            space.reserve(0)
+        assert space.buffer is not None
+        return space.buffer
+
     def fill(self) -> None:
         """Decode all weights into the workspace, which the caller has locked for this group."""
-        space = self.workspace
-        assert space.buffer is not None
+        space, buffer = self.workspace, self._buffer()
         space.filled = None
         space.some.clear()
         space.order()
-        self.decode_into(space.buffer)
+        self.decode_into(buffer)
         for slot in self.slots:
-            self._view(slot, space.buffer)
+            space.views(slot)
         space.filled = self
-
-    @staticmethod
-    def _view(slot: Slot, buffer: Tensor) -> Tensor:
-        if slot.view is None or slot.view_of is not buffer:
-            with torch.inference_mode(False):
-                slot.view, slot.view_of = slot.in_buffer(buffer), buffer
-        return slot.view
 
     def view(self, slot: Slot) -> Tensor:
         """A weight in the workspace, which the caller has locked for this group; decoded if need be."""
-        space = self.workspace
-        assert space.buffer is not None
+        space, buffer = self.workspace, self._buffer()
         if space.filled is not self and slot not in space.some:
             space.order()
-            slot.decode_into(space.buffer[slot.offset : slot.offset + align(slot.nbytes, ALIGN)])
+            slot.decode_into(buffer[slot.offset : slot.offset + align(slot.nbytes, ALIGN)])
             space.some.add(slot)
-        return self._view(slot, space.buffer)
+        return space.views(slot)
+
+    def release(self) -> int:
+        """Give the workspace up for a moment: see `Workspace.release`."""
+        return 0 if self._workspace is None else self._workspace.release()
 
     def live(self) -> bool:
         """Whether this thread's scope has all of the group's weights at hand, as the slots' `view`.

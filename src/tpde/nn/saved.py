@@ -61,7 +61,7 @@ class Saver:
         """The tensor again."""
         if isinstance(saved, _Again):
             with torch.no_grad():
-                flat = saved.slot.fresh().view(-1).view(saved.dtype)
+                flat = saved.slot.instead().view(-1).view(saved.dtype)
                 return flat.as_strided(saved.shape, saved.stride, saved.offset)
         if isinstance(saved, _Passed):
             return saved.back(saved.value)

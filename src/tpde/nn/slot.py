@@ -141,6 +141,18 @@ class Slot:
         self.decode_into(flat)
         return flat[: self.nbytes].view(self.dtype).view(self.shape)
 
+    def release(self) -> int:
+        """Give the model's workspace up for a moment: see `Workspace.release`."""
+        return 0 if self.group is None else self.group.release()
+
+    def instead(self) -> Tensor:
+        """The weight in memory of its own, which takes the place of the workspace: for a moment."""
+        flat = torch.empty(
+            max(align(self.nbytes, ALIGN), self.release()), dtype=torch.uint8, device=self.device
+        )
+        self.decode_into(flat)
+        return flat[: self.nbytes].view(self.dtype).view(self.shape)
+
     def prepare_rows(self) -> None:
         """Put on the device what `rows` needs."""
         if self._rows is None:
