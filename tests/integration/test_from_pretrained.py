@@ -18,6 +18,7 @@ from tpde import nn as packed_nn
 from tpde.errors import Corrupt, InvalidInput, NotPacked, Truncated, UnsupportedDevice, UnsupportedVersion
 from tpde.format.constants import SUFFIX
 from tpde.packing.reader import PackedFile
+from tpde.packing.writer import PackedWriter
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
@@ -102,7 +103,7 @@ def test_tied_by_the_model_but_not_by_the_files(tmp_path: Path, caplog: pytest.L
     for folder in (pair.plain, pair.packed):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    with caplog.at_level(logging.WARNING, "tpde"):
+    with caplog.at_level(logging.INFO, "tpde"):
         _same("qwen2", pair)
     assert "are not tied" in caplog.text
 
@@ -155,14 +156,14 @@ def test_dtype_of_a_config_that_names_none(tmp_path: Path) -> None:
 
 def test_another_dtype_decodes_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pair = checkpoint(tmp_path, "mixtral")
-    with caplog.at_level(logging.WARNING, "tpde"):
+    with caplog.at_level(logging.INFO, "tpde"):
         packed = _same("mixtral", pair, dtype=torch.float32)
     assert not list(packed_nn.packed_modules(packed))
     assert "is stored as torch.bfloat16 and loaded as torch.float32" in caplog.text
     with PackedFile(pair.packed / "model.safetensors") as file:
         count = len(file.packed_names())
     assert packed.hf_quantizer.decoded == count
-    assert f"{count} of {count} packed tensors were decoded" in caplog.text
+    assert f"{count} of {count} packed tensors" in caplog.text
 
 
 def test_a_conversion_that_moves_bytes_decodes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +191,7 @@ def test_a_conversion_that_moves_bytes_decodes(tmp_path: Path, caplog: pytest.Lo
     before = mapping.get_checkpoint_conversion_mapping("llama")
     mapping.register_checkpoint_conversion_mapping("llama", [split], overwrite=True)
     try:
-        with caplog.at_level(logging.WARNING, "tpde"):
+        with caplog.at_level(logging.INFO, "tpde"):
             packed = _same("llama", pair)
         packed.save_pretrained(tmp_path / "again")
         _same("llama", Pair(pair.plain, tmp_path / "again", pair.kind))
@@ -214,9 +215,10 @@ def test_a_module_that_cannot_be_packed(tmp_path: Path, caplog: pytest.LogCaptur
     model = Odd(make("llama").config).to(torch.bfloat16)
     model.table.data.normal_(std=0.02)
     pair = write(tmp_path, model)
-    with caplog.at_level(logging.WARNING, "tpde"):
+    with caplog.at_level(logging.INFO, "tpde"):
         packed = tpde.from_pretrained(pair.packed, model_class=Odd)
-    assert "`table` belongs to a Odd, which cannot hold packed weights" in caplog.text
+    assert "1 of 24 packed tensors (32768 bytes)" in caplog.text
+    assert "belongs to a Odd, which cannot hold packed weights: `table`" in caplog.text
     assert packed.hf_quantizer.decoded == 1
     assert_same_bits(packed.table, model.table)
 
@@ -331,3 +333,28 @@ def test_a_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_importing_tpde_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, tpde; dir(tpde); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_experts_some_of_which_are_plain(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fused weight of which one part did not shrink is decoded, the other fused weights are not."""
+    plain = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    may_pack = PackedWriter.may_pack
+    monkeypatch.setattr(PackedWriter, "may_pack", lambda self, name: name != plain and may_pack(self, name))
+    pair = checkpoint(tmp_path, "mixtral")
+    monkeypatch.undo()
+    with PackedFile(pair.packed / "model.safetensors") as file:
+        assert plain not in file.packed_names()
+        count = len(file.packed_names())
+    with caplog.at_level(logging.INFO, "tpde"):
+        packed = _same("mixtral", pair)
+    assert packed.hf_quantizer.decoded == 7
+    assert f"7 of {count} packed tensors" in caplog.text
+    _, info = pair.kind.from_pretrained(pair.packed, output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    packed.save_pretrained(tmp_path / "again")
+    _same("mixtral", Pair(pair.plain, tmp_path / "again", pair.kind))

@@ -131,7 +131,7 @@ def _generate(
     if as_json:
         print_json(result)
     else:
-        print()
+        print(flush=True)
     if stats:
         speed = "" if made.tokens_per_second is None else f", then {made.tokens_per_second:.1f} tokens/s"
         say("tokens", f"{made.prompt_tokens} read, {len(made.tokens)} written")

@@ -8,6 +8,7 @@ usual, by their names; right after it they become packed.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,11 +26,15 @@ class Placeholders:
         Being loaded.
     names : iterable of str
         Of its parameters and buffers that transformers shall not load.
+    halves : iterable of str
+        Those for which some of the files' tensors are plain: transformers would call these unexpected.
     done : callable
-        Called with the names right after the tying, when nothing is hidden any more.
+        Called right after the tying, when nothing is hidden any more.
     """
 
-    def __init__(self, model: Any, names: Iterable[str], done: Callable[[], None]) -> None:
+    def __init__(
+        self, model: Any, names: Iterable[str], halves: Iterable[str], done: Callable[[], None]
+    ) -> None:
         self._model, self._names, self._done = model, frozenset(names), done
         for name in self._names:
             path, _, leaf = name.rpartition(".")
@@ -44,8 +49,9 @@ class Placeholders:
         self._hook = register(hide)
         ignored = model._keys_to_ignore_on_load_unexpected
         self._ignored = model.__dict__.get("_keys_to_ignore_on_load_unexpected", False)
-        # Blobs in the files, which transformers would call unexpected.
-        model._keys_to_ignore_on_load_unexpected = set(ignored or ()) | {f"{SUFFIX}$"}
+        # Blobs are unexpected, too.
+        patterns = {f"{SUFFIX}$", *(rf"(^|\.){re.escape(name)}$" for name in halves)}
+        model._keys_to_ignore_on_load_unexpected = set(ignored or ()) | patterns
         tie = model.tie_weights
 
         @functools.wraps(tie)

@@ -19,6 +19,9 @@ from tpde.integrations.transformers.checkpoint import Checkpoint, Stored
 from tpde.integrations.transformers.runs import Run
 from tpde.nn import supports
 
+# Once parameters, now made by the models themselves; transformers passes over them in silence, too.
+_BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+
 
 class Source(NamedTuple):
     """Tensors of the checkpoint that become one or several of the model.
@@ -71,6 +74,14 @@ class Plan(NamedTuple):
     decoded: list[tuple[Source, str]]
     unexpected: list[str]
 
+    def halves(self, checkpoint: Checkpoint) -> list[str]:
+        """First names in the model of what is decoded because only some of it is packed."""
+        return [
+            source.target
+            for source, _ in self.decoded
+            if len(source.stored(checkpoint)) < sum(map(len, source.names.values()))
+        ]
+
 
 def _sources(
     model: Any, checkpoint: Checkpoint, conversions: Sequence[Any]
@@ -98,7 +109,12 @@ def _sources(
         converter = None if pattern is None else by_pattern[pattern]
         found = sources.setdefault(target, Source(target, converter, {}))
         found.names.setdefault(name if pattern is None else pattern, []).append(name)
-    return sources, [name for name in unexpected if name in checkpoint.packed]
+    known = [*(model._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS]
+    return sources, [
+        name
+        for name in unexpected
+        if name in checkpoint.packed and not any(re.search(pattern, name) for pattern in known)
+    ]
 
 
 def expected_dtypes(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:

@@ -18,6 +18,7 @@ from tpde.errors import InvalidInput, NotPacked
 from tpde.integrations.reading import require
 from tpde.integrations.transformers.checkpoint import Checkpoint, Stored
 from tpde.integrations.transformers.config import TpdeConfig
+from tpde.integrations.transformers.decode import load_plain, report_decoded, some
 from tpde.integrations.transformers.devices import device_of, largest_block
 from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.placeholders import Placeholders
@@ -171,18 +172,17 @@ class TpdeHfQuantizer(HfQuantizer):
                     parts.append((packed[device, part.name], at))
                     at += part.nbytes
                 self._parts[name] = parts
-            names = [*plan.runs, *self._decode()]
+            names = [*plan.runs, *self._decode(plan, checkpoint)]
             self._untie()
         finally:
             checkpoint.close()
         if plan.unexpected:
             log.warning(
-                "%d packed tensors have no place in %s and were left out: %s",
-                len(plan.unexpected),
+                "packed tensors that have no place in %s are left out: %s",
                 type(model).__name__,
-                ", ".join(plan.unexpected[:8]) + (" ..." if len(plan.unexpected) > 8 else ""),
+                some(plan.unexpected),
             )
-        self._placeholders = Placeholders(model, names, self._install)
+        self._placeholders = Placeholders(model, names, plan.halves(checkpoint), self._install)
 
     def _require(self, device: torch.device, stored: dict[str, Stored]) -> None:
         assert self._plan is not None
@@ -200,36 +200,14 @@ class TpdeHfQuantizer(HfQuantizer):
         need = sum(it.extent.size for it in stored.values()) + room + plain
         require(need, device, f"{type(self._model).__name__}, packed, with one block plain,")
 
-    def _decode(self) -> list[str]:
+    def _decode(self, plan: Plan, checkpoint: Checkpoint) -> list[str]:
         """Put what cannot stay packed into the model as it would be without packing; returns its names."""
-        assert self._checkpoint is not None
-        assert self._plan is not None
-        model, checkpoint, names = self._model, self._checkpoint, []
-        expected = expected_dtypes(model, self._dtype)
-        for source, reason in self._plan.decoded:
-            device, dtype = device_of(source.target, self._device_map), expected(source.target)
-
-            def take(name: str, device: torch.device = device, dtype: torch.dtype = dtype) -> torch.Tensor:
-                if name not in checkpoint.packed:
-                    return checkpoint.plain_tensor(name, device).to(dtype)
-                return checkpoint.decode(checkpoint.packed[name], device).to(dtype)
-
-            made = source.convert(model, take)
-            stored = source.stored(checkpoint)
-            self.decoded += len(stored)
-            log.warning(
-                "`%s` %s: %d packed %s decoded, and stay%s plain in memory",
-                source.target,
-                reason,
-                len(stored),
-                "tensor is" if len(stored) == 1 else "tensors are",
-                "s" if len(stored) == 1 else "",
-            )
-            for name, tensor in made.items():
-                _set_plain(model, name, tensor)
-                names.append(name)
-        if self.decoded:
-            log.warning("%d of %d packed tensors were decoded", self.decoded, len(checkpoint.packed))
+        expected = expected_dtypes(self._model, self._dtype)
+        names = []
+        for source, _ in plan.decoded:
+            device = device_of(source.target, self._device_map)
+            names += load_plain(self._model, source, checkpoint, device, expected(source.target))
+        self.decoded = report_decoded(plan, checkpoint)
         return names
 
     def _untie(self) -> None:
@@ -293,20 +271,3 @@ class TpdeHfQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether `torch.compile` works: it does."""
         return True
-
-
-def _set_plain(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if leaf in module._buffers:
-        module._buffers[leaf] = tensor
-        return
-    before = module._parameters.get(leaf)
-    if before is None or before.shape != tensor.shape:
-        found = "none" if before is None else list(before.shape)
-        raise InvalidInput(
-            f"`{name}` has shape {list(tensor.shape)} in the packed files, the model needs {found}; load it "
-            "with the configuration that it was packed with"
-        )
-    module._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())

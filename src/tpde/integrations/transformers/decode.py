@@ -1,0 +1,82 @@
+"""Packed tensors that a model must hold plain."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpde.errors import InvalidInput
+from tpde.integrations.transformers.checkpoint import Checkpoint
+from tpde.integrations.transformers.plan import Plan, Source
+
+log = logging.getLogger("tpde")
+
+LOUD_BYTES = 1 << 20  # less than this, such as a few biases, is no loss worth a warning
+
+
+def some(names: Sequence[str]) -> str:
+    """A few names, and how many more there are."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(f"`{name}`" for name in names[:4]) + more
+
+
+def load_plain(
+    model: Any, source: Source, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> list[str]:
+    """Decode tensors, cast and convert them as transformers would, and put them into a model.
+
+    Returns
+    -------
+    list of str
+        Their names in the model.
+    """
+
+    def take(name: str) -> torch.Tensor:
+        if name in checkpoint.packed:
+            return checkpoint.decode(checkpoint.packed[name], device).to(dtype)
+        return checkpoint.plain_tensor(name, device).to(dtype)
+
+    made = source.convert(model, take)
+    for name, tensor in made.items():
+        _set(model, name, tensor)
+    return list(made)
+
+
+def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = tensor
+        return
+    before = module._parameters.get(leaf)
+    if before is None or before.shape != tensor.shape:
+        found = "none" if before is None else list(before.shape)
+        raise InvalidInput(
+            f"`{name}` has shape {list(tensor.shape)} in the packed files, the model needs {found}; load it "
+            "with the configuration that it was packed with"
+        )
+    module._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+
+
+def report_decoded(plan: Plan, checkpoint: Checkpoint) -> int:
+    """Log what is decoded, a line for each reason; returns how many packed tensors that were."""
+    reasons: dict[str, list[str]] = {}
+    for source, reason in plan.decoded:
+        reasons.setdefault(reason, []).extend(source.stored(checkpoint))
+    for reason, names in reasons.items():
+        nbytes = sum(checkpoint.packed[name].nbytes for name in names)
+        log.log(
+            logging.WARNING if nbytes >= LOUD_BYTES else logging.INFO,
+            "%d of %d packed tensors (%d bytes) are decoded and stay plain in memory, because each %s: %s",
+            len(names),
+            len(checkpoint.packed),
+            nbytes,
+            reason,
+            some(names),
+        )
+    return sum(len(names) for names in reasons.values())

@@ -1,0 +1,72 @@
+"""Extents are read whole, whatever their sizes and order, or refused with a reason."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from tpde.errors import OutOfMemory, Truncated  # noqa: E402
+from tpde.format.source import FileSource  # noqa: E402
+from tpde.integrations import reading  # noqa: E402
+from tpde.integrations.reading import Extent, read_extents, require  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> FileSource:
+    """Give a file of random bytes."""
+    path = tmp_path / "bytes"
+    path.write_bytes(random.Random(1).randbytes(300_000))
+    return FileSource(path)
+
+
+def test_extents(source: FileSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
+    data, draw = (tmp_path / "bytes").read_bytes(), random.Random(2)
+    extents = []
+    for _ in range(40):
+        size = draw.choice([0, 1, 4095, 4096, 4097, 50_000])
+        at = draw.randrange(300_000 - size)
+        extents.append(Extent(source, at, size, "x"))
+    for tensor, extent in zip(read_extents(extents, CPU), extents, strict=True):
+        assert tensor.numpy().tobytes() == data[extent.offset : extent.offset + extent.size]
+        assert tensor.untyped_storage().nbytes() == extent.size
+    assert read_extents([], CPU) == []
+
+
+def test_a_file_that_is_too_short(source: FileSource, tmp_path: Path) -> None:
+    with pytest.raises(Truncated, match="`w` ends at 300001"):
+        read_extents([Extent(source, 0, 300_001, "w")], CPU)
+    (tmp_path / "bytes").write_bytes(b"gone")  # it shrinks while it is open
+    with pytest.raises(Truncated, match="needed"):
+        read_extents([Extent(source, 0, 300_000, "w")], CPU)
+
+
+def test_too_little_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    free: Any = {"mem_get_info": (3 << 30, 80 << 30), "memory_reserved": 2 << 30, "memory_allocated": 1 << 30}
+    for name, value in free.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    require(4 << 30, device, "the model")
+    with pytest.raises(OutOfMemory, match=r"the model needs 5\.00 GiB on cuda:0, 4\.00 GiB are free"):
+        require(5 << 30, device, "the model")
+    require(1 << 60, CPU, "the model")  # the system decides
+
+
+def test_running_out_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+    from tpde.integrations.transformers import memory
+
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 1 << 29)
+    text = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."
+    with (
+        pytest.raises(OutOfMemory, match=r"generating needs 2\.50 GiB more on cuda:0, 0\.50 GiB are free"),
+        memory.explained(torch.device("cuda", 0), "generating"),
+    ):
+        raise torch.cuda.OutOfMemoryError(text)
