@@ -25,6 +25,7 @@ _PACKAGES = (
     ("xxhash", "everything", _REINSTALL),
     ("safetensors", "nothing here; it reads packed files too", "pip install safetensors"),
     ("torch", "tpde.torch, packing .bin and .pt files", 'pip install "tpde[torch]"'),
+    ("transformers", "tpde run, tpde.from_pretrained", 'pip install "tpde[transformers]"'),
     ("ml_dtypes", "tpde.numpy with BF16 and FP8", 'pip install "tpde[numpy]"'),
     ("huggingface_hub", "packing models by their hub id", 'pip install "tpde[hub]"'),
     ("matplotlib", "tpde inspect --plot", 'pip install "tpde[plot]"'),
