@@ -15,7 +15,7 @@ $(VENV)/.extra-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q ".[$*]"
 	@touch $@
 
-sources := $(shell find src csrc -name '*.py' -o -name '*.c' -o -name '*.h') CMakeLists.txt pyproject.toml
+sources := $(shell find src csrc -name '*.py' -o -name '*.c' -o -name '*.h' -o -name '*.cu') CMakeLists.txt pyproject.toml
 $(VENV)/.package: $(sources) | $(BIN)/python
 	$(BIN)/python -m pip install -q --no-deps --force-reinstall .
 	@touch $@
