@@ -28,6 +28,7 @@ LEAST_WARPS = 4  # with fewer, streams stay in global memory
 LARGE_CHUNK = 16 << 10  # bytes; with more, 16 warps were 3 % faster than 24: memory has fewer rows open
 _ROW_WARPS = 8
 ALIGNMENT = 16  # of blobs, tables and descriptors
+_WRAP = 1 << 64  # addresses before what is there may be negative, and add up modulo this
 
 # What a lane may read beyond its bits: every symbol an escape, of 20 bits for one or 28 for a pair
 # (format.md 3), so at most 20 bits a symbol, and the two words read ahead.
@@ -35,13 +36,12 @@ _SLACK_BITS = 20
 
 _ITEM = np.dtype(
     [
-        *((name, "<u8") for name in ("blob", "tables", "out", "words", "segment_words")),
-        *((name, "<u8") for name in ("blob_bytes", "chunks", "index_at", "first")),
+        *((name, "<u8") for name in ("blob", "index", "tables", "out", "words", "segment_words")),
+        *((name, "<u8") for name in ("chunks", "low", "high", "first", "begin", "count")),
         *((name, "<u4") for name in ("chunk_words", "segment_chunks", "unit_log2")),
         *((name, "<u4") for name in ("table_bits", "tables_bytes", "number")),
         ("first_table", "u1", 8),
         ("table_count", "u1", 8),
-        ("reserved", "<u8", 2),
     ]
 )
 
@@ -54,14 +54,30 @@ class Tables(NamedTuple):
     pairs: int  # planes, one bit each, whose tables hold pairs
 
 
+class Chunks(NamedTuple):
+    """Chunks of a blob that follow each other, and the bytes of the blob that they are in."""
+
+    first: int
+    count: int
+    low: int
+    high: int
+
+
 class Item(NamedTuple):
-    """A blob on a device, and where its words go."""
+    """A blob on a device, or some chunks of one, and where its words go."""
 
     header: BlobHeader
     tables: Tables
-    blob: int  # address, a multiple of 16
+    blob: int  # address from the launch's base, a multiple of 16; it may lie before what is there
     tables_at: int  # address of the image, a multiple of 16
-    out: int  # byte offset in the launch's output
+    out: int  # byte offset of the blob's first word in the launch's output
+    index: int | None = None  # address of the index map, by default in the blob
+    chunks: Chunks | None = None  # by default all
+
+    @property
+    def count(self) -> int:
+        """Number of chunks to decode."""
+        return self.header.chunks if self.chunks is None else self.chunks.count
 
 
 def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
@@ -265,7 +281,7 @@ class WorkList:
                 raise ValueError(
                     f"item {number}: blob and tables must start at multiples of {ALIGNMENT} bytes"
                 )
-            if item.header.chunks:
+            if item.count:
                 kinds.setdefault(tuple(_defines(item.header, item.tables).items()), []).append((number, item))
         self._launches: list[_Launch] = []
         self._made: dict[bool, list[_Ready]] = {}
@@ -275,12 +291,12 @@ class WorkList:
             first = 0
             for number, item in numbered:
                 rows.append(_descriptor(item, number, first))
-                first += item.header.chunks
+                first += item.count
         self.descriptors: Bytes = np.concatenate(rows).view(np.uint8) if rows else np.zeros(0, np.uint8)
 
     def _plan(self, defines: dict[str, int], items: Sequence[Item], begin: int) -> _Launch:
         have = facts(self._device)
-        chunks = sum(it.header.chunks for it in items)
+        chunks = sum(it.count for it in items)
         grid = min(have.multiprocessors, chunks)
         chosen = geometry(need(items), have.shared_bytes, -(-chunks // grid))
         return _Launch({**defines, "WINDOW": chosen.window}, begin, len(items), chunks, grid, chosen)
@@ -309,7 +325,9 @@ class WorkList:
         for check in (False, True):
             self._ready(check)
 
-    def launch(self, descriptors: int, out: int, status: int, stream: int, check: bool = False) -> None:
+    def launch(
+        self, descriptors: int, out: int, status: int, stream: int, check: bool = False, base: int = 0
+    ) -> None:
         """Decode all items.
 
         Parameters
@@ -325,10 +343,12 @@ class WorkList:
             The stream's handle.
         check : bool
             Compare checksums. Without, only bytes that cannot be decoded at all are reported.
+        base : int
+            What the items' blob addresses are counted from.
         """
-        output, report = np.uint64(out), np.uint64(status)
+        start_at, output, report = np.uint64(base), np.uint64(out), np.uint64(status)
         for start, at, size, rooms in self._ready(check):
-            start(stream, np.uint64(descriptors + at), *size, output, report, *rooms)
+            start(stream, np.uint64(descriptors + at), *size, start_at, output, report, *rooms)
 
 
 class Rows:
@@ -410,14 +430,13 @@ class Rows:
 
 def _descriptor(item: Item, number: int, first: int) -> npt.NDArray[np.void]:
     header = item.header
+    part = item.chunks or Chunks(0, header.chunks, 0, header.blob_bytes)
     row = np.zeros(1, _ITEM)
-    row["blob"], row["tables"], row["out"] = item.blob, item.tables_at, item.out
-    row["words"], row["segment_words"], row["blob_bytes"] = (
-        header.words,
-        header.segment_words,
-        header.blob_bytes,
-    )
-    row["chunks"], row["index_at"], row["first"] = header.chunks, header.index_at, first
+    row["blob"], row["out"] = item.blob % _WRAP, item.out % _WRAP
+    row["index"] = item.blob + header.index_at if item.index is None else item.index
+    row["tables"], row["words"], row["segment_words"] = item.tables_at, header.words, header.segment_words
+    row["chunks"], row["low"], row["high"] = header.chunks, part.low, part.high
+    row["first"], row["begin"], row["count"] = first, part.first, part.count
     row["chunk_words"], row["unit_log2"], row["number"] = header.chunk_words, header.unit_log2, number
     row["segment_chunks"] = -(-header.segment_words // header.chunk_words)
     row["table_bits"], row["tables_bytes"] = item.tables.bits, item.tables.image.size

@@ -26,12 +26,13 @@ typedef unsigned long long u64;
 
 // One blob; src/tpde/cuda/decode.py writes these.
 struct Item {
-  u64 blob, tables, out;    // addresses of the blob and of its expanded tables; offset in the output
-  u64 words, segment_words, blob_bytes, chunks, index_at;
-  u64 first;                // number of its first chunk in this launch
+  u64 blob, index, tables;  // addresses: of the blob, from the launch's base; of its index map and expanded tables
+  u64 out;                  // offset of its first word in the output
+  u64 words, segment_words, chunks;
+  u64 low, high;            // which of the blob's bytes are there
+  u64 first, begin, count;  // chunk `begin` of the blob is chunk `first` of this launch; `count` follow each other
   u32 chunk_words, segment_chunks, unit_log2, table_bits, tables_bytes, number;
   u8 first_table[8], table_count[8];
-  u64 reserved[2];
 };
 
 struct Record { u32 offset, sum, modes, next; };
@@ -47,7 +48,7 @@ __device__ __forceinline__ void report(u32* status, u32 number, u64 chunk) {
 
 // Where a record lies is known from the header alone; what it says is not to be trusted.
 __device__ __forceinline__ Record load_record(const Item& t, u64 chunk) {
-  const u32* p = (const u32*)(t.blob + t.index_at) + 3 * chunk;
+  const u32* p = (const u32*)t.index + 3 * chunk;
   Record r = {__ldg(p), __ldg(p + 1), __ldg(p + 2), 0};
   r.next = chunk + 1 < t.chunks ? __ldg(p + 3) : 0;
   return r;
@@ -60,8 +61,8 @@ __device__ __forceinline__ Chunk open_chunk(const Item& t, u64 chunk, const Reco
   c.word = start + (chunk - segment * t.segment_chunks) * t.chunk_words;
   c.n = (u32)min((u64)t.chunk_words, stop - c.word);
   c.begin = (u64)r.offset << t.unit_log2;
-  u64 end = chunk + 1 < t.chunks ? (u64)r.next << t.unit_log2 : t.blob_bytes;
-  c.valid = c.begin <= end && end <= t.blob_bytes && end - c.begin <= 1u << 20;
+  u64 end = chunk + 1 < t.chunks ? (u64)r.next << t.unit_log2 : t.high;
+  c.valid = t.low <= c.begin && c.begin <= end && end <= t.high && end - c.begin <= 1u << 20;
   c.size = (u32)(end - c.begin);
   c.sum = r.sum;
   c.modes = r.modes;
@@ -301,8 +302,9 @@ __device__ __forceinline__ void wait_staged() {
   __syncwarp();
 }
 
-__device__ __forceinline__ void load_item(const Item* from, Item* to) {
-  if (threadIdx.x < sizeof(Item) / 4) ((u32*)to)[threadIdx.x] = __ldg((const u32*)from + threadIdx.x);
+__device__ __forceinline__ void load_item(const Item* from, Item* to, u64 base) {
+  u32 i = threadIdx.x;
+  if (i < sizeof(Item) / 8) ((u64*)to)[i] = __ldg((const u64*)from + i) + (i == 0 ? base : 0);  // `blob` comes first
 }
 
 __device__ __forceinline__ void load_tables(const Item& t, u32* to, u32 room) {
@@ -474,8 +476,8 @@ __device__ __forceinline__ bool decode(const Item& t, const Chunk& c, const u32*
 // All chunks of `items`. Shared memory: tables, and for each warp one or two buffers (`ahead`) of `room` bytes for
 // the coded planes of a chunk.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 out, u32* status, u32 room, u32 table_room,
-             u32 ahead) {
+decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 base, u64 out, u32* status, u32 room,
+             u32 table_room, u32 ahead) {
   extern __shared__ __align__(16) u32 shared[];
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   u32* tables = shared;
@@ -491,9 +493,9 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 out, u32*
   // In shared memory: in registers its fields would not leave enough for the loop.
   __shared__ Item t;
   for (; at < stop; number++) {
-    load_item(items + number, &t);
+    load_item(items + number, &t, base);
     __syncthreads();
-    u64 next = min(t.first + t.chunks, stop), end = next - t.first, k = at - t.first + warp;
+    u64 next = min(t.first + t.count, stop), end = next - t.first + t.begin, k = at - t.first + t.begin + warp;
     Record now = {0, 0, 0, 0};
     u32 side = 0;
     load_tables(t, tables, table_room);
@@ -531,7 +533,7 @@ decode_rows(const Item* __restrict__ items, u64 rows, u64 row_words, const long 
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   u32* buffer = shared + table_room / 4 + warp * (room / 4);
   __shared__ Item t;
-  load_item(items, &t);
+  load_item(items, &t, 0);
   __syncthreads();
   load_tables(t, shared, table_room);
   wait_staged<0>();
