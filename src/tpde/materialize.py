@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,16 @@ from tpde.packing.writer import default_threads
 
 _VERIFY_BYTES = 16 << 20  # of rows at a time while a matrix is verified
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Streams(Protocol):
+    """What decodes tensors whose chunks are elsewhere than on the device: see `tpde.streaming`."""
+
+    def unit(self, items: Sequence[tuple[Any, int]]) -> Callable[[torch.Tensor], None]:
+        """What rebuilds tensors, each at its byte offset, into a buffer: called as a `Materializer` is."""
+
+    def chunks(self, packed: Any, first: int, last: int, offset: int) -> Callable[[torch.Tensor], None]:
+        """What rebuilds chunks `first` to `last` of a tensor into a buffer, from byte `offset` on."""
 
 
 class PackedTensor:
@@ -48,7 +58,11 @@ class PackedTensor:
         What it says of its tensor.
     version : int
         Counts the blobs so far.
+    streams : Streams or None
+        What brings the chunks, if they are not in `blob`.
     """
+
+    streams: Streams | None = None
 
     def __init__(self, blob: torch.Tensor, name: str) -> None:
         self.name, self.version = name, 0
@@ -84,6 +98,11 @@ class PackedTensor:
         self.version += 1
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensor is rebuilt."""
+        return self.blob.device
+
+    @property
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
         return torch_dtype(self.header.spec.dtype)
@@ -93,8 +112,9 @@ class PackedTensor:
         """Bytes of the tensor, plain."""
         return self.header.spec.nbytes
 
-    def move(self, blob: torch.Tensor) -> None:
-        """Take the same blob on another device."""
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take the same blob where a function moves it."""
+        blob = fn(self.blob)
         if blob is self.blob:
             return
         if blob.device.type == "cpu":
@@ -157,8 +177,18 @@ class PackedTensor:
             tables = lookup_tables(self.header, self._section)
             if tables is None:
                 return None
-            self._device_tables = tables, _upload(tables.image, self.blob.device)
+            self._device_tables = tables, upload(tables.image, self.device)
         return self._device_tables
+
+    def item(self, offset: int, chunks: Any = None) -> Any:
+        """What the kernels take: an `Item`, of some chunks or all; None if they cannot decode it there."""
+        from tpde.cuda.decode import Item
+
+        tables = self.device_tables()
+        if tables is None:
+            return None
+        at = self.blob.data_ptr()
+        return Item(self.header, tables[0], at, tables[1].data_ptr(), offset, chunks=chunks)
 
     def decode_on_host(self, begin: int, end: int, out: Bytes) -> None:
         """Decode bytes `begin` to `end` of the tensor with the CPU core, all processors taking part.
@@ -190,7 +220,7 @@ def _named(error: Corrupt | Truncated | UnsupportedVersion, name: str) -> Except
     return Corrupt(f"`{name}`:{where} {error}", tensor=name, chunk=error.chunk)
 
 
-def _upload(data: Bytes, device: torch.device) -> torch.Tensor:
+def upload(data: Bytes, device: torch.device) -> torch.Tensor:
     """Bytes on a device; at least 16, since an empty tensor has no address."""
     padded = np.zeros(max(data.size, 16), np.uint8)
     padded[: data.size] = data
@@ -209,8 +239,8 @@ class _Frames:
             self._blob = ZstdBlob(packed.header, packed.blob.cpu().numpy(), device.index)
         except Corrupt as error:
             raise _named(error, packed.name) from error
-        self._descriptors = _upload(self._blob.descriptors, device)
-        self._status = _upload(np.zeros(16, np.uint8), device)
+        self._descriptors = upload(self._blob.descriptors, device)
+        self._status = upload(np.zeros(16, np.uint8), device)
 
     def __call__(self, out: torch.Tensor) -> bool:
         """Decode into `out` on the current stream, and wait for it; False if nvCOMP cannot."""
@@ -268,9 +298,9 @@ class Materializer:
     def __init__(self, items: Sequence[tuple[PackedTensor, int]], device: torch.device) -> None:
         self.items, self.device = tuple(items), device
         for packed, _ in items:
-            if packed.blob.device != device:
+            if packed.device != device:
                 raise InvalidInput(
-                    f"`{packed.name}` is on {packed.blob.device}, the weights decoded with it on {device}; "
+                    f"`{packed.name}` is on {packed.device}, the weights decoded with it on {device}; "
                     "move the whole block to one device"
                 )
         self._fills: list[tuple[PackedTensor, int]] = []
@@ -281,7 +311,7 @@ class Materializer:
             self._prepare()
 
     def _prepare(self) -> None:
-        from tpde.cuda.decode import Item, WorkList
+        from tpde.cuda.decode import WorkList
 
         index = self.device.index
         assert index is not None
@@ -290,17 +320,17 @@ class Materializer:
             if packed.header.codec == CODEC_CONSTANT:
                 self._fills.append((packed, offset))
                 continue
-            tables = packed.device_tables()
-            if tables is None:
+            item = packed.item(offset)
+            if item is None:
                 self._others.append((packed, offset, _frames(packed)))
                 continue
             self._names.append(packed)
-            work.append(Item(packed.header, tables[0], packed.blob.data_ptr(), tables[1].data_ptr(), offset))
+            work.append(item)
         self._work = WorkList(work, index) if work else None
         if self._work is not None:
             self._work.prepare()
-            self._descriptors = _upload(self._work.descriptors, self.device)
-        self._status = _upload(np.zeros(16, np.uint8), self.device)
+            self._descriptors = upload(self._work.descriptors, self.device)
+        self._status = upload(np.zeros(16, np.uint8), self.device)
 
     def __call__(self, out: torch.Tensor, check: bool | None = None) -> None:
         """Decode everything into a buffer, on the current stream.
@@ -353,6 +383,67 @@ class Materializer:
             self._verified = True
 
 
+class _Chunks:
+    """Rebuilds some chunks of a packed tensor that is where it is decoded."""
+
+    def __init__(self, packed: PackedTensor, first: int, last: int, offset: int) -> None:
+        self._packed, self._first, self._last, self._offset = packed, first, last, offset
+        header, self._work = packed.header, None
+        begin, end = header.chunk_range(first, last)
+        self._begin, self._size = begin * header.word_bytes, (end - begin) * header.word_bytes
+        if packed.device.type == "cuda" and header.codec != CODEC_CONSTANT:
+            from tpde.cuda.decode import Chunks, WorkList
+
+            part = Chunks(first, last, 0, header.blob_bytes)
+            item = packed.item(offset - self._begin, part)
+            if item is not None:
+                assert packed.device.index is not None
+                self._work = WorkList([item], packed.device.index)
+                self._descriptors = upload(self._work.descriptors, packed.device)
+                self._status = upload(np.zeros(16, np.uint8), packed.device)
+                self._verified = False
+
+    def __call__(self, out: torch.Tensor) -> None:
+        target = out[self._offset : self._offset + self._size]
+        if self._work is None:
+            host = target.numpy() if out.device.type == "cpu" else np.empty(self._size, np.uint8)
+            self._packed.decode_on_host(self._begin, self._begin + self._size, host)
+            if out.device.type != "cpu":
+                target.copy_(torch.from_numpy(host))
+            return
+        stream = torch.cuda.current_stream(out.device).cuda_stream
+        with on_device(out.device):
+            self._work.launch(
+                self._descriptors.data_ptr(),
+                out.data_ptr(),
+                self._status.data_ptr(),
+                stream,
+                not self._verified,
+            )
+        if not self._verified and not capturing(out.device):
+            raise_damage(self._status, [self._packed])
+            self._verified = True
+
+
+def materializer(items: Sequence[tuple[PackedTensor, int]]) -> Callable[[torch.Tensor], None]:
+    """What rebuilds tensors, each at its byte offset, into a buffer on their device.
+
+    Raises
+    ------
+    InvalidInput
+        If they are on several devices.
+    """
+    streams = next((packed.streams for packed, _ in items if packed.streams is not None), None)
+    return Materializer(items, items[0][0].device) if streams is None else streams.unit(items)
+
+
+def chunk_decoder(packed: PackedTensor, first: int, last: int, offset: int) -> Callable[[torch.Tensor], None]:
+    """What rebuilds chunks `first` to `last` of a tensor into a buffer, from byte `offset` on."""
+    if packed.streams is not None:
+        return packed.streams.chunks(packed, first, last, offset)
+    return _Chunks(packed, first, last, offset)
+
+
 def raise_damage(status: torch.Tensor, items: Sequence[PackedTensor]) -> None:
     """Wait for the current stream, and raise `Corrupt` if a kernel reported a damaged chunk in `status`."""
     found, number, low, high = np.frombuffer(status.cpu().numpy()[:16].tobytes(), "<u4").tolist()
@@ -377,24 +468,23 @@ class RowReader:
     """
 
     def __init__(self, packed: PackedTensor) -> None:
-        self.packed, self.device = packed, packed.blob.device
+        self.packed, self.device = packed, packed.device
         self._count, self._width = packed.header.spec.shape
         self._row_bytes = packed.nbytes // max(self._count, 1)
         self._rows: Any = None
         self._verified = False
         if self.device.type == "cuda" and packed.header.codec != CODEC_CONSTANT:
-            tables = packed.device_tables()
-            if tables is not None:
-                self._prepare(tables)
+            item = packed.item(0)
+            if item is not None:
+                self._prepare(item)
 
-    def _prepare(self, tables: tuple[Any, torch.Tensor]) -> None:
-        from tpde.cuda.decode import Item, Rows
+    def _prepare(self, item: Any) -> None:
+        from tpde.cuda.decode import Rows
 
-        item = Item(self.packed.header, tables[0], self.packed.blob.data_ptr(), tables[1].data_ptr(), 0)
         assert self.device.index is not None
         self._rows = Rows(item, self.device.index)
-        self._descriptors = _upload(self._rows.descriptors, self.device)
-        self._status = _upload(np.zeros(16, np.uint8), self.device)
+        self._descriptors = upload(self._rows.descriptors, self.device)
+        self._status = upload(np.zeros(16, np.uint8), self.device)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` of the matrix: a tensor of shape `(*ids.shape, columns)`.

@@ -175,6 +175,15 @@ class BlobReader:
     ------
     Truncated, UnsupportedVersion, Corrupt
         If header, tables or index map are not valid.
+
+    Attributes
+    ----------
+    header : BlobHeader
+        The blob's.
+    index : ndarray of uint8
+        The index map.
+    offsets : ndarray of int64
+        Where in the blob each chunk starts, and where the last one ends.
     """
 
     def __init__(self, source: Source, offset: int, size: int) -> None:
@@ -198,7 +207,7 @@ class BlobReader:
             )
             self._codec = _open_codec(header, section, encode=False)
         starts = self.index.view(RECORD)["offset"].astype(np.int64) << header.unit_log2
-        self._offsets = np.append(starts, header.blob_bytes)
+        self.offsets = np.append(starts, header.blob_bytes)
 
     @property
     def records(self) -> Any:
@@ -227,7 +236,7 @@ class BlobReader:
             Naming the chunk that is damaged.
         """
         assert self._codec is not None
-        begin, end = int(self._offsets[first]), int(self._offsets[last + 1])
+        begin, end = int(self.offsets[first]), int(self.offsets[last + 1])
         at, size = self._offset + begin, end - begin
         view = self._source.view(at, size)
         if view is not None:
@@ -287,7 +296,7 @@ class BlobReader:
 
     def stored(self, first: int, last: int) -> int:
         """Bytes that the chunks `first` to `last` take."""
-        return int(self._offsets[last + 1] - self._offsets[first])
+        return int(self.offsets[last + 1] - self.offsets[first])
 
     def damaged_chunks(self, first: int, last: int) -> Iterator[Corrupt]:
         """Decode chunks one by one, and tell which are damaged."""

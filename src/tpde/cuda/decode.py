@@ -55,10 +55,10 @@ class Tables(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Chunks of a blob that follow each other, and the bytes of the blob that they are in."""
+    """Chunks `first` to `last` of a blob, and the bytes of the blob that are there: from `low` to `high`."""
 
     first: int
-    count: int
+    last: int
     low: int
     high: int
 
@@ -75,9 +75,9 @@ class Item(NamedTuple):
     chunks: Chunks | None = None  # by default all
 
     @property
-    def count(self) -> int:
+    def chunk_count(self) -> int:
         """Number of chunks to decode."""
-        return self.header.chunks if self.chunks is None else self.chunks.count
+        return self.header.chunks if self.chunks is None else self.chunks.last - self.chunks.first + 1
 
 
 def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
@@ -281,7 +281,7 @@ class WorkList:
                 raise ValueError(
                     f"item {number}: blob and tables must start at multiples of {ALIGNMENT} bytes"
                 )
-            if item.count:
+            if item.chunk_count:
                 kinds.setdefault(tuple(_defines(item.header, item.tables).items()), []).append((number, item))
         self._launches: list[_Launch] = []
         self._made: dict[bool, list[_Ready]] = {}
@@ -291,12 +291,12 @@ class WorkList:
             first = 0
             for number, item in numbered:
                 rows.append(_descriptor(item, number, first))
-                first += item.count
+                first += item.chunk_count
         self.descriptors: Bytes = np.concatenate(rows).view(np.uint8) if rows else np.zeros(0, np.uint8)
 
     def _plan(self, defines: dict[str, int], items: Sequence[Item], begin: int) -> _Launch:
         have = facts(self._device)
-        chunks = sum(it.count for it in items)
+        chunks = sum(it.chunk_count for it in items)
         grid = min(have.multiprocessors, chunks)
         chosen = geometry(need(items), have.shared_bytes, -(-chunks // grid))
         return _Launch({**defines, "WINDOW": chosen.window}, begin, len(items), chunks, grid, chosen)
@@ -430,13 +430,13 @@ class Rows:
 
 def _descriptor(item: Item, number: int, first: int) -> npt.NDArray[np.void]:
     header = item.header
-    part = item.chunks or Chunks(0, header.chunks, 0, header.blob_bytes)
+    part = item.chunks or Chunks(0, header.chunks - 1, 0, header.blob_bytes)
     row = np.zeros(1, _ITEM)
     row["blob"], row["out"] = item.blob % _WRAP, item.out % _WRAP
     row["index"] = item.blob + header.index_at if item.index is None else item.index
     row["tables"], row["words"], row["segment_words"] = item.tables_at, header.words, header.segment_words
     row["chunks"], row["low"], row["high"] = header.chunks, part.low, part.high
-    row["first"], row["begin"], row["count"] = first, part.first, part.count
+    row["first"], row["begin"], row["count"] = first, part.first, item.chunk_count
     row["chunk_words"], row["unit_log2"], row["number"] = header.chunk_words, header.unit_log2, number
     row["segment_chunks"] = -(-header.segment_words // header.chunk_words)
     row["table_bits"], row["tables_bytes"] = item.tables.bits, item.tables.image.size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from tpde import ops
 from tpde.errors import InvalidInput
 from tpde.format.blob import align
-from tpde.materialize import Materializer, capturing
+from tpde.materialize import capturing, materializer
 from tpde.nn.saved import saves
 from tpde.nn.slot import ALIGN, Slot
 
@@ -185,7 +185,7 @@ class Group:
 
     def changed(self) -> None:
         """Forget what was derived from the blobs: some are others, or elsewhere."""
-        self._materializer: Materializer | None = None
+        self._materializer: Callable[[Tensor], None] | None = None
         self._workspace: Workspace | None = None
         self.key = ops.register(self)
 
@@ -197,10 +197,11 @@ class Group:
         if not all(slot.together and slot.device == device for slot in self.slots):
             return
         items = [(part, slot.offset + at) for slot in self.slots for part, at in slot.parts]
-        self._materializer = Materializer(items, device)
+        self._materializer = materializer(items)
         self._workspace = self.pool.workspace(device, self.nbytes)
         for slot in self.slots:
-            slot.prepare()
+            if slot.parts[0][0].streams is None:  # a graph may record it; streams, made when needed, none can
+                slot.prepare()
 
     @property
     def workspace(self) -> Workspace:
@@ -208,7 +209,7 @@ class Group:
         if self._materializer is None:
             self.prepare()
         if self._materializer is None or self._workspace is None:
-            devices = sorted({str(part.blob.device) for slot in self.slots for part, _ in slot.parts})
+            devices = sorted({str(part.device) for slot in self.slots for part, _ in slot.parts})
             raise InvalidInput(
                 f"the packed weights of `{self.name}` are on {', '.join(devices)}; move the whole block to "
                 "one device that holds data"

@@ -175,7 +175,7 @@ class PackedModule(_Base):
         finally:
             self._buffers.update(blobs)
         for packed in self._packed().values():
-            packed.move(fn(packed.blob))
+            packed.apply(fn)
         self.tpde_sync()
         for slot in self.tpde_slots.values():
             slot.refresh()

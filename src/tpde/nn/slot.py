@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from tpde import ops
 from tpde.errors import InvalidInput
 from tpde.format.blob import align
-from tpde.materialize import Materializer, PackedTensor, RowReader
+from tpde.materialize import PackedTensor, RowReader, materializer
 
 if TYPE_CHECKING:
     from tpde.nn.group import Group
@@ -89,13 +89,13 @@ class Slot:
 
     @property
     def device(self) -> torch.device:
-        """Where the first part is."""
-        return self.parts[0][0].blob.device
+        """Where the first part is decoded."""
+        return self.parts[0][0].device
 
     @property
     def together(self) -> bool:
         """Whether all parts are on one device that holds bytes."""
-        return self.device.type != "meta" and all(part.blob.device == self.device for part, _ in self.parts)
+        return self.device.type != "meta" and all(part.device == self.device for part, _ in self.parts)
 
     @property
     def capacity(self) -> int:
@@ -116,7 +116,7 @@ class Slot:
     def changed(self) -> None:
         """Forget what was derived from the blobs: they are others, or elsewhere."""
         self._versions = [packed.version for packed, _ in self.parts]
-        self._materializer: Materializer | None = None
+        self._materializer: Callable[[Tensor], None] | None = None
         self._rows: RowReader | None = None
         self.view: Tensor | None = None  # in the workspace whose buffer is `view_of`
         self.view_of: Tensor | None = None
@@ -127,7 +127,7 @@ class Slot:
     def prepare(self) -> None:
         """Put on the device what `decode_into` needs."""
         if self._materializer is None:
-            self._materializer = Materializer(self.parts, self.device)
+            self._materializer = materializer(self.parts)
 
     def decode_into(self, out: Tensor) -> None:
         """Decode the weight to the start of a buffer of bytes."""
