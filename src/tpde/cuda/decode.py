@@ -71,7 +71,7 @@ class Item(NamedTuple):
     blob: int  # address from the launch's base, a multiple of 16; it may lie before what is there
     tables_at: int  # address of the image, a multiple of 16
     out: int  # byte offset of the blob's first word in the launch's output
-    index: int | None = None  # address of the index map, by default in the blob
+    index_at: int | None = None  # address of the index map, by default in the blob
     chunks: Chunks | None = None  # by default all
 
     @property
@@ -433,7 +433,7 @@ def _descriptor(item: Item, number: int, first: int) -> npt.NDArray[np.void]:
     part = item.chunks or Chunks(0, header.chunks - 1, 0, header.blob_bytes)
     row = np.zeros(1, _ITEM)
     row["blob"], row["out"] = item.blob % _WRAP, item.out % _WRAP
-    row["index"] = item.blob + header.index_at if item.index is None else item.index
+    row["index"] = item.blob + header.index_at if item.index_at is None else item.index_at
     row["tables"], row["words"], row["segment_words"] = item.tables_at, header.words, header.segment_words
     row["chunks"], row["low"], row["high"] = header.chunks, part.low, part.high
     row["first"], row["begin"], row["count"] = first, part.first, item.chunk_count
