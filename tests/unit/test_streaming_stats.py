@@ -1,0 +1,128 @@
+"""Statistics of streaming: every nanosecond between the first and the last copy has one explanation."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpde.streaming.stats import (
+    Copy,
+    Counters,
+    Interval,
+    Summary,
+    length,
+    merge,
+    overlap,
+    summarize,
+    summarize_spans,
+)
+from tpde.streaming.trace import Span
+
+MS = 1_000_000
+interval = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: Interval(t[0], t[0] + t[1]))
+intervals = st.lists(interval, max_size=12)
+copies = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 8), st.integers(-10, 10)).map(
+        lambda t: Copy(t[0], t[0] + t[1], t[0] - t[2], 1)
+    ),
+    max_size=12,
+)
+
+
+def inside(time: int, many: list[Interval]) -> bool:
+    return any(it.start <= time < it.end for it in many)
+
+
+@given(intervals, intervals)
+def test_unions_and_overlaps_are_those_of_sets(a: list[Interval], b: list[Interval]) -> None:
+    first, second = merge(a), merge(b)
+    assert all(x.end < y.start for x, y in pairwise(first))
+    both = overlap(first, second)
+    for time in range(60):
+        assert inside(time, first) == inside(time, a)
+        assert inside(time, both) == (inside(time, a) and inside(time, b))
+    assert length(first) == sum(inside(time, a) for time in range(60))
+
+
+@given(copies, intervals, intervals, intervals)
+def test_every_moment_is_accounted_for(
+    made: list[Copy], decodes: list[Interval], computes: list[Interval], waits: list[Interval]
+) -> None:
+    found = summarize(made, decodes, computes, waits, Counters())
+    busy = [Interval(it.start, it.end) for it in made if it.end > it.start]
+    begin = min((it.start for it in busy), default=0)
+    end = max((it.end for it in busy), default=0)
+    counts = dict.fromkeys(("hidden", "exposed", "ring_full", "host_late", "disk_late"), 0)
+    for time in range(begin, end):
+        if inside(time, busy):
+            counts["hidden" if inside(time, decodes) or inside(time, computes) else "exposed"] += 1
+            continue
+        start = min(it.start for it in busy if it.start > time)
+        if time >= min(it.queued for it in made if it.start == start and it.end > it.start):
+            counts["ring_full"] += 1
+        else:
+            counts["disk_late" if inside(time, waits) else "host_late"] += 1
+    assert counts == {name: getattr(found, name) for name in counts}
+    assert found.window == found.copying + found.ring_full + found.host_late + found.disk_late
+    assert found.copying == found.hidden + found.exposed
+    assert found.text()
+
+
+@given(copies, intervals, intervals, intervals, st.integers(0, 10**12))
+def test_times_are_relative(
+    made: list[Copy], decodes: list[Interval], computes: list[Interval], waits: list[Interval], by: int
+) -> None:
+    def later(many: list[Interval]) -> list[Interval]:
+        return [Interval(it.start + by, it.end + by) for it in many]
+
+    moved = [Copy(it.start + by, it.end + by, it.queued + by, it.nbytes) for it in made]
+    one = summarize(made, decodes, computes, waits, Counters())
+    assert one == summarize(moved, later(decodes), later(computes), later(waits), Counters())
+
+
+def case(starts: list[int], queued: list[int], waits: list[Interval] | None = None) -> Summary:
+    """Copies of 10 ms and 550 MB."""
+    made = [
+        Copy(start * MS, (start + 10) * MS, at * MS, 550_000_000)
+        for start, at in zip(starts, queued, strict=True)
+    ]
+    return summarize(made, [], [], waits or [], Counters(waited=1, dropped=2))
+
+
+def test_who_limits() -> None:
+    assert case([0, 10, 20], [0, 0, 0]).limit == "copy"
+    full = case([0, 20, 40], [0, 1, 2])
+    assert (full.limit, full.ring_full, full.host_late) == ("compute", 20 * MS, 0)
+    late = case([0, 20, 40], [0, 20, 40])
+    assert (late.limit, late.ring_full, late.host_late) == ("host", 0, 20 * MS)
+    disk = case([0, 20, 40], [0, 20, 40], [Interval(5 * MS, 19 * MS), Interval(31 * MS, 40 * MS)])
+    assert (disk.limit, disk.disk_late, disk.host_late) == ("disk", 18 * MS, 2 * MS)
+
+
+def test_text_and_dict() -> None:
+    text = case([0, 20, 40], [0, 15, 40]).text()
+    assert "copied 1.65 GB in 3 pieces at 55.0 GB/s; 1 were waited for, 2 were not wanted after all" in text
+    assert "busy for 60.0 % of 50.00 ms" in text
+    assert "idle for 15.00 ms (30.0 %): the host had not queued the next copy" in text
+    assert "the host is the limit" in text
+    found = case([0, 20], [0, 15]).as_dict()
+    assert (found["limit"], found["bytes"], found["ring_full"]) == ("host", 1_100_000_000, 5 * MS)
+    assert found["rate"] == 55e9
+    assert summarize([], [], [], [], Counters()).text() == "nothing was copied"
+
+
+def test_of_a_trace() -> None:
+    spans = [
+        Span("copy", "a", 0, 10, 7, -5),
+        Span("decode", "a", 12, 14, 9, 0),
+        Span("host waits", "b", 11, 13, 0, 11),
+        Span("copy", "b", 15, 20, 7, 14),
+        Span("compute", "a", 14, 18, 0, 0),
+        Span("disk", "b", 8, 13, 7, 8),
+    ]
+    found = summarize_spans(spans, Counters(bytes=99, pieces=99, waited=3))
+    assert (found.window, found.copying, found.hidden) == (20, 15, 3)
+    assert (found.disk_late, found.host_late, found.ring_full) == (2, 2, 1)
+    assert (found.bytes, found.pieces, found.waited) == (14, 2, 3)
