@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tpde.streaming.stats import (
     Copy,
-    Counters,
     Interval,
     Summary,
     length,
@@ -50,7 +49,7 @@ def test_unions_and_overlaps_are_those_of_sets(a: list[Interval], b: list[Interv
 def test_every_moment_is_accounted_for(
     made: list[Copy], decodes: list[Interval], computes: list[Interval], waits: list[Interval]
 ) -> None:
-    found = summarize(made, decodes, computes, waits, Counters())
+    found = summarize(made, decodes, computes, waits)
     busy = [Interval(it.start, it.end) for it in made if it.end > it.start]
     begin = min((it.start for it in busy), default=0)
     end = max((it.end for it in busy), default=0)
@@ -67,6 +66,8 @@ def test_every_moment_is_accounted_for(
     assert counts == {name: getattr(found, name) for name in counts}
     assert found.window == found.copying + found.ring_full + found.host_late + found.disk_late
     assert found.copying == found.hidden + found.exposed
+    ends = [it.end - 1 for it in made if it.end > it.start]
+    assert found.waited == sum(not inside(time, decodes) and not inside(time, computes) for time in ends)
     assert found.text()
 
 
@@ -78,8 +79,8 @@ def test_times_are_relative(
         return [Interval(it.start + by, it.end + by) for it in many]
 
     moved = [Copy(it.start + by, it.end + by, it.queued + by, it.nbytes) for it in made]
-    one = summarize(made, decodes, computes, waits, Counters())
-    assert one == summarize(moved, later(decodes), later(computes), later(waits), Counters())
+    one = summarize(made, decodes, computes, waits)
+    assert one == summarize(moved, later(decodes), later(computes), later(waits))
 
 
 def case(starts: list[int], queued: list[int], waits: list[Interval] | None = None) -> Summary:
@@ -88,7 +89,7 @@ def case(starts: list[int], queued: list[int], waits: list[Interval] | None = No
         Copy(start * MS, (start + 10) * MS, at * MS, 550_000_000)
         for start, at in zip(starts, queued, strict=True)
     ]
-    return summarize(made, [], [], waits or [], Counters(waited=1, dropped=2))
+    return summarize(made, [], [], waits or [], 2)
 
 
 def test_who_limits() -> None:
@@ -103,14 +104,14 @@ def test_who_limits() -> None:
 
 def test_text_and_dict() -> None:
     text = case([0, 20, 40], [0, 15, 40]).text()
-    assert "copied 1.65 GB in 3 pieces at 55.0 GB/s; 1 were waited for, 2 were not wanted after all" in text
+    assert "copied 1.65 GB in 3 pieces at 55.0 GB/s; 3 were waited for, 2 were not wanted after all" in text
     assert "busy for 60.0 % of 50.00 ms" in text
     assert "idle for 15.00 ms (30.0 %): the host had not queued the next copy" in text
     assert "the host is the limit" in text
-    found = case([0, 20], [0, 15]).as_dict()
-    assert (found["limit"], found["bytes"], found["ring_full"]) == ("host", 1_100_000_000, 5 * MS)
+    found = case([0, 20], [0, 16]).as_dict()
+    assert (found["limit"], found["bytes"], found["ring_full"]) == ("host", 1_100_000_000, 4 * MS)
     assert found["rate"] == 55e9
-    assert summarize([], [], [], [], Counters()).text() == "nothing was copied"
+    assert summarize([], [], [], []).text() == "nothing was copied"
 
 
 def test_of_a_trace() -> None:
@@ -122,7 +123,7 @@ def test_of_a_trace() -> None:
         Span("compute", "a", 14, 18, 0, 0),
         Span("disk", "b", 8, 13, 7, 8),
     ]
-    found = summarize_spans(spans, Counters(bytes=99, pieces=99, waited=3))
+    found = summarize_spans(spans, dropped=5)
     assert (found.window, found.copying, found.hidden) == (20, 15, 3)
     assert (found.disk_late, found.host_late, found.ring_full) == (2, 2, 1)
-    assert (found.bytes, found.pieces, found.waited) == (14, 2, 3)
+    assert (found.bytes, found.pieces, found.waited, found.dropped) == (14, 2, 2, 5)

@@ -31,26 +31,6 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-@dataclass
-class Counters:
-    """What a streamer counts, with or without a trace.
-
-    Attributes
-    ----------
-    bytes, pieces : int
-        Copied.
-    waited : int
-        Pieces that were not there yet when computing asked for them.
-    dropped : int
-        Pieces copied, or being copied, that were not wanted after all.
-    """
-
-    bytes: int = 0
-    pieces: int = 0
-    waited: int = 0
-    dropped: int = 0
-
-
 @dataclass(frozen=True)
 class Summary:
     """Times in nanoseconds.
@@ -73,9 +53,11 @@ class Summary:
     decoding, computing : int
         In the window.
     bytes, pieces : int
-        Of the copies that the times are of.
-    waited, dropped : int
-        See `Counters`.
+        Copied.
+    waited : int
+        Copies at whose end the device was idle: computing waited for them.
+    dropped : int
+        Pieces that were copied in vain.
     """
 
     window: int
@@ -186,7 +168,7 @@ def summarize(
     decodes: Iterable[Interval],
     computes: Iterable[Interval],
     waits: Iterable[Interval],
-    counters: Counters,
+    dropped: int = 0,
 ) -> Summary:
     """Account for every nanosecond between the first and the last copy.
 
@@ -198,8 +180,8 @@ def summarize(
         Of the device.
     waits : iterable of Interval
         Of the host for bytes to be read.
-    counters : Counters
-        Of the same time.
+    dropped : int
+        Pieces that were copied in vain, as the streamer counts them.
 
     Returns
     -------
@@ -211,7 +193,8 @@ def summarize(
     window = copying[-1].end - copying[0].start if copying else 0
     whole = [Interval(copying[0].start, copying[-1].end)] if copying else []
     decoding, computing = overlap(merge(decodes), whole), overlap(merge(computes), whole)
-    hidden = length(overlap(copying, merge([*decoding, *computing])))
+    working = merge([*decoding, *computing])
+    hidden = length(overlap(copying, working))
     queued: dict[int, int] = {}  # by start; of copies that start together, the first
     for it in copies:
         if it.end > it.start:
@@ -235,12 +218,22 @@ def summarize(
         computing=length(computing),
         bytes=sum(it.nbytes for it in copies),
         pieces=len(copies),
-        waited=counters.waited,
-        dropped=counters.dropped,
+        waited=_idle_at(sorted(it.end - 1 for it in copies if it.end > it.start), working),
+        dropped=dropped,
     )
 
 
-def summarize_spans(spans: Iterable[Span], counters: Counters) -> Summary:
+def _idle_at(times: Sequence[int], working: Sequence[Interval]) -> int:
+    """How many of some ascending times lie outside of disjoint intervals."""
+    count = i = 0
+    for time in times:
+        while i < len(working) and working[i].end <= time:
+            i += 1
+        count += i == len(working) or time < working[i].start
+    return count
+
+
+def summarize_spans(spans: Iterable[Span], dropped: int = 0) -> Summary:
     """The summary of a trace: see `summarize`."""
     tracks: dict[str, list[Span]] = {}
     for span in spans:
@@ -250,4 +243,4 @@ def summarize_spans(spans: Iterable[Span], counters: Counters) -> Summary:
         return [Interval(span.start, span.end) for span in tracks.get(track, [])]
 
     copies = [Copy(span.start, span.end, span.queued, span.nbytes) for span in tracks.get(COPY, [])]
-    return summarize(copies, intervals(DECODE), intervals(COMPUTE), intervals(WAIT), counters)
+    return summarize(copies, intervals(DECODE), intervals(COMPUTE), intervals(WAIT), dropped)
