@@ -87,7 +87,7 @@ class PackedTensor:
                 start = blob[: max(header.chunks_at, MAX_FIXED_BYTES)].cpu().numpy()
                 reader = BlobReader(_Start(start, self.name, blob.numel()), 0, blob.numel())
         except (Corrupt, Truncated, UnsupportedVersion) as error:
-            raise _named(error, self.name) from error
+            raise named(error, self.name) from error
         self.header = header
         self._section = blob[header.tables_at : header.index_at].cpu().numpy().tobytes()
         self._place(blob, reader if blob.device.type == "cpu" else None)
@@ -201,7 +201,7 @@ class PackedTensor:
         try:
             self.host_reader().read(begin, end, out, default_threads())
         except Corrupt as error:
-            raise _named(error, self.name) from error
+            raise named(error, self.name) from error
 
 
 class _Start(BytesSource):
@@ -212,7 +212,7 @@ class _Start(BytesSource):
         self.size = size
 
 
-def _named(error: Corrupt | Truncated | UnsupportedVersion, name: str) -> Exception:
+def named(error: Corrupt | Truncated | UnsupportedVersion, name: str) -> Exception:
     """The same error with the tensor's name, and its chunk if it has one."""
     if not isinstance(error, Corrupt):
         return type(error)(f"`{name}`: {error}")
@@ -238,7 +238,7 @@ class _Frames:
         try:
             self._blob = ZstdBlob(packed.header, packed.blob.cpu().numpy(), device.index)
         except Corrupt as error:
-            raise _named(error, packed.name) from error
+            raise named(error, packed.name) from error
         self._descriptors = upload(self._blob.descriptors, device)
         self._status = upload(np.zeros(16, np.uint8), device)
 

@@ -235,7 +235,6 @@ class BlobReader:
         Corrupt
             Naming the chunk that is damaged.
         """
-        assert self._codec is not None
         begin, end = int(self.offsets[first]), int(self.offsets[last + 1])
         at, size = self._offset + begin, end - begin
         view = self._source.view(at, size)
@@ -244,6 +243,12 @@ class BlobReader:
         else:
             data = np.empty(size, np.uint8) if scratch is None else scratch[:size]
             self._source.read_into(at, data.data)
+        self.decode_bytes(first, last, data, out, threads)
+
+    def decode_bytes(self, first: int, last: int, data: Bytes, out: Bytes, threads: int = 1) -> None:
+        """Decode chunks `first` to `last` from their bytes into exactly their words: see `decode`."""
+        assert self._codec is not None
+        begin, end = int(self.offsets[first]), int(self.offsets[last + 1])
         index = self.index[RECORD_BYTES * first : RECORD_BYTES * (last + 1)]
         self._codec.decode(index, first, data, begin, end, out, threads)
 

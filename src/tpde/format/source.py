@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tpde.errors import InvalidInput, Truncated
 
@@ -26,6 +26,25 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Release what is held. Reading afterwards is an error."""
+
+
+class Extent(NamedTuple):
+    """Bytes of a file.
+
+    Attributes
+    ----------
+    source : Source
+        The file.
+    offset, size : int
+        Where in it.
+    name : str
+        What errors call them.
+    """
+
+    source: Source
+    offset: int
+    size: int
+    name: str
 
 
 def _truncated(name: str, offset: int, want: int, size: int) -> Truncated:

@@ -7,36 +7,16 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 
 from tpde.errors import OutOfMemory, Truncated
-from tpde.format.source import Source
+from tpde.format.source import Extent
 from tpde.packing.writer import default_threads
 
 PIECE_BYTES = 8 << 20  # of a read: fewer and larger reads are no faster from the page cache
 READERS = 4  # threads: one copies about 8 GB/s from the page cache, four saturate a PCIe 5 link
 _SMALL = 1 << 20  # larger allocations come out of the caching allocator's large blocks
-
-
-class Extent(NamedTuple):
-    """Bytes of a file.
-
-    Attributes
-    ----------
-    source : Source
-        The file.
-    offset, size : int
-        Where in it.
-    name : str
-        What errors call them.
-    """
-
-    source: Source
-    offset: int
-    size: int
-    name: str
 
 
 def gib(size: int) -> str:

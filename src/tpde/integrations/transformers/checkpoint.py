@@ -12,8 +12,9 @@ from tpde.errors import Corrupt, NotPacked, NotSafetensors
 from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB, SUFFIX
 from tpde.format.container import TensorSpec
+from tpde.format.source import Extent
 from tpde.frameworks import to_torch, torch_dtype
-from tpde.integrations.reading import Extent, read_extents
+from tpde.integrations.reading import read_extents
 from tpde.materialize import Materializer, PackedTensor
 from tpde.packing.reader import PackedFile
 

@@ -1,0 +1,183 @@
+"""A CUDA device as streaming sees it: a ring of places, a copy stream, and decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from tpde.materialize import capturing, on_device, upload
+from tpde.streaming.pieces import Piece
+
+
+class Damage(NamedTuple):
+    """A chunk whose checksum does not match."""
+
+    piece: int
+    span: int
+    chunk: int
+
+
+class Device(Protocol):
+    """What copies pieces to places of a ring, and decodes them from there.
+
+    Copies are done one after the other; so are decodes, as far as they are queued from one stream. Nothing
+    here waits for the device, unless it says so.
+
+    Attributes
+    ----------
+    trace : Trace or None
+        What takes note of when things happen.
+    """
+
+    trace: Any
+
+    def prepare(self, pieces: Sequence[Piece]) -> Any:
+        """Put what decoding some pieces needs on the device; returns a handle."""
+
+    def copy(self, place: int, address: int, piece: Piece) -> Any:
+        """Queue the copy of a piece's bytes to a place; returns the event of its end."""
+
+    def hold(self, event: Any) -> None:
+        """Let later copies wait for an event."""
+
+    def decode(self, handle: Any, number: int, place: int, out: torch.Tensor, copied: Any) -> Any:
+        """Queue the decoding of a prepared piece after its copy; returns the event of its end."""
+
+    def damage(self, handle: Any) -> Damage | None:
+        """What decoding has reported so far, if anything."""
+
+    def wait(self) -> None:
+        """Wait until all that was queued from this stream is done, and all copies."""
+
+    def recording(self) -> bool:
+        """Whether the caller's stream is recording a CUDA graph."""
+
+
+class _Handle(NamedTuple):
+    """Prepared pieces: launches, where their descriptors lie, and four words of host memory for each."""
+
+    works: list[Any]
+    names: list[str]
+    sizes: list[int]  # of the pieces
+    offsets: list[int]
+    descriptors: torch.Tensor
+    status: torch.Tensor
+    reports: Any  # the same memory as an array
+
+
+class CudaDevice:
+    """A CUDA device.
+
+    Parameters
+    ----------
+    device : torch.device
+        With its number.
+    ring : int
+        Bytes of all places together.
+    """
+
+    def __init__(self, device: torch.device, ring: int) -> None:
+        self.device = device
+        self.trace: Any = None
+        self._computing: tuple[Any, str] | None = None  # since when, on the weights of what
+        with torch.cuda.device(device), torch.inference_mode(False):
+            self._ring = torch.empty(ring, dtype=torch.uint8, device=device)
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._copies.wait_stream(
+                torch.cuda.current_stream(device)
+            )  # the memory may still be in use there
+        self._base = self._ring.data_ptr()
+
+    def prepare(self, pieces: Sequence[Piece]) -> _Handle:
+        """Put index maps, tables and descriptors on the device, and compile the kernels."""
+        from tpde.cuda.decode import WorkList
+
+        index = self.device.index
+        assert index is not None
+        works = [
+            WorkList([s.tensor.span_item(s.out, s.chunks, s.at) for s in piece.spans], index)
+            for piece in pieces
+        ]
+        for work in works:
+            work.prepare()
+        sizes = [-(-work.descriptors.size // 16) * 16 for work in works]
+        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        rows = np.zeros(max(sum(sizes), 16), np.uint8)
+        for work, at in zip(works, offsets, strict=True):
+            rows[at : at + work.descriptors.size] = work.descriptors
+        with torch.inference_mode(False):
+            status = torch.zeros((max(len(works), 1), 4), dtype=torch.int32, pin_memory=True)
+        names, lengths = [it.extent.name for it in pieces], [it.extent.size for it in pieces]
+        reports = status.numpy().view("<u4")
+        return _Handle(works, names, lengths, offsets, upload(rows, self.device), status, reports)
+
+    def copy(self, place: int, address: int, piece: Piece) -> Any:
+        """Queue a copy on the copy stream."""
+        from cuda.bindings import driver
+
+        with on_device(self.device):
+            start = self._mark(self._copies) if self.trace is not None else None
+            to, size = self._base + place + piece.pad, piece.extent.size
+            (code,) = driver.cuMemcpyHtoDAsync(to, address, size, self._copies.cuda_stream)
+            if code != driver.CUresult.CUDA_SUCCESS:
+                raise RuntimeError(f"copying {size} bytes of `{piece.extent.name}` to {self.device}: {code}")
+            end = self._mark(self._copies)
+        if self.trace is not None:
+            self.trace.copy(start, end, piece.extent.name, size)
+        return end
+
+    def hold(self, event: Any) -> None:
+        """Let the copy stream wait."""
+        self._copies.wait_event(event)
+
+    def decode(self, handle: _Handle, number: int, place: int, out: torch.Tensor, copied: Any) -> Any:
+        """Launch on the current stream, checksums included."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(copied)
+        work = handle.works[number]
+        with on_device(self.device):
+            start = self._mark(stream) if self.trace is not None else None
+            work.launch(
+                handle.descriptors.data_ptr() + handle.offsets[number],
+                out.data_ptr(),
+                handle.status.data_ptr() + 16 * number,
+                stream.cuda_stream,
+                check=True,
+                base=self._base + place,
+            )
+            end = self._mark(stream)
+        if self.trace is not None:
+            self._note(handle, number, start, end)
+        return end
+
+    def _note(self, handle: _Handle, number: int, start: Any, end: Any) -> None:
+        """Tell the trace of a decode, and at a unit's first of the computing since the last unit's last."""
+        if number == 0 and self._computing is not None:
+            self.trace.compute(self._computing[0], start, self._computing[1])
+        self.trace.decode(start, end, handle.names[number], handle.sizes[number])
+        self._computing = (end, handle.names[0]) if number == len(handle.works) - 1 else None
+
+    def damage(self, handle: _Handle) -> Damage | None:
+        """What the kernels have written to host memory."""
+        for piece in np.flatnonzero(handle.reports[:, 0]).tolist():
+            _, span, low, high = handle.reports[piece].tolist()
+            handle.reports[piece] = 0
+            return Damage(piece, span, high << 32 | low)
+        return None
+
+    def wait(self) -> None:
+        """Wait for the current stream and the copies."""
+        torch.cuda.current_stream(self.device).synchronize()
+        self._copies.synchronize()
+
+    def recording(self) -> bool:
+        """Whether the current stream is recording a CUDA graph."""
+        return capturing(self.device)
+
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=self.trace is not None)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event

@@ -1,0 +1,149 @@
+"""Cutting packed tensors into pieces: runs of a file's bytes that are copied, and decoded, at once.
+
+A piece ends where a chunk does, so that it can be decoded as soon as it is there, whatever the size of its
+tensor, and its place in the ring is free again at once. It may hold the end of one tensor, all of others that
+follow it in the file, and the start of one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tpde.cuda.decode import ALIGNMENT, Chunks
+from tpde.errors import InvalidInput
+from tpde.format.source import Extent
+
+# Between two tensors lie header, tables and index map of the second, 0.2 % of it. Copying more than this in
+# vain takes longer than starting another copy.
+_GAP_BYTES = 1 << 20
+
+
+class Tensor(Protocol):
+    """What is cut: a packed tensor in a file."""
+
+    extent: Extent
+    supply: Any  # what brings its bytes
+
+    @property
+    def offsets(self) -> Any:
+        """Where in the blob each chunk starts, and where the last one ends."""
+
+
+class Span(NamedTuple):
+    """Chunks of a tensor in a piece.
+
+    Attributes
+    ----------
+    tensor : StreamedTensor
+        Which.
+    out : int
+        Where the tensor's first byte lies in the buffer that is decoded to.
+    chunks : Chunks
+        Which.
+    at : int
+        Where the tensor's blob starts, in bytes from the first of the piece in the ring: before it, mostly.
+    """
+
+    tensor: Any
+    out: int
+    chunks: Chunks
+    at: int
+
+
+class Piece(NamedTuple):
+    """Bytes of a file, and what is decoded from them.
+
+    Attributes
+    ----------
+    extent : Extent
+        The bytes.
+    supply : Supply
+        What brings them.
+    pad : int
+        How far from the start of its place they are put, for blobs to lie at multiples of 16.
+    spans : tuple of Span
+        What they hold.
+    """
+
+    extent: Extent
+    supply: Any
+    pad: int
+    spans: tuple[Span, ...]
+
+
+class Part(NamedTuple):
+    """Chunks `first` to `last` of a tensor whose first byte goes to byte `out` of a buffer."""
+
+    tensor: Any
+    out: int
+    first: int
+    last: int
+
+
+def cut(parts: Sequence[Part], limit: int) -> list[Piece]:
+    """Cut parts of tensors into pieces.
+
+    Parameters
+    ----------
+    parts : sequence of Part
+        In the order of use.
+    limit : int
+        Bytes of a piece, at most.
+
+    Returns
+    -------
+    list of Piece
+        In the order of files and offsets: as a disk reads them best.
+
+    Raises
+    ------
+    InvalidInput
+        If a chunk is larger than a piece.
+    """
+    limit -= ALIGNMENT  # for the pad
+    pieces: list[Piece] = []
+    spans: list[Span] = []
+    begin = end = 0  # of the piece in the making, in its file
+
+    def finish() -> None:
+        if spans:
+            first = spans[0].tensor
+            pad = (begin - first.extent.offset) % ALIGNMENT
+            made = tuple(it._replace(at=it.tensor.extent.offset - begin + pad) for it in spans)
+            extent = Extent(first.extent.source, begin, end - begin, first.extent.name)
+            pieces.append(Piece(extent, first.supply, pad, made))
+            spans.clear()
+
+    ordered = sorted(parts, key=lambda it: (it.tensor.extent.source.name, it.tensor.extent.offset, it.first))
+    for tensor, out, begin_at, last in ordered:
+        offsets, start, first = tensor.offsets, tensor.extent.offset, begin_at
+        while first <= last:
+            low = start + int(offsets[first])
+            if spans:
+                one = spans[0].tensor
+                joins = (
+                    one.extent.source is tensor.extent.source
+                    and one.supply is tensor.supply
+                    and 0 <= low - end <= _GAP_BYTES
+                    and (start - one.extent.offset) % ALIGNMENT == 0
+                )
+                if not joins or start + int(offsets[first + 1]) - begin > limit:
+                    finish()
+            if not spans:
+                begin = low
+            # As many chunks as fit.
+            stop = int(np.searchsorted(offsets[first : last + 2], begin + limit - start, "right")) + first - 1
+            if stop <= first:
+                size = int(offsets[first + 1] - offsets[first])
+                raise InvalidInput(
+                    f"chunk {first} of `{tensor.extent.name}` has {size} bytes, a piece {limit}"
+                )
+            end = start + int(offsets[stop])
+            chunks = Chunks(first, stop - 1, int(offsets[first]), int(offsets[stop]))
+            spans.append(Span(tensor, out, chunks, 0))
+            first = stop
+    finish()
+    return pieces

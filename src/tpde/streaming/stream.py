@@ -1,0 +1,308 @@
+"""Streaming: pieces of packed tensors travel through a ring on the device ahead of what decodes them.
+
+A piece is *requested* of its supply, *copied* to a place of the ring, and *decoded* from there to the buffer
+of the unit that asks for it. Copies run as far ahead as the ring has places: in the order in which units were
+wanted before, and when another unit is wanted, from that one on. Two events keep a place safe: decoding waits
+for the end of the copy, and the next copy to the place for the end of decoding.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tpde.errors import Corrupt, UnsupportedDevice
+from tpde.format.constants import CODEC_CONSTANT
+from tpde.materialize import Materializer
+from tpde.streaming.device import Device
+from tpde.streaming.order import Order
+from tpde.streaming.pieces import Part, Piece, cut
+from tpde.streaming.tensor import StreamedTensor
+
+_MOST_PLANNED = 1024  # pieces: where only a few of a model's come from a disk, looking on would end nowhere
+
+
+class Unit:
+    """Tensors, or some chunks of one, that are wanted together: calling it decodes them into a buffer.
+
+    Parameters
+    ----------
+    streamer : Streamer
+        What brings them.
+    pieces : sequence of Piece
+        Their bytes.
+    rest : callable, optional
+        What decodes those that have no chunks.
+    """
+
+    def __init__(
+        self, streamer: Streamer, pieces: Sequence[Piece], rest: Callable[[Tensor], None] | None = None
+    ) -> None:
+        self.pieces, self.rest, self._streamer = tuple(pieces), rest, streamer
+        self.handle = streamer.device.prepare(self.pieces)
+        self.verified = False
+
+    def __call__(self, out: Tensor) -> None:
+        """Decode into a buffer of bytes, on the current stream.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk. At a unit's first use damage is reported at once, later when the unit is
+            used next, since waiting would cost time.
+        UnsupportedDevice
+            While a CUDA graph is recorded.
+        """
+        self._streamer.fill(self, out)
+
+
+class _Step(NamedTuple):
+    """A piece that was requested."""
+
+    unit: Unit
+    number: int
+    ticket: Any
+
+
+class _Flight(NamedTuple):
+    """A piece in the ring, or on its way there."""
+
+    unit: Unit
+    number: int
+    place: int
+    copied: Any
+
+
+class Streamer:
+    """Brings packed tensors to a device.
+
+    Parameters
+    ----------
+    device : Device
+        Where to.
+    places : int
+        Of the ring.
+    room : int
+        Bytes of a place; pieces are at most as large.
+
+    Attributes
+    ----------
+    prefetch : bool
+        Whether copies run ahead of the unit that is wanted.
+    copied_bytes, copied_pieces, dropped_pieces : int
+        What was copied so far, and how much of it in vain, another unit being wanted than was expected.
+    """
+
+    def __init__(self, device: Device, places: int, room: int) -> None:
+        self.device, self.prefetch = device, True
+        self.copied_bytes = self.copied_pieces = self.dropped_pieces = 0
+        self._places, self._room = places, room
+        self._ahead = 0  # bytes that supplies want to know ahead
+        self._lock = threading.RLock()
+        self._order: Order[Unit] = Order()
+        self._used = False
+        self._chunks: dict[tuple[int, int, int, int], Unit] = {}
+        self._planned: deque[_Step] = deque()
+        self._cursor: tuple[Unit, int] | None = None  # what was requested last
+        self._flying: deque[_Flight] = deque()
+        # Places with the event after which they may be written again.
+        self._free: deque[tuple[int, Any]] = deque()
+        self._empty()
+        self._owned: list[Any] = []
+
+    def own(self, *things: Any) -> None:
+        """Take supplies and files over, to close them, in this order, when the streamer is closed."""
+        self._owned += things
+
+    def stats(self) -> dict[str, int]:
+        """What was copied so far."""
+        return {
+            "copied_bytes": self.copied_bytes,
+            "copied_pieces": self.copied_pieces,
+            "dropped_pieces": self.dropped_pieces,
+        }
+
+    # ---- what is wanted ----
+
+    def unit(self, items: Sequence[tuple[Any, int]]) -> Unit:
+        """What decodes tensors, each at its byte offset, into a buffer."""
+        rest = [(packed, out) for packed, out in items if not self._streams(packed)]
+        parts = [
+            Part(packed, out, 0, packed.header.chunks - 1) for packed, out in items if self._streams(packed)
+        ]
+        made = Unit(self, cut(parts, self._room), Materializer(rest, rest[0][0].device) if rest else None)
+        if not self._used and made.pieces:
+            self._order.expect(made)
+        return made
+
+    @staticmethod
+    def _streams(packed: Any) -> bool:
+        return isinstance(packed, StreamedTensor) and packed.header.codec != CODEC_CONSTANT
+
+    def chunks(self, packed: Any, first: int, last: int, offset: int) -> Unit:
+        """What decodes chunks `first` to `last` of a tensor into a buffer, from byte `offset` on."""
+        key = (id(packed), first, last, offset)
+        if key not in self._chunks:
+            begin = packed.header.chunk_range(first, last)[0] * packed.header.word_bytes
+            pieces = cut([Part(packed, offset - begin, first, last)], self._room)
+            self._chunks[key] = Unit(self, pieces)
+        return self._chunks[key]
+
+    # ---- filling a buffer ----
+
+    def fill(self, unit: Unit, out: Tensor) -> None:
+        """Decode a unit into a buffer, on the current stream: see `Unit`."""
+        with self._lock:
+            if self.device.recording():
+                raise UnsupportedDevice(
+                    "streamed weights were wanted while a CUDA graph was recorded, which cannot hold what "
+                    "comes from files; run without CUDA graphs, or load the model with more `vram`"
+                )
+            self._used = True
+            try:
+                self._report(unit)
+                self._fill(unit, out)
+                if not unit.verified:
+                    self.device.wait()
+                    self._report(unit)
+                    unit.verified = True
+            except BaseException:
+                self._forget()
+                raise
+
+    def _fill(self, unit: Unit, out: Tensor) -> None:
+        if unit.rest is not None:
+            unit.rest(out)
+        if not unit.pieces:
+            return
+        self._seek(unit)
+        self._order.saw(unit)
+        for number in range(len(unit.pieces)):
+            if not self._flying:
+                self._plan(unit, number)
+                self._launch()
+            flight = self._flying.popleft()
+            freed = self.device.decode(unit.handle, number, flight.place, out, flight.copied)
+            self._free.append((flight.place, freed))
+            self._advance()
+
+    def _report(self, unit: Unit) -> None:
+        """Raise what decoding a unit has found since it was last asked."""
+        found = self.device.damage(unit.handle)
+        if found is None:
+            return
+        piece = unit.pieces[found.piece]
+        name = piece.spans[found.span].tensor.name
+        when = "is damaged" if not unit.verified else "was damaged since it was first read"
+        raise Corrupt(
+            f"`{name}`: chunk {found.chunk}: its checksum does not match; `{piece.extent.source.name}` "
+            f"{when}: fetch the file again, and load the model again",
+            tensor=name,
+            chunk=found.chunk,
+        )
+
+    # ---- running ahead ----
+
+    def _seek(self, unit: Unit) -> None:
+        """Drop what was copied or requested before the first piece of a unit."""
+        while self._flying and not (self._flying[0].unit is unit and self._flying[0].number == 0):
+            # Copies are done in order: the next one to this place need not wait for this one.
+            self._free.append((self._flying.popleft().place, None))
+            self.dropped_pieces += 1
+        if not self._flying:
+            while self._planned and not (self._planned[0].unit is unit and self._planned[0].number == 0):
+                self._cancel(self._planned.popleft())
+
+    def _plan(self, unit: Unit, number: int) -> None:
+        """Make a piece the next one to be copied."""
+        if not (self._planned and self._planned[0].unit is unit and self._planned[0].number == number):
+            while self._planned:
+                self._cancel(self._planned.popleft())
+            self._request(unit, number)
+
+    def _request(self, unit: Unit, number: int) -> None:
+        piece = unit.pieces[number]
+        self._planned.append(_Step(unit, number, piece.supply.request(piece.extent)))
+        self._cursor = unit, number
+        self._ahead = max(self._ahead, piece.supply.ahead)
+
+    def _cancel(self, step: _Step) -> None:
+        step.unit.pieces[step.number].supply.cancel(step.ticket)
+
+    def _extend(self) -> bool:
+        """Request the piece after the last one; False if nobody knows which."""
+        if self._cursor is None:
+            return False
+        unit, number = self._cursor
+        if number + 1 < len(unit.pieces):
+            self._request(unit, number + 1)
+            return True
+        after = self._order.after(unit) if self.prefetch else None
+        if after is None:
+            return False
+        self._request(after, 0)
+        return True
+
+    def _launch(self) -> None:
+        """Copy the next piece, waiting for its supply."""
+        step = self._planned[0]
+        piece = step.unit.pieces[step.number]
+        if self.device.trace is None:
+            address = piece.supply.wait(step.ticket)
+        else:
+            begin = time.perf_counter_ns()
+            address = piece.supply.wait(step.ticket)
+            self.device.trace.wait(begin, time.perf_counter_ns(), piece.extent.name)
+        self._planned.popleft()
+        place, freed = self._free.popleft()
+        if freed is not None:
+            self.device.hold(freed)
+        copied = self.device.copy(place, address, piece)
+        piece.supply.copied(step.ticket, copied)
+        self._flying.append(_Flight(step.unit, step.number, place, copied))
+        self.copied_bytes += piece.extent.size
+        self.copied_pieces += 1
+
+    def _advance(self) -> None:
+        """Copy as far ahead as there are places, without waiting for a supply."""
+        while self._free and (self._planned or self._extend()):
+            step = self._planned[0]
+            if not step.unit.pieces[step.number].supply.ready(step.ticket):
+                break
+            self._launch()
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Request as much as supplies want to know ahead."""
+        if not self._ahead:
+            return
+        read = [it for it in (step.unit.pieces[step.number] for step in self._planned) if it.supply.ahead]
+        wanted = sum(piece.extent.size for piece in read)
+        while wanted < self._ahead and len(self._planned) < _MOST_PLANNED and self._extend():
+            step = self._planned[-1]
+            piece = step.unit.pieces[step.number]
+            wanted += piece.extent.size if piece.supply.ahead else 0
+
+    def _forget(self) -> None:
+        """After a failure: wait for what was queued, and start anew."""
+        self.device.wait()
+        while self._planned:
+            self._cancel(self._planned.popleft())
+        self._empty()
+
+    def _empty(self) -> None:
+        self._flying.clear()
+        self._free = deque((i * self._room, None) for i in range(self._places))
+        self._cursor = None
+
+    def close(self) -> None:
+        """Wait for copies, and give host memory and files back. The model cannot be used any more."""
+        with self._lock:
+            self._forget()
+            while self._owned:
+                self._owned.pop(0).close()

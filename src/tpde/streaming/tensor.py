@@ -1,0 +1,103 @@
+"""A packed tensor whose chunks stay in its file, or in host memory, and travel when they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tpde.codec.blob import BlobReader
+from tpde.errors import Corrupt, PackedWeight, Truncated, UnsupportedVersion
+from tpde.format.constants import CODEC_CONSTANT
+from tpde.format.source import Extent, read
+from tpde.materialize import PackedTensor, Streams, named, upload
+
+_ADVICE = (
+    "is streamed to the GPU under a VRAM budget, and stays in its file; load the model again without `vram=`"
+)
+
+
+class StreamedTensor(PackedTensor):
+    """A blob in a file.
+
+    Header, tables and index map are read and checked here, with `pread`; tables and index map are put on the
+    device when they are first needed, and stay there.
+
+    Parameters
+    ----------
+    extent : Extent
+        Where the blob lies. The source must stay open.
+    streams : Streams
+        What brings the chunks to the device, and decodes them there.
+    device : torch.device
+        The device.
+    supply : Supply
+        What brings the chunks to where the device can copy from.
+
+    Raises
+    ------
+    Truncated, UnsupportedVersion, Corrupt
+        If header, tables or index map are not valid.
+
+    Attributes
+    ----------
+    blob : torch.Tensor
+        On the `meta` device, as large as the blob.
+    offsets : ndarray of int64
+        Where in the blob each chunk starts, and where the last one ends.
+    """
+
+    def __init__(self, extent: Extent, streams: Streams, device: torch.device, supply: Any) -> None:
+        self.name, self.version, self.extent, self.supply = extent.name, 0, extent, supply
+        self.streams, self._device = streams, device
+        try:
+            reader = BlobReader(extent.source, extent.offset, extent.size)
+        except (Corrupt, Truncated, UnsupportedVersion) as error:
+            raise named(error, self.name) from error
+        self.header, self.offsets = reader.header, reader.offsets
+        at, size = extent.offset + self.header.tables_at, self.header.tables_bytes
+        self._section = read(extent.source, at, size)
+        self._device_index: torch.Tensor | None = None
+        self._place(torch.empty(extent.size, dtype=torch.uint8, device="meta"), reader)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor is rebuilt."""
+        return self._device
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refuse to move elsewhere."""
+        if fn(torch.empty(0, dtype=torch.uint8, device=self._device)).device != self._device:
+            raise PackedWeight(f"`{self.name}` {_ADVICE} to move it from {self._device}")
+
+    def load(self, blob: torch.Tensor, *, assign: bool = False) -> None:
+        """Refuse other blobs."""
+        raise PackedWeight(f"`{self.name}` {_ADVICE} to load a state dict into it")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise PackedWeight(f"`{self.name}` {_ADVICE} to copy, pickle or save it")
+
+    def device_index(self) -> torch.Tensor:
+        """The index map on the device."""
+        if self._device_index is None:
+            self._device_index = upload(self.host_reader().index, self._device)
+        return self._device_index
+
+    def span_item(self, out: int, chunks: Any, at: int) -> Any:
+        """What the kernels take for some chunks, the blob's start being `at` bytes from a launch's base."""
+        from tpde.cuda.decode import Item
+
+        tables = self.device_tables()
+        assert tables is not None
+        index = self.device_index().data_ptr()
+        return Item(self.header, tables[0], at, tables[1].data_ptr(), out, index, chunks)
+
+    def item(self, offset: int, chunks: Any = None) -> Any:
+        """What the kernels take to read the blob over the bus, where it lies; None if they cannot."""
+        from tpde.cuda.decode import ALIGNMENT
+
+        if self.header.codec == CODEC_CONSTANT or self.device_tables() is None:
+            return None
+        at = self.supply.device_address(self.extent)
+        return None if at is None or at % ALIGNMENT else self.span_item(offset, chunks, at)

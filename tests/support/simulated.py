@@ -1,0 +1,182 @@
+"""A device that copies and decodes in threads of its own, with delays: streaming without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpde.errors import Corrupt
+from tpde.format.source import Extent
+from tpde.streaming.device import Damage
+from tpde.streaming.pieces import Piece
+
+
+class Stream:
+    """Does what it is given in order, each after a random delay."""
+
+    def __init__(self, name: str, seed: int, delay: float) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._random, self._delay = random.Random(seed), delay
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._delay and self._random.random() < 0.3:
+                time.sleep(self._random.random() * self._delay)
+            job()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def record(self) -> threading.Event:
+        event = threading.Event()
+        self._jobs.put(event.set)
+        return event
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+
+class SimulatedDevice:
+    """A device in host memory.
+
+    Parameters
+    ----------
+    ring : int
+        Bytes.
+    delay : float
+        Seconds that a copy or a decode is late, at most.
+    seed : int
+        Of the delays.
+    without : str
+        `hold` or `copied`: leave out the wait for that event.
+    blocking : bool
+        Decoding waits until it is done, for callers who use the buffer from their own thread.
+    """
+
+    def __init__(
+        self, ring: int, *, delay: float = 0.0, seed: int = 0, without: str = "", blocking: bool = True
+    ) -> None:
+        self.trace: Any = None
+        self.memory = np.full(ring, 0xEE, np.uint8)
+        self.copies, self.compute = Stream("copies", seed, delay), Stream("compute", seed + 1, delay)
+        self.without, self.blocking = without, blocking
+        self.copied: list[str] = []
+        self.graph = False
+
+    def prepare(self, pieces: Sequence[Piece]) -> Any:
+        return {"pieces": pieces, "damage": None}
+
+    def copy(self, place: int, address: int, piece: Piece) -> threading.Event:
+        at, size = place + piece.pad, piece.extent.size
+
+        def job() -> None:
+            self.memory[at : at + size] = np.ctypeslib.as_array(
+                ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (size,)
+            )
+
+        self.copied.append(piece.extent.name)
+        self.copies.put(job)
+        return self.copies.record()
+
+    def hold(self, event: threading.Event) -> None:
+        if self.without != "hold":
+            self.copies.put(lambda: _wait(event))
+
+    def decode(
+        self, handle: Any, number: int, place: int, out: torch.Tensor, copied: threading.Event
+    ) -> threading.Event:
+        piece = handle["pieces"][number]
+
+        def job() -> None:
+            for i, span in enumerate(piece.spans):
+                tensor, (first, last, low, high) = span.tensor, span.chunks
+                at = place + span.at + low
+                begin, end = tensor.header.chunk_range(first, last)
+                size = tensor.header.word_bytes
+                words = np.empty((end - begin) * size, np.uint8)
+                try:
+                    data = self.memory[at : at + high - low].copy()
+                    tensor.host_reader().decode_bytes(first, last, data, words)
+                except Corrupt as error:
+                    handle["damage"] = Damage(number, i, error.chunk or 0)
+                    continue
+                out.numpy()[span.out + begin * size : span.out + end * size] = words
+
+        if self.without != "copied":
+            self.compute.put(lambda: _wait(copied))
+        self.compute.put(job)
+        event = self.compute.record()
+        if self.blocking:
+            _wait(event)
+        return event
+
+    def damage(self, handle: Any) -> Damage | None:
+        found, handle["damage"] = handle["damage"], None
+        return found
+
+    def wait(self) -> None:
+        _wait(self.compute.record())
+        _wait(self.copies.record())
+
+    def recording(self) -> bool:
+        return self.graph
+
+    def close(self) -> None:
+        self.copies.close()
+        self.compute.close()
+
+
+def _wait(event: threading.Event) -> None:
+    if not event.wait(60):
+        raise TimeoutError("the simulated device hangs")
+
+
+class MemorySupply:
+    """Files' bytes in memory. `late` pieces are ready only when they are waited for."""
+
+    def __init__(self, *, ahead: int = 0, late: bool = False) -> None:
+        self.ahead, self.late = ahead, late
+        self.requested: list[Extent] = []
+        self.cancelled = self.closed = 0
+        self._whole: dict[str, np.ndarray] = {}
+
+    def _bytes(self, extent: Extent) -> np.ndarray:
+        found = self._whole.get(extent.source.name)
+        if found is None:
+            found = np.empty(extent.source.size, np.uint8)
+            extent.source.read_into(0, found.data)
+            self._whole[extent.source.name] = found
+        return found
+
+    def request(self, extent: Extent) -> Extent:
+        self.requested.append(extent)
+        return extent
+
+    def wait(self, ticket: Extent) -> int:
+        return int(self._bytes(ticket).ctypes.data) + ticket.offset
+
+    def ready(self, ticket: Extent) -> bool:
+        return not self.late
+
+    def copied(self, ticket: Extent, event: threading.Event) -> None:
+        pass
+
+    def cancel(self, ticket: Extent) -> None:
+        self.cancelled += 1
+
+    def device_address(self, extent: Extent) -> int | None:
+        return None
+
+    def close(self) -> None:
+        self.closed += 1

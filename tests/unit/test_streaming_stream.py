@@ -1,0 +1,314 @@
+"""Pieces, the order they are wanted in, and the ring, on a simulated device."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.packed import pack
+from support.simulated import MemorySupply, SimulatedDevice
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from tpde.errors import Corrupt, InvalidInput, PackedWeight, UnsupportedDevice  # noqa: E402
+from tpde.format.container import TensorSpec  # noqa: E402
+from tpde.format.source import Extent, FileSource  # noqa: E402
+from tpde.streaming.order import Order  # noqa: E402
+from tpde.streaming.pieces import Part, cut  # noqa: E402
+from tpde.streaming.stream import Streamer, Unit  # noqa: E402
+from tpde.streaming.tensor import StreamedTensor  # noqa: E402
+
+CPU = torch.device("cpu")
+ROOM = 128 << 10
+
+
+def weights(words: int, seed: int) -> bytes:
+    """Normal numbers in bf16."""
+    values = np.random.default_rng(seed).normal(size=words).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+class Fixture:
+    """A file of packed tensors, and a streamer over it."""
+
+    def __init__(
+        self, folder: Path, sizes: list[int], places: int = 4, offset: int = 0, **device: object
+    ) -> None:
+        self.data, extents, at = [], [], offset
+        self.path = folder / "model.bin"
+        with self.path.open("wb") as file:
+            for i, size in enumerate(sizes):
+                self.data.append(weights(size, i))
+                packed = pack(TensorSpec("BF16", (size,)), self.data[-1])
+                assert packed is not None
+                file.seek(at)
+                file.write(packed.blob.tobytes())
+                extents.append((at, packed.blob.size))
+                at += -(-packed.blob.size // 256) * 256
+        self.source = FileSource(self.path)
+        self.supply = MemorySupply()
+        self.device = SimulatedDevice(places * ROOM, **device)  # type: ignore[arg-type]
+        self.streamer = Streamer(self.device, places, ROOM)
+        self.streamer.own(self.supply, self.source, self.device)
+        self.tensors = [
+            StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
+            for i, (at, size) in enumerate(extents)
+        ]
+
+    def units(self, *groups: tuple[int, ...]) -> list[tuple[Unit, bytes]]:
+        """Units of tensors by their numbers, and the bytes that each must give."""
+        made = []
+        for group in groups:
+            items, expected = [], b""
+            for i in group:
+                items.append((self.tensors[i], len(expected)))
+                expected += self.data[i].ljust(-(-len(self.data[i]) // 512) * 512, b"\xa5")
+            made.append((self.streamer.unit(items), expected))
+        return made
+
+    def __enter__(self) -> Fixture:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.streamer.close()
+
+
+def filled(unit: Unit, size: int) -> bytes:
+    out = torch.full((size,), 0xA5, dtype=torch.uint8)
+    unit(out)
+    return bytes(out.numpy().tobytes())
+
+
+SIZES = [150_000, 40_000, 300_000, 3000, 90_000, 250_000]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(3000, 120_000), min_size=1, max_size=5), st.integers(40_000, 200_000))
+def test_pieces_hold_every_chunk_once(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int
+) -> None:
+    with Fixture(tmp_path_factory.mktemp("cut"), sizes) as made:
+        parts = [Part(it, 0, 0, it.header.chunks - 1) for it in made.tensors]
+        pieces = cut(parts, limit)
+        seen: list[tuple[str, int]] = []
+        for piece in pieces:
+            assert piece.pad + piece.extent.size <= limit
+            for span in piece.spans:
+                blob = span.tensor.extent.offset
+                seen += [(span.tensor.name, i) for i in range(span.chunks.first, span.chunks.last + 1)]
+                assert span.at == blob - piece.extent.offset + piece.pad
+                assert span.at % 16 == 0
+                assert piece.extent.offset <= blob + span.chunks.low
+                assert blob + span.chunks.high <= piece.extent.offset + piece.extent.size
+        assert seen == [(it.name, i) for it in made.tensors for i in range(it.header.chunks)]
+
+
+def test_blobs_at_odd_offsets_are_put_at_even_places(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES, offset=8) as made:
+        (unit, expected) = made.units((0, 1, 2))[0]
+        assert all(span.at % 16 == 0 for piece in unit.pieces for span in piece.spans)
+        assert filled(unit, len(expected)) == expected
+
+
+def test_a_piece_that_cannot_hold_a_chunk(tmp_path: Path) -> None:
+    with Fixture(tmp_path, [50_000]) as made, pytest.raises(InvalidInput, match=r"chunk 0 of `t0` has \d+"):
+        cut([Part(made.tensors[0], 0, 0, 1)], 4096)
+
+
+def test_copies_run_ahead_in_the_order_of_the_last_time(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES, places=8) as made:
+        units = made.units((0,), (1,), (2,), (4,))
+        order = [2, 0, 3, 1]
+        for _ in range(3):
+            for i in order:
+                assert filled(units[i][0], len(units[i][1])) == units[i][1]
+        dropped = made.streamer.dropped_pieces
+        for _ in range(3):
+            for i in order:
+                filled(*_sized(units[i]))
+                assert made.streamer._flying or made.streamer._planned
+        assert made.streamer.dropped_pieces == dropped, "the order is known by now"
+
+
+def _sized(unit: tuple[Unit, bytes]) -> tuple[Unit, int]:
+    return unit[0], len(unit[1])
+
+
+def test_without_prefetch_nothing_runs_ahead(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES, places=8) as made:
+        units = made.units((0,), (1,))
+        made.streamer.prefetch = False
+        assert filled(*_sized(units[0])) == units[0][1]
+        assert set(made.device.copied) == {"t0"}
+        assert not made.streamer._flying
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.sampled_from([2, 3, 8]), st.booleans())
+def test_any_order_gives_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], places: int, late: bool
+) -> None:
+    with Fixture(tmp_path_factory.mktemp("order"), SIZES, places=places) as made:
+        made.supply.late, made.supply.ahead = late, 512 << 10
+        units = made.units((0, 1), (2,), (3, 4), (5,))
+        for i in order:
+            assert filled(units[i][0], len(units[i][1])) == units[i][1]
+
+
+def test_chunks_of_a_tensor(tmp_path: Path) -> None:
+    with Fixture(tmp_path, [100_000]) as made:
+        tensor, data = made.tensors[0], made.data[0]
+        for first, last in ((0, 0), (3, 7), (tensor.header.chunks - 1, tensor.header.chunks - 1)):
+            begin, end = (2 * it for it in tensor.header.chunk_range(first, last))
+            unit = made.streamer.chunks(tensor, first, last, 512)
+            assert filled(unit, 512 + end - begin)[512:] == data[begin:end]
+            assert made.streamer.chunks(tensor, first, last, 512) is unit
+
+
+def stress(folder: Path, rounds: int, without: str = "", seed: int = 0) -> int:
+    """Fill units again and again, checked behind the decodes in their own stream; how many were wrong."""
+    with Fixture(folder, SIZES, places=3, delay=2e-4, seed=seed, without=without, blocking=False) as made:
+        units = made.units((0, 1), (2,), (4, 5))
+        for unit, _ in units:
+            unit.verified = True  # the first use would wait for everything
+        wrong: list[int] = []
+        out = torch.empty(max(len(expected) for _, expected in units), dtype=torch.uint8)
+        for turn in range(rounds):
+            unit, expected = units[turn % 3]
+            try:
+                unit(out)
+            except Corrupt:
+                wrong.append(turn)
+                continue
+
+            def check(turn: int = turn, expected: bytes = expected) -> None:
+                # The gaps between tensors are not written.
+                found = out.numpy()[: len(expected)]
+                good = np.frombuffer(expected, np.uint8)
+                if not ((found == good) | (good == 0xA5)).all():
+                    wrong.append(turn)
+
+            made.device.compute.put(check)
+        made.device.wait()
+        return len(wrong)
+
+
+def test_delays_change_nothing(tmp_path: Path) -> None:
+    assert stress(tmp_path, 1000) == 0
+
+
+@pytest.mark.parametrize("event", ["hold", "copied"])
+def test_without_an_event_the_bytes_are_wrong(tmp_path: Path, event: str) -> None:
+    """The stress test would notice if either wait were missing."""
+    assert sum(stress(tmp_path, 60, without=event, seed=seed) for seed in range(3)) > 0
+
+
+def test_damage_is_named_at_first_use_and_later(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        (one, expected), (other, _) = made.units((0,), (2,))
+        whole = made.supply._bytes(made.tensors[2].extent)
+        at = made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40
+        whole[at] ^= 1
+        assert filled(one, len(expected)) == expected
+        with pytest.raises(Corrupt, match=r"`t2`: chunk 5: .*model\.bin` is damaged: fetch") as caught:
+            filled(other, 600_000)
+        assert (caught.value.tensor, caught.value.chunk) == ("t2", 5)
+        whole[at] ^= 1
+        assert filled(other, 600_000)[:600_000] == made.data[2]
+        whole[at] ^= 1
+        with pytest.raises(Corrupt, match="was damaged since it was first read"):
+            for _ in range(3):  # what is in the ring by now is sound; the use after the first that is not
+                filled(other, 600_000)
+
+
+def test_an_interrupted_fill_leaves_the_ring_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Fixture(tmp_path, SIZES, places=4) as made:
+        (unit, expected), _ = made.units((0, 1), (2,))
+        decode, calls = made.device.decode, []
+
+        def interrupted(*args: object) -> object:
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return decode(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(made.device, "decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            filled(unit, len(expected))
+        assert len(made.streamer._free) == 4
+        assert filled(unit, len(expected)) == expected
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        units = made.units((0, 1), (2,), (4, 5))
+        wrong: list[int] = []
+
+        def work(number: int) -> None:
+            for turn in range(20):
+                unit, expected = units[(turn * number + number) % 3]
+                if filled(unit, len(expected)) != expected:
+                    wrong.append(turn)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in (1, 2, 3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+def test_a_graph_cannot_hold_streamed_weights(tmp_path: Path) -> None:
+    with Fixture(tmp_path, [5000]) as made:
+        (unit, expected) = made.units((0,))[0]
+        made.device.graph = True
+        with pytest.raises(UnsupportedDevice, match="CUDA graph"):
+            filled(unit, len(expected))
+
+
+def test_closing_gives_everything_back_once(tmp_path: Path) -> None:
+    with Fixture(tmp_path, [5000]) as made:
+        made.streamer.close()
+        made.streamer.device = SimulatedDevice(ROOM)
+        assert made.supply.closed == 1
+
+
+def test_a_streamed_tensor_stays_where_it_is(tmp_path: Path) -> None:
+    import pickle
+
+    with Fixture(tmp_path, [5000]) as made:
+        tensor = made.tensors[0]
+        tensor.apply(lambda it: it.to("cpu"))
+        with pytest.raises(PackedWeight, match=r"`t0` is streamed .* without `vram=` to move it"):
+            tensor.apply(lambda it: it.to("meta"))
+        with pytest.raises(PackedWeight, match="to copy, pickle or save it"):
+            pickle.dumps(tensor)
+        with pytest.raises(PackedWeight, match="to load a state dict"):
+            tensor.load(torch.zeros(1, dtype=torch.uint8))
+
+
+def test_a_damaged_index_is_refused_on_opening(tmp_path: Path) -> None:
+    with Fixture(tmp_path, [50_000]) as made:
+        data = bytearray(made.path.read_bytes())
+        data[made.tensors[0].header.index_at + 3] ^= 1
+        broken = tmp_path / "broken.bin"
+        broken.write_bytes(data)
+        source = FileSource(broken)
+        with pytest.raises(Corrupt, match="`t0`: header, tables or index map are damaged"):
+            StreamedTensor(Extent(source, 0, source.size, "t0"), made.streamer, CPU, made.supply)
+        source.close()
+
+
+def test_what_follows_what() -> None:
+    order: Order[str] = Order()
+    assert order.after("a") is None
+    for name in "abc":
+        order.expect(name)
+    assert [order.after(it) for it in "abc"] == ["b", "c", "a"]
+    for name in "acb":
+        order.saw(name)
+    assert [order.after(it) for it in "abc"] == ["c", "c", "b"]
