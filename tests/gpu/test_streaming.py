@@ -1,0 +1,294 @@
+"""Streaming on a CUDA device: bits, events, threads, rows over the bus, damage."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models import NAMES, VOCAB, assert_same_bits, make, outputs, torch
+from support.packed import pack
+from support.simulated import MemorySupply
+from support.streamed import stream_model, write_blobs
+
+from tpde.errors import Corrupt, UnsupportedDevice
+from tpde.format.container import TensorSpec
+from tpde.format.source import Extent, FileSource
+from tpde.materialize import PackedTensor, RowReader, chunk_decoder
+from tpde.nn import pack_module
+from tpde.streaming.device import CudaDevice
+from tpde.streaming.stream import Streamer, Unit
+from tpde.streaming.tensor import StreamedTensor
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
+DEVICE = torch.device("cuda", 0)
+ROOM = 256 << 10
+
+
+class PinnedSupply(MemorySupply):
+    """Files' bytes in page-locked memory."""
+
+    def _bytes(self, extent: Extent) -> np.ndarray:
+        found = self._whole.get(extent.source.name)
+        if found is None:
+            memory = torch.empty(extent.source.size, dtype=torch.uint8, pin_memory=True)
+            found = self._whole[extent.source.name] = memory.numpy()
+            extent.source.read_into(0, found.data)
+        return found
+
+    def device_address(self, extent: Extent) -> int | None:
+        return self.wait(extent)
+
+
+class Fixture:
+    """A file of packed tensors on page-locked memory, and a streamer over it."""
+
+    def __init__(self, folder: Path, tensors: list[tuple[TensorSpec, bytes]], places: int = 4) -> None:
+        extents, at = [], 0
+        with (folder / "blobs").open("wb") as file:
+            for spec, data in tensors:
+                packed = pack(spec, data)
+                assert packed is not None
+                file.seek(at)
+                file.write(packed.blob.tobytes())
+                extents.append((at, packed.blob.size))
+                at += -(-packed.blob.size // 256) * 256
+        self.data = [data for _, data in tensors]
+        self.source, self.supply = FileSource(folder / "blobs"), PinnedSupply()
+        self.device = CudaDevice(DEVICE, places * ROOM)
+        self.streamer = Streamer(self.device, places, ROOM)
+        self.streamer.own(self.supply, self.source)
+        self.tensors = [
+            StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, DEVICE, self.supply)
+            for i, (at, size) in enumerate(extents)
+        ]
+
+    def unit(self, *numbers: int) -> tuple[Unit, list[tuple[int, bytes]], int]:
+        """A unit of some tensors, where they go, and how large the buffer must be."""
+        items, expected, at = [], [], 0
+        for i in numbers:
+            items.append((self.tensors[i], at))
+            expected.append((at, self.data[i]))
+            at += -(-len(self.data[i]) // 512) * 512
+        return self.streamer.unit(items), expected, at
+
+    def __enter__(self) -> Fixture:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.synchronize()
+        self.streamer.close()
+
+
+def normal(words: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> bytes:
+    values = torch.randn(words, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return bytes(values.view(torch.uint8).numpy().tobytes())
+
+
+def bf16(*sizes: int) -> list[tuple[TensorSpec, bytes]]:
+    return [(TensorSpec("BF16", (size,)), normal(size, i)) for i, size in enumerate(sizes)]
+
+
+def check(out: Any, expected: list[tuple[int, bytes]]) -> None:
+    found = out.cpu().numpy()
+    for at, data in expected:
+        assert found[at : at + len(data)].tobytes() == data
+
+
+SIZES = (300_000, 1_000_000, 5_000, 700_000, 400_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("BF16", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32), ("F8_E4M3", None)],
+)
+def test_every_dtype(name: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    words = 700_003
+    data = normal(words, 1, torch.float8_e4m3fn if dtype is None else dtype)
+    with Fixture(tmp_path, [(TensorSpec(name, (words,)), data)]) as made:
+        unit, expected, size = made.unit(0)
+        assert len(unit.pieces) > 1
+        for _ in range(2):
+            out = torch.full((size,), 0xA5, dtype=torch.uint8, device=DEVICE)
+            unit(out)
+            check(out, expected)
+
+
+@pytest.mark.parametrize("places", [2, 5])
+def test_any_order(places: int, tmp_path: Path) -> None:
+    draw = random.Random(places)
+    with Fixture(tmp_path, bf16(*SIZES), places) as made:
+        units = [made.unit(0, 1), made.unit(2, 3), made.unit(4)]
+        out = torch.empty(max(size for _, _, size in units), dtype=torch.uint8, device=DEVICE)
+        for _ in range(40):
+            unit, expected, _ = draw.choice(units)
+            unit(out)
+            check(out, expected)
+
+
+def stress(folder: Path, rounds: int, seed: int, without: str = "") -> int:
+    """Fills with random delays on both streams, compared on the device; how many were wrong."""
+    draw = random.Random(seed)
+    with Fixture(folder, bf16(*SIZES), places=3) as made:
+        units = [made.unit(0, 1), made.unit(2, 3), made.unit(4)]
+        good = []
+        for unit, expected, size in units:
+            unit.verified = True  # the first use would wait for everything
+            image = np.zeros(size, np.uint8)
+            mask = np.zeros(size, np.uint8)
+            for at, data in expected:
+                image[at : at + len(data)] = np.frombuffer(data, np.uint8)
+                mask[at : at + len(data)] = 1
+            good.append((torch.from_numpy(image).to(DEVICE), torch.from_numpy(mask).to(DEVICE)))
+        copy_piece, decode = made.device.copy, made.device.decode
+
+        def late_copy(*args: Any) -> Any:
+            if draw.random() < 0.3:
+                with torch.cuda.stream(made.device._copies):
+                    torch.cuda._sleep(draw.randrange(200_000))
+            return copy_piece(*args)
+
+        def late_decode(handle: Any, number: int, place: int, out: Any, copied: Any) -> Any:
+            if without == "copied":
+                copied = torch.cuda.Event()  # was never recorded: nobody waits for it
+            if draw.random() < 0.3:
+                torch.cuda._sleep(draw.randrange(200_000))
+            return decode(handle, number, place, out, copied)
+
+        made.device.copy, made.device.decode = late_copy, late_decode  # type: ignore[method-assign]
+        if without == "hold":
+            made.device.hold = lambda event: None  # type: ignore[method-assign]
+        out = torch.empty(max(size for _, _, size in units), dtype=torch.uint8, device=DEVICE)
+        wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        damaged = 0
+        for turn in range(rounds):
+            unit, _, size = units[turn % 3]
+            image, mask = good[turn % 3]
+            try:
+                unit(out)
+            except Corrupt:
+                damaged += 1
+                continue
+            wrong += ((out[:size] ^ image) * mask).any()
+        return int(wrong) + damaged
+
+
+def test_delays_change_nothing(tmp_path: Path) -> None:
+    assert stress(tmp_path, 1000, 0) == 0
+
+
+@pytest.mark.parametrize("event", ["hold", "copied"])
+def test_without_an_event_the_bytes_are_wrong(tmp_path: Path, event: str) -> None:
+    """The stress test would notice if either wait were missing."""
+    assert stress(tmp_path, 150, 1, without=event) > 0
+
+
+def test_chunks(tmp_path: Path) -> None:
+    with Fixture(tmp_path, bf16(1_000_000)) as made:
+        (tensor,), (data,) = made.tensors, made.data
+        blob = torch.from_numpy(made.supply._bytes(tensor.extent)[: tensor.extent.size].copy()).to(DEVICE)
+        resident = PackedTensor(blob, "t0")
+        last = tensor.header.chunks - 1
+        for packed in (tensor, resident):
+            for first, stop in ((0, 0), (3, 57), (last, last), (0, last)):
+                begin, end = (2 * it for it in tensor.header.chunk_range(first, stop))
+                out = torch.full((512 + end - begin,), 0xA5, dtype=torch.uint8, device=DEVICE)
+                for _ in range(2):
+                    chunk_decoder(packed, first, stop, 512)(out)
+                found = out.cpu().numpy().tobytes()
+                assert found == b"\xa5" * 512 + data[begin:end]
+
+
+def test_rows_are_read_over_the_bus(tmp_path: Path) -> None:
+    rows, columns = 3000, 512
+    data = normal(rows * columns, 3)
+    with Fixture(tmp_path, [(TensorSpec("BF16", (rows, columns)), data)]) as made:
+        reader = RowReader(made.tensors[0])
+        assert reader._rows is not None, "read by the kernel, not by the CPU"
+        ids = torch.tensor([[5, 2999, 0], [7, 7, 1234]], device=DEVICE)
+        whole = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(rows, columns)
+        assert_same_bits(reader(ids), whole[ids.cpu()])
+        assert not made.streamer.copied_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name: str, tmp_path: Path) -> None:
+    plain = make(name, device="cuda")
+    with torch.no_grad():
+        expected = outputs(name, plain, 2, "cuda")
+    recorded = outputs(name, plain, 2, "cuda")
+    model = pack_module(copy.deepcopy(plain), min_bytes=1024)
+    source, extents = write_blobs(model, tmp_path / "blobs")
+    supply, device = PinnedSupply(), CudaDevice(DEVICE, 4 * ROOM)
+    streamer = Streamer(device, 4, ROOM)
+    streamer.own(supply, source)
+    stream_model(model, extents, streamer, supply, DEVICE)
+    with torch.no_grad():
+        for run in range(3):
+            assert_same_bits(outputs(name, model, 2, "cuda"), expected, f"run {run}")
+    assert_same_bits(outputs(name, model, 2, "cuda"), recorded, "with autograd")
+    found: list[Any] = []
+
+    def other() -> None:
+        with torch.no_grad():
+            found.append(outputs(name, model, 2, "cuda"))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert_same_bits(found[0], expected, "in another thread")
+    assert streamer.copied_bytes
+    if name == "llama":
+        with torch.no_grad():
+            again = torch.compile(model)(torch.randint(2, VOCAB, (1, 5), device="cuda")).logits
+        assert torch.isfinite(again).all()
+    torch.cuda.synchronize()
+    streamer.close()
+
+
+def test_graphs_are_refused(tmp_path: Path) -> None:
+    with Fixture(tmp_path, bf16(5000)) as made:
+        unit, _, size = made.unit(0)
+        out = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        unit(out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(UnsupportedDevice, match="CUDA graph"), torch.cuda.graph(graph):
+            unit(out)
+        torch.cuda.synchronize()
+        unit(out)
+
+
+def test_damage(tmp_path: Path) -> None:
+    with Fixture(tmp_path, bf16(*SIZES)) as made:
+        unit, expected, size = made.unit(1)
+        memory = made.supply._bytes(made.tensors[1].extent)
+        at = made.tensors[1].extent.offset + int(made.tensors[1].offsets[9]) + 50
+        out = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        memory[at] ^= 4
+        with pytest.raises(Corrupt, match="chunk 9: its checksum does not match") as caught:
+            unit(out)
+        assert (caught.value.tensor, caught.value.chunk) == ("t1", 9)
+        memory[at] ^= 4
+        unit(out)
+        check(out, expected)
+
+
+def test_closing_gives_the_ring_back(tmp_path: Path) -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with Fixture(tmp_path, bf16(*SIZES)) as made:
+        unit, _, size = made.unit(0, 1)
+        unit(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+    del made, unit
+    import gc
+
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
