@@ -18,6 +18,7 @@ WARM = 4  # tokens before those that are timed
 # hidden size, intermediate size, layers, heads, key-value heads, vocabulary
 SHAPES = {
     "llama-8b": (4096, 14336, 32, 32, 8, 128256),
+    "llama-70b": (8192, 28672, 80, 64, 8, 128256),
     "tinyllama-1.1b": (2048, 5632, 22, 32, 4, 32000),
     "tiny": (64, 160, 2, 4, 2, 512),
 }
@@ -38,13 +39,12 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def make(directory: Path, shape: str, layers: int | None, seed: int) -> dict[str, Any]:
-    """Make a Llama of random weights on the device and save it; returns what the report needs."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def config_of(shape: str, layers: int | None) -> Any:
+    """The configuration of a shape, with another number of layers if one is given."""
+    from transformers import LlamaConfig
 
     hidden, middle, depth, heads, key_heads, vocabulary = SHAPES[shape]
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=middle,
         num_hidden_layers=layers or depth,
@@ -56,6 +56,14 @@ def make(directory: Path, shape: str, layers: int | None, seed: int) -> dict[str
         bos_token_id=1,
         eos_token_id=2,
     )
+
+
+def make(directory: Path, shape: str, layers: int | None, seed: int) -> dict[str, Any]:
+    """Make a Llama of random weights on the device and save it; returns what the report needs."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(shape, layers)
     torch.manual_seed(seed)
     with torch.device(device()):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -162,12 +170,12 @@ def load(mode: str, plain: Path, packed: Path) -> Any:
     return pretrained(device_map=device())
 
 
-def prompt(vocabulary: int) -> Any:
+def prompt(vocabulary: int, length: int = PROMPT) -> Any:
     """The same tokens for everyone."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocabulary, (1, PROMPT), generator=draw).to(device())
+    return torch.randint(0, vocabulary, (1, length), generator=draw).to(device())
 
 
 def bits(logits: Any) -> str:

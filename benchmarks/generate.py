@@ -187,7 +187,7 @@ def main() -> int:
         print(json.dumps(result), flush=True)
         return 0
     parser = arguments(__doc__)
-    parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b")
+    parser.add_argument("--shape", choices=[s for s in SHAPES if s != "llama-70b"], default="llama-8b")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES)[:5])
     parser.add_argument("--tokens", type=int, default=64, help="timed tokens")

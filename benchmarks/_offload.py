@@ -1,0 +1,327 @@
+"""What `offload.py` does in its processes: the plain model, ours under budgets, the peers."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _gpu import reason
+from _machine import note
+from _model import PROMPT, config_of, device, import_everything, private_bytes, prompt, wait
+from _rows import tell
+from _synthetic import CHECKED_LOGITS, plain_model
+
+WARM = 2  # tokens before those that are timed
+CHECKED = 3  # tokens whose logits are compared, after those of the prompt
+PREFILL, PREFILL_BUDGET = 4096, 4.0
+COPY_BYTES = 256 << 20
+
+
+def copy_rate() -> float:
+    """Bytes a second from memory of `cuMemHostAlloc` to the device: copies of 256 MiB, median of 8."""
+    import torch
+    from cuda.bindings import driver
+
+    target, took = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda"), []
+    code, source = driver.cuMemHostAlloc(COPY_BYTES, 0)  # not torch's: its allocator would keep the memory
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"256 MiB of host memory could not be locked: {code}")
+    stream = torch.cuda.current_stream()
+    for _ in range(10):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        driver.cuMemcpyHtoDAsync(target.data_ptr(), source, COPY_BYTES, stream.cuda_stream)
+        stop.record()
+        stop.synchronize()
+        took.append(start.elapsed_time(stop) / 1e3)
+    driver.cuMemFreeHost(source)
+    del target
+    torch.cuda.empty_cache()
+    return COPY_BYTES / statistics.median(took[2:])
+
+
+def forward(model: Any, ids: Any, cache: Any) -> Any:
+    """Logits of the last token."""
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+
+def generate(model: Any, warm: int, count: int, keep: list[Any] | None = None) -> tuple[float, list[int]]:
+    """Greedy decoding of a prompt; seconds a token of the last `count`, and the tokens.
+
+    The prompt's forward pass comes first, then `warm` that are not timed. Logits are appended to `keep`.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    cache, ids = DynamicCache(config=model.config), prompt(model.config.vocab_size)
+    made, start = [], time.perf_counter()
+    with torch.no_grad():
+        for step in range(1 + warm + count):
+            if step == 1 + warm:
+                wait()
+                start = time.perf_counter()
+            logits = forward(model, ids, cache)
+            if keep is not None:
+                keep.append(logits.reshape(-1).view(torch.int16).cpu().numpy())
+            ids = logits[:, -1].argmax(-1, keepdim=True)
+            made.append(ids)
+        wait()
+        took = (time.perf_counter() - start) / max(count, 1)
+        return took, torch.cat(made, 1)[0].tolist()
+
+
+def prefill(model: Any, length: int, runs: int) -> float:
+    """Seconds of one forward pass over a long prompt."""
+    import torch
+    from transformers import DynamicCache
+
+    ids, took = prompt(model.config.vocab_size, length), []
+    with torch.no_grad():
+        for _ in range(runs + 1):
+            cache = DynamicCache(config=model.config)
+            wait()
+            start = time.perf_counter()
+            forward(model, ids, cache)
+            wait()
+            took.append(time.perf_counter() - start)
+    return statistics.median(took[1:])
+
+
+def difference(found: list[Any], path: Path) -> str:
+    """Where logits differ from those saved, as bits; nothing if they don't."""
+    expected = np.load(path)
+    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+        places = np.flatnonzero(a != b)
+        if places.size:
+            at = places[0]
+            return (
+                f"step {step}: {places.size} of {a.size} differ, first {at}: "
+                f"{int(a[at]) & 0xFFFF:#06x}, plain {int(b[at]) & 0xFFFF:#06x}"
+            )
+    return ""
+
+
+def plain(given: dict[str, Any]) -> None:
+    """The plain model in device memory: its speed, its logits, its memory."""
+    import_everything()
+    model = plain_model(config_of(given["shape"], given["layers"]), given["seed"])
+    generate(model, 0, 1)
+    wait()
+    start = time.perf_counter()
+    generate(model, 0, 0)
+    first = time.perf_counter() - start
+    seconds, _ = generate(model, WARM, given["tokens"])
+    logits: list[Any] = []
+    generate(model, 0, CHECKED, logits)
+    np.save(Path(given["dir"]) / CHECKED_LOGITS, np.stack(logits))
+    found = {"token_s": seconds, "first_s": first, "private": private_bytes()}
+    if given["prefill"]:
+        found["prefill_s"] = prefill(model, PREFILL, 3)
+    tell(plain=found)
+
+
+class Loaded:
+    """One of our models under a budget, loaded; `close` gives everything back."""
+
+    def __init__(self, given: dict[str, Any], budget: float | None, max_tokens: int = 1024) -> None:
+        import tpde
+
+        limits = {"max_tokens": max_tokens}
+        if budget is not None:
+            limits["vram"] = f"{budget:g}GiB"  # type: ignore[assignment]
+        self.model = tpde.from_pretrained(given["packed"], device=device(), **(limits if budget else {}))
+        self.streamer = getattr(self.model, "tpde_streamer", None)
+
+    def copied(self) -> int:
+        """Bytes copied so far."""
+        return 0 if self.streamer is None else int(self.streamer.stats()["copied_bytes"])
+
+    def close(self) -> None:
+        """Let go of the model."""
+        import torch
+
+        if self.streamer is not None:
+            self.streamer.close()
+        self.model = self.streamer = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+def measure(given: dict[str, Any], budget: float | None, use: Any, holder: Any) -> dict[str, Any]:
+    """One budget, or None for all of it packed and resident."""
+    found: dict[str, Any] = {}
+    if holder is not None and budget is not None:
+        holder.leave(int(budget * 2**30) - use.now())
+    if use is not None:
+        use.watch()
+    start = time.perf_counter()
+    loaded = Loaded(given, budget)
+    try:
+        wait()
+        found["load_s"] = time.perf_counter() - start
+        generate(loaded.model, 0, 0)
+        found["first_s"] = time.perf_counter() - start
+        logits: list[Any] = []
+        generate(loaded.model, 0, CHECKED, logits)
+        if (Path(given["dir"]) / CHECKED_LOGITS).exists():
+            found["difference"] = difference(logits, Path(given["dir"]) / CHECKED_LOGITS)
+        if use is not None:
+            use.pause()
+            found["peak"] = use.peak
+        before, count = loaded.copied(), given["tokens"]
+        found["token_s"], _ = generate(loaded.model, WARM, count)
+        # The prompt's forward pass, WARM and `count`: all read every streamed weight once.
+        found["copied_a_token"] = (loaded.copied() - before) / (1 + WARM + count)
+        found["private"] = private_bytes()
+        found["predicted_s"] = predicted(loaded.model)
+        if loaded.streamer is not None:
+            found["stats"] = loaded.streamer.stats()
+            if given["serial"]:
+                loaded.streamer.prefetch = False
+                found["serial_s"], _ = generate(loaded.model, 1, 3)
+    finally:
+        if use is not None:
+            use.pause()
+        loaded.close()
+    return found
+
+
+def predicted(model: Any) -> float | None:
+    """Seconds a token by the plan that the model was loaded with."""
+    plan = getattr(model, "tpde_plan", None)
+    return None if plan is None else float(plan.seconds)
+
+
+def guarded(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What fails becomes a row that says so."""
+    import torch
+
+    start = time.perf_counter()
+    try:
+        found = work()
+    except Exception as error:
+        traceback.print_exc()
+        found = {"problem": reason(error)}
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    speed = (
+        f"{found['token_s'] * 1e3:.1f} ms/token, " if "token_s" in found else found.get("problem", "") + " "
+    )
+    note(f"{name}: {speed}{time.perf_counter() - start:.1f} s in all")
+    return found
+
+
+def ours(given: dict[str, Any]) -> None:
+    """All budgets one after the other; the kernels are compiled and libraries warm after the first load."""
+    import torch
+    from _hold import Holder, Use
+
+    import_everything()
+    cuda = torch.cuda.is_available()
+    use = Use() if cuda else None
+    if cuda:
+        tell(rate=copy_rate())
+    holder = Holder() if given["hold"] and use is not None else None
+    try:
+        if use is not None:
+            use.holder = holder
+        if given["resident"]:
+            if holder is not None:
+                holder.leave(card_free())
+            tell(resident=guarded("packed, resident", lambda: measure(given, None, use, holder)))
+        for budget in given["budgets"]:
+            found = guarded(f"{budget:g} GiB", lambda budget=budget: measure(given, budget, use, holder))
+            tell(budget=budget, ours=found)
+        if given["prefill"]:
+            if holder is not None and use is not None:
+                holder.leave(int(PREFILL_BUDGET * 2**30) - use.now())
+            tell(prefill=guarded("prefill", lambda: our_prefill(given)))
+        if cuda:
+            if holder is not None:
+                holder.leave(card_free())
+            tell(rate=copy_rate())
+    finally:
+        if holder is not None:
+            holder.close()
+
+
+def card_free() -> int:
+    """As many bytes as a `Holder` leaves when it holds nothing."""
+    from _hold import card
+
+    return card()[1]
+
+
+def our_prefill(given: dict[str, Any]) -> dict[str, Any]:
+    """A long prompt under one budget: seconds, and what was copied for it."""
+    runs, loaded = 3, Loaded(given, PREFILL_BUDGET, PREFILL + PROMPT)
+    try:
+        before = loaded.copied()
+        seconds = prefill(loaded.model, PREFILL, runs)
+        return {"prefill_s": seconds, "copied": (loaded.copied() - before) / (runs + 1)}
+    finally:
+        loaded.close()
+
+
+def peer(given: dict[str, Any]) -> None:
+    """The same plain model offloaded by others: `accelerate`, or `diffusers`' groups with streams."""
+    import torch
+    from _hold import Use
+
+    import_everything()
+    use = Use()
+
+    def work() -> dict[str, Any]:
+        install = PEERS[given["peer"]]()
+        model = plain_model(config_of(given["shape"], given["layers"]), given["seed"]).to("cpu")
+        gc.collect()
+        torch.cuda.empty_cache()
+        use.watch()
+        model = install(model)
+        generate(model, 0, 0)
+        use.pause()
+        seconds, _ = generate(model, 0, 2)
+        return {"token_s": seconds, "peak": use.peak, "private": private_bytes()}
+
+    tell(peer=given["peer"], found=guarded(given["peer"], work))
+
+
+def _accelerate() -> Callable[[Any], Any]:
+    import torch
+    from accelerate import cpu_offload
+
+    return lambda model: cpu_offload(model, execution_device=torch.device("cuda:0"))
+
+
+def _diffusers() -> Callable[[Any], Any]:
+    import torch
+    from diffusers.hooks import apply_group_offloading
+
+    def install(model: Any) -> Any:
+        common = {
+            "onload_device": torch.device("cuda:0"),
+            "offload_device": torch.device("cpu"),
+            "non_blocking": True,
+            "use_stream": True,
+        }
+        # Blocks are looked for among a module's own children: the decoder's, then the rest leaf by leaf.
+        apply_group_offloading(model.model, offload_type="block_level", num_blocks_per_group=1, **common)
+        apply_group_offloading(model.lm_head, offload_type="leaf_level", **common)
+        return model
+
+    return install
+
+
+PEERS: dict[str, Callable[[], Callable[[Any], Any]]] = {
+    "accelerate cpu_offload": _accelerate,
+    "diffusers group offload, streams": _diffusers,
+}

@@ -1,0 +1,368 @@
+"""Models larger than a budget of device memory: time per token against the budget, beside two limits and peers.
+
+    python benchmarks/offload.py [--shape llama-70b --budgets 16] [--host arena] [--hold] [--peers]
+
+Llamas of random bf16 weights (the 8 B shape by default) are made on the GPU, tensor by tensor, and packed into
+`--dir`; nothing is downloaded and no plain copy is written. Needs as much memory as the packed model takes:
+11 GB, or 95 GB for the 70 B shape. Peers are optional: accelerate, diffusers; they need the plain model in
+host memory besides.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _gpu import need_cuda
+from _machine import arguments, emit, header, note, table, verdict
+from _model import SHAPES
+from _offload import CHECKED, PEERS, PREFILL, PREFILL_BUDGET, WARM, ours, peer, plain
+from _rows import rows, tell
+
+BUDGETS = (2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
+FIXED = 2.1e9  # bytes of a budget that hold no streamed weights: ring, workspace, cache, libraries
+EFFICIENCY = 0.93  # of the copy rate
+RATE_BAR = 52e9
+RESIDENT_SPARE = 3e-3  # s a token above packed-resident, once everything fits
+SLOWER = 1.02  # with more VRAM
+ACCELERATE_BAR, ACCELERATE_BUDGET = 13.0, 4.0
+PREFILL_BAR = 1.15
+PRIVATE_BAR, LOCKED_BAR = 256 << 20, 64 << 20
+FIRST_BAR = 1.0  # s
+PREDICTED_BAR = 0.15
+GB = 1e9
+Found = dict[str, Any]
+
+
+def limit(streamed: float, budget: float, rate: float) -> float:
+    """Seconds a token that no system beats which streams what does not fit into a budget of GiB."""
+    return max(streamed - max(0.0, budget * 2**30 - FIXED), 0.0) / rate
+
+
+def bar(made: Found, budget: float, rate: float, resident: float | None) -> float:
+    """Seconds a token allowed."""
+    streamed = limit(made["streamed_packed"], budget, rate) / EFFICIENCY
+    return max(streamed, 0.0 if resident is None else resident + RESIDENT_SPARE)
+
+
+def ms(seconds: float | None) -> str:
+    """For a table."""
+    return "" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def gib(count: float | None) -> str:
+    """For a table."""
+    return "" if count is None else f"{count / 2**30:.2f}"
+
+
+class Results:
+    """What came in so far.
+
+    Attributes
+    ----------
+    rates : list of float
+        Bytes a second of copies, before and after.
+    plain, resident, prefill : dict
+        The plain model, ours packed and resident, ours with a long prompt.
+    ours, peers : dict
+        By budget, by name.
+    """
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.plain: Found = {}
+        self.resident: Found = {}
+        self.prefill: Found = {}
+        self.ours: dict[float, Found] = {}
+        self.peers: dict[str, Found] = {}
+        self.problems: list[str] = []
+
+    def take(self, row: Found) -> None:
+        """Sort a row of a process in."""
+        if "problem" in row:
+            self.problems.append(row["problem"])
+            note(f"error: {row['problem']}")
+        elif "rate" in row:
+            self.rates.append(row["rate"])
+        elif "budget" in row:
+            self.ours[row["budget"]] = row["ours"]
+        elif "peer" in row:
+            self.peers[row["peer"]] = row["found"]
+        else:
+            for name in ("plain", "resident", "prefill"):
+                if name in row:
+                    setattr(self, name, row[name])
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second: the faster of before and after."""
+        return max(self.rates, default=0.0)
+
+
+def main_table(made: Found, found: Results) -> str:
+    """One row a budget."""
+    lines, resident = [], found.resident.get("token_s")
+    for budget, row in sorted(found.ours.items()):
+        bits = {"": "yes", None: ""}.get(row.get("difference"), "NO")
+        predicted, took = row.get("predicted_s"), row.get("token_s")
+        allowed = bar(made, budget, found.rate, resident) if found.rate else None
+        lines.append(
+            [
+                f"{budget:g}",
+                row.get("problem") or ms(took),
+                ms(allowed),
+                verdict(took <= allowed) if took is not None and allowed is not None else "",
+                ms(limit(made["streamed_packed"], budget, found.rate)) if found.rate else "",
+                ms(limit(made["streamed_plain"], budget, found.rate)) if found.rate else "",
+                ms(predicted),
+                ms(row.get("serial_s")),
+                f"{row.get('copied_a_token', 0) / GB:.2f}",
+                gib(row.get("peak")),
+                f"{row.get('first_s', 0):.2f}",
+                f"{row.get('private', 0) / 2**20:.0f}",
+                bits,
+            ]
+        )
+    columns = ["budget, GiB", "ours, ms/token", "at most", "", "limit, packed", "limit, plain", "predicted"]
+    columns += ["copy, then decode", "copied, GB/token", "card peak, GiB", "load to first token, s"]
+    columns += ["private, MiB", "bits as plain"]
+    return table(columns, lines)
+
+
+def other_table(found: Results) -> str:
+    """What does not depend on the budget."""
+    rows_ = {"plain, resident": found.plain, "tpde, packed, resident": found.resident} | found.peers
+    lines = [
+        [name, row.get("problem") or ms(row.get("token_s")), gib(row.get("peak")), gib(row.get("private"))]
+        for name, row in rows_.items()
+        if row
+    ]
+    return table(["without a budget", "ms/token", "card peak, GiB", "private, GiB"], lines)
+
+
+def checks(made: Found, found: Results, mapped: bool) -> list[tuple[str, str, str, bool]]:
+    """Every bar: what, found, at most (or least), whether it is met. What was not measured is left out."""
+    out: list[tuple[str, str, str, bool]] = []
+    rate, good = found.rate, {b: row for b, row in sorted(found.ours.items()) if "token_s" in row}
+    if found.rates:
+        out.append(("copy rate, GB/s", f"{rate / GB:.1f}", f">= {RATE_BAR / GB:.0f}", rate >= RATE_BAR))
+    for budget, row in sorted(found.ours.items()):
+        if "token_s" not in row:
+            out.append((f"{budget:g} GiB", str(row.get("problem")), "runs", False))
+            continue
+        if rate:
+            allowed = bar(made, budget, rate, found.resident.get("token_s"))
+            met = row["token_s"] <= allowed
+            out.append((f"{budget:g} GiB, ms/token", ms(row["token_s"]), ms(allowed), met))
+        if "peak" in row:
+            met = row["peak"] <= budget * 2**30
+            out.append((f"{budget:g} GiB, card peak, GiB", gib(row["peak"]), f"{budget:g}", met))
+        if row.get("difference") is not None:
+            out.append(
+                (f"{budget:g} GiB, bits", row["difference"] or "equal", "equal", not row["difference"])
+            )
+        if row.get("predicted_s") is not None:
+            off = row["predicted_s"] / row["token_s"] - 1
+            met = abs(off) <= PREDICTED_BAR
+            out.append(
+                (f"{budget:g} GiB, predicted", f"{100 * off:+.1f} %", f"{100 * PREDICTED_BAR:.0f} %", met)
+            )
+        locked = (row.get("stats") or {}).get("locked_bytes")
+        if locked is not None:
+            over = (locked - made["packed_bytes"]) / 2**20
+            what = f"{budget:g} GiB, locked more than packed, MiB"
+            out.append((what, f"{over:.0f}", f"{LOCKED_BAR >> 20}", over <= LOCKED_BAR >> 20))
+    best = None
+    for budget, row in good.items():
+        if best is not None:
+            more = row["token_s"] / best
+            out.append((f"{budget:g} GiB against less", f"{more:.3f}", f"{SLOWER}", more <= SLOWER))
+        best = min(best or row["token_s"], row["token_s"])
+    if mapped and good and found.plain:
+        private = (max(row["private"] for row in good.values()) - found.plain["private"]) / 2**20
+        met = private <= PRIVATE_BAR >> 20
+        out.append(("private more than plain's, MiB", f"{private:.0f}", f"{PRIVATE_BAR >> 20}", met))
+        first = max(row["first_s"] for row in good.values()) - found.plain["first_s"]
+        out.append(
+            ("load to first token above plain's, s", f"{first:.2f}", f"{FIRST_BAR:g}", first <= FIRST_BAR)
+        )
+    theirs, at = found.peers.get("accelerate cpu_offload", {}), good.get(ACCELERATE_BUDGET)
+    if "token_s" in theirs and at:
+        times = theirs["token_s"] / at["token_s"]
+        what = f"{ACCELERATE_BUDGET:g} GiB against accelerate"
+        out.append((what, f"{times:.1f} times", f">= {ACCELERATE_BAR:g}", times >= ACCELERATE_BAR))
+    if "prefill_s" in found.prefill and "prefill_s" in found.plain and rate:
+        allowed = PREFILL_BAR * max(found.prefill["copied"] / rate, found.plain["prefill_s"])
+        took = found.prefill["prefill_s"]
+        out.append(
+            (f"{PREFILL} tokens at {PREFILL_BUDGET:g} GiB, ms", ms(took), ms(allowed), took <= allowed)
+        )
+    return out
+
+
+def plot(made: Found, found: Results, path: Path) -> None:
+    """Time per token against the budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panel = pyplot.subplots(figsize=(7, 4.5))
+    budgets = sorted(found.ours)
+    fine = [budgets[0] + (budgets[-1] - budgets[0]) * i / 200 for i in range(201)] if budgets else []
+    for key, name in (("streamed_packed", "packed"), ("streamed_plain", "plain")):
+        times = [1e3 * limit(made[key], budget, found.rate) for budget in fine] if found.rate else []
+        if times:
+            style = "--" if name == "packed" else ":"
+            panel.plot(fine, times, color="grey", linestyle=style, label=f"{name} bytes / copy rate")
+    for key, name in (("token_s", "tpde"), ("serial_s", "tpde, copy then decode")):
+        points = [(b, 1e3 * found.ours[b][key]) for b in budgets if key in found.ours[b]]
+        if points:
+            panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+    others = {"plain, resident": found.plain, "tpde, packed, resident": found.resident} | found.peers
+    for number, (name, row) in enumerate(others.items()):
+        if "token_s" in row:
+            panel.axhline(1e3 * row["token_s"], color=f"C{number + 2}", linewidth=1, label=name)
+    panel.set(xlabel="budget, GiB of device memory", ylabel="ms per token", yscale="log")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize="small")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def text(head: str, options: Any, made: Found, found: Results) -> str:
+    """The whole report."""
+    hold = "A second process held all of the card but the budget and the context. " if options.hold else ""
+    after = f", {found.rates[-1] / GB:.1f} after" if len(found.rates) > 1 else ""
+    measured = f"{found.rates[0] / GB:.1f} GB/s before{after}" if found.rates else "not measured"
+    about = (
+        f"Model: {options.shape} shape, {made['layers']} layers, bf16, random weights with per-row scale "
+        f"0.02 * exp(0.3 * normal), seed {options.seed}; {made['plain_bytes'] / GB:.2f} GB plain, "
+        f"{made['packed_bytes'] / GB:.2f} GB packed, of which {made['streamed_packed'] / GB:.2f} GB are read for "
+        f"a token; made and packed in {made['pack_s']:.1f} s. Host memory: {options.host}. {hold}"
+        f"Batch 1, greedy, {options.tokens} timed tokens after {WARM}; logits of the prompt and {CHECKED} tokens "
+        "compared as integers with the plain model's of the same run. Copy rate, from `cuMemHostAlloc`, 256 MiB "
+        f"at a time: {measured}. Limits: (bytes read for a token - (budget - {FIXED / GB} GB)) / rate.\n"
+    )
+    rows_ = [
+        [what, got, need, verdict(met)]
+        for what, got, need, met in checks(made, found, options.host == "mapped")
+    ]
+    parts = [head, about, main_table(made, found), other_table(found)]
+    parts += ["Bars:\n", table(["bar", "found", "at most", ""], rows_)]
+    return "\n".join(part for part in parts if part)
+
+
+def perform(task: str, given: Found) -> None:
+    """Do a task in this process."""
+    if task == "make":
+        from _model import config_of
+        from _synthetic import write_packed
+
+        tell(
+            made=write_packed(
+                Path(given["packed"]), config_of(given["shape"], given["layers"]), given["seed"]
+            )
+        )
+    else:
+        {"plain": plain, "ours": ours, "peer": peer}[task](given)
+
+
+def run(options: Any, made: Found, given: Found, found: Results) -> None:
+    """All processes, one after the other."""
+    environment = {"TPDE_HOST_MEMORY": "arena"} if options.host == "arena" else {}
+    wanted = options.only
+
+    def go(task: str, more: Found, limit_s: float) -> None:
+        for row in rows(__file__, task, given | more, limit_s, environment):
+            found.take(row)
+            if options.out is not None:  # a run that is cut short leaves what it has
+                options.out.write_text(text(options.head, options, made, found), "utf-8")
+
+    if "plain" in wanted and options.shape != "llama-70b":  # 141 GB fit on one card only just
+        go("plain", {}, options.limit)
+    if "ours" in wanted:
+        go("ours", {}, options.limit)
+    if "peers" in wanted:
+        for name in PEERS:
+            go("peer", {"peer": name}, options.limit)
+
+
+def main() -> int:
+    """Parse the command line, run, print."""
+    if sys.argv[1:2] == ["--task"]:
+        perform(sys.argv[2], json.loads(sys.argv[3]))
+        return 0
+    parser = arguments(__doc__)
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
+    parser.add_argument(
+        "--budgets",
+        type=lambda it: [float(b) for b in it.split(",")],
+        default=list(BUDGETS),
+        metavar="GIB,GIB",
+    )
+    parser.add_argument("--tokens", type=int, default=16, help="timed tokens")
+    parser.add_argument("--only", nargs="+", choices=["plain", "ours"], default=["plain", "ours"])
+    parser.add_argument("--peers", action="store_true", help="accelerate and diffusers too")
+    parser.add_argument("--host", choices=["mapped", "arena"], default="mapped")
+    parser.add_argument("--hold", action="store_true", help="a second process holds the rest of the card")
+    parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--no-serial", action="store_true", help="not with prefetch off")
+    parser.add_argument("--no-resident", action="store_true", help="not all packed in device memory")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, help="keeps the packed model, and uses one that is there")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for each process")
+    parser.add_argument("--plot", type=Path, help="also write a plot to this file")
+    options = parser.parse_args()
+    if options.shape != "tiny":
+        need_cuda()
+    options.head = header("Streaming under a budget", gpu=True)
+    options.only = [*options.only, *(["peers"] if options.peers else [])]
+    found, made = Results(), dict[str, Any]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="tpde-offload-") as temporary:
+        layers = options.layers or SHAPES[options.shape][2]
+        base = (options.dir or Path(temporary)) / f"{options.shape}-{layers}-{options.seed}"
+        packed, facts = base / "packed", base / "facts.json"
+        base.mkdir(parents=True, exist_ok=True)
+        given = {
+            **{
+                "shape": options.shape,
+                "layers": options.layers,
+                "seed": options.seed,
+                "tokens": options.tokens,
+            },
+            **{"dir": str(base), "packed": str(packed), "budgets": options.budgets, "hold": options.hold},
+            "prefill": not options.no_prefill and options.shape == "llama-8b",
+            "serial": not options.no_serial,
+            "resident": not options.no_resident and options.shape != "llama-70b",
+        }
+        if facts.exists():
+            made = json.loads(facts.read_text())
+        else:
+            for row in rows(__file__, "make", given, options.limit):
+                if "problem" in row:
+                    raise SystemExit(f"error: the model could not be made: {row['problem']}")
+                made = row["made"] | {"layers": layers}
+            facts.write_text(json.dumps(made))
+        try:
+            run(options, made, given, found)
+        finally:
+            if options.plot is not None and found.ours:
+                try:
+                    plot(made, found, options.plot)
+                except ImportError:
+                    note("no plot: pip install 'tpde[plot]'")
+            emit(text(options.head, options, made, found), options.out)
+    met = all(it[3] for it in checks(made, found, options.host == "mapped"))
+    return 0 if met and not found.problems and found.ours else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
