@@ -1,11 +1,11 @@
-"""Models larger than a budget of device memory: time per token against the budget, beside two limits and peers.
+"""Models larger than a budget of device memory: time per token by budget, beside two limits and peers.
 
     python benchmarks/offload.py [--shape llama-70b --budgets 16] [--host arena] [--hold] [--peers]
 
-Llamas of random bf16 weights (the 8 B shape by default) are made on the GPU, tensor by tensor, and packed into
-`--dir`; nothing is downloaded and no plain copy is written. Needs as much memory as the packed model takes:
-11 GB, or 95 GB for the 70 B shape. Peers are optional: accelerate, diffusers; they need the plain model in
-host memory besides.
+Llamas of random bf16 weights (the 8 B shape by default) are made on the GPU, tensor by tensor, and packed
+into `--dir`; nothing is downloaded and no plain copy is written. Needs as much memory as the packed model
+takes: 11 GB, or 95 GB for the 70 B shape. Peers are optional: accelerate, diffusers; they need the plain
+model in host memory besides.
 """
 
 from __future__ import annotations
@@ -176,6 +176,9 @@ def checks(made: Found, found: Results, mapped: bool) -> list[tuple[str, str, st
             over = (locked - made["packed_bytes"]) / 2**20
             what = f"{budget:g} GiB, locked more than packed, MiB"
             out.append((what, f"{over:.0f}", f"{LOCKED_BAR >> 20}", over <= LOCKED_BAR >> 20))
+    if found.resident.get("difference") is not None:
+        differs = found.resident["difference"]
+        out.append(("packed, resident, bits", differs or "equal", "equal", not differs))
     best = None
     for budget, row in good.items():
         if best is not None:
@@ -240,14 +243,17 @@ def text(head: str, options: Any, made: Found, found: Results) -> str:
     hold = "A second process held all of the card but the budget and the context. " if options.hold else ""
     after = f", {found.rates[-1] / GB:.1f} after" if len(found.rates) > 1 else ""
     measured = f"{found.rates[0] / GB:.1f} GB/s before{after}" if found.rates else "not measured"
+    plain_gb, packed_gb, read_gb = (
+        f"{made[key] / GB:.2f} GB" for key in ("plain_bytes", "packed_bytes", "streamed_packed")
+    )
     about = (
         f"Model: {options.shape} shape, {made['layers']} layers, bf16, random weights with per-row scale "
-        f"0.02 * exp(0.3 * normal), seed {options.seed}; {made['plain_bytes'] / GB:.2f} GB plain, "
-        f"{made['packed_bytes'] / GB:.2f} GB packed, of which {made['streamed_packed'] / GB:.2f} GB are read for "
-        f"a token; made and packed in {made['pack_s']:.1f} s. Host memory: {options.host}. {hold}"
-        f"Batch 1, greedy, {options.tokens} timed tokens after {WARM}; logits of the prompt and {CHECKED} tokens "
-        "compared as integers with the plain model's of the same run. Copy rate, from `cuMemHostAlloc`, 256 MiB "
-        f"at a time: {measured}. Limits: (bytes read for a token - (budget - {FIXED / GB} GB)) / rate.\n"
+        f"0.02 * exp(0.3 * normal), seed {options.seed}; {plain_gb} plain, {packed_gb} packed, of which "
+        f"{read_gb} are read for a token; made and packed in {made['pack_s']:.1f} s. Host memory: "
+        f"{options.host}. {hold}Batch 1, greedy, {options.tokens} timed tokens after {WARM}; logits of the "
+        f"prompt and {CHECKED} tokens compared as integers with the plain model's of the same run. Copy rate "
+        f"from `cuMemHostAlloc`, 256 MiB at a time: {measured}. Limits: (bytes read for a token - (budget - "
+        f"{FIXED / GB} GB)) / rate.\n"
     )
     rows_ = [
         [what, got, need, verdict(met)]
