@@ -53,8 +53,8 @@ def run(
         raise InvalidInput(
             "nothing to do, or too much; give `--prompt TEXT`, or `--embed` and one TEXT or more"
         )
+    from tpde.integrations.device import checked_device
     from tpde.integrations.transformers.folder import packed_directory
-    from tpde.integrations.transformers.loading import checked_device
     from tpde.integrations.transformers.memory import Peak
 
     folder, where = packed_directory(model), checked_device(device or _default_device())

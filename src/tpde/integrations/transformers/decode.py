@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tpde.errors import InvalidInput
-from tpde.integrations.transformers.checkpoint import Checkpoint
+from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.transformers.plan import Plan, Source
 
 log = logging.getLogger("tpde")
@@ -42,11 +42,11 @@ def load_plain(
 
     made = source.convert(model, take)
     for name, tensor in made.items():
-        _set(model, name, tensor)
+        place(model, name, tensor)
     return list(made)
 
 
-def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put a tensor in the place of a parameter or buffer."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)

@@ -11,7 +11,7 @@ import torch
 
 from tpde.errors import InvalidInput, NotPacked
 from tpde.frameworks import torch_dtype
-from tpde.integrations.transformers.checkpoint import Checkpoint
+from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.transformers.config import METHOD
 from tpde.packing.directory import INDEX_SUFFIX
 from tpde.packing.sources import resolve

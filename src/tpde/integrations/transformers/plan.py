@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tpde.errors import InvalidInput
-from tpde.integrations.transformers.checkpoint import Checkpoint, Stored
+from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.transformers.runs import Run
 from tpde.nn import supports
 

@@ -15,8 +15,8 @@ from torch import nn
 from transformers.quantizers.base import HfQuantizer
 
 from tpde.errors import InvalidInput, NotPacked
+from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.reading import require
-from tpde.integrations.transformers.checkpoint import Checkpoint, Stored
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
 from tpde.integrations.transformers.devices import device_of, largest_block

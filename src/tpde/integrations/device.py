@@ -1,0 +1,37 @@
+"""Checking the device that a user names."""
+
+from __future__ import annotations
+
+import torch
+
+from tpde.errors import UnsupportedDevice
+
+
+def checked_device(device: str | int | torch.device | None) -> torch.device:
+    """A device that exists, with its number; the CPU for None.
+
+    Raises
+    ------
+    UnsupportedDevice
+        If packed weights cannot be on such a device, or it is not there.
+    """
+    try:
+        found = torch.device("cpu" if device is None else device)
+    except RuntimeError:
+        raise UnsupportedDevice(f"`{device}` is no device; use `cpu`, `cuda` or `cuda:N`") from None
+    if found.type not in ("cpu", "cuda"):
+        raise UnsupportedDevice(
+            f"packed weights run on `cpu` and `cuda`, not on `{found.type}`; use one of these"
+        )
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UnsupportedDevice(
+                "there is no CUDA device that PyTorch can use; use `cpu`, or see what `tpde doctor` finds"
+            )
+        index = torch.cuda.current_device() if found.index is None else found.index
+        if index >= torch.cuda.device_count():
+            raise UnsupportedDevice(
+                f"there is no `{found}`, the last device is `cuda:{torch.cuda.device_count() - 1}`; use that"
+            )
+        return torch.device("cuda", index)
+    return found
