@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import threading
 from pathlib import Path
@@ -283,12 +284,11 @@ def test_damage(tmp_path: Path) -> None:
 
 def test_closing_gives_the_ring_back(tmp_path: Path) -> None:
     torch.cuda.synchronize()
+    gc.collect()  # other tests' leftovers
     before = torch.cuda.memory_allocated()
     with Fixture(tmp_path, bf16(*SIZES)) as made:
         unit, _, size = made.unit(0, 1)
         unit(torch.empty(size, dtype=torch.uint8, device=DEVICE))
     del made, unit
-    import gc
-
     gc.collect()
     assert torch.cuda.memory_allocated() == before
