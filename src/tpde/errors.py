@@ -81,7 +81,17 @@ class PackedWeight(TpdeError):
 
 
 class OutOfMemory(TpdeError):
-    """A device or the host has too little free memory: free some, or use another device."""
+    """A device or the host has too little free memory: free some, or use another device.
+
+    Attributes
+    ----------
+    least : int or None
+        Bytes of a budget that would do, where one was too small.
+    """
+
+    def __init__(self, message: str, *, least: int | None = None) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 class UnsupportedDevice(TpdeError):

@@ -106,7 +106,7 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
             yield name, module
 
 
-def _block(model: nn.Module, path: str) -> str | None:
+def block_path(model: nn.Module, path: str) -> str | None:
     """The name, up to a number, of the outermost module that is called as a whole; None if there is none.
 
     docs/format.md 1.5 calls it the block of a tensor. A list of modules is never called.
@@ -145,7 +145,7 @@ def finish(model: nn.Module) -> nn.Module:
     members: dict[str, list[Slot]] = {}
     blocks: dict[str, str] = {}
     for name, module in packed_modules(model):
-        block = _block(model, name)
+        block = block_path(model, name)
         where = name if block is None else block
         for slot in module.tpde_slots.values():
             if isinstance(module, PackedEmbedding):  # rows are decoded as asked for, never all of them

@@ -1,0 +1,162 @@
+"""Device memory that a model needs beside its packed weights, from its shape alone."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpde.format.blob import align
+from tpde.nn.replace import block_path
+from tpde.streaming.units import Demand
+
+ALIGN = 512  # bytes: of the caching allocator
+
+# Kernels, their local memory, streams and events take about 70 MiB on an H200, the workspace of cuBLAS 32 MiB.
+FIXED_BYTES = 128 << 20
+
+# A cache that grows leaves holes behind that are too small for what comes next.
+FRAGMENTATION = 0.25
+
+# The outputs of a block's linear layers, and as much again: what is computed from them, in float32 in part.
+COPIES = 2
+
+# Hidden states at the borders of a block and inside: two of the model's dtype, three in float32 while a norm
+# computes.
+HIDDEN_BYTES = 12
+
+
+def demand_of(model: Any, packed: Container[str], max_tokens: int, dtype: torch.dtype) -> Demand:
+    """What a model needs beside packed weights.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On the `meta` device.
+    packed : container of str
+        Names of the parameters that are packed.
+    max_tokens : int
+        Sequences times length.
+    dtype : torch.dtype
+        Of activations.
+    """
+    return Demand(
+        plain=plain_bytes(model, packed),
+        cache=cache_bytes(model, max_tokens, dtype.itemsize),
+        activations=activation_bytes(model, max_tokens, dtype.itemsize),
+        fixed=FIXED_BYTES,
+    )
+
+
+def plain_bytes(model: Any, packed: Container[str]) -> int:
+    """Parameters and buffers that are not packed; tied ones once."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    seen: dict[int, int] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if name not in packed and tied.get(name) not in packed:
+            seen[id(tensor)] = align(tensor.numel() * tensor.element_size(), ALIGN)
+    return sum(seen.values())
+
+
+def cache_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
+    """Keys and values of all tokens, as a cache that grows by `torch.cat` holds them; 0 for encoders.
+
+    While a layer's are joined with a token's, they are there twice.
+    """
+    config = model.config.get_text_config()
+    if not _can_cache(model):
+        return 0
+    layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention: transformers caches it expanded
+        heads = config.num_attention_heads
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    if getattr(config, "d_kv", None):
+        width = 2 * config.d_kv
+    layer = heads * width * itemsize * max_tokens
+    if getattr(model.config, "is_encoder_decoder", False):
+        layers *= 2  # those of the encoder's tokens too
+    return math.ceil(layer * layers * (1 + FRAGMENTATION)) + layer
+
+
+def _can_cache(model: Any) -> bool:
+    config = model.config.get_text_config()
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        return False
+    encoder_only = getattr(config, "is_decoder", None) is False and not model.config.is_encoder_decoder
+    return not encoder_only and getattr(config, "num_attention_heads", None) is not None
+
+
+def activation_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
+    """The most that a forward pass of all tokens at once has beside weights and cache.
+
+    That is in the block whose linear layers have the widest outputs, or at the end, where the logits are. A model
+    without blocks counts as one.
+    """
+    config = model.config.get_text_config()
+    hidden = int(getattr(config, "hidden_size", 0) or 0)
+    widths: dict[str, int] = {}
+    for path, module in model.named_modules():
+        width = _outputs(module, config)
+        if width:
+            where = block_path(model, path) or path
+            widths[where] = widths.get(where, 0) + width
+    block = max(widths.values(), default=0)
+    vocabulary = (
+        int(getattr(config, "vocab_size", 0) or 0) if model.get_output_embeddings() is not None else 0
+    )
+    states = max_tokens * hidden * HIDDEN_BYTES
+    inside = COPIES * max_tokens * block * itemsize
+    # A sampler takes one token's logits in float32, and sorts and sums these.
+    logits = max_tokens * vocabulary * itemsize + 4 * vocabulary * 4
+    return states + max(inside, logits) + _attention_bytes(model, config, max_tokens, itemsize)
+
+
+def _outputs(module: nn.Module, config: Any) -> int:
+    """How many values a token has in the outputs of a linear layer, or of fused experts."""
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    if type(module).__name__ == "Conv1D":
+        return int(module.nf)
+    shapes = [it.shape for it in module.parameters(recurse=False) if it.dim() == 3]
+    if not shapes:
+        return 0
+    # Of three dimensions the first counts the experts; which of the others is the output, classes differ in.
+    chosen = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None) or 1)
+    return chosen * (sum(max(shape[1:]) for shape in shapes) + max(min(shape[1:]) for shape in shapes))
+
+
+def _attention_bytes(model: Any, config: Any, max_tokens: int, itemsize: int) -> int:
+    """Of what has a number for each pair of tokens: a mask as booleans and in the dtype, for one long sequence.
+
+    Position biases that the model learns are there for each head: alone, with the mask, and as they are looked up,
+    with their row numbers. Attention that is not fused has scores for each head, also in float32.
+    """
+    pairs = max_tokens * max_tokens
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    total = pairs * (1 + itemsize)
+    if any(path.endswith("relative_attention_bias") for path, _ in model.named_modules()):
+        total += pairs * (3 * heads * itemsize + 3 * 8)
+    if getattr(config, "_attn_implementation", None) == "eager":
+        total += pairs * heads * (2 * itemsize + 4)
+    return total
+
+
+def module_calls(model: nn.Module) -> int:
+    """How many modules a forward pass calls: all but lists."""
+    lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return sum(not isinstance(module, lists) for module in model.modules())
+
+
+def activation_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:
+    """The dtype that most of a model's numbers have."""
+    counts: dict[torch.dtype, int] = {}
+    for it in parameters:
+        counts[it.dtype] = counts.get(it.dtype, 0) + it.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)

@@ -1,0 +1,284 @@
+"""Where each unit of a model is to be kept, given budgets of memory and the rates of a machine.
+
+Pure: it takes sizes and rates, and gives a plan; nothing here knows of tensors or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tpde.errors import OutOfMemory
+from tpde.streaming.choices import Tally, choices, round_up, tally
+from tpde.streaming.predict import Work, predict
+from tpde.streaming.units import Demand, Placement, Rates, Unit
+
+__all__ = ["Demand", "Placement", "Rates", "StreamPlan", "Unit", "make_plan"]
+
+MIB = 1 << 20
+# Slots of the ring, and the size of one. By preference 320 MiB, which take 6 ms to copy: longer than ten blocks
+# that are on the device compute. Pieces below 32 MiB travel more slowly, and each takes the host as long as a call.
+RINGS = tuple(
+    (slots, size * MIB)
+    for slots, size in ((10, 32), (8, 32), (6, 32), (5, 32), (4, 32), (6, 16), (4, 16), (4, 8), (4, 4))
+)
+TILES = tuple(size * MIB for size in (64, 128, 256, 512, 1024))  # larger ones are no faster
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Where each unit is kept, and what that takes.
+
+    Attributes
+    ----------
+    placements : mapping of str to Placement
+        By the units' names, in the model's order.
+    tiled : tuple of str
+        Units that are larger than the workspace, and used row by row in it.
+    workspace : int
+        Bytes of the buffer that weights are decoded to.
+    slots, piece : int
+        Of the ring, and bytes of each; 0 if nothing is streamed.
+    staging : int
+        Bytes of host memory through which comes what is read from files; 0 if nothing is.
+    host : int
+        Bytes of units in page-locked host memory.
+    parts : mapping of str to int
+        What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`; `ring`;
+        `index`, of streamed units; `packed` and `decoded`, of the units on the device.
+    vram, ram : int
+        The budgets; `ram` is None if there is none.
+    times : mapping of str to float
+        Seconds that each resource takes for one token: `copy`, `disk`, `memory` (of the device), `host`.
+    """
+
+    placements: Mapping[str, Placement]
+    tiled: tuple[str, ...]
+    workspace: int
+    slots: int
+    piece: int
+    staging: int
+    host: int
+    parts: Mapping[str, int]
+    vram: int
+    ram: int | None
+    times: Mapping[str, float]
+
+    @property
+    def ring(self) -> int:
+        """Bytes of the ring."""
+        return self.slots * self.piece
+
+    @property
+    def used(self) -> int:
+        """Bytes of device memory that are needed, at most `vram`."""
+        return sum(self.parts.values())
+
+    @property
+    def limit(self) -> str:
+        """What takes longest: `copy`, `disk`, `memory` or `host`."""
+        return max(self.times, key=lambda key: self.times[key])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for one token."""
+        return self.times[self.limit]
+
+    def units(self, placement: Placement) -> list[str]:
+        """Names of the units in a place."""
+        return [name for name, it in self.placements.items() if it is placement]
+
+
+class _Layout(NamedTuple):
+    """A choice with a workspace and a ring."""
+
+    tally: Tally
+    tiled: int  # how many of the units that need the workspace
+    workspace: int
+    slots: int
+    piece: int
+
+    def used(self, demand: Demand) -> int:
+        made = self.tally
+        return demand.total + made.plain + made.packed + made.index + self.workspace + self.slots * self.piece
+
+
+def _workspaces(units: Sequence[Unit], tiled: int) -> list[int]:
+    """Sizes of the workspace, the least one first, if so many of the largest units are tiled."""
+    whole = units[tiled].plain if tiled < len(units) else 0
+    if not tiled:
+        return [round_up(whole)]
+    limit = units[tiled - 1].plain
+    if limit == whole or not all(unit.tile for unit in units[:tiled]):
+        return []
+    least = max(whole, *(unit.tile for unit in units[:tiled]))
+    return [round_up(size) for size in (least, *TILES) if least <= size < limit]
+
+
+def _layouts(tallies: Iterable[Tally], tile: bool) -> Iterator[_Layout]:
+    for made in tallies:
+        streams = any(made.placement(unit) in (Placement.HOST, Placement.DISK) for unit in made.decoded)
+        for tiled in range(1, len(made.decoded) + 1) if tile else (0,):
+            for workspace in _workspaces(made.decoded, tiled):
+                for slots, piece in RINGS if streams else ((0, 0),):
+                    yield _Layout(made, tiled, workspace, slots, piece)
+
+
+def _work(layout: _Layout, units: Sequence[Unit], demand: Demand, calls: int) -> Work:
+    made, piece = layout.tally, layout.piece
+    read = demand.plain + sum(unit.plain for unit in units if not unit.rows)
+    launches = copied = passing = pieces = streamed = disk = 0
+    for unit in made.decoded:
+        turns = -(-unit.plain // layout.workspace) if unit.plain > layout.workspace else 1
+        where = made.placement(unit)
+        if where is Placement.PACKED:
+            launches += turns
+            continue
+        size = unit.packed - unit.index
+        streamed, copied, pieces = streamed + turns, copied + size, pieces + max(-(-size // piece), turns)
+        passing += unit.plain
+        disk += size if where is Placement.DISK else 0
+    decoded = sum(unit.plain for unit in made.decoded)
+    ring = layout.slots * piece
+    return Work(
+        calls=calls,
+        read=read,
+        decoded=decoded,
+        passing=passing,
+        launches=launches + pieces,
+        units=len(made.decoded),
+        copied=copied,
+        pieces=pieces,
+        streamed=streamed,
+        disk=disk,
+        ring=ring,
+    )
+
+
+def make_plan(
+    units: Sequence[Unit], demand: Demand, vram: int, ram: int | None, rates: Rates, *, calls: int
+) -> StreamPlan:
+    """Choose where each unit is kept, so that a token takes least time.
+
+    With more `vram`, fewer units are tiled; or as many, and the predicted time is no longer.
+
+    Parameters
+    ----------
+    units : sequence of Unit
+        In the order in which the model uses them.
+    demand : Demand
+        What else needs device memory.
+    vram : int
+        Bytes of device memory.
+    ram : int, optional
+        Bytes of host memory; by default, there is enough.
+    rates : Rates
+        Of the machine.
+    calls : int
+        Calls of modules in a forward pass.
+
+    Raises
+    ------
+    OutOfMemory
+        If a budget cannot work; its `least` is the number of bytes that would.
+    """
+    tallies = [tally(choice, units, ram) for choice in choices(units)]
+    possible = [it for it in tallies if ram is None or it.least_ram <= ram]
+    for tile in (False, True):
+        fitting = [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
+        fewest = min((it.tiled for it in fitting), default=0)
+        rated = [
+            (predict(_work(it, units, demand, calls), rates), it) for it in fitting if it.tiled == fewest
+        ]
+        if rated:
+            times, layout = min(rated, key=lambda it: _rank(*it))
+            return _finished(layout, times, units, demand, vram, ram)
+    every = [*_layouts(tallies, False), *_layouts(tallies, True)]
+    without = [it for it in every if it.used(demand) <= vram]
+    if without:
+        assert ram is not None
+        raise _too_little_ram(min(it.tally.least_ram for it in without), ram)
+    working = (it for it in every if ram is None or it.tally.least_ram <= ram)
+    raise _too_little_vram(min(working, key=lambda it: it.used(demand)), demand, vram)
+
+
+def _rank(times: Mapping[str, float], layout: _Layout) -> tuple[float, int, int]:
+    """The least time first; of equal ones, what has most on the device, and then the largest ring."""
+    made = layout.tally
+    return max(times.values()), -(made.plain + made.packed), -layout.slots * layout.piece
+
+
+def _parts(layout: _Layout, demand: Demand) -> dict[str, int]:
+    return {
+        "plain": demand.plain,
+        "cache": demand.cache,
+        "activations": demand.activations,
+        "fixed": demand.fixed,
+        "workspace": layout.workspace,
+        "ring": layout.slots * layout.piece,
+        "index": layout.tally.index,
+        "packed": layout.tally.packed,
+        "decoded": layout.tally.plain,
+    }
+
+
+def _finished(
+    layout: _Layout,
+    times: Mapping[str, float],
+    units: Sequence[Unit],
+    demand: Demand,
+    vram: int,
+    ram: int | None,
+) -> StreamPlan:
+    made = layout.tally
+    return StreamPlan(
+        placements={unit.name: made.placement(unit) for unit in units},
+        tiled=tuple(unit.name for unit in made.decoded[: layout.tiled]),
+        workspace=layout.workspace,
+        slots=layout.slots,
+        piece=layout.piece,
+        staging=made.staging,
+        host=made.host,
+        parts=_parts(layout, demand),
+        vram=vram,
+        ram=ram,
+        times=times,
+    )
+
+
+_WHAT = {
+    "plain": "of plain weights and buffers",
+    "cache": "of KV cache",
+    "activations": "of activations",
+    "fixed": "of kernels and libraries",
+    "workspace": "to decode to",
+    "ring": "to copy to",
+    "index": "of index maps",
+    "packed": "of packed weights",
+    "decoded": "of weights decoded once",
+}
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // MIB)} MiB"
+
+
+def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
+    parts = {key: size for key, size in _parts(layout, demand).items() if size}
+    least = layout.used(demand)
+    made = ", ".join(f"{_mib(size)} {_WHAT[key]}" for key, size in parts.items())
+    fewer = " or a smaller `max_tokens`" if demand.cache or demand.activations else ""
+    return OutOfMemory(
+        f"`vram` is {vram / MIB:.0f} MiB, the least that works is {_mib(least)}: {made}; "
+        f"use `vram={_mib(least).replace(' ', '')}`{fewer}",
+        least=least,
+    )
+
+
+def _too_little_ram(least: int, ram: int) -> OutOfMemory:
+    return OutOfMemory(
+        f"`ram` is {ram / MIB:.0f} MiB, the least that works is {_mib(least)}: the embeddings, and the buffers "
+        f"through which files are read; use `ram={_mib(least).replace(' ', '')}`, or more `vram`",
+        least=least,
+    )

@@ -1,0 +1,55 @@
+"""Sizes that people write."""
+
+from __future__ import annotations
+
+import re
+
+from tpde.errors import InvalidInput
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(size: str | int) -> int:
+    """Read a number of bytes.
+
+    Parameters
+    ----------
+    size : str or int
+        `16GiB` (1024 bytes to the KiB), `16GB` (1000 to the kB), with or without a space and a fraction, or a
+        number of bytes.
+
+    Raises
+    ------
+    InvalidInput
+        If it is no size, or not above zero.
+
+    Examples
+    --------
+    >>> parse_size("16GiB"), parse_size("1.5 kB"), parse_size(512)
+    (17179869184, 1500, 512)
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        found = size
+    else:
+        match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            likely = match is not None and f"{match[2].lower()}ib" in _UNITS
+            raise InvalidInput(
+                f"`{size}` is no size; write "
+                + (
+                    f"`{match[1]}{match[2].upper()}iB` or `{match[1]}{match[2].upper()}B`"
+                    if likely and match
+                    else "a number and a unit, such as `16GiB`, `512MiB` or `16GB`"
+                )
+            )
+        found = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if found <= 0:
+        raise InvalidInput(f"`{size}` is no size: it must be above zero; write one such as `16GiB`")
+    return found

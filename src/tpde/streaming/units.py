@@ -1,0 +1,98 @@
+"""What the planner takes: the parts of a model, what else needs memory, and how fast a machine is."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Placement(enum.Enum):
+    """Where a unit's weights are kept."""
+
+    PLAIN = "plain"  # on the device, decoded once
+    PACKED = "packed"  # on the device, decoded each time
+    HOST = "host"  # in page-locked host memory
+    DISK = "disk"  # in their file
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Packed weights that are decoded together: those of a transformer block, or of a module outside of blocks.
+
+    Attributes
+    ----------
+    name : str
+        The module's.
+    packed : int
+        Bytes of its blobs.
+    plain : int
+        Bytes of its weights.
+    index : int
+        Bytes of index maps and tables, which stay on the device when the chunks are elsewhere.
+    rows : bool
+        An embedding: rows are decoded where they are asked for, and nothing else.
+    tile : int
+        The least room that its weights can be used in row by row, if they do not fit whole; 0 if they cannot.
+    resident : bool
+        It must be on the device, since nothing can decode it in pieces.
+    """
+
+    name: str
+    packed: int
+    plain: int
+    index: int
+    rows: bool = False
+    tile: int = 0
+    resident: bool = False
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Bytes of device memory beside the units.
+
+    Attributes
+    ----------
+    plain : int
+        Plain parameters and buffers.
+    cache : int
+        Keys and values of all tokens.
+    activations : int
+        Of one forward pass, at its peak.
+    fixed : int
+        Kernels, and what libraries keep.
+    """
+
+    plain: int
+    cache: int
+    activations: int
+    fixed: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.plain + self.cache + self.activations + self.fixed
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a machine is.
+
+    Attributes
+    ----------
+    copy : float
+        Bytes a second from page-locked host memory to the device.
+    disk : float
+        Bytes a second from the packed files.
+    memory : float
+        Bytes a second that the device reads and writes in its memory.
+    decode : float
+        Bytes a second of decoded weights.
+    launch : float
+        Seconds of the host for each call of a module.
+    """
+
+    copy: float
+    disk: float
+    memory: float
+    decode: float
+    launch: float
