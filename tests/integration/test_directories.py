@@ -166,3 +166,23 @@ def test_verify_names_damaged_files_tensors_and_chunks(model: Path, tmp_path: Pa
     assert problems == {(path.name, "a.1.w", 0), ("tokenizer.json", None, None), ("empty", None, None)}
     (model / "config.json").write_text("{}")
     assert "config.json" in {Path(p.file).name for p in verify(packed, against=model)}
+
+
+def test_components_may_have_tensors_of_the_same_name(tmp_path: Path) -> None:
+    source = tmp_path / "pipeline"
+    for component, name in (("one", "a.0.w"), ("two", "noise")):
+        folder = source / component
+        folder.mkdir(parents=True)
+        fills = {"a.0.w": fill("normal", SPEC), "noise": fill("random", SPEC)}
+        data = fills[name]  # under one name: shrinks in the first component, in the second not
+        (folder / "x-00001-of-00001.safetensors").write_bytes(safetensors_bytes({"w": (SPEC, data)}, {}))
+        index = {"metadata": {}, "weight_map": {"w": "x-00001-of-00001.safetensors"}}
+        (folder / "x.safetensors.index.json").write_text(json.dumps(index))
+    pack(source, tmp_path / "packed")
+    names = [
+        list(json.loads((tmp_path / "packed" / it / "x.safetensors.index.json").read_text())["weight_map"])
+        for it in ("one", "two")
+    ]
+    assert names == [["w_tpde"], ["w"]]
+    unpack(tmp_path / "packed", tmp_path / "back")
+    assert _tree(tmp_path / "back") == _tree(source)

@@ -125,10 +125,11 @@ def json_object(path: Path) -> tuple[str, dict[str, Any]]:
     return text, value
 
 
-def _packed_index(index: dict[str, Any], names: set[str]) -> str:
-    """An index with the packed tensors under their names in the packed files."""
+def _packed_index(index: dict[str, Any], folder: PurePosixPath, packed: dict[str, set[str]]) -> str:
+    """An index with the packed tensors under their names in the packed files, which lie in `folder`."""
     index["weight_map"] = {
-        (name + SUFFIX if name in names else name): file for name, file in index["weight_map"].items()
+        (name + SUFFIX if name in packed.get((folder / file).as_posix(), ()) else name): file
+        for name, file in index["weight_map"].items()
     }
     return json.dumps(index, ensure_ascii=False, indent=2) + "\n"
 
@@ -157,7 +158,7 @@ def pack_directory(
     weights = {p.relative_to(source).as_posix() for p in shards(source)}
     results, files = [], dict[str, dict[str, str]]()
     with new_folder(destination, force) as folder:
-        packed_names = set[str]()
+        packed_names: dict[str, set[str]] = {}  # by file: components of a pipeline have tensors of one name
         for name in files_below(source):
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +168,7 @@ def pack_directory(
                     source / name, target, threads=threads, codec=codec, force=False, progress=progress
                 )
                 with PackedFile(target) as packed:
-                    packed_names.update(packed.packed_names())
+                    packed_names[name] = set(packed.packed_names())
                 results.append(renamed(result, destination / name))
             else:
                 shutil.copyfile(source / name, target)
@@ -175,7 +176,8 @@ def pack_directory(
             if name.endswith(INDEX_SUFFIX) or name == "config.json":
                 files[name]["original"], value = json_object(source / name)
                 config = name == "config.json"
-                changed = _packed_config(value) if config else _packed_index(value, packed_names)
+                where = PurePosixPath(name).parent
+                changed = _packed_config(value) if config else _packed_index(value, where, packed_names)
                 (folder / name).write_text(changed, "utf-8", newline="\n")
         manifest = {"version": VERSION, "files": files}
         (folder / MANIFEST).write_text(

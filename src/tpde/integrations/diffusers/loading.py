@@ -1,0 +1,212 @@
+"""Models of diffusers built straight from packed files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tpde.errors import InvalidInput, MissingDependency, NotPacked
+from tpde.format.container import TensorSpec
+from tpde.frameworks import torch_dtype
+from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.device import checked_device
+from tpde.nn import finish, replace_parameter, supports
+from tpde.packing.directory import INDEX_SUFFIX
+
+WEIGHTS = "diffusion_pytorch_model"
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """The weight files of a component, in order.
+
+    Raises
+    ------
+    InvalidInput
+        If there are none.
+    """
+    stem = WEIGHTS if variant is None else f"{WEIGHTS}.{variant}"
+    # Of a variant in shards, diffusers writes the index under either of two names.
+    for index in (folder / f"{stem}{INDEX_SUFFIX}", folder / f"{WEIGHTS}.safetensors.index.{variant}.json"):
+        if index.is_file():
+            try:
+                names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+            except (ValueError, KeyError, AttributeError, TypeError):
+                raise InvalidInput(f"`{index}` is not an index of shards: no `weight_map`") from None
+            return [folder / str(name) for name in sorted(names)]
+    single = folder / f"{stem}.safetensors"
+    if not single.is_file():
+        raise InvalidInput(
+            f"`{folder}` has no `{single.name}`; name the folder of one component of a pipeline, such as "
+            "`transformer` or `unet`, as `tpde pack` wrote it"
+        )
+    return [single]
+
+
+def build(model_class: type[M], folder: Path, dtype: torch.dtype) -> M:
+    """A model as its `config.json` says, its parameters on the `meta` device, its buffers computed.
+
+    As diffusers does it, `dtype` is the default one meanwhile.
+
+    Raises
+    ------
+    MissingDependency
+        If diffusers, or accelerate, which it uses for this, is missing.
+    """
+    try:
+        import diffusers  # noqa: F401 - so that its absence is named
+        from accelerate import init_empty_weights
+    except ImportError as error:
+        raise MissingDependency(
+            f"models of diffusers need it and accelerate, which cannot be imported ({error}); run "
+            '`pip install "tpde[diffusers]"`'
+        ) from None
+    kind: Any = model_class
+    config = {k: v for k, v in kind.load_config(folder).items() if k != "quantization_config"}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model: M = kind.from_config(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.eval()
+
+
+def load(
+    model_class: type[M],
+    path: str | os.PathLike[str],
+    device: str | int | torch.device | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    variant: str | None = None,
+) -> M:
+    """Build a transformer or UNet of a pipeline from packed files, its weights staying packed.
+
+    Outputs are those of diffusers' own `model_class.from_pretrained(..., torch_dtype=dtype)` of the plain
+    files, bit for bit. Neither host nor device ever holds all plain weights.
+
+    Parameters
+    ----------
+    model_class : type
+        A model class of diffusers, such as `diffusers.UNet2DConditionModel`.
+    path : path-like
+        The component's folder in what `tpde pack` wrote, of the component alone or of the whole pipeline.
+    device : str, int or torch.device, optional
+        Where the model goes: `cpu` (the default) or a CUDA device.
+    dtype : torch.dtype, optional
+        By default, that in which most weights are stored. Weights that are stored otherwise, or that the
+        class keeps in 32 bits, are decoded and cast, and stay plain.
+    variant : str, optional
+        As of diffusers' own `from_pretrained`, such as `fp16`.
+
+    Returns
+    -------
+    nn.Module
+        In evaluation mode, to be passed to a pipeline.
+
+    Raises
+    ------
+    MissingDependency
+        If diffusers or accelerate is missing.
+    NotPacked, InvalidInput
+        If it is not a packed component, or one of another class.
+    Truncated, Corrupt, UnsupportedVersion
+        If a file is damaged, or newer than this version.
+    OutOfMemory
+        If the device has too little free memory.
+    UnsupportedDevice
+        If the device is not there, or cannot decode.
+
+    Examples
+    --------
+    >>> unet = load(UNet2DConditionModel, "sd-packed/unet", device="cuda")  # doctest: +SKIP
+    >>> pipe = StableDiffusionPipeline.from_pretrained("sd", unet=unet).to("cuda")  # doctest: +SKIP
+    """
+    folder, target = Path(path), checked_device(device)
+    files = weight_files(folder, variant)
+    with Checkpoint(files) as checkpoint:
+        if not checkpoint.is_packed:
+            raise NotPacked(
+                f"`{folder}` is not packed; pack it with `tpde pack {folder} {folder.name}-packed`, and name that"
+            )
+        specs = checkpoint.plain | {name: it.spec for name, it in checkpoint.packed.items()}
+        main = _main_dtype(specs) if dtype is None else dtype
+        model = build(model_class, folder, main)
+        _compare(model, specs, folder)
+        learns = {name: it.requires_grad for name, it in model.named_parameters()}
+        packed: dict[str, Stored] = {}
+        for name, spec in specs.items():
+            stored, found = checkpoint.packed.get(name), torch_dtype(spec.dtype)
+            wanted = _expected(model, name, main) if found.is_floating_point else found
+            path, _, leaf = name.rpartition(".")
+            if stored is not None and wanted is found and supports(model.get_submodule(path), leaf):
+                packed[name] = stored
+                continue
+            plain = (
+                checkpoint.plain_tensor(name, target) if stored is None else checkpoint.decode(stored, target)
+            )
+            _place(model, name, plain.to(wanted), learns.get(name, False))
+        for name, tensor in zip(packed, checkpoint.read(list(packed.values()), target), strict=True):
+            meta = torch.empty(tensor.header.spec.shape, dtype=tensor.dtype, device="meta")
+            _place(model, name, meta, learns[name])
+            replace_parameter(model, name, tensor)
+    # What is in no file: buffers that models compute.
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(target)
+    finish(model)
+    return model
+
+
+def _main_dtype(specs: Mapping[str, TensorSpec]) -> torch.dtype:
+    """The floating-point dtype in which most bytes are stored."""
+    sizes: dict[torch.dtype, int] = {}
+    for spec in specs.values():
+        dtype = torch_dtype(spec.dtype)
+        if dtype.is_floating_point:
+            sizes[dtype] = sizes.get(dtype, 0) + spec.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.get_default_dtype())
+
+
+def _expected(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that diffusers gives a weight."""
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return torch.float32 if set(kept) & set(name.split(".")) else dtype
+
+
+def _compare(model: nn.Module, specs: Mapping[str, TensorSpec], folder: Path) -> None:
+    """Check that files and model have the same tensors."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    what = type(model).__name__
+    for missing, message in (
+        ([name for name in wanted if name not in specs], f"`{folder}` lacks `%s`, which a {what} has"),
+        ([name for name in specs if name not in wanted], f"`{folder}` has `%s`, which a {what} has not"),
+    ):
+        if missing:
+            more = f" ({len(missing)} tensors)" if len(missing) > 1 else ""
+            raise InvalidInput(message % missing[0] + more + "; pass the class that `config.json` names")
+    for name, shape in wanted.items():
+        if specs[name].shape != shape:
+            raise InvalidInput(
+                f"`{name}` has shape {list(specs[name].shape)} in `{folder}`, a {what} of its `config.json` "
+                f"needs {list(shape)}; fetch `config.json` and the weights together"
+            )
+
+
+def _place(model: nn.Module, name: str, tensor: torch.Tensor, requires_grad: bool) -> None:
+    """Put a tensor in the place of a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=requires_grad)
+    else:
+        module._buffers[leaf] = tensor

@@ -1,0 +1,154 @@
+"""Models of diffusers from packed files: the bits of the plain ones, alone and in a pipeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+
+from tpde import pack, unpack  # noqa: E402
+from tpde.errors import InvalidInput, NotPacked  # noqa: E402
+from tpde.integrations.diffusers import load  # noqa: E402
+from tpde.nn import packed_modules, plain_state_dict  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def unet(dtype: Any = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    model = diffusers.UNet2DModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8,
+    )
+    return model.to(dtype).eval()
+
+
+def transformer() -> Any:
+    torch.manual_seed(1)
+    model = diffusers.PixArtTransformer2DModel(
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=8,
+        num_layers=2,
+        cross_attention_dim=64,
+        sample_size=8,
+        caption_channels=32,
+        use_additional_conditions=False,
+    )
+    return model.to(torch.bfloat16).eval()
+
+
+def noise(*shape: int) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16)))
+
+
+def packed_folder(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder / "plain", **options)
+    pack(folder / "plain", folder / "packed")
+    return folder / "packed"
+
+
+def test_a_unet_has_the_plain_ones_bits(tmp_path: Path) -> None:
+    plain = unet()
+    packed = load(diffusers.UNet2DModel, packed_folder(plain, tmp_path))
+    assert sum(1 for _ in packed_modules(packed)) > 10
+    assert not packed.training
+    with torch.no_grad():
+        found, expected = (it(noise(2, 3, 8, 8), 10).sample for it in (packed, plain))
+    assert same_bits(found, expected)
+    state = plain_state_dict(packed)
+    assert list(state) == list(plain.state_dict())
+    assert all(same_bits(state[name], it) for name, it in plain.state_dict().items())
+
+
+def test_a_transformer_in_shards_with_buffers_that_it_computes(tmp_path: Path) -> None:
+    folder = packed_folder(transformer(), tmp_path, max_shard_size="100KB")
+    kind = diffusers.PixArtTransformer2DModel
+    plain = kind.from_pretrained(tmp_path / "plain", torch_dtype=torch.bfloat16)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    packed = load(kind, folder)
+    assert sum(1 for _ in packed_modules(packed)) > 10
+    given = {
+        "hidden_states": noise(1, 4, 8, 8),
+        "encoder_hidden_states": noise(1, 5, 32),
+        "timestep": torch.tensor([7]),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+    with torch.no_grad():
+        assert same_bits(packed(**given).sample, plain(**given).sample)
+
+
+def test_in_a_pipeline(tmp_path: Path) -> None:
+    scheduler = diffusers.DDPMScheduler(num_train_timesteps=10)
+    plain = diffusers.DDPMPipeline(unet=unet(torch.float32), scheduler=scheduler)
+    plain.save_pretrained(tmp_path / "plain")
+    pack(tmp_path / "plain", tmp_path / "packed")
+    packed = diffusers.DDPMPipeline.from_pretrained(
+        tmp_path / "plain", unet=load(diffusers.UNet2DModel, tmp_path / "packed" / "unet")
+    )
+
+    def images(pipeline: Any) -> Any:
+        pipeline.set_progress_bar_config(disable=True)
+        made = pipeline(
+            generator=torch.Generator().manual_seed(3), num_inference_steps=2, output_type="np"
+        ).images
+        return made.tobytes()
+
+    assert images(packed) == images(plain)
+    unpack(tmp_path / "packed", tmp_path / "back")
+    for path in (tmp_path / "plain").rglob("*.*"):
+        if path.is_file():
+            assert (
+                tmp_path / "back" / path.relative_to(tmp_path / "plain")
+            ).read_bytes() == path.read_bytes()
+
+
+def test_what_a_class_keeps_in_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = packed_folder(unet(), tmp_path)
+    monkeypatch.setattr(diffusers.UNet2DModel, "_keep_in_fp32_modules", ["to_q", "to_k"])
+    plain = diffusers.UNet2DModel.from_pretrained(tmp_path / "plain", torch_dtype=torch.bfloat16)
+    packed = load(diffusers.UNet2DModel, folder)
+    assert {n: it.dtype for n, it in plain_state_dict(packed).items()} == {
+        n: it.dtype for n, it in plain.state_dict().items()
+    }
+    assert torch.float32 in {it.dtype for it in packed.parameters()}
+
+
+def test_another_dtype_is_decoded_and_cast(tmp_path: Path) -> None:
+    plain = unet()
+    model = load(diffusers.UNet2DModel, packed_folder(plain, tmp_path), dtype=torch.float32)
+    assert not list(packed_modules(model))
+    expected = plain.float()
+    with torch.no_grad():
+        found, wanted = (it(noise(1, 3, 8, 8).float(), 1).sample for it in (model, expected))
+    assert found.numpy().tobytes() == wanted.numpy().tobytes()
+
+
+def test_what_is_not_such_a_component(tmp_path: Path) -> None:
+    folder = packed_folder(unet(), tmp_path)
+    with pytest.raises(NotPacked, match="tpde pack"):
+        load(diffusers.UNet2DModel, tmp_path / "plain")
+    with pytest.raises(InvalidInput, match="name the folder of one component"):
+        load(diffusers.UNet2DModel, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"layers_per_block": 2}))
+    with pytest.raises(InvalidInput, match=r"lacks `down_blocks\.0\.resnets\.1"):
+        load(diffusers.UNet2DModel, folder)
+    (folder / "config.json").write_text(json.dumps(config | {"in_channels": 4}))
+    with pytest.raises(InvalidInput, match=r"`conv_in\.weight` has shape \[32, 3, 3, 3\]"):
+        load(diffusers.UNet2DModel, folder)
