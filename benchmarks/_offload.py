@@ -127,28 +127,39 @@ def plain(given: dict[str, Any]) -> None:
 
 
 class Loaded:
-    """One of our models under a budget, loaded; `close` gives everything back."""
+    """One of our models under a budget in GiB, or without one; `close` gives everything back."""
 
     def __init__(self, given: dict[str, Any], budget: float | None, max_tokens: int = 1024) -> None:
         import tpde
 
-        limits = {"max_tokens": max_tokens}
-        if budget is not None:
-            limits["vram"] = f"{budget:g}GiB"  # type: ignore[assignment]
-        self.model = tpde.from_pretrained(given["packed"], device=device(), **(limits if budget else {}))
-        self.streamer = getattr(self.model, "tpde_streamer", None)
+        limits = {} if budget is None else {"vram": f"{budget:g}GiB", "max_tokens": max_tokens}
+        self.model: Any = tpde.from_pretrained(given["packed"], device=device(), **limits)
+        self._streaming = getattr(self.model, "tpde_streamer", None)
+        self.streamers = list(self._streaming.streamers.values()) if self._streaming else []
 
     def copied(self) -> int:
         """Bytes copied so far."""
-        return 0 if self.streamer is None else int(self.streamer.stats()["copied_bytes"])
+        return sum(it.copied_bytes for it in self.streamers)
+
+    def dropped(self) -> int:
+        """Pieces copied in vain."""
+        return sum(it.dropped_pieces for it in self.streamers)
+
+    def locked(self) -> int:
+        """Bytes of host memory that are page-locked for it."""
+        return sum(getattr(thing, "locked_bytes", 0) for it in self.streamers for thing in it._owned)
+
+    def predicted(self) -> float | None:
+        """Seconds a token by the plan that it was loaded with."""
+        return next(iter(self._streaming.plans.values())).seconds if self._streaming else None
 
     def close(self) -> None:
         """Let go of the model."""
         import torch
 
-        if self.streamer is not None:
-            self.streamer.close()
-        self.model = self.streamer = None
+        if self._streaming is not None:
+            self._streaming.close()
+        self.model, self._streaming, self.streamers = None, None, []
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -181,23 +192,18 @@ def measure(given: dict[str, Any], budget: float | None, use: Any, holder: Any) 
         # The prompt's forward pass, WARM and `count`: all read every streamed weight once.
         found["copied_a_token"] = (loaded.copied() - before) / (1 + WARM + count)
         found["private"] = private_bytes()
-        found["predicted_s"] = predicted(loaded.model)
-        if loaded.streamer is not None:
-            found["stats"] = loaded.streamer.stats()
+        found["predicted_s"] = loaded.predicted()
+        if loaded.streamers:
+            found["locked"], found["dropped"] = loaded.locked(), loaded.dropped()
             if given["serial"]:
-                loaded.streamer.prefetch = False
+                for streamer in loaded.streamers:
+                    streamer.prefetch = False
                 found["serial_s"], _ = generate(loaded.model, 1, 3)
     finally:
         if use is not None:
             use.pause()
         loaded.close()
     return found
-
-
-def predicted(model: Any) -> float | None:
-    """Seconds a token by the plan that the model was loaded with."""
-    plan = getattr(model, "tpde_plan", None)
-    return None if plan is None else float(plan.seconds)
 
 
 def guarded(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

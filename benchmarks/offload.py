@@ -171,7 +171,7 @@ def checks(made: Found, found: Results, mapped: bool) -> list[tuple[str, str, st
             out.append(
                 (f"{budget:g} GiB, predicted", f"{100 * off:+.1f} %", f"{100 * PREDICTED_BAR:.0f} %", met)
             )
-        locked = (row.get("stats") or {}).get("locked_bytes")
+        locked = row.get("locked")
         if locked is not None:
             over = (locked - made["packed_bytes"]) / 2**20
             what = f"{budget:g} GiB, locked more than packed, MiB"

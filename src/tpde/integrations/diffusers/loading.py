@@ -135,7 +135,8 @@ def load(
     with Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:
             raise NotPacked(
-                f"`{folder}` is not packed; pack it with `tpde pack {folder} {folder.name}-packed`, and name that"
+                f"`{folder}` is not packed; pack it with `tpde pack {folder} {folder.name}-packed`, and name "
+                "that"
             )
         specs = checkpoint.plain | {name: it.spec for name, it in checkpoint.packed.items()}
         main = _main_dtype(specs) if dtype is None else dtype

@@ -1,0 +1,201 @@
+"""One linear layer larger than the card's budget: 40e9 bf16 weights, 80 GB, through 16 GiB.
+
+    python benchmarks/big_layer.py [--rows 200000 --columns 200000] [--vram 16] [--dir /dev/shm]
+
+The weight is made on the GPU tile by tile and packed piece by piece into a file in memory (54 GB). It is then
+used with a second process holding all of the card but the budget. Four tiles are made again: their bits are
+compared with those of the packed file, and `F.linear` of them with the same tiles of the output.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _gpu import need_cuda, reason
+from _machine import arguments, emit, header, note, table, verdict
+from _matrix import NAME, matrix_class, tile, tile_rows, tiles, write
+from _rows import rows, tell
+
+BAR = 1.1  # times packed bytes over the copy rate
+CHECKED = 4  # tiles
+TOKENS = 16
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two bf16 tensors have the same bits."""
+    import torch
+
+    return bool(torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16)))
+
+
+def make(given: dict[str, Any]) -> None:
+    """Pack the layer."""
+    start = time.perf_counter()
+    sizes = write(Path(given["folder"]), given["rows"], given["columns"], given["seed"])
+    tell(made=sizes | {"pack_s": time.perf_counter() - start})
+
+
+def use(given: dict[str, Any]) -> None:
+    """Load it under the budget, time it, check it."""
+    import torch
+    from _hold import Holder, Use
+    from _offload import copy_rate, import_everything
+
+    import tpde
+
+    import_everything()
+    width = given["columns"]
+    taken = Use()
+    rate = copy_rate()
+    tell(rate=rate)
+    with Holder() as holder:
+        taken.holder = holder
+        holder.leave(int(given["vram"] * 2**30) - taken.now())
+        taken.watch()
+        start = time.perf_counter()
+        model = tpde.from_pretrained(
+            given["folder"],
+            device="cuda",
+            model_class=matrix_class(),
+            vram=f"{given['vram']:g}GiB",
+            max_tokens=TOKENS,
+        )
+        load_s = time.perf_counter() - start
+        draw = torch.Generator("cuda").manual_seed(given["seed"])
+        inputs = torch.randn(1, 1, width, generator=draw, device="cuda").bfloat16()
+        took = []
+        with torch.no_grad():
+            for run in range(given["runs"] + 1):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                output = model(inputs_embeds=inputs)
+                torch.cuda.synchronize()
+                took.append(time.perf_counter() - start)
+                note(f"run {run}: {took[-1]:.3f} s")
+        taken.pause()
+        inputs, output = inputs.cpu(), output.cpu()
+        plan = next(iter(model.tpde_streamer.plans.values()))
+        found = {
+            "load_s": load_s,
+            "seconds": statistics.median(took[1:]),
+            "first_s": took[0],
+            "peak": taken.peak,
+            "predicted_s": plan.seconds,
+            "workspace": plan.workspace,
+        }
+        tell(used=found)
+        model.tpde_streamer.close()
+    del model
+    torch.cuda.empty_cache()
+    check(given, inputs.cuda(), output, plan.workspace // (2 * width))
+
+
+def check(given: dict[str, Any], inputs: Any, output: Any, step: int) -> None:
+    """Make some tiles again and compare them, and what they give; `step` rows were used at a time."""
+    import torch
+    from torch.nn import functional
+
+    import tpde
+
+    height, width = given["rows"], given["columns"]
+    count, made_rows = tiles(height, width), tile_rows(width)
+    for number in sorted(random.Random(given["seed"]).sample(range(count), min(CHECKED, count))):
+        fresh, begin = tile(number, height, width, given["seed"]), number * made_rows
+        with tpde.safe_open(Path(given["folder"]) / "model.safetensors", framework="pt") as packed:
+            stored = packed.get_slice(NAME)[begin : begin + fresh.shape[0]]
+        weights = same(stored.cuda(), fresh)
+        # Those tiles of the forward pass that lie in this one wholly.
+        first = -(-begin // step) * step
+        compared, equal = 0, True
+        for low in range(first, begin + fresh.shape[0] - step + 1, step):
+            part = fresh[low - begin : low - begin + step].contiguous()
+            expected = functional.linear(inputs, part).cpu()
+            equal &= same(expected, output[..., low : low + step])
+            compared += 1
+        tell(tile=number, weights=weights, outputs=equal, compared=compared)
+        torch.cuda.empty_cache()
+
+
+def report(head: str, options: Any, made: dict[str, Any], found: list[dict[str, Any]]) -> tuple[str, bool]:
+    """The text, and whether the bars are met."""
+    rate = next((row["rate"] for row in found if "rate" in row), 0.0)
+    used = next((row["used"] for row in found if "used" in row), None)
+    checked = [row for row in found if "tile" in row]
+    lines, met = [], bool(used and checked) and not any("problem" in row for row in found)
+    if used and rate:
+        allowed = BAR * made["packed"] / rate
+        lines.append(
+            ["seconds", f"{used['seconds']:.3f}", f"{allowed:.3f}", verdict(used["seconds"] <= allowed)]
+        )
+        held = used["peak"] <= options.vram * 2**30
+        lines.append(["card peak, GiB", f"{used['peak'] / 2**30:.2f}", f"{options.vram:g}", verdict(held)])
+        met = met and held and used["seconds"] <= allowed
+    for row in checked:
+        good = row["weights"] and row["outputs"] and row["compared"] > 0
+        what = f"bits {'equal' if row['weights'] else 'DIFFER'}, {row['compared']} tiles of the output "
+        what += "equal" if row["outputs"] else "DIFFER"
+        lines.append([f"tile {row['tile']}", what, "equal", verdict(good)])
+        met = met and good
+    lines += [["problem", row["problem"], "", verdict(False)] for row in found if "problem" in row]
+    about = (
+        f"One `nn.Linear` of {options.rows} x {options.columns} bf16 weights, {made['plain'] / 1e9:.2f} GB, "
+        f"packed {made['packed'] / 1e9:.2f} GB, made and packed in {made['pack_s']:.1f} s, in "
+        f"{options.vram:g} GiB; copy rate {rate / 1e9:.1f} GB/s"
+    )
+    if used:
+        about += f"; loaded in {used['load_s']:.2f} s, first run {used['first_s']:.3f} s, predicted "
+        about += f"{used['predicted_s']:.3f} s, tiles of {used['workspace'] / 2**20:.0f} MiB"
+    return f"{head}\n{about}.\n\n" + table(["what", "found", "at most", ""], lines), met
+
+
+def perform(task: str, given: dict[str, Any]) -> None:
+    """Do a task in this process."""
+    try:
+        {"make": make, "use": use}[task](given)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        tell(problem=reason(error))
+
+
+def main() -> int:
+    """Parse the command line, run, print."""
+    if sys.argv[1:2] == ["--task"]:
+        perform(sys.argv[2], json.loads(sys.argv[3]))
+        return 0
+    parser = arguments(__doc__)
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--columns", type=int, default=200_000)
+    parser.add_argument("--vram", type=float, default=16, help="GiB")
+    parser.add_argument("--runs", type=int, default=2, help="timed runs after the first")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="for the packed file")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for each process")
+    options = parser.parse_args()
+    need_cuda()
+    head = header("A layer larger than its budget", gpu=True)
+    with tempfile.TemporaryDirectory(prefix="tpde-layer-", dir=options.dir) as folder:
+        given = {"folder": folder, "rows": options.rows, "columns": options.columns, "seed": options.seed}
+        given |= {"vram": options.vram, "runs": options.runs}
+        found = list(rows(__file__, "make", given, options.limit))
+        made = next((row["made"] for row in found if "made" in row), None)
+        if made is None:
+            raise SystemExit(f"error: the layer could not be packed: {found}")
+        for row in rows(__file__, "use", given, options.limit):
+            found.append(row)
+            note(str(row))
+        text, met = report(head, options, made, found)
+        emit(text, options.out)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
