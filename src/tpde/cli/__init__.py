@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpde.cli import bench, common, doctor, inspect, pack, run, unpack, verify
+from tpde.cli import bench, common, doctor, inspect, pack, plan, run, unpack, verify
 
 app = typer.Typer(
     name="tpde",
@@ -26,6 +26,7 @@ app.command("unpack")(unpack.unpack)
 app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("run")(run.run)
+app.command("plan")(plan.plan)
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 

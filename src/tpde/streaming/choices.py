@@ -70,8 +70,9 @@ def _largest(units: Sequence[Unit]) -> Iterator[list[Unit]]:
 def choices(units: Sequence[Unit]) -> Iterator[Choice]:
     """What may be on the device.
 
-    First some units packed; then all, embeddings too; then some of them plain. Units larger than all others may
-    be plain before: as nothing else needs so large a workspace, a plain one can take less memory than a packed one.
+    First some units packed; then all, embeddings too; then some of them plain. Units larger than all others
+    may be plain before: as nothing else needs so large a workspace, a plain one can take less memory than a
+    packed one.
     """
     body, rows = [it for it in units if not it.rows], [it for it in units if it.rows]
     pinned = _names(it for it in units if it.resident)
@@ -92,7 +93,7 @@ class Tally(NamedTuple):
 
     Attributes
     ----------
-    plain, packed, index : int
+    plain, packed, maps : int
         Bytes on the device: of plain units, of packed ones, of the index maps of streamed ones.
     decoded : tuple of Unit
         Those that need the workspace, the largest first.
@@ -109,7 +110,7 @@ class Tally(NamedTuple):
     choice: Choice
     plain: int
     packed: int
-    index: int
+    maps: int
     decoded: tuple[Unit, ...]
     on_disk: Names
     host: int
@@ -132,7 +133,7 @@ def round_up(size: int, unit: int = 512) -> int:
 
 def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
     """Add a choice up, and divide what is streamed among host memory and files."""
-    plain = packed = index = rows = 0
+    plain = packed = maps = rows = 0
     streamed, decoded = [], []
     for unit in units:
         if unit.name in choice.plain:
@@ -143,7 +144,7 @@ def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
         if unit.name in choice.packed:
             packed += round_up(unit.packed)
             continue
-        index += round_up(unit.index)
+        maps += round_up(unit.index)
         if unit.rows:
             rows += unit.packed
         else:
@@ -158,7 +159,7 @@ def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
         every = sum(unit.packed for unit in kept)
     least_ram = rows + min(sum(unit.packed for unit in streamed), STAGING_LEAST)
     decoded.sort(key=lambda unit: -unit.plain)
-    return Tally(choice, plain, packed, index, tuple(decoded), on_disk, rows + every, staging, least_ram)
+    return Tally(choice, plain, packed, maps, tuple(decoded), on_disk, rows + every, staging, least_ram)
 
 
 def _within(units: Sequence[Unit], room: int) -> list[Unit]:

@@ -17,8 +17,8 @@ from tpde.streaming.units import Demand, Placement, Rates, Unit
 __all__ = ["Demand", "Placement", "Rates", "StreamPlan", "Unit", "make_plan"]
 
 MIB = 1 << 20
-# Slots of the ring, and the size of one. By preference 320 MiB, which take 6 ms to copy: longer than ten blocks
-# that are on the device compute. Pieces below 32 MiB travel more slowly, and each takes the host as long as a call.
+# Slots of the ring, and the size of one. By preference 320 MiB, which take 6 ms to copy: as long as ten
+# blocks on the device compute. Smaller pieces travel more slowly, and each takes the host as long as a call.
 RINGS = tuple(
     (slots, size * MIB)
     for slots, size in ((10, 32), (8, 32), (6, 32), (5, 32), (4, 32), (6, 16), (4, 16), (4, 8), (4, 4))
@@ -45,8 +45,8 @@ class StreamPlan:
     host : int
         Bytes of units in page-locked host memory.
     parts : mapping of str to int
-        What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`; `ring`;
-        `index`, of streamed units; `packed` and `decoded`, of the units on the device.
+        What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`;
+        `ring`; `index`, of streamed units; `packed` and `decoded`, of the units on the device.
     vram, ram : int
         The budgets; `ram` is None if there is none.
     times : mapping of str to float
@@ -101,7 +101,7 @@ class _Layout(NamedTuple):
 
     def used(self, demand: Demand) -> int:
         made = self.tally
-        return demand.total + made.plain + made.packed + made.index + self.workspace + self.slots * self.piece
+        return demand.total + made.plain + made.packed + made.maps + self.workspace + self.slots * self.piece
 
 
 def _workspaces(units: Sequence[Unit], tiled: int) -> list[int]:
@@ -217,7 +217,7 @@ def _parts(layout: _Layout, demand: Demand) -> dict[str, int]:
         "fixed": demand.fixed,
         "workspace": layout.workspace,
         "ring": layout.slots * layout.piece,
-        "index": layout.tally.index,
+        "index": layout.tally.maps,
         "packed": layout.tally.packed,
         "decoded": layout.tally.plain,
     }
@@ -278,7 +278,7 @@ def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
 
 def _too_little_ram(least: int, ram: int) -> OutOfMemory:
     return OutOfMemory(
-        f"`ram` is {ram / MIB:.0f} MiB, the least that works is {_mib(least)}: the embeddings, and the buffers "
-        f"through which files are read; use `ram={_mib(least).replace(' ', '')}`, or more `vram`",
+        f"`ram` is {ram / MIB:.0f} MiB, the least that works is {_mib(least)}: the embeddings, and the "
+        f"buffers through which files are read; use `ram={_mib(least).replace(' ', '')}`, or more `vram`",
         least=least,
     )

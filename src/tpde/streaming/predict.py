@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
 
 def predict(work: Work, rates: Rates) -> dict[str, float]:
-    """Seconds that each resource is busy, or waited for, during one token; the largest is what a token takes."""
+    """Seconds that each resource is busy, or waited for, during one token; a token takes the longest."""
     pieces = work.pieces * PIECE_CALLS * rates.launch
     host = (work.calls + UNIT_CALLS * work.units) * rates.launch + pieces
     passing = work.passing / rates.decode + work.pieces * DECODE_SECONDS

@@ -17,7 +17,7 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True)
 class Unit:
-    """Packed weights that are decoded together: those of a transformer block, or of a module outside of blocks.
+    """Packed weights that are decoded together: those of a block, or of a module outside of blocks.
 
     Attributes
     ----------

@@ -25,6 +25,7 @@ from tpde.nn.modules import gathers
 from tpde.nn.replace import block_path
 from tpde.packing.order import forward_order
 from tpde.streaming.plan import Rates, StreamPlan, Unit, make_plan
+from tpde.streaming.rates import given_rates
 
 __all__ = ["FIXED_BYTES", "StreamPlan", "plan_streaming", "unit_of", "units_of"]
 
@@ -33,18 +34,22 @@ DESCRIPTOR_BYTES = 2 << 10  # of a tensor's pieces: a few of 136 bytes each
 TILE_BYTES = 16 << 20  # smaller tiles of a matrix spend more on launches than on copies
 
 # An H200 on PCIe 5. Where weights go depends little on rates: all that matters is what is faster than what.
-TYPICAL = Rates(copy=55e9, disk=6e9, memory=4.2e12, decode=2e12, launch=37e-6)
+TYPICAL = given_rates(copy=55e9, memory=4.2e12, disk=6e9)
 
 
 def unit_of(model: Any, name: str) -> str:
     """The unit that a packed parameter belongs to: its block, or its module if it is in none.
 
-    A parameter that is tied belongs where it is used whole, so an embedding to the head that shares its weight.
+    A parameter that is tied belongs where it is used whole: an embedding to the head that shares its weight.
     """
-    names = [name, *_ties(model).get(name, ())]
-    whole = [it for it in names if not _is_rows(model, it)]
-    path = (whole or names)[0].rpartition(".")[0]
+    path = _users(model, name)[0].rpartition(".")[0]
     return block_path(model, path) or path
+
+
+def _users(model: Any, name: str) -> list[str]:
+    """A parameter and those tied to it; without embeddings, if any of them is used whole."""
+    names = _ties(model).get(name, [name])
+    return [it for it in names if not _is_rows(model, it)] or names
 
 
 def _ties(model: Any) -> dict[str, list[str]]:
@@ -77,17 +82,14 @@ def units_of(model: Any, plan: Plan, only: Collection[str] | None = None) -> lis
         If the header of a packed tensor is damaged.
     """
     members: dict[str, list[str]] = {}
-    for name in forward_order(plan.runs if only is None else [it for it in plan.runs if it in only]):
-        members.setdefault(unit_of(model, name), []).append(name)
-    rows = {unit: all(_is_rows(model, it) for it in names) for unit, names in members.items()}
-    units = []
-    for unit, names in members.items():
-        made = _unit(model, plan, unit, names, rows[unit])
-        units.append(made)
-    return units
+    for name in plan.runs:
+        if only is None or name in only:
+            members.setdefault(unit_of(model, name), []).append(name)
+    order = forward_order(f"{unit}.weight" for unit in members)
+    return [_unit(model, plan, unit, members[unit]) for unit in (it.rpartition(".")[0] for it in order)]
 
 
-def _unit(model: Any, plan: Plan, unit: str, names: Sequence[str], rows: bool) -> Unit:
+def _unit(model: Any, plan: Plan, unit: str, names: Sequence[str]) -> Unit:
     stored: dict[str, Stored] = {}
     weights: dict[tuple[str, ...], int] = {}
     for name in names:
@@ -95,13 +97,14 @@ def _unit(model: Any, plan: Plan, unit: str, names: Sequence[str], rows: bool) -
         stored.update({part.name: part for part in parts})
         weights[tuple(part.name for part in parts)] = align(plan.runs[name].nbytes, ALIGN)
     headers = [_header(it) for it in stored.values()]
+    users = sorted({user for name in names for user in _users(model, name)})
     return Unit(
         name=unit,
         packed=sum(it.extent.size for it in stored.values()),
         plain=sum(weights.values()),
         index=sum(align(RECORD_BYTES * it.chunks, ALIGN) + TABLES_BYTES + DESCRIPTOR_BYTES for it in headers),
-        rows=rows,
-        tile=_tile(model, names),
+        rows=all(_is_rows(model, it) for it in users),
+        tile=_tile(model, users),
         resident=any(it.codec not in (CODEC_PREFIX, CODEC_CONSTANT) for it in headers),
     )
 
@@ -120,10 +123,9 @@ def _header(stored: Stored) -> BlobHeader:
 
 def _tile(model: Any, names: Sequence[str]) -> int:
     """The least room for tiles of the rows of a linear layer; 0 for anything else."""
-    path, _, leaf = names[-1].rpartition(".")
+    path, _, leaf = names[0].rpartition(".")
     module = model.get_submodule(path)
-    modules = {it.rpartition(".")[0] for it in names if not _is_rows(model, it)}
-    if len(modules) != 1 or not isinstance(module, nn.Linear) or block_path(model, path) is not None:
+    if len(names) > 1 or not isinstance(module, nn.Linear) or block_path(model, path) is not None:
         return 0
     row = module.in_features * getattr(module, leaf).element_size()
     return align(max(row, TILE_BYTES // row * row), ALIGN)

@@ -16,7 +16,7 @@ from tpde.streaming.units import Demand
 
 ALIGN = 512  # bytes: of the caching allocator
 
-# Kernels, their local memory, streams and events take about 70 MiB on an H200, the workspace of cuBLAS 32 MiB.
+# Kernels, their local memory, streams and events take about 70 MiB on an H200, cuBLAS's workspace 32 MiB.
 FIXED_BYTES = 128 << 20
 
 # A cache that grows leaves holes behind that are too small for what comes next.
@@ -25,9 +25,8 @@ FRAGMENTATION = 0.25
 # The outputs of a block's linear layers, and as much again: what is computed from them, in float32 in part.
 COPIES = 2
 
-# Hidden states at the borders of a block and inside: two of the model's dtype, three in float32 while a norm
-# computes.
-HIDDEN_BYTES = 12
+# Hidden states: those that a block begins and ends with, and three in float32 while a norm computes.
+STATES, FLOAT_STATES = 2, 3
 
 
 def demand_of(model: Any, packed: Container[str], max_tokens: int, dtype: torch.dtype) -> Demand:
@@ -82,7 +81,7 @@ def cache_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
     layer = heads * width * itemsize * max_tokens
     if getattr(model.config, "is_encoder_decoder", False):
         layers *= 2  # those of the encoder's tokens too
-    return math.ceil(layer * layers * (1 + FRAGMENTATION)) + layer
+    return int(math.ceil(layer * layers * (1 + FRAGMENTATION)) + layer)
 
 
 def _can_cache(model: Any) -> bool:
@@ -96,8 +95,7 @@ def _can_cache(model: Any) -> bool:
 def activation_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
     """The most that a forward pass of all tokens at once has beside weights and cache.
 
-    That is in the block whose linear layers have the widest outputs, or at the end, where the logits are. A model
-    without blocks counts as one.
+    That is in the block whose linear layers have the widest outputs, or at the end, where the logits are.
     """
     config = model.config.get_text_config()
     hidden = int(getattr(config, "hidden_size", 0) or 0)
@@ -111,7 +109,7 @@ def activation_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
     vocabulary = (
         int(getattr(config, "vocab_size", 0) or 0) if model.get_output_embeddings() is not None else 0
     )
-    states = max_tokens * hidden * HIDDEN_BYTES
+    states = max_tokens * hidden * (STATES * itemsize + FLOAT_STATES * 4)
     inside = COPIES * max_tokens * block * itemsize
     # A sampler takes one token's logits in float32, and sorts and sums these.
     logits = max_tokens * vocabulary * itemsize + 4 * vocabulary * 4
@@ -123,7 +121,7 @@ def _outputs(module: nn.Module, config: Any) -> int:
     if isinstance(module, nn.Linear):
         return module.out_features
     if type(module).__name__ == "Conv1D":
-        return int(module.nf)
+        return int(module.nf)  # type: ignore[arg-type]
     shapes = [it.shape for it in module.parameters(recurse=False) if it.dim() == 3]
     if not shapes:
         return 0
@@ -133,10 +131,11 @@ def _outputs(module: nn.Module, config: Any) -> int:
 
 
 def _attention_bytes(model: Any, config: Any, max_tokens: int, itemsize: int) -> int:
-    """Of what has a number for each pair of tokens: a mask as booleans and in the dtype, for one long sequence.
+    """Of what has a number for each pair of tokens, if all are of one sequence.
 
-    Position biases that the model learns are there for each head: alone, with the mask, and as they are looked up,
-    with their row numbers. Attention that is not fused has scores for each head, also in float32.
+    A mask is there as booleans and in the dtype. Position biases that the model learns are there for each
+    head: alone, with the mask, and as they are looked up, with their row numbers. Attention that is not fused
+    has scores for each head, also in float32.
     """
     pairs = max_tokens * max_tokens
     heads = int(getattr(config, "num_attention_heads", 0) or 0)

@@ -1,0 +1,227 @@
+"""`tpde plan`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpde.cli.common import guard, print_json, size, table
+from tpde.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tpde.streaming.plan import StreamPlan
+    from tpde.streaming.units import Rates, Unit
+
+_GB = 1e9
+
+_PARTS = {
+    "plain": "plain weights and buffers",
+    "cache": "KV cache",
+    "activations": "activations",
+    "fixed": "kernels and libraries",
+    "workspace": "workspace, to decode to",
+    "ring": "ring, to copy to",
+    "index": "index maps of streamed weights",
+    "packed": "packed weights",
+    "decoded": "weights decoded once",
+}
+
+_LIMITS = {
+    "copy": "copying from host memory",
+    "disk": "reading from the disk",
+    "memory": "the device's memory and decoder",
+    "host": "the host's calls",
+}
+
+
+@guard
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A packed model directory.")],
+    vram: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to use, such as `16GiB`.")],
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory for weights.", show_default="as much as is needed"),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Sequences times length that there is to be memory for.")
+    ] = 8192,
+    device: Annotated[
+        str | None,
+        typer.Option(help="The CUDA device to measure.", show_default="the GPU if there is one"),
+    ] = None,
+    copy_rate: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, help="From host memory to the device, instead of measuring."),
+    ] = None,
+    memory_rate: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, help="Of the device's memory, instead of measuring."),
+    ] = None,
+    disk_rate: Annotated[
+        float | None, typer.Option(metavar="GB/S", min=0.001, help="Of the disk, instead of measuring.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    r"""Show where each part of a packed model would be kept under a memory budget, and how fast it would run.
+
+    Nothing is loaded. The time is that of one token, one sequence at a time.
+
+    Example:
+
+    \b
+      tpde plan llama-packed --vram 16GiB
+      tpde plan llama-packed --vram 6GiB --ram 8GiB --max-tokens 1024
+    """
+    from tpde.integrations.transformers.budget import plan_streaming, units_of
+    from tpde.integrations.transformers.folder import packed_directory, weight_files
+    from tpde.integrations.transformers.shape import opened_shape
+    from tpde.streaming.sizes import parse_size
+
+    device_bytes, host_bytes = parse_size(vram), None if ram is None else parse_size(ram)
+    folder = packed_directory(model)
+    files = weight_files(folder) if ram is not None else []
+    rates = _rates(device, copy_rate, memory_rate, disk_rate, files)
+    with opened_shape(folder) as (shape, checkpoint, weights):
+        made = plan_streaming(
+            shape, checkpoint, weights, vram=device_bytes, ram=host_bytes, max_tokens=max_tokens, rates=rates
+        )
+        units = units_of(shape, weights)
+    if as_json:
+        print_json(as_dict(made, units, max_tokens, rates, model))
+    else:
+        print(render(made, units, max_tokens))
+
+
+def _rates(
+    device: str | None,
+    copy: float | None,
+    memory: float | None,
+    disk: float | None,
+    files: Sequence[Path],
+) -> Rates:
+    """Those that were given, the others measured."""
+    import torch
+
+    from tpde.integrations.device import checked_device
+    from tpde.streaming.rates import disk_rate, given_rates, measure_rates
+
+    to_read = files if disk is None else ()
+    if copy is None or memory is None:
+        if device is None and not torch.cuda.is_available():
+            raise InvalidInput(
+                "there is no GPU to measure; name `--copy-rate` (from host memory to the GPU, 55 on PCIe 5) "
+                "and `--memory-rate` (of the GPU's memory, 4200 on an H200), both in GB/s"
+            )
+        rates = measure_rates(checked_device(device or "cuda"), to_read)
+    else:
+        rates = given_rates(copy * _GB, memory * _GB, disk_rate(to_read) if to_read else None)
+    given = {"copy": copy, "memory": memory, "disk": disk}
+    return replace(rates, **{key: value * _GB for key, value in given.items() if value is not None})
+
+
+def ranges(names: Iterable[str]) -> str:
+    """Write names, those that differ in a number only as ranges.
+
+    Examples
+    --------
+    >>> ranges(["head", "layers.0", "layers.1", "layers.2", "layers.5"])
+    'head, layers 0-2, 5'
+    """
+    groups: dict[str, list[int]] = {}
+    for name in names:
+        found = re.fullmatch(r"(.+)\.([0-9]+)", name)
+        if found is None:
+            groups.setdefault(name, [])
+        else:
+            groups.setdefault(found[1], []).append(int(found[2]))
+    written = []
+    for name, numbers in groups.items():
+        runs: list[list[int]] = []
+        for number in sorted(numbers):
+            if runs and runs[-1][1] == number - 1:
+                runs[-1][1] = number
+            else:
+                runs.append([number, number])
+        spans = ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in runs)
+        written.append(f"{name} {spans}".rstrip())
+    return ", ".join(written)
+
+
+def render(plan: StreamPlan, units: Sequence[Unit], max_tokens: int) -> str:
+    """Lay a plan out as text."""
+    where = [
+        (str(row["placement"]), str(len(row["units"])), size(row["packed_bytes"]), size(row["plain_bytes"]))
+        for row in _places(plan, units)
+    ]
+    titles = ("kept", "units", "packed", "plain")
+    parts = [table(titles, where)]
+    parts.append(
+        "\n".join(f"{row['placement'] + ':':<7} {ranges(row['units'])}" for row in _places(plan, units))
+    )
+    if plan.tiled:
+        parts.append(f"used row by row, since they do not fit whole: {ranges(plan.tiled)}")
+    budget = [(_PARTS[key], size(nbytes)) for key, nbytes in plan.parts.items() if nbytes]
+    budget += [("in all", size(plan.used)), ("of", size(plan.vram))]
+    parts.append(table(("device memory", "bytes"), budget))
+    host = f"host memory: {size(plan.host)} page-locked"
+    if plan.staging:
+        host += f", {size(plan.staging)} to read files to"
+    if plan.ram is not None:
+        host += f", of {size(plan.ram)}"
+    times = [(_LIMITS[key], f"{seconds * 1e3:.2f}") for key, seconds in plan.times.items() if seconds]
+    parts += [host, table(("a token takes", "ms"), times)]
+    parts.append(
+        f"{plan.seconds * 1e3:.1f} ms for each token, {1 / plan.seconds:.1f} tokens/s, for up to "
+        f"{max_tokens} tokens; limited by {_LIMITS[plan.limit]}"
+    )
+    return "\n\n".join(parts)
+
+
+def _places(plan: StreamPlan, units: Sequence[Unit]) -> list[dict[str, Any]]:
+    """The units in each place that has some."""
+    found: dict[str, list[Unit]] = {}
+    for unit in units:
+        found.setdefault(plan.placements[unit.name].value, []).append(unit)
+    return [
+        {
+            "placement": place,
+            "units": [unit.name for unit in here],
+            "packed_bytes": sum(unit.packed for unit in here),
+            "plain_bytes": sum(unit.plain for unit in here),
+        }
+        for place, here in found.items()
+    ]
+
+
+def as_dict(
+    plan: StreamPlan, units: Sequence[Unit], max_tokens: int, rates: Rates, model: str
+) -> dict[str, Any]:
+    """Everything, for JSON."""
+    known = {"copy": rates.copy, "memory": rates.memory, "decode": rates.decode, "disk": rates.disk}
+    return {
+        "model": model,
+        "vram": plan.vram,
+        "ram": plan.ram,
+        "max_tokens": max_tokens,
+        "placements": _places(plan, units),
+        "tiled": list(plan.tiled),
+        "workspace_bytes": plan.workspace,
+        "ring_slots": plan.slots,
+        "piece_bytes": plan.piece,
+        "device_bytes": dict(plan.parts),
+        "used_bytes": plan.used,
+        "host_bytes": plan.host,
+        "staging_bytes": plan.staging,
+        "seconds": dict(plan.times),
+        "seconds_per_token": plan.seconds,
+        "tokens_per_second": 1 / plan.seconds,
+        "limit": plan.limit,
+        "rates": {key: value for key, value in known.items() if value != float("inf")}
+        | {"launch_seconds": rates.launch},
+    }

@@ -1,0 +1,43 @@
+"""A model without its weights, and what of its files becomes what: enough to plan with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpde.integrations.checkpoint import Checkpoint
+from tpde.integrations.transformers.folder import stored_dtype, weight_files
+from tpde.integrations.transformers.loading import model_class_of
+from tpde.integrations.transformers.plan import Plan, make_plan
+
+
+@contextmanager
+def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, Plan]]:
+    """A packed model on the `meta` device, its files, and which of their tensors make up its parameters.
+
+    Nothing but the files' headers is read.
+
+    Parameters
+    ----------
+    folder : Path
+        A packed model directory.
+
+    Raises
+    ------
+    InvalidInput, NotPacked, Truncated, Corrupt, UnsupportedVersion
+        If it cannot be loaded.
+    """
+    from transformers import AutoConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    kind = model_class_of(folder)
+    config = AutoConfig.from_pretrained(folder)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else stored_dtype(folder)
+    with torch.device("meta"):
+        model = kind._from_config(config, dtype=dtype)
+    with Checkpoint(weight_files(folder)) as checkpoint:
+        yield model, checkpoint, make_plan(model, checkpoint, get_model_conversion_mapping(model), dtype)

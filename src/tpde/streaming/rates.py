@@ -1,0 +1,234 @@
+"""Measuring how fast a machine is, in about a second."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpde.errors import InvalidInput, UnsupportedDevice
+from tpde.materialize import on_device
+from tpde.streaming.units import Rates
+
+COPY_BYTES = 256 << 20  # of one copy: larger ones are no faster
+REPEATS = 5
+DECODE_SHARE = 0.48  # of the memory's rate: 2.0 of 4.2 TB/s of bf16 on an H200
+MODEL_SHARE = 1.2  # models' own code takes more than that of the layers here: 35 us a call, not 30
+CALL_SECONDS = 37e-6  # of a host with an H200
+LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits for the host
+DISK_BYTES, DISK_PIECE, DISK_THREADS = 512 << 20, 16 << 20, 4
+_BLOCK = 4096  # what O_DIRECT wants offsets and sizes to be multiples of
+_UNLIMITED = float("inf")
+
+
+def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] = ()) -> Rates:
+    """Measure a CUDA device, and the disk that some files are on. Everything that it allocates is freed.
+
+    Parameters
+    ----------
+    device : torch.device
+        With its number.
+    files : sequence of path-like
+        Read in part, past the page cache where the file system allows it. Without files the disk counts as
+        infinitely fast.
+
+    Raises
+    ------
+    UnsupportedDevice
+        If it is no CUDA device, or refuses the memory that measuring needs.
+    """
+    if device.type != "cuda":
+        raise UnsupportedDevice(f"rates are measured on CUDA devices, not on `{device}`; name the rates")
+    disk = disk_rate(files) if files else _UNLIMITED
+    copy, memory = copy_rates(device)
+    return Rates(copy, disk, memory, DECODE_SHARE * memory, launch_seconds(device))
+
+
+def given_rates(copy: float, memory: float, disk: float | None = None) -> Rates:
+    """Rates of a machine that is not here; its host takes as long as that of an H200 for each call."""
+    return Rates(copy, _UNLIMITED if disk is None else disk, memory, DECODE_SHARE * memory, CALL_SECONDS)
+
+
+def copy_rates(device: torch.device) -> tuple[float, float]:
+    """Bytes a second from page-locked memory to the device, and those that it reads and writes in its own."""
+    from cuda.bindings import driver
+
+    with on_device(device), contextlib.ExitStack() as stack:
+        torch.cuda.synchronize(device)  # there is a context now
+        one, two = (_allocated(stack, driver.cuMemAlloc, driver.cuMemFree, COPY_BYTES) for _ in range(2))
+        host = _allocated(stack, driver.cuMemHostAlloc, driver.cuMemFreeHost, COPY_BYTES, 0)
+        stream = torch.cuda.current_stream(device)
+
+        def seconds(call: Any, *args: Any) -> float:
+            found = []
+            for _ in range(REPEATS + 1):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start.record(stream)
+                _checked(call(*args, COPY_BYTES, stream.cuda_stream))
+                end.record(stream)
+                end.synchronize()
+                found.append(start.elapsed_time(end) / 1e3)
+            return float(statistics.median(found[1:]))
+
+        copying = seconds(driver.cuMemcpyHtoDAsync, one, int(host))
+        moving = seconds(driver.cuMemcpyDtoDAsync, one, two)
+    return COPY_BYTES / copying, 2 * COPY_BYTES / moving
+
+
+def _checked(result: Any) -> Any:
+    code, *values = result
+    if int(code):
+        raise UnsupportedDevice(
+            f"the CUDA driver refused what measuring needs ({code.name}); free memory, or name the rates"
+        )
+    return values[0] if values else None
+
+
+def _allocated(stack: contextlib.ExitStack, allocate: Any, free: Any, *args: Any) -> Any:
+    made = _checked(allocate(*args))
+    stack.callback(lambda: _checked(free(made)))
+    return made
+
+
+class _Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:-1], -1, 16)
+        query, key, value = (it(x).view(shape).transpose(1, 2) for it in (self.query, self.key, self.value))
+        query, key = (torch.cat((-it[..., 8:], it[..., :8]), -1) * 0.5 + it * 0.5 for it in (query, key))
+        key, value = torch.cat([past, key], 2), torch.cat([past, value], 2)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        made: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(*x.shape[:-1], -1).contiguous())
+        return made
+
+
+class _Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.activation = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
+        return made
+
+
+class _Layer(nn.Module):
+    """A decoder layer as models have them: 13 calls of modules, and the small operations between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.attention, self.perceptron = (
+            _Norm(),
+            _Norm(),
+            _Attention(),
+            _Perceptron(),
+        )
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x), past)
+        made: torch.Tensor = x + self.perceptron(self.second(x))
+        return made
+
+
+def launch_seconds(device: torch.device) -> float:
+    """Seconds of the host for each call of a module, in a small decoder that is run for one token."""
+    layers = nn.ModuleList(_Layer() for _ in range(LAYERS)).to(device, torch.bfloat16).eval()
+    x = torch.zeros(1, 1, WIDTH, dtype=torch.bfloat16, device=device)
+    past = torch.zeros(1, 4, 32, 16, dtype=torch.bfloat16, device=device)
+    calls = sum(not isinstance(it, nn.ModuleList) for it in layers.modules())
+    found = []
+    with torch.no_grad():
+        for _ in range(2 * REPEATS):
+            _synchronize(device)
+            start = time.perf_counter()
+            for layer in layers:
+                x = layer(x, past)
+            _synchronize(device)
+            found.append(time.perf_counter() - start)
+    return MODEL_SHARE * statistics.median(found[REPEATS:]) / calls
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def disk_rate(files: Sequence[str | os.PathLike[str]]) -> float:
+    """Bytes a second that threads read from files, past the page cache where the file system allows it.
+
+    Raises
+    ------
+    InvalidInput
+        If there is nothing to read.
+    """
+    work = list(_pieces(files))
+    if not work:
+        raise InvalidInput("the files are empty, so that their disk cannot be measured; name others")
+    with contextlib.ExitStack() as stack:
+        handles = {path: stack.enter_context(_opened(path)) for path in {path for path, _, _ in work}}
+        buffers = [stack.enter_context(mmap.mmap(-1, DISK_PIECE)) for _ in range(DISK_THREADS)]
+
+        def read(number: int) -> int:
+            view = memoryview(buffers[number])
+            try:
+                mine = work[number::DISK_THREADS]
+                return sum(os.preadv(handles[path], [view[:size]], at) for path, at, size in mine)
+            finally:
+                view.release()
+
+        with ThreadPoolExecutor(DISK_THREADS, "tpde-rates") as pool:
+            start = time.perf_counter()
+            done = sum(pool.map(read, range(DISK_THREADS)))
+            seconds = time.perf_counter() - start
+    return done / max(seconds, 1e-9)
+
+
+def _pieces(files: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, int, int]]:
+    """Ranges of the files, at most `DISK_BYTES` in all."""
+    left = DISK_BYTES
+    for file in files:
+        path = os.fspath(file)
+        for at in range(0, os.path.getsize(path), DISK_PIECE):
+            size = min(DISK_PIECE, -(-(os.path.getsize(path) - at) // _BLOCK) * _BLOCK, left)
+            if size <= 0:
+                return
+            left -= size
+            yield path, at, size
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """A descriptor for direct reads; where these are refused, of a file whose pages were dropped."""
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    except OSError:  # the file system, such as tmpfs, has no direct reads
+        handle = os.open(path, os.O_RDONLY)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
