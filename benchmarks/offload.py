@@ -279,6 +279,22 @@ def perform(task: str, given: Found) -> None:
         {"plain": plain, "ours": ours, "peer": peer}[task](given)
 
 
+def prepare(options: Any, folder: Path) -> tuple[Path, Found]:
+    """Make and pack the model, if it is not there; returns its folder and sizes."""
+    layers = options.layers or SHAPES[options.shape][2]
+    base = folder / f"{options.shape}-{layers}-{options.seed}"
+    facts = base / "facts.json"
+    base.mkdir(parents=True, exist_ok=True)
+    if facts.exists():
+        return base, dict(json.loads(facts.read_text()))
+    given = {"shape": options.shape, "layers": options.layers, "seed": options.seed}
+    for row in rows(str(Path(__file__)), "make", given | {"packed": str(base / "packed")}, options.limit):
+        if "problem" in row:
+            raise SystemExit(f"error: the model could not be made: {row['problem']}")
+        facts.write_text(json.dumps(row["made"] | {"layers": layers}))
+    return base, dict(json.loads(facts.read_text()))
+
+
 def run(options: Any, made: Found, given: Found, found: Results) -> None:
     """All processes, one after the other."""
     environment = {"TPDE_HOST_MEMORY": "arena"} if options.host == "arena" else {}
@@ -330,13 +346,10 @@ def main() -> int:
         need_cuda()
     options.head = header("Streaming under a budget", gpu=True)
     options.only = [*options.only, *(["peers"] if options.peers else [])]
-    found, made = Results(), dict[str, Any]()
+    found = Results()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="tpde-offload-") as temporary:
-        layers = options.layers or SHAPES[options.shape][2]
-        base = (options.dir or Path(temporary)) / f"{options.shape}-{layers}-{options.seed}"
-        packed, facts = base / "packed", base / "facts.json"
-        base.mkdir(parents=True, exist_ok=True)
+        base, made = prepare(options, options.dir or Path(temporary))
         given = {
             **{
                 "shape": options.shape,
@@ -344,19 +357,16 @@ def main() -> int:
                 "seed": options.seed,
                 "tokens": options.tokens,
             },
-            **{"dir": str(base), "packed": str(packed), "budgets": options.budgets, "hold": options.hold},
+            **{
+                "dir": str(base),
+                "packed": str(base / "packed"),
+                "budgets": options.budgets,
+                "hold": options.hold,
+            },
             "prefill": not options.no_prefill and options.shape == "llama-8b",
             "serial": not options.no_serial,
             "resident": not options.no_resident and options.shape != "llama-70b",
         }
-        if facts.exists():
-            made = json.loads(facts.read_text())
-        else:
-            for row in rows(__file__, "make", given, options.limit):
-                if "problem" in row:
-                    raise SystemExit(f"error: the model could not be made: {row['problem']}")
-                made = row["made"] | {"layers": layers}
-            facts.write_text(json.dumps(made))
         try:
             run(options, made, given, found)
         finally:
