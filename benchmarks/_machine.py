@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGES = (
     *("numpy", "torch", "safetensors", "zipnn", "zstandard", "xxhash"),
     *("cuda-core", "cuda-bindings", "nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12", "entropack", "cupy-cuda13x"),
-    *("transformers", "accelerate", "bitsandbytes"),
+    *("transformers", "accelerate", "bitsandbytes", "diffusers"),
 )
 
 

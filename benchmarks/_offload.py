@@ -149,10 +149,6 @@ class Loaded:
         """Bytes of host memory that are page-locked for it."""
         return sum(getattr(thing, "locked_bytes", 0) for it in self.streamers for thing in it._owned)
 
-    def predicted(self) -> float | None:
-        """Seconds a token by the plan that it was loaded with."""
-        return next(iter(self._streaming.plans.values())).seconds if self._streaming else None
-
     def close(self) -> None:
         """Let go of the model."""
         import torch
@@ -164,6 +160,36 @@ class Loaded:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+def predictions(given: dict[str, Any]) -> list[tuple[float, float]]:
+    """What `tpde plan` says of each budget: seconds a token, with the rates of this machine."""
+    import torch
+
+    from tpde.errors import OutOfMemory
+    from tpde.integrations.transformers.budget import plan_streaming
+    from tpde.integrations.transformers.shape import opened_shape
+    from tpde.streaming.rates import measure_rates
+
+    rates, made = measure_rates(torch.device("cuda", 0), []), []
+    torch.cuda.empty_cache()
+    with opened_shape(Path(given["packed"])) as (shape, checkpoint, weights):
+        for budget in given["budgets"]:
+            try:
+                plan = plan_streaming(
+                    shape,
+                    checkpoint,
+                    weights,
+                    vram=int(budget * 2**30),
+                    ram=None,
+                    max_tokens=1024,
+                    rates=rates,
+                )
+            except OutOfMemory as error:
+                note(f"{budget:g} GiB: {error}")
+            else:
+                made.append((budget, plan.seconds))
+    return made
 
 
 def measure(given: dict[str, Any], budget: float | None, use: Any, holder: Any) -> dict[str, Any]:
@@ -192,7 +218,6 @@ def measure(given: dict[str, Any], budget: float | None, use: Any, holder: Any) 
         # The prompt's forward pass, WARM and `count`: all read every streamed weight once.
         found["copied_a_token"] = (loaded.copied() - before) / (1 + WARM + count)
         found["private"] = private_bytes()
-        found["predicted_s"] = loaded.predicted()
         if loaded.streamers:
             found["locked"], found["dropped"] = loaded.locked(), loaded.dropped()
             if given["serial"]:
@@ -236,6 +261,11 @@ def ours(given: dict[str, Any]) -> None:
     use = Use() if cuda else None
     if cuda:
         tell(rate=copy_rate())
+        try:
+            tell(predicted=predictions(given))
+        except Exception as error:
+            traceback.print_exc()
+            tell(problem=f"predictions: {reason(error)}")
     holder = Holder() if given["hold"] and use is not None else None
     try:
         if use is not None:

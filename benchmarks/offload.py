@@ -68,8 +68,8 @@ class Results:
         Bytes a second of copies, before and after.
     plain, resident, prefill : dict
         The plain model, ours packed and resident, ours with a long prompt.
-    ours, peers : dict
-        By budget, by name.
+    ours, predicted, peers : dict
+        By budget, by budget, by name.
     """
 
     def __init__(self) -> None:
@@ -78,6 +78,7 @@ class Results:
         self.resident: Found = {}
         self.prefill: Found = {}
         self.ours: dict[float, Found] = {}
+        self.predicted: dict[float, float] = {}
         self.peers: dict[str, Found] = {}
         self.problems: list[str] = []
 
@@ -88,6 +89,8 @@ class Results:
             note(f"error: {row['problem']}")
         elif "rate" in row:
             self.rates.append(row["rate"])
+        elif "predicted" in row:
+            self.predicted = dict(row["predicted"])
         elif "budget" in row:
             self.ours[row["budget"]] = row["ours"]
         elif "peer" in row:
@@ -108,12 +111,12 @@ def main_table(made: Found, found: Results) -> str:
     lines, resident = [], found.resident.get("token_s")
     for budget, row in sorted(found.ours.items()):
         bits = {"": "yes", None: ""}.get(row.get("difference"), "NO")
-        predicted, took = row.get("predicted_s"), row.get("token_s")
+        predicted, took = found.predicted.get(budget), row.get("token_s")
         allowed = bar(made, budget, found.rate, resident) if found.rate else None
         lines.append(
             [
                 f"{budget:g}",
-                row.get("problem") or ms(took),
+                row["problem"].partition(":")[0] if "problem" in row else ms(took),
                 ms(allowed),
                 verdict(took <= allowed) if took is not None and allowed is not None else "",
                 ms(limit(made["streamed_packed"], budget, found.rate)) if found.rate else "",
@@ -165,8 +168,8 @@ def checks(made: Found, found: Results, mapped: bool) -> list[tuple[str, str, st
             out.append(
                 (f"{budget:g} GiB, bits", row["difference"] or "equal", "equal", not row["difference"])
             )
-        if row.get("predicted_s") is not None:
-            off = row["predicted_s"] / row["token_s"] - 1
+        if budget in found.predicted:
+            off = found.predicted[budget] / row["token_s"] - 1
             met = abs(off) <= PREDICTED_BAR
             out.append(
                 (f"{budget:g} GiB, predicted", f"{100 * off:+.1f} %", f"{100 * PREDICTED_BAR:.0f} %", met)
@@ -231,6 +234,7 @@ def plot(made: Found, found: Results, path: Path) -> None:
         if "token_s" in row:
             panel.axhline(1e3 * row["token_s"], color=f"C{number + 2}", linewidth=1, label=name)
     panel.set(xlabel="budget, GiB of device memory", ylabel="ms per token", yscale="log")
+    panel.set_ylim(bottom=5)  # the limits fall to zero where everything fits
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")
     figure.tight_layout()
