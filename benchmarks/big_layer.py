@@ -3,8 +3,8 @@
     python benchmarks/big_layer.py [--rows 200000 --columns 200000] [--vram 16] [--dir /dev/shm]
 
 The weight is made on the GPU tile by tile and packed piece by piece into a file in memory (54 GB). It is then
-used with a second process holding all of the card but the budget. Four tiles are made again: their bits are
-compared with those of the packed file, and `F.linear` of them with the same tiles of the output.
+used with a second process holding all of the card but the budget. Four of the tiles in which it is used are
+made again: their bits are compared with those of the packed file, and `F.linear` of them with the output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from _gpu import need_cuda, reason
 from _machine import arguments, emit, header, note, table, verdict
-from _matrix import NAME, matrix_class, tile, tile_rows, tiles, write
+from _matrix import NAME, matrix_class, tile, tile_rows, write
 from _rows import rows, tell
 
 BAR = 1.1  # times packed bytes over the copy rate
@@ -49,6 +49,7 @@ def use(given: dict[str, Any]) -> None:
     from _offload import copy_rate, import_everything
 
     import tpde
+    from tpde.nn.tiles import Tile, row_tiles
 
     import_everything()
     width = given["columns"]
@@ -82,6 +83,9 @@ def use(given: dict[str, Any]) -> None:
         taken.pause()
         inputs, output = inputs.cpu(), output.cpu()
         plan = next(iter(model.tpde_streamer.plans.values()))
+        slot = model.linear.tpde_slots["weight"]
+        chunk = slot.parts[0][0].header.chunk_words
+        used = row_tiles(given["rows"], width, 2, chunk, slot.tile_bytes) if slot.tile_bytes else None
         found = {
             "load_s": load_s,
             "seconds": statistics.median(took[1:]),
@@ -94,32 +98,29 @@ def use(given: dict[str, Any]) -> None:
         model.tpde_streamer.close()
     del model
     torch.cuda.empty_cache()
-    check(given, inputs.cuda(), output, plan.workspace // (2 * width))
+    check(given, inputs.cuda(), output, used or [Tile(0, given["rows"])])
 
 
-def check(given: dict[str, Any], inputs: Any, output: Any, step: int) -> None:
-    """Make some tiles again and compare them, and what they give; `step` rows were used at a time."""
+def check(given: dict[str, Any], inputs: Any, output: Any, used: list[Any]) -> None:
+    """Make some of the tiles that were used again, and compare them, and what they give."""
     import torch
     from torch.nn import functional
 
     import tpde
 
-    height, width = given["rows"], given["columns"]
-    count, made_rows = tiles(height, width), tile_rows(width)
-    for number in sorted(random.Random(given["seed"]).sample(range(count), min(CHECKED, count))):
-        fresh, begin = tile(number, height, width, given["seed"]), number * made_rows
+    height, width, step = given["rows"], given["columns"], tile_rows(given["columns"])
+    for begin, end in sorted(random.Random(given["seed"]).sample(used, min(CHECKED, len(used)))):
+        parts = []
+        for number in range(begin // step, -(-end // step)):
+            low = number * step
+            parts.append(tile(number, height, width, given["seed"])[max(begin - low, 0) : end - low])
+        fresh = torch.cat(parts)
+        del parts
         with tpde.safe_open(Path(given["folder"]) / "model.safetensors", framework="pt") as packed:
-            stored = packed.get_slice(NAME)[begin : begin + fresh.shape[0]]
-        weights = same(stored.cuda(), fresh)
-        # Those tiles of the forward pass that lie in this one wholly.
-        first = -(-begin // step) * step
-        compared, equal = 0, True
-        for low in range(first, begin + fresh.shape[0] - step + 1, step):
-            part = fresh[low - begin : low - begin + step].contiguous()
-            expected = functional.linear(inputs, part).cpu()
-            equal &= same(expected, output[..., low : low + step])
-            compared += 1
-        tell(tile=number, weights=weights, outputs=equal, compared=compared)
+            stored = packed.get_slice(NAME)[begin:end]
+        outputs = same(functional.linear(inputs, fresh).cpu(), output[..., begin:end])
+        tell(tile=[begin, end], weights=same(stored.cuda(), fresh), outputs=outputs)
+        del fresh, stored
         torch.cuda.empty_cache()
 
 
@@ -138,10 +139,11 @@ def report(head: str, options: Any, made: dict[str, Any], found: list[dict[str, 
         lines.append(["card peak, GiB", f"{used['peak'] / 2**30:.2f}", f"{options.vram:g}", verdict(held)])
         met = met and held and used["seconds"] <= allowed
     for row in checked:
-        good = row["weights"] and row["outputs"] and row["compared"] > 0
-        what = f"bits {'equal' if row['weights'] else 'DIFFER'}, {row['compared']} tiles of the output "
-        what += "equal" if row["outputs"] else "DIFFER"
-        lines.append([f"tile {row['tile']}", what, "equal", verdict(good)])
+        good = row["weights"] and row["outputs"]
+        what = f"weights {'equal' if row['weights'] else 'DIFFER'}, output "
+        what += "equal" if row["outputs"] else "DIFFERS"
+        begin, end = row["tile"]
+        lines.append([f"rows {begin} to {end - 1}", what, "equal", verdict(good)])
         met = met and good
     lines += [["problem", row["problem"], "", verdict(False)] for row in found if "problem" in row]
     about = (
