@@ -113,7 +113,7 @@ def activation_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
     inside = COPIES * max_tokens * block * itemsize
     # A sampler takes one token's logits in float32, and sorts and sums these.
     logits = max_tokens * vocabulary * itemsize + 4 * vocabulary * 4
-    return states + max(inside, logits) + _attention_bytes(model, config, max_tokens, itemsize)
+    return states + max(inside + _attention_bytes(model, config, max_tokens, itemsize), logits)
 
 
 def _outputs(module: nn.Module, config: Any) -> int:

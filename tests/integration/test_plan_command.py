@@ -1,0 +1,187 @@
+"""`tpde plan` on tiny models, without a GPU."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from support.checkpoints import checkpoint
+from support.models import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+from tpde.cli.plan import ranges, render  # noqa: E402
+from tpde.errors import OutOfMemory  # noqa: E402
+from tpde.integrations.transformers.budget import plan_streaming, unit_of, units_of  # noqa: E402
+from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
+from tpde.streaming.plan import MIB, Demand, Placement, Unit, make_plan  # noqa: E402
+from tpde.streaming.rates import disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
+
+RATES = ("--copy-rate", "55", "--memory-rate", "4200")
+
+
+def _plan(*args):
+    return subprocess.run(
+        [sys.executable, "-m", "tpde", "plan", *map(str, args)],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        env=dict(os.environ, PYTHONIOENCODING="utf-8", CUDA_VISIBLE_DEVICES=""),
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gpt2", "mixtral", "t5"])
+def packed(request, tmp_path_factory):
+    """Give a packed model's directory."""
+    return checkpoint(tmp_path_factory.mktemp(request.param), request.param).packed
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Give a packed Llama's directory."""
+    return checkpoint(tmp_path_factory.mktemp("llama"), "llama").packed
+
+
+def test_text(llama):
+    made = _plan(llama, "--vram", "160MiB", "--max-tokens", "100", *RATES)
+    assert made.returncode == 0, made.stderr
+    assert "plain:  model.layers 0-2, lm_head" in made.stdout
+    assert "tokens/s, for up to 100 tokens; limited by" in made.stdout
+    assert made.stderr == ""
+
+
+def test_json(llama):
+    made = _plan(llama, "--vram", "400MiB", "--ram", "1GiB", "--json", *RATES, "--disk-rate", 6)
+    assert made.returncode == 0, made.stderr
+    found = json.loads(made.stdout)
+    assert found["vram"] == 400 * MIB
+    assert found["used_bytes"] == sum(found["device_bytes"].values()) <= found["vram"]
+    assert found["rates"]["disk"] == 6e9
+    units = [name for place in found["placements"] for name in place["units"]]
+    assert sorted(units) == ["lm_head", "model.embed_tokens", *(f"model.layers.{i}" for i in range(3))]
+
+
+def test_too_small_a_budget_names_the_least(llama):
+    made = _plan(llama, "--vram", "16MiB", "--max-tokens", "100", *RATES)
+    assert made.returncode == 2
+    assert "the least that works is" in made.stderr
+    least = made.stderr.split("`vram=")[1].split("`")[0]
+    assert _plan(llama, "--vram", least, "--max-tokens", "100", *RATES).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--vram", "16GiB"), "`--copy-rate`"),
+        (("--vram", "16G", *RATES), "`16GiB` or `16GB`"),
+        (("--vram", "16GiB", "--device", "cpu"), "not on `cpu`"),
+    ],
+)
+def test_what_cannot_work(llama, args, says):
+    made = _plan(llama, *args)
+    assert made.returncode == 2
+    assert says in made.stderr
+    assert "hint: " in made.stderr
+
+
+def test_no_more_than_headers_is_read(llama, tmp_path):
+    """Chunks may be damaged: nobody looks."""
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for file in llama.iterdir():
+        data = bytearray(file.read_bytes())
+        if file.suffix == ".safetensors":
+            data[-64:] = bytes(64)
+        (folder / file.name).write_bytes(data)
+    sane, damaged = (_plan(it, "--vram", "1GiB", *RATES) for it in (llama, folder))
+    assert sane.returncode == 0
+    assert damaged.stdout == sane.stdout
+
+
+def test_units_are_groups_of_the_loaded_model(packed):
+    """Every packed weight is in one unit, named as the group that decodes it."""
+    import tpde
+    from tpde.nn import packed_modules
+
+    model = tpde.from_pretrained(packed)
+    groups = {}
+    for path, module in packed_modules(model):
+        for slot in module.tpde_slots.values():
+            blobs = groups.setdefault(path if slot.group is None else slot.group.name, {})
+            blobs.update({id(part): part for part, _ in slot.parts})
+    with opened_shape(packed) as (shape, checkpoint, plan):
+        units = {unit.name: unit for unit in units_of(shape, plan)}
+        assert {unit_of(shape, name) for name in plan.runs} == set(units)
+        total = sum(it.extent.size for it in checkpoint.packed.values())
+    whole = {name: blobs for name, blobs in groups.items() if name in units}
+    for name, blobs in whole.items():
+        assert units[name].packed == sum(it.blob.numel() for it in blobs.values())
+        assert units[name].plain >= sum(it.nbytes for it in blobs.values())
+    # What is not a unit of its own is an embedding tied to one.
+    kept = {key for blobs in whole.values() for key in blobs}
+    assert all(set(blobs) <= kept for blobs in groups.values())
+    assert sum(unit.packed for unit in units.values()) <= total
+    assert all(it.rows == it.name.endswith(("embed_tokens", "wpe")) for it in units.values())
+
+
+def test_only_some_of_the_parameters(packed):
+    with opened_shape(packed) as (shape, checkpoint, plan):
+        every = units_of(shape, plan)
+        one = [name for name in plan.runs if unit_of(shape, name) == every[1].name]
+        made = plan_streaming(shape, checkpoint, plan, vram=1 << 30, ram=None, max_tokens=64, only=one)
+        assert list(made.placements) == [every[1].name]
+
+
+def test_max_tokens_count(llama):
+    with opened_shape(llama) as (shape, checkpoint, plan):
+        used = [
+            plan_streaming(shape, checkpoint, plan, vram=1 << 40, ram=None, max_tokens=tokens).used
+            for tokens in (1, 100, 10_000)
+        ]
+        assert used[0] < used[1] < used[2]
+        with pytest.raises(OutOfMemory, match="smaller `max_tokens`"):
+            plan_streaming(shape, checkpoint, plan, vram=1 << 28, ram=None, max_tokens=1 << 20)
+
+
+def test_layout_of_a_streamed_plan():
+    units = [
+        Unit("embed", 100 * MIB, 150 * MIB, MIB, rows=True),
+        *(Unit(f"layers.{i}", 100 * MIB, 150 * MIB, MIB) for i in range(6)),
+    ]
+    made = make_plan(
+        units, Demand(MIB, MIB, MIB, 128 * MIB), 560 * MIB, 450 * MIB, given_rates(55e9, 4e12, 6e9), calls=9
+    )
+    assert {*made.placements.values()} >= {Placement.HOST, Placement.DISK}
+    text = render(made, units, 77)
+    assert "disk:   layers" in text
+    assert "limited by reading from the disk" in text
+    assert "to read files to, of 450.0 MiB" in text
+    tiled = dataclasses.replace(made, tiled=("layers.1", "layers.2"))
+    assert "row by row, since they do not fit whole: layers 1-2" in render(tiled, units, 77)
+
+
+def test_ranges():
+    assert ranges(["a.0", "a.1", "a.2", "a.5", "b", "c.d.7"]) == "a 0-2, 5, b, c.d 7"
+    assert ranges([]) == ""
+
+
+def test_rates_of_a_disk_and_a_host(llama, tmp_path):
+    assert disk_rate(sorted(llama.glob("*.safetensors"))) > 1e6
+    odd = tmp_path / "odd"
+    odd.write_bytes(bytes(5_000_001))
+    assert disk_rate([odd]) > 1e6
+    assert 1e-6 < launch_seconds(torch.device("cpu")) < 1e-2
+
+
+def test_nothing_to_measure(tmp_path):
+    from tpde.errors import InvalidInput, UnsupportedDevice
+
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(InvalidInput, match="empty"):
+        disk_rate([tmp_path / "empty"])
+    with pytest.raises(UnsupportedDevice, match="name the rates"):
+        measure_rates(torch.device("cpu"))
