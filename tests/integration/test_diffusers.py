@@ -152,3 +152,9 @@ def test_what_is_not_such_a_component(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"in_channels": 4}))
     with pytest.raises(InvalidInput, match=r"`conv_in\.weight` has shape \[32, 3, 3, 3\]"):
         load(diffusers.UNet2DModel, folder)
+
+
+def test_a_budget_is_of_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    with pytest.raises(InvalidInput, match="a budget of GPU memory"):
+        load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path), vram="1GiB")

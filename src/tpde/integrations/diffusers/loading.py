@@ -87,6 +87,9 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     variant: str | None = None,
+    vram: int | str | None = None,
+    ram: int | str | None = None,
+    activations: int | str = "1GiB",
 ) -> M:
     """Build a transformer or UNet of a pipeline from packed files, its weights staying packed.
 
@@ -106,11 +109,20 @@ def load(
         class keeps in 32 bits, are decoded and cast, and stay plain.
     variant : str, optional
         As of diffusers' own `from_pretrained`, such as `fp16`.
+    vram : int or str, optional
+        Device memory that this model may take, in bytes or such as `"8GiB"`: weights, buffers and
+        `activations`. What does not fit stays in host memory, and is copied to the device while the model
+        computes. A pipeline's other components come on top.
+    ram : int or str, optional
+        Of host memory that weights may be page-locked in; what exceeds it is read from the files each time.
+        By default, there is no limit.
+    activations : int or str
+        The part of `vram` that is left free for what a forward pass computes: that depends on the images.
 
     Returns
     -------
     nn.Module
-        In evaluation mode, to be passed to a pipeline.
+        In evaluation mode, to be passed to a pipeline. With `vram`, its `tpde_streamer` brings the weights.
 
     Raises
     ------
@@ -121,7 +133,7 @@ def load(
     Truncated, Corrupt, UnsupportedVersion
         If a file is damaged, or newer than this version.
     OutOfMemory
-        If the device has too little free memory.
+        If the device has too little free memory, or `vram` or `ram` cannot work; says which would.
     UnsupportedDevice
         If the device is not there, or cannot decode.
 
@@ -155,10 +167,18 @@ def load(
                 checkpoint.plain_tensor(name, target) if stored is None else checkpoint.decode(stored, target)
             )
             _place(model, name, plain.to(wanted), learns.get(name, False))
-        for name, tensor in zip(packed, checkpoint.read(list(packed.values()), target), strict=True):
-            meta = torch.empty(tensor.header.spec.shape, dtype=tensor.dtype, device="meta")
+        for name, stored in packed.items():
+            meta = torch.empty(stored.spec.shape, dtype=stored.dtype, device="meta")
             _place(model, name, meta, learns[name])
-            replace_parameter(model, name, tensor)
+        if vram is None:
+            read = checkpoint.read(list(packed.values()), target)
+            parts = {name: [(tensor, 0)] for name, tensor in zip(packed, read, strict=True)}
+        else:
+            from tpde.integrations.diffusers.streamed import stream
+
+            parts = stream(model, checkpoint, packed, target, vram, ram, activations)
+        for name, pieces in parts.items():
+            replace_parameter(model, name, pieces)
     # What is in no file: buffers that models compute.
     for module in model.modules():
         for name, buffer in module._buffers.items():

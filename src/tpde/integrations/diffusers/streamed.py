@@ -1,0 +1,59 @@
+"""Models of diffusers under a budget of device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tpde.errors import InvalidInput
+from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.transformers.budget import TYPICAL, units_of
+from tpde.integrations.transformers.demand import FIXED_BYTES, module_calls, plain_bytes
+from tpde.integrations.transformers.plan import Plan
+from tpde.integrations.transformers.runs import Run
+from tpde.integrations.transformers.streamed import Budget, Streaming
+from tpde.materialize import PackedTensor
+from tpde.streaming.plan import Demand, make_plan
+from tpde.streaming.sizes import parse_size
+
+
+def stream(
+    model: Any,
+    checkpoint: Checkpoint,
+    packed: Mapping[str, Stored],
+    device: torch.device,
+    vram: int | str,
+    ram: int | str | None,
+    activations: int | str,
+) -> dict[str, list[tuple[PackedTensor, int]]]:
+    """Plan where packed weights are kept, and bring them there.
+
+    Returns
+    -------
+    dict of str to list of (PackedTensor, int)
+        The parts of those parameters that are packed. The others are plain parameters of the model now.
+
+    Raises
+    ------
+    InvalidInput
+        If a budget is no size, or the device is not a GPU.
+    OutOfMemory
+        If a budget cannot work.
+    """
+    if device.type != "cuda":
+        raise InvalidInput(
+            f'`vram` is a budget of GPU memory, but the model goes to `{device}`; pass `device="cuda"`, or '
+            "leave out `vram`"
+        )
+    budget = Budget(parse_size(vram), None if ram is None else parse_size(ram), 1)
+    plan = Plan({name: Run(it.spec.shape, it.dtype, [it]) for name, it in packed.items()}, [], [])
+    demand = Demand(plain_bytes(model, plan.runs), 0, parse_size(activations), FIXED_BYTES)
+    streaming = Streaming(budget)
+    streaming.plans[device] = make_plan(
+        units_of(model, plan), demand, budget.vram, budget.ram, TYPICAL, calls=module_calls(model)
+    )
+    parts = streaming.load(model, checkpoint, plan, dict.fromkeys(packed, device))
+    model.tpde_streamer = streaming
+    return parts
