@@ -40,6 +40,10 @@ class UnsupportedDtype(TpdeError):
     """A dtype that this version, or the framework asked for, does not know."""
 
 
+class ReadError(TpdeError):
+    """The disk, or what the file lies on, failed: check it, or read from another."""
+
+
 class InvalidInput(TpdeError):
     """The source cannot be read as what it should be: choose another source."""
 

@@ -97,6 +97,10 @@ class FileSource:
         """None: a file's bytes must be read."""
         return None
 
+    def fileno(self) -> int:
+        """The open file's descriptor: of the same file, whatever has its name by now."""
+        return self._fd
+
     def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:

@@ -18,7 +18,7 @@ from tpde.format.source import Extent
 
 # Between two tensors lie header, tables and index map of the second, 0.2 % of it. Copying more than this in
 # vain takes longer than starting another copy.
-_GAP_BYTES = 1 << 20
+GAP_BYTES = 1 << 20
 
 
 class Tensor(Protocol):
@@ -127,7 +127,7 @@ def cut(parts: Sequence[Part], limit: int) -> list[Piece]:
                 joins = (
                     one.extent.source is tensor.extent.source
                     and one.supply is tensor.supply
-                    and 0 <= low - end <= _GAP_BYTES
+                    and 0 <= low - end <= GAP_BYTES
                     and (start - one.extent.offset) % ALIGNMENT == 0
                 )
                 if not joins or start + int(offsets[first + 1]) - begin > limit:

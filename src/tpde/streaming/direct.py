@@ -1,0 +1,96 @@
+"""Reading files past the page cache: what is read once for each token is not worth its room there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+
+from tpde.errors import Truncated
+from tpde.format.source import FileSource, Source
+from tpde.streaming.ranges import PAGE
+
+BLOCK = max(PAGE, 4096)  # what O_DIRECT asks of offsets, sizes and addresses, on any disk
+
+
+class Files:
+    """Files that are read with `O_DIRECT`, or as if they were. Any thread may read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._direct: dict[Source, int | None] = {}
+        self._opened: list[int] = []
+
+    def read(self, source: Source, offset: int, out: memoryview, size: int) -> None:
+        """Read `size` bytes.
+
+        Parameters
+        ----------
+        source : Source
+            The file.
+        offset : int
+            Where in it, a multiple of `BLOCK`.
+        out : memoryview
+            Where to: whole blocks, aligned. What comes after `size` bytes in the last of them is arbitrary.
+        size : int
+            How many.
+
+        Raises
+        ------
+        Truncated
+            If the file ends too early.
+        OSError
+            If it cannot be read.
+        """
+        descriptor = self._open(source)
+        if descriptor is None or not _read_direct(descriptor, source.name, offset, out, size):
+            self._direct[source] = None
+            _read_cached(source, offset, out[:size])
+
+    def _open(self, source: Source) -> int | None:
+        """A descriptor that reads past the page cache; None if the file system has no such."""
+        with self._lock:
+            if source not in self._direct:
+                self._direct[source] = None
+                if isinstance(source, FileSource):
+                    with contextlib.suppress(OSError):
+                        # Not by its name, which may be another file's by now.
+                        name = f"/proc/self/fd/{source.fileno()}"
+                        found = os.open(name, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+                        self._direct[source] = found
+                        self._opened.append(found)
+            return self._direct[source]
+
+    def close(self) -> None:
+        """Close what was opened here. Nobody may be reading."""
+        for descriptor in self._opened:
+            os.close(descriptor)
+        self._opened, self._direct = [], {}
+
+
+def _read_direct(descriptor: int, name: str, offset: int, out: memoryview, size: int) -> bool:
+    """Read at least `size` bytes of whole blocks; False if the file system cannot after all."""
+    done = 0
+    while done < size:
+        whole = done // BLOCK * BLOCK  # after a short read, from the start of a block again
+        try:
+            got = os.preadv(descriptor, [out[whole:]], offset + whole)
+        except OSError as error:
+            if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+                return False
+            raise
+        if whole + got <= done:
+            raise Truncated(
+                f"`{name}` ends at byte {offset + done}, but bytes up to {offset + size} are needed; it has "
+                "become shorter since it was opened: fetch it again"
+            )
+        done = whole + got
+    return True
+
+
+def _read_cached(source: Source, offset: int, out: memoryview) -> None:
+    """Read through the page cache, and drop from it what this brought there."""
+    source.read_into(offset, out)
+    if isinstance(source, FileSource):
+        os.posix_fadvise(source.fileno(), offset, out.nbytes, os.POSIX_FADV_DONTNEED)
