@@ -136,6 +136,9 @@ class CudaDevice:
     def decode(self, handle: _Handle, number: int, place: int, out: torch.Tensor, copied: Any) -> Any:
         """Launch on the current stream, checksums included."""
         stream = torch.cuda.current_stream(self.device)
+        if self.trace is not None and number == 0 and self._computing is not None:
+            # What follows the last unit's decoding ends here, where this one's copy may have to be waited for.
+            self.trace.compute(self._computing[0], self._mark(stream), self._computing[1])
         stream.wait_event(copied)
         work = handle.works[number]
         with on_device(self.device):
@@ -154,9 +157,7 @@ class CudaDevice:
         return end
 
     def _note(self, handle: _Handle, number: int, start: Any, end: Any) -> None:
-        """Tell the trace of a decode, and at a unit's first of the computing since the last unit's last."""
-        if number == 0 and self._computing is not None:
-            self.trace.compute(self._computing[0], start, self._computing[1])
+        """Tell the trace of a decode."""
         self.trace.decode(start, end, handle.names[number], handle.sizes[number])
         self._computing = (end, handle.names[0]) if number == len(handle.works) - 1 else None
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -25,6 +25,11 @@ from tpde.streaming.pieces import Part, Piece, cut
 from tpde.streaming.tensor import StreamedTensor
 
 _MOST_PLANNED = 1024  # pieces: where only a few of a model's come from a disk, looking on would end nowhere
+
+
+def streams(packed: Any) -> bool:
+    """Whether a packed tensor has chunks that travel."""
+    return isinstance(packed, StreamedTensor) and packed.header.codec != CODEC_CONSTANT
 
 
 class Unit:
@@ -59,6 +64,39 @@ class Unit:
             While a CUDA graph is recorded.
         """
         self._streamer.fill(self, out)
+
+
+class Prepared(Protocol):
+    """What a device has prepared: handle and pieces, and whether all was once decoded and found right."""
+
+    handle: Any
+    verified: bool
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """In the order that the handle knows."""
+
+
+def report(device: Device, it: Prepared) -> None:
+    """Raise what decoding has found since it was last asked.
+
+    Raises
+    ------
+    Corrupt
+        Naming tensor and chunk.
+    """
+    found = device.damage(it.handle)
+    if found is None:
+        return
+    piece = it.pieces[found.piece]
+    name = piece.spans[found.span].tensor.name
+    when = "is damaged" if not it.verified else "was damaged since it was first read"
+    raise Corrupt(
+        f"`{name}`: chunk {found.chunk}: its checksum does not match; `{piece.extent.source.name}` "
+        f"{when}: fetch the file again, and load the model again",
+        tensor=name,
+        chunk=found.chunk,
+    )
 
 
 class _Step(NamedTuple):
@@ -131,18 +169,12 @@ class Streamer:
 
     def unit(self, items: Sequence[tuple[Any, int]]) -> Unit:
         """What decodes tensors, each at its byte offset, into a buffer."""
-        rest = [(packed, out) for packed, out in items if not self._streams(packed)]
-        parts = [
-            Part(packed, out, 0, packed.header.chunks - 1) for packed, out in items if self._streams(packed)
-        ]
+        rest = [(packed, out) for packed, out in items if not streams(packed)]
+        parts = [Part(packed, out, 0, packed.header.chunks - 1) for packed, out in items if streams(packed)]
         made = Unit(self, cut(parts, self._room), Materializer(rest, rest[0][0].device) if rest else None)
         if not self._used and made.pieces:
             self._order.expect(made)
         return made
-
-    @staticmethod
-    def _streams(packed: Any) -> bool:
-        return isinstance(packed, StreamedTensor) and packed.header.codec != CODEC_CONSTANT
 
     def chunks(self, packed: Any, first: int, last: int, offset: int) -> Unit:
         """What decodes chunks `first` to `last` of a tensor into a buffer, from byte `offset` on."""
@@ -150,7 +182,9 @@ class Streamer:
         if key not in self._chunks:
             begin = packed.header.chunk_range(first, last)[0] * packed.header.word_bytes
             pieces = cut([Part(packed, offset - begin, first, last)], self._room)
-            self._chunks[key] = Unit(self, pieces)
+            made = self._chunks[key] = Unit(self, pieces)
+            if not self._used:
+                self._order.expect(made)
         return self._chunks[key]
 
     # ---- filling a buffer ----
@@ -165,11 +199,11 @@ class Streamer:
                 )
             self._used = True
             try:
-                self._report(unit)
+                report(self.device, unit)
                 self._fill(unit, out)
                 if not unit.verified:
                     self.device.wait()
-                    self._report(unit)
+                    report(self.device, unit)
                     unit.verified = True
             except BaseException:
                 self._forget()
@@ -190,21 +224,6 @@ class Streamer:
             freed = self.device.decode(unit.handle, number, flight.place, out, flight.copied)
             self._free.append((flight.place, freed))
             self._advance()
-
-    def _report(self, unit: Unit) -> None:
-        """Raise what decoding a unit has found since it was last asked."""
-        found = self.device.damage(unit.handle)
-        if found is None:
-            return
-        piece = unit.pieces[found.piece]
-        name = piece.spans[found.span].tensor.name
-        when = "is damaged" if not unit.verified else "was damaged since it was first read"
-        raise Corrupt(
-            f"`{name}`: chunk {found.chunk}: its checksum does not match; `{piece.extent.source.name}` "
-            f"{when}: fetch the file again, and load the model again",
-            tensor=name,
-            chunk=found.chunk,
-        )
 
     # ---- running ahead ----
 
@@ -252,7 +271,7 @@ class Streamer:
         """Copy the next piece, waiting for its supply."""
         step = self._planned[0]
         piece = step.unit.pieces[step.number]
-        if self.device.trace is None:
+        if self.device.trace is None or piece.supply.ready(step.ticket):
             address = piece.supply.wait(step.ticket)
         else:
             begin = time.perf_counter_ns()
