@@ -266,6 +266,13 @@ def _frames(packed: PackedTensor) -> _Frames | None:
     return _Frames(packed) if packed.header.codec == CODEC_ZSTD and nvcomp.available() else None
 
 
+def _repeat(packed: PackedTensor, out: torch.Tensor) -> None:
+    """Fill a buffer with the word of a constant tensor."""
+    b = packed.header.word_bytes
+    word = int.from_bytes(packed.header.constant[:b], "little", signed=b > 1)
+    out.view(_WORDS[b]).fill_(word)
+
+
 def capturing(device: torch.device) -> bool:
     """Whether the current stream is recording a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -356,9 +363,7 @@ class Materializer:
         check = not self._verified if check is None else check
         recording = bool(check or self._others) and capturing(self.device)
         for packed, offset in self._fills:
-            b = packed.header.word_bytes
-            word = int.from_bytes(packed.header.constant[:b], "little", signed=b > 1)
-            out[offset : offset + packed.nbytes].view(_WORDS[b]).fill_(word)
+            _repeat(packed, out[offset : offset + packed.nbytes])
         for packed, offset, frames in self._others:
             if recording:
                 raise UnsupportedDevice(
@@ -405,6 +410,9 @@ class _Chunks:
 
     def __call__(self, out: torch.Tensor) -> None:
         target = out[self._offset : self._offset + self._size]
+        if self._packed.header.codec == CODEC_CONSTANT:
+            _repeat(self._packed, target)
+            return
         if self._work is None:
             host = target.numpy() if out.device.type == "cpu" else np.empty(self._size, np.uint8)
             self._packed.decode_on_host(self._begin, self._begin + self._size, host)
@@ -439,7 +447,7 @@ def materializer(items: Sequence[tuple[PackedTensor, int]]) -> Callable[[torch.T
 
 def chunk_decoder(packed: PackedTensor, first: int, last: int, offset: int) -> Callable[[torch.Tensor], None]:
     """What rebuilds chunks `first` to `last` of a tensor into a buffer, from byte `offset` on."""
-    if packed.streams is not None:
+    if packed.streams is not None and packed.header.codec != CODEC_CONSTANT:  # which has no chunks
         return packed.streams.chunks(packed, first, last, offset)
     return _Chunks(packed, first, last, offset)
 
@@ -547,10 +555,8 @@ class RowReader:
     def _constant(self, shape: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":
             self._check(ids.numpy().reshape(-1))
-        b = self.packed.header.word_bytes
-        word = int.from_bytes(self.packed.header.constant[:b], "little", signed=b > 1)
         out = torch.empty(shape, dtype=self.packed.dtype, device=self.device)
-        out.view(_WORDS[b]).fill_(word)
+        _repeat(self.packed, out)
         return out
 
     def _check(self, ids: Any) -> None:

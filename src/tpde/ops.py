@@ -13,6 +13,9 @@ change or move, so that graphs compiled for the old ones are not used again.
     one size, so that the allocator takes the same memory for all.
 `tpde::linear(Tensor x, Tensor? bias, str key, bool transposed) -> Tensor`
     `x @ W.T + bias`, or `x @ W + bias`. Keeps no weight for the backward pass, which decodes again.
+`tpde::tiled_linear(Tensor x, Tensor? bias, str key) -> Tensor`
+    `x @ W.T + bias` for a weight larger than any buffer, which is decoded, multiplied and forgotten a few
+    rows at a time, here and in the backward pass.
 `tpde::embedding(Tensor ids, str key) -> Tensor`
     Rows of a matrix.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +61,9 @@ class WeightUnit(Unit, Protocol):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of it."""
+
+    def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Tiles of one that is larger than any buffer: first row, row after the last, and the rows."""
 
 
 _units: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -137,6 +144,53 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 linear.register_autograd(_linear_backward, setup_context=_keep)
+
+
+@custom_op("tpde::tiled_linear", mutates_args=())
+def tiled_linear(x: Tensor, bias: Tensor | None, key: str) -> Tensor:
+    """Multiply by a packed weight, tile by tile."""
+    unit, out = _unit(key), None
+    for begin, end, tile in unit.tiles():
+        part = torch.nn.functional.linear(x, tile, None if bias is None else bias[begin:end])
+        if out is None:
+            out = part.new_empty((*x.shape[:-1], unit.shape[0]))
+        out[..., begin:end] = part
+    assert out is not None
+    return out
+
+
+@tiled_linear.register_fake
+def _(x: Tensor, bias: Tensor | None, key: str) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _unit(key).shape[0]))
+
+
+@custom_op("tpde::tiled_linear_backward", mutates_args=())
+def tiled_linear_backward(grad: Tensor, key: str) -> Tensor:
+    """Gradient of `tpde::tiled_linear` with respect to `x`: the sum over tiles, in their order."""
+    flat, unit, total = grad.reshape(-1, grad.shape[-1]), _unit(key), None
+    for begin, end, tile in unit.tiles():
+        part = flat[:, begin:end].mm(tile.to(grad.dtype))  # autocast multiplied in this dtype
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total.view(*grad.shape[:-1], unit.shape[1])
+
+
+@tiled_linear_backward.register_fake
+def _(grad: Tensor, key: str) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], _unit(key).shape[1]))
+
+
+def _keep_tiled(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.key = inputs[2]
+
+
+def _tiled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x = tiled_linear_backward(grad, ctx.key) if ctx.needs_input_grad[0] else None
+    bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+    return x, bias, None
+
+
+tiled_linear.register_autograd(_tiled_backward, setup_context=_keep_tiled)
 
 
 @custom_op("tpde::embedding", mutates_args=())

@@ -2,10 +2,12 @@
 
 from tpde.materialize import PackedTensor
 from tpde.nn.api import pack_module, pack_tensor, plain_state_dict, unpack_module
+from tpde.nn.experts import ExpertSource, route_experts
 from tpde.nn.modules import PackedModule
 from tpde.nn.replace import finish, packed_modules, replace_parameter, supports
 
 __all__ = [
+    "ExpertSource",
     "PackedModule",
     "PackedTensor",
     "finish",
@@ -14,6 +16,7 @@ __all__ = [
     "packed_modules",
     "plain_state_dict",
     "replace_parameter",
+    "route_experts",
     "supports",
     "unpack_module",
 ]

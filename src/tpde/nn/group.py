@@ -19,6 +19,10 @@ from tpde.nn.saved import saves
 from tpde.nn.slot import ALIGN, Slot
 
 
+def _nothing(out: Tensor) -> None:
+    """Decode no weights."""
+
+
 class Workspace:
     """A buffer on one device that holds the weights of one group at a time.
 
@@ -163,13 +167,18 @@ class Group:
         self.name, self.slots, self.pool = name, list(slots), pool
         at = 0
         for slot in self.slots:
-            slot.offset = at
-            at += align(slot.nbytes, ALIGN)
+            if not slot.tile_bytes:
+                slot.offset = at
+                at += align(slot.nbytes, ALIGN)
+        self.tiles_at = at  # those too large to be here whole take turns in the same room
+        at += max(align(slot.tile_bytes, ALIGN) for slot in self.slots)
         self.nbytes = at
         pool.capacity = max(pool.capacity, at)
         self._adopt()
 
     def _adopt(self) -> None:
+        self.whole = [slot for slot in self.slots if not slot.tile_bytes]
+        self.routed = [slot for slot in self.whole if slot.experts is not None]
         dtypes = {slot.dtype for slot in self.slots}
         # A buffer of the weights' own dtype needs no casts in compiled code.
         self.flat_dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -196,11 +205,14 @@ class Group:
         device = self.slots[0].device
         if not all(slot.together and slot.device == device for slot in self.slots):
             return
-        items = [(part, slot.offset + at) for slot in self.slots for part, at in slot.parts]
-        self._materializer = materializer(items)
+        always = [slot for slot in self.whole if slot not in self.routed]
+        items = [(part, slot.offset + at) for slot in always for part, at in slot.parts]
+        self._materializer = materializer(items) if items else _nothing
         self._workspace = self.pool.workspace(device, self.nbytes)
         for slot in self.slots:
-            if slot.parts[0][0].streams is None:  # a graph may record it; streams, made when needed, none can
+            if slot.tile_bytes:
+                slot.prepare_tiles()
+            elif slot.parts[0][0].streams is None:  # a graph may record it; what streams, none can
                 slot.prepare()
 
     @property
@@ -217,7 +229,13 @@ class Group:
         return self._workspace
 
     def decode_into(self, out: Tensor) -> None:
-        """Decode all weights into a buffer of bytes, on the current stream."""
+        """Decode all weights, but those in tiles, into a buffer of bytes, on the current stream."""
+        self._decode_always(out)
+        for slot in self.routed:
+            slot.decode_into(out[slot.offset : slot.offset + align(slot.nbytes, ALIGN)])
+
+    def _decode_always(self, out: Tensor) -> None:
+        """Decode what every call needs: not experts, before it is known which."""
         self.prepare()
         assert self._materializer is not None
         self._materializer(out)
@@ -231,20 +249,45 @@ class Group:
         return space.buffer
 
     def fill(self) -> None:
-        """Decode all weights into the workspace, which the caller has locked for this group."""
+        """Decode into the workspace, which the caller has locked for this group, what every call needs."""
         space, buffer = self.workspace, self._buffer()
         space.filled = None
         space.some.clear()
         space.order()
-        self.decode_into(buffer)
-        for slot in self.slots:
+        self._decode_always(buffer)
+        for slot in self.whole:
             space.views(slot)
         space.filled = self
+
+    def fetch(self, slots: Sequence[Slot], numbers: Sequence[int]) -> None:
+        """Decode some experts into the workspace, which the caller has locked for this group.
+
+        Until `forget`, the fused weights are taken to be here.
+        """
+        space, buffer = self.workspace, self._buffer()
+        source = slots[0].experts
+        assert source is not None
+        space.order()
+        source.fetch(numbers, buffer)
+        space.some.update(slots)
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """Undo `fetch`: other experts may be wanted next."""
+        self.workspace.some.difference_update(slots)
+
+    def tile_room(self) -> Tensor | None:
+        """Where tiles go in the workspace; None if this thread has no scope of this group open."""
+        space = self._workspace
+        if space is None or space.thread != get_ident() or space.group is not self:
+            return None
+        buffer = self._buffer()
+        space.order()
+        return buffer[self.tiles_at : self.nbytes]
 
     def view(self, slot: Slot) -> Tensor:
         """A weight in the workspace, which the caller has locked for this group; decoded if need be."""
         space, buffer = self.workspace, self._buffer()
-        if space.filled is not self and slot not in space.some:
+        if slot not in space.some and (space.filled is not self or slot.experts is not None):
             space.order()
             slot.decode_into(buffer[slot.offset : slot.offset + align(slot.nbytes, ALIGN)])
             space.some.add(slot)
@@ -270,13 +313,14 @@ class Group:
     def at(self, address: int) -> Slot | None:
         """The slot whose place in the workspace holds an address."""
         offset = address - self.workspace.start
-        for slot in self.slots:
+        for slot in self.whole:
             if slot.offset <= offset < slot.offset + slot.nbytes:
                 return slot
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "slots": self.slots, "pool": self.pool, "nbytes": self.nbytes}
+        keep = ("name", "slots", "pool", "nbytes", "tiles_at")
+        return {name: getattr(self, name) for name in keep}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tpde.errors import PackedWeight, TpdeError
 from tpde.materialize import PackedTensor
+from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
 from tpde.nn.plain import PlainWeight
 from tpde.nn.scope import Scope, first_tensor, is_open
@@ -69,12 +70,25 @@ class PackedModule(_Base):
             return self._tpde_traced(args, kwargs)
         group = self.tpde_group()
         if group.live() or is_open(group):
-            return super().forward(*args, **kwargs)
+            return self._tpde_routed(group, args, kwargs)
         scope = Scope(group, self)
+        try:
+            return self._tpde_routed(group, args, kwargs)
+        finally:
+            scope.close()
+
+    def _tpde_routed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pass with a scope open; of experts, those that the router chose are decoded first."""
+        if not group.routed or group.workspace.group is not group:
+            return super().forward(*args, **kwargs)
+        slots = [slot for slot in fused(self) if slot.experts is not None]
+        if not slots:
+            return super().forward(*args, **kwargs)
+        group.fetch(slots, needed(self, args, kwargs))
         try:
             return super().forward(*args, **kwargs)
         finally:
-            scope.close()
+            group.forget(slots)
 
     def tpde_group(self) -> Group:
         """The group of the module's weights; a module copied out of its block gets one of its own."""
@@ -129,6 +143,8 @@ class PackedModule(_Base):
         return PlainWeight.of(slot)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_old_forward":  # as accelerate's hooks begin
+            self._refuse_hooks()
         if name in self.__dict__.get("tpde_slots", ()):
             if isinstance(value, PlainWeight) and value.tpde_parts == self.tpde_slots[name].parts:
                 return  # tying what is tied
@@ -137,6 +153,15 @@ class PackedModule(_Base):
                 "`tpde.unpack_module(module)` first"
             )
         super().__setattr__(name, value)
+
+    def _refuse_hooks(self) -> None:
+        """Streamed weights are moved by nobody else: hooks would look for data to offload."""
+        for key, packed in self._packed().items():
+            if packed.streams is not None and key in self._buffers:
+                raise PackedWeight(
+                    f"`{packed.name}` is streamed under a VRAM budget, and accelerate's hooks cannot move it; leave "
+                    "out `dispatch_model` or `cpu_offload`, or load the model without `vram=`"
+                )
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Refuse to train a packed weight."""
@@ -250,12 +275,25 @@ class PackedLinear(PackedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weight at hand."""
+        slot = self.tpde_slots["weight"]
+        if slot.tile_bytes:
+            return self._tpde_tiled(*args, **kwargs)
         if not torch.compiler.is_compiling() and len(args) == 1:
-            slot = self.tpde_slots["weight"]
             group = slot.group
             if group is not None and group.live():
                 return nn.functional.linear(args[0], slot.view, self.bias)  # type: ignore[arg-type]
         return super().forward(*args, **kwargs)
+
+    def _tpde_tiled(self, input: Tensor) -> Tensor:
+        """The forward pass of a layer larger than any buffer."""
+        key = self.tpde_slots["weight"].key
+        if torch.compiler.is_compiling() or is_open(group := self.tpde_group()):
+            return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key))
+        scope = Scope(group, self)  # for the workspace
+        try:
+            return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key))
+        finally:
+            scope.close()
 
 
 class _Twin:
@@ -293,7 +331,7 @@ def _weight(name: str) -> property:
         if not torch.compiler.is_compiling():
             slot = self.tpde_slots[name]
             group = slot.group
-            if group is not None and group.live():
+            if group is not None and group.live() and slot.experts is None:
                 return cast(Tensor, slot.view)
         return self.tpde_weight(name)
 

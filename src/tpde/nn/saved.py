@@ -27,6 +27,14 @@ class _Again(NamedTuple):
     stride: tuple[int, ...]
     offset: int  # in elements
 
+    def alone(self) -> Tensor:
+        """The view, without the rest of the weight."""
+        steps = zip(self.shape, self.stride, strict=True)
+        count = sum((size - 1) * step for size, step in steps) + 1 if self.shape.numel() else 0
+        size = self.dtype.itemsize
+        flat = self.slot.span_instead(self.offset * size, (self.offset + max(count, 1)) * size)
+        return flat.view(self.dtype).as_strided(self.shape, self.stride)
+
 
 class _Passed(NamedTuple):
     """What hooks that were there before made of a tensor, and the one that turns it back."""
@@ -61,6 +69,8 @@ class Saver:
         """The tensor again."""
         if isinstance(saved, _Again):
             with torch.no_grad():
+                if saved.slot.experts is not None:  # one of many, mostly
+                    return saved.alone()
                 flat = saved.slot.instead().view(-1).view(saved.dtype)
                 return flat.as_strided(saved.shape, saved.stride, saved.offset)
         if isinstance(saved, _Passed):

@@ -82,7 +82,7 @@ class OpenBlock:
         """Before the block's forward pass."""
         group = self.group
         if torch.compiler.is_compiling():
-            if not torch.is_grad_enabled():
+            if group.whole and not torch.is_grad_enabled():
                 group.flat = torch.ops.tpde.materialize(first_tensor(args, kwargs), group.key)
             return
         scope = Scope(group, self)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tpde import ops
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.blob import align
-from tpde.materialize import PackedTensor, RowReader, materializer
+from tpde.materialize import PackedTensor, RowReader, chunk_decoder, materializer
+from tpde.nn.ranges import covering
+from tpde.nn.tiles import RowTiles
 
 if TYPE_CHECKING:
+    from tpde.nn.experts import ExpertSource
     from tpde.nn.group import Group
 
 ALIGN = 512  # the allocator's own: matrix libraries choose other kernels for addresses that are less round
@@ -44,6 +47,11 @@ class Slot:
         The weights decoded together with it. A copy of a single module has none, until one is made for it.
     offset : int
         Of its bytes in the group's buffer.
+    tile_bytes : int
+        Room for tiles of its rows, if it is a matrix larger than any buffer; 0 if it is decoded whole.
+        Whoever loads a model sets it, before `finish`.
+    experts : ExpertSource or None
+        What decodes those experts that are routed to, if it is a fused tensor of them: see `route_experts`.
     """
 
     def __init__(
@@ -61,7 +69,8 @@ class Slot:
         self.nbytes = torch.Size(self.shape).numel() * dtype.itemsize
         self.flat_dtype = dtype
         self.group: Group | None = None
-        self.offset = 0
+        self.offset = self.tile_bytes = 0
+        self.experts: ExpertSource | None = None
         self._check()
         self.changed()
 
@@ -118,6 +127,7 @@ class Slot:
         self._versions = [packed.version for packed, _ in self.parts]
         self._materializer: Callable[[Tensor], None] | None = None
         self._rows: RowReader | None = None
+        self._tiles: RowTiles | None = None
         self.view: Tensor | None = None  # in the workspace whose buffer is `view_of`
         self.view_of: Tensor | None = None
         self.key = ops.register(self)
@@ -125,7 +135,19 @@ class Slot:
             self.group.changed()
 
     def prepare(self) -> None:
-        """Put on the device what `decode_into` needs."""
+        """Put on the device what `decode_into` needs.
+
+        Raises
+        ------
+        PackedWeight
+            If the weight is larger than any buffer.
+        """
+        if self.tile_bytes:
+            raise PackedWeight(
+                f"`{self.parts[0][0].name}` has {self.nbytes} bytes, and is decoded in tiles of its rows "
+                f"since no more than {self.tile_bytes} fit under the VRAM budget: the layer's forward pass "
+                "works, its `weight` cannot be read; load the model with more `vram`"
+            )
         if self._materializer is None:
             self._materializer = materializer(self.parts)
 
@@ -137,6 +159,7 @@ class Slot:
 
     def fresh(self) -> Tensor:
         """The weight in memory of its own."""
+        self.prepare()
         flat = torch.empty(align(self.nbytes, ALIGN), dtype=torch.uint8, device=self.device)
         self.decode_into(flat)
         return flat[: self.nbytes].view(self.dtype).view(self.shape)
@@ -147,11 +170,38 @@ class Slot:
 
     def instead(self) -> Tensor:
         """The weight in memory of its own, which takes the place of the workspace: for a moment."""
+        self.prepare()
         flat = torch.empty(
             max(align(self.nbytes, ALIGN), self.release()), dtype=torch.uint8, device=self.device
         )
         self.decode_into(flat)
         return flat[: self.nbytes].view(self.dtype).view(self.shape)
+
+    def span_instead(self, begin: int, end: int) -> Tensor:
+        """Bytes `begin` to `end` of the weight as `instead` gives them, at an address as round as there."""
+        ranges = covering(self.parts, begin, end)
+        at = align(begin - ranges[0].offset, ALIGN) + begin % ALIGN
+        size = at + ranges[-1].stop - begin
+        flat = torch.empty(max(size, self.release()), dtype=torch.uint8, device=self.device)
+        for it in ranges:
+            chunk_decoder(it.packed, it.first, it.last, it.offset - begin + at)(flat)
+        return flat[at : at + end - begin]
+
+    def prepare_tiles(self) -> RowTiles:
+        """Put on the device what `tiles` needs."""
+        if self._tiles is None:
+            assert len(self.shape) == 2
+            self._tiles = RowTiles(self.parts, self.shape, self.dtype, self.tile_bytes)
+        return self._tiles
+
+    def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Tiles of a matrix, in turn in one buffer: first row, row after the last, and the rows."""
+        made = self.prepare_tiles()
+        buffer = None if self.group is None else self.group.tile_room()
+        if buffer is None:
+            size = max(self.tile_bytes, self.release())
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return made(buffer)
 
     def prepare_rows(self) -> None:
         """Put on the device what `rows` needs."""
@@ -173,9 +223,9 @@ class Slot:
     def __getstate__(self) -> dict[str, Any]:
         # Without its group, which holds a whole block: a copy of the group names itself to its slots.
         keep = ("name", "parts", "dtype", "shape", "requires_grad", "nbytes", "flat_dtype", "offset")
-        return {name: getattr(self, name) for name in keep}
+        return {name: getattr(self, name) for name in (*keep, "tile_bytes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.group = None
+        self.group = self.experts = None
         self.changed()

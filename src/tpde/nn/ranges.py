@@ -1,0 +1,51 @@
+"""Which chunks hold some bytes of a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tpde.materialize import PackedTensor
+
+
+class ChunkRange(NamedTuple):
+    """Chunks `first` to `last` of a packed tensor.
+
+    Attributes
+    ----------
+    offset : int
+        Byte of the weight where chunk `first` starts.
+    stop : int
+        Byte of the weight where chunk `last` ends.
+    """
+
+    packed: PackedTensor
+    first: int
+    last: int
+    offset: int
+    stop: int
+
+
+def covering(parts: Iterable[tuple[PackedTensor, int]], begin: int, end: int) -> list[ChunkRange]:
+    """The chunks that hold bytes `begin` to `end` of a weight.
+
+    The first may start before `begin`, and the last end behind `end`; between them nothing is left out, and
+    nothing is there twice.
+
+    Parameters
+    ----------
+    parts : iterable of (PackedTensor, int)
+        What makes up the weight, each with its byte offset in it, one after the other.
+    begin, end : int
+        Bytes of the weight.
+    """
+    found = []
+    for packed, at in parts:
+        low, high = max(begin - at, 0), min(end - at, packed.nbytes)
+        if low >= high:
+            continue
+        header, size = packed.header, packed.header.word_bytes
+        first, last = header.chunk_of(low // size), header.chunk_of((high - 1) // size)
+        start, stop = header.chunk_range(first, last)
+        found.append(ChunkRange(packed, first, last, at + start * size, at + stop * size))
+    return found

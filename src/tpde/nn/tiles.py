@@ -1,0 +1,152 @@
+"""Weights that are larger than any buffer: decoded and used a few rows at a time.
+
+Only weights that cannot fit whole are: matrix libraries choose other kernels for other shapes, and the last
+bits of results change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpde.errors import OutOfMemory
+from tpde.format.blob import align
+from tpde.materialize import PackedTensor, chunk_decoder
+from tpde.nn.ranges import covering
+
+START = 512  # rows start at multiples of it in a buffer, as whole weights do
+
+
+class Tile(NamedTuple):
+    """Rows `begin` to `end - 1` of a matrix."""
+
+    begin: int
+    end: int
+
+
+def _spare(word_bytes: int, chunk_words: int) -> int:
+    """Room beside a tile's rows for the rest of the chunks in which it starts and ends."""
+    chunk = chunk_words * word_bytes
+    return align(chunk, START) + chunk
+
+
+def least_tile_bytes(columns: int, word_bytes: int, chunk_words: int) -> int:
+    """The least `tile_bytes` that `row_tiles` takes: room for a row wherever its chunks start."""
+    row, chunk = columns * word_bytes, chunk_words * word_bytes
+    step = chunk_words // gcd(columns, chunk_words)
+    return min(step * row, row + _spare(word_bytes, chunk_words)) if chunk else row
+
+
+def row_tiles(
+    rows: int, columns: int, word_bytes: int, chunk_words: int, tile_bytes: int, *, even: bool = True
+) -> list[Tile]:
+    """Cut a matrix into tiles of about equal numbers of rows, as few as the room allows.
+
+    Tiles start and end where chunks do, if so many rows fit: then no chunk is decoded twice. Otherwise the
+    chunks in which a tile starts and ends are decoded with it.
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of the matrix.
+    word_bytes, chunk_words : int
+        Bytes of a word, and words of a chunk.
+    tile_bytes : int
+        Room for the chunks that hold a tile's rows, the first row at a multiple of 512 bytes.
+    even : bool
+        The matrix is one tensor, whose chunks are all of that size. If it is made up of several, chunks start
+        anywhere.
+
+    Returns
+    -------
+    list of Tile
+        One after the other, from row 0 to the last one.
+
+    Raises
+    ------
+    OutOfMemory
+        If there is not room for a single row.
+
+    Examples
+    --------
+    >>> row_tiles(10, 4096, 2, 8192, 64 << 10)
+    [Tile(begin=0, end=6), Tile(begin=6, end=10)]
+    """
+    row = columns * word_bytes
+    if not rows or not row:
+        return [Tile(0, rows)]
+    step = chunk_words // gcd(columns, chunk_words)
+    most = tile_bytes // (step * row) * step if even else 0
+    if not most:
+        step, most = 1, (tile_bytes - _spare(word_bytes, chunk_words)) // row
+    if most < 1:
+        raise OutOfMemory(
+            f"a row of {columns} columns is decoded to a buffer of {row + _spare(word_bytes, chunk_words)} "
+            f"bytes at least, there are {tile_bytes}; allow more memory"
+        )
+    count = -(-rows // most)
+    each = align(-(-rows // count), step)
+    return [Tile(begin, min(begin + each, rows)) for begin in range(0, rows, each)]
+
+
+class _Prepared(NamedTuple):
+    """A tile, where its first row goes in the buffer, and what decodes its chunks."""
+
+    tile: Tile
+    start: int
+    decoders: list[Callable[[Tensor], None]]
+
+
+class RowTiles:
+    """Decodes a matrix tile by tile into one buffer.
+
+    Parameters
+    ----------
+    parts : sequence of (PackedTensor, int)
+        What makes it up, with byte offsets.
+    shape : tuple of int
+        Of the matrix.
+    dtype : torch.dtype
+        Of the matrix.
+    tile_bytes : int
+        Of the buffer.
+
+    Raises
+    ------
+    OutOfMemory
+        If the buffer has not room for a single row.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[PackedTensor, int]],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        tile_bytes: int,
+    ) -> None:
+        self._columns, self._dtype = shape[1], dtype
+        row = shape[1] * dtype.itemsize
+        header = parts[0][0].header
+        chunk_words = max(packed.header.chunk_words for packed, _ in parts)
+        self._prepared = []
+        even = len(parts) == 1 and header.segment_words >= header.words
+        for tile in row_tiles(shape[0], shape[1], header.word_bytes, chunk_words, tile_bytes, even=even):
+            begin, end = tile.begin * row, tile.end * row
+            ranges = covering(parts, begin, end)
+            start = align(begin - ranges[0].offset, START)
+            decoders = [
+                chunk_decoder(it.packed, it.first, it.last, it.offset - begin + start) for it in ranges
+            ]
+            self._prepared.append(_Prepared(tile, start, decoders))
+
+    def __call__(self, buffer: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Tiles in their order: first row, row after the last, and the rows; each overwrites the last."""
+        for (begin, end), start, decoders in self._prepared:
+            for decode in decoders:
+                decode(buffer)
+            size = (end - begin) * self._columns * self._dtype.itemsize
+            yield begin, end, buffer[start : start + size].view(self._dtype).view(end - begin, self._columns)

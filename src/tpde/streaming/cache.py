@@ -1,0 +1,85 @@
+"""Which experts lie in which places of device memory: the least recently used one makes room."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class ExpertCache(Generic[K]):
+    """Equal places, and what is in them.
+
+    An entry that is *held* is not evicted: its bytes are on their way, or will be read.
+
+    Parameters
+    ----------
+    places : int
+        How many.
+
+    Attributes
+    ----------
+    hits, misses : int
+        Of `lookup`, so far.
+
+    Examples
+    --------
+    >>> cache = ExpertCache(2)
+    >>> cache.lookup("a"), cache.insert("a"), cache.insert("b"), cache.insert("c")
+    (None, 0, 1, None)
+    >>> cache.release("b")
+    >>> cache.insert("c"), cache.lookup("b"), cache.lookup("a")
+    (1, None, 0)
+    """
+
+    def __init__(self, places: int) -> None:
+        self.hits = self.misses = 0
+        self._free = list(range(places - 1, -1, -1))
+        self._places: OrderedDict[K, int] = OrderedDict()  # the least recently used first
+        self._held: dict[K, int] = {}  # how often
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._places
+
+    def lookup(self, key: K) -> int | None:
+        """The place of an entry, which becomes the most recently used, and is held; None if it has none."""
+        place = self._places.get(key)
+        if place is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._places.move_to_end(key)
+        self._held[key] = self._held.get(key, 0) + 1
+        return place
+
+    def insert(self, key: K) -> int | None:
+        """Give an entry that has none a place, and hold it; None if all places are held."""
+        if key in self._places:
+            raise ValueError(f"{key!r} has a place already")
+        if self._free:
+            place = self._free.pop()
+        else:
+            oldest = next((other for other in self._places if other not in self._held), None)
+            if oldest is None:
+                return None
+            place = self._places.pop(oldest)
+        self._places[key] = place
+        self._held[key] = 1
+        return place
+
+    def release(self, key: K) -> None:
+        """Hold an entry no longer: once for each `lookup` that found it, and for `insert`."""
+        self._held[key] -= 1
+        if not self._held[key]:
+            del self._held[key]
+
+    def clear(self) -> None:
+        """Forget all entries, held ones too."""
+        self._free += self._places.values()
+        self._places.clear()
+        self._held.clear()
