@@ -153,13 +153,10 @@ class CudaDevice:
             )
             end = self._mark(stream)
         if self.trace is not None:
-            self._note(handle, number, start, end)
+            self.trace.decode(start, end, handle.names[number], handle.sizes[number])
+            last = number == len(handle.works) - 1
+            self._computing = (self._mark(stream), handle.names[0]) if last else None
         return end
-
-    def _note(self, handle: _Handle, number: int, start: Any, end: Any) -> None:
-        """Tell the trace of a decode."""
-        self.trace.decode(start, end, handle.names[number], handle.sizes[number])
-        self._computing = (end, handle.names[0]) if number == len(handle.works) - 1 else None
 
     def damage(self, handle: _Handle) -> Damage | None:
         """What the kernels have written to host memory."""
