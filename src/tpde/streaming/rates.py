@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tpde.cuda.device import facts
 from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.materialize import on_device
 from tpde.streaming.units import Rates
@@ -42,11 +43,12 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
 
     Raises
     ------
-    UnsupportedDevice
-        If it is no CUDA device, or refuses the memory that measuring needs.
+    UnsupportedDevice, MissingDependency
+        If it is no CUDA device that can decode, or refuses the memory that measuring needs.
     """
     if device.type != "cuda":
         raise UnsupportedDevice(f"rates are measured on CUDA devices, not on `{device}`; name the rates")
+    facts(device.index or 0)  # says what is missing, if anything is
     disk = disk_rate(files) if files else _UNLIMITED
     copy, memory = copy_rates(device)
     return Rates(copy, disk, memory, DECODE_SHARE * memory, launch_seconds(device))
@@ -84,8 +86,10 @@ def copy_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _checked(result: Any) -> Any:
+    from cuda.bindings import driver
+
     code, *values = result
-    if int(code):
+    if code != driver.CUresult.CUDA_SUCCESS:
         raise UnsupportedDevice(
             f"the CUDA driver refused what measuring needs ({code.name}); free memory, or name the rates"
         )
