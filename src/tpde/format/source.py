@@ -90,7 +90,7 @@ class FileSource:
         while done < want:
             got = os.preadv(self._fd, [out[done:]], offset + done)
             if not got:
-                raise _truncated(self.name, offset, want, offset + done)
+                raise _truncated(self.name, offset, want, os.fstat(self._fd).st_size)
             done += got
 
     def view(self, offset: int, size: int) -> memoryview | None:

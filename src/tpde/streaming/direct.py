@@ -81,9 +81,10 @@ def _read_direct(descriptor: int, name: str, offset: int, out: memoryview, size:
                 return False
             raise
         if whole + got <= done:
+            found = os.fstat(descriptor).st_size
             raise Truncated(
-                f"`{name}` ends at byte {offset + done}, but bytes up to {offset + size} are needed; it has "
-                "become shorter since it was opened: fetch it again"
+                f"`{name}` ends at byte {found}, but bytes up to {offset + size} are needed; it has become "
+                "shorter since it was opened: fetch it again"
             )
         done = whole + got
     return True

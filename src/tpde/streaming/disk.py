@@ -76,14 +76,14 @@ class ReadAhead:
         self._room = -(-piece // BLOCK) * BLOCK + SLACK
         arena = Arena(buffers * self._room)
         try:
-            locked = lock_arena(arena, device, forced_mode(), "the memory that files are read to")
+            lock_arena(arena, device, forced_mode(), "the memory that files are read to")
         except BaseException:
             arena.close()
             raise
         self._piece, self.ahead = piece, buffers * piece
-        self.locked_bytes, self.private_bytes = arena.size if locked else 0, arena.size
+        self.locked_bytes, self.private_bytes = arena.size if arena.locked else 0, arena.size
         # Threads know the state, not this object: it can be collected while they wait.
-        self._state = _State(arena, self._room, buffers, device if locked else None)
+        self._state = _State(arena, self._room, buffers, device if arena.locked else None)
         self._close = weakref.finalize(self, self._state.stop)
         self._close.atexit = False  # the end of a process ends the threads, whatever they are at
         self._state.start(threads)

@@ -36,7 +36,7 @@ def forced_mode(mode: str | None = None) -> str | None:
     return wanted
 
 
-def lock_arena(arena: Arena, device: int, forced: str | None, what: str) -> bool:
+def lock_arena(arena: Arena, device: int, forced: str | None, what: str) -> None:
     """Page-lock memory, or say that it is not.
 
     Raises
@@ -45,7 +45,7 @@ def lock_arena(arena: Arena, device: int, forced: str | None, what: str) -> bool
         If it was forced to be locked, and is refused.
     """
     if forced == "pageable":
-        return False
+        return
     try:
         arena.lock(device)
     except Refused as error:
@@ -58,10 +58,8 @@ def lock_arena(arena: Arena, device: int, forced: str | None, what: str) -> bool
             f"{what} ({arena.size} bytes) cannot be page-locked ({error}) and stays pageable: copies to the "
             "GPU take several times as long; raise the limit of locked memory (`ulimit -l`)",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
-        return False
-    return True
 
 
 class HostMemory:
@@ -116,7 +114,15 @@ class HostMemory:
         self._device_starts: list[int | None]
         self._held: Mapping | Arena
         if not (forced in {None, "mapped"} and self._in_place(device, forced, report)):
-            self._copied(device, forced, report)
+            report.restart()
+            arena = Arena(max(sum(it.size for it in self._ranges), 1))
+            try:
+                self._starts = fill(arena, self._ranges, report)
+                lock_arena(arena, device, forced, "the memory of the packed weights")
+            except BaseException:
+                arena.close()
+                raise
+            self._copied(arena)
         report.finish()
         self._files: dict[Source, tuple[list[int], int]] = {}
         for i, it in enumerate(self._ranges):
@@ -137,19 +143,11 @@ class HostMemory:
         self.kind, self.locked_bytes, self.private_bytes = "mapped", held.size, 0
         return True
 
-    def _copied(self, device: int, forced: str | None, report: _Report) -> None:
-        report.restart()
-        arena = Arena(max(sum(it.size for it in self._ranges), 1))
-        try:
-            self._starts = fill(arena, self._ranges, report)
-            locked = lock_arena(arena, device, forced, "the memory of the packed weights")
-        except BaseException:
-            arena.close()
-            raise
+    def _copied(self, arena: Arena) -> None:
         shift = None if arena.device_address is None else arena.device_address - arena.address
         self._device_starts = [None if shift is None else start + shift for start in self._starts]
-        self._held, self.kind = arena, "arena" if locked else "pageable"
-        self.locked_bytes, self.private_bytes = arena.size if locked else 0, arena.size
+        self._held, self.kind = arena, "arena" if arena.locked else "pageable"
+        self.locked_bytes, self.private_bytes = arena.size if arena.locked else 0, arena.size
 
     def _find(self, extent: Extent) -> tuple[int, int]:
         """The range that holds an extent, and how far from its first page the extent starts."""

@@ -1,0 +1,445 @@
+"""Reading ahead from files: every byte, in any order, past the page cache or not, and what fails."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.locking import FakeLock
+
+from tpde.errors import InvalidInput, ReadError, Truncated, UnsupportedDevice
+from tpde.format.source import BytesSource, Extent, FileSource
+from tpde.streaming import direct, disk, lock
+from tpde.streaming.disk import SLACK, ReadAhead
+
+MIB = 1 << 20
+SIZE = 6 * MIB + 1234
+PIECE = 256 << 10
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLock]:
+    """Small reads, so that threads share a piece; afterwards nothing is locked, and no thread left."""
+    made = FakeLock(monkeypatch)
+    monkeypatch.setattr(disk, "READ_BYTES", 64 << 10)
+    yield made
+    gc.collect()
+    soon(lambda: not threads(), "threads are left")
+    assert not made.locked
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return os.urandom(SIZE)
+
+
+@pytest.fixture
+def source(tmp_path: Path, data: bytes) -> Iterator[FileSource]:
+    (tmp_path / "blobs").write_bytes(data)
+    made = FileSource(tmp_path / "blobs")
+    yield made
+    made.close()
+
+
+def threads() -> list[str]:
+    return [it.name for it in threading.enumerate() if it.name == "tpde-disk"]
+
+
+def soon(true: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < until, what
+        time.sleep(0.002)
+
+
+def piece(source: Any, offset: int, size: int = PIECE) -> Extent:
+    return Extent(source, offset, size, f"at {offset}")
+
+
+def check(supply: ReadAhead, ticket: Any, data: bytes) -> None:
+    extent = ticket.extent
+    found = ctypes.string_at(supply.wait(ticket), extent.size)
+    assert found == data[extent.offset : extent.offset + extent.size], extent.name
+    assert supply.ready(ticket)
+
+
+class Copied:
+    """An event that passes when it is told to, or after a delay."""
+
+    def __init__(self, delay: float | None = 0.0) -> None:
+        self.passed = threading.Event()
+        self.delay = delay
+
+    def synchronize(self) -> None:
+        if self.delay is not None:
+            time.sleep(self.delay)
+            self.passed.set()
+        assert self.passed.wait(20)
+
+
+class Slow:
+    """Holds reads back until they are let go, those from some offset on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, begin: int = 0) -> None:
+        self.go, self.reading = threading.Event(), 0
+        self.begin, self._preadv = begin, os.preadv
+        patch.setattr(os, "preadv", self)
+
+    def __call__(self, descriptor: int, buffers: Any, offset: int) -> int:
+        if offset >= self.begin:
+            self.reading += 1
+            assert self.go.wait(20)
+        return self._preadv(descriptor, buffers, offset)
+
+
+# ---- every byte ----
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("buffers", [1, 5])
+def test_a_whole_file(buffers: int, count: int, source: FileSource, data: bytes, fake: FakeLock) -> None:
+    supply = ReadAhead(buffers, PIECE, count, 0)
+    assert supply.ahead == buffers * PIECE
+    assert supply.locked_bytes == supply.private_bytes == fake.bytes == buffers * (PIECE + SLACK)
+    tickets = [supply.request(piece(source, at, min(PIECE, SIZE - at))) for at in range(0, SIZE, PIECE)]
+    for ticket in tickets:
+        check(supply, ticket, data)
+        supply.copied(ticket, Copied())
+    assert supply.device_address(tickets[0].extent) is None
+    supply.close()
+    supply.close()
+
+
+@pytest.mark.parametrize("mode", ["direct", "cached", "direct refused when reading", "memory"])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order(
+    seed: int, mode: str, source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any offsets and sizes, cancelled at any time, copies of any length: nothing is overwritten in use."""
+    reads, preadv = {"direct": 0, "cached": 0}, os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        kind = "cached" if descriptor == source.fileno() else "direct"
+        if kind == "direct" and mode != "direct":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        reads[kind] += 1
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    if mode == "cached":
+        monkeypatch.setattr(direct.os, "O_DIRECT", os.O_DIRECTORY)  # an error, as of file systems without it
+    origin: Any = BytesSource(data) if mode == "memory" else source
+    draw = random.Random(seed)
+    supply = ReadAhead(3, PIECE, 4, 0)
+    pending: list[Any] = []
+    copying: list[tuple[Any, int, bytes, Copied]] = []
+
+    def check_copies() -> None:
+        """What is being copied from must not change: a buffer is not read to before its event has passed."""
+        for extent, address, before, event in list(copying):
+            found = ctypes.string_at(address, extent.size)
+            if event.passed.is_set():
+                copying.remove((extent, address, before, event))
+            else:
+                assert found == before, "overwritten while it was copied"
+
+    for _ in range(300):
+        size = draw.choice((1, 4096, PIECE, draw.randint(1, PIECE)))
+        offset = draw.choice((0, SIZE - size, draw.randint(0, SIZE - size), draw.randint(0, 9) << 12))
+        pending.append(supply.request(piece(origin, min(offset, SIZE - size), size)))
+        for ticket in list(pending):
+            if draw.random() < 0.1:
+                pending.remove(ticket)
+                supply.cancel(ticket)
+                supply.cancel(ticket)
+        while len(pending) > draw.randint(0, 8):
+            ticket = pending.pop(0)
+            check(supply, ticket, data)
+            if draw.random() < 0.1:
+                supply.cancel(ticket)
+                continue
+            address, extent, event = supply.wait(ticket), ticket.extent, Copied(draw.choice((0, 0.004)))
+            copying.append((extent, address, ctypes.string_at(address, extent.size), event))
+            supply.copied(ticket, event)
+            supply.cancel(ticket)  # too late to change anything
+        check_copies()
+    for ticket in pending:
+        check(supply, ticket, data)
+        supply.cancel(ticket)
+    supply.close()
+    if mode != "memory":
+        assert reads["direct" if mode == "direct" else "cached"] > 100
+        assert not reads["cached" if mode == "direct" else "direct"]
+
+
+def test_a_buffer_waits_for_its_copy(source: FileSource, data: bytes) -> None:
+    supply = ReadAhead(1, PIECE, 3, 0)
+    first, second = supply.request(piece(source, 0)), supply.request(piece(source, PIECE))
+    address, event = supply.wait(first), Copied(None)
+    supply.copied(first, event)
+    time.sleep(0.1)
+    assert not supply.ready(second)
+    assert ctypes.string_at(address, PIECE) == data[:PIECE]
+    event.passed.set()
+    check(supply, second, data)
+    supply.close()
+
+
+def test_requests_never_block_and_are_served_in_order(
+    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    supply = ReadAhead(2, PIECE, 4, 0)
+    tickets = [supply.request(piece(source, i * PIECE)) for i in range(8)]
+    soon(lambda: slow.reading == 4, "all threads share the first piece")
+    assert not any(supply.ready(ticket) for ticket in tickets)
+    slow.go.set()
+    soon(lambda: supply.ready(tickets[1]), "as many as there are buffers are read without being waited for")
+    time.sleep(0.05)
+    assert not supply.ready(tickets[2])
+    for ticket in tickets:
+        check(supply, ticket, data)
+        supply.cancel(ticket)
+    supply.close()
+
+
+def test_cancelled_while_it_is_read(source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads that are under way write to the buffer: nobody else gets it before they end."""
+    slow = Slow(monkeypatch)
+    supply = ReadAhead(1, PIECE, 2, 0)
+    first, second = supply.request(piece(source, 0)), supply.request(piece(source, 3 * PIECE))
+    soon(lambda: slow.reading == 2, "reading")
+    supply.cancel(first)
+    time.sleep(0.05)
+    assert slow.reading == 2
+    slow.go.set()
+    check(supply, second, data)
+    assert slow.reading == 2 + 4, "the other two reads of the first piece were not begun"
+    supply.close()
+
+
+def test_too_large(source: FileSource) -> None:
+    supply = ReadAhead(2, PIECE, 1, 0)
+    with pytest.raises(InvalidInput, match=r"`at 0`: 262145 bytes, but a piece has 1 to 262144"):
+        supply.request(piece(source, 0, PIECE + 1))
+    supply.close()
+    with pytest.raises(InvalidInput, match="read nothing"):
+        ReadAhead(0, PIECE, 1, 0)
+
+
+def test_the_page_cache_is_left_alone(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[tuple[int, int]] = []
+    monkeypatch.setattr(direct.os, "O_DIRECT", os.O_DIRECTORY)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, advice: dropped.append((at, size)))
+    (tmp_path / "blobs").write_bytes(data)
+    source = FileSource(tmp_path / "blobs")
+    supply = ReadAhead(1, PIECE, 1, 0)
+    check(supply, supply.request(piece(source, 4096, PIECE)), data)
+    assert sum(size for _, size in dropped) == PIECE
+    supply.close()
+    source.close()
+
+
+def test_trace(source: FileSource, data: bytes) -> None:
+    class Notes:
+        def __init__(self) -> None:
+            self.reads: list[tuple[str, int]] = []
+
+        def read(self, begin: int, end: int, name: str, nbytes: int) -> None:
+            assert end > begin
+            self.reads.append((name, nbytes))
+
+    supply = ReadAhead(2, PIECE, 2, 0)
+    assert supply.trace is None
+    supply.trace = Notes()
+    check(supply, supply.request(piece(source, 777)), data)
+    assert supply.trace.reads == [("at 777", PIECE)]
+    supply.close()
+
+
+# ---- locking ----
+
+
+def test_pageable_where_locking_is_refused(source: FileSource, data: bytes, fake: FakeLock) -> None:
+    fake.refuse = lambda read_only, before: True
+    with pytest.warns(RuntimeWarning, match="the memory that files are read to .*stays pageable") as caught:
+        supply = ReadAhead(2, PIECE, 2, 0)
+    assert caught[0].filename == __file__
+    assert (supply.locked_bytes, supply.private_bytes) == (0, 2 * (PIECE + SLACK))
+    check(supply, supply.request(piece(source, 0)), data)
+    supply.close()
+
+
+def test_forced(source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPDE_HOST_MEMORY", "arena")
+    fake.refuse = lambda read_only, before: True
+    with pytest.raises(UnsupportedDevice, match="cannot be page-locked"):
+        ReadAhead(2, PIECE, 2, 0)
+    monkeypatch.setenv("TPDE_HOST_MEMORY", "pageable")
+    attempts = fake.attempts
+    ReadAhead(2, PIECE, 2, 0).close()
+    assert fake.attempts == attempts
+
+
+# ---- faults ----
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_truncated_while_open(
+    cached: bool, source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cached:
+        monkeypatch.setattr(direct.os, "O_DIRECT", os.O_DIRECTORY)
+    supply = ReadAhead(2, PIECE, 2, 0)
+    check(supply, ticket := supply.request(piece(source, 4 * MIB)), data)
+    supply.cancel(ticket)
+    os.truncate(source.name, 4 * MIB + 5000)
+    ticket = supply.request(piece(source, 4 * MIB))
+    for _ in range(2):
+        with pytest.raises(Truncated, match=r"`at 4194304`: `.*blobs` ends at byte 4199304"):
+            supply.wait(ticket)
+    assert not supply.ready(ticket)
+    supply.cancel(ticket)
+    check(supply, supply.request(piece(source, 4 * MIB, 5000)), data)
+    for _ in range(5):  # buffers come back
+        with pytest.raises(Truncated):
+            supply.wait(supply.request(piece(source, 5 * MIB)))
+    supply.close()
+
+
+def test_replaced_while_open(source: FileSource, data: bytes, tmp_path: Path) -> None:
+    """The file that was opened is read, also by a reader that opens it later."""
+    (tmp_path / "other").write_bytes(bytes(SIZE))
+    (tmp_path / "other").replace(source.name)
+    supply = ReadAhead(2, PIECE, 2, 0)
+    check(supply, supply.request(piece(source, 1000)), data)
+    os.unlink(source.name)
+    check(supply, supply.request(piece(source, MIB)), data)
+    supply.close()
+
+
+def test_the_disk_fails(source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv, failing = os.preadv, True
+
+    def wrapped(descriptor: int, buffers: Any, offset: int) -> int:
+        if failing and MIB <= offset < MIB + PIECE:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", wrapped)
+    supply = ReadAhead(2, PIECE, 4, 0)
+    for _ in range(4):  # more than there are buffers
+        tickets = [supply.request(piece(source, at)) for at in (0, MIB, 2 * MIB)]
+        check(supply, tickets[0], data)
+        supply.copied(tickets[0], Copied())
+        with pytest.raises(
+            ReadError, match=r"`at 1048576`: bytes \d+ to \d+ of .*: the disk failed; check it"
+        ):
+            supply.wait(tickets[1])
+        check(supply, tickets[2], data)
+        supply.cancel(tickets[1])
+        supply.cancel(tickets[2])
+    failing = False
+    check(supply, supply.request(piece(source, MIB)), data)
+    supply.close()
+
+
+@pytest.mark.parametrize("where", ["event", "bind"])
+def test_the_device_fails(
+    where: str, source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits is told, instead of waiting for threads that have ended."""
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    if where == "bind":
+        monkeypatch.setattr(lock, "bind", broken)
+    supply = ReadAhead(1, PIECE, 2, 0)
+    first = supply.request(piece(source, 0))
+    if where == "event":
+        supply.wait(first)
+        event = Copied()
+        event.synchronize = broken  # type: ignore[method-assign]
+        supply.copied(first, event)
+        first = supply.request(piece(source, PIECE))
+    with pytest.raises(ReadError, match="an illegal memory access was encountered; load the model again"):
+        supply.wait(first)
+    supply.close()
+
+
+def test_ctrl_c(source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    supply = ReadAhead(1, PIECE, 2, 0)
+    ticket = supply.request(piece(source, 0))
+    presser = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    presser.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        supply.wait(ticket)
+    assert time.monotonic() - began < 5
+    presser.join()
+    supply.cancel(ticket)
+    slow.go.set()
+    check(supply, supply.request(piece(source, PIECE)), data)
+    supply.close()
+
+
+@pytest.mark.parametrize("how", ["close", "forget"])
+def test_the_end_while_reading(
+    how: str, source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory stays until the last read, and the last copy, are done."""
+    slow = Slow(monkeypatch, MIB)
+    supply = ReadAhead(2, PIECE, 2, 0)
+    first, second = supply.request(piece(source, 0)), supply.request(piece(source, MIB))
+    event = Copied(None)
+    supply.wait(first)
+    supply.copied(first, event)
+    soon(lambda: slow.reading == 2, "reading")
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            supply.wait(second)
+        except BaseException as error:
+            failed.append(error)
+
+    if how == "close":
+        waiter, closer = threading.Thread(target=wait), threading.Thread(target=supply.close)
+        waiter.start()
+        time.sleep(0.05)
+        closer.start()
+        waiter.join(20)
+        assert isinstance(failed[0], ReadError)
+        assert "its model was closed" in str(failed[0])
+    else:
+        del supply, wait
+        gc.collect()
+    assert fake.locked
+    slow.go.set()
+    time.sleep(0.05)
+    assert fake.locked
+    event.passed.set()
+    soon(lambda: not fake.locked, "memory is given back")
+    if how == "close":
+        closer.join(20)
+        assert not closer.is_alive()
+
+
+def test_forgotten_while_idle(fake: FakeLock) -> None:
+    supply = ReadAhead(2, PIECE, 2, 0)
+    assert len(threads()) == 2
+    del supply
+    gc.collect()
+    soon(lambda: not fake.locked and not threads(), "threads end")

@@ -1,0 +1,353 @@
+"""Packed weights in host memory: which pages, in which mode, what happens when something fails."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.locking import SHIFT, FakeLock
+
+from tpde.errors import InvalidInput, OutOfMemory, ReadError, Truncated, UnsupportedDevice
+from tpde.format.source import BytesSource, Extent, FileSource
+from tpde.streaming import arena as arenas
+from tpde.streaming import mapping
+from tpde.streaming.host import HostMemory
+from tpde.streaming.pieces import GAP_BYTES
+from tpde.streaming.ranges import PAGE, merge
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
+    return FakeLock(monkeypatch)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[FileSource]:
+    (tmp_path / "blobs").write_bytes(os.urandom(5 * MIB + 77))
+    made = FileSource(tmp_path / "blobs")
+    yield made
+    made.close()
+
+
+def extents(source: Any) -> list[Extent]:
+    """Two neighbours, one after a small gap, one far off at the end of the file."""
+    places = [(5000, 70_000), (75_008, 9000), (90_112, 4096), (4 * MIB, source.size - 4 * MIB)]
+    return [Extent(source, at, size, f"t{i}") for i, (at, size) in enumerate(places)]
+
+
+def content(source: Any, extent: Extent) -> bytes:
+    out = bytearray(extent.size)
+    source.read_into(extent.offset, memoryview(out))
+    return bytes(out)
+
+
+def at(address: int, size: int) -> bytes:
+    return ctypes.string_at(address, size)
+
+
+def check(memory: HostMemory, wanted: list[Extent]) -> None:
+    """Bytes are compared, in mappings too: nothing truncates these files."""
+    for extent in wanted:
+        address = memory.wait(memory.request(extent))
+        assert at(address, extent.size) == content(extent.source, extent), extent.name
+        assert (address - extent.offset) % PAGE == 0, "blobs are aligned as they are in the file"
+        device = memory.device_address(extent)
+        assert device == (None if memory.kind == "pageable" else address + SHIFT)
+
+
+def threads() -> list[str]:
+    return [it.name for it in threading.enumerate() if it.name.startswith("tpde")]
+
+
+def test_locked_in_place(fake: FakeLock, source: FileSource) -> None:
+    wanted = extents(source)
+    memory = HostMemory(wanted, 0)
+    assert (memory.kind, memory.private_bytes) == ("mapped", 0)
+    assert all(read_only for _, read_only in fake.locked.values())
+    # Pages 1 to 23, and from 4 MiB to the page in which the file ends.
+    assert sorted(size for size, _ in fake.locked.values()) == [22 * PAGE, MIB + PAGE]
+    assert memory.locked_bytes == fake.bytes
+    check(memory, wanted)
+    inside = Extent(source, 5100, 300, "inside")
+    across = Extent(source, 70_000, 20_000, "across")
+    check(memory, [inside, across])
+    memory.copied(memory.request(inside), None)
+    memory.cancel(memory.request(inside))
+    assert memory.ready(inside)
+    assert not memory.ahead
+    memory.close()
+    memory.close()
+    assert not fake.locked
+    with pytest.raises(ValueError, match="was given back"):
+        memory.address(inside)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_arena_where_locking_in_place_is_refused(fake: FakeLock, source: FileSource, before: int) -> None:
+    """At once, or after another range was locked."""
+    fake.refuse = lambda read_only, locked: read_only and locked == before
+    memory = HostMemory(extents(source), 0)
+    assert memory.kind == "arena"
+    assert [read_only for _, read_only in fake.locked.values()] == [False]
+    assert memory.locked_bytes == memory.private_bytes == fake.bytes == 23 * PAGE + MIB
+    check(memory, extents(source))
+    memory.close()
+    assert not fake.locked
+
+
+def test_pageable_where_locking_is_refused(fake: FakeLock, source: FileSource) -> None:
+    fake.refuse = lambda read_only, locked: True
+    with pytest.warns(RuntimeWarning, match=r"cannot be page-locked .*stays pageable.*ulimit -l") as caught:
+        memory = HostMemory(extents(source), 0)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert (memory.kind, memory.locked_bytes, memory.private_bytes) == ("pageable", 0, 23 * PAGE + MIB)
+    check(memory, extents(source))
+    memory.close()
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+@pytest.mark.parametrize("mode", ["mapped", "arena", "pageable"])
+def test_forced(
+    mode: str, how: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "environment":
+        monkeypatch.setenv("TPDE_HOST_MEMORY", mode)
+    argument = mode if how == "argument" else None
+    memory = HostMemory(extents(source), 0, mode=argument)
+    assert memory.kind == mode
+    assert fake.attempts == {"mapped": 2, "arena": 1, "pageable": 0}[mode]
+    check(memory, extents(source))
+    memory.close()
+    fake.refuse = lambda read_only, locked: True
+    if mode != "pageable":
+        with pytest.raises(UnsupportedDevice, match=r"cannot be page-locked.*CUDA_ERROR_NOT_SUPPORTED"):
+            HostMemory(extents(source), 0, mode=argument)
+    assert not fake.locked
+
+
+def test_unknown_mode(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPDE_HOST_MEMORY", "fast")
+    with pytest.raises(InvalidInput, match=r"`fast` is unknown; `TPDE_HOST_MEMORY` takes mapped, arena"):
+        HostMemory(extents(source), 0)
+
+
+def test_other_failures_are_reported(fake: FakeLock, source: FileSource) -> None:
+    fake.error = UnsupportedDevice("page-locking failed: CUDA_ERROR_DEINITIALIZED")
+    with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
+        HostMemory(extents(source), 0)
+    assert fake.attempts == 1
+    assert not threads()
+
+
+def test_what_was_not_asked_for(fake: FakeLock, source: FileSource) -> None:
+    memory = HostMemory(extents(source), 0)
+    for offset, size in ((0, 10), (4999, 5), (94_200, 100), (2 * MIB, 5), (4 * MIB - 1, 5)):
+        with pytest.raises(ValueError, match="were not asked for"):
+            memory.address(Extent(source, offset, size, "x"))
+    with pytest.raises(ValueError, match="were not asked for"):
+        memory.address(Extent(BytesSource(b"12345"), 0, 5, "x"))
+    memory.close()
+
+
+def test_bytes_that_are_no_file(fake: FakeLock, source: FileSource) -> None:
+    other = BytesSource(os.urandom(5 * MIB))
+    wanted = [*extents(other), *extents(source)]
+    memory = HostMemory(wanted, 0)
+    assert memory.kind == "arena"
+    check(memory, wanted)
+    memory.close()
+
+
+def test_nothing(fake: FakeLock) -> None:
+    memory = HostMemory([], 0)
+    assert (memory.kind, memory.locked_bytes) == ("mapped", 0)
+    memory.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_progress(fake: FakeLock, source: FileSource, refused: bool) -> None:
+    """As many bytes as there are, also where they are brought in twice."""
+    fake.refuse = lambda read_only, locked: refused and read_only and locked == 1
+    seen: list[int] = []
+    memory = HostMemory(extents(source), 0, progress=seen.append)
+    assert sum(seen) == sum(it.size for it in extents(source))
+    assert min(seen) > 0
+    memory.close()
+
+
+def test_given_back_with_the_last_reference(fake: FakeLock, source: FileSource) -> None:
+    memory = HostMemory(extents(source), 0)
+    assert fake.locked
+    del memory
+    gc.collect()
+    assert not fake.locked
+
+
+# ---- faults ----
+
+
+@pytest.mark.parametrize("mode", ["mapped", "arena", "pageable"])
+def test_truncated_before(mode: str, fake: FakeLock, source: FileSource) -> None:
+    os.truncate(source.name, 4 * MIB + 9)
+    with pytest.raises(
+        Truncated, match=r"blobs` has 4194313 bytes, but `t3` ends at 5242957.*fetch the rest"
+    ):
+        HostMemory(extents(source), 0, mode=mode)
+    assert not fake.attempts
+
+
+@pytest.mark.parametrize("mode", ["mapped", "arena"])
+def test_truncated_between_check_and_use(
+    mode: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpde.streaming.host.require", lambda extents: os.truncate(source.name, 4 * MIB + 9))
+    with pytest.raises(Truncated, match="ends at byte 4194313"):
+        HostMemory(extents(source), 0, mode=mode)
+    assert not fake.attempts
+    assert not threads()
+
+
+def test_truncated_after_mapping(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are gone are an error of the call that brings them in, not a signal that kills."""
+    populate = mapping._populate
+
+    def late(piece: Any) -> None:
+        os.truncate(source.name, 4 * MIB + 9)
+        populate(piece)
+
+    monkeypatch.setattr(mapping, "_populate", late)
+    with pytest.raises(Truncated, match="ends at byte 4194313"):
+        HostMemory(extents(source), 0)
+    assert not fake.locked
+
+
+def test_an_arena_outlives_its_file(fake: FakeLock, source: FileSource) -> None:
+    wanted = extents(source)
+    before = [content(source, it) for it in wanted]
+    memory = HostMemory(wanted, 0, mode="arena")
+    os.truncate(source.name, 0)
+    os.unlink(source.name)
+    assert [at(memory.address(it), it.size) for it in wanted] == before
+    memory.close()
+
+
+def test_a_mapping_outlives_its_name(fake: FakeLock, source: FileSource) -> None:
+    """The file that was opened is mapped, not what has its name by then."""
+    wanted, other = extents(source), Path(source.name + ".new")
+    before = [content(source, it) for it in wanted]
+    other.write_bytes(bytes(source.size))
+    other.replace(source.name)
+    memory = HostMemory(wanted, 0)
+    assert [at(memory.address(it), it.size) for it in wanted] == before
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(errno.EIO, "the disk failed"), (errno.ESTALE, "the file has gone")]
+)
+def test_the_disk_fails(
+    code: int, words: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+
+    def failing(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset > 4 * MIB:
+            raise OSError(code, os.strerror(code))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(arenas, "_PIECE_BYTES", MIB // 4)
+    with pytest.raises(ReadError, match=rf"bytes \d+ to \d+ of `.*blobs` cannot be read.*{words}"):
+        HostMemory(extents(source), 0, mode="arena")
+    assert not fake.attempts
+    assert not threads()
+
+
+def test_ctrl_c(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "_PIECE_BYTES", 64 << 10)
+
+    def interrupt(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    for mode in ("mapped", "arena"):
+        with pytest.raises(KeyboardInterrupt):
+            HostMemory(extents(source), 0, mode=mode, progress=interrupt)
+        assert not threads()
+        assert not fake.locked
+
+
+def test_too_little_memory(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(arenas.mmap, "mmap", refuse)
+    with pytest.raises(OutOfMemory, match=r"GiB of host memory are needed.*free some"):
+        HostMemory(extents(source), 0, mode="arena")
+
+
+def test_old_kernels_do_not_populate(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "_POPULATE_READ", 9999)
+    memory = HostMemory(extents(source), 0)
+    check(memory, extents(source))
+    memory.close()
+
+
+# ---- any extents ----
+
+_SPAN = 6 * MIB
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, _SPAN - 1), st.integers(1, 300_000)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.sampled_from(["mapped", "arena"]),
+)
+def test_any_extents(places: list[tuple[int, int, int]], mode: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        fake = FakeLock(patch)
+        sources = []
+        for i in range(2):
+            Path(folder, str(i)).write_bytes(os.urandom(1000) * (_SPAN // 1000) + os.urandom(i * 123))
+            sources.append(FileSource(Path(folder, str(i))))
+        wanted = [
+            Extent(sources[i], offset, min(size, sources[i].size - offset), f"{i}:{offset}")
+            for i, offset, size in places
+            if offset < sources[i].size
+        ]
+        memory = HostMemory(wanted, 0, mode=mode)
+        check(memory, wanted)
+        ranges = merge(wanted)
+        assert memory.locked_bytes == fake.bytes == sum(it.size for it in ranges)
+        for before, after in pairwise(ranges):
+            assert before.source is not after.source or after.first - before.last > GAP_BYTES
+        # A piece may reach over the gap between two extents if that is small.
+        for one in wanted:
+            for two in wanted:
+                gap = two.offset - one.offset - one.size
+                if one.source is two.source and 0 <= gap <= GAP_BYTES:
+                    begin, end = one.offset, two.offset + two.size
+                    check(memory, [Extent(one.source, begin, end - begin, "both")])
+        memory.close()
+        assert not fake.locked
+        for source in sources:
+            source.close()
