@@ -75,6 +75,24 @@ def _mixtral(t: Any) -> Any:
     )
 
 
+def _qwen3_moe(t: Any) -> Any:
+    return t.Qwen3MoeForCausalLM(
+        t.Qwen3MoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=96,
+            moe_intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=12,
+            num_experts_per_tok=2,
+            mlp_only_layers=[1],
+        )
+    )
+
+
 def _t5(t: Any) -> Any:
     return t.T5ForConditionalGeneration(
         t.T5Config(
@@ -98,6 +116,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "t5": _t5,
 }
 NAMES = list(_MAKERS)
+_MAKERS["qwen3_moe"] = _qwen3_moe  # of interest where experts are
 CAUSAL = ["llama", "qwen2", "gpt2", "mixtral"]
 
 

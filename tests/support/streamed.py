@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,14 @@ def write_blobs(model: Any, path: Path) -> tuple[FileSource, dict[int, Extent]]:
 
 
 def stream_model(
-    model: Any, extents: dict[int, Extent], streamer: Streamer, supply: Any, device: torch.device
+    model: Any,
+    extents: dict[int, Extent],
+    streamer: Streamer,
+    supply: Any,
+    device: torch.device,
+    prepare: Callable[[Any], None] = lambda model: None,
 ) -> Any:
-    """Replace the packed weights of a model by streamed ones."""
+    """Replace the packed weights of a model by streamed ones, prepare it, and finish."""
     made: dict[int, StreamedTensor] = {}
     for _, module in packed_modules(model):
         for slot in module.tpde_slots.values():
@@ -45,4 +51,5 @@ def stream_model(
             slot.parts = parts
             slot.changed()
         module.tpde_sync()
+    prepare(model)
     return finish(model)

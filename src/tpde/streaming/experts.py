@@ -198,9 +198,9 @@ class ExpertStore:
         self._copy(missing, flying)
         for it, place in here:
             self._decode(it, place, out)
-        while flying:
-            self._decode(*flying.popleft(), out)
+        while missing or flying:  # with nothing held any more, there is a place for the next
             self._copy(missing, flying)
+            self._decode(*flying.popleft(), out)
         for it in experts:
             for decode in it.rest:
                 decode(out)

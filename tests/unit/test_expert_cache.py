@@ -1,0 +1,245 @@
+"""The cache of experts, where they lie in fused weights, and the events that keep its places safe."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.packed import pack
+from support.simulated import MemorySupply, SimulatedDevice
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from tpde.errors import Corrupt, InvalidInput, UnsupportedDevice  # noqa: E402
+from tpde.format.blob import BlobHeader  # noqa: E402
+from tpde.format.constants import CODEC_PREFIX  # noqa: E402
+from tpde.format.container import TensorSpec  # noqa: E402
+from tpde.format.source import Extent, FileSource  # noqa: E402
+from tpde.nn.slot import Slot  # noqa: E402
+from tpde.streaming.cache import ExpertCache  # noqa: E402
+from tpde.streaming.experts import ExpertStore, expert_ranges, expert_room  # noqa: E402
+from tpde.streaming.tensor import StreamedTensor  # noqa: E402
+
+CPU = torch.device("cpu")
+PIECE = 32 << 10
+
+
+class Model:
+    """What `ExpertCache` does, with a list: the least recently used first."""
+
+    def __init__(self, places: int) -> None:
+        self.places, self.order, self.held = places, [], {}
+
+    def evicted(self) -> int | None:
+        return next((key for key in self.order if not self.held.get(key)), None)
+
+
+@given(
+    places=st.integers(1, 5),
+    steps=st.lists(st.tuples(st.sampled_from(["want", "release", "clear"]), st.integers(0, 7)), max_size=80),
+)
+def test_least_recently_used(places: int, steps: list[tuple[str, int]]) -> None:
+    cache, model = ExpertCache[int](places), Model(places)
+    where: dict[int, int] = {}
+    for step, key in steps:
+        if step == "clear":
+            if key == 0:
+                cache.clear()
+                model, where = Model(places), {}
+        elif step == "release":
+            if model.held.get(key):
+                cache.release(key)
+                model.held[key] -= 1
+        elif key in model.order:
+            assert cache.lookup(key) == where[key]
+            model.order.remove(key)
+            model.order.append(key)
+            model.held[key] = model.held.get(key, 0) + 1
+        else:
+            assert cache.lookup(key) is None
+            out = model.evicted() if len(model.order) == places else None
+            place = cache.insert(key)
+            if len(model.order) == places and out is None:
+                assert place is None
+                continue
+            assert place is not None
+            if out is not None:
+                assert place == where.pop(out), "the least recently used that nobody holds makes room"
+                model.order.remove(out)
+            where[key] = place
+            model.order.append(key)
+            model.held[key] = 1
+        assert len(cache) == len(model.order) <= places
+        assert all(it in cache for it in model.order)
+        assert len(set(where.values())) == len(where)
+        assert all(0 <= it < places for it in where.values())
+
+
+def test_inserting_twice() -> None:
+    cache = ExpertCache[str](2)
+    cache.insert("a")
+    with pytest.raises(ValueError, match="has a place already"):
+        cache.insert("a")
+
+
+def fused_slot(experts: int, words: int, segment: int) -> Any:
+    spec = TensorSpec("BF16", (experts, words))
+    header = BlobHeader(spec, CODEC_PREFIX, segment, 8192)
+    parts = [(SimpleNamespace(header=header, nbytes=spec.nbytes), 0)]
+    return SimpleNamespace(parts=parts, nbytes=spec.nbytes, shape=spec.shape, offset=512)
+
+
+@given(experts=st.integers(1, 6), words=st.integers(1, 50_000), number=st.integers(0, 5))
+def test_experts_of_a_fused_blob(experts: int, words: int, number: int) -> None:
+    """Chunks that start anew with each expert hold it alone; others, the words around it too."""
+    number %= experts
+    begin = 512 + 2 * number * words
+    ((_, first, last, offset, stop),) = expert_ranges(fused_slot(experts, words, words), number)
+    per = -(-words // 8192)
+    assert (first, last) == (number * per, number * per + per - 1)
+    assert (offset, stop) == (begin, begin + 2 * words)
+    ((_, first, last, offset, stop),) = expert_ranges(fused_slot(experts, words, experts * words), number)
+    assert offset <= begin
+    assert begin + 2 * words <= stop
+    assert (first, last) == (number * words // 8192, ((number + 1) * words - 1) // 8192)
+
+
+class Fixture:
+    """Experts of two blobs each, in a file, and a store for them."""
+
+    def __init__(self, folder: Path, experts: int, places: int, **device: Any) -> None:
+        self.data, blobs, at = [], [], 0
+        path = folder / "experts.bin"
+        with path.open("wb") as file:
+            for i in range(2 * experts):
+                values = np.random.default_rng(i).normal(size=20_000).astype(np.float32)
+                data = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+                packed = pack(TensorSpec("BF16", (100, 200)), data)
+                assert packed is not None
+                file.seek(at)
+                file.write(packed.blob.tobytes())
+                self.data.append(np.frombuffer(data, np.uint8))
+                blobs.append((at, packed.blob.size))
+                at += -(-packed.blob.size // 256) * 256
+        self.source, self.supply = FileSource(path), MemorySupply()
+        self.device = SimulatedDevice(4 << 20, **device)
+        made = [
+            StreamedTensor(Extent(self.source, *place, f"e{i}"), None, CPU, self.supply)  # type: ignore[arg-type]
+            for i, place in enumerate(blobs)
+        ]
+        shape, size = (experts, 100, 200), 40_000
+        self.slots = [
+            Slot(name, [(made[2 * e + i], e * size) for e in range(experts)], torch.bfloat16, shape)
+            for i, name in enumerate(("up", "down"))
+        ]
+        self.slots[1].offset = 1 << 20
+        room = expert_room(self.slots, PIECE)
+        self.store = ExpertStore(self.device, 512, places * room, room, PIECE)
+        self.experts = self.store.module(self.slots)
+        self.out = torch.full((2 << 20,), 0xFF, dtype=torch.uint8)
+
+    def wrong(self, numbers: list[int]) -> list[int]:
+        """Which of some experts are not in their places in the buffer."""
+        found = self.out.numpy()
+        return [
+            e
+            for e in numbers
+            for i, slot in enumerate(self.slots)
+            if not np.array_equal(found[slot.offset + 40_000 * e :][:40_000], self.data[2 * e + i])
+        ]
+
+    def close(self) -> None:
+        self.device.close()
+        self.source.close()
+
+
+def test_fetching(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 6, 3)
+    try:
+        it.experts.fetch([1, 4], it.out)
+        assert not it.wrong([1, 4])
+        assert it.wrong([0, 2, 3, 5]) == [0, 0, 2, 2, 3, 3, 5, 5]
+        copied = len(it.device.copied)
+        it.experts.fetch([1], it.out)
+        assert len(it.device.copied) == copied
+        it.experts.fetch([0, 2], it.out)  # puts 4 out, which is older than 1
+        assert len(it.device.copied) == 2 * copied
+        it.experts.fetch([1], it.out)
+        assert len(it.device.copied) == 2 * copied
+        assert it.store.stats()["expert_hits"] == 2
+        assert it.store.stats()["expert_misses"] == 4
+        it.out.fill_(0xFF)
+        it.experts.fetch(range(6), it.out)  # more than there are places
+        assert not it.wrong([*range(6)])
+    finally:
+        it.close()
+
+
+def test_offsets_may_change(tmp_path: Path) -> None:
+    """The slots are put into another group."""
+    it = Fixture(tmp_path, 3, 3)
+    try:
+        it.experts.fetch([1], it.out)
+        it.slots[1].offset = 200 << 10
+        it.experts.fetch([1, 2], it.out)
+        assert not it.wrong([1, 2])
+    finally:
+        it.close()
+
+
+@pytest.mark.parametrize(("without", "differs"), [("", False), ("hold", True), ("copied", True)])
+def test_events(without: str, differs: bool, tmp_path: Path) -> None:
+    """With copies and decodes late at random; and it shows when either wait is left out."""
+    wrong: list[int] = []
+    for seed in range(8 if differs else 1):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        it = Fixture(folder, 6, 2, delay=2e-3, seed=seed, without=without, blocking=False)
+        try:
+            # What is not there yet may not even be decodable.
+            with suppress(*((Corrupt,) if differs else ())):
+                wrong.append(-1)
+                wrong[-1:] = late(it, np.random.default_rng(seed))
+        finally:
+            it.close()
+        if wrong:
+            break
+    assert bool(wrong) is differs
+
+
+def late(it: Fixture, draw: np.random.Generator) -> list[int]:
+    """Fetch experts at random, the host never waiting before they are wanted; gives those that are wrong."""
+    it.experts.fetch([], it.out)
+    for n in range(6):
+        it.experts._experts[n] = it.store.expert(it.slots, n)
+        it.experts._experts[n].verified = True
+    wrong = []
+    for _ in range(40):
+        it.out.fill_(0xFF)
+        numbers = sorted(draw.choice(6, 3, replace=False).tolist())
+        it.experts.fetch(numbers, it.out)
+        it.device.compute.record().wait(60)
+        wrong += it.wrong(numbers)
+    return wrong
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 2, 1)
+    try:
+        it.device.graph = True
+        with pytest.raises(UnsupportedDevice, match="while a CUDA graph was recorded"):
+            it.experts.fetch([0], it.out)
+        it.device.graph = False
+        with pytest.raises(InvalidInput, match="holds no expert of 60160 bytes"):
+            ExpertStore(it.device, 0, 60_000, 60_000, PIECE)
+        small = ExpertStore(it.device, 0, 1 << 20, 30_000, PIECE)
+        with pytest.raises(InvalidInput, match="expert 1 of `e0` takes"):
+            small.module(it.slots).fetch([1], it.out)
+    finally:
+        it.close()
