@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from tpde.frameworks import to_torch, torch_dtype
 from tpde.integrations.reading import read_extents
 from tpde.materialize import Materializer, PackedTensor
 from tpde.packing.reader import PackedFile
+
+P = TypeVar("P", bound=PackedTensor)
 
 
 class Stored:
@@ -52,6 +55,24 @@ class Stored:
     def digest(self) -> bytes | None:
         """Hash of the tensor's bytes."""
         return self._file.tensor(self.name).digest
+
+    def checked(self, packed: P) -> P:
+        """The tensor itself, opened, if it is what the file's header says.
+
+        Raises
+        ------
+        Corrupt
+            If it is not.
+        """
+        found = packed.header.spec
+        if found != self.spec:
+            raise Corrupt(
+                f"tensor `{self.name}` is {found.dtype} {list(found.shape)}, but {self.spec.dtype} "
+                f"{list(self.spec.shape)} in the header of `{self.extent.source.name}`; the file is damaged, "
+                "fetch it again",
+                tensor=self.name,
+            )
+        return packed
 
 
 class Checkpoint:
@@ -117,17 +138,7 @@ class Checkpoint:
             If they do not fit.
         """
         blobs = read_extents([it.extent for it in stored], device)
-        packed = [PackedTensor(blob, it.name) for blob, it in zip(blobs, stored, strict=True)]
-        for tensor, it in zip(packed, stored, strict=True):
-            found = tensor.header.spec
-            if found != it.spec:
-                raise Corrupt(
-                    f"tensor `{it.name}` is {found.dtype} {list(found.shape)}, but {it.spec.dtype} "
-                    f"{list(it.spec.shape)} in the header of `{it.extent.source.name}`; the file is "
-                    "damaged, fetch it again",
-                    tensor=it.name,
-                )
-        return packed
+        return [it.checked(PackedTensor(blob, it.name)) for blob, it in zip(blobs, stored, strict=True)]
 
     def decode(self, stored: Stored, device: torch.device) -> torch.Tensor:
         """Read a tensor to a device and decode it there."""

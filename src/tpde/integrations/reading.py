@@ -70,13 +70,39 @@ def read_extents(extents: Sequence[Extent], device: torch.device) -> list[torch.
     OutOfMemory
         If the device has too little free memory.
     """
+    _check(extents)
+    tensors = _allocate([extent.size for extent in extents], device)
+    fill(tensors, extents)
+    return tensors
+
+
+def _check(extents: Sequence[Extent]) -> None:
+    """Refuse extents that end after their files do.
+
+    Raises
+    ------
+    Truncated
+        Naming the first.
+    """
     for extent in extents:
         if extent.offset + extent.size > extent.source.size:
             raise Truncated(
                 f"`{extent.source.name}` has {extent.source.size} bytes, but `{extent.name}` ends at "
                 f"{extent.offset + extent.size}; the file is incomplete, fetch the rest"
             )
-    tensors = _allocate([extent.size for extent in extents], device)
+
+
+def fill(tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> None:
+    """Read extents into tensors of their sizes, all on one device; complete when this returns.
+
+    Raises
+    ------
+    Truncated
+        If a file ends before an extent does.
+    """
+    if not tensors:
+        return
+    device = tensors[0].device
     order = sorted(range(len(extents)), key=lambda i: (extents[i].source.name, extents[i].offset))
     pieces = [
         (i, at, min(PIECE_BYTES, extents[i].size - at))
@@ -85,7 +111,7 @@ def read_extents(extents: Sequence[Extent], device: torch.device) -> list[torch.
     ]
     readers = min(READERS, default_threads(), len(pieces))
     if readers == 0:
-        return tensors
+        return
     work = _Pieces(pieces)
     if device.type == "cpu":
         read = functools.partial(_to_host, work, extents, tensors)
@@ -98,7 +124,6 @@ def read_extents(extents: Sequence[Extent], device: torch.device) -> list[torch.
                 job.result()
         finally:
             work.stop()
-    return tensors
 
 
 class _Pieces:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpde.errors import PackedWeight
 from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.sink import BytesSink
@@ -134,7 +135,17 @@ def unpack_module(model: nn.Module) -> nn.Module:
     ------
     Corrupt
         If a blob is damaged. The modules before it are plain by then.
+    PackedWeight
+        If weights are streamed under a VRAM budget, for which they would be too large.
     """
+    for _, module in packed_modules(model):
+        for slot in module.tpde_slots.values():
+            for packed, _ in slot.parts:
+                if packed.streams is not None:
+                    raise PackedWeight(
+                        f"`{packed.name}` is streamed under a VRAM budget, which plain weights would break; "
+                        "load the model without `vram=`, and unpack that"
+                    )
     ungroup(model)
     made: dict[tuple[Any, ...], nn.Parameter] = {}  # by parts: tied weights share them
 

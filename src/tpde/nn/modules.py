@@ -143,8 +143,6 @@ class PackedModule(_Base):
         return PlainWeight.of(slot)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_old_forward":  # as accelerate's hooks begin
-            self._refuse_hooks()
         if name in self.__dict__.get("tpde_slots", ()):
             if isinstance(value, PlainWeight) and value.tpde_parts == self.tpde_slots[name].parts:
                 return  # tying what is tied
@@ -153,15 +151,6 @@ class PackedModule(_Base):
                 "`tpde.unpack_module(module)` first"
             )
         super().__setattr__(name, value)
-
-    def _refuse_hooks(self) -> None:
-        """Streamed weights are moved by nobody else: hooks would look for data to offload."""
-        for key, packed in self._packed().items():
-            if packed.streams is not None and key in self._buffers:
-                raise PackedWeight(
-                    f"`{packed.name}` is streamed under a VRAM budget, and accelerate's hooks cannot move it; leave "
-                    "out `dispatch_model` or `cpu_offload`, or load the model without `vram=`"
-                )
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Refuse to train a packed weight."""

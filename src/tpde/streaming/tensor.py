@@ -18,6 +18,37 @@ _ADVICE = (
 )
 
 
+class Absent(torch.Tensor):
+    """Stands for a blob that is in a file: has a size, and refuses what needs its bytes.
+
+    So state dicts can be looked at, but not saved or moved, by whatever library.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do what needs no bytes."""
+        if func in _NEEDS_BYTES:
+            raise PackedWeight(
+                f"a weight {_ADVICE} to save, copy or move it, or to put accelerate's hooks on it"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+_NEEDS_BYTES = {
+    torch.Tensor.to,
+    torch.Tensor.cpu,
+    torch.Tensor.cuda,
+    torch.Tensor.clone,
+    torch.Tensor.copy_,
+    torch.Tensor.data_ptr,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.__deepcopy__,
+    torch.Tensor.__reduce_ex__,
+}
+
+
 class StreamedTensor(PackedTensor):
     """A blob in a file.
 
@@ -59,7 +90,7 @@ class StreamedTensor(PackedTensor):
         at, size = extent.offset + self.header.tables_at, self.header.tables_bytes
         self._section = read(extent.source, at, size)
         self._device_index: torch.Tensor | None = None
-        self._place(torch.empty(extent.size, dtype=torch.uint8, device="meta"), reader)
+        self._place(torch.empty(extent.size, dtype=torch.uint8, device="meta").as_subclass(Absent), reader)
 
     @property
     def device(self) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,30 @@ def device_of(name: str, device_map: Mapping[str, Any] | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def spread(
+    max_memory: Mapping[Any, Any], model: Any, element_size: Callable[[Any, str, Any], float]
+) -> dict[Any, Any]:
+    """Memory limits that let accelerate divide a model evenly over GPUs, however large it is.
+
+    Parameters
+    ----------
+    max_memory : mapping
+        As accelerate made it; its GPUs are taken.
+    model : PreTrainedModel
+        Whose weights are to be spread, in its own order.
+    element_size : callable
+        What an element of a parameter takes; called with the model, a name and the parameter.
+    """
+    gpus = [key for key, value in max_memory.items() if isinstance(key, int) and value]
+    sizes = {name: int(it.numel() * element_size(model, name, it)) for name, it in model.named_parameters()}
+    # accelerate leaves room for the largest block on the first.
+    share, block = sum(sizes.values()) // max(len(gpus), 1), largest_block(sizes)
+    out = {gpu: share + (2 * block if i == 0 else block // 2) for i, gpu in enumerate(gpus)}
+    if gpus:
+        out[gpus[-1]] = 1 << 60
+    return out
 
 
 def largest_block(sizes: Mapping[str, int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,12 @@ from tpde.errors import InvalidInput
 from tpde.integrations.device import checked_device
 from tpde.integrations.transformers.folder import packed_directory, read_config
 
+MAX_TOKENS = 8192  # of a budget that names none
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from tpde.integrations.transformers.streamed import Budget
 
 
 def model_class_of(folder: Path) -> Any:
@@ -37,18 +42,63 @@ def model_class_of(folder: Path) -> Any:
     return found
 
 
+def checked_budget(
+    vram: int | str | None,
+    ram: int | str | None,
+    max_tokens: int | None,
+    progress: Callable[[int], None] | None = None,
+) -> Budget | None:
+    """The budget that a user names; None if there is none.
+
+    Raises
+    ------
+    InvalidInput
+        If a part of it is no size, or is given without `vram`.
+    """
+    from tpde.integrations.transformers.streamed import Budget
+    from tpde.streaming.sizes import parse_size
+
+    if vram is None:
+        for name, value in (("ram", ram), ("max_tokens", max_tokens)):
+            if value is not None:
+                raise InvalidInput(
+                    f"`{name}` is a part of a budget of GPU memory; pass `vram` as well, or leave it out"
+                )
+        return None
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidInput(f"`max_tokens` is {max_tokens}; keep memory for at least one token")
+    limit = MAX_TOKENS if max_tokens is None else max_tokens
+    return Budget(parse_size(vram), None if ram is None else parse_size(ram), limit, progress)
+
+
+def _check_gpus(device_map: Any) -> None:
+    """Refuse a budget of GPU memory where a model goes elsewhere."""
+    for it in device_map.values() if isinstance(device_map, dict) else [device_map]:
+        if str(it) in ("cpu", "disk", "meta"):
+            raise InvalidInput(
+                f"`vram` is a budget of GPU memory, but the model goes to `{it}`; name GPUs only (what does "
+                "not fit them is kept in host memory or in its files by itself), or leave out `vram`"
+            )
+
+
 def from_pretrained(
     path: str | os.PathLike[str],
     device: str | int | torch.device | None = None,
     *,
     dtype: torch.dtype | str | None = None,
     model_class: type[Any] | None = None,
+    vram: int | str | None = None,
+    ram: int | str | None = None,
+    max_tokens: int | None = None,
+    progress: Callable[[int], None] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """Build a transformers model straight from packed files, its weights staying packed.
 
     Outputs are those of the plain model, bit for bit. Neither host nor device ever holds the plain weights:
-    device memory is that of the packed ones and of one transformer block.
+    device memory is that of the packed ones and of one transformer block. With `vram`, it is no more than
+    that, whatever the size of the model: what does not fit stays in host memory, or in its files, and is
+    copied to the device while the model computes (docs/streaming.md).
 
     Parameters
     ----------
@@ -56,12 +106,22 @@ def from_pretrained(
         A model directory that `tpde pack` or `save_pretrained` wrote, or the id of one on the Hugging Face
         hub.
     device : str, int or torch.device, optional
-        Where the model goes: `cpu` (the default) or a CUDA device.
+        Where the model goes: `cpu` (the default) or a CUDA device (the default with `vram`).
     dtype : torch.dtype or str, optional
         As of transformers' own `from_pretrained`. By default, what `config.json` says; weights that are
         stored otherwise are decoded and cast, and stay plain.
     model_class : type, optional
         Such as `transformers.AutoModelForCausalLM`. By default, the class that `config.json` names.
+    vram : int or str, optional
+        Budget of device memory, in bytes or such as `"16GiB"`: all that the process takes of a device beyond
+        the bare CUDA context. With `device_map`, of each GPU.
+    ram : int or str, optional
+        Of host memory that packed weights may be page-locked in; what exceeds it is read from the files each
+        time. By default, there is no limit.
+    max_tokens : int, optional
+        With `vram`: memory is kept for so many tokens, sequences times their length. By default 8192.
+    progress : callable, optional
+        With `vram`: called with numbers of bytes while they are loaded.
     **kwargs
         For the class's `from_pretrained`, such as `attn_implementation` or `device_map`.
 
@@ -79,7 +139,8 @@ def from_pretrained(
     Truncated, Corrupt, UnsupportedVersion
         If a file is damaged, or newer than this version. Chunks are checked when they are decoded first.
     OutOfMemory
-        If the device has too little free memory; says how much is needed and free.
+        If the device has too little free memory; says how much is needed and free. If `vram` or `ram` cannot
+        work; says which would.
     UnsupportedDevice
         If the device is not there, or cannot decode.
 
@@ -90,10 +151,17 @@ def from_pretrained(
     """
     from tpde.integrations.transformers.quantizer import loading_to
 
+    budget = checked_budget(vram, ram, max_tokens, progress)
     folder = packed_directory(path)
     kind = model_class_of(folder) if model_class is None else model_class
     if device is not None and "device_map" in kwargs:
         raise InvalidInput("`device` and `device_map` both say where the model goes; pass one of them")
-    with loading_to(checked_device(device)):
+    if budget is not None:
+        device_map = kwargs.get("device_map")
+        if device_map is None:
+            device_map = device = "cuda" if device is None else device
+        _check_gpus(device_map)
+    target = checked_device(device)
+    with loading_to(target, budget):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
     return model

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +15,48 @@ import torch
 from torch import nn
 from transformers.quantizers.base import HfQuantizer
 
-from tpde.errors import InvalidInput, NotPacked
+from tpde.errors import InvalidInput, NotPacked, PackedWeight
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.reading import require
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
-from tpde.integrations.transformers.devices import device_of, largest_block
+from tpde.integrations.transformers.devices import device_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
+from tpde.integrations.transformers.streamed import Budget, Streaming, hide_blobs, show_blobs
 from tpde.materialize import PackedTensor
 from tpde.nn import finish, replace_parameter
 
 log = logging.getLogger("tpde")
 
-# Where `tpde.from_pretrained` wants the model: `device_map` would need the package `accelerate`.
-_device: contextvars.ContextVar[torch.device | None] = contextvars.ContextVar("tpde_device", default=None)
+
+@dataclass
+class _Target:
+    """Where `tpde.from_pretrained` wants the model: `device_map` would need the package `accelerate`."""
+
+    device: torch.device | None = None
+    budget: Budget | None = None
+    streaming: Streaming | None = None  # what has been opened so far
+
+
+_target: contextvars.ContextVar[_Target | None] = contextvars.ContextVar("tpde_target", default=None)
 
 
 @contextmanager
-def loading_to(device: torch.device) -> Iterator[None]:
-    """Load models to a device within this context."""
-    token = _device.set(device)
+def loading_to(device: torch.device, budget: Budget | None = None) -> Iterator[None]:
+    """Load models to a device within this context, under a budget if there is one."""
+    target = _Target(device, budget)
+    token = _target.set(target)
     try:
         yield
+    except BaseException:
+        if target.streaming is not None:
+            target.streaming.close()
+        raise
     finally:
-        _device.reset(token)
+        _target.reset(token)
 
 
 class TpdeHfQuantizer(HfQuantizer):
@@ -70,6 +86,8 @@ class TpdeHfQuantizer(HfQuantizer):
         self._plan: Plan | None = None
         self._placeholders: Placeholders | None = None
         self._parts: dict[str, list[tuple[PackedTensor, int]]] = {}
+        self._target = _target.get() or _Target()
+        self.streamed = False
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Settle the dtype where `config.json` names none: transformers would look at plain tensors only."""
@@ -91,7 +109,7 @@ class TpdeHfQuantizer(HfQuantizer):
 
     def update_device_map(self, device_map: Any) -> Any:
         """Apply the device of `loading_to`."""
-        device = _device.get()
+        device = self._target.device
         self._device_map = device_map if device is None or device_map is not None else {"": device}
         return self._device_map
 
@@ -114,6 +132,8 @@ class TpdeHfQuantizer(HfQuantizer):
         """Leave room for one plain block on each GPU."""
         if self._plan is None:
             return max_memory
+        if self._target.budget is not None:
+            return spread(max_memory, self._model, self.param_element_size)
         room = largest_block({name: run.nbytes for name, run in self._plan.runs.items()})
         return {
             key: max(value - room, 0) if isinstance(key, int) and isinstance(value, int) else value
@@ -157,22 +177,17 @@ class TpdeHfQuantizer(HfQuantizer):
         assert self._plan is not None
         model, plan, checkpoint = self._model, self._plan, self._checkpoint
         try:
-            wanted: dict[torch.device, dict[str, Stored]] = {}
-            for name, run in plan.runs.items():
-                where = wanted.setdefault(device_of(name, self._device_map), {})
-                where.update({part.name: part for part in run.parts})
-            packed: dict[tuple[torch.device, str], PackedTensor] = {}
-            for device, stored in wanted.items():
-                self._require(device, stored)
-                tensors = checkpoint.read(list(stored.values()), device)
-                packed.update({(device, name): it for name, it in zip(stored, tensors, strict=True)})
-            for name, run in plan.runs.items():
-                device, at, parts = device_of(name, self._device_map), 0, []
-                for part in run.parts:
-                    parts.append((packed[device, part.name], at))
-                    at += part.nbytes
-                self._parts[name] = parts
-            names = [*plan.runs, *self._decode(plan, checkpoint)]
+            where = {name: device_of(name, self._device_map) for name in plan.runs}
+            if self._target.budget is None:
+                self._parts = self._read(plan, checkpoint, where)
+                decoded = self._decode(plan, checkpoint)
+            else:
+                streaming = self._target.streaming = Streaming(self._target.budget)
+                streaming.plan(model, checkpoint, plan, where)
+                decoded = self._decode(plan, checkpoint)  # first, since for a moment it needs the blobs, too
+                self._parts = streaming.load(model, checkpoint, plan, where)
+                self.streamed = bool(streaming.streamers)
+            names = [*plan.runs, *decoded]
             self._untie()
         finally:
             checkpoint.close()
@@ -183,6 +198,23 @@ class TpdeHfQuantizer(HfQuantizer):
                 some(plan.unexpected),
             )
         self._placeholders = Placeholders(model, names, plan.halves(checkpoint), self._install)
+
+    def _read(
+        self, plan: Plan, checkpoint: Checkpoint, where: dict[str, torch.device]
+    ) -> dict[str, list[tuple[PackedTensor, int]]]:
+        """Read every blob to its device; gives the parts of each parameter."""
+        wanted: dict[torch.device, dict[str, Stored]] = {}
+        for name, run in plan.runs.items():
+            wanted.setdefault(where[name], {}).update({part.name: part for part in run.parts})
+        packed: dict[tuple[torch.device, str], PackedTensor] = {}
+        for device, stored in wanted.items():
+            self._require(device, stored)
+            tensors = checkpoint.read(list(stored.values()), device)
+            packed.update({(device, name): it for name, it in zip(stored, tensors, strict=True)})
+        return {
+            name: run.placed({part.name: packed[where[name], part.name] for part in run.parts})
+            for name, run in plan.runs.items()
+        }
 
     def _require(self, device: torch.device, stored: dict[str, Stored]) -> None:
         assert self._plan is not None
@@ -217,7 +249,9 @@ class TpdeHfQuantizer(HfQuantizer):
         for target, source in list(tied.items()):
             if target in runs and source in runs:
                 if same_bytes(runs[target], runs[source]):
-                    self._parts[target] = self._parts[source]
+                    self._parts.pop(target, None)
+                    if source in self._parts:  # else it is plain, and tied as plain ones are
+                        self._parts[target] = self._parts[source]
                 else:
                     log.warning(
                         "`%s` and `%s` are tied by the model, but differ in the files: they are not tied",
@@ -242,6 +276,7 @@ class TpdeHfQuantizer(HfQuantizer):
                 if key in model.get_submodule(owner)._parameters:  # not a second path to the same module
                     replace_parameter(model, use, parts)
                 done.add(use)
+        hide_blobs(model)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._placeholders is not None:
@@ -251,11 +286,28 @@ class TpdeHfQuantizer(HfQuantizer):
         self.conversions, model._weight_conversions = getattr(model, "_weight_conversions", None) or [], []
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
+        show_blobs(model)
+        streaming, self._target = self._target.streaming, _Target()
+        if streaming is not None:
+            streaming.cut(model)
         finish(model)
+        if streaming is not None:
+            streaming.attach(model)
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Blobs under their names in the source, and the plain rest."""
+        """Blobs under their names in the source, and the plain rest.
+
+        Raises
+        ------
+        PackedWeight
+            If weights are streamed.
+        """
+        if self.streamed:
+            raise PackedWeight(
+                "the model streams its weights from its packed files under a VRAM budget; copy these "
+                "files, or load it without `vram=` and save that"
+            )
         return state_to_save(model, self.conversions), {}
 
     def is_serializable(self) -> bool:
@@ -269,5 +321,5 @@ class TpdeHfQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `torch.compile` works: it does."""
-        return True
+        """Whether `generate` may record a whole pass in CUDA graphs: not what comes from files."""
+        return not self.streamed

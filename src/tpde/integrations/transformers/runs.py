@@ -8,14 +8,16 @@ back. A `Run` answers these functions of torch. Where a result's memory is a seq
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 
 class Part(Protocol):
-    """What a run is made of: something that has a number of plain bytes."""
+    """What a run is made of: something that has a name and a number of plain bytes."""
+
+    name: str
 
     @property
     def nbytes(self) -> int:
@@ -27,6 +29,7 @@ class NotARun(Exception):
 
 
 P = TypeVar("P", bound=Part)
+T = TypeVar("T")
 
 
 class Run(Generic[P]):
@@ -49,6 +52,14 @@ class Run(Generic[P]):
     def nbytes(self) -> int:
         """Bytes of the tensor, plain."""
         return sum(part.nbytes for part in self.parts)
+
+    def placed(self, by_name: Mapping[str, T]) -> list[tuple[T, int]]:
+        """For each part, what its name stands for, and its byte offset."""
+        at, out = 0, []
+        for part in self.parts:
+            out.append((by_name[part.name], at))
+            at += part.nbytes
+        return out
 
     @property
     def ndim(self) -> int:

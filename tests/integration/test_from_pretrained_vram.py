@@ -1,0 +1,320 @@
+"""Models loaded under a budget of device memory: bits, limits, refusals. The device is simulated."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.budgets import Opened, every, load, simulated
+from support.checkpoints import Pair, checkpoint
+from support.models import CAUSAL, NAMES, assert_same_bits, inputs, outputs, torch
+
+import tpde
+from tpde import nn as packed_nn
+from tpde.errors import InvalidInput, OutOfMemory, PackedWeight, UnsupportedDevice
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+streamed = pytest.importorskip("tpde.integrations.transformers.streamed")
+
+MIXED = ("host", "packed", "disk", "plain")
+
+
+@pytest.fixture(params=[("host",), ("disk",), MIXED], ids=["host", "disk", "mixed"])
+def opened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    with simulated(monkeypatch, every(*request.param)) as found:
+        yield found
+
+
+@pytest.fixture
+def hosted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    with simulated(monkeypatch, every("host")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits(name: str, opened: Opened, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, name)
+    plain, model = pair.kind.from_pretrained(pair.plain), load(pair.packed)
+    with torch.no_grad():
+        assert_same_bits(outputs(name, model, 2), outputs(name, plain, 2), name)
+        assert_same_bits(outputs(name, model, 1), outputs(name, plain, 1), name)
+    assert type(model) is type(plain)
+    (stats,) = model.tpde_streamer.stats().values()
+    assert stats["copied_bytes"] > 0
+    expected, found = plain.state_dict(), packed_nn.plain_state_dict(model)
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        assert_same_bits(found[key], value, key)
+
+
+def test_ties(opened: Opened, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "qwen2")
+    plain, model = pair.kind.from_pretrained(pair.plain), load(pair.packed)
+    model.tie_weights()
+    with torch.no_grad():
+        assert_same_bits(outputs("qwen2", model, 2), outputs("qwen2", plain, 2))
+
+
+def test_where_units_are(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    def choose(names: Any) -> dict[str, str]:
+        assert names == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "lm_head"]
+        return dict(zip(names, ["host", "packed", "disk", "plain", "host"], strict=True))
+
+    with simulated(monkeypatch, choose) as opened:
+        model = load(llama.packed)
+    slots = {n: s for n, m in packed_nn.packed_modules(model) for s in m.tpde_slots.values()}
+    parts = {name: slot.parts[0][0] for name, slot in slots.items()}
+    assert not any(name.startswith("model.layers.2.") for name in parts)
+    assert type(model.model.layers[2].mlp.up_proj) is torch.nn.Linear
+    assert parts["model.layers.0.mlp.up_proj"].streams is None
+    (streamer,) = model.tpde_streamer.streamers.values()
+    for name in ("model.embed_tokens", "model.layers.1.mlp.up_proj", "lm_head"):
+        assert parts[name].streams is streamer
+        assert parts[name].blob.device.type == "meta"
+    assert parts["lm_head"].supply is opened.memory[0]
+    assert parts["model.layers.1.mlp.up_proj"].supply is opened.disks[0]
+
+
+def test_a_head_larger_than_the_workspace(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    plain = llama.kind.from_pretrained(llama.plain)
+    with simulated(monkeypatch, every("host"), tiled=("lm_head",), workspace=20 << 10):
+        model = load(llama.packed)
+        slot = model.lm_head.tpde_slots["weight"]
+        assert slot.tile_bytes == 20 << 10 < slot.nbytes
+        with torch.no_grad():
+            for found, expected in zip(outputs("llama", model, 2), outputs("llama", plain, 2), strict=True):
+                assert torch.allclose(found, expected, atol=1e-2)  # matrix libraries round tiles differently
+
+
+def test_all_fits(monkeypatch: pytest.MonkeyPatch, llama: Pair, tmp_path: Path) -> None:
+    """With room for everything nothing is streamed, and the model saves, moves and unpacks as others do."""
+    with simulated(monkeypatch) as opened:
+        model = load(llama.packed)
+    assert not opened.devices
+    assert not list(packed_nn.packed_modules(model.model.layers))
+    assert not model.tpde_streamer.streamers
+    model.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        plain = llama.kind.from_pretrained(llama.plain)
+        assert_same_bits(outputs("llama", model, 2), outputs("llama", plain, 2))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("how", ["dynamic", "static", "beams", "sample"])
+def test_generation(name: str, how: str, hosted: Opened, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, name)
+    took = inputs(name, 3, 5)["input_ids"]
+    options: dict[str, Any] = {
+        "dynamic": {"do_sample": False},
+        "static": {"do_sample": False, "cache_implementation": "static"},
+        "beams": {"do_sample": False, "num_beams": 3},
+        "sample": {"do_sample": True, "temperature": 1.5},
+    }[how]
+    found = []
+    for model in (pair.kind.from_pretrained(pair.plain), load(pair.packed)):
+        torch.manual_seed(3)
+        mask = torch.ones_like(took)
+        found.append(model.generate(took, attention_mask=mask, max_new_tokens=6, pad_token_id=0, **options))
+    assert torch.equal(*found)
+
+
+def test_long_prefill_computes_the_last_logits_only(hosted: Opened, llama: Pair) -> None:
+    model = load(llama.packed)
+    lengths = []
+    model.lm_head.register_forward_hook(lambda _, args, out: lengths.append(out.shape[1]))
+    model.generate(inputs("llama", 1, 60)["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert lengths == [1, 1, 1]
+
+
+# ---- the number of tokens ----
+
+
+def test_more_tokens_than_there_is_room_for(hosted: Opened, llama: Pair) -> None:
+    model = load(llama.packed, max_tokens=20)
+    with torch.no_grad():
+        model(**inputs("llama", 2, 10))
+        model(inputs("llama", 1, 20)["input_ids"])
+        for took in (
+            {"args": (inputs("llama", 3, 7)["input_ids"],)},
+            {"kwargs": inputs("llama", 1, 21)},
+            {"kwargs": {"inputs_embeds": torch.zeros(3, 7, 64, dtype=torch.bfloat16)}},
+        ):
+            copied = model.tpde_streamer.stats()
+            with pytest.raises(OutOfMemory, match=r"= 21 tokens.*more than the 20.*`max_tokens=21`"):
+                model(*took.get("args", ()), **took.get("kwargs", {}))
+            assert model.tpde_streamer.stats() == copied  # nothing was begun
+
+
+def test_the_cache_counts(hosted: Opened, llama: Pair) -> None:
+    model = load(llama.packed, max_tokens=20)
+    took = inputs("llama", 2, 8)["input_ids"]
+    assert model.generate(took, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 11)
+    with pytest.raises(OutOfMemory, match="2 x 11 = 22 tokens"):
+        model.generate(took, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+    with pytest.raises(OutOfMemory, match="6 x 8 = 48 tokens"):
+        model.generate(took, max_new_tokens=2, num_beams=3, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        legacy = transformers.DynamicCache(config=model.config)
+        model(took, past_key_values=legacy)
+        with pytest.raises(OutOfMemory, match="2 x 16 = 32 tokens"):
+            model(took, past_key_values=legacy)
+
+
+def test_a_static_cache_counts_as_a_whole(hosted: Opened, llama: Pair) -> None:
+    model = load(llama.packed, max_tokens=20)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=21)
+    with torch.no_grad(), pytest.raises(OutOfMemory, match="1 x 21 = 21 tokens"):
+        model(**inputs("llama", 1, 2), past_key_values=cache)
+    assert not cache.layers[0].is_initialized
+    model(
+        **inputs("llama", 1, 2),
+        past_key_values=transformers.StaticCache(config=model.config, max_cache_len=20),
+    )
+
+
+def test_an_encoder_counts(hosted: Opened, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "t5")
+    model = load(pair.packed, max_tokens=20)
+    took = inputs("t5", 2, 7)
+    with torch.no_grad():
+        made = model(**took, use_cache=True)  # 7 of the encoder, 3 of the decoder
+        again = {
+            "encoder_outputs": (made.encoder_last_hidden_state,),
+            "past_key_values": made.past_key_values,
+            "decoder_input_ids": took["decoder_input_ids"][:, :1],
+        }
+        with pytest.raises(OutOfMemory, match="2 x 11 = 22 tokens"):
+            model(**again)
+        with pytest.raises(OutOfMemory, match="3 x 10 = 30 tokens"):
+            model(**inputs("t5", 3, 7))
+
+
+# ---- what cannot be ----
+
+
+def test_arguments(llama: Pair) -> None:
+    for options, match in (
+        ({"ram": "1GiB"}, "`ram` is a part of a budget"),
+        ({"max_tokens": 5}, "`max_tokens` is a part of a budget"),
+        ({"vram": "1GiB", "device": "cpu"}, "goes to `cpu`"),
+        ({"vram": "1GiB", "device_map": "cpu"}, "goes to `cpu`"),
+        ({"vram": "1GiB", "device_map": {"model": 0, "lm_head": "disk"}}, "goes to `disk`"),
+        ({"vram": "1GiB", "max_tokens": 0}, "at least one token"),
+        ({"vram": "much"}, "`much` is no size"),
+        ({"vram": 0}, "above zero"),
+        ({"vram": "1GiB", "ram": "-1"}, "is no size"),
+    ):
+        with pytest.raises(InvalidInput, match=match):
+            tpde.from_pretrained(llama.packed, **options)
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedDevice, match="no CUDA device"):
+            tpde.from_pretrained(llama.packed, vram="1GiB")
+
+
+def test_a_budget_that_cannot_work(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    with simulated(monkeypatch) as opened:
+        with pytest.raises(OutOfMemory, match="least that works") as caught:
+            load(llama.packed, vram=100 << 20)
+        assert not opened.devices
+        assert not opened.memory
+        assert caught.value.least is not None
+        load(llama.packed, vram=caught.value.least)
+
+
+def test_a_streamed_model_stays_where_it_is(hosted: Opened, llama: Pair, tmp_path: Path) -> None:
+    model = load(llama.packed)
+    assert model.to("cpu") is model  # where it is
+    for refused in (
+        lambda: model.to("meta"),
+        lambda: model.save_pretrained(tmp_path / "again"),
+        lambda: copy.deepcopy(model),
+        lambda: pickle.dumps(model),
+        lambda: tpde.unpack_module(model),
+        lambda: model.to("meta"),
+        lambda: torch.save(model.state_dict(), tmp_path / "state.pt"),
+        lambda: {name: it.to("cpu") for name, it in model.state_dict().items()},
+    ):
+        with pytest.raises(PackedWeight):
+            refused()
+    with torch.no_grad():
+        plain = llama.kind.from_pretrained(llama.plain)
+        assert_same_bits(outputs("llama", model, 2), outputs("llama", plain, 2))
+
+
+def test_hooks_of_accelerate(hosted: Opened, llama: Pair) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    blocks = {f"model.layers.{i}": "cpu" for i in range(3)}
+    device_map = {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
+    for attach in (
+        lambda it: accelerate.dispatch_model(it, {"": "cpu"}, main_device="cpu", force_hooks=True),
+        lambda it: accelerate.dispatch_model(it, device_map | blocks, main_device="cpu", force_hooks=True),
+        lambda it: accelerate.cpu_offload(it, torch.device("cpu")),
+    ):
+        with pytest.raises(PackedWeight, match=r"accelerate's hooks|load the model again without `vram=`"):
+            attach(load(llama.packed))
+
+
+def test_generation_is_not_compiled(hosted: Opened, llama: Pair) -> None:
+    assert not load(llama.packed).hf_quantizer.is_compileable
+    assert tpde.from_pretrained(llama.packed).hf_quantizer.is_compileable
+
+
+# ---- the end ----
+
+
+def test_closing(hosted: Opened, llama: Pair) -> None:
+    model = load(llama.packed)
+    model.tpde_streamer.close()
+    assert hosted.memory[0].closed
+    model.tpde_streamer.close()
+
+
+def test_a_model_that_is_dropped_gives_all_back(hosted: Opened, llama: Pair) -> None:
+    model = load(llama.packed)
+    with torch.no_grad():
+        model(**inputs("llama", 1, 4))
+    assert not hosted.memory[0].closed
+    del model
+    gc.collect()
+    assert hosted.memory[0].closed
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_loading_that_is_interrupted_gives_all_back(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, llama: Pair
+) -> None:
+    def fail(model: Any) -> None:
+        raise error
+
+    with simulated(monkeypatch, every("host", "disk")) as opened:
+        monkeypatch.setattr("tpde.integrations.transformers.quantizer.finish", fail)
+        with pytest.raises(error):
+            load(llama.packed)
+        assert opened.memory[0].closed
+        assert opened.disks[0].closed
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    sizes: list[int] = []
+    with simulated(monkeypatch, every("host", "packed", "plain")):
+        load(llama.packed, progress=sizes.append)
+    from tpde.packing.reader import PackedFile
+
+    with PackedFile(llama.packed / "model.safetensors") as file:
+        packed = sum(e.end - e.begin for n, e in file.container.entries.items() if n.endswith("_tpde"))
+    assert sum(sizes) == packed

@@ -1,0 +1,110 @@
+"""Loading under a budget without a GPU: the simulated device, and placements as a test wants them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from support.models import torch
+from support.simulated import MemorySupply, SimulatedDevice
+
+PIECE = 64 << 10
+SLOTS = 4
+
+
+class Device(SimulatedDevice):
+    """One that may be asked to wait when it is closed, as by what a model that is dropped leaves behind."""
+
+    closed = False
+
+    def wait(self) -> None:
+        if not self.closed:
+            super().wait()
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+class Opened:
+    """What loading has opened so far."""
+
+    def __init__(self) -> None:
+        self.devices: list[SimulatedDevice] = []
+        self.memory: list[MemorySupply] = []
+        self.disks: list[MemorySupply] = []
+        self.plans: list[Any] = []
+
+    def close(self) -> None:
+        """End the threads of the devices."""
+        for device in self.devices:
+            device.close()
+
+
+def every(*kinds: str) -> Callable[[Sequence[str]], dict[str, str]]:
+    """Placements that units take in turn; embeddings, which are read from files by nobody, apart."""
+    return lambda names: {name: kinds[i % len(kinds)] for i, name in enumerate(names)}
+
+
+@contextmanager
+def simulated(
+    monkeypatch: pytest.MonkeyPatch,
+    choose: Callable[[Sequence[str]], dict[str, str]] | None = None,
+    **fields: Any,
+) -> Iterator[Opened]:
+    """Let models load under a budget to the CPU, which stands for a GPU; `fields` are those of plans."""
+    from tpde.integrations.transformers import streamed
+    from tpde.streaming.units import Placement
+
+    opened, plan = Opened(), streamed.plan_streaming
+
+    def device(_: torch.device, ring: int) -> SimulatedDevice:
+        opened.devices.append(Device(ring))
+        return opened.devices[-1]
+
+    def memory(extents: Sequence[Any], device: int, *, progress: Any = None) -> MemorySupply:
+        opened.memory.append(MemorySupply())
+        if progress is not None:
+            progress(sum(it.size for it in extents))
+        return opened.memory[-1]
+
+    def disk(*_: Any) -> MemorySupply:
+        opened.disks.append(MemorySupply(ahead=4 * PIECE))
+        return opened.disks[-1]
+
+    def planned(model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = plan(model, *args, **kwargs)
+        if choose is not None:
+            chosen = {name: Placement(kind) for name, kind in choose(list(made.placements)).items()}
+            made = dataclasses.replace(
+                made, placements=chosen, slots=SLOTS, piece=PIECE, staging=4 * PIECE, **fields
+            )
+        opened.plans.append(made)
+        return made
+
+    monkeypatch.setattr(streamed, "CudaDevice", device)
+    monkeypatch.setattr(streamed, "HostMemory", memory)
+    monkeypatch.setattr(streamed, "ReadAhead", disk)
+    monkeypatch.setattr(streamed, "plan_streaming", planned)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def load(
+    path: Any, *, max_tokens: int = 256, vram: int = 1 << 30, ram: int | None = None, **options: Any
+) -> Any:
+    """Load a packed model as `tpde.from_pretrained` would to a GPU with a budget."""
+    from tpde.integrations.transformers.loading import model_class_of
+    from tpde.integrations.transformers.quantizer import loading_to
+    from tpde.integrations.transformers.streamed import Budget
+
+    progress = options.pop("progress", None)
+    kind = options.pop("model_class", None) or model_class_of(path)
+    with loading_to(torch.device("cpu"), Budget(vram, ram, max_tokens, progress)):
+        return kind.from_pretrained(path, dtype="auto", **options)
