@@ -52,7 +52,7 @@ class Routed:
         source, extents = write_blobs(packed, folder / "blobs")
         self.fetched: list[list[int]] = []
         self.places, self.supply = places, MemorySupply()
-        self.device = SimulatedDevice(RING * ROOM + (8 << 20), delay=delay)  # large enough for any cache
+        self.device = SimulatedDevice(RING * ROOM + (16 << 20), delay=delay)  # large enough for any cache
         self.streamer = Streamer(self.device, RING, ROOM)
         self.streamer.own(self.supply, source, self.device)
         self.model = stream_model(
