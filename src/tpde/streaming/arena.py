@@ -13,12 +13,11 @@ import numpy as np
 
 from tpde.errors import OutOfMemory
 from tpde.format.source import Source
-from tpde.packing.writer import default_threads
 from tpde.streaming import lock
 from tpde.streaming.parallel import for_each
 from tpde.streaming.ranges import PAGE, Range, read_error
 
-_THREADS = 8  # one copies 4 to 8 GB/s out of the page cache
+_THREADS = 8  # however few processors: one copies 4 to 8 GB/s from the page cache, others wait for the disk
 _PIECE_BYTES = 8 << 20  # of a read: larger ones are no faster
 
 
@@ -124,5 +123,5 @@ def fill(arena: Arena, ranges: Sequence[Range], report: Callable[[int], None]) -
         except OSError as error:
             raise read_error(source.name, offset, size, error) from error
 
-    for_each(work, read, min(_THREADS, default_threads()), lambda piece: report(piece[3]))
+    for_each(work, read, _THREADS, lambda piece: report(piece[3]))
     return starts

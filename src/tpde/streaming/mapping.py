@@ -21,7 +21,6 @@ import numpy as np
 
 from tpde.errors import Truncated
 from tpde.format.source import FileSource
-from tpde.packing.writer import default_threads
 from tpde.streaming import lock
 from tpde.streaming.parallel import for_each
 from tpde.streaming.ranges import Range, read_error
@@ -107,7 +106,7 @@ class Mapping:
             for it, start in zip(ranges, self.starts, strict=True)
             for at in range(it.begin, it.end, _PIECE_BYTES)
         ]
-        for_each(work, _populate, min(_THREADS, default_threads()), lambda piece: report(piece[3]))
+        for_each(work, _populate, _THREADS, lambda piece: report(piece[3]))
 
     def close(self) -> None:
         """Unlock and unmap."""
