@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +319,64 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
     with PackedFile(llama.packed / "model.safetensors") as file:
         packed = sum(e.end - e.begin for n, e in file.container.entries.items() if n.endswith("_tpde"))
     assert sum(sizes) == packed
+
+
+# ---- `tpde run` ----
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Run the command with the simulated device for `cuda`."""
+    from typer.testing import CliRunner
+
+    from tpde.cli import app
+    from tpde.integrations import device
+    from tpde.integrations.transformers import loading
+    from tpde.streaming.trace import Trace
+
+    def cpu(_: object) -> torch.device:
+        return torch.device("cpu")
+
+    monkeypatch.setattr(device, "checked_device", cpu)
+    monkeypatch.setattr(loading, "checked_device", cpu)
+    monkeypatch.setattr(loading, "_check_gpus", lambda _: None)
+    monkeypatch.setattr(streamed, "start_trace", lambda _: Trace(None, 0))  # type: ignore[arg-type]
+    with simulated(monkeypatch, every(*MIXED)):
+        yield lambda *args: CliRunner().invoke(app, ["run", *map(str, args)])
+
+
+def test_command(run: Callable[..., Any], llama: Pair, tmp_path: Path) -> None:
+    args = (llama.packed, "--prompt", "Hello", "--max-new-tokens", "5")
+    expected = json.loads(run(*args, "--json").stdout)
+    budget = ("--vram", "1GiB", "--ram", "64MiB", "--max-tokens", "9")
+    done = run(*args, *budget, "--trace", tmp_path / "trace.json", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["tokens"] == expected["tokens"]
+    assert found["streaming"]["cpu"]["copied_bytes"] > 0
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+    done = run(*args, *budget, "--stats")
+    assert done.stdout == expected["text"] + "\n"
+    assert "cpu: " in done.stderr
+    refused = run(*args, "--vram", "1GiB", "--max-tokens", "8")
+    assert refused.exit_code == 2
+    assert "1 x 9 = 9 tokens" in refused.stderr
+    assert "hint: pass fewer" in refused.stderr
+
+
+def test_commands_that_cannot_be(llama: Pair) -> None:
+    from typer.testing import CliRunner
+
+    from tpde.cli import app
+
+    for args, error in (
+        (("--ram", "1GiB"), "`ram` is a part of a budget"),
+        (("--max-tokens", "9"), "`max_tokens` is a part of a budget"),
+        (("--trace", "x.json"), "`--trace` is of weights that are streamed"),
+        (("--vram", "a lot"), "is no size"),
+        (("--vram", "1GiB", "--device", "cpu"), "goes to `cpu`"),
+    ):
+        done = CliRunner().invoke(app, ["run", str(llama.packed), "--prompt", "x", *args])
+        assert done.exit_code == 2
+        assert error in done.stderr
+        assert "hint:" in done.stderr

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpde.cli.common import guard, print_json, say, size
+from tpde.cli.common import guard, print_json, progress_bar, say, size
 from tpde.errors import InvalidInput
+
+MAX_TOKENS = 8192  # as of `tpde.from_pretrained`
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +38,26 @@ def run(
         str | None,
         typer.Option(help="`cpu`, `cuda` or `cuda:N`.", show_default="the GPU if there is one"),
     ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Device memory to use, such as `16GiB`: what exceeds it is streamed."
+        ),
+    ] = None,
+    ram: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory to lock; what exceeds it is read from the files."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Of the prompt and the answer, with `--vram`.", show_default=str(MAX_TOKENS)
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a timeline for https://ui.perfetto.dev, with `--vram`."),
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, memory and sizes on stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
 ) -> None:
@@ -47,23 +69,45 @@ def run(
 
     \b
       tpde run llama-packed --prompt "The exponent of a weight"
+      tpde run llama-packed --vram 16GiB --prompt "The exponent of a weight" --stats
       tpde run minilm-packed --embed "a sentence" "another one"
     """
     if embed == (prompt is not None) or embed != bool(texts):
         raise InvalidInput(
             "nothing to do, or too much; give `--prompt TEXT`, or `--embed` and one TEXT or more"
         )
+    if trace is not None and vram is None:
+        raise InvalidInput(
+            "`--trace` is of weights that are streamed; pass `--vram` as well, or leave it out"
+        )
     from tpde.integrations.device import checked_device
     from tpde.integrations.transformers.folder import packed_directory
+    from tpde.integrations.transformers.loading import checked_budget
     from tpde.integrations.transformers.memory import Peak
 
-    folder, where = packed_directory(model), checked_device(device or _default_device())
+    checked_budget(vram, ram, max_tokens)
+    limits = {"vram": vram, "ram": ram, "max_tokens": max_tokens}
+    folder = packed_directory(model)
+    where = checked_device(device or ("cuda" if vram is not None else _default_device()))
     peak = Peak(where)
     start = {"model": model, "device": str(where)}
     if prompt is not None:
-        _generate(folder, where, peak, start, prompt, max_new_tokens, temperature, seed, stats, as_json)
+        _generate(
+            folder,
+            where,
+            limits,
+            peak,
+            start,
+            prompt,
+            max_new_tokens,
+            temperature,
+            seed,
+            trace,
+            stats,
+            as_json,
+        )
     else:
-        _embed(folder, where, peak, start, texts or [], stats, as_json)
+        _embed(folder, where, limits, peak, start, texts or [], trace, stats, as_json)
 
 
 def _default_device() -> str:
@@ -72,36 +116,64 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _load(folder: Path, device: torch.device, model_class: Any = None) -> tuple[Any, Any, dict[str, Any]]:
-    """The model, its tokenizer, and what loading came to."""
+def _load(
+    folder: Path, device: torch.device, limits: dict[str, Any], record: bool, model_class: Any = None
+) -> tuple[Any, dict[str, Any]]:
+    """The model, and what loading came to."""
     from transformers.utils import logging
 
     from tpde.integrations.transformers import from_pretrained
-    from tpde.integrations.transformers.generate import load_tokenizer
+    from tpde.integrations.transformers.folder import weight_files
     from tpde.integrations.transformers.memory import weight_bytes
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    tokenizer = load_tokenizer(folder)
     start = time.perf_counter()
-    model = from_pretrained(folder, device, model_class=model_class)
-    return model, tokenizer, {"load_seconds": time.perf_counter() - start, **weight_bytes(model)}
+    if limits["vram"] is None:
+        model = from_pretrained(folder, device, model_class=model_class)
+    else:
+        with progress_bar(
+            "loading", lambda: sum(it.stat().st_size for it in weight_files(folder))
+        ) as progress:
+            model = from_pretrained(folder, device, model_class=model_class, progress=progress, **limits)
+        if record:
+            model.tpde_streamer.record()  # type: ignore[operator, union-attr]
+    return model, {"load_seconds": time.perf_counter() - start, **weight_bytes(model)}
+
+
+def _finish_trace(model: Any, trace: Path | None) -> dict[str, Any]:
+    """Write the timeline; gives what a streamed model's copying came to."""
+    streaming = getattr(model, "tpde_streamer", None)
+    if streaming is None:
+        return {}
+    if trace is not None:
+        streaming.trace(trace)
+    return {"streaming": streaming.stats()}
 
 
 def _generate(
     folder: Path,
     device: torch.device,
+    limits: dict[str, Any],
     peak: Peak,
     result: dict[str, Any],
     prompt: str,
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    trace: Path | None,
     stats: bool,
     as_json: bool,
 ) -> None:
-    from tpde.integrations.transformers.generate import generate
+    from tpde.integrations.transformers.generate import generate, load_tokenizer
+    from tpde.integrations.transformers.tokens import check_tokens
 
-    model, tokenizer, loading = _load(folder, device)
+    tokenizer = load_tokenizer(folder)
+    if limits["vram"] is not None:
+        count = len(tokenizer(prompt)["input_ids"])
+        check_tokens(
+            1, count + max_new_tokens - 1, limits["max_tokens"] or MAX_TOKENS
+        )  # the last is not read
+    model, loading = _load(folder, device, limits, stats or trace is not None)
 
     def write(text: str) -> None:
         if not as_json:
@@ -126,6 +198,7 @@ def _generate(
         "tokens_per_second": made.tokens_per_second,
         "seconds": made.seconds,
         **loading,
+        **_finish_trace(model, trace),
         "peak_bytes": peak.bytes(),
     }
     if as_json:
@@ -137,23 +210,27 @@ def _generate(
         say("tokens", f"{made.prompt_tokens} read, {len(made.tokens)} written")
         say("speed", f"first token after {made.first_token_seconds * 1e3:.0f} ms{speed}")
         _say_sizes(result, device)
+        _say_copies(model)
 
 
 def _embed(
     folder: Path,
     device: torch.device,
+    limits: dict[str, Any],
     peak: Peak,
     result: dict[str, Any],
     texts: list[str],
+    trace: Path | None,
     stats: bool,
     as_json: bool,
 ) -> None:
     from transformers import AutoModel
 
     from tpde.integrations.transformers.embed import embed, read_recipe
+    from tpde.integrations.transformers.generate import load_tokenizer
 
-    recipe = read_recipe(folder)
-    model, tokenizer, loading = _load(folder, device, AutoModel)
+    recipe, tokenizer = read_recipe(folder), load_tokenizer(folder)
+    model, loading = _load(folder, device, limits, stats or trace is not None, AutoModel)
     start = time.perf_counter()
     vectors, tokens = embed(model, tokenizer, texts, recipe)
     seconds = time.perf_counter() - start
@@ -168,6 +245,7 @@ def _embed(
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         **loading,
+        **_finish_trace(model, trace),
         "peak_bytes": peak.bytes(),
     }
     if as_json:
@@ -180,6 +258,19 @@ def _embed(
         say("vectors", f"{len(rows)} of {vectors.shape[1]} dimensions, pooling {recipe.pooling}{unit}")
         say("speed", f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s")
         _say_sizes(result, device)
+        _say_copies(model)
+
+
+def _say_copies(model: Any) -> None:
+    """How well the copying of streamed weights was hidden, and why not better."""
+    streaming = getattr(model, "tpde_streamer", None)
+    if streaming is None:
+        return
+    if not streaming.streamers:
+        say("copies", "none: all weights fit the device")
+    for device in streaming.streamers:
+        for line in streaming.summary(device).text().splitlines():
+            say(str(device), line)
 
 
 def _say_sizes(result: dict[str, Any], device: torch.device) -> None:
