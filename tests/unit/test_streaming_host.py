@@ -69,7 +69,7 @@ def check(memory: HostMemory, wanted: list[Extent]) -> None:
 
 
 def threads() -> list[str]:
-    return [it.name for it in threading.enumerate() if it.name.startswith("tpde")]
+    return [it.name for it in threading.enumerate() if it.name == "tpde-host"]
 
 
 def test_locked_in_place(fake: FakeLock, source: FileSource) -> None:

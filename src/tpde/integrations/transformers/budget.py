@@ -10,7 +10,7 @@ from torch import nn
 
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.format.blob import MAX_FIXED_BYTES, BlobHeader, align, parse_blob_header
-from tpde.format.constants import CODEC_CONSTANT, CODEC_PREFIX, RECORD_BYTES
+from tpde.format.constants import CODEC_CONSTANT, CODEC_PREFIX, MAX_PREFIX_CHUNK_WORDS, RECORD_BYTES
 from tpde.format.source import read
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.transformers.demand import (
@@ -23,6 +23,7 @@ from tpde.integrations.transformers.demand import (
 from tpde.integrations.transformers.plan import Plan
 from tpde.nn.modules import gathers
 from tpde.nn.replace import block_path
+from tpde.nn.tiles import least_tile_bytes
 from tpde.packing.order import forward_order
 from tpde.streaming.plan import Rates, StreamPlan, Unit, make_plan
 from tpde.streaming.rates import given_rates
@@ -127,8 +128,8 @@ def _tile(model: Any, names: Sequence[str]) -> int:
     module = model.get_submodule(path)
     if len(names) > 1 or not isinstance(module, nn.Linear) or block_path(model, path) is not None:
         return 0
-    row = module.in_features * getattr(module, leaf).element_size()
-    return align(max(row, TILE_BYTES // row * row), ALIGN)
+    size = getattr(module, leaf).element_size()
+    return align(max(TILE_BYTES, least_tile_bytes(module.in_features, size, MAX_PREFIX_CHUNK_WORDS)), ALIGN)
 
 
 def plan_streaming(
