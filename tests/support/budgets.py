@@ -37,7 +37,6 @@ class Opened:
         self.devices: list[SimulatedDevice] = []
         self.memory: list[MemorySupply] = []
         self.disks: list[MemorySupply] = []
-        self.plans: list[Any] = []
 
     def close(self) -> None:
         """End the threads of the devices."""
@@ -50,6 +49,24 @@ def every(*kinds: str) -> Callable[[Sequence[str]], dict[str, str]]:
     return lambda names: {name: kinds[i % len(kinds)] for i, name in enumerate(names)}
 
 
+def placed(
+    monkeypatch: pytest.MonkeyPatch, choose: Callable[[Sequence[str]], dict[str, str]], **fields: Any
+) -> None:
+    """Let a test say where units go, and what other fields of plans are."""
+    from tpde.integrations.transformers import streamed
+    from tpde.streaming.units import Placement
+
+    plan = streamed.plan_streaming
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        made = plan(*args, **kwargs)
+        chosen = {name: Placement(kind) for name, kind in choose(list(made.placements)).items()}
+        ring = {"slots": SLOTS, "piece": PIECE, "staging": 4 * PIECE}
+        return dataclasses.replace(made, placements=chosen, **(ring | fields))
+
+    monkeypatch.setattr(streamed, "plan_streaming", planned)
+
+
 @contextmanager
 def simulated(
     monkeypatch: pytest.MonkeyPatch,
@@ -58,9 +75,8 @@ def simulated(
 ) -> Iterator[Opened]:
     """Let models load under a budget to the CPU, which stands for a GPU; `fields` are those of plans."""
     from tpde.integrations.transformers import streamed
-    from tpde.streaming.units import Placement
 
-    opened, plan = Opened(), streamed.plan_streaming
+    opened = Opened()
 
     def device(_: torch.device, ring: int) -> SimulatedDevice:
         opened.devices.append(Device(ring))
@@ -76,20 +92,11 @@ def simulated(
         opened.disks.append(MemorySupply(ahead=4 * PIECE))
         return opened.disks[-1]
 
-    def planned(model: Any, *args: Any, **kwargs: Any) -> Any:
-        made = plan(model, *args, **kwargs)
-        if choose is not None:
-            chosen = {name: Placement(kind) for name, kind in choose(list(made.placements)).items()}
-            made = dataclasses.replace(
-                made, placements=chosen, slots=SLOTS, piece=PIECE, staging=4 * PIECE, **fields
-            )
-        opened.plans.append(made)
-        return made
-
     monkeypatch.setattr(streamed, "CudaDevice", device)
     monkeypatch.setattr(streamed, "HostMemory", memory)
     monkeypatch.setattr(streamed, "ReadAhead", disk)
-    monkeypatch.setattr(streamed, "plan_streaming", planned)
+    if choose is not None:
+        placed(monkeypatch, choose, **fields)
     try:
         yield opened
     finally:

@@ -19,7 +19,7 @@ _shares: dict[torch.device, dict[int, int]] = {}  # of PyTorch's memory, by the 
 
 
 class Allowance:
-    """A budget of a device's memory, in force until it is closed.
+    """A budget of a device's memory, in force from `start` until it is closed.
 
     Several on one device add up.
 
@@ -35,12 +35,12 @@ class Allowance:
     Raises
     ------
     OutOfMemory
-        If so much is not free, or allocated already.
+        If so much is not free.
 
     Attributes
     ----------
-    available : int
-        Bytes of the budget that are left: without what the process had allocated beyond other budgets.
+    others : int
+        Bytes that the process had allocated, beyond other budgets. They count towards this one.
     """
 
     def __init__(self, device: torch.device, vram: int, outside: int) -> None:
@@ -49,22 +49,20 @@ class Allowance:
         reserved = torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
         with _lock:
-            shares = _shares.setdefault(device, {})
-            others = max(reserved - sum(shares.values()), 0)
-            self.available = vram - others
-            if self.available <= outside:
-                raise OutOfMemory(
-                    f"this process has {gib(others)} allocated on {device}, which count towards "
-                    f"`vram={gib(vram)}`, so that nothing is left; free them, or pass a larger `vram`"
-                )
+            self.others = max(reserved - sum(_shares.setdefault(device, {}).values()), 0)
             # The fixed part may be taken already, if kernels have run.
-            if self.available - outside > free:
+            if vram - self.others - outside > free:
                 raise OutOfMemory(
                     f"`vram={gib(vram)}` is more than {device} has: {gib(free)} of {gib(total)} are free; "
                     "pass a smaller `vram`, or free some of the memory"
                 )
-            shares[id(self)] = vram - outside
-            _limit(device)
+        self._share = vram - outside
+
+    def start(self) -> None:
+        """Let PyTorch allocate no more."""
+        with _lock:
+            _shares[self.device][id(self)] = self._share
+            _limit(self.device)
 
     def close(self) -> None:
         """Lift the limit, or lower it to the other budgets' of this device. Closing again does nothing."""

@@ -51,9 +51,8 @@ def stream(
     plan = Plan({name: Run(it.spec.shape, it.dtype, [it]) for name, it in packed.items()}, [], [])
     demand = Demand(plain_bytes(model, plan.runs), 0, parse_size(activations), FIXED_BYTES)
     streaming = Streaming(budget)
-    streaming.plans[device] = make_plan(
-        units_of(model, plan), demand, budget.vram, budget.ram, TYPICAL, calls=module_calls(model)
-    )
+    units, calls = units_of(model, plan), module_calls(model)
+    streaming.decide(device, lambda size: make_plan(units, demand, size, budget.ram, TYPICAL, calls=calls))
     parts = streaming.load(model, checkpoint, plan, dict.fromkeys(packed, device))
     model.tpde_streamer = streaming
     return parts

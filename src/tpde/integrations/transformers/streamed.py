@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tpde.errors import PackedWeight
+from tpde.errors import OutOfMemory, PackedWeight
 from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.source import Extent, FileSource
 from tpde.integrations.allowance import Allowance
 from tpde.integrations.checkpoint import Checkpoint, Stored
-from tpde.integrations.reading import fill
+from tpde.integrations.reading import fill, gib
 from tpde.integrations.transformers.budget import plan_streaming, unit_of
 from tpde.integrations.transformers.decode import place
 from tpde.integrations.transformers.plan import Plan
@@ -37,7 +37,7 @@ from tpde.streaming.units import Placement
 
 READ_THREADS = 8  # between the 4 and 16 at which disks reach their rate
 # Of the plan's fixed part what PyTorch does not allocate, 70 MiB on an H200; the rest is cuBLAS's workspace.
-OUTSIDE_BYTES = 88 << 20
+OUTSIDE_BYTES = 80 << 20
 
 
 class Budget(NamedTuple):
@@ -96,36 +96,49 @@ class Streaming:
         budget = self.budget
         ram = None if budget.ram is None else budget.ram // len(devices)
         for device in devices:
-            vram = self.allow(device)
-            self.plans[device] = plan_streaming(
-                model,
-                checkpoint,
-                plan,
-                vram=vram,
-                ram=ram,
-                max_tokens=budget.max_tokens,
-                only=[name for name in plan.runs if where[name] == device],
-            )
+            only = [name for name in plan.runs if where[name] == device]
 
-    def allow(self, device: torch.device) -> int:
-        """Hold the process to the budget of a device, until this is closed or collected.
+            def decide(vram: int, only: list[str] = only) -> StreamPlan:
+                return plan_streaming(
+                    model, checkpoint, plan, vram=vram, ram=ram, max_tokens=budget.max_tokens, only=only
+                )
 
-        Returns
-        -------
-        int
-            Bytes that are left for the model.
+            self.decide(device, decide)
+
+    def decide(self, device: torch.device, planner: Callable[[int], StreamPlan]) -> None:
+        """Plan for a device, and hold the process to the budget there, until this is closed or collected.
+
+        Parameters
+        ----------
+        device : torch.device
+            With its number.
+        planner : callable
+            Makes the plan for so many bytes of device memory.
 
         Raises
         ------
         OutOfMemory
-            If the budget is not free.
+            If the budget is not free, or cannot work.
         """
+        vram = self.budget.vram
         if device.type != "cuda":
-            return self.budget.vram
-        allowance = Allowance(device, self.budget.vram, OUTSIDE_BYTES)
+            self.plans[device] = planner(vram)
+            return
+        allowance = Allowance(device, vram, OUTSIDE_BYTES)
+        try:
+            self.plans[device] = planner(max(vram - allowance.others, 0))
+        except OutOfMemory as error:
+            if error.least is None or not allowance.others:
+                raise
+            least = error.least + allowance.others
+            raise OutOfMemory(
+                f"this process has {gib(allowance.others)} allocated on {device}, which count towards `vram`: "
+                f"without them {error}; and as much more as is allocated, or free that",
+                least=least,
+            ) from None
+        allowance.start()
         self._finalizers.append(weakref.finalize(self, allowance.close))
         self._finalizers[-1].atexit = False
-        return allowance.available
 
     def load(
         self, model: Any, checkpoint: Checkpoint, plan: Plan, where: Mapping[str, torch.device]

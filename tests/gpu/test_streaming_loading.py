@@ -1,0 +1,178 @@
+"""Loading under a budget to a GPU: bits, wherever weights are, and the budget held."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.budgets import every, placed
+from support.checkpoints import Pair, checkpoint, write
+from support.gpu import needs_cuda
+from support.models import NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
+
+import tpde
+from tpde.errors import OutOfMemory, PackedWeight
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytestmark = [
+    needs_cuda,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]  # memory that cannot be locked
+
+
+@pytest.mark.parametrize("kinds", [("host",), ("disk",), ("host", "packed", "disk", "plain")], ids="-".join)
+@pytest.mark.parametrize("name", NAMES)
+def test_bits(name: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed(monkeypatch, every(*kinds))
+    pair = checkpoint(tmp_path, name)
+    plain = pair.kind.from_pretrained(pair.plain).to("cuda")
+    model = tpde.from_pretrained(pair.packed, vram="1GiB", max_tokens=256)
+    assert {it.device.type for it in model.parameters()} <= {"cuda"}
+    with torch.no_grad():
+        for _ in range(2):
+            assert_same_bits(outputs(name, model, 2, "cuda"), outputs(name, plain, 2, "cuda"), name)
+    if name == "llama":
+        took = inputs(name, 2, 5, "cuda")["input_ids"]
+        for options in ({}, {"cache_implementation": "static"}, {"num_beams": 3}):
+            options |= {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6}
+            assert torch.equal(model.generate(took, **options), plain.generate(took, **options))
+        model.to("cuda")
+        with pytest.raises(PackedWeight):
+            model.to("cpu")
+    model.tpde_streamer.close()
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Blocks of 32 MiB, 8 of them."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    torch.manual_seed(0)
+    return write(tmp_path_factory.mktemp("larger"), transformers.LlamaForCausalLM(config).to(torch.bfloat16))
+
+
+def _least(pair: Pair) -> int:
+    """The least budget of a process that has nothing else allocated."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = torch.cuda.memory_reserved()
+    with pytest.raises(OutOfMemory, match="least that works") as caught:
+        tpde.from_pretrained(pair.packed, vram=others + (90 << 20), max_tokens=64)
+    assert caught.value.least is not None
+    return caught.value.least - others
+
+
+MEASURE = """
+import json, subprocess, sys, threading, time
+import torch
+import tpde
+
+HOLD = "import sys, torch; torch.zeros(1, device='cuda'); free = torch.cuda.mem_get_info()[0]" \\
+    ";held = torch.empty(free - int(sys.argv[1]), dtype=torch.uint8, device='cuda'); print(1, flush=True)" \\
+    ";sys.stdin.read()"
+
+folder, vram = sys.argv[1], int(sys.argv[2])
+torch.zeros(1, device="cuda")
+torch.cuda.empty_cache()
+pipe = subprocess.PIPE
+holder = subprocess.Popen([sys.executable, "-c", HOLD, str(vram)], stdin=pipe, stdout=pipe)
+assert holder.stdout.readline()
+free = torch.cuda.mem_get_info()[0]
+least, stop = free, False
+
+def watch():
+    global least
+    while not stop:
+        least = min(least, torch.cuda.mem_get_info()[0])
+        time.sleep(0.002)
+
+thread = threading.Thread(target=watch)
+thread.start()
+model = tpde.from_pretrained(folder, vram=vram, max_tokens=64)
+ids = torch.arange(3, 35, device="cuda")[None]
+with torch.no_grad():
+    for _ in range(3):
+        logits = model(input_ids=ids).logits
+made = model.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)
+torch.cuda.synchronize()
+stop = True
+thread.join()
+holder.stdin.close()
+holder.wait()
+stats = model.tpde_streamer.stats()
+digest = logits.view(torch.int16).to(torch.int64).cpu()
+print(json.dumps({
+    "peak": free - least, "free": free, "tokens": made[0, 32:].tolist(), "logits": digest.flatten().tolist(),
+    "copied": sum(it["copied_bytes"] for it in stats.values()),
+}))
+"""
+
+
+@pytest.mark.parametrize("more", [0, 48 << 20, 1 << 30])
+def test_the_budget_is_held(more: int, larger: Pair) -> None:
+    """Another process holds the rest of the card: what is too much fails."""
+    vram = _least(larger) + more
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(larger.packed), str(vram)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["peak"] <= vram
+    assert bool(found["copied"]) == (more < 1 << 30)
+    plain = larger.kind.from_pretrained(larger.plain).to("cuda")
+    ids = torch.arange(3, 35, device="cuda")[None]
+    with torch.no_grad():
+        logits = plain(input_ids=ids).logits
+    assert found["logits"] == logits.view(torch.int16).to(torch.int64).cpu().flatten().tolist()
+    made = plain.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)
+    assert found["tokens"] == made[0, 32:].tolist()
+
+
+def test_too_large_a_budget(larger: Pair) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(OutOfMemory, match=r"is more than cuda:0 has: .* are free"):
+        tpde.from_pretrained(larger.packed, vram=total + (1 << 30))
+
+
+def test_two_models_add_up(larger: Pair) -> None:
+    vram = _least(larger) + (64 << 20) + torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    models = [tpde.from_pretrained(larger.packed, vram=vram, max_tokens=64) for _ in range(2)]
+    took = inputs("llama", 1, 9, "cuda")
+    with torch.no_grad():
+        assert_same_bits(models[0](**took).logits, models[1](**took).logits)
+    assert torch.cuda.max_memory_reserved() <= 2 * vram
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(2 * vram, dtype=torch.uint8, device="cuda")
+    for model in models:
+        model.tpde_streamer.close()
+    torch.empty(2 * vram, dtype=torch.uint8, device="cuda")  # the limit is lifted
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    placed(monkeypatch, every("host"))
+    pair = checkpoint(tmp_path, "llama")
+    plain = pair.kind.from_pretrained(pair.plain, device_map={"": 0})
+    model: Any = tpde.from_pretrained(pair.packed, device_map="auto", vram="1GiB", max_tokens=256)
+    assert len(model.tpde_streamer.streamers) == 2
+    with torch.no_grad():
+        assert_same_bits(outputs("llama", model, 2, "cuda"), outputs("llama", plain, 2, "cuda"))
