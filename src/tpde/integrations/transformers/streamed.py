@@ -132,8 +132,8 @@ class Streaming:
                 raise
             least = error.least + allowance.others
             raise OutOfMemory(
-                f"this process has {gib(allowance.others)} allocated on {device}, which count towards `vram`: "
-                f"without them {error}; and as much more as is allocated, or free that",
+                f"this process has {gib(allowance.others)} allocated on {device}, which count towards "
+                f"`vram`: without them {error}; and as much more as is allocated, or free that",
                 least=least,
             ) from None
         allowance.start()
