@@ -137,7 +137,7 @@ class CudaDevice:
         """Launch on the current stream, checksums included."""
         stream = torch.cuda.current_stream(self.device)
         if self.trace is not None and number == 0 and self._computing is not None:
-            # What follows the last unit's decoding ends here, where this one's copy may have to be waited for.
+            # What follows the last unit's decoding ends before this one's copy is waited for.
             self.trace.compute(self._computing[0], self._mark(stream), self._computing[1])
         stream.wait_event(copied)
         work = handle.works[number]
