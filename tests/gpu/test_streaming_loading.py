@@ -41,7 +41,8 @@ def test_bits(name: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: py
     if name == "llama":
         took = inputs(name, 2, 5, "cuda")["input_ids"]
         for options in ({}, {"cache_implementation": "static"}, {"num_beams": 3}):
-            options |= {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6}
+            # With a static cache, transformers would compile the plain model: other kernels, other bits.
+            options |= {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6, "disable_compile": True}
             assert torch.equal(model.generate(took, **options), plain.generate(took, **options))
         model.to("cuda")
         with pytest.raises(PackedWeight):
