@@ -443,3 +443,19 @@ def test_forgotten_while_idle(fake: FakeLock) -> None:
     del supply
     gc.collect()
     soon(lambda: not fake.locked and not threads(), "threads end")
+
+
+def test_closed_by_one_of_its_own_threads(source: FileSource, data: bytes) -> None:
+    """As when the garbage that a reader allocates has the model collected: it may hold the lock then."""
+    supply = ReadAhead(2, PIECE, 3, 0)
+    ended: list[bool] = []
+
+    class Closing:
+        def read(self, *span: object) -> None:
+            supply.close()
+            ended.append(True)
+
+    supply.trace = Closing()
+    supply.request(piece(source, 0))
+    soon(lambda: bool(ended), "closing waits for ever")
+    soon(lambda: not threads(), "threads are left")

@@ -145,8 +145,10 @@ class ReadAhead:
     def copied(self, ticket: _Ticket, event: Any) -> None:
         """Read another piece to the same buffer once `event.synchronize()` returns."""
         with self._state.lock:
-            self._state.draining.append((ticket.buffer, event))
+            buffer = ticket.buffer
+            # First, for Ctrl-C between the two must not have `cancel` free the buffer a second time.
             ticket.done, ticket.dropped, ticket.buffer = False, True, -1
+            self._state.draining.append((buffer, event))
             self._state.work.notify_all()
 
     def cancel(self, ticket: _Ticket) -> None:
@@ -202,6 +204,8 @@ class _State:
             self.there.notify_all()
 
     def join(self) -> None:
+        if threading.current_thread() in self._threads:
+            return  # garbage is collected in any thread, and this one may hold the lock that others end with
         for thread in self._threads:
             thread.join()
 
