@@ -78,7 +78,7 @@ def simulated(
 
     opened = Opened()
 
-    def device(_: torch.device, ring: int) -> SimulatedDevice:
+    def device(_: torch.device, ring: int, *, beside: Any = None) -> SimulatedDevice:
         opened.devices.append(Device(ring))
         return opened.devices[-1]
 

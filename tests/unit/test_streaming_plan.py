@@ -47,7 +47,10 @@ models = st.builds(
     st.lists(sizes, max_size=2),
 ).filter(bool)
 demands = st.builds(
-    Demand, *(st.integers(0, 300).map(lambda mib: mib * MIB + 77) for _ in range(3)), st.just(128 * MIB)
+    Demand,
+    *(st.integers(0, 300).map(lambda mib: mib * MIB + 77) for _ in range(3)),
+    st.just(128 * MIB),
+    st.sampled_from([0, 2 * MIB, 460 * MIB]),
 )
 rams = st.none() | st.integers(1, 8000).map(lambda mib: mib * MIB)
 slow = settings(max_examples=40, deadline=None)
@@ -74,6 +77,7 @@ def check(made: StreamPlan, units, needs, vram, ram):
             needs.total,
             made.workspace,
             made.ring,
+            needs.experts if streamed else 0,
             total("index", Placement.HOST, Placement.DISK),
             total("packed", Placement.PACKED),
             total("plain", Placement.PLAIN),

@@ -77,6 +77,11 @@ def _place(kind: type[nn.Module]) -> tuple[str, int] | None:
     return next(((name, names.index(name)) for name in _CHOICE if name in names), None)
 
 
+def routes(kind: type[nn.Module]) -> bool:
+    """Whether it is known of a class which of its experts a call needs."""
+    return _place(kind) is not None  # type: ignore[arg-type]
+
+
 def chosen(module: PackedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
     """The experts that a call needs, ascending; None if that is not known. Waits for the router."""
     place = _place(module.tpde_base)  # type: ignore[arg-type]

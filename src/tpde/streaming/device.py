@@ -77,12 +77,16 @@ class CudaDevice:
         With its number.
     ring : int
         Bytes of all places together.
+    beside : CudaDevice, optional
+        What brings other weights of the same model to the device. Each has a copy stream of its own, and so
+        waits for no copies of the other; what is computed is noted for both together.
     """
 
-    def __init__(self, device: torch.device, ring: int) -> None:
+    def __init__(self, device: torch.device, ring: int, *, beside: CudaDevice | None = None) -> None:
         self.device = device
         self.trace: Any = None
-        self._computing: tuple[Any, str] | None = None  # since when, on the weights of what
+        # Since when, on the weights of what: one, or none.
+        self._computing: list[tuple[Any, str]] = [] if beside is None else beside._computing
         with torch.cuda.device(device), torch.inference_mode(False):
             self._ring = torch.empty(ring, dtype=torch.uint8, device=device)
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -136,9 +140,10 @@ class CudaDevice:
     def decode(self, handle: _Handle, number: int, place: int, out: torch.Tensor, copied: Any) -> Any:
         """Launch on the current stream, checksums included."""
         stream = torch.cuda.current_stream(self.device)
-        if self.trace is not None and number == 0 and self._computing is not None:
+        if self.trace is not None and number == 0 and self._computing:
             # What follows the last unit's decoding ends before this one's copy is waited for.
-            self.trace.compute(self._computing[0], self._mark(stream), self._computing[1])
+            since, name = self._computing.pop()
+            self.trace.compute(since, self._mark(stream), name)
         stream.wait_event(copied)
         work = handle.works[number]
         with on_device(self.device):
@@ -155,7 +160,7 @@ class CudaDevice:
         if self.trace is not None:
             self.trace.decode(start, end, handle.names[number], handle.sizes[number])
             last = number == len(handle.works) - 1
-            self._computing = (self._mark(stream), handle.names[0]) if last else None
+            self._computing[:] = [(self._mark(stream), handle.names[0])] if last else []
         return end
 
     def damage(self, handle: _Handle) -> Damage | None:
@@ -170,6 +175,10 @@ class CudaDevice:
         """Wait for the current stream and the copies."""
         torch.cuda.current_stream(self.device).synchronize()
         self._copies.synchronize()
+
+    def close(self) -> None:
+        """Wait: the memory that copies read may be given back then."""
+        self.wait()
 
     def recording(self) -> bool:
         """Whether the current stream is recording a CUDA graph."""

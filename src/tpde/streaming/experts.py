@@ -49,7 +49,7 @@ def expert_pieces(slots: Sequence[Slot], number: int, piece: int) -> list[Piece]
                 begin = it.packed.header.chunk_range(it.first, it.first)[0]
                 out = it.offset - begin * it.packed.header.word_bytes
                 parts.append(Part(it.packed, out, it.first, it.last))
-    return cut(parts, piece)
+    return cut(parts, piece, gap=0)  # between tensors of an expert lie those of others
 
 
 def _room(pieces: Sequence[Piece]) -> list[int]:

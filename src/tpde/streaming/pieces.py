@@ -83,7 +83,7 @@ class Part(NamedTuple):
     last: int
 
 
-def cut(parts: Sequence[Part], limit: int) -> list[Piece]:
+def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
     """Cut parts of tensors into pieces.
 
     Parameters
@@ -92,6 +92,8 @@ def cut(parts: Sequence[Part], limit: int) -> list[Piece]:
         In the order of use.
     limit : int
         Bytes of a piece, at most.
+    gap : int
+        Bytes between two tensors, at most, that are copied in vain.
 
     Returns
     -------
@@ -127,7 +129,7 @@ def cut(parts: Sequence[Part], limit: int) -> list[Piece]:
                 joins = (
                     one.extent.source is tensor.extent.source
                     and one.supply is tensor.supply
-                    and 0 <= low - end <= GAP_BYTES
+                    and 0 <= low - end <= gap
                     and (start - one.extent.offset) % ALIGNMENT == 0
                 )
                 if not joins or start + int(offsets[first + 1]) - begin > limit:

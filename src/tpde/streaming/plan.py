@@ -46,7 +46,8 @@ class StreamPlan:
         Bytes of units in page-locked host memory.
     parts : mapping of str to int
         What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`;
-        `ring`; `index`, of streamed units; `packed` and `decoded`, of the units on the device.
+        `ring` and `experts`, if units are streamed; `index`, of streamed units; `packed` and `decoded`, of
+        the units on the device.
     vram, ram : int
         The budgets; `ram` is None if there is none.
     times : mapping of str to float
@@ -100,8 +101,7 @@ class _Layout(NamedTuple):
     piece: int
 
     def used(self, demand: Demand) -> int:
-        made = self.tally
-        return demand.total + made.plain + made.packed + made.maps + self.workspace + self.slots * self.piece
+        return sum(_parts(self, demand).values())
 
 
 def _workspaces(units: Sequence[Unit], tiled: int) -> list[int]:
@@ -217,6 +217,7 @@ def _parts(layout: _Layout, demand: Demand) -> dict[str, int]:
         "fixed": demand.fixed,
         "workspace": layout.workspace,
         "ring": layout.slots * layout.piece,
+        "experts": demand.experts if layout.slots else 0,
         "index": layout.tally.maps,
         "packed": layout.tally.packed,
         "decoded": layout.tally.plain,
@@ -254,6 +255,7 @@ _WHAT = {
     "fixed": "of kernels and libraries",
     "workspace": "to decode to",
     "ring": "to copy to",
+    "experts": "of packed experts",
     "index": "of index maps",
     "packed": "of packed weights",
     "decoded": "of weights decoded once",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from tpde.errors import Corrupt, UnsupportedDevice
+from tpde.errors import Corrupt, PackedWeight, ReadError, UnsupportedDevice
 from tpde.format.constants import CODEC_CONSTANT
 from tpde.materialize import Materializer
 from tpde.streaming.device import Device
@@ -62,6 +62,8 @@ class Unit:
             used next, since waiting would cost time.
         UnsupportedDevice
             While a CUDA graph is recorded.
+        ReadError
+            If the streamer was closed.
         """
         self._streamer.fill(self, out)
 
@@ -132,6 +134,8 @@ class Streamer:
     ----------
     prefetch : bool
         Whether copies run ahead of the unit that is wanted.
+    owned : list
+        What is closed with it, in this order.
     copied_bytes, copied_pieces, dropped_pieces : int
         What was copied so far, and how much of it in vain, another unit being wanted than was expected.
     """
@@ -143,7 +147,7 @@ class Streamer:
         self._ahead = 0  # bytes that supplies want to know ahead
         self._lock = threading.RLock()
         self._order: Order[Unit] = Order()
-        self._used = False
+        self._used = self._closed = False
         self._chunks: dict[tuple[int, int, int, int], Unit] = {}
         self._planned: deque[_Step] = deque()
         self._cursor: tuple[Unit, int] | None = None  # what was requested last
@@ -151,11 +155,14 @@ class Streamer:
         # Places with the event after which they may be written again.
         self._free: deque[tuple[int, Any]] = deque()
         self._empty()
-        self._owned: list[Any] = []
+        self.owned: list[Any] = []
 
     def own(self, *things: Any) -> None:
-        """Take supplies and files over, to close them, in this order, when the streamer is closed."""
-        self._owned += things
+        """Take supplies and files over, to close them when the streamer is closed.
+
+        In this order, and before those that it has.
+        """
+        self.owned[:0] = things
 
     def stats(self) -> dict[str, int]:
         """What was copied so far."""
@@ -170,6 +177,12 @@ class Streamer:
     def unit(self, items: Sequence[tuple[Any, int]]) -> Unit:
         """What decodes tensors, each at its byte offset, into a buffer."""
         rest = [(packed, out) for packed, out in items if not streams(packed)]
+        if len(rest) < len(items) and not self._places:
+            name = next(packed.name for packed, _ in items if streams(packed))
+            raise PackedWeight(
+                f"`{name}` stays on the host, and only rows of it are read under the VRAM budget; load the model "
+                "without `vram=` to read all of it"
+            )
         parts = [Part(packed, out, 0, packed.header.chunks - 1) for packed, out in items if streams(packed)]
         made = Unit(self, cut(parts, self._room), Materializer(rest, rest[0][0].device) if rest else None)
         if not self._used and made.pieces:
@@ -187,6 +200,17 @@ class Streamer:
                 self._order.expect(made)
         return self._chunks[key]
 
+    def require_open(self) -> None:
+        """Refuse to use memory that was given back.
+
+        Raises
+        ------
+        ReadError
+            After `close`.
+        """
+        if self._closed:
+            raise ReadError("the streamed model was closed, and cannot be used any more; load it again")
+
     # ---- filling a buffer ----
 
     def fill(self, unit: Unit, out: Tensor) -> None:
@@ -197,6 +221,7 @@ class Streamer:
                     "streamed weights were wanted while a CUDA graph was recorded, which cannot hold what "
                     "comes from files; run without CUDA graphs, or load the model with more `vram`"
                 )
+            self.require_open()
             self._used = True
             try:
                 report(self.device, unit)
@@ -277,12 +302,12 @@ class Streamer:
             begin = time.perf_counter_ns()
             address = piece.supply.wait(step.ticket)
             self.device.trace.wait(begin, time.perf_counter_ns(), piece.extent.name)
-        self._planned.popleft()
         place, freed = self._free.popleft()
         if freed is not None:
             self.device.hold(freed)
         copied = self.device.copy(place, address, piece)
         piece.supply.copied(step.ticket, copied)
+        self._planned.popleft()  # whatever fails before, `_forget` gives its bytes back to the supply
         self._flying.append(_Flight(step.unit, step.number, place, copied))
         self.copied_bytes += piece.extent.size
         self.copied_pieces += 1
@@ -322,6 +347,7 @@ class Streamer:
     def close(self) -> None:
         """Wait for copies, and give host memory and files back. The model cannot be used any more."""
         with self._lock:
+            self._closed = True
             self._forget()
-            while self._owned:
-                self._owned.pop(0).close()
+            while self.owned:
+                self.owned.pop(0).close()

@@ -60,16 +60,19 @@ class Demand:
         Of one forward pass, at its peak.
     fixed : int
         Kernels, and what libraries keep.
+    experts : int
+        Of the least cache of packed experts that is of use; needed only if units are streamed.
     """
 
     plain: int
     cache: int
     activations: int
     fixed: int
+    experts: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it that is needed always: not `experts`."""
         return self.plain + self.cache + self.activations + self.fixed
 
 

@@ -20,6 +20,7 @@ from tpde.integrations.transformers.demand import (
     demand_of,
     module_calls,
 )
+from tpde.integrations.transformers.experts import cache_least, is_routed
 from tpde.integrations.transformers.plan import Plan
 from tpde.nn.modules import gathers
 from tpde.nn.replace import block_path
@@ -32,6 +33,7 @@ __all__ = ["FIXED_BYTES", "StreamPlan", "plan_streaming", "unit_of", "units_of"]
 
 TABLES_BYTES = 16 << 10  # expanded tables of a tensor on a GPU (docs/gpu.md)
 DESCRIPTOR_BYTES = 2 << 10  # of a tensor's pieces: a few of 136 bytes each
+EXPERT_BYTES = 512  # of an expert's pieces in a fused weight
 TILE_BYTES = 16 << 20  # smaller tiles of a matrix spend more on launches than on copies
 
 # An H200 on PCIe 5. Where weights go depends little on rates: all that matters is what is faster than what.
@@ -98,12 +100,14 @@ def _unit(model: Any, plan: Plan, unit: str, names: Sequence[str]) -> Unit:
         stored.update({part.name: part for part in parts})
         weights[tuple(part.name for part in parts)] = align(plan.runs[name].nbytes, ALIGN)
     headers = [_header(it) for it in stored.values()]
+    experts = sum(plan.runs[name].shape[0] for name in names if is_routed(model, plan, name))
     users = sorted({user for name in names for user in _users(model, name)})
     return Unit(
         name=unit,
         packed=sum(it.extent.size for it in stored.values()),
         plain=sum(weights.values()),
-        index=sum(align(RECORD_BYTES * it.chunks, ALIGN) + TABLES_BYTES + DESCRIPTOR_BYTES for it in headers),
+        index=EXPERT_BYTES * experts
+        + sum(align(RECORD_BYTES * it.chunks, ALIGN) + TABLES_BYTES + DESCRIPTOR_BYTES for it in headers),
         rows=all(_is_rows(model, it) for it in users),
         tile=_tile(model, users),
         resident=any(it.codec not in (CODEC_PREFIX, CODEC_CONSTANT) for it in headers),
@@ -172,5 +176,6 @@ def plan_streaming(
     units = units_of(model, plan, only)
     demand = demand_of(model, plan.runs, max_tokens, activation_dtype(model.parameters()))
     tables = TABLES_BYTES * len(checkpoint.packed)  # of tensors on the device; those of others are in `index`
-    demand = replace(demand, plain=demand.plain + tables)
+    experts = cache_least(model, plan, only)
+    demand = replace(demand, plain=demand.plain + tables, experts=experts)
     return make_plan(units, demand, vram, ram, rates, calls=module_calls(model))

@@ -290,6 +290,7 @@ class TpdeHfQuantizer(HfQuantizer):
         streaming, self._target = self._target.streaming, _Target()
         if streaming is not None:
             streaming.cut(model)
+            streaming.route(model)
         finish(model)
         if streaming is not None:
             streaming.attach(model)

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -19,14 +19,17 @@ from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.reading import fill, gib
 from tpde.integrations.transformers.budget import plan_streaming, unit_of
 from tpde.integrations.transformers.decode import place
+from tpde.integrations.transformers.experts import cache_size, routed_modules
 from tpde.integrations.transformers.plan import Plan
 from tpde.integrations.transformers.runs import Run
 from tpde.integrations.transformers.tokens import TokenLimit
 from tpde.materialize import Materializer, PackedTensor
-from tpde.nn import packed_modules
+from tpde.nn import packed_modules, route_experts
+from tpde.nn.experts import fused
 from tpde.nn.modules import PackedModule
 from tpde.streaming.device import CudaDevice
 from tpde.streaming.disk import ReadAhead
+from tpde.streaming.experts import ExpertStore
 from tpde.streaming.host import HostMemory
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stats import Summary, summarize_spans
@@ -72,12 +75,15 @@ class Streaming:
         Where weights are.
     streamers : dict of torch.device to Streamer
         Of the devices that any weights are streamed to.
+    experts : dict of torch.device to ExpertStore
+        Of the devices that routed experts are fetched to.
     """
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.plans: dict[torch.device, StreamPlan] = {}
         self.streamers: dict[torch.device, Streamer] = {}
+        self.experts: dict[torch.device, ExpertStore] = {}
         self._readers: dict[torch.device, list[Any]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._finalizers: list[Any] = []
@@ -181,6 +187,21 @@ class Streaming:
                 for slot in module.tpde_slots.values():
                     slot.tile_bytes = plan.workspace
 
+    def route(self, model: torch.nn.Module) -> None:
+        """Let experts in host memory be fetched as routed to, through what memory is left for a cache."""
+        for device, streamer in self.streamers.items():
+            plan, modules = self.plans[device], routed_modules(model, streamer)
+            if not modules:
+                continue
+            size, room = cache_size(modules, plan.piece, plan.parts["experts"], plan.vram - plan.used)
+            if not size:
+                continue  # not even one fits: they come with their blocks
+            cache = CudaDevice(device, size, beside=cast(CudaDevice, streamer.device))
+            streamer.own(cache)
+            store = self.experts[device] = ExpertStore(cache, 0, size, room, plan.piece)
+            for module in modules:
+                route_experts(module, store.module(fused(module)))
+
     def attach(self, model: Any) -> None:
         """Belong to a model that is loaded, and hold it to its number of tokens."""
         model.tpde_streamer = self
@@ -213,6 +234,8 @@ class Streaming:
         """Start to note when things happen, for `trace` and `stats`. Waits for the devices."""
         for device, streamer in self.streamers.items():
             trace = self._traces[device] = streamer.device.trace = start_trace(device)
+            if device in self.experts:
+                self.experts[device].device.trace = trace
             for reader in self._readers[device]:
                 reader.trace = trace
 
@@ -231,6 +254,8 @@ class Streaming:
         found: dict[str, Any] = {}
         for device, streamer in self.streamers.items():
             found[str(device)] = dict(streamer.stats())
+            if device in self.experts:
+                found[str(device)] |= self.experts[device].stats()
             if device in self._traces:
                 found[str(device)] |= self.summary(device).as_dict()
         return found
@@ -350,7 +375,7 @@ def open_streamed(
             thing.close()
         raise
     streamer.own(*owned)
-    weakref.finalize(streamer, _give_back, streamer.device, owned).atexit = False
+    weakref.finalize(streamer, _give_back, streamer.device, streamer.owned).atexit = False
     return streamer, tensors
 
 
@@ -359,7 +384,8 @@ def _give_back(device: Any, owned: Sequence[Any]) -> None:
     with suppress(Exception):
         device.wait()
     for thing in owned:
-        thing.close()
+        with suppress(Exception):  # the others are closed all the same
+            thing.close()
 
 
 def hide_blobs(model: torch.nn.Module) -> None:
