@@ -31,6 +31,9 @@ class Streams(Protocol):
     def chunks(self, packed: Any, first: int, last: int, offset: int) -> Callable[[torch.Tensor], None]:
         """What rebuilds chunks `first` to `last` of a tensor into a buffer, from byte `offset` on."""
 
+    def require_open(self) -> None:
+        """Raise `ReadError` if the chunks were given up."""
+
 
 class PackedTensor:
     """A blob (docs/format.md 2) in a tensor, and what decoding it needs beside it.
@@ -505,7 +508,11 @@ class RowReader:
             On the CPU, if a number is not a row's. On a GPU the kernel traps, as the framework's own does.
         Corrupt
             Naming tensor and chunk.
+        ReadError
+            If the rows are read where they are streamed from, and that was closed.
         """
+        if self.packed.streams is not None:
+            self.packed.streams.require_open()  # kernels read the host's memory, whether it is there or not
         if ids.device != self.device or ids.dtype not in (torch.int64, torch.int32):
             raise RuntimeError(
                 f"rows of `{self.packed.name}` on {self.device} are asked for by {ids.dtype} on "

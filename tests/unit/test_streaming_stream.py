@@ -14,9 +14,10 @@ from support.simulated import MemorySupply, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from tpde.errors import Corrupt, InvalidInput, PackedWeight, UnsupportedDevice  # noqa: E402
+from tpde.errors import Corrupt, InvalidInput, PackedWeight, ReadError, UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
+from tpde.materialize import RowReader  # noqa: E402
 from tpde.streaming.order import Order  # noqa: E402
 from tpde.streaming.pieces import Part, cut  # noqa: E402
 from tpde.streaming.stream import Streamer, Unit  # noqa: E402
@@ -244,6 +245,36 @@ def test_an_interrupted_fill_leaves_the_ring_usable(tmp_path: Path, monkeypatch:
         assert filled(unit, len(expected)) == expected
 
 
+@pytest.mark.parametrize("where", ["copy", "hold"])
+def test_a_failed_copy_gives_its_bytes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A supply with few buffers would have none left otherwise."""
+    with Fixture(tmp_path, SIZES, places=2) as made:
+        (unit, expected), _ = made.units((0, 1), (2,))
+        filled(unit, len(expected))
+        taken: list[object] = []
+        real = made.supply.copied
+
+        def copied(ticket: Extent, event: threading.Event) -> None:
+            taken.append(ticket)
+            real(ticket, event)
+
+        def fail(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(made.supply, "copied", copied)
+        made.streamer._forget()
+        made.supply.requested.clear()
+        made.supply.cancelled = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(made.device, where, fail)
+            with pytest.raises(KeyboardInterrupt):
+                filled(unit, len(expected))
+        assert len(made.supply.requested) == len(taken) + made.supply.cancelled
+        assert filled(unit, len(expected)) == expected
+
+
 def test_threads_take_turns(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         units = made.units((0, 1), (2,), (4, 5))
@@ -276,6 +307,25 @@ def test_closing_gives_everything_back_once(tmp_path: Path) -> None:
         made.streamer.close()
         made.streamer.device = SimulatedDevice(ROOM)
         assert made.supply.closed == 1
+
+
+def test_what_was_closed_is_not_read(tmp_path: Path) -> None:
+    """Kernels would read rows from memory that was given back."""
+    with Fixture(tmp_path, [5000]) as made:
+        (unit, expected) = made.units((0,))[0]
+        made.streamer.close()
+        with pytest.raises(ReadError, match="was closed"):
+            filled(unit, len(expected))
+        reader = RowReader.__new__(RowReader)
+        reader.packed = made.tensors[0]
+        with pytest.raises(ReadError, match="load it again"):
+            reader(torch.zeros(1, dtype=torch.int64))
+        made.streamer.device = SimulatedDevice(ROOM)
+
+
+def test_a_ring_without_places_streams_rows_only(tmp_path: Path) -> None:
+    with Fixture(tmp_path, [5000]) as made, pytest.raises(PackedWeight, match="`t0` stays on the host"):
+        Streamer(made.device, 0, 0).unit([(made.tensors[0], 0)])
 
 
 def test_a_streamed_tensor_stays_where_it_is(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class Device(Protocol):
         """What decoding has reported so far, if anything."""
 
     def wait(self) -> None:
-        """Wait until all that was queued from this stream is done, and all copies."""
+        """Wait until all that was queued is done, from any stream."""
 
     def recording(self) -> bool:
         """Whether the caller's stream is recording a CUDA graph."""
@@ -172,9 +172,8 @@ class CudaDevice:
         return None
 
     def wait(self) -> None:
-        """Wait for the current stream and the copies."""
-        torch.cuda.current_stream(self.device).synchronize()
-        self._copies.synchronize()
+        """Wait for all streams: kernels of others may read rows from memory that is given back next."""
+        torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Wait: the memory that copies read may be given back then."""

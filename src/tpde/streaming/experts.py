@@ -193,7 +193,8 @@ class ExpertStore:
                 here.append((it, place))
             elif it.pieces:
                 missing.append(it)
-                self._asked += [(piece, piece.supply.request(piece.extent)) for piece in it.pieces]
+                for piece in it.pieces:
+                    self._asked.append((piece, piece.supply.request(piece.extent)))
         flying: deque[tuple[Expert, int]] = deque()
         self._copy(missing, flying)
         for it, place in here:
@@ -219,9 +220,9 @@ class ExpertStore:
             for piece, offset in zip(it.pieces, it.offsets, strict=True):
                 ticket = self._asked[0][1]
                 address = piece.supply.wait(ticket)
-                self._asked.popleft()
                 it.copied.append(self.device.copy(at + offset, address, piece))
                 piece.supply.copied(ticket, it.copied[-1])
+                self._asked.popleft()  # whatever fails before, `_forget` gives its bytes back to the supply
                 self.copied_bytes += piece.extent.size
             flying.append((it, place))
 

@@ -180,8 +180,8 @@ class Streamer:
         if len(rest) < len(items) and not self._places:
             name = next(packed.name for packed, _ in items if streams(packed))
             raise PackedWeight(
-                f"`{name}` stays on the host, and only rows of it are read under the VRAM budget; load the model "
-                "without `vram=` to read all of it"
+                f"`{name}` stays on the host, and only rows of it are read under the VRAM budget; load the "
+                "model without `vram=` to read all of it"
             )
         parts = [Part(packed, out, 0, packed.header.chunks - 1) for packed, out in items if streams(packed)]
         made = Unit(self, cut(parts, self._room), Materializer(rest, rest[0][0].device) if rest else None)
