@@ -118,6 +118,7 @@ digest = logits.view(torch.int16).to(torch.int64).cpu()
 print(json.dumps({
     "peak": free - least, "free": free, "tokens": made[0, 32:].tolist(), "logits": digest.flatten().tolist(),
     "copied": sum(it["copied_bytes"] for it in stats.values()),
+    "experts": sum(it.get("expert_bytes", 0) for it in stats.values()),
 }))
 """
 
@@ -144,6 +145,70 @@ def test_the_budget_is_held(more: int, larger: Pair) -> None:
     assert found["logits"] == logits.view(torch.int16).to(torch.int64).cpu().flatten().tolist()
     made = plain.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)
     assert found["tokens"] == made[0, 32:].tolist()
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Blocks of 56 MiB, 8 of them, of 4 experts each."""
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("experts")
+    return write(folder, transformers.MixtralForCausalLM(config).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("more", [0, 64 << 20])
+def test_the_budget_is_held_with_experts(more: int, experts: Pair) -> None:
+    vram = _least(experts) + more
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(experts.packed), str(vram)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["peak"] <= vram
+    assert found["copied"]
+    assert found["experts"]
+    plain = experts.kind.from_pretrained(experts.plain).to("cuda")
+    ids = torch.arange(3, 35, device="cuda")[None]
+    with torch.no_grad():
+        logits = plain(input_ids=ids).logits
+    assert found["logits"] == logits.view(torch.int16).to(torch.int64).cpu().flatten().tolist()
+    made = plain.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)
+    assert found["tokens"] == made[0, 32:].tolist()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed(monkeypatch, every("host"))
+    pair = checkpoint(tmp_path, name)
+    plain = pair.kind.from_pretrained(pair.plain).to("cuda")
+    model = tpde.from_pretrained(pair.packed, vram="1GiB", max_tokens=256)
+    model.tpde_streamer.record()
+    with torch.no_grad():
+        for batch in (1, 1, 3):
+            assert_same_bits(outputs(name, model, batch, "cuda"), outputs(name, plain, batch, "cuda"), name)
+    took = inputs(name, 1, 5, "cuda")["input_ids"]
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6}
+    assert torch.equal(model.generate(took, **options), plain.generate(took, **options))
+    (stats,) = model.tpde_streamer.stats().values()
+    assert stats["expert_hits"] > stats["expert_misses"] > 0
+    assert stats["bytes"] == stats["copied_bytes"] + stats["expert_bytes"]
+    model.tpde_streamer.trace(tmp_path / "trace.json")
+    names = {it["name"] for it in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert any(".experts." in it for it in names)
+    model.tpde_streamer.close()
 
 
 def test_too_large_a_budget(larger: Pair) -> None:

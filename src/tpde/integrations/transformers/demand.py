@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tpde.format.blob import align
+from tpde.nn.experts import routes
 from tpde.nn.replace import block_path
 from tpde.streaming.units import Demand
 
@@ -110,7 +111,7 @@ def activation_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
         int(getattr(config, "vocab_size", 0) or 0) if model.get_output_embeddings() is not None else 0
     )
     states = max_tokens * hidden * (STATES * itemsize + FLOAT_STATES * 4)
-    inside = COPIES * max_tokens * block * itemsize
+    inside = COPIES * max_tokens * block * itemsize + _gathered_bytes(model, config)
     # A sampler takes one token's logits in float32, and sorts and sums these.
     logits = max_tokens * vocabulary * itemsize + 4 * vocabulary * 4
     return states + max(inside + _attention_bytes(model, config, max_tokens, itemsize), logits)
@@ -126,8 +127,32 @@ def _outputs(module: nn.Module, config: Any) -> int:
     if not shapes:
         return 0
     # Of three dimensions the first counts the experts; which of the others is the output, classes differ in.
-    chosen = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None) or 1)
-    return chosen * (sum(max(shape[1:]) for shape in shapes) + max(min(shape[1:]) for shape in shapes))
+    return _chosen(config) * (
+        sum(max(shape[1:]) for shape in shapes) + max(min(shape[1:]) for shape in shapes)
+    )
+
+
+def _chosen(config: Any) -> int:
+    """How many experts a token needs."""
+    return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None) or 1)
+
+
+def _gathered_bytes(model: nn.Module, config: Any) -> int:
+    """Copies of the experts that one token needs.
+
+    `batched_mm`, with which `generate` decodes on GPUs unless told otherwise, gathers their weights. It does
+    so for each sequence; several are not accounted for.
+    """
+    sizes = [
+        sum(
+            it.numel() // it.shape[0] * it.element_size()
+            for it in module.parameters(recurse=False)
+            if it.dim() == 3
+        )
+        for module in model.modules()
+        if routes(type(module))
+    ]
+    return _chosen(config) * max(sizes, default=0)
 
 
 def _attention_bytes(model: Any, config: Any, max_tokens: int, itemsize: int) -> int:
