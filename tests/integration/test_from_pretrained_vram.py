@@ -17,7 +17,7 @@ from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, outpu
 
 import tpde
 from tpde import nn as packed_nn
-from tpde.errors import InvalidInput, OutOfMemory, PackedWeight, UnsupportedDevice
+from tpde.errors import InvalidInput, OutOfMemory, PackedWeight, ReadError, UnsupportedDevice
 from tpde.nn.experts import fused
 from tpde.streaming.experts import expert_room
 
@@ -110,6 +110,25 @@ def test_all_fits(monkeypatch: pytest.MonkeyPatch, llama: Pair, tmp_path: Path) 
     with torch.no_grad():
         plain = llama.kind.from_pretrained(llama.plain)
         assert_same_bits(outputs("llama", model, 2), outputs("llama", plain, 2))
+
+
+def test_room_for_blobs_shrinks_with_them(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    """When the last weights are decoded, there may be room for little else than the plain model."""
+    rooms: list[tuple[int, int]] = []
+    real = streamed.fill
+
+    def fill(tensors: Any, extents: Any) -> None:
+        rooms.append((extents[0].size, tensors[0].untyped_storage().nbytes()))
+        real(tensors, extents)
+
+    monkeypatch.setattr(streamed, "fill", fill)
+    monkeypatch.setattr(streamed, "SCRATCH_LEAST", 0)
+    with simulated(monkeypatch):
+        load(llama.packed)
+    for i, (_, room) in enumerate(rooms):
+        left = max(size for size, _ in rooms[i:])
+        assert left <= room <= 2 * left
+    assert len({room for _, room in rooms}) > 1
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -405,6 +424,8 @@ def test_closing(hosted: Opened, llama: Pair) -> None:
     model = load(llama.packed)
     model.tpde_streamer.close()
     assert hosted.memory[0].closed
+    with pytest.raises(ReadError, match="closed"):
+        model(**inputs("llama", 1, 4))
     model.tpde_streamer.close()
 
 

@@ -52,7 +52,13 @@ def stream(
     demand = Demand(plain_bytes(model, plan.runs), 0, parse_size(activations), FIXED_BYTES)
     streaming = Streaming(budget)
     units, calls = units_of(model, plan), module_calls(model)
-    streaming.decide(device, lambda size: make_plan(units, demand, size, budget.ram, TYPICAL, calls=calls))
-    parts = streaming.load(model, checkpoint, plan, dict.fromkeys(packed, device))
+    try:
+        streaming.decide(
+            device, lambda size: make_plan(units, demand, size, budget.ram, TYPICAL, calls=calls)
+        )
+        parts = streaming.load(model, checkpoint, plan, dict.fromkeys(packed, device))
+    except BaseException:
+        streaming.close()
+        raise
     model.tpde_streamer = streaming
     return parts

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,6 +42,7 @@ from tpde.streaming.units import Placement
 READ_THREADS = 8  # between the 4 and 16 at which disks reach their rate
 # Of the plan's fixed part what PyTorch does not allocate, 70 MiB on an H200; the rest is cuBLAS's workspace.
 OUTSIDE_BYTES = 80 << 20
+SCRATCH_LEAST = 20 << 20  # smaller memory shares a segment of the caching allocator, and does not go back
 
 
 class Budget(NamedTuple):
@@ -294,11 +296,19 @@ def decode_runs(
     """
     if not runs:
         return
+    order = sorted(runs.items(), key=lambda item: -item[1].nbytes)
+    left = [max(part.extent.size for part in run.parts) for _, run in order]
+    left = list(accumulate(reversed(left), max))[::-1]  # the largest blob from each on
+    # One buffer for all blobs, in a segment of its own that goes back whole. It shrinks with them: at the end
+    # all plain weights are there, and maybe no more room than for these.
+    scratch = torch.empty(0, dtype=torch.uint8, device=device)
     with torch.inference_mode(False):
-        largest = max(part.extent.size for run in runs.values() for part in run.parts)
-        # One buffer for all blobs, in a segment of its own that goes back whole.
-        scratch = torch.empty(largest, dtype=torch.uint8, device=device)
-        for name, run in sorted(runs.items(), key=lambda item: -item[1].nbytes):
+        for largest, (name, run) in zip(left, order, strict=True):
+            if scratch.numel() < largest or scratch.numel() >= max(2 * largest, SCRATCH_LEAST):
+                scratch = blob = packed = None  # type: ignore[assignment]
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                scratch = torch.empty(largest, dtype=torch.uint8, device=device)
             flat = torch.empty(align(max(run.nbytes, 1), ALIGN_BLOB), dtype=torch.uint8, device=device)
             at = 0
             for part in run.parts:
