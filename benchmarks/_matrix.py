@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from _machine import note
 from _synthetic import weight
 
 NAME = "linear.weight"
 TILE_BYTES = 1 << 30  # of the weight that is made at a time
+PACKED_SHARE = 0.68  # of these weights' bytes, with a margin of 1 %
+SPARE_BYTES = 8 << 30  # of host memory for everything else
+COPY_BYTES = (
+    1 << 20
+)  # by one thread: writing to a file in memory goes on one after the other, copying does not
+THREADS = 8
 
 
 def tile_rows(columns: int) -> int:
@@ -30,34 +43,117 @@ def tiles(rows: int, columns: int) -> int:
     return -(-rows // tile_rows(columns))
 
 
-def write(folder: Path, rows: int, columns: int, seed: int) -> dict[str, Any]:
-    """Pack the layer piece by piece; returns sizes."""
+class MemorySink:
+    """A `tpde` sink: a file in memory that several threads write to.
+
+    Parameters
+    ----------
+    path : Path
+        Of the file.
+    capacity : int
+        Bytes that it will not exceed; what is not used takes no memory.
+    """
+
+    def __init__(self, path: Path, capacity: int) -> None:
+        self.name, self._path, self._size = str(path), path, 0
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.ftruncate(self._handle, capacity)
+        self._map = mmap.mmap(self._handle, capacity)
+        self._view = np.frombuffer(self._map, np.uint8)
+        self._base = int(self._view.ctypes.data)
+        self._pool = ThreadPoolExecutor(THREADS, "sink")
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        """Write buffers one after the other from `offset` on."""
+        work = []
+        for buffer in buffers:
+            data = np.frombuffer(buffer, np.uint8) if len(buffer) else np.empty(0, np.uint8)
+            if offset + data.size > self._view.size:
+                raise OSError(f"`{self.name}` exceeds the {self._view.size} bytes that it was made for")
+            for at in range(0, data.size, COPY_BYTES):
+                size = min(COPY_BYTES, data.size - at)
+                work.append((self._base + offset + at, int(data.ctypes.data) + at, size))
+            offset += data.size
+        self._size = max(self._size, offset)
+        list(self._pool.map(lambda it: ctypes.memmove(*it), work))
+
+    def room(self, offset: int, size: int) -> None:
+        """None: nothing is written in place."""
+
+    def commit(self) -> None:
+        """Cut off what was not used."""
+        self._close()
+        os.truncate(self._path, self._size)
+
+    def abort(self) -> None:
+        """Remove the file."""
+        self._close()
+        self._path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        self._pool.shutdown()
+        del self._view
+        self._map.close()
+        os.close(self._handle)
+
+
+def room(folder: Path) -> int:
+    """Bytes that a file in a folder that is in memory may have."""
+    found = os.statvfs(folder)
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min(found.f_bavail * found.f_frsize, pages - SPARE_BYTES))
+
+
+def fitting(folder: Path, rows: int, columns: int, seed: int, seconds: float | None) -> int:
+    """As many rows, up to `rows`, as there is memory for, and as are packed in so many seconds."""
+    step, least = tile_rows(columns), 1
+    fit = int(room(folder) / PACKED_SHARE) // (2 * columns)
+    if seconds is not None:
+        probe = min(4 * step, rows)
+        for _ in range(2):  # the first one compiles and allocates
+            start = time.perf_counter()
+            pack(folder / "probe", probe, columns, seed)
+            took = time.perf_counter() - start
+            (folder / "probe").unlink()
+        fit = min(fit, int(seconds / took * probe))
+        note(f"packing takes {took / (2e-9 * probe * columns):.3f} s/GB")
+    return rows if rows <= fit else max(fit // step * step, least)
+
+
+def pack(file: Path, rows: int, columns: int, seed: int) -> None:
+    """Make the weight tile by tile, and pack it into a file in memory."""
     import torch
 
     import tpde
+
+    size = 2 * columns * tile_rows(columns)
+    staging = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    spec = tpde.TensorSpec("BF16", (rows, columns))
+    sink = MemorySink(file, 2 * rows * columns + (64 << 20))
+    with tpde.PackedWriter(sink, {NAME: spec}, metadata={"format": "pt"}) as writer:
+        for number in range(tiles(rows, columns)):
+            made = tile(number, rows, columns, seed).reshape(-1).view(torch.uint8)
+            piece = staging[: made.numel()]
+            piece.copy_(made)
+            del made
+            writer.write(NAME, piece.numpy())
+            if number % 16 == 15:
+                note(f"packed {number + 1} of {tiles(rows, columns)} tiles")
+
+
+def write(folder: Path, rows: int, columns: int, seed: int) -> dict[str, Any]:
+    """Pack the layer piece by piece; returns sizes."""
     from tpde.format.constants import SUFFIX, VERSION
     from tpde.packing.reader import PackedFile
 
-    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "model.safetensors"
-    if not file.exists():
-        size = 2 * columns * tile_rows(columns)
-        staging = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        spec = tpde.TensorSpec("BF16", (rows, columns))
-        with tpde.PackedWriter(file, {NAME: spec}, metadata={"format": "pt"}) as writer:
-            for number in range(tiles(rows, columns)):
-                made = tile(number, rows, columns, seed).reshape(-1).view(torch.uint8)
-                piece = staging[: made.numel()]
-                piece.copy_(made)
-                writer.write(NAME, piece.numpy())
-                if number % 16 == 15:
-                    note(f"packed {number + 1} of {tiles(rows, columns)} tiles")
+    pack(file, rows, columns, seed)
     about = {"architectures": ["Matrix"], "dtype": "bfloat16", "rows": rows, "columns": columns}
     about |= {"model_type": "matrix", "quantization_config": {"quant_method": "tpde", "version": VERSION}}
     (folder / "config.json").write_text(json.dumps(about))
     with PackedFile(file) as packed:
         entry = packed.container.entries[NAME + SUFFIX]
-    return {"plain": 2 * rows * columns, "packed": entry.end - entry.begin}
+    return {"plain": 2 * rows * columns, "packed": entry.end - entry.begin, "rows": rows}
 
 
 def matrix_class() -> Any:

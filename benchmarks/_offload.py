@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import statistics
 import time
 import traceback
@@ -11,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _gpu import reason
-from _machine import note
+from _gpu import need_cuda, reason
+from _machine import header, note
 from _model import PROMPT, config_of, device, import_everything, private_bytes, prompt, wait
 from _rows import tell
-from _synthetic import CHECKED_LOGITS, plain_model
+from _synthetic import CHECKED_LOGITS, plain_model, write_packed
 
 WARM = 2  # tokens before those that are timed
 CHECKED = 3  # tokens whose logits are compared, after those of the prompt
 PREFILL, PREFILL_BUDGET = 4096, 4.0
 COPY_BYTES = 256 << 20
+FACTS = "facts.json"
 
 
 def copy_rate() -> float:
@@ -111,19 +113,18 @@ def plain(given: dict[str, Any]) -> None:
     """The plain model in device memory: its speed, its logits, its memory."""
     import_everything()
     model = plain_model(config_of(given["shape"], given["layers"]), given["seed"])
-    generate(model, 0, 1)
     wait()
     start = time.perf_counter()
-    generate(model, 0, 0)
+    generate(model, 0, 0)  # the first of a process, as ours: libraries are loaded for it
     first = time.perf_counter() - start
-    seconds, _ = generate(model, WARM, given["tokens"])
     logits: list[Any] = []
     generate(model, 0, CHECKED, logits)
     np.save(Path(given["dir"]) / CHECKED_LOGITS, np.stack(logits))
+    seconds, _ = generate(model, WARM, given["tokens"])
     found = {"token_s": seconds, "first_s": first, "private": private_bytes()}
-    if given["prefill"]:
-        found["prefill_s"] = prefill(model, PREFILL, 3)
     tell(plain=found)
+    if given["prefill"]:
+        tell(plain=found | {"prefill_s": prefill(model, PREFILL, 3)})
 
 
 class Loaded:
@@ -147,7 +148,7 @@ class Loaded:
 
     def locked(self) -> int:
         """Bytes of host memory that are page-locked for it."""
-        return sum(getattr(thing, "locked_bytes", 0) for it in self.streamers for thing in it._owned)
+        return sum(getattr(thing, "locked_bytes", 0) for it in self.streamers for thing in it.owned)
 
     def close(self) -> None:
         """Let go of the model."""
@@ -172,7 +173,7 @@ def predictions(given: dict[str, Any]) -> list[tuple[float, float]]:
     from tpde.streaming.rates import measure_rates
 
     rates, made = measure_rates(torch.device("cuda", 0), []), []
-    torch.cuda.empty_cache()
+    note(f"measured: {rates}")
     with opened_shape(Path(given["packed"])) as (shape, checkpoint, weights):
         for budget in given["budgets"]:
             try:
@@ -192,12 +193,48 @@ def predictions(given: dict[str, Any]) -> list[tuple[float, float]]:
     return made
 
 
-def measure(given: dict[str, Any], budget: float | None, use: Any, holder: Any) -> dict[str, Any]:
-    """One budget, or None for all of it packed and resident."""
-    found: dict[str, Any] = {}
-    if holder is not None and budget is not None:
-        holder.leave(int(budget * 2**30) - use.now())
+def start(given: dict[str, Any]) -> None:
+    """Make and pack the model if it is not there, measure the machine, and say what it is."""
+    import torch
+
+    if given["shape"] != "tiny":
+        need_cuda()
+    tell(head=header(given["title"], gpu=True))
+    facts = Path(given["dir"]) / FACTS
+    if not facts.exists():
+        made = write_packed(Path(given["packed"]), config_of(given["shape"], given["layers"]), given["seed"])
+        facts.write_text(json.dumps(made | {"layers": given["layers"]}))
+    tell(made=json.loads(facts.read_text()))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        tell(rate=copy_rate())
+    if torch.cuda.is_available() and given["budgets"]:
+        try:
+            tell(predicted=predictions(given))
+        except Exception as error:
+            traceback.print_exc()
+            tell(problem=f"predictions: {reason(error)}")
+
+
+def rate(given: dict[str, Any]) -> None:
+    """The copy rate again."""
+    tell(rate=copy_rate())
+
+
+def use_of(given: dict[str, Any]) -> Any:
+    """What looks at the card's memory; None without a card."""
+    import torch
+    from _hold import Use
+
+    return Use(given.get("holder")) if torch.cuda.is_available() else None
+
+
+def measure(given: dict[str, Any], use: Any, found: dict[str, Any], say: Callable[[], None]) -> None:
+    """One budget, or None for all of it packed and resident: `found` is filled, and said as it grows."""
+    budget = given["budget"]
     if use is not None:
+        if budget is not None:
+            use.limit(int(budget * 2**30))
         use.watch()
     start = time.perf_counter()
     loaded = Loaded(given, budget)
@@ -218,117 +255,99 @@ def measure(given: dict[str, Any], budget: float | None, use: Any, holder: Any) 
         # The prompt's forward pass, WARM and `count`: all read every streamed weight once.
         found["copied_a_token"] = (loaded.copied() - before) / (1 + WARM + count)
         found["private"] = private_bytes()
+        if use is not None:
+            found["peak"] = max(found["peak"], use.now())
         if loaded.streamers:
             found["locked"], found["dropped"] = loaded.locked(), loaded.dropped()
-            if given["serial"]:
-                for streamer in loaded.streamers:
-                    streamer.prefetch = False
-                found["serial_s"], _ = generate(loaded.model, 1, 3)
+        say()
+        if loaded.streamers and given["serial"]:
+            for streamer in loaded.streamers:
+                streamer.prefetch = False
+            found["serial_s"], _ = generate(loaded.model, 0, 2)
+            say()
     finally:
         if use is not None:
             use.pause()
         loaded.close()
-    return found
 
 
-def guarded(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What fails becomes a row that says so."""
-    import torch
-
+def guarded(name: str, found: dict[str, Any], work: Callable[[], object]) -> None:
+    """What fails becomes a row that says so, and keeps what was found before."""
     start = time.perf_counter()
     try:
-        found = work()
+        work()
     except Exception as error:
         traceback.print_exc()
-        found = {"problem": reason(error)}
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    speed = (
-        f"{found['token_s'] * 1e3:.1f} ms/token, " if "token_s" in found else found.get("problem", "") + " "
+        found["problem"] = reason(error)
+    said = f"{found['token_s'] * 1e3:.1f} ms/token, " if "token_s" in found else ""
+    said += (
+        f"load {found['load_s']:.2f} s, first token {found['first_s']:.2f} s, " if "first_s" in found else ""
     )
-    note(f"{name}: {speed}{time.perf_counter() - start:.1f} s in all")
-    return found
+    said += f"{found['problem']}, " if "problem" in found else ""
+    note(f"{name}: {said}{time.perf_counter() - start:.1f} s in all")
 
 
 def ours(given: dict[str, Any]) -> None:
-    """All budgets one after the other; the kernels are compiled and libraries warm after the first load."""
-    import torch
-    from _hold import Holder, Use
-
+    """One budget, or none: all of it packed and resident."""
     import_everything()
-    cuda = torch.cuda.is_available()
-    use = Use() if cuda else None
-    if cuda:
-        tell(rate=copy_rate())
-        try:
-            tell(predicted=predictions(given))
-        except Exception as error:
-            traceback.print_exc()
-            tell(problem=f"predictions: {reason(error)}")
-    holder = Holder() if given["hold"] and use is not None else None
-    try:
-        if use is not None:
-            use.holder = holder
-        if given["resident"]:
-            if holder is not None:
-                holder.leave(card_free())
-            tell(resident=guarded("packed, resident", lambda: measure(given, None, use, holder)))
-        for budget in given["budgets"]:
-            found = guarded(f"{budget:g} GiB", lambda budget=budget: measure(given, budget, use, holder))
+    found: dict[str, Any] = {}
+    budget = given["budget"]
+
+    def say() -> None:
+        if budget is None:
+            tell(resident=found)
+        else:
             tell(budget=budget, ours=found)
-        if given["prefill"]:
-            if holder is not None and use is not None:
-                holder.leave(int(PREFILL_BUDGET * 2**30) - use.now())
-            tell(prefill=guarded("prefill", lambda: our_prefill(given)))
-        if cuda:
-            if holder is not None:
-                holder.leave(card_free())
-            tell(rate=copy_rate())
-    finally:
-        if holder is not None:
-            holder.close()
+
+    name = "packed, resident" if budget is None else f"{budget:g} GiB"
+    guarded(name, found, lambda: measure(given, use_of(given), found, say))
+    say()
 
 
-def card_free() -> int:
-    """As many bytes as a `Holder` leaves when it holds nothing."""
-    from _hold import card
-
-    return card()[1]
-
-
-def our_prefill(given: dict[str, Any]) -> dict[str, Any]:
+def our_prefill(given: dict[str, Any]) -> None:
     """A long prompt under one budget: seconds, and what was copied for it."""
-    runs, loaded = 3, Loaded(given, PREFILL_BUDGET, PREFILL + PROMPT)
-    try:
+    import_everything()
+    found: dict[str, Any] = {}
+
+    def work() -> None:
+        use, runs = use_of(given), 3
+        if use is not None:
+            use.limit(int(PREFILL_BUDGET * 2**30))
+        loaded = Loaded(given, PREFILL_BUDGET, PREFILL + PROMPT)
         before = loaded.copied()
-        seconds = prefill(loaded.model, PREFILL, runs)
-        return {"prefill_s": seconds, "copied": (loaded.copied() - before) / (runs + 1)}
-    finally:
+        found["prefill_s"] = prefill(loaded.model, PREFILL, runs)
+        found["copied"] = (loaded.copied() - before) / (runs + 1)
+        tell(prefill=found)
         loaded.close()
+
+    guarded(f"{PREFILL} tokens", found, work)
+    tell(prefill=found)
 
 
 def peer(given: dict[str, Any]) -> None:
     """The same plain model offloaded by others: `accelerate`, or `diffusers`' groups with streams."""
     import torch
-    from _hold import Use
 
     import_everything()
-    use = Use()
+    found: dict[str, Any] = {}
 
-    def work() -> dict[str, Any]:
-        install = PEERS[given["peer"]]()
+    def work() -> None:
+        use, install = use_of(given), PEERS[given["peer"]]()
         model = plain_model(config_of(given["shape"], given["layers"]), given["seed"]).to("cpu")
         gc.collect()
-        torch.cuda.empty_cache()
-        use.watch()
+        if use is not None:
+            torch.cuda.empty_cache()
+            use.watch()
         model = install(model)
         generate(model, 0, 0)
-        use.pause()
-        seconds, _ = generate(model, 0, 2)
-        return {"token_s": seconds, "peak": use.peak, "private": private_bytes()}
+        if use is not None:
+            use.pause()
+            found["peak"] = use.peak
+        found["token_s"], _ = generate(model, 0, 2)
+        found["private"] = private_bytes()
 
-    tell(peer=given["peer"], found=guarded(given["peer"], work))
+    guarded(given["peer"], found, work)
+    tell(peer=given["peer"], found=found)
 
 
 def _accelerate() -> Callable[[Any], Any]:
@@ -361,3 +380,17 @@ PEERS: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "accelerate cpu_offload": _accelerate,
     "diffusers group offload, streams": _diffusers,
 }
+
+TASKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "start": start,
+    "plain": plain,
+    "ours": ours,
+    "prefill": our_prefill,
+    "rate": rate,
+    "peer": peer,
+}
+
+
+def perform(task: str, given: dict[str, Any]) -> None:
+    """Do a task in this process."""
+    TASKS[task](given)

@@ -1,14 +1,36 @@
-"""Work in a process of its own that tells its results one by one: what is cut short leaves something."""
+"""Work in a process of its own that tells its results one by one: what is cut short leaves something.
+
+Processes are forks of this one, which has imported everything and has not touched a GPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+Given = dict[str, Any]
+Perform = Callable[[str, Given], None]
+
+
+def _child(
+    writer: int, script: str, task: str, given: Given, environment: Mapping[str, str], perform: Perform
+) -> None:
+    os.dup2(writer, 1)
+    os.close(writer)
+    os.environ.update(environment)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():
+        # Some library has looked for GPUs when it was imported: CUDA does not work in forks any more.
+        os.execv(sys.executable, [sys.executable, script, "--task", task, json.dumps(given)])
+    perform(task, given)
 
 
 def rows(
@@ -16,19 +38,21 @@ def rows(
     task: str,
     given: Mapping[str, Any],
     limit: float,
+    perform: Perform,
     environment: Mapping[str, str] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Run a task of a benchmark and give the JSON objects that it prints, each as it comes.
+) -> Iterator[Given]:
+    """Perform a task of a benchmark and give the JSON objects that it tells, each as it comes.
 
     The last is `{"problem": ...}` if the process failed, or took more than `limit` seconds and was ended.
     """
-    process = subprocess.Popen(
-        [sys.executable, script, "--task", task, json.dumps(given)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | dict(environment or {}),
+    reader, writer = os.pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=_child,
+        args=(writer, str(script), task, dict(given), dict(environment or {}), perform),
+        daemon=True,
     )
-    assert process.stdout is not None
+    process.start()
+    os.close(writer)
     over = threading.Event()
 
     def end() -> None:
@@ -36,21 +60,24 @@ def rows(
         process.kill()
 
     timer = threading.Timer(limit, end)
+    timer.daemon = True
     timer.start()
     try:
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        code = process.wait()
+        with os.fdopen(reader, encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("{"):
+                    with contextlib.suppress(ValueError):  # the last line of a process that was ended
+                        yield json.loads(line)
+        process.join()
     finally:
         timer.cancel()
-        if process.poll() is None:
+        if process.is_alive():
             process.kill()
-            process.wait()
+        process.join()
     if over.is_set():
         yield {"problem": f"{task}: took more than {limit:.0f} s"}
-    elif code:
-        yield {"problem": f"{task}: exit code {code}"}
+    elif process.exitcode:
+        yield {"problem": f"{task}: exit code {process.exitcode}"}
 
 
 def tell(**row: Any) -> None:

@@ -1,6 +1,6 @@
 """One linear layer larger than the card's budget: 40e9 bf16 weights, 80 GB, through 16 GiB.
 
-    python benchmarks/big_layer.py [--rows 200000 --columns 200000] [--vram 16] [--dir /dev/shm]
+    python benchmarks/big_layer.py [--fit [--pack-seconds 30]] [--vram 16] [--dir /dev/shm]
 
 The weight is made on the GPU tile by tile and packed piece by piece into a file in memory (54 GB). It is then
 used with a second process holding all of the card but the budget. Four of the tiles in which it is used are
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from _gpu import need_cuda, reason
+from _hold import Holder
 from _machine import arguments, emit, header, note, table, verdict
-from _matrix import NAME, matrix_class, tile, tile_rows, write
+from _matrix import NAME, PACKED_SHARE, fitting, matrix_class, room, tile, tile_rows, write
+from _model import import_everything
 from _rows import rows, tell
 
 BAR = 1.1  # times packed bytes over the copy rate
@@ -37,68 +40,81 @@ def same(a: Any, b: Any) -> bool:
 
 def make(given: dict[str, Any]) -> None:
     """Pack the layer."""
+    import torch
+    from _offload import copy_rate
+
+    if not given["cpu"]:
+        need_cuda()
+    tell(head=header("A layer larger than its budget", gpu=True))
+    if torch.cuda.is_available():
+        tell(rate=copy_rate())
+    folder, count, width = Path(given["folder"]), given["rows"], given["columns"]
+    if given["fit"]:
+        count = fitting(folder, count, width, given["seed"], given["pack_seconds"])
+    elif 2 * PACKED_SHARE * count * width > room(folder):
+        raise RuntimeError(f"{room(folder) / 1e9:.1f} GB are free for the packed file; use `--fit`")
     start = time.perf_counter()
-    sizes = write(Path(given["folder"]), given["rows"], given["columns"], given["seed"])
+    sizes = write(folder, count, width, given["seed"])
     tell(made=sizes | {"pack_s": time.perf_counter() - start})
 
 
 def use(given: dict[str, Any]) -> None:
     """Load it under the budget, time it, check it."""
     import torch
-    from _hold import Holder, Use
-    from _offload import copy_rate, import_everything
+    from _hold import Use
+    from _model import device, wait
 
     import tpde
     from tpde.nn.tiles import Tile, row_tiles
 
-    import_everything()
     width = given["columns"]
-    taken = Use()
-    rate = copy_rate()
-    tell(rate=rate)
-    with Holder() as holder:
-        taken.holder = holder
-        holder.leave(int(given["vram"] * 2**30) - taken.now())
+    taken = Use(given["holder"]) if torch.cuda.is_available() else None
+    if taken is not None:
+        taken.limit(int(given["vram"] * 2**30))
         taken.watch()
-        start = time.perf_counter()
-        model = tpde.from_pretrained(
-            given["folder"],
-            device="cuda",
-            model_class=matrix_class(),
-            vram=f"{given['vram']:g}GiB",
-            max_tokens=TOKENS,
-        )
-        load_s = time.perf_counter() - start
-        draw = torch.Generator("cuda").manual_seed(given["seed"])
-        inputs = torch.randn(1, 1, width, generator=draw, device="cuda").bfloat16()
-        took = []
-        with torch.no_grad():
-            for run in range(given["runs"] + 1):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                output = model(inputs_embeds=inputs)
-                torch.cuda.synchronize()
-                took.append(time.perf_counter() - start)
-                note(f"run {run}: {took[-1]:.3f} s")
+    start = time.perf_counter()
+    model = tpde.from_pretrained(
+        given["folder"],
+        device=device(),
+        model_class=matrix_class(),
+        vram=f"{given['vram']:g}GiB",
+        max_tokens=TOKENS,
+    )
+    load_s = time.perf_counter() - start
+    note(f"loaded in {load_s:.2f} s")
+    draw = torch.Generator(device()).manual_seed(given["seed"])
+    inputs = torch.randn(1, 1, width, generator=draw, device=device()).bfloat16()
+    took = []
+    with torch.no_grad():
+        for run in range(given["runs"] + 1):
+            wait()
+            start = time.perf_counter()
+            output = model(inputs_embeds=inputs)
+            wait()
+            took.append(time.perf_counter() - start)
+            note(f"run {run}: {took[-1]:.3f} s")
+    if taken is not None:
         taken.pause()
-        inputs, output = inputs.cpu(), output.cpu()
-        plan = next(iter(model.tpde_streamer.plans.values()))
-        slot = model.linear.tpde_slots["weight"]
-        chunk = slot.parts[0][0].header.chunk_words
-        used = row_tiles(given["rows"], width, 2, chunk, slot.tile_bytes) if slot.tile_bytes else None
-        found = {
-            "load_s": load_s,
-            "seconds": statistics.median(took[1:]),
-            "first_s": took[0],
-            "peak": taken.peak,
-            "predicted_s": plan.seconds,
-            "workspace": plan.workspace,
-        }
-        tell(used=found)
-        model.tpde_streamer.close()
-    del model
-    torch.cuda.empty_cache()
-    check(given, inputs.cuda(), output, used or [Tile(0, given["rows"])])
+    inputs, output = inputs.cpu(), output.cpu()
+    plan = next(iter(model.tpde_streamer.plans.values()))
+    slot = model.linear.tpde_slots["weight"]
+    chunk = slot.parts[0][0].header.chunk_words
+    used = row_tiles(given["rows"], width, 2, chunk, slot.tile_bytes) if slot.tile_bytes else None
+    found = {
+        "load_s": load_s,
+        "seconds": statistics.median(took[1:]),
+        "first_s": took[0],
+        "peak": 0 if taken is None else taken.peak,
+        "predicted_s": plan.seconds,
+        "workspace": plan.workspace,
+    }
+    tell(used=found)
+    model.tpde_streamer.close()
+    del model, slot
+    if taken is not None:
+        torch.cuda.empty_cache()
+        taken.release()
+    check(given, inputs.to(device()), output, used or [Tile(0, given["rows"])])
 
 
 def check(given: dict[str, Any], inputs: Any, output: Any, used: list[Any]) -> None:
@@ -119,14 +135,15 @@ def check(given: dict[str, Any], inputs: Any, output: Any, used: list[Any]) -> N
         with tpde.safe_open(Path(given["folder"]) / "model.safetensors", framework="pt") as packed:
             stored = packed.get_slice(NAME)[begin:end]
         outputs = same(functional.linear(inputs, fresh).cpu(), output[..., begin:end])
-        tell(tile=[begin, end], weights=same(stored.cuda(), fresh), outputs=outputs)
+        tell(tile=[begin, end], weights=same(stored.to(fresh.device), fresh), outputs=outputs)
         del fresh, stored
-        torch.cuda.empty_cache()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def report(head: str, options: Any, made: dict[str, Any], found: list[dict[str, Any]]) -> tuple[str, bool]:
     """The text, and whether the bars are met."""
-    rate = next((row["rate"] for row in found if "rate" in row), 0.0)
+    rate = max((row["rate"] for row in found if "rate" in row), default=0.0)
     used = next((row["used"] for row in found if "used" in row), None)
     checked = [row for row in found if "tile" in row]
     lines, met = [], bool(used and checked) and not any("problem" in row for row in found)
@@ -147,7 +164,7 @@ def report(head: str, options: Any, made: dict[str, Any], found: list[dict[str, 
         met = met and good
     lines += [["problem", row["problem"], "", verdict(False)] for row in found if "problem" in row]
     about = (
-        f"One `nn.Linear` of {options.rows} x {options.columns} bf16 weights, {made['plain'] / 1e9:.2f} GB, "
+        f"One `nn.Linear` of {made['rows']} x {options.columns} bf16 weights, {made['plain'] / 1e9:.2f} GB, "
         f"packed {made['packed'] / 1e9:.2f} GB, made and packed in {made['pack_s']:.1f} s, in "
         f"{options.vram:g} GiB; copy rate {rate / 1e9:.1f} GB/s"
     )
@@ -180,20 +197,28 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=2, help="timed runs after the first")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="for the packed file")
+    parser.add_argument("--fit", action="store_true", help="fewer rows, where there is not room for all")
+    parser.add_argument("--pack-seconds", type=float, help="with --fit: fewer rows, if packing takes longer")
+    parser.add_argument("--cpu", action="store_true", help="only to see that the steps work")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each process")
     options = parser.parse_args()
-    need_cuda()
-    head = header("A layer larger than its budget", gpu=True)
-    with tempfile.TemporaryDirectory(prefix="tpde-layer-", dir=options.dir) as folder:
+    import_everything()  # once; processes are forks of this one, which leaves the GPU alone
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="tpde-layer-", dir=options.dir) as folder, Holder() as holder:
         given = {"folder": folder, "rows": options.rows, "columns": options.columns, "seed": options.seed}
-        given |= {"vram": options.vram, "runs": options.runs}
-        found = list(rows(__file__, "make", given, options.limit))
+        given |= {"vram": options.vram, "runs": options.runs, "cpu": options.cpu, "fit": options.fit}
+        given |= {"pack_seconds": options.pack_seconds, "holder": holder.ends}
+        found = list(rows(__file__, "make", given, options.limit, perform))
+        head = next((row["head"] for row in found if "head" in row), "")
         made = next((row["made"] for row in found if "made" in row), None)
         if made is None:
             raise SystemExit(f"error: the layer could not be packed: {found}")
-        for row in rows(__file__, "use", given, options.limit):
+        for row in rows(__file__, "use", given | {"rows": made["rows"]}, options.limit, perform):
             found.append(row)
             note(str(row))
+            if options.out is not None:  # a run that is cut short leaves what it has
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(report(head, options, made, found)[0], "utf-8")
         text, met = report(head, options, made, found)
         emit(text, options.out)
     return 0 if met else 1

@@ -1,33 +1,36 @@
 """Weights that exceed host memory: read from the packed files each time, against plain `O_DIRECT` reading.
 
-    python benchmarks/disk.py --dir FOLDER [--ram 4] [--vram 4]
+    python benchmarks/disk.py --dir FOLDER [--ram 4] [--vram 4] [--layers 12 --ram 1.5 --vram 2]
 
-`FOLDER` must be on the disk to be measured; it needs 11 GB.
+`FOLDER` must be on the disk to be measured; it needs 11 GB, with fewer layers less.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import _offload
 from _disk import Resident, bytes_read, direct_rate, drop
-from _gpu import need_cuda, reason
-from _machine import arguments, emit, header, note, table, verdict
-from _model import SHAPES
+from _gpu import reason
+from _machine import arguments, emit, note, table, verdict
+from _model import SHAPES, import_everything, wait
 from _rows import rows, tell
-from offload import prepare
 
 BAR = 0.85  # of the best rate of plain reading
 MEMORY_BAR = 1 << 30  # above `ram`
 THREADS = (1, 4, 16)
-READ_BYTES = 6 << 30  # for each number of threads
+READ_BYTES = 6 << 30  # for each number of threads, or
+READ_SECONDS = 4.0
+TIMED_SECONDS = 20.0  # of tokens, unless one takes longer
 
 
 def use(given: dict[str, Any]) -> None:
     """Load the model under both budgets, and time tokens."""
-    from _offload import generate, import_everything
+    from _offload import generate
 
     import tpde
 
@@ -41,8 +44,12 @@ def use(given: dict[str, Any]) -> None:
         max_tokens=1024,
     )
     plan = next(iter(model.tpde_streamer.plans.values()))
-    generate(model, 0, 1)
-    before, count = bytes_read(), given["tokens"]
+    generate(model, 0, 0)
+    wait()
+    start = time.perf_counter()
+    generate(model, 0, 0)
+    count = max(min(given["tokens"], int(TIMED_SECONDS / (time.perf_counter() - start)) - 1), 1)
+    before = bytes_read()
     seconds, _ = generate(model, 0, count)
     read = bytes_read() - before  # by the prompt's forward pass and `count` more, each of which reads as much
     tell(
@@ -57,16 +64,24 @@ def use(given: dict[str, Any]) -> None:
     model.tpde_streamer.close()
 
 
+def perform(task: str, given: dict[str, Any]) -> None:
+    """Do a task in this process."""
+    if task != "use":
+        _offload.perform(task, given)
+        return
+    try:
+        use(given)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        tell(problem=reason(error))
+
+
 def main() -> int:
     """Parse the command line, run, print."""
     if sys.argv[1:2] == ["--task"]:
-        try:
-            use(json.loads(sys.argv[3]))
-        except Exception as error:
-            import traceback
-
-            traceback.print_exc()
-            tell(problem=reason(error))
+        perform(sys.argv[2], json.loads(sys.argv[3]))
         return 0
     parser = arguments(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b")
@@ -78,23 +93,36 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, required=True, help="keeps the packed model")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each process")
     options = parser.parse_args()
-    need_cuda()
-    head = header("Streaming from a disk", gpu=True)
-    base, made = prepare(options, options.dir)
-    files = sorted((base / "packed").glob("*.safetensors"))
-    plain: dict[int, float] = {}
-    for threads in THREADS:
-        drop(files)
-        plain[threads] = direct_rate(files, threads, READ_BYTES)
-        note(f"O_DIRECT, {threads} threads: {plain[threads] / 1e9:.2f} GB/s")
-    drop(files)
+    import_everything()  # once; processes are forks of this one, which leaves the GPU alone
+    layers = options.layers or SHAPES[options.shape][2]
+    base = options.dir / f"{options.shape}-{layers}-{options.seed}"
+    base.mkdir(parents=True, exist_ok=True)
     given = {
+        "title": "Streaming from a disk",
+        "shape": options.shape,
+        "layers": layers,
+        "seed": options.seed,
+        "dir": str(base),
         "packed": str(base / "packed"),
+        "budgets": [],
         "ram": options.ram,
         "vram": options.vram,
         "tokens": options.tokens,
     }
-    found = list(rows(__file__, "use", given, options.limit))
+    first: dict[str, Any] = {}
+    for row in rows(__file__, "start", given, options.limit, perform):
+        first |= row
+    if "made" not in first:
+        raise SystemExit(f"error: the model could not be made: {first.get('problem')}")
+    head, made = first["head"], first["made"]
+    files = sorted((base / "packed").glob("*.safetensors"))
+    plain: dict[int, float] = {}
+    for threads in THREADS:
+        drop(files)
+        plain[threads] = direct_rate(files, threads, READ_BYTES, READ_SECONDS)
+        note(f"O_DIRECT, {threads} threads: {plain[threads] / 1e9:.2f} GB/s")
+    drop(files)
+    found = list(rows(__file__, "use", given, options.limit, perform))
     used = next((row["used"] for row in found if "used" in row), None)
     lines = [[f"O_DIRECT, {n} threads, GB/s", f"{rate / 1e9:.2f}", "", ""] for n, rate in plain.items()]
     met = used is not None

@@ -1,6 +1,6 @@
 """Models larger than a budget of device memory: time per token by budget, beside two limits and peers.
 
-    python benchmarks/offload.py [--shape llama-70b --budgets 16] [--host arena] [--hold] [--peers]
+    python benchmarks/offload.py [--shape llama-70b --budgets 16] [--host arena] [--hold] [--seconds 110]
 
 Llamas of random bf16 weights (the 8 B shape by default) are made on the GPU, tensor by tensor, and packed
 into `--dir`; nothing is downloaded and no plain copy is written. Needs as much memory as the packed model
@@ -14,16 +14,19 @@ import json
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from _gpu import need_cuda
-from _machine import arguments, emit, header, note, table, verdict
-from _model import SHAPES
-from _offload import CHECKED, PEERS, PREFILL, PREFILL_BUDGET, WARM, ours, peer, plain
-from _rows import rows, tell
+from _hold import Holder
+from _machine import arguments, emit, note, table, verdict
+from _model import SHAPES, import_everything
+from _offload import CHECKED, PEERS, PREFILL, PREFILL_BUDGET, WARM, perform
+from _rows import rows
 
-BUDGETS = (2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0)
+BUDGETS = (4.0, 2.0, 8.0, 6.0, 12.0, 16.0, 24.0, 3.0)  # what says most comes first
 FIXED = 2.1e9  # bytes of a budget that hold no streamed weights: ring, workspace, cache, libraries
 EFFICIENCY = 0.93  # of the copy rate
 RATE_BAR = 52e9
@@ -34,6 +37,7 @@ PREFILL_BAR = 1.15
 PRIVATE_BAR, LOCKED_BAR = 256 << 20, 64 << 20
 FIRST_BAR = 1.0  # s
 PREDICTED_BAR = 0.15
+SERIAL = 4  # budgets that are run with prefetch off as well
 GB = 1e9
 Found = dict[str, Any]
 
@@ -64,6 +68,10 @@ class Results:
 
     Attributes
     ----------
+    head : str
+        What the machine is.
+    made : dict
+        Sizes of the model.
     rates : list of float
         Bytes a second of copies, before and after.
     plain, resident, prefill : dict
@@ -73,6 +81,8 @@ class Results:
     """
 
     def __init__(self) -> None:
+        self.head = ""
+        self.made: Found = {}
         self.rates: list[float] = []
         self.plain: Found = {}
         self.resident: Found = {}
@@ -87,12 +97,19 @@ class Results:
         if "problem" in row:
             self.problems.append(row["problem"])
             note(f"error: {row['problem']}")
+        elif "head" in row:
+            self.head = row["head"]
+        elif "made" in row:
+            self.made = row["made"]
         elif "rate" in row:
             self.rates.append(row["rate"])
+            note(f"copy rate: {row['rate'] / GB:.2f} GB/s")
         elif "predicted" in row:
             self.predicted = dict(row["predicted"])
         elif "budget" in row:
             self.ours[row["budget"]] = row["ours"]
+            if "problem" in row["ours"]:
+                self.problems.append(f"{row['budget']:g} GiB: {row['ours']['problem']}")
         elif "peer" in row:
             self.peers[row["peer"]] = row["found"]
         else:
@@ -106,8 +123,9 @@ class Results:
         return max(self.rates, default=0.0)
 
 
-def main_table(made: Found, found: Results) -> str:
+def main_table(found: Results) -> str:
     """One row a budget."""
+    made = found.made
     lines, resident = [], found.resident.get("token_s")
     for budget, row in sorted(found.ours.items()):
         bits = {"": "yes", None: ""}.get(row.get("difference"), "NO")
@@ -116,7 +134,7 @@ def main_table(made: Found, found: Results) -> str:
         lines.append(
             [
                 f"{budget:g}",
-                row["problem"].partition(":")[0] if "problem" in row else ms(took),
+                ms(took) or str(row.get("problem")).partition(":")[0],
                 ms(allowed),
                 verdict(took <= allowed) if took is not None and allowed is not None else "",
                 ms(limit(made["streamed_packed"], budget, found.rate)) if found.rate else "",
@@ -140,17 +158,23 @@ def other_table(found: Results) -> str:
     """What does not depend on the budget."""
     rows_ = {"plain, resident": found.plain, "tpde, packed, resident": found.resident} | found.peers
     lines = [
-        [name, row.get("problem") or ms(row.get("token_s")), gib(row.get("peak")), gib(row.get("private"))]
+        [
+            name,
+            ms(row.get("token_s")) or str(row.get("problem")),
+            gib(row.get("peak")),
+            gib(row.get("private")),
+        ]
         for name, row in rows_.items()
         if row
     ]
     return table(["without a budget", "ms/token", "card peak, GiB", "private, GiB"], lines)
 
 
-def checks(made: Found, found: Results, mapped: bool) -> list[tuple[str, str, str, bool]]:
+def checks(found: Results, mapped: bool) -> list[tuple[str, str, str, bool]]:
     """Every bar: what, found, at most (or least), whether it is met. What was not measured is left out."""
     out: list[tuple[str, str, str, bool]] = []
-    rate, good = found.rate, {b: row for b, row in sorted(found.ours.items()) if "token_s" in row}
+    made, rate = found.made, found.rate
+    good = {b: row for b, row in sorted(found.ours.items()) if "token_s" in row}
     if found.rates:
         out.append(("copy rate, GB/s", f"{rate / GB:.1f}", f">= {RATE_BAR / GB:.0f}", rate >= RATE_BAR))
     for budget, row in sorted(found.ours.items()):
@@ -210,13 +234,14 @@ def checks(made: Found, found: Results, mapped: bool) -> list[tuple[str, str, st
     return out
 
 
-def plot(made: Found, found: Results, path: Path) -> None:
+def plot(found: Results, path: Path) -> None:
     """Time per token against the budget."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    made = found.made
     figure, panel = pyplot.subplots(figsize=(7, 4.5))
     budgets = sorted(found.ours)
     fine = [budgets[0] + (budgets[-1] - budgets[0]) * i / 200 for i in range(201)] if budgets else []
@@ -242,8 +267,9 @@ def plot(made: Found, found: Results, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def text(head: str, options: Any, made: Found, found: Results) -> str:
+def text(options: Any, found: Results) -> str:
     """The whole report."""
+    made = found.made
     hold = "A second process held all of the card but the budget and the context. " if options.hold else ""
     after = f", {found.rates[-1] / GB:.1f} after" if len(found.rates) > 1 else ""
     measured = f"{found.rates[0] / GB:.1f} GB/s before{after}" if found.rates else "not measured"
@@ -260,67 +286,52 @@ def text(head: str, options: Any, made: Found, found: Results) -> str:
         f"{FIXED / GB} GB)) / rate.\n"
     )
     rows_ = [
-        [what, got, need, verdict(met)]
-        for what, got, need, met in checks(made, found, options.host == "mapped")
+        [what, got, need, verdict(met)] for what, got, need, met in checks(found, options.host == "mapped")
     ]
-    parts = [head, about, main_table(made, found), other_table(found)]
+    parts = [found.head, about, main_table(found), other_table(found)]
     parts += ["Bars:\n", table(["bar", "found", "at most", ""], rows_)]
     return "\n".join(part for part in parts if part)
 
 
-def perform(task: str, given: Found) -> None:
-    """Do a task in this process."""
-    if task == "make":
-        from _model import config_of
-        from _synthetic import write_packed
-
-        tell(
-            made=write_packed(
-                Path(given["packed"]), config_of(given["shape"], given["layers"]), given["seed"]
-            )
-        )
-    else:
-        {"plain": plain, "ours": ours, "peer": peer}[task](given)
-
-
-def prepare(options: Any, folder: Path) -> tuple[Path, Found]:
-    """Make and pack the model, if it is not there; returns its folder and sizes."""
-    layers = options.layers or SHAPES[options.shape][2]
-    base = folder / f"{options.shape}-{layers}-{options.seed}"
-    facts = base / "facts.json"
-    base.mkdir(parents=True, exist_ok=True)
-    if facts.exists():
-        return base, dict(json.loads(facts.read_text()))
-    given = {"shape": options.shape, "layers": options.layers, "seed": options.seed}
-    for row in rows(str(Path(__file__)), "make", given | {"packed": str(base / "packed")}, options.limit):
-        if "problem" in row:
-            raise SystemExit(f"error: the model could not be made: {row['problem']}")
-        facts.write_text(json.dumps(row["made"] | {"layers": layers}))
-    return base, dict(json.loads(facts.read_text()))
+def tasks(options: Any, given: Found) -> Iterator[tuple[str, Found]]:
+    """What is to be done, in its order; a run that has to end early has had what says most."""
+    if "plain" in options.only and options.shape != "llama-70b":  # 141 GB fit on one card only just
+        yield "plain", given
+    if "ours" in options.only:
+        for number, budget in enumerate(options.budgets):
+            yield "ours", given | {"budget": budget, "serial": given["serial"] and number < SERIAL}
+        if given["resident"]:
+            yield "ours", given | {"budget": None}
+        if given["prefill"]:
+            yield "prefill", given
+        yield "rate", given
+    if options.peers:
+        for name in PEERS:
+            yield "peer", given | {"peer": name, "holder": None}
 
 
-def run(options: Any, made: Found, given: Found, found: Results) -> None:
+def run(options: Any, given: Found, found: Results, began: float) -> None:
     """All processes, one after the other."""
     environment = {"TPDE_HOST_MEMORY": "arena"} if options.host == "arena" else {}
-    wanted = options.only
 
-    def go(task: str, more: Found, limit_s: float) -> None:
-        for row in rows(__file__, task, given | more, limit_s, environment):
+    def go(task: str, more: Found) -> None:
+        for row in rows(__file__, task, more, options.limit, perform, environment):
             found.take(row)
-            if options.out is not None:  # a run that is cut short leaves what it has
-                options.out.write_text(text(options.head, options, made, found), "utf-8")
+            if options.out is not None and found.made:  # a run that is cut short leaves what it has
+                options.out.write_text(text(options, found), "utf-8")
 
-    if "plain" in wanted and options.shape != "llama-70b":  # 141 GB fit on one card only just
-        go("plain", {}, options.limit)
-    if "ours" in wanted:
-        go("ours", {}, options.limit)
-    if "peers" in wanted:
-        for name in PEERS:
-            go("peer", {"peer": name}, options.limit)
+    go("start", given)
+    for task, more in tasks(options, given):
+        took = time.perf_counter() - began
+        if not found.made or (options.seconds and took > options.seconds):
+            note(f"{took:.0f} s: no more rows are started")
+            return
+        go(task, more)
 
 
 def main() -> int:
     """Parse the command line, run, print."""
+    began = time.perf_counter()
     if sys.argv[1:2] == ["--task"]:
         perform(sys.argv[2], json.loads(sys.argv[3]))
         return 0
@@ -333,7 +344,7 @@ def main() -> int:
         default=list(BUDGETS),
         metavar="GIB,GIB",
     )
-    parser.add_argument("--tokens", type=int, default=16, help="timed tokens")
+    parser.add_argument("--tokens", type=int, default=12, help="timed tokens")
     parser.add_argument("--only", nargs="+", choices=["plain", "ours"], default=["plain", "ours"])
     parser.add_argument("--peers", action="store_true", help="accelerate and diffusers too")
     parser.add_argument("--host", choices=["mapped", "arena"], default="mapped")
@@ -343,44 +354,48 @@ def main() -> int:
     parser.add_argument("--no-resident", action="store_true", help="not all packed in device memory")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="keeps the packed model, and uses one that is there")
+    parser.add_argument("--seconds", type=float, help="start no more rows after so many")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each process")
     parser.add_argument("--plot", type=Path, help="also write a plot to this file")
     options = parser.parse_args()
-    if options.shape != "tiny":
-        need_cuda()
-    options.head = header("Streaming under a budget", gpu=True)
-    options.only = [*options.only, *(["peers"] if options.peers else [])]
+    import_everything()  # once; processes are forks of this one, which leaves the GPU alone
     found = Results()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with tempfile.TemporaryDirectory(prefix="tpde-offload-") as temporary:
-        base, made = prepare(options, options.dir or Path(temporary))
+    for path in (options.out, options.plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="tpde-offload-") as temporary,
+        Holder() if options.hold else nullcontext() as holder,
+    ):
+        layers = options.layers or SHAPES[options.shape][2]
+        base = (options.dir or Path(temporary)) / f"{options.shape}-{layers}-{options.seed}"
+        base.mkdir(parents=True, exist_ok=True)
         given = {
-            **{
-                "shape": options.shape,
-                "layers": options.layers,
-                "seed": options.seed,
-                "tokens": options.tokens,
-            },
-            **{
-                "dir": str(base),
-                "packed": str(base / "packed"),
-                "budgets": options.budgets,
-                "hold": options.hold,
-            },
+            "title": "Streaming under a budget",
+            "shape": options.shape,
+            "layers": layers,
+            "seed": options.seed,
+            "tokens": options.tokens,
+            "dir": str(base),
+            "packed": str(base / "packed"),
+            "budgets": options.budgets if "ours" in options.only else [],
+            "holder": holder.ends if holder is not None else None,
             "prefill": not options.no_prefill and options.shape == "llama-8b",
             "serial": not options.no_serial,
             "resident": not options.no_resident and options.shape != "llama-70b",
         }
         try:
-            run(options, made, given, found)
+            run(options, given, found, began)
         finally:
-            if options.plot is not None and found.ours:
-                try:
-                    plot(made, found, options.plot)
-                except ImportError:
-                    note("no plot: pip install 'tpde[plot]'")
-            emit(text(options.head, options, made, found), options.out)
-    met = all(it[3] for it in checks(made, found, options.host == "mapped"))
+            if found.made:
+                if options.plot is not None and found.ours:
+                    try:
+                        plot(found, options.plot)
+                    except ImportError:
+                        note("no plot: pip install 'tpde[plot]'")
+                emit(text(options, found), options.out)
+    met = all(it[3] for it in checks(found, options.host == "mapped"))
     return 0 if met and not found.problems and found.ours else 1
 
 
