@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from hypothesis import assume, given, settings
@@ -284,3 +285,20 @@ def test_planning_imports_neither_torch_nor_cuda():
         "assert not {'torch', 'cuda', 'numpy'} & {name.partition('.')[0] for name in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_plain_units_have_room_for_their_packed_form_while_they_are_decoded() -> None:
+    """A plain head may need least memory in the end, but more than that at the start."""
+    body = [Unit(f"layers.{i}", 280 * MIB, 416 * MIB, MIB) for i in range(32)]
+    units = [*body, Unit("head", 672 * MIB, 1002 * MIB, 2 * MIB)]
+    demand = Demand(5 * MIB, MIB, 2 * MIB, 128 * MIB)
+    plain = 0
+    for vram in range(1500 * MIB, 16000 * MIB, 50 * MIB):
+        with suppress(OutOfMemory):
+            made = make_plan(units, demand, vram, None, RATES, calls=300)
+            at = 0
+            for unit in (units[-1], *body):
+                if made.placements[unit.name] is Placement.PLAIN:
+                    plain, at = plain + 1, at + unit.plain
+                    assert at + unit.packed + demand.fixed <= vram
+    assert plain

@@ -105,6 +105,9 @@ class Tally(NamedTuple):
         Host memory for what comes from a disk.
     least_ram : int
         The least host memory that it could do with.
+    loading : int
+        Bytes on the device, at most, while plain units are decoded: before all else, the largest first, each
+        with its packed form beside it.
     """
 
     choice: Choice
@@ -116,6 +119,7 @@ class Tally(NamedTuple):
     host: int
     staging: int
     least_ram: int
+    loading: int
 
     def placement(self, unit: Unit) -> Placement:
         """Where a unit is."""
@@ -159,7 +163,13 @@ def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
         every = sum(unit.packed for unit in kept)
     least_ram = rows + min(sum(unit.packed for unit in streamed), STAGING_LEAST)
     decoded.sort(key=lambda unit: -unit.plain)
-    return Tally(choice, plain, packed, maps, tuple(decoded), on_disk, rows + every, staging, least_ram)
+    loading = at = 0
+    for unit in sorted((it for it in units if it.name in choice.plain), key=lambda it: -it.plain):
+        at += round_up(unit.plain)
+        loading = max(loading, at + unit.packed)
+    return Tally(
+        choice, plain, packed, maps, tuple(decoded), on_disk, rows + every, staging, least_ram, loading
+    )
 
 
 def _within(units: Sequence[Unit], room: int) -> list[Unit]:

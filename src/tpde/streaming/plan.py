@@ -101,7 +101,8 @@ class _Layout(NamedTuple):
     piece: int
 
     def used(self, demand: Demand) -> int:
-        return sum(_parts(self, demand).values())
+        """Bytes of device memory, at most: when all is there, or while plain units are decoded."""
+        return max(sum(_parts(self, demand).values()), demand.fixed + self.tally.loading)
 
 
 def _workspaces(units: Sequence[Unit], tiled: int) -> list[int]:
