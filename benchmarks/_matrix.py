@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ SPARE_BYTES = 8 << 30  # of host memory for everything else
 COPY_BYTES = (
     1 << 20
 )  # by one thread: writing to a file in memory goes on one after the other, copying does not
-THREADS = 8
+THREADS = 12
 
 
 def tile_rows(columns: int) -> int:
@@ -100,16 +101,17 @@ class MemorySink:
 def room(folder: Path) -> int:
     """Bytes that a file in a folder that is in memory may have."""
     found = os.statvfs(folder)
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(min(found.f_bavail * found.f_frsize, pages - SPARE_BYTES))
+    said = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    there = found.f_bavail * found.f_frsize - (64 << 20)
+    return min(there, 1024 * int(said.group(1)) - SPARE_BYTES) if said else there
 
 
 def fitting(folder: Path, rows: int, columns: int, seed: int, seconds: float | None) -> int:
     """As many rows, up to `rows`, as there is memory for, and as are packed in so many seconds."""
-    step, least = tile_rows(columns), 1
+    step = tile_rows(columns)
     fit = int(room(folder) / PACKED_SHARE) // (2 * columns)
     if seconds is not None:
-        probe = min(4 * step, rows)
+        probe = min(2 * step, rows)
         for _ in range(2):  # the first one compiles and allocates
             start = time.perf_counter()
             pack(folder / "probe", probe, columns, seed)
@@ -117,7 +119,7 @@ def fitting(folder: Path, rows: int, columns: int, seed: int, seconds: float | N
             (folder / "probe").unlink()
         fit = min(fit, int(seconds / took * probe))
         note(f"packing takes {took / (2e-9 * probe * columns):.3f} s/GB")
-    return rows if rows <= fit else max(fit // step * step, least)
+    return rows if rows <= fit else max(fit // step * step, min(fit, step), 1)
 
 
 def pack(file: Path, rows: int, columns: int, seed: int) -> None:

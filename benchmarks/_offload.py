@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import statistics
@@ -214,6 +215,14 @@ def start(given: dict[str, Any]) -> None:
         except Exception as error:
             traceback.print_exc()
             tell(problem=f"predictions: {reason(error)}")
+        guarded("first of all, not counted", {}, lambda: warm(given))
+
+
+def warm(given: dict[str, Any]) -> None:
+    """Compile the kernels that a budget needs, and keep them on the disk."""
+    loaded = Loaded(given, given["budgets"][0])
+    generate(loaded.model, 0, 0)
+    loaded.close()
 
 
 def rate(given: dict[str, Any]) -> None:
@@ -222,10 +231,12 @@ def rate(given: dict[str, Any]) -> None:
 
 
 def use_of(given: dict[str, Any]) -> Any:
-    """What looks at the card's memory; None without a card."""
+    """What looks at the card's memory; None without a card. What is imported only here is not timed later."""
     import torch
     from _hold import Use
 
+    with contextlib.suppress(ImportError):
+        import cuda.core  # noqa: F401 - not before this process is a fork of its own: it may start the driver
     return Use(given.get("holder")) if torch.cuda.is_available() else None
 
 

@@ -43,8 +43,7 @@ def make(given: dict[str, Any]) -> None:
     import torch
     from _offload import copy_rate
 
-    if not given["cpu"]:
-        need_cuda()
+    need_cuda()
     tell(head=header("A layer larger than its budget", gpu=True))
     if torch.cuda.is_available():
         tell(rate=copy_rate())
@@ -199,14 +198,15 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="for the packed file")
     parser.add_argument("--fit", action="store_true", help="fewer rows, where there is not room for all")
     parser.add_argument("--pack-seconds", type=float, help="with --fit: fewer rows, if packing takes longer")
-    parser.add_argument("--cpu", action="store_true", help="only to see that the steps work")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each process")
     options = parser.parse_args()
     import_everything()  # once; processes are forks of this one, which leaves the GPU alone
+    import tpde.integrations.transformers.streamed  # noqa: F401
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="tpde-layer-", dir=options.dir) as folder, Holder() as holder:
         given = {"folder": folder, "rows": options.rows, "columns": options.columns, "seed": options.seed}
-        given |= {"vram": options.vram, "runs": options.runs, "cpu": options.cpu, "fit": options.fit}
+        given |= {"vram": options.vram, "runs": options.runs, "fit": options.fit}
         given |= {"pack_seconds": options.pack_seconds, "holder": holder.ends}
         found = list(rows(__file__, "make", given, options.limit, perform))
         head = next((row["head"] for row in found if "head" in row), "")

@@ -94,6 +94,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=300, help="seconds for each process")
     options = parser.parse_args()
     import_everything()  # once; processes are forks of this one, which leaves the GPU alone
+    import tpde.integrations.transformers.streamed  # noqa: F401
+
     layers = options.layers or SHAPES[options.shape][2]
     base = options.dir / f"{options.shape}-{layers}-{options.seed}"
     base.mkdir(parents=True, exist_ok=True)

@@ -307,7 +307,7 @@ def tasks(options: Any, given: Found) -> Iterator[tuple[str, Found]]:
         yield "rate", given
     if options.peers:
         for name in PEERS:
-            yield "peer", given | {"peer": name, "holder": None}
+            yield "peer", given | {"peer": name}
 
 
 def run(options: Any, given: Found, found: Results, began: float) -> None:
@@ -359,6 +359,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="also write a plot to this file")
     options = parser.parse_args()
     import_everything()  # once; processes are forks of this one, which leaves the GPU alone
+    import tpde.integrations.transformers.streamed  # noqa: F401
+
     found = Results()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for path in (options.out, options.plot):
