@@ -1,11 +1,14 @@
 """Work in a process of its own that tells its results one by one: what is cut short leaves something.
 
-Processes are forks of this one, which has imported everything and has not touched a GPU.
+Processes are forks of this one, which has imported everything and has not touched a GPU. What it has is frozen
+for the garbage collector: otherwise a collection in a fork would write to all of it, and so copy it, for half
+a second and hundreds of MiB.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -45,6 +48,8 @@ def rows(
 
     The last is `{"problem": ...}` if the process failed, or took more than `limit` seconds and was ended.
     """
+    gc.collect()
+    gc.freeze()
     reader, writer = os.pipe()
     process = multiprocessing.get_context("fork").Process(
         target=_child,

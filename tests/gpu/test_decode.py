@@ -40,6 +40,34 @@ def test_many_tensors_in_one_launch() -> None:
     batch.assert_equal()
 
 
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_tables_that_arrive_late(dtype: str, rows: bool) -> None:
+    """With fewer chunks than warps, those without one load their share of the tables too: all wait for it."""
+    from tpde.cuda.decode import Rows, WorkList
+
+    spec = TensorSpec(dtype, (8, 4096))
+    packed = pack(spec, fill("normal", spec))
+    batch = Batch([packed])
+    images = [torch.from_numpy(table.image.copy()).pin_memory() for table in batch.tables]
+    items = [
+        item._replace(tables_at=image.data_ptr()) for item, image in zip(batch.items, images, strict=True)
+    ]  # which come over the bus, long after the chunks
+    ids = torch.arange(8, device="cuda")
+    made: WorkList | Rows = Rows(items[0], 0) if rows else WorkList(items, 0)
+    descriptors = batch.upload(made.descriptors)
+    stream = torch.cuda.current_stream().cuda_stream
+    for _ in range(20):
+        batch.out.fill_(0xA5)
+        targets = (batch.out.data_ptr(), batch.status.data_ptr(), stream, True)
+        if isinstance(made, Rows):
+            made.launch(descriptors.data_ptr(), ids.data_ptr(), 8, *targets)
+        else:
+            made.launch(descriptors.data_ptr(), *targets)
+        batch.assert_equal()
+        assert batch.status.tolist() == [0, 0, 0, 0]
+
+
 def test_slices_that_start_chunks_of_their_own() -> None:
     spec = TensorSpec("BF16", (3, 1021, 523))  # slices of an odd number of words
     batch = Batch([pack(spec, fill("normal", spec))])

@@ -311,6 +311,7 @@ __device__ __forceinline__ void load_tables(const Item& t, u32* to, u32 room) {
   if (t.tables_bytes > room) return;
   u32 shared = (u32)__cvta_generic_to_shared(to);
   for (u32 i = threadIdx.x * 16; i < t.tables_bytes; i += blockDim.x * 16) copy_async(shared + i, t.tables + i);
+  commit_copies();  // here: a warp without a chunk stages nothing, and copies that belong to no group are not waited for
 }
 
 // A whole chunk whose planes in CODED are all coded, its output aligned to 16 bytes. Its raw planes go through two
