@@ -22,7 +22,9 @@ from tpde.nn.experts import fused
 from tpde.streaming.experts import expert_room
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
-streamed = pytest.importorskip("tpde.integrations.transformers.streamed")
+
+from tpde.integrations.streaming import loading as loading_under  # noqa: E402
+from tpde.integrations.streaming import plain as plain_weights  # noqa: E402
 
 MIXED = ("host", "packed", "disk", "plain")
 
@@ -115,14 +117,14 @@ def test_all_fits(monkeypatch: pytest.MonkeyPatch, llama: Pair, tmp_path: Path) 
 def test_room_for_blobs_shrinks_with_them(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
     """When the last weights are decoded, there may be room for little else than the plain model."""
     rooms: list[tuple[int, int]] = []
-    real = streamed.fill
+    real = plain_weights.fill
 
     def fill(tensors: Any, extents: Any) -> None:
         rooms.append((extents[0].size, tensors[0].untyped_storage().nbytes()))
         real(tensors, extents)
 
-    monkeypatch.setattr(streamed, "fill", fill)
-    monkeypatch.setattr(streamed, "SCRATCH_LEAST", 0)
+    monkeypatch.setattr(plain_weights, "fill", fill)
+    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 0)
     with simulated(monkeypatch):
         load(llama.packed)
     for i, (_, room) in enumerate(rooms):
@@ -241,7 +243,7 @@ def test_experts_read_from_files_come_with_their_blocks(
 def test_the_cache_is_traced_and_given_back(
     monkeypatch: pytest.MonkeyPatch, hosted: Opened, experts: tuple[str, Pair]
 ) -> None:
-    monkeypatch.setattr(streamed, "start_trace", lambda _: object())
+    monkeypatch.setattr(loading_under, "start_trace", lambda _: object())
     name, pair = experts
     model = load(pair.packed)
     model.tpde_streamer.record()
@@ -271,8 +273,8 @@ def test_a_plan_has_room_for_two_experts(tmp_path: Path) -> None:
     )
     pair = write(tmp_path, transformers.MixtralForCausalLM(config).to(torch.bfloat16))
     with opened_shape(pair.packed) as (shape, _, plan):
-        least = cache_least(shape, plan, None)
-        assert cache_least(shape, plan, []) == 0
+        least = cache_least(shape, plan.runs, None)
+        assert cache_least(shape, plan.runs, []) == 0
     model = tpde.from_pretrained(pair.packed)
     (module,) = [module for _, module in packed_nn.packed_modules(model) if fused(module)]
     one = sum(part.blob.numel() for slot in fused(module) for part, _ in slot.parts) // 4
@@ -484,7 +486,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setattr(device, "checked_device", cpu)
     monkeypatch.setattr(loading, "checked_device", cpu)
     monkeypatch.setattr(loading, "_check_gpus", lambda _: None)
-    monkeypatch.setattr(streamed, "start_trace", lambda _: Trace(None, 0))  # type: ignore[arg-type]
+    monkeypatch.setattr(loading_under, "start_trace", lambda _: Trace(None, 0))  # type: ignore[arg-type]
     with simulated(monkeypatch, every(*MIXED)):
         yield lambda *args: CliRunner().invoke(app, ["run", *map(str, args)])
 

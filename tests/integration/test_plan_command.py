@@ -14,7 +14,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 from tpde.cli.plan import ranges, render  # noqa: E402
 from tpde.errors import OutOfMemory  # noqa: E402
-from tpde.integrations.transformers.budget import plan_streaming, unit_of, units_of  # noqa: E402
+from tpde.integrations.streaming.units import unit_of, units_of  # noqa: E402
+from tpde.integrations.transformers.budget import plan_streaming  # noqa: E402
 from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
 from tpde.streaming.plan import MIB, Demand, Placement, Unit, make_plan  # noqa: E402
 from tpde.streaming.rates import disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
@@ -114,7 +115,7 @@ def test_units_are_groups_of_the_loaded_model(packed):
             blobs = groups.setdefault(path if slot.group is None else slot.group.name, {})
             blobs.update({id(part): part for part, _ in slot.parts})
     with opened_shape(packed) as (shape, checkpoint, plan):
-        units = {unit.name: unit for unit in units_of(shape, plan)}
+        units = {unit.name: unit for unit in units_of(shape, plan.runs)}
         assert {unit_of(shape, name) for name in plan.runs} == set(units)
         total = sum(it.extent.size for it in checkpoint.packed.values())
     whole = {name: blobs for name, blobs in groups.items() if name in units}
@@ -130,7 +131,7 @@ def test_units_are_groups_of_the_loaded_model(packed):
 
 def test_only_some_of_the_parameters(packed):
     with opened_shape(packed) as (shape, checkpoint, plan):
-        every = units_of(shape, plan)
+        every = units_of(shape, plan.runs)
         one = [name for name in plan.runs if unit_of(shape, name) == every[1].name]
         made = plan_streaming(shape, checkpoint, plan, vram=1 << 30, ram=None, max_tokens=64, only=one)
         assert list(made.placements) == [every[1].name]

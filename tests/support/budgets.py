@@ -74,6 +74,7 @@ def simulated(
     **fields: Any,
 ) -> Iterator[Opened]:
     """Let models load under a budget to the CPU, which stands for a GPU; `fields` are those of plans."""
+    from tpde.integrations.streaming import opening
     from tpde.integrations.transformers import streamed
 
     opened = Opened()
@@ -92,9 +93,10 @@ def simulated(
         opened.disks.append(MemorySupply(ahead=4 * PIECE))
         return opened.disks[-1]
 
+    monkeypatch.setattr(opening, "CudaDevice", device)
     monkeypatch.setattr(streamed, "CudaDevice", device)
-    monkeypatch.setattr(streamed, "HostMemory", memory)
-    monkeypatch.setattr(streamed, "ReadAhead", disk)
+    monkeypatch.setattr(opening, "HostMemory", memory)
+    monkeypatch.setattr(opening, "ReadAhead", disk)
     if choose is not None:
         placed(monkeypatch, choose, **fields)
     try:

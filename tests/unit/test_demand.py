@@ -9,12 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from tpde.integrations.transformers.demand import (  # noqa: E402
-    activation_bytes,
-    cache_bytes,
-    module_calls,
-    plain_bytes,
-)
+from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
+from tpde.integrations.transformers.demand import activation_bytes, cache_bytes  # noqa: E402
 
 
 class Live(TorchDispatchMode):

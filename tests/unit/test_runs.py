@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.integrations.transformers.runs import NotARun, Run  # noqa: E402
+from tpde.integrations.runs import NotARun, Run  # noqa: E402
 
 
 class Leaf:

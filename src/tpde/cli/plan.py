@@ -79,7 +79,8 @@ def plan(
       tpde plan llama-packed --vram 16GiB
       tpde plan llama-packed --vram 6GiB --ram 8GiB --max-tokens 1024
     """
-    from tpde.integrations.transformers.budget import plan_streaming, units_of
+    from tpde.integrations.streaming.units import units_of
+    from tpde.integrations.transformers.budget import plan_streaming
     from tpde.integrations.transformers.folder import packed_directory, weight_files
     from tpde.integrations.transformers.shape import opened_shape
     from tpde.streaming.sizes import parse_size
@@ -92,7 +93,7 @@ def plan(
         made = plan_streaming(
             shape, checkpoint, weights, vram=device_bytes, ram=host_bytes, max_tokens=max_tokens, rates=rates
         )
-        units = units_of(shape, weights)
+        units = units_of(shape, weights.runs)
     if as_json:
         print_json(as_dict(made, units, max_tokens, rates, model))
     else:

@@ -9,11 +9,10 @@ import torch
 
 from tpde.errors import InvalidInput
 from tpde.integrations.checkpoint import Checkpoint, Stored
-from tpde.integrations.transformers.budget import TYPICAL, units_of
-from tpde.integrations.transformers.demand import FIXED_BYTES, module_calls, plain_bytes
-from tpde.integrations.transformers.plan import Plan
-from tpde.integrations.transformers.runs import Run
-from tpde.integrations.transformers.streamed import Budget, Streaming
+from tpde.integrations.runs import Run
+from tpde.integrations.streaming.demand import FIXED_BYTES, TYPICAL, module_calls, plain_bytes
+from tpde.integrations.streaming.loading import Streaming
+from tpde.integrations.streaming.units import units_of
 from tpde.materialize import PackedTensor
 from tpde.streaming.plan import Demand, make_plan
 from tpde.streaming.sizes import parse_size
@@ -47,16 +46,14 @@ def stream(
             f'`vram` is a budget of GPU memory, but the model goes to `{device}`; pass `device="cuda"`, or '
             "leave out `vram`"
         )
-    budget = Budget(parse_size(vram), None if ram is None else parse_size(ram), 1)
-    plan = Plan({name: Run(it.spec.shape, it.dtype, [it]) for name, it in packed.items()}, [], [])
-    demand = Demand(plain_bytes(model, plan.runs), 0, parse_size(activations), FIXED_BYTES)
-    streaming = Streaming(budget)
-    units, calls = units_of(model, plan), module_calls(model)
+    host = None if ram is None else parse_size(ram)
+    runs = {name: Run(it.spec.shape, it.dtype, [it]) for name, it in packed.items()}
+    demand = Demand(plain_bytes(model, runs), 0, parse_size(activations), FIXED_BYTES)
+    streaming = Streaming(parse_size(vram))
+    units, calls = units_of(model, runs), module_calls(model)
     try:
-        streaming.decide(
-            device, lambda size: make_plan(units, demand, size, budget.ram, TYPICAL, calls=calls)
-        )
-        parts = streaming.load(model, checkpoint, plan, dict.fromkeys(packed, device))
+        streaming.decide(device, lambda size: make_plan(units, demand, size, host, TYPICAL, calls=calls))
+        parts = streaming.load(model, checkpoint, runs, dict.fromkeys(packed, device))
     except BaseException:
         streaming.close()
         raise

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from tpde.errors import InvalidInput
 from tpde.integrations.checkpoint import Checkpoint
+from tpde.integrations.place import place
 from tpde.integrations.transformers.plan import Plan, Source
 
 log = logging.getLogger("tpde")
@@ -44,23 +43,6 @@ def load_plain(
     for name, tensor in made.items():
         place(model, name, tensor)
     return list(made)
-
-
-def place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if leaf in module._buffers:
-        module._buffers[leaf] = tensor
-        return
-    before = module._parameters.get(leaf)
-    if before is None or before.shape != tensor.shape:
-        found = "none" if before is None else list(before.shape)
-        raise InvalidInput(
-            f"`{name}` has shape {list(tensor.shape)} in the packed files, the model needs {found}; load it "
-            "with the configuration that it was packed with"
-        )
-    module._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
 
 
 def report_decoded(plan: Plan, checkpoint: Checkpoint) -> int:

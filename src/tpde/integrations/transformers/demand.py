@@ -1,4 +1,4 @@
-"""Device memory that a model needs beside its packed weights, from its shape alone."""
+"""Device memory that a transformers model needs beside its packed weights, from its shape alone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpde.format.blob import align
+from tpde.integrations.streaming.demand import FIXED_BYTES, plain_bytes
 from tpde.nn.experts import routes
 from tpde.nn.replace import block_path
 from tpde.streaming.units import Demand
-
-ALIGN = 512  # bytes: of the caching allocator
-
-# Kernels, their local memory, streams and events take about 70 MiB on an H200, cuBLAS's workspace 32 MiB.
-FIXED_BYTES = 128 << 20
 
 # A cache that grows leaves holes behind that are too small for what comes next.
 FRAGMENTATION = 0.25
@@ -50,17 +45,6 @@ def demand_of(model: Any, packed: Container[str], max_tokens: int, dtype: torch.
         activations=activation_bytes(model, max_tokens, dtype.itemsize),
         fixed=FIXED_BYTES,
     )
-
-
-def plain_bytes(model: Any, packed: Container[str]) -> int:
-    """Parameters and buffers that are not packed; tied ones once."""
-    tied = getattr(model, "all_tied_weights_keys", {})
-    seen: dict[int, int] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
-        if name not in packed and tied.get(name) not in packed:
-            seen[id(tensor)] = align(tensor.numel() * tensor.element_size(), ALIGN)
-    return sum(seen.values())
 
 
 def cache_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
@@ -170,12 +154,6 @@ def _attention_bytes(model: Any, config: Any, max_tokens: int, itemsize: int) ->
     if getattr(config, "_attn_implementation", None) == "eager":
         total += pairs * heads * (2 * itemsize + 4)
     return total
-
-
-def module_calls(model: nn.Module) -> int:
-    """How many modules a forward pass calls: all but lists."""
-    lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return sum(not isinstance(module, lists) for module in model.modules())
 
 
 def activation_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from tpde.format.blob import align
-from tpde.integrations.transformers.plan import Plan
+from tpde.integrations.checkpoint import Stored
+from tpde.integrations.runs import Run
+from tpde.integrations.streaming.units import is_routed
 from tpde.nn import PackedModule, packed_modules
 from tpde.nn.experts import fused, routes
 from tpde.streaming.experts import expert_room
@@ -20,19 +22,14 @@ MARGIN = 16  # experts are larger than the mean by one part of so many, at most
 ENDS = 64 << 10  # chunks of 16 KiB that experts share, at the ends of both weights
 
 
-def is_routed(model: nn.Module, plan: Plan, name: str) -> bool:
-    """Whether a packed parameter is a fused one of experts, of which calls need some."""
-    return len(plan.runs[name].shape) == 3 and routes(type(model.get_submodule(name.rpartition(".")[0])))
-
-
-def cache_least(model: nn.Module, plan: Plan, only: Collection[str] | None) -> int:
+def cache_least(model: nn.Module, runs: Mapping[str, Run[Stored]], only: Collection[str] | None) -> int:
     """Bytes of device memory for the least cache of packed experts that is of use; 0 without experts.
 
     Only headers are read, which do not say how large an expert is: a little more than the mean.
     """
     sizes: dict[str, int] = {}  # of an expert, by modules
-    for name, run in plan.runs.items():
-        if (only is None or name in only) and is_routed(model, plan, name):
+    for name, run in runs.items():
+        if (only is None or name in only) and is_routed(model, runs, name):
             path = name.rpartition(".")[0]
             share = -(-sum(part.extent.size for part in run.parts) // run.shape[0])
             sizes[path] = sizes.get(path, 0) + share

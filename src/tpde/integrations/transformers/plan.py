@@ -16,7 +16,7 @@ from torch import nn
 
 from tpde.errors import InvalidInput
 from tpde.integrations.checkpoint import Checkpoint, Stored
-from tpde.integrations.transformers.runs import Run
+from tpde.integrations.runs import Run
 from tpde.nn import supports
 
 # Once parameters, now made by the models themselves; transformers passes over them in silence, too.

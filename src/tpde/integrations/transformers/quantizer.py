@@ -25,7 +25,7 @@ from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
-from tpde.integrations.transformers.streamed import Budget, Streaming, hide_blobs, show_blobs
+from tpde.integrations.transformers.streamed import Budget, ModelStreaming, hide_blobs, show_blobs
 from tpde.materialize import PackedTensor
 from tpde.nn import finish, replace_parameter
 
@@ -38,7 +38,7 @@ class _Target:
 
     device: torch.device | None = None
     budget: Budget | None = None
-    streaming: Streaming | None = None  # what has been opened so far
+    streaming: ModelStreaming | None = None  # what has been opened so far
 
 
 _target: contextvars.ContextVar[_Target | None] = contextvars.ContextVar("tpde_target", default=None)
@@ -182,10 +182,10 @@ class TpdeHfQuantizer(HfQuantizer):
                 self._parts = self._read(plan, checkpoint, where)
                 decoded = self._decode(plan, checkpoint)
             else:
-                streaming = self._target.streaming = Streaming(self._target.budget)
+                streaming = self._target.streaming = ModelStreaming(self._target.budget)
                 streaming.plan(model, checkpoint, plan, where)
                 decoded = self._decode(plan, checkpoint)  # first, since for a moment it needs the blobs, too
-                self._parts = streaming.load(model, checkpoint, plan, where)
+                self._parts = streaming.load(model, checkpoint, plan.runs, where)
                 self.streamed = bool(streaming.streamers)
             names = [*plan.runs, *decoded]
             self._untie()

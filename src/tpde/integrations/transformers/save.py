@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tpde.format.constants import SUFFIX
-from tpde.integrations.transformers.runs import NotARun, Run
+from tpde.integrations.runs import NotARun, Run
 from tpde.nn import PackedTensor, pack_tensor, packed_modules
 
 log = logging.getLogger("tpde")

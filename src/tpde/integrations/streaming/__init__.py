@@ -1,0 +1,1 @@
+"""Loading models under a budget of device memory: what the integrations of all libraries share."""

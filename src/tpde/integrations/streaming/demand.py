@@ -1,0 +1,36 @@
+"""Device memory that any model needs beside its packed weights, and how fast machines are."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from torch import nn
+
+from tpde.format.blob import align
+from tpde.streaming.rates import given_rates
+
+ALIGN = 512  # bytes: of the caching allocator
+
+# Kernels, their local memory, streams and events take about 70 MiB on an H200, cuBLAS's workspace 32 MiB.
+FIXED_BYTES = 128 << 20
+
+# An H200 on PCIe 5. Where weights go depends little on rates: all that matters is what is faster than what.
+TYPICAL = given_rates(copy=55e9, memory=4.2e12, disk=6e9)
+
+
+def plain_bytes(model: Any, packed: Container[str]) -> int:
+    """Parameters and buffers that are not packed; tied ones once."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    seen: dict[int, int] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if name not in packed and tied.get(name) not in packed:
+            seen[id(tensor)] = align(tensor.numel() * tensor.element_size(), ALIGN)
+    return sum(seen.values())
+
+
+def module_calls(model: nn.Module) -> int:
+    """How many modules a forward pass calls: all but lists."""
+    lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return sum(not isinstance(module, lists) for module in model.modules())

@@ -1,0 +1,214 @@
+"""Bringing a model's weights to its devices under a budget: some plain, some packed, the others streamed."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tpde.errors import OutOfMemory, PackedWeight
+from tpde.integrations.allowance import Allowance
+from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.reading import gib
+from tpde.integrations.runs import Run
+from tpde.integrations.streaming.opening import open_streamed
+from tpde.integrations.streaming.plain import decode_runs
+from tpde.integrations.streaming.units import unit_of
+from tpde.materialize import PackedTensor
+from tpde.nn.modules import PackedModule
+from tpde.streaming.plan import StreamPlan
+from tpde.streaming.stats import Summary, summarize_spans
+from tpde.streaming.stream import Streamer
+from tpde.streaming.trace import Trace, start_trace, write_trace
+from tpde.streaming.units import Placement
+
+# Of the plan's fixed part what PyTorch does not allocate, 70 MiB on an H200; the rest is cuBLAS's workspace.
+OUTSIDE_BYTES = 80 << 20
+
+
+class Streaming:
+    """What brings a model's weights to its devices, under its budget: `model.tpde_streamer`.
+
+    Parameters
+    ----------
+    vram : int
+        Bytes of each device.
+    progress : callable, optional
+        Called with numbers of bytes read.
+
+    Attributes
+    ----------
+    plans : dict of torch.device to StreamPlan
+        Where weights are.
+    streamers : dict of torch.device to Streamer
+        Of the devices that any weights are streamed to.
+    """
+
+    def __init__(self, vram: int, progress: Callable[[int], None] | None = None) -> None:
+        self.plans: dict[torch.device, StreamPlan] = {}
+        self.streamers: dict[torch.device, Streamer] = {}
+        self._vram, self._progress = vram, progress
+        self._readers: dict[torch.device, list[Any]] = {}
+        self._traces: dict[torch.device, Trace] = {}
+        self._finalizers: list[Any] = []
+
+    # ---- loading ----
+
+    def decide(self, device: torch.device, planner: Callable[[int], StreamPlan]) -> None:
+        """Plan for a device, and hold the process to the budget there, until this is closed or collected.
+
+        Parameters
+        ----------
+        device : torch.device
+            With its number.
+        planner : callable
+            Makes the plan for so many bytes of device memory.
+
+        Raises
+        ------
+        OutOfMemory
+            If the budget is not free, or cannot work.
+        """
+        vram = self._vram
+        if device.type != "cuda":
+            self.plans[device] = planner(vram)
+            return
+        allowance = Allowance(device, vram, OUTSIDE_BYTES)
+        try:
+            self.plans[device] = planner(max(vram - allowance.others, 0))
+        except OutOfMemory as error:
+            if error.least is None or not allowance.others:
+                raise
+            least = error.least + allowance.others
+            raise OutOfMemory(
+                f"this process has {gib(allowance.others)} allocated on {device}, which count towards "
+                f"`vram`: without them {error}; and as much more as is allocated, or free that",
+                least=least,
+            ) from None
+        allowance.start()
+        self._finalizers.append(weakref.finalize(self, allowance.close))
+        self._finalizers[-1].atexit = False
+
+    def load(
+        self,
+        model: Any,
+        checkpoint: Checkpoint,
+        runs: Mapping[str, Run[Stored]],
+        where: Mapping[str, torch.device],
+    ) -> dict[str, list[tuple[PackedTensor, int]]]:
+        """Bring all weights to where they were planned to be.
+
+        Plain ones come first, the largest of them at the start: while they are decoded, their packed form is
+        on the device as well, and then there is room for it.
+
+        Parameters
+        ----------
+        model : nn.Module
+            On the `meta` device.
+        checkpoint : Checkpoint
+            Its files.
+        runs : mapping of str to Run
+            Its packed parameters, as runs of `Stored`.
+        where : mapping of str to torch.device
+            The device of each.
+
+        Returns
+        -------
+        dict of str to list of (PackedTensor, int)
+            The parts of those parameters that are packed. The others are plain parameters of the model now.
+        """
+        parts: dict[str, list[tuple[PackedTensor, int]]] = {}
+        for device, made in self.plans.items():
+            here = {name: run for name, run in runs.items() if where[name] == device}
+            chosen = {name: made.placements[unit_of(model, name)] for name in here}
+            plain = {name: here[name] for name, it in chosen.items() if it is Placement.PLAIN}
+            decode_runs(model, plain, device, self._progress)
+            stored: dict[Placement, dict[str, Stored]] = {it: {} for it in Placement}
+            for name, run in here.items():
+                stored[chosen[name]].update({part.name: part for part in run.parts})
+            found: dict[str, PackedTensor] = {}
+            if stored[Placement.HOST] or stored[Placement.DISK]:
+                found.update(self._open(device, made, stored[Placement.HOST], stored[Placement.DISK]))
+            resident = list(stored[Placement.PACKED].values())
+            for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):
+                found[it.name] = tensor
+                self._read(it.extent.size)
+            parts |= {name: run.placed(found) for name, run in here.items() if name not in plain}
+        return parts
+
+    def cut(self, model: torch.nn.Module) -> None:
+        """Let weights that are larger than the workspace be used in it tile by tile."""
+        for plan in self.plans.values():
+            for unit in plan.tiled:
+                module = model.get_submodule(unit)
+                assert isinstance(module, PackedModule)
+                for slot in module.tpde_slots.values():
+                    slot.tile_bytes = plan.workspace
+
+    def _read(self, nbytes: int) -> None:
+        if self._progress is not None:
+            self._progress(nbytes)
+
+    def _open(
+        self,
+        device: torch.device,
+        made: StreamPlan,
+        host: Mapping[str, Stored],
+        disk: Mapping[str, Stored],
+    ) -> dict[str, PackedTensor]:
+        streamer, tensors = open_streamed(
+            device, made, list(host.values()), list(disk.values()), progress=self._progress
+        )
+        self.streamers[device] = streamer
+        supplies = {id(it.supply): it.supply for it in tensors.values()}
+        self._readers[device] = [it for it in supplies.values() if hasattr(it, "trace")]
+        return {**tensors}
+
+    # ---- looking at it ----
+
+    def record(self) -> None:
+        """Start to note when things happen, for `trace` and `stats`. Waits for the devices."""
+        for device, streamer in self.streamers.items():
+            trace = self._traces[device] = streamer.device.trace = start_trace(device)
+            for reader in self._readers[device]:
+                reader.trace = trace
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what was noted since `record` as a timeline for https://ui.perfetto.dev.
+
+        Raises
+        ------
+        InvalidDestination
+            If it cannot be written.
+        """
+        write_trace(path, list(self._traces.values()))
+
+    def stats(self) -> dict[str, Any]:
+        """For each device, what was copied so far; with `record`, how much of it was hidden as well."""
+        found: dict[str, Any] = {}
+        for device, streamer in self.streamers.items():
+            found[str(device)] = dict(streamer.stats())
+            if device in self._traces:
+                found[str(device)] |= self.summary(device).as_dict()
+        return found
+
+    def summary(self, device: torch.device) -> Summary:
+        """How well a device's copies were hidden since `record`."""
+        return summarize_spans(self._traces[device].spans(), self.streamers[device].dropped_pieces)
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Give locked memory, files and the budget back. The model cannot be used any more."""
+        for streamer in self.streamers.values():
+            streamer.close()
+        for finalizer in self._finalizers:
+            finalizer()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise PackedWeight(
+            "the model streams its weights from files, which cannot be copied or pickled; load it again"
+        )
