@@ -20,7 +20,6 @@ from _rows import tell
 from _synthetic import CHECKED_LOGITS, plain_model, write_packed
 
 WARM = 2  # tokens before those that are timed
-CHECKED = 3  # tokens whose logits are compared, after those of the prompt
 PREFILL, PREFILL_BUDGET = 4096, 4.0
 COPY_BYTES = 256 << 20
 FACTS = "facts.json"
@@ -96,6 +95,11 @@ def prefill(model: Any, length: int, runs: int) -> float:
     return statistics.median(took[1:])
 
 
+def checked_logits(given: dict[str, Any]) -> Path:
+    """Where the plain model's logits are kept."""
+    return Path(given["dir"]) / CHECKED_LOGITS.format(given["tokens"])
+
+
 def difference(found: list[Any], path: Path) -> str:
     """Where logits differ from those saved, as bits; nothing if they don't."""
     expected = np.load(path)
@@ -119,8 +123,8 @@ def plain(given: dict[str, Any]) -> None:
     generate(model, 0, 0)  # the first of a process, as ours: libraries are loaded for it
     first = time.perf_counter() - start
     logits: list[Any] = []
-    generate(model, 0, CHECKED, logits)
-    np.save(Path(given["dir"]) / CHECKED_LOGITS, np.stack(logits))
+    generate(model, WARM, given["tokens"], logits)
+    np.save(checked_logits(given), np.stack(logits))
     seconds, _ = generate(model, WARM, given["tokens"])
     found = {"token_s": seconds, "first_s": first, "private": private_bytes()}
     tell(plain=found)
@@ -254,10 +258,11 @@ def measure(given: dict[str, Any], use: Any, found: dict[str, Any], say: Callabl
         found["load_s"] = time.perf_counter() - start
         generate(loaded.model, 0, 0)
         found["first_s"] = time.perf_counter() - start
+        # As many tokens as are timed: up to each new length, libraries load kernels, for 0.4 s in all.
         logits: list[Any] = []
-        generate(loaded.model, 0, CHECKED, logits)
-        if (Path(given["dir"]) / CHECKED_LOGITS).exists():
-            found["difference"] = difference(logits, Path(given["dir"]) / CHECKED_LOGITS)
+        generate(loaded.model, WARM, given["tokens"], logits)
+        if checked_logits(given).exists():
+            found["difference"] = difference(logits, checked_logits(given))
         if use is not None:
             use.pause()
             found["peak"] = use.peak

@@ -1,8 +1,8 @@
 """Work in a process of its own that tells its results one by one: what is cut short leaves something.
 
-Processes are forks of this one, which has imported everything and has not touched a GPU. What it has is frozen
-for the garbage collector: otherwise a collection in a fork would write to all of it, and so copy it, for half
-a second and hundreds of MiB.
+Processes are forks of this one, which has imported everything and has not touched a GPU. What it has is
+frozen for the garbage collector: otherwise a collection in a fork would write to all of it, and so copy it,
+for half a second and hundreds of MiB.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from _machine import note
 from _model import device
 
 SHARD_BYTES = 4 << 30
-CHECKED_LOGITS = "logits.npy"
+CHECKED_LOGITS = "logits-{}.npy"  # of so many tokens
 
 
 def weight(name: str, shape: tuple[int, ...], seed: int, rows: tuple[int, int] | None = None) -> Any:

@@ -238,12 +238,14 @@ def test_memory(how: str) -> None:
     """Never more than the packed weights, a block, and what the plain model needs besides its weights."""
     torch.manual_seed(0)
     graph = torch.cuda.CUDAGraph()
-    if how == "graph":  # the matrix library's workspace for graphs, 32 MiB, which plain models need, too
-        first, square = torch.cuda.CUDAGraph(), torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
-        with torch.cuda.graph(first):
+    # The matrix library's workspaces, 32 MiB for each thread and for graphs, which plain models need, too.
+    square = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (square @ square).sum().backward()
+    if how == "graph":
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), torch.no_grad():
             square @ square
     gc.collect()
-    before = torch.cuda.memory_allocated()  # that, and other tests' leftovers
+    before = torch.cuda.memory_allocated()  # those, and other tests' leftovers
     backward = how.endswith("backward")
     model = Wide().to("cuda", torch.bfloat16).requires_grad_(False)
     x = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=backward)

@@ -77,7 +77,7 @@ def _least(pair: Pair) -> int:
 
 
 MEASURE = """
-import json, subprocess, sys, threading, time
+import atexit, json, subprocess, sys, threading, time
 import torch
 import tpde
 
@@ -90,6 +90,7 @@ torch.zeros(1, device="cuda")
 torch.cuda.empty_cache()
 pipe = subprocess.PIPE
 holder = subprocess.Popen([sys.executable, "-c", HOLD, str(vram)], stdin=pipe, stdout=pipe)
+atexit.register(holder.kill)
 assert holder.stdout.readline()
 free = torch.cuda.mem_get_info()[0]
 least, stop = free, False
@@ -100,7 +101,7 @@ def watch():
         least = min(least, torch.cuda.mem_get_info()[0])
         time.sleep(0.002)
 
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 model = tpde.from_pretrained(folder, vram=vram, max_tokens=64)
 ids = torch.arange(3, 35, device="cuda")[None]
@@ -111,8 +112,6 @@ made = model.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)
 torch.cuda.synchronize()
 stop = True
 thread.join()
-holder.stdin.close()
-holder.wait()
 stats = model.tpde_streamer.stats()
 digest = logits.view(torch.int16).to(torch.int64).cpu()
 print(json.dumps({
@@ -133,6 +132,7 @@ def test_the_budget_is_held(more: int, larger: Pair) -> None:
         text=True,
         check=False,
         env=dict(os.environ),
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -174,6 +174,7 @@ def test_the_budget_is_held_with_experts(more: int, experts: Pair) -> None:
         text=True,
         check=False,
         env=dict(os.environ),
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

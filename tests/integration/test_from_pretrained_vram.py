@@ -114,23 +114,29 @@ def test_all_fits(monkeypatch: pytest.MonkeyPatch, llama: Pair, tmp_path: Path) 
         assert_same_bits(outputs("llama", model, 2), outputs("llama", plain, 2))
 
 
-def test_room_for_blobs_shrinks_with_them(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+@pytest.mark.parametrize("most", [0, 20_000, 60_000])
+def test_room_for_blobs_shrinks_with_them(most: int, monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
     """When the last weights are decoded, there may be room for little else than the plain model."""
     rooms: list[tuple[int, int]] = []
+    counts: list[int] = []
     real = plain_weights.fill
 
     def fill(tensors: Any, extents: Any) -> None:
-        rooms.append((extents[0].size, tensors[0].untyped_storage().nbytes()))
+        rooms.append((sum(-(-it.size // 256) * 256 for it in extents), tensors[0].untyped_storage().nbytes()))
+        counts.append(len(extents))
         real(tensors, extents)
 
     monkeypatch.setattr(plain_weights, "fill", fill)
     monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 0)
+    monkeypatch.setattr(plain_weights, "BATCH_BYTES", most)
     with simulated(monkeypatch):
         load(llama.packed)
-    for i, (_, room) in enumerate(rooms):
+    for i, (size, room) in enumerate(rooms):
         left = max(size for size, _ in rooms[i:])
         assert left <= room <= 2 * left
-    assert len({room for _, room in rooms}) > 1
+        assert counts[i] == 1 or size <= most
+    assert (max(counts) == 1) == (not most)
+    assert most or len({room for _, room in rooms}) > 1
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -210,14 +216,17 @@ def test_small_caches(monkeypatch: pytest.MonkeyPatch, experts: tuple[str, Pair]
     plain = pair.kind.from_pretrained(pair.plain)
     with torch.no_grad():
         expected = outputs(name, plain, 2)
-    with simulated(monkeypatch, every("host"), parts={"experts": 1 << 16}, vram=1 << 16) as opened:
+    nothing = {"plain": 0, "fixed": 0, "decoded": 0}
+    parts = nothing | {"experts": 1 << 16}
+    with simulated(monkeypatch, every("host"), parts=parts, vram=1 << 16) as opened:
         model = load(pair.packed)
         modules = [module for _, module in packed_nn.packed_modules(model) if fused(module)]
         room = max(expert_room(fused(module), PIECE) for module in modules)
         assert len(opened.devices[1].memory) == (1 << 16) // room * room > 0
     for places in (2, 0):
-        size = {"parts": {"experts": places * room + room // 2}, "vram": places * room + room // 2}
-        with simulated(monkeypatch, every("host"), **size) as opened, torch.no_grad():
+        size = places * room + room // 2
+        parts = nothing | {"experts": size}
+        with simulated(monkeypatch, every("host"), parts=parts, vram=size) as opened, torch.no_grad():
             model = load(pair.packed)
             assert_same_bits(outputs(name, model, 2), expected, name)
             if places:

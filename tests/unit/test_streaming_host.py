@@ -101,15 +101,16 @@ def test_an_arena_where_locking_in_place_is_refused(fake: FakeLock, source: File
     fake.refuse = lambda read_only, locked: read_only and locked == before
     memory = HostMemory(extents(source), 0)
     assert memory.kind == "arena"
-    assert [read_only for _, read_only in fake.locked.values()] == [False]
+    assert [read_only for _, read_only in fake.locked.values()] == [False, False]
     assert memory.locked_bytes == memory.private_bytes == fake.bytes == 23 * PAGE + MIB
     check(memory, extents(source))
     memory.close()
     assert not fake.locked
 
 
-def test_pageable_where_locking_is_refused(fake: FakeLock, source: FileSource) -> None:
-    fake.refuse = lambda read_only, locked: True
+@pytest.mark.parametrize("before", [0, 1])
+def test_pageable_where_locking_is_refused(fake: FakeLock, source: FileSource, before: int) -> None:
+    fake.refuse = lambda read_only, locked: read_only or locked == before
     with pytest.warns(RuntimeWarning, match=r"cannot be page-locked .*stays pageable.*ulimit -l") as caught:
         memory = HostMemory(extents(source), 0)
     assert len(caught) == 1
@@ -129,7 +130,7 @@ def test_forced(
     argument = mode if how == "argument" else None
     memory = HostMemory(extents(source), 0, mode=argument)
     assert memory.kind == mode
-    assert fake.attempts == {"mapped": 2, "arena": 1, "pageable": 0}[mode]
+    assert fake.attempts == {"mapped": 2, "arena": 2, "pageable": 0}[mode]
     check(memory, extents(source))
     memory.close()
     fake.refuse = lambda read_only, locked: True
@@ -217,7 +218,7 @@ def test_truncated_between_check_and_use(
     monkeypatch.setattr("tpde.streaming.host.require", lambda extents: os.truncate(source.name, 4 * MIB + 9))
     with pytest.raises(Truncated, match="ends at byte 4194313"):
         HostMemory(extents(source), 0, mode=mode)
-    assert not fake.attempts
+    assert not fake.locked
     assert not threads()
 
 
@@ -273,7 +274,7 @@ def test_the_disk_fails(
     monkeypatch.setattr(arenas, "_PIECE_BYTES", MIB // 4)
     with pytest.raises(ReadError, match=rf"bytes \d+ to \d+ of `.*blobs` cannot be read.*{words}"):
         HostMemory(extents(source), 0, mode="arena")
-    assert not fake.attempts
+    assert not fake.locked
     assert not threads()
 
 

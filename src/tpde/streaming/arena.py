@@ -1,4 +1,4 @@
-"""Anonymous memory of exactly the size that is needed, which is locked once it is filled.
+"""Anonymous memory of exactly the size that is needed, which is locked as it is filled.
 
 `cudaHostAlloc` clears pages on one thread, and torch's pinned memory is rounded up to powers of two.
 """
@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from tpde.errors import OutOfMemory
-from tpde.format.source import Source
 from tpde.streaming import lock
 from tpde.streaming.parallel import for_each
 from tpde.streaming.ranges import PAGE, Range, read_error
 
-_THREADS = 8  # however few processors: one copies 4 to 8 GB/s from the page cache, others wait for the disk
+# However few processors: one copies 2 to 4 GB/s from the page cache into new pages, 16 did 33 in all; others
+# wait for the disk.
+_THREADS = 16
 _PIECE_BYTES = 8 << 20  # of a read: larger ones are no faster
 
 
@@ -40,14 +41,11 @@ class Arena:
         Where it lies.
     view : memoryview
         Its bytes.
-    device_address : int or None
-        Where kernels can read it, once it is locked.
     """
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // PAGE) * PAGE
-        self._device: int | None = None
-        self.device_address: int | None = None
+        self._locked: list[tuple[int, int]] = []  # addresses, each with the device
         try:
             self._map = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -64,64 +62,55 @@ class Arena:
 
     @property
     def locked(self) -> bool:
-        """Whether it is page-locked."""
-        return self._device is not None
+        """Whether any of it is page-locked."""
+        return bool(self._locked)
 
-    def lock(self, device: int) -> None:
-        """Page-lock it. Raises `lock.Refused` if it cannot be."""
-        lock.lock(self.address, self.size, device, read_only=False)
-        self._device = device
-        self.device_address = lock.device_address(self.address, device)
+    def lock(self, device: int, at: int = 0, size: int | None = None) -> None:
+        """Page-lock it, or whole pages of it. Raises `lock.Refused` if they cannot be."""
+        lock.lock(self.address + at, self.size if size is None else size, device, read_only=False)
+        self._locked.append((self.address + at, device))
+
+    def unlock(self) -> None:
+        """Unlock all that is locked."""
+        while self._locked:
+            lock.unlock(*self._locked.pop())
 
     def close(self) -> None:
         """Give it back."""
-        if self._device is not None:
-            lock.unlock(self.address, self._device)
-            self._device = self.device_address = None
+        self.unlock()
         self.view.release()
         with contextlib.suppress(BufferError):  # the traceback of a failed read holds a part of it: later
             self._map.close()
 
 
-def fill(arena: Arena, ranges: Sequence[Range], report: Callable[[int], None]) -> list[int]:
-    """Read ranges of files, one after the other.
+def fill(arena: Arena, at: int, it: Range, report: Callable[[int], None]) -> None:
+    """Read a range of a file.
 
     Parameters
     ----------
     arena : Arena
-        Where to: the sum of their sizes.
-    ranges : sequence of Range
+        Where to.
+    at : int
+        Where in it the first page of the range goes.
+    it : Range
         What.
     report : callable
         Called with numbers of bytes that were read.
 
-    Returns
-    -------
-    list of int
-        The address of each range's first page.
-
     Raises
     ------
     Truncated
-        If a file ends too early.
+        If the file ends too early.
     ReadError
         If the disk fails.
     """
-    starts, work, at = [], [], 0
-    for it in ranges:
-        starts.append(arena.address + at)
-        work += [
-            (it.source, offset, at + offset - it.begin, min(_PIECE_BYTES, it.last - offset))
-            for offset in range(it.first, it.last, _PIECE_BYTES)
-        ]
-        at += it.size
 
-    def read(piece: tuple[Source, int, int, int]) -> None:
-        source, offset, to, size = piece
+    def read(offset: int) -> None:
+        to, size = at + offset - it.begin, min(_PIECE_BYTES, it.last - offset)
         try:
-            source.read_into(offset, arena.view[to : to + size])
+            it.source.read_into(offset, arena.view[to : to + size])
         except OSError as error:
-            raise read_error(source.name, offset, size, error) from error
+            raise read_error(it.source.name, offset, size, error) from error
 
-    for_each(work, read, _THREADS, lambda piece: report(piece[3]))
-    return starts
+    work = range(it.first, it.last, _PIECE_BYTES)
+    for_each(work, read, _THREADS, lambda offset: report(min(_PIECE_BYTES, it.last - offset)))

@@ -14,7 +14,7 @@ from tpde.format.source import Extent
 from tpde.streaming import lock
 from tpde.streaming.arena import Arena
 from tpde.streaming.direct import BLOCK, Files
-from tpde.streaming.host import forced_mode, lock_arena
+from tpde.streaming.host import forced_mode, not_locked
 from tpde.streaming.ranges import read_error
 
 SLACK = 2 * BLOCK  # of a buffer: a piece starts and ends anywhere
@@ -35,6 +35,15 @@ class _Ticket:
         self.dropped = False
         self.done = False
         self.began = 0
+
+
+def _lock(arena: Arena, device: int, forced: str | None) -> None:
+    if forced == "pageable":
+        return
+    try:
+        arena.lock(device)
+    except lock.Refused as error:
+        not_locked(error, arena.size, forced, "the memory that files are read to")
 
 
 class ReadAhead:
@@ -76,7 +85,7 @@ class ReadAhead:
         self._room = -(-piece // BLOCK) * BLOCK + SLACK
         arena = Arena(buffers * self._room)
         try:
-            lock_arena(arena, device, forced_mode(), "the memory that files are read to")
+            _lock(arena, device, forced_mode())
         except BaseException:
             arena.close()
             raise

@@ -7,14 +7,16 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.format.source import Extent, Source
+from tpde.streaming import lock
 from tpde.streaming.arena import Arena, fill
-from tpde.streaming.lock import Refused
 from tpde.streaming.mapping import Mapping
-from tpde.streaming.ranges import merge, require
+from tpde.streaming.parallel import overlapped
+from tpde.streaming.ranges import Range, merge, require
 
 MODES = ("mapped", "arena", "pageable")
 VARIABLE = "TPDE_HOST_MEMORY"
@@ -36,30 +38,25 @@ def forced_mode(mode: str | None = None) -> str | None:
     return wanted
 
 
-def lock_arena(arena: Arena, device: int, forced: str | None, what: str) -> None:
-    """Page-lock memory, or say that it is not.
+def not_locked(error: lock.Refused, size: int, forced: str | None, what: str) -> None:
+    """Say that memory is not page-locked.
 
     Raises
     ------
     UnsupportedDevice
-        If it was forced to be locked, and is refused.
+        If it was forced to be.
     """
-    if forced == "pageable":
-        return
-    try:
-        arena.lock(device)
-    except Refused as error:
-        if forced is not None:
-            raise UnsupportedDevice(
-                f"{what} ({arena.size} bytes) cannot be page-locked: {error}; raise the limit of locked "
-                f"memory (`ulimit -l`), or unset `{VARIABLE}`"
-            ) from error
-        warnings.warn(
-            f"{what} ({arena.size} bytes) cannot be page-locked ({error}) and stays pageable: copies to the "
-            "GPU take several times as long; raise the limit of locked memory (`ulimit -l`)",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    if forced is not None:
+        raise UnsupportedDevice(
+            f"{what} ({size} bytes) cannot be page-locked: {error}; raise the limit of locked "
+            f"memory (`ulimit -l`), or unset `{VARIABLE}`"
+        ) from error
+    warnings.warn(
+        f"{what} ({size} bytes) cannot be page-locked ({error}) and stays pageable: copies to the "
+        "GPU take several times as long; raise the limit of locked memory (`ulimit -l`)",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 class HostMemory:
@@ -117,12 +114,10 @@ class HostMemory:
             report.restart()
             arena = Arena(max(sum(it.size for it in self._ranges), 1))
             try:
-                self._starts = fill(arena, self._ranges, report)
-                lock_arena(arena, device, forced, "the memory of the packed weights")
+                self._copy(arena, device, forced, report)
             except BaseException:
                 arena.close()
                 raise
-            self._copied(arena)
         report.finish()
         self._files: dict[Source, tuple[list[int], int]] = {}
         for i, it in enumerate(self._ranges):
@@ -133,7 +128,7 @@ class HostMemory:
     def _in_place(self, device: int, forced: str | None, report: _Report) -> bool:
         try:
             held = Mapping(self._ranges, device, report)
-        except Refused as error:
+        except lock.Refused as error:
             if forced is None:
                 return False
             raise UnsupportedDevice(
@@ -143,9 +138,27 @@ class HostMemory:
         self.kind, self.locked_bytes, self.private_bytes = "mapped", held.size, 0
         return True
 
-    def _copied(self, arena: Arena) -> None:
-        shift = None if arena.device_address is None else arena.device_address - arena.address
-        self._device_starts = [None if shift is None else start + shift for start in self._starts]
+    def _copy(self, arena: Arena, device: int, forced: str | None, report: _Report) -> None:
+        """Fill an arena, each range being locked while the next one is read."""
+        places = list(accumulate((it.size for it in self._ranges), initial=0))[:-1]
+        refused: list[lock.Refused] = []
+
+        def lock_part(part: tuple[int, Range]) -> None:
+            if forced == "pageable" or refused:
+                return
+            try:
+                arena.lock(device, part[0], part[1].size)
+            except lock.Refused as error:
+                refused.append(error)
+
+        overlapped(zip(places, self._ranges, strict=True), lambda part: fill(arena, *part, report), lock_part)
+        if refused:
+            arena.unlock()
+            not_locked(refused[0], arena.size, forced, "the memory of the packed weights")
+        self._starts = [arena.address + at for at in places]
+        self._device_starts = [
+            lock.device_address(it, device) if arena.locked else None for it in self._starts
+        ]
         self._held, self.kind = arena, "arena" if arena.locked else "pageable"
         self.locked_bytes, self.private_bytes = arena.size if arena.locked else 0, arena.size
 

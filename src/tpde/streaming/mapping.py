@@ -22,7 +22,7 @@ import numpy as np
 from tpde.errors import Truncated
 from tpde.format.source import FileSource
 from tpde.streaming import lock
-from tpde.streaming.parallel import for_each
+from tpde.streaming.parallel import for_each, overlapped
 from tpde.streaming.ranges import Range, read_error
 
 _THREADS = 8  # the driver faults pages in one by one, on one thread
@@ -71,12 +71,11 @@ class Mapping:
                 files.setdefault(it.source, []).append(it)
             for source, of in files.items():
                 self.starts += self._map(source, of)
-            self._populate(ranges, report)
-            for it, start in zip(ranges, self.starts, strict=True):
-                lock.lock(start, it.size, device, read_only=True)
-                self._locked.append(start)
-                self.device_starts.append(lock.device_address(start, device))
-                self.size += it.size
+            # A range is locked while the next one's pages are brought in.
+            work = list(zip(ranges, self.starts, strict=True))
+            overlapped(work, lambda it: self._populate(*it, report), lambda it: self._lock(*it))
+            self.size = sum(it.size for it in ranges)
+            self.device_starts = [lock.device_address(start, device) for start in self.starts]
         except BaseException:
             self.close()
             raise
@@ -99,11 +98,14 @@ class Mapping:
         base = int(np.frombuffer(made, np.uint8).ctypes.data)
         return [base + it.begin - begin for it in ranges]
 
-    def _populate(self, ranges: Sequence[Range], report: Callable[[int], None]) -> None:
+    def _lock(self, it: Range, start: int) -> None:
+        lock.lock(start, it.size, self._device, read_only=True)
+        self._locked.append(start)
+
+    def _populate(self, it: Range, start: int, report: Callable[[int], None]) -> None:
         """Bring pages into memory, and into this process's tables, on many threads: locking is fast then."""
         work = [
             (it, at, start + at - it.begin, min(_PIECE_BYTES, it.end - at))
-            for it, start in zip(ranges, self.starts, strict=True)
             for at in range(it.begin, it.end, _PIECE_BYTES)
         ]
         for_each(work, _populate, _THREADS, lambda piece: report(piece[3]))

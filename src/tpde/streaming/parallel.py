@@ -1,10 +1,11 @@
-"""A few threads for many small pieces of work that the system does: reading, faulting pages in."""
+"""A few threads for work that the system does: reading, faulting pages in, locking them."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -63,3 +64,41 @@ def for_each(
         for thread in crew:
             if thread.ident is not None:
                 thread.join()
+
+
+def overlapped(work: Iterable[T], first: Callable[[T], None], second: Callable[[T], None]) -> None:
+    """Do one thing with each piece of work, and another after it while the next piece is begun.
+
+    Whatever ends this, no thread is left behind; after a failure of `second` it is not tried again.
+
+    Parameters
+    ----------
+    work : iterable
+        The pieces.
+    first : callable
+        Called with each, in this thread.
+    second : callable
+        Called with each in the same order, in another thread.
+    """
+    failed = threading.Event()
+
+    def after(piece: T) -> None:
+        if failed.is_set():
+            return
+        try:
+            second(piece)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(1, "tpde-host") as pool:
+        jobs: list[Future[None]] = []
+        try:
+            for piece in work:
+                first(piece)
+                jobs.append(pool.submit(after, piece))
+        except BaseException:
+            failed.set()
+            raise
+        for job in jobs:
+            job.result()

@@ -125,7 +125,9 @@ class Streaming:
             here = {name: run for name, run in runs.items() if where[name] == device}
             chosen = {name: made.placements[unit_of(model, name)] for name in here}
             plain = {name: here[name] for name, it in chosen.items() if it is Placement.PLAIN}
-            decode_runs(model, plain, device, self._progress)
+            # What the plan keeps for all that is not there yet.
+            room = made.vram - sum(made.parts[it] for it in ("plain", "fixed", "decoded"))
+            decode_runs(model, plain, device, self._progress, room)
             stored: dict[Placement, dict[str, Stored]] = {it: {} for it in Placement}
             for name, run in here.items():
                 stored[chosen[name]].update({part.name: part for part in run.parts})
