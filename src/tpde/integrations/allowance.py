@@ -12,7 +12,7 @@ import threading
 import torch
 
 from tpde.errors import OutOfMemory
-from tpde.integrations.reading import gib
+from tpde.memory import gib
 
 _lock = threading.Lock()
 _shares: dict[torch.device, dict[int, int]] = {}  # of PyTorch's memory, by the allowances that they are for

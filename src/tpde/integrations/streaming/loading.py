@@ -12,12 +12,12 @@ import torch
 from tpde.errors import OutOfMemory, PackedWeight
 from tpde.integrations.allowance import Allowance
 from tpde.integrations.checkpoint import Checkpoint, Stored
-from tpde.integrations.reading import gib
 from tpde.integrations.runs import Run
 from tpde.integrations.streaming.opening import open_streamed
 from tpde.integrations.streaming.plain import decode_runs
 from tpde.integrations.streaming.units import unit_of
 from tpde.materialize import PackedTensor
+from tpde.memory import gib
 from tpde.nn.modules import PackedModule
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stats import Summary, summarize_spans

@@ -15,6 +15,7 @@ from tpde.integrations.place import place
 from tpde.integrations.reading import fill
 from tpde.integrations.runs import Run
 from tpde.materialize import Materializer, PackedTensor
+from tpde.memory import allocate
 
 SCRATCH_LEAST = 20 << 20  # smaller memory shares a segment of the caching allocator, and does not go back
 
@@ -31,6 +32,8 @@ def decode_runs(
     ------
     Corrupt
         Naming tensor and chunk.
+    OutOfMemory
+        If one does not fit.
     """
     if not runs:
         return
@@ -46,8 +49,8 @@ def decode_runs(
                 scratch = blob = packed = None  # type: ignore[assignment]
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-                scratch = torch.empty(largest, dtype=torch.uint8, device=device)
-            flat = torch.empty(align(max(run.nbytes, 1), ALIGN_BLOB), dtype=torch.uint8, device=device)
+                scratch = allocate(largest, device, "the room that plain weights are decoded from")
+            flat = allocate(align(max(run.nbytes, 1), ALIGN_BLOB), device, f"`{name}`, decoded,")
             at = 0
             for part in run.parts:
                 blob = scratch[: part.extent.size]
