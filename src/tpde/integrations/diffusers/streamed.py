@@ -61,7 +61,8 @@ def planned(
         If a budget is not free, or cannot work.
     """
     host = None if ram is None else parse_size(ram)
-    demand = Demand(plain_bytes(model, runs), 0, parse_size(activations), FIXED_BYTES)
+    plain = plain_bytes(model, runs)
+    demand = Demand(plain, 0, parse_size(activations), FIXED_BYTES, argument="activations")
     units, calls = units_of(model, runs), module_calls(model)
     streaming = Streaming(parse_size(vram), whole=False)
     streaming.decide(device, lambda size: make_plan(units, demand, size, host, TYPICAL, calls=calls))
