@@ -73,10 +73,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_too_large_for_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.integrations import reading
+    from tpde import memory
 
     pair = checkpoint(tmp_path, "llama")
-    monkeypatch.setattr(reading, "free_bytes", lambda _: 100_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 100_000)
     before = torch.cuda.memory_allocated()
     with pytest.raises(OutOfMemory, match=r"needs .* GiB on cuda:0, .* GiB are free"):
         tpde.from_pretrained(pair.packed, device="cuda")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from support.models import NAMES, VOCAB, assert_same_bits, inputs, outputs, torc
 
 import tpde
 from tpde.errors import OutOfMemory, PackedWeight
+from tpde.nn.group import Workspace
+from tpde.streaming.device import CudaDevice
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -231,6 +234,36 @@ def test_two_models_add_up(larger: Pair) -> None:
     for model in models:
         model.tpde_streamer.close()
     torch.empty(2 * vram, dtype=torch.uint8, device="cuda")  # the limit is lifted
+
+
+@pytest.fixture
+def limited() -> Iterator[float]:
+    """Limit what PyTorch may allocate to a half."""
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    yield torch.cuda.memory.get_per_process_memory_fraction()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cuda.memory, "get_per_process_memory_fraction"), reason="this PyTorch tells no limit"
+)
+def test_a_limit_of_the_users_is_back_afterwards(limited: float, larger: Pair) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(OutOfMemory, match="set_per_process_memory_fraction"):
+        tpde.from_pretrained(larger.packed, vram=int(0.6 * total), max_tokens=64)
+    vram = _least(larger) + torch.cuda.memory_reserved()
+    model = tpde.from_pretrained(larger.packed, vram=vram, max_tokens=64)
+    assert torch.cuda.memory.get_per_process_memory_fraction() < vram / total
+    model.tpde_streamer.close()
+    assert torch.cuda.memory.get_per_process_memory_fraction() == pytest.approx(limited, abs=1e-9)
+
+
+def test_no_room() -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(OutOfMemory, match=r"copied to needs .* GiB on cuda:0, .* GiB are free"):
+        CudaDevice(torch.device("cuda", 0), total)
+    with pytest.raises(OutOfMemory, match=r"workspace .* needs .* GiB on cuda:0, .* GiB are free"):
+        Workspace(torch.device("cuda", 0)).reserve(total)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

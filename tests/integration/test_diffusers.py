@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,16 @@ torch = pytest.importorskip("torch", reason="needs torch")
 diffusers = pytest.importorskip("diffusers", reason="needs diffusers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 
+from support.budgets import PIECE, SLOTS, Opened, simulated  # noqa: E402
+from support.card import DEVICE, GIB, Card  # noqa: E402
+
 from tpde import pack, unpack  # noqa: E402
-from tpde.errors import InvalidInput, NotPacked  # noqa: E402
+from tpde.errors import InvalidInput, NotPacked, OutOfMemory, PackedWeight  # noqa: E402
+from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.integrations.diffusers import load  # noqa: E402
+from tpde.integrations.runs import Run  # noqa: E402
 from tpde.nn import packed_modules, plain_state_dict  # noqa: E402
+from tpde.streaming.units import Placement  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -154,7 +162,102 @@ def test_what_is_not_such_a_component(tmp_path: Path) -> None:
         load(diffusers.UNet2DModel, folder)
 
 
+# ---- budgets ----
+
+
 def test_a_budget_is_of_a_gpu(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs transformers")
     with pytest.raises(InvalidInput, match="a budget of GPU memory"):
-        load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path), vram="1GiB")
+        load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path), vram="1GiB", activations="64MiB")
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]]:
+    """Let models stream to the CPU, which stands for a GPU, with fields of plans as a test wants them."""
+    pytest.importorskip("transformers", reason="the simulation replaces the devices of both integrations")
+    from tpde.integrations.diffusers import loading
+    from tpde.integrations.diffusers import streamed as module
+
+    make_plan = module.make_plan
+    monkeypatch.setattr(loading, "check_gpu", lambda _: None)
+    with simulated(monkeypatch) as opened:
+
+        def place(**fields: Any) -> Opened:
+            def planned(*args: Any, **kwargs: Any) -> Any:
+                made = make_plan(*args, **kwargs)
+                chosen = dict.fromkeys(made.placements, Placement.HOST)
+                ring = {"slots": SLOTS, "piece": PIECE, "placements": chosen}
+                return dataclasses.replace(made, **(ring | fields))
+
+            monkeypatch.setattr(module, "make_plan", planned)
+            return opened
+
+        yield place
+
+
+def test_a_streamed_unet_has_the_plain_ones_bits(streamed: Callable[..., Opened], tmp_path: Path) -> None:
+    opened, plain = streamed(), unet()
+    model = load(diffusers.UNet2DModel, packed_folder(plain, tmp_path), vram="1GiB", activations="64MiB")
+    with torch.no_grad():
+        found, expected = (it(noise(2, 3, 8, 8), 10).sample for it in (model, plain))
+    assert same_bits(found, expected)
+    (stats,) = model.tpde_streamer.stats().values()
+    assert stats["copied_bytes"] > 0
+    model.tpde_streamer.close()
+    assert opened.memory[0].closed
+
+
+def test_a_layer_larger_than_the_workspace(streamed: Callable[..., Opened], tmp_path: Path) -> None:
+    streamed(tiled=("proj_out",), workspace=40 << 10)
+    folder, kind = packed_folder(transformer(), tmp_path), diffusers.PixArtTransformer2DModel
+    model = load(kind, folder, vram="1GiB", activations="64MiB")
+    (slot,) = model.proj_out.tpde_slots.values()
+    assert slot.tile_bytes == 40 << 10
+    with pytest.raises(PackedWeight):
+        model.proj_out.weight.sum()
+
+
+def test_loading_that_fails_gives_all_back(
+    streamed: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    opened, folder = streamed(), packed_folder(unet(), tmp_path)
+    monkeypatch.setattr("tpde.integrations.diffusers.loading.finish", fail)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        load(diffusers.UNet2DModel, folder, vram="1GiB", activations="64MiB")
+    assert caught.tb is not None  # it keeps the model, which is not collected
+    assert opened.memory[0].closed
+
+
+def test_a_budget_that_cannot_work_is_refused_before_anything_is_read(
+    streamed: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any) -> None:
+        raise AssertionError("a tensor was read")
+
+    folder = packed_folder(unet(), tmp_path)
+    monkeypatch.setattr(Checkpoint, "plain_tensor", read)
+    monkeypatch.setattr(Checkpoint, "decode", read)
+    with pytest.raises(OutOfMemory, match=r"the least that works .* smaller `activations`"):
+        load(diffusers.UNet2DModel, folder, vram="32MiB", activations="1MiB")
+
+
+def test_other_components_come_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated already does not count, and what comes later is not limited."""
+    from tpde.integrations import allowance
+    from tpde.integrations.diffusers.streamed import planned
+
+    monkeypatch.setattr(allowance, "_budgets", {})
+    card = Card(monkeypatch)
+    card.free, card.reserved = 4 * GIB, 11 * GIB
+    model = unet()
+    with Checkpoint([packed_folder(model, tmp_path) / "diffusion_pytorch_model.safetensors"]) as checkpoint:
+        runs = {name: Run(it.spec.shape, it.dtype, [it]) for name, it in checkpoint.packed.items()}
+        streaming = planned(model, runs, DEVICE, "4GiB", None, "1GiB")
+        assert streaming.plans[DEVICE].vram == 4 * GIB
+        assert card.fraction == 1.0
+        streaming.close()
+        assert card.fraction == 1.0
+        with pytest.raises(OutOfMemory, match=r"4\.00 GiB of 16\.00 GiB are free"):
+            planned(model, runs, DEVICE, "5GiB", None, "1GiB")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.budgets import PIECE, Opened, every, load, simulated
+from support.card import Card
 from support.checkpoints import Pair, checkpoint, write
 from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
 
@@ -463,6 +464,66 @@ def test_loading_that_is_interrupted_gives_all_back(
             load(llama.packed)
         assert opened.memory[0].closed
         assert opened.disks[0].closed
+
+
+# ---- memory that runs out all the same ----
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    return Card(monkeypatch)
+
+
+@pytest.mark.parametrize("where", ["opening.CudaDevice", "streamed.CudaDevice"], ids=["ring", "experts"])
+def test_no_room_to_copy_to(where: str, monkeypatch: pytest.MonkeyPatch, experts: tuple[str, Pair]) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OutOfMemory("no room")
+
+    with simulated(monkeypatch, every("host")) as opened:
+        package = "streaming" if where.startswith("opening") else "transformers"
+        monkeypatch.setattr(f"tpde.integrations.{package}.{where}", fail)
+        with pytest.raises(OutOfMemory, match="no room"):
+            load(experts[1].packed)
+        assert opened.memory[0].closed
+
+
+def _workspace_bytes(model: Any) -> int:
+    _, module = next(packed_nn.packed_modules(model.model.layers))
+    (slot, *_) = module.tpde_slots.values()
+    return int(slot.group.pool.capacity)
+
+
+def test_no_room_for_the_workspace(card: Card, monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    with simulated(monkeypatch, every("host")):
+        nbytes = _workspace_bytes(load(llama.packed))
+    with simulated(monkeypatch, every("host")) as opened:
+        card.exhaust(monkeypatch, nbytes)
+        with pytest.raises(OutOfMemory, match="the workspace that weights are decoded to needs"):
+            load(llama.packed)
+        assert opened.memory[0].closed
+
+
+def test_no_room_for_the_workspace_in_a_call(
+    card: Card, monkeypatch: pytest.MonkeyPatch, hosted: Opened, llama: Pair
+) -> None:
+    """Compiled code and backward passes have it given up for a moment; then others may take the memory."""
+    plain, model = llama.kind.from_pretrained(llama.plain), load(llama.packed)
+    _, module = next(packed_nn.packed_modules(model.model.layers))
+    (slot, *_) = module.tpde_slots.values()
+    assert slot.group.release() == _workspace_bytes(model)
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            card.exhaust(patch, _workspace_bytes(model))
+            with pytest.raises(OutOfMemory, match="the workspace that weights are decoded to needs"):
+                outputs("llama", model, 2)
+        assert_same_bits(outputs("llama", model, 2), outputs("llama", plain, 2))
+
+
+def test_no_room_for_plain_weights(card: Card, monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    with simulated(monkeypatch, every("plain")):
+        card.exhaust(monkeypatch, 4096)
+        with pytest.raises(OutOfMemory, match=r"needs .* on cpu, .* are free"):
+            load(llama.packed)
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:

@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tpde.errors import OutOfMemory
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from support.card import DEVICE, GIB, Card  # noqa: E402
+
 from tpde.integrations import allowance  # noqa: E402
+from tpde.integrations.allowance import Allowance  # noqa: E402
 
-GIB = 1 << 30
-DEVICE = torch.device("cuda", 0)
 OUTSIDE = GIB // 8
-
-
-class Card:
-    """What the driver and PyTorch's allocator say, and what they were told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.total, self.free, self.reserved, self.fraction = 16 * GIB, 15 * GIB, 0, 1.0
-        cuda = torch.cuda
-        monkeypatch.setattr(cuda, "empty_cache", lambda: None)
-        monkeypatch.setattr(cuda, "memory_reserved", lambda _: self.reserved)
-        monkeypatch.setattr(cuda, "mem_get_info", lambda _: (self.free, self.total))
-        properties = type("P", (), {"total_memory": self.total})
-        monkeypatch.setattr(cuda, "get_device_properties", lambda _: properties)
-        monkeypatch.setattr(cuda.memory, "set_per_process_memory_fraction", self.limit)
-        monkeypatch.setattr(allowance, "_shares", {})
-
-    def limit(self, fraction: float, _: Any) -> None:
-        self.fraction = fraction
-
-    @property
-    def allowed(self) -> int:
-        return round(self.fraction * self.total)
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    monkeypatch.setattr(allowance, "_budgets", {})
     return Card(monkeypatch)
 
 
 def test_budgets_add_up_and_end(card: Card) -> None:
-    first = allowance.Allowance(DEVICE, 4 * GIB, OUTSIDE)
+    first = Allowance(DEVICE, 4 * GIB, OUTSIDE)
     assert card.fraction == 1.0  # until it starts
     first.start()
     assert card.allowed == 4 * GIB - OUTSIDE
     card.reserved, card.free = 3 * GIB, 12 * GIB
-    second = allowance.Allowance(DEVICE, 2 * GIB, OUTSIDE)
+    second = Allowance(DEVICE, 2 * GIB, OUTSIDE)
     assert second.others == 0  # they are the first one's
     second.start()
     assert card.allowed == 6 * GIB - 2 * OUTSIDE
@@ -63,7 +41,7 @@ def test_budgets_add_up_and_end(card: Card) -> None:
 
 def test_what_was_allocated_before_counts(card: Card) -> None:
     card.reserved, card.free = GIB, 3 * GIB
-    made = allowance.Allowance(DEVICE, 4 * GIB, OUTSIDE)
+    made = Allowance(DEVICE, 4 * GIB, OUTSIDE)
     assert made.others == GIB
     made.start()
     assert card.allowed == 4 * GIB - OUTSIDE
@@ -72,6 +50,97 @@ def test_what_was_allocated_before_counts(card: Card) -> None:
 def test_more_than_is_free(card: Card) -> None:
     card.free = 3 * GIB
     with pytest.raises(OutOfMemory, match=r"4\.00 GiB` is more than cuda:0 has: 3\.00 GiB of 16\.00 GiB"):
-        allowance.Allowance(DEVICE, 4 * GIB, OUTSIDE)
+        Allowance(DEVICE, 4 * GIB, OUTSIDE)
     assert card.fraction == 1.0
-    allowance.Allowance(DEVICE, 3 * GIB, OUTSIDE)
+    Allowance(DEVICE, 3 * GIB, OUTSIDE)
+
+
+# ---- limits that others set ----
+
+
+def test_the_users_limit_is_back_afterwards(card: Card) -> None:
+    card.limit(0.3)
+    before = card.fraction
+    made = Allowance(DEVICE, 4 * GIB, OUTSIDE)
+    made.start()
+    assert card.allowed == 4 * GIB - OUTSIDE
+    made.close()
+    assert card.fraction == before
+
+
+def test_the_users_limit_is_never_raised(card: Card) -> None:
+    made = [Allowance(DEVICE, 4 * GIB, OUTSIDE) for _ in range(2)]
+    made[0].start()
+    card.limit(0.3)  # 4.8 GiB, while a budget is in force
+    made[1].start()
+    assert card.allowed == int(0.3 * card.total)
+    made[0].close()
+    assert card.allowed == 4 * GIB - OUTSIDE
+    made[1].close()
+    assert card.allowed == int(0.3 * card.total)
+
+
+def test_a_limit_that_the_user_sets_meanwhile_stays(card: Card) -> None:
+    for fraction in (0.1, 0.9):
+        made = Allowance(DEVICE, GIB, OUTSIDE)
+        made.start()
+        card.limit(fraction)
+        made.close()
+        assert card.allowed == int(fraction * card.total)
+
+
+def test_more_than_the_users_limit(card: Card) -> None:
+    card.limit(0.25)
+    Allowance(DEVICE, 4 * GIB, OUTSIDE)
+    with pytest.raises(OutOfMemory, match=r"may allocate 4\.00 GiB, by `torch.cuda.set_per_process"):
+        Allowance(DEVICE, 5 * GIB, OUTSIDE)
+    Allowance(DEVICE, 3 * GIB, OUTSIDE).start()
+    with pytest.raises(OutOfMemory, match=r"may allocate 1\.12 GiB, by"):
+        Allowance(DEVICE, 2 * GIB, OUTSIDE)
+
+
+def test_a_pytorch_that_tells_no_limits(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.cuda.memory, "get_per_process_memory_fraction")
+    made = Allowance(DEVICE, 4 * GIB, OUTSIDE)
+    made.start()
+    assert card.allowed == 4 * GIB - OUTSIDE
+    made.close()
+    assert card.fraction == 1.0
+
+
+# ---- budgets of one model ----
+
+
+def test_others_come_on_top_of_one_models_budget(card: Card) -> None:
+    card.reserved, card.free, before = 2 * GIB, 12 * GIB, card.fraction
+    made = Allowance(DEVICE, 4 * GIB, OUTSIDE, whole=False)
+    assert made.others == 0
+    made.start()
+    assert card.fraction == before
+    card.reserved = 6 * GIB
+    whole = Allowance(DEVICE, 4 * GIB, OUTSIDE)
+    assert whole.others == 2 * GIB + OUTSIDE  # what is the other model's is not counted
+    made.close()
+    assert card.fraction == before
+
+
+def test_a_budget_of_the_process_grows_by_one_models(card: Card) -> None:
+    whole, made = Allowance(DEVICE, 4 * GIB, OUTSIDE), Allowance(DEVICE, 2 * GIB, OUTSIDE, whole=False)
+    whole.start()
+    made.start()
+    assert card.allowed == 6 * GIB - 2 * OUTSIDE
+    whole.close()
+    assert card.fraction == 1.0
+    whole.start()
+    made.close()
+    assert card.allowed == 4 * GIB - OUTSIDE
+
+
+def test_one_models_budget_needs_memory_too(card: Card) -> None:
+    card.reserved, card.free = 2 * GIB, 3 * GIB
+    with pytest.raises(OutOfMemory, match="is more than cuda:0 has"):
+        Allowance(DEVICE, 4 * GIB, OUTSIDE, whole=False)
+    card.free = 14 * GIB
+    card.limit(0.25)
+    with pytest.raises(OutOfMemory, match=r"may allocate 2\.00 GiB, by"):
+        Allowance(DEVICE, 4 * GIB, OUTSIDE, whole=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from tpde.errors import OutOfMemory, Truncated  # noqa: E402
 from tpde.format.source import FileSource  # noqa: E402
 from tpde.integrations import reading  # noqa: E402
-from tpde.integrations.reading import Extent, read_extents, require  # noqa: E402
+from tpde.integrations.reading import Extent, read_extents  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -46,17 +45,6 @@ def test_a_file_that_is_too_short(source: FileSource, tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"gone")  # it shrinks while it is open
     with pytest.raises(Truncated, match="needed"):
         read_extents([Extent(source, 0, 300_000, "w")], CPU)
-
-
-def test_too_little_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    free: Any = {"mem_get_info": (3 << 30, 80 << 30), "memory_reserved": 2 << 30, "memory_allocated": 1 << 30}
-    for name, value in free.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    require(4 << 30, device, "the model")
-    with pytest.raises(OutOfMemory, match=r"the model needs 5\.00 GiB on cuda:0, 4\.00 GiB are free"):
-        require(5 << 30, device, "the model")
-    require(1 << 60, CPU, "the model")  # the system decides
 
 
 def test_running_out_while_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""Holding this process to a budget of device memory.
+"""Budgets of device memory in this process.
 
-A budget is for everything that the process takes of a device beyond the bare CUDA context: what PyTorch
+A budget may be for everything that the process takes of a device beyond the bare CUDA context: what PyTorch
 allocates, which its allocator is told to keep within limits, and what it does not (kernels, handles of
-libraries), for which the budget has a fixed part. What the process had allocated before counts too.
+libraries), for which the budget has a fixed part. What the process had allocated before counts then. Or it is
+for one model, and others come on top: then nothing holds the process.
 """
 
 from __future__ import annotations
@@ -12,10 +13,54 @@ import threading
 import torch
 
 from tpde.errors import OutOfMemory
-from tpde.integrations.reading import gib
+from tpde.memory import gib, memory_fraction
+
+
+class _Budgets:
+    """Those of one device that are in force, and PyTorch's limit there.
+
+    Attributes
+    ----------
+    shares : dict of int to int
+        Bytes of PyTorch's memory, by the allowances that they are for.
+    holding : set of int
+        The allowances that the whole process is held to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.total = torch.cuda.get_device_properties(device).total_memory
+        self.shares: dict[int, int] = {}
+        self.holding: set[int] = set()
+        self._theirs: float | None = None  # the limit that others have set, while ours is in force
+        self._ours: float | None = None  # what PyTorch says that ours is: it rounds to bytes
+
+    def theirs(self) -> float:
+        """The fraction of the device that PyTorch may allocate, but for these budgets.
+
+        Old versions of PyTorch do not say; then it is taken to be all.
+        """
+        now = memory_fraction(self.device)
+        if self._theirs is None or now != self._ours:  # nothing of ours is in force, or it was changed since
+            return 1.0 if now is None else now
+        return self._theirs
+
+    def apply(self) -> None:
+        """Hold the process to the budgets, or leave the limit as it would be without them."""
+        theirs = self.theirs()
+        if self.holding:
+            self._limit(min(sum(self.shares.values()) / self.total, theirs))
+            self._theirs, self._ours = theirs, memory_fraction(self.device)
+        elif self._theirs is not None:
+            self._limit(theirs)
+            self._theirs = None
+
+    def _limit(self, fraction: float) -> None:
+        torch.cuda.memory.set_per_process_memory_fraction(fraction, self.device)
+
 
 _lock = threading.Lock()
-_shares: dict[torch.device, dict[int, int]] = {}  # of PyTorch's memory, by the allowances that they are for
+_budgets: dict[torch.device, _Budgets] = {}
 
 
 class Allowance:
@@ -31,48 +76,58 @@ class Allowance:
         Bytes.
     outside : int
         How many of these are taken by others than PyTorch's allocator.
+    whole : bool
+        It is for the whole process, which is held to it. Otherwise it is for one model: what else the process
+        takes comes on top, as far as no other budget holds it; such a one grows by this.
 
     Raises
     ------
     OutOfMemory
-        If so much is not free.
+        If so much is not free, or PyTorch has a limit that is lower.
 
     Attributes
     ----------
     others : int
-        Bytes that the process had allocated, beyond other budgets. They count towards this one.
+        Bytes that the process had allocated, beyond other budgets, that count towards this one.
     """
 
-    def __init__(self, device: torch.device, vram: int, outside: int) -> None:
-        self.device, self.vram = device, vram
+    def __init__(self, device: torch.device, vram: int, outside: int, *, whole: bool = True) -> None:
+        self._share, self._whole = vram - outside, whole
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
         with _lock:
-            self.others = max(reserved - sum(_shares.setdefault(device, {}).values()), 0)
-            # The fixed part may be taken already, if kernels have run.
-            if vram - self.others - outside > free:
-                raise OutOfMemory(
-                    f"`vram={gib(vram)}` is more than {device} has: {gib(free)} of {gib(total)} are free; "
-                    "pass a smaller `vram`, or free some of the memory"
-                )
-        self._share = vram - outside
+            if device not in _budgets:
+                _budgets[device] = _Budgets(device)
+            self._budgets = _budgets[device]
+            planned = sum(self._budgets.shares.values())
+            before, theirs = max(reserved - planned, 0), self._budgets.theirs()
+        self.others = before if whole else 0
+        # The fixed part may be taken already, if kernels have run.
+        if self._share - self.others > free:
+            raise OutOfMemory(
+                f"`vram={gib(vram)}` is more than {device} has: {gib(free)} of {gib(total)} are free; "
+                "pass a smaller `vram`, or free some of the memory"
+            )
+        left = int(theirs * self._budgets.total) - planned - (0 if whole else before)
+        if theirs < 1.0 and self._share > left:
+            raise OutOfMemory(
+                f"`vram={gib(vram)}` is more than this process may take of {device}: PyTorch may allocate "
+                f"{gib(max(left, 0))}, by `torch.cuda.set_per_process_memory_fraction`, and {gib(outside)} "
+                "are for what it does not allocate; pass a smaller `vram`, or raise that limit"
+            )
 
     def start(self) -> None:
-        """Let PyTorch allocate no more."""
+        """Let PyTorch allocate no more, if the budget is for the whole process."""
         with _lock:
-            _shares[self.device][id(self)] = self._share
-            _limit(self.device)
+            self._budgets.shares[id(self)] = self._share
+            if self._whole:
+                self._budgets.holding.add(id(self))
+            self._budgets.apply()
 
     def close(self) -> None:
-        """Lift the limit, or lower it to the other budgets' of this device. Closing again does nothing."""
+        """Lift the limit: to that of the other budgets, or what it was before. Closing again does nothing."""
         with _lock:
-            if _shares.get(self.device, {}).pop(id(self), None) is not None:
-                _limit(self.device)
-
-
-def _limit(device: torch.device) -> None:
-    shares = _shares[device]
-    total = torch.cuda.get_device_properties(device).total_memory
-    fraction = min(sum(shares.values()) / total, 1.0) if shares else 1.0
-    torch.cuda.memory.set_per_process_memory_fraction(fraction, device)
+            if self._budgets.shares.pop(id(self), None) is not None:
+                self._budgets.holding.discard(id(self))
+                self._budgets.apply()

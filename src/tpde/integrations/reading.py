@@ -12,40 +12,12 @@ import torch
 
 from tpde.errors import OutOfMemory, Truncated
 from tpde.format.source import Extent
+from tpde.memory import free_bytes, gib, require
 from tpde.packing.writer import default_threads
 
 PIECE_BYTES = 8 << 20  # of a read: fewer and larger reads are no faster from the page cache
 READERS = 8  # threads: one copies 8 GB/s from the page cache; eight reach 40, four 27
 _SMALL = 1 << 20  # larger allocations come out of the caching allocator's large blocks
-
-
-def gib(size: int) -> str:
-    """A number of bytes for messages about memory."""
-    return f"{size / (1 << 30):.2f} GiB"
-
-
-def free_bytes(device: torch.device) -> int:
-    """Device memory that this process could still allocate: what is free, and what torch has kept."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-
-def require(nbytes: int, device: torch.device, what: str) -> None:
-    """Refuse before anything is read if a device has too little free memory.
-
-    Raises
-    ------
-    OutOfMemory
-        Saying what is needed and what is free.
-    """
-    if device.type != "cuda":
-        return
-    free = free_bytes(device)
-    if nbytes > free:
-        raise OutOfMemory(
-            f"{what} needs {gib(nbytes)} on {device}, {gib(free)} are free; free some, spread the model over "
-            "more GPUs (`device_map`), or use the CPU"
-        )
 
 
 def read_extents(extents: Sequence[Extent], device: torch.device) -> list[torch.Tensor]:

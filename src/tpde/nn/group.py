@@ -15,6 +15,7 @@ from tpde import ops
 from tpde.errors import InvalidInput
 from tpde.format.blob import align
 from tpde.materialize import capturing, materializer
+from tpde.memory import allocate
 from tpde.nn.saved import saves
 from tpde.nn.slot import ALIGN, Slot
 
@@ -57,12 +58,17 @@ class Workspace:
         self._viewed: set[Slot] = set()
 
     def reserve(self, nbytes: int) -> None:
-        """Make the buffer at least so large. Views of it become invalid if it was smaller."""
+        """Make the buffer at least so large. Views of it become invalid if it was smaller.
+
+        Raises
+        ------
+        OutOfMemory
+            If there is no room for it. Whoever needs the buffer next tries again.
+        """
         self._size = max(nbytes, self._size)
         if self.buffer is None or self.buffer.numel() < self._size:
             self._drop()  # two of them need not fit
-            with torch.inference_mode(False):
-                self.buffer = torch.empty(self._size, dtype=torch.uint8, device=self.device)
+            self.buffer = allocate(self._size, self.device, "the workspace that weights are decoded to")
             self.start = self.buffer.data_ptr()
             self.end = self.start + self.buffer.numel()
 

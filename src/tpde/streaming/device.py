@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tpde.materialize import capturing, on_device, upload
+from tpde.memory import allocate
 from tpde.streaming.pieces import Piece
 
 
@@ -80,6 +81,11 @@ class CudaDevice:
     beside : CudaDevice, optional
         What brings other weights of the same model to the device. Each has a copy stream of its own, and so
         waits for no copies of the other; what is computed is noted for both together.
+
+    Raises
+    ------
+    OutOfMemory
+        If there is no room for the places.
     """
 
     def __init__(self, device: torch.device, ring: int, *, beside: CudaDevice | None = None) -> None:
@@ -87,8 +93,8 @@ class CudaDevice:
         self.trace: Any = None
         # Since when, on the weights of what: one, or none.
         self._computing: list[tuple[Any, str]] = [] if beside is None else beside._computing
-        with torch.cuda.device(device), torch.inference_mode(False):
-            self._ring = torch.empty(ring, dtype=torch.uint8, device=device)
+        self._ring = allocate(ring, device, "the room that packed weights are copied to")
+        with torch.cuda.device(device):
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._copies.wait_stream(
                 torch.cuda.current_stream(device)

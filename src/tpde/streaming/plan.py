@@ -271,7 +271,7 @@ def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
     parts = {key: size for key, size in _parts(layout, demand).items() if size}
     least = layout.used(demand)
     made = ", ".join(f"{_mib(size)} {_WHAT[key]}" for key, size in parts.items())
-    fewer = " or a smaller `max_tokens`" if demand.cache or demand.activations else ""
+    fewer = f" or a smaller `{demand.argument}`" if demand.cache or demand.activations else ""
     return OutOfMemory(
         f"`vram` is {vram / MIB:.0f} MiB, the least that works is {_mib(least)}: {made}; "
         f"use `vram={_mib(least).replace(' ', '')}`{fewer}",

@@ -62,6 +62,8 @@ class Demand:
         Kernels, and what libraries keep.
     experts : int
         Of the least cache of packed experts that is of use; needed only if units are streamed.
+    argument : str
+        What the user may pass less of, so that cache and activations are smaller; for messages.
     """
 
     plain: int
@@ -69,6 +71,7 @@ class Demand:
     activations: int
     fixed: int
     experts: int = 0
+    argument: str = "max_tokens"
 
     @property
     def total(self) -> int:

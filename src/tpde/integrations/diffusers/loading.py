@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_dtype
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.device import checked_device
+from tpde.integrations.diffusers.streamed import check_gpu, planned
+from tpde.integrations.runs import Run
 from tpde.nn import finish, replace_parameter, supports
 from tpde.packing.directory import INDEX_SUFFIX
 
@@ -110,9 +113,10 @@ def load(
     variant : str, optional
         As of diffusers' own `from_pretrained`, such as `fp16`.
     vram : int or str, optional
-        Device memory that this model may take, in bytes or such as `"8GiB"`: weights, buffers and
-        `activations`. What does not fit stays in host memory, and is copied to the device while the model
-        computes. A pipeline's other components come on top.
+        Device memory that is planned for this model, in bytes or such as `"8GiB"`: weights, buffers,
+        kernels and `activations`. What does not fit stays in host memory, and is copied to the device while
+        the model computes. A pipeline's other components come on top: unlike that of `tpde.from_pretrained`,
+        this budget limits neither them nor what a forward pass takes beyond `activations`.
     ram : int or str, optional
         Of host memory that weights may be page-locked in; what exceeds it is read from the files each time.
         By default, there is no limit.
@@ -143,6 +147,8 @@ def load(
     >>> pipe = StableDiffusionPipeline.from_pretrained("sd", unet=unet).to("cuda")  # doctest: +SKIP
     """
     folder, target = Path(path), checked_device(device)
+    if vram is not None:
+        check_gpu(target)
     files = weight_files(folder, variant)
     with Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:
@@ -154,37 +160,36 @@ def load(
         main = _main_dtype(specs) if dtype is None else dtype
         model = build(model_class, folder, main)
         _compare(model, specs, folder)
-        learns = {name: it.requires_grad for name, it in model.named_parameters()}
-        packed: dict[str, Stored] = {}
-        for name, spec in specs.items():
-            stored, found = checkpoint.packed.get(name), torch_dtype(spec.dtype)
-            wanted = _expected(model, name, main) if found.is_floating_point else found
-            path, _, leaf = name.rpartition(".")
-            if stored is not None and wanted is found and supports(model.get_submodule(path), leaf):
-                packed[name] = stored
-                continue
-            plain = (
-                checkpoint.plain_tensor(name, target) if stored is None else checkpoint.decode(stored, target)
-            )
-            _place(model, name, plain.to(wanted), learns.get(name, False))
-        for name, stored in packed.items():
-            meta = torch.empty(stored.spec.shape, dtype=stored.dtype, device="meta")
-            _place(model, name, meta, learns[name])
-        if vram is None:
-            read = checkpoint.read(list(packed.values()), target)
-            parts = {name: [(tensor, 0)] for name, tensor in zip(packed, read, strict=True)}
-        else:
-            from tpde.integrations.diffusers.streamed import stream
-
-            parts = stream(model, checkpoint, packed, target, vram, ram, activations)
-        for name, pieces in parts.items():
-            replace_parameter(model, name, pieces)
-    # What is in no file: buffers that models compute.
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != "meta":
-                module._buffers[name] = buffer.to(target)
-    finish(model)
+        packed, plain = _sort(model, checkpoint, specs, main)
+        with ExitStack() as undo:
+            streaming = None
+            if vram is not None:
+                streaming = planned(model, packed, target, vram, ram, activations)
+                undo.callback(streaming.close)
+            for name, wanted in plain.items():
+                stored = checkpoint.packed.get(name)
+                if stored is None:
+                    _place(model, name, checkpoint.plain_tensor(name, target).to(wanted))
+                else:
+                    _place(model, name, checkpoint.decode(stored, target).to(wanted))
+            if streaming is None:
+                read = checkpoint.read([run.parts[0] for run in packed.values()], target)
+                parts = {name: [(tensor, 0)] for name, tensor in zip(packed, read, strict=True)}
+            else:
+                parts = streaming.load(model, checkpoint, packed, dict.fromkeys(packed, target))
+            for name, pieces in parts.items():
+                replace_parameter(model, name, pieces)
+            # What is in no file: buffers that models compute.
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.device.type != "meta":
+                        module._buffers[name] = buffer.to(target)
+            if streaming is not None:
+                streaming.cut(model)
+            finish(model)
+            if streaming is not None:
+                streaming.attach(model)
+            undo.pop_all()
     return model
 
 
@@ -223,11 +228,38 @@ def _compare(model: nn.Module, specs: Mapping[str, TensorSpec], folder: Path) ->
             )
 
 
-def _place(model: nn.Module, name: str, tensor: torch.Tensor, requires_grad: bool) -> None:
+def _sort(
+    model: nn.Module, checkpoint: Checkpoint, specs: Mapping[str, TensorSpec], dtype: torch.dtype
+) -> tuple[dict[str, Run[Stored]], dict[str, torch.dtype]]:
+    """Give all that is in the files its dtype in the model, without data, and say what stays packed.
+
+    Returns
+    -------
+    packed : dict of str to Run
+        What stays packed, each a run of one tensor.
+    plain : dict of str to torch.dtype
+        The rest, and what it is to be cast to.
+    """
+    packed: dict[str, Run[Stored]] = {}
+    plain: dict[str, torch.dtype] = {}
+    for name, spec in specs.items():
+        stored, found = checkpoint.packed.get(name), torch_dtype(spec.dtype)
+        wanted = _expected(model, name, dtype) if found.is_floating_point else found
+        path, _, leaf = name.rpartition(".")
+        if stored is not None and wanted is found and supports(model.get_submodule(path), leaf):
+            packed[name] = Run(spec.shape, found, [stored])
+        else:
+            plain[name] = wanted
+        _place(model, name, torch.empty(spec.shape, dtype=wanted, device="meta"))
+    return packed, plain
+
+
+def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put a tensor in the place of a parameter or buffer."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    if leaf in module._parameters:
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=requires_grad)
-    else:
+    before = module._parameters.get(leaf)
+    if before is None:
         module._buffers[leaf] = tensor
+    else:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=before.requires_grad)

@@ -8,54 +8,62 @@ from typing import Any
 import torch
 
 from tpde.errors import InvalidInput
-from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.checkpoint import Stored
 from tpde.integrations.runs import Run
 from tpde.integrations.streaming.demand import FIXED_BYTES, TYPICAL, module_calls, plain_bytes
 from tpde.integrations.streaming.loading import Streaming
 from tpde.integrations.streaming.units import units_of
-from tpde.materialize import PackedTensor
 from tpde.streaming.plan import Demand, make_plan
 from tpde.streaming.sizes import parse_size
 
 
-def stream(
-    model: Any,
-    checkpoint: Checkpoint,
-    packed: Mapping[str, Stored],
-    device: torch.device,
-    vram: int | str,
-    ram: int | str | None,
-    activations: int | str,
-) -> dict[str, list[tuple[PackedTensor, int]]]:
-    """Plan where packed weights are kept, and bring them there.
-
-    Returns
-    -------
-    dict of str to list of (PackedTensor, int)
-        The parts of those parameters that are packed. The others are plain parameters of the model now.
+def check_gpu(device: torch.device) -> None:
+    """Refuse a budget of GPU memory where a model goes elsewhere.
 
     Raises
     ------
     InvalidInput
-        If a budget is no size, or the device is not a GPU.
-    OutOfMemory
-        If a budget cannot work.
+        If the device is not a GPU.
     """
     if device.type != "cuda":
         raise InvalidInput(
             f'`vram` is a budget of GPU memory, but the model goes to `{device}`; pass `device="cuda"`, or '
             "leave out `vram`"
         )
+
+
+def planned(
+    model: Any,
+    runs: Mapping[str, Run[Stored]],
+    device: torch.device,
+    vram: int | str,
+    ram: int | str | None,
+    activations: int | str,
+) -> Streaming:
+    """Decide where packed weights are kept. Nothing is read but headers.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Its parameters on the `meta` device, in the dtypes that they will have.
+    runs : mapping of str to Run
+        Those that are packed.
+    device : torch.device
+        A GPU, with its number.
+    vram, ram, activations : int or str
+        As of `tpde.integrations.diffusers.load`.
+
+    Raises
+    ------
+    InvalidInput
+        If a budget is no size.
+    OutOfMemory
+        If a budget is not free, or cannot work.
+    """
     host = None if ram is None else parse_size(ram)
-    runs = {name: Run(it.spec.shape, it.dtype, [it]) for name, it in packed.items()}
-    demand = Demand(plain_bytes(model, runs), 0, parse_size(activations), FIXED_BYTES)
-    streaming = Streaming(parse_size(vram))
+    plain = plain_bytes(model, runs)
+    demand = Demand(plain, 0, parse_size(activations), FIXED_BYTES, argument="activations")
     units, calls = units_of(model, runs), module_calls(model)
-    try:
-        streaming.decide(device, lambda size: make_plan(units, demand, size, host, TYPICAL, calls=calls))
-        parts = streaming.load(model, checkpoint, runs, dict.fromkeys(packed, device))
-    except BaseException:
-        streaming.close()
-        raise
-    model.tpde_streamer = streaming
-    return parts
+    streaming = Streaming(parse_size(vram), whole=False)
+    streaming.decide(device, lambda size: make_plan(units, demand, size, host, TYPICAL, calls=calls))
+    return streaming

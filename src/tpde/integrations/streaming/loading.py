@@ -12,12 +12,12 @@ import torch
 from tpde.errors import OutOfMemory, PackedWeight
 from tpde.integrations.allowance import Allowance
 from tpde.integrations.checkpoint import Checkpoint, Stored
-from tpde.integrations.reading import gib
 from tpde.integrations.runs import Run
 from tpde.integrations.streaming.opening import open_streamed
 from tpde.integrations.streaming.plain import decode_runs
 from tpde.integrations.streaming.units import unit_of
 from tpde.materialize import PackedTensor
+from tpde.memory import gib
 from tpde.nn.modules import PackedModule
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stats import Summary, summarize_spans
@@ -38,6 +38,8 @@ class Streaming:
         Bytes of each device.
     progress : callable, optional
         Called with numbers of bytes read.
+    whole : bool
+        The whole process is held to the budget; otherwise what it takes beside this model comes on top.
 
     Attributes
     ----------
@@ -47,10 +49,12 @@ class Streaming:
         Of the devices that any weights are streamed to.
     """
 
-    def __init__(self, vram: int, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, vram: int, progress: Callable[[int], None] | None = None, *, whole: bool = True
+    ) -> None:
         self.plans: dict[torch.device, StreamPlan] = {}
         self.streamers: dict[torch.device, Streamer] = {}
-        self._vram, self._progress = vram, progress
+        self._vram, self._progress, self._whole = vram, progress, whole
         self._readers: dict[torch.device, list[Any]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._finalizers: list[Any] = []
@@ -58,7 +62,7 @@ class Streaming:
     # ---- loading ----
 
     def decide(self, device: torch.device, planner: Callable[[int], StreamPlan]) -> None:
-        """Plan for a device, and hold the process to the budget there, until this is closed or collected.
+        """Plan for a device, and take the budget there, until this is closed or collected.
 
         Parameters
         ----------
@@ -76,7 +80,7 @@ class Streaming:
         if device.type != "cuda":
             self.plans[device] = planner(vram)
             return
-        allowance = Allowance(device, vram, OUTSIDE_BYTES)
+        allowance = Allowance(device, vram, OUTSIDE_BYTES, whole=self._whole)
         try:
             self.plans[device] = planner(max(vram - allowance.others, 0))
         except OutOfMemory as error:
@@ -149,6 +153,10 @@ class Streaming:
                 assert isinstance(module, PackedModule)
                 for slot in module.tpde_slots.values():
                     slot.tile_bytes = plan.workspace
+
+    def attach(self, model: Any) -> None:
+        """Belong to a model that is loaded: while it lives, so does this."""
+        model.tpde_streamer = self
 
     def _read(self, nbytes: int) -> None:
         if self._progress is not None:

@@ -16,6 +16,7 @@ from tpde.integrations.place import place
 from tpde.integrations.reading import fill
 from tpde.integrations.runs import Run
 from tpde.materialize import Materializer, PackedTensor
+from tpde.memory import allocate
 
 SCRATCH_LEAST = 20 << 20  # smaller memory shares a segment of the caching allocator, and does not go back
 BATCH_BYTES = 512 << 20  # read at a time, where there is room: 12 ms, of which threads take 1 to start
@@ -77,6 +78,8 @@ def decode_runs(
     ------
     Corrupt
         Naming tensor and chunk.
+    OutOfMemory
+        If one does not fit.
     """
     if not runs:
         return
@@ -89,19 +92,17 @@ def decode_runs(
     with torch.inference_mode(False):
         for largest, batch in zip(left, batches, strict=True):
             if scratch.numel() < largest or scratch.numel() >= max(2 * largest, SCRATCH_LEAST):
-                scratch = blobs = packed = None  # type: ignore[assignment]
+                scratch = blobs = blob = packed = None  # type: ignore[assignment]
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-                scratch = torch.empty(largest, dtype=torch.uint8, device=device)
+                scratch = allocate(largest, device, "the room that plain weights are decoded from")
             starts = accumulate((it.room for it in batch), initial=0)
             blobs = [scratch[at : at + it.part.extent.size] for at, it in zip(starts, batch, strict=False)]
             fill(blobs, [it.part.extent for it in batch])
             for blob, it in zip(blobs, batch, strict=True):
                 run = runs[it.name]
                 if not it.at:
-                    flat = torch.empty(
-                        align(max(run.nbytes, 1), ALIGN_BLOB), dtype=torch.uint8, device=device
-                    )
+                    flat = allocate(align(max(run.nbytes, 1), ALIGN_BLOB), device, f"`{it.name}`, decoded,")
                 packed = it.part.checked(PackedTensor(blob, it.part.name))
                 Materializer([(packed, it.at)], device)(flat)
                 if progress is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tpde.errors import OutOfMemory
-from tpde.integrations.reading import free_bytes, gib
+from tpde.memory import free_bytes, gib
 from tpde.nn import packed_modules
 
 

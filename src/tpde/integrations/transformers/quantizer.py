@@ -17,7 +17,6 @@ from transformers.quantizers.base import HfQuantizer
 
 from tpde.errors import InvalidInput, NotPacked, PackedWeight
 from tpde.integrations.checkpoint import Checkpoint, Stored
-from tpde.integrations.reading import require
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
 from tpde.integrations.transformers.devices import device_of, largest_block, spread
@@ -27,6 +26,7 @@ from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan
 from tpde.integrations.transformers.save import state_to_save
 from tpde.integrations.transformers.streamed import Budget, ModelStreaming, hide_blobs, show_blobs
 from tpde.materialize import PackedTensor
+from tpde.memory import require
 from tpde.nn import finish, replace_parameter
 
 log = logging.getLogger("tpde")

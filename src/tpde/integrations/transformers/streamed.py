@@ -98,7 +98,7 @@ class ModelStreaming(Streaming):
 
     def attach(self, model: Any) -> None:
         """Belong to a model that is loaded, and hold it to its number of tokens."""
-        model.tpde_streamer = self
+        super().attach(model)
         model.register_forward_pre_hook(
             TokenLimit(model, self.budget.max_tokens), with_kwargs=True, prepend=True
         )

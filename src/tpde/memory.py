@@ -1,0 +1,81 @@
+"""Device memory: how much this process could still allocate, and what to say when that is too little."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpde.errors import OutOfMemory
+
+
+def gib(size: int) -> str:
+    """A number of bytes for messages about memory."""
+    return f"{size / (1 << 30):.2f} GiB"
+
+
+def memory_fraction(device: torch.device) -> float | None:
+    """The share of a device that PyTorch may allocate in this process; None if PyTorch is too old to say."""
+    get = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)
+    return None if get is None else float(get(device))
+
+
+def memory_limit(device: torch.device) -> int:
+    """Bytes of a device that PyTorch may allocate in this process, be they free or not."""
+    fraction = memory_fraction(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return int(total if fraction is None else fraction * total)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Device memory that this process could still allocate: what is free, and what torch has kept."""
+    free, _ = torch.cuda.mem_get_info(device)
+    within = min(free + torch.cuda.memory_reserved(device), memory_limit(device))
+    return max(int(within - torch.cuda.memory_allocated(device)), 0)
+
+
+def require(nbytes: int, device: torch.device, what: str) -> None:
+    """Refuse before anything is read if a device has too little free memory.
+
+    Raises
+    ------
+    OutOfMemory
+        Saying what is needed and what is free.
+    """
+    if device.type != "cuda":
+        return
+    free = free_bytes(device)
+    if nbytes > free:
+        raise OutOfMemory(
+            f"{what} needs {gib(nbytes)} on {device}, {gib(free)} are free; free some, spread the model over "
+            "more GPUs (`device_map`), or use the CPU"
+        )
+
+
+def allocate(nbytes: int, device: torch.device, what: str) -> Tensor:
+    """Bytes of device memory that a model cannot do without.
+
+    Parameters
+    ----------
+    nbytes : int
+        How many.
+    device : torch.device
+        Where.
+    what : str
+        They are for, for the message.
+
+    Raises
+    ------
+    OutOfMemory
+        Saying what is needed, what is free, and what to do.
+    """
+    try:
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.cuda.OutOfMemoryError:
+        free = free_bytes(device)
+        raise OutOfMemory(
+            f"{what} needs {gib(nbytes)} on {device}, {gib(free)} are free"
+            f"{' but not in one piece' if free >= nbytes else ''} of the {gib(memory_limit(device))} that "
+            "PyTorch may allocate there; free some, or load the model with another `vram`: a larger one if "
+            "its budget is what is used up, a smaller one if others have the memory"
+        ) from None

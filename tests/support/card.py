@@ -1,0 +1,60 @@
+"""A card that is made up: what the driver and PyTorch's allocator say of it, and what they were told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+GIB = 1 << 30
+DEVICE = torch.device("cuda", 0)
+
+
+class Card:
+    """The first CUDA device, of 16 GiB.
+
+    Attributes
+    ----------
+    free : int
+        Bytes that nobody has.
+    reserved, allocated : int
+        Of PyTorch in this process.
+    fraction : float
+        What PyTorch may allocate.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.total, self.free, self.reserved, self.allocated = 16 * GIB, 15 * GIB, 0, 0
+        self.fraction = 1.0
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(cuda, "memory_reserved", lambda _: self.reserved)
+        monkeypatch.setattr(cuda, "memory_allocated", lambda _: self.allocated)
+        monkeypatch.setattr(cuda, "mem_get_info", lambda _: (self.free, self.total))
+        properties = type("P", (), {"total_memory": self.total})
+        monkeypatch.setattr(cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(cuda.memory, "set_per_process_memory_fraction", self.limit)
+        monkeypatch.setattr(
+            cuda.memory, "get_per_process_memory_fraction", lambda _: self.fraction, raising=False
+        )
+
+    def limit(self, fraction: float, _: Any = None) -> None:
+        """As PyTorch does, keep whole bytes."""
+        self.fraction = int(fraction * self.total) / self.total
+
+    @property
+    def allowed(self) -> int:
+        """Bytes that PyTorch may allocate."""
+        return round(self.fraction * self.total)
+
+    def exhaust(self, monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+        """Let allocations of so many bytes and more fail, on any device."""
+        empty = torch.empty
+
+        def fail(size: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(size, int) and size >= least:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+            return empty(size, *args, **kwargs)
+
+        monkeypatch.setattr(torch, "empty", fail)

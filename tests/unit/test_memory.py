@@ -1,0 +1,76 @@
+"""Device memory: what is free, and what is said when it does not do. The card is made up."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from support.card import DEVICE, GIB, Card  # noqa: E402
+
+from tpde.errors import OutOfMemory  # noqa: E402
+from tpde.memory import allocate, free_bytes, require  # noqa: E402
+from tpde.nn.group import Workspace  # noqa: E402
+from tpde.streaming.device import CudaDevice  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    return Card(monkeypatch)
+
+
+def test_too_little_device_memory(card: Card) -> None:
+    card.free, card.reserved, card.allocated = 3 * GIB, 2 * GIB, GIB
+    require(4 * GIB, DEVICE, "the model")
+    with pytest.raises(OutOfMemory, match=r"the model needs 5\.00 GiB on cuda:0, 4\.00 GiB are free"):
+        require(5 * GIB, DEVICE, "the model")
+    require(1 << 60, CPU, "the model")  # the system decides
+
+
+def test_a_limit_counts(card: Card) -> None:
+    card.free, card.reserved, card.allocated = 8 * GIB, 2 * GIB, GIB
+    assert free_bytes(DEVICE) == 9 * GIB
+    card.limit(0.25)
+    assert free_bytes(DEVICE) == 3 * GIB
+    card.limit(1 / 32)
+    assert free_bytes(DEVICE) == 0
+
+
+def test_running_out(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.limit(0.25)
+    card.reserved = card.allocated = 3 * GIB
+    card.exhaust(monkeypatch, 100)
+    assert allocate(99, CPU, "a little").numel() == 99
+    with pytest.raises(
+        OutOfMemory,
+        match=r"much needs 2\.00 GiB on cuda:0, 1\.00 GiB are free of the 4\.00 GiB .*another `vram`",
+    ):
+        allocate(2 * GIB, DEVICE, "much")
+    with pytest.raises(OutOfMemory, match=r"1\.00 GiB are free but not in one piece of"):
+        allocate(GIB, DEVICE, "some")
+
+
+def test_no_room_for_the_ring(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    card.exhaust(monkeypatch, GIB)
+    said = "the room that packed weights are copied to needs 2.00 GiB on cuda:0, 15.00 GiB are free"
+    with pytest.raises(OutOfMemory, match=re.escape(said)):
+        CudaDevice(DEVICE, 2 * GIB)
+
+
+def test_no_room_for_the_workspace(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = Workspace(CPU)
+    space.reserve(1 << 20)
+    with monkeypatch.context() as patch:
+        card.exhaust(patch, 2 << 20)
+        with pytest.raises(OutOfMemory, match=r"the workspace that weights are decoded to needs 0\.00 GiB"):
+            space.reserve(2 << 20)
+        assert space.buffer is None
+    space.reserve(0)
+    assert space.buffer is not None
+    assert space.buffer.numel() == 2 << 20
