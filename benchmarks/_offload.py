@@ -320,7 +320,7 @@ def ours(given: dict[str, Any]) -> None:
         if budget is None:
             tell(resident=found)
         else:
-            tell(budget=budget, ours=found)
+            tell(budget=budget, turn=given["turn"], ours=found)
 
     name = "packed, resident" if budget is None else f"{budget:g} GiB"
     guarded(name, found, lambda: measure(given, use_of(given), found, say))

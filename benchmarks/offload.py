@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -37,6 +38,7 @@ PREFILL_BAR = 1.15
 PRIVATE_BAR, LOCKED_BAR = 256 << 20, 64 << 20
 FIRST_BAR = 1.0  # s
 PREDICTED_BAR = 0.15
+FITS, TURNS = 12, 3  # from so many GiB on, budgets are run so often, in turn
 SERIAL = 4  # budgets that are run with prefetch off as well
 GB = 1e9
 Found = dict[str, Any]
@@ -107,7 +109,11 @@ class Results:
         elif "predicted" in row:
             self.predicted = dict(row["predicted"])
         elif "budget" in row:
-            self.ours[row["budget"]] = row["ours"]
+            before = self.ours.get(row["budget"], {}).get("times", {})
+            times = before | ({row["turn"]: row["ours"]["token_s"]} if "token_s" in row["ours"] else {})
+            self.ours[row["budget"]] = row["ours"] | {"times": times}
+            if times:
+                self.ours[row["budget"]]["token_s"] = statistics.median(times.values())
             if "problem" in row["ours"]:
                 self.problems.append(f"{row['budget']:g} GiB: {row['ours']['problem']}")
         elif "peer" in row:
@@ -284,8 +290,9 @@ def text(options: Any, found: Results) -> str:
         f"{read_gb} are read for a token; made and packed in {made['pack_s']:.1f} s. Host memory: "
         f"{options.host}. {hold}Batch 1, greedy, {options.tokens} timed tokens after {WARM}, the "
         "median of several runs of less than a second, and as many tokens before, whose logits are compared "
-        f"as integers with the plain model's of the same run. Copy rate from `cuMemHostAlloc`, 256 MiB at a time: {measured}. Limits: (bytes read for a token - "
-        f"(budget - {FIXED / GB} GB)) / rate.\n"
+        "as integers with the plain model's of the same run; the median of three processes from "
+        f"{FITS} GiB on. Copy rate from `cuMemHostAlloc`, 256 MiB at a time: {measured}. Limits: (bytes read "
+        f"for a token - (budget - {FIXED / GB} GB)) / rate.\n"
     )
     rows_ = [
         [what, got, need, verdict(met)] for what, got, need, met in checks(found, options.host == "mapped")
@@ -302,6 +309,10 @@ def tasks(options: Any, given: Found) -> Iterator[tuple[str, Found]]:
     if "ours" in options.only:
         for number, budget in enumerate(options.budgets):
             yield "ours", given | {"budget": budget, "serial": given["serial"] and number < SERIAL}
+        for turn in range(1, TURNS):  # where all fits, the host decides, and processes differ by 5 %
+            for budget in options.budgets:
+                if budget >= FITS:
+                    yield "ours", given | {"budget": budget, "turn": turn}
         if given["resident"]:
             yield "ours", given | {"budget": None}
         if given["prefill"]:
@@ -385,6 +396,7 @@ def main() -> int:
             "packed": str(base / "packed"),
             "budgets": options.budgets if "ours" in options.only else [],
             "holder": holder.ends if holder is not None else None,
+            "turn": 0,
             "prefill": not options.no_prefill and options.shape == "llama-8b",
             "serial": not options.no_serial,
             "resident": not options.no_resident and options.shape != "llama-70b",

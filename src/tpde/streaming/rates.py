@@ -22,8 +22,8 @@ from tpde.streaming.units import Rates
 COPY_BYTES = 256 << 20  # of one copy: larger ones are no faster
 REPEATS = 5
 DECODE_SHARE = 0.48  # of the memory's rate: 2.0 of 4.2 TB/s of bf16 on an H200
-MODEL_SHARE = 1.2  # models' own code takes more than that of the layers here: 35 us a call, not 30
-CALL_SECONDS = 37e-6  # of a host with an H200
+MODEL_SHARE = 1.1  # models' own code takes more than that of the layers here: 33 us a call, not 30
+CALL_SECONDS = 33e-6  # of a host with an H200
 LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits for the host
 DISK_BYTES, DISK_PIECE, DISK_THREADS = 512 << 20, 16 << 20, 4
 _BLOCK = 4096  # what O_DIRECT wants offsets and sizes to be multiples of

@@ -13,6 +13,7 @@ from tpde.errors import OutOfMemory, PackedWeight
 from tpde.integrations.allowance import Allowance
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.runs import Run
+from tpde.integrations.streaming.demand import OUTSIDE_BYTES
 from tpde.integrations.streaming.opening import open_streamed
 from tpde.integrations.streaming.plain import decode_runs
 from tpde.integrations.streaming.units import unit_of
@@ -24,9 +25,6 @@ from tpde.streaming.stats import Summary, summarize_spans
 from tpde.streaming.stream import Streamer
 from tpde.streaming.trace import Trace, start_trace, write_trace
 from tpde.streaming.units import Placement
-
-# Of the plan's fixed part what PyTorch does not allocate, 70 MiB on an H200; the rest is cuBLAS's workspace.
-OUTSIDE_BYTES = 80 << 20
 
 
 class Streaming:
