@@ -48,7 +48,7 @@ def llama(tmp_path_factory):
 
 
 def test_text(llama):
-    made = _plan(llama, "--vram", "160MiB", "--max-tokens", "100", *RATES)
+    made = _plan(llama, "--vram", "256MiB", "--max-tokens", "100", *RATES)
     assert made.returncode == 0, made.stderr
     assert "plain:  model.layers 0-2, lm_head" in made.stdout
     assert "tokens/s, for up to 100 tokens; limited by" in made.stdout
@@ -56,10 +56,10 @@ def test_text(llama):
 
 
 def test_json(llama):
-    made = _plan(llama, "--vram", "400MiB", "--ram", "1GiB", "--json", *RATES, "--disk-rate", 6)
+    made = _plan(llama, "--vram", "512MiB", "--ram", "1GiB", "--json", *RATES, "--disk-rate", 6)
     assert made.returncode == 0, made.stderr
     found = json.loads(made.stdout)
-    assert found["vram"] == 400 * MIB
+    assert found["vram"] == 512 * MIB
     assert found["used_bytes"] == sum(found["device_bytes"].values()) <= found["vram"]
     assert found["rates"]["disk"] == 6e9
     units = [name for place in found["placements"] for name in place["units"]]

@@ -12,7 +12,7 @@ from tpde.streaming.rates import given_rates
 
 ALIGN = 512  # bytes: of the caching allocator
 
-# What PyTorch's allocator does not give: kernels, streams, and cuBLAS with its own kernels, 150 MiB on an H200.
+# What PyTorch's allocator does not give: kernels, streams, cuBLAS with its own kernels; 150 MiB on an H200.
 OUTSIDE_BYTES = 176 << 20
 # With cuBLAS's workspace, 32 MiB, and what allocations are rounded up by.
 FIXED_BYTES = OUTSIDE_BYTES + (48 << 20)
