@@ -34,6 +34,9 @@ class Streams(Protocol):
     def require_open(self) -> None:
         """Raise `ReadError` if the chunks were given up."""
 
+    def watch(self, reader: RowReader) -> None:
+        """Raise what a reader of rows has found so far; somebody will ask it again."""
+
 
 class PackedTensor:
     """A blob (docs/format.md 2) in a tensor, and what decoding it needs beside it.
@@ -456,7 +459,11 @@ def chunk_decoder(packed: PackedTensor, first: int, last: int, offset: int) -> C
 
 
 def raise_damage(status: torch.Tensor, items: Sequence[PackedTensor]) -> None:
-    """Wait for the current stream, and raise `Corrupt` if a kernel reported a damaged chunk in `status`."""
+    """Raise `Corrupt` if a kernel reported a damaged chunk in `status`.
+
+    Waits for the current stream if `status` is on a device. In page-locked memory, it says what is
+    known by now.
+    """
     found, number, low, high = np.frombuffer(status.cpu().numpy()[:16].tobytes(), "<u4").tolist()
     if not found:
         return
@@ -495,7 +502,11 @@ class RowReader:
         assert self.device.index is not None
         self._rows = Rows(item, self.device.index)
         self._descriptors = upload(self._rows.descriptors, self.device)
-        self._status = upload(np.zeros(16, np.uint8), self.device)
+        if self.packed.streams is None:
+            self._status = upload(np.zeros(16, np.uint8), self.device)
+        else:  # so that nobody needs to wait to look at it
+            with torch.inference_mode(False):
+                self._status = torch.zeros(16, dtype=torch.uint8, pin_memory=True)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` of the matrix: a tensor of shape `(*ids.shape, columns)`.
@@ -507,12 +518,14 @@ class RowReader:
         IndexError
             On the CPU, if a number is not a row's. On a GPU the kernel traps, as the framework's own does.
         Corrupt
-            Naming tensor and chunk.
+            Naming tensor and chunk. Of rows that a GPU reads in the host's memory, what was damaged after the
+            first use is reported at the next one.
         ReadError
             If the rows are read where they are streamed from, and that was closed.
         """
-        if self.packed.streams is not None:
-            self.packed.streams.require_open()  # kernels read the host's memory, whether it is there or not
+        streams = self.packed.streams
+        if streams is not None:
+            streams.require_open()  # kernels read the host's memory, whether it is there or not
         if ids.device != self.device or ids.dtype not in (torch.int64, torch.int32):
             raise RuntimeError(
                 f"rows of `{self.packed.name}` on {self.device} are asked for by {ids.dtype} on "
@@ -527,9 +540,22 @@ class RowReader:
         flat = ids.detach().reshape(-1).to(torch.int64).contiguous()
         if not self._verified and not capturing(self.device):
             self._verify()
+        if streams is not None:
+            streams.watch(self)
         out = torch.empty(shape, dtype=self.packed.dtype, device=self.device)
-        self._launch(flat, out, check=not self._verified)
+        # What is on the device stays as it is; the host's memory may be a file that somebody overwrites.
+        self._launch(flat, out, check=streams is not None or not self._verified)
         return out
+
+    def report(self) -> None:
+        """Raise what looking up rows in the host's memory has found so far.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk.
+        """
+        raise_damage(self._status, [self.packed])
 
     def _launch(self, ids: torch.Tensor, out: torch.Tensor, check: bool) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -556,6 +582,7 @@ class RowReader:
             )
             for at in range(0, ids.numel(), piece):
                 self._launch(ids[at : at + piece], out, check=True)
+            torch.cuda.current_stream(self.device).synchronize()
         raise_damage(self._status, [self.packed])
         self._verified = True
 

@@ -229,6 +229,26 @@ def late(it: Fixture, draw: np.random.Generator) -> list[int]:
     return wrong
 
 
+def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 3, 1)
+    try:
+        it.store.check()
+        it.experts.fetch([0, 1], it.out)
+        it.store.check()
+        extent = it.slots[0].parts[1][0].extent
+        whole = it.supply._bytes(extent)
+        whole[extent.offset + int(it.slots[0].parts[1][0].offsets[1]) + 40] ^= 1
+        it.experts.fetch([0], it.out)
+        it.store.check()
+        it.experts.fetch([1], it.out)
+        it.experts.fetch([2], it.out)
+        with pytest.raises(Corrupt, match=r"`e2`: chunk 1: .* was damaged since it was first read"):
+            it.store.check()
+        it.store.check()
+    finally:
+        it.close()
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     it = Fixture(tmp_path, 2, 1)
     try:

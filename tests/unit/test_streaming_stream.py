@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +78,10 @@ class Fixture:
 
     def __exit__(self, *error: object) -> None:
         self.streamer.close()
+
+
+def replace_shape(header: Any, shape: tuple[int, ...]) -> Any:
+    return dataclasses.replace(header, spec=TensorSpec(header.spec.dtype, shape))
 
 
 def filled(unit: Unit, size: int) -> bytes:
@@ -225,6 +231,176 @@ def test_damage_is_named_at_first_use_and_later(tmp_path: Path) -> None:
             filled(other, 600_000)
         with pytest.raises(Corrupt, match="was damaged since it was first read"):
             filled(other, 600_000)
+
+
+def damaged_later(made: Fixture) -> Unit:
+    """A unit that was right, and whose last use was of damaged bytes."""
+    (unit, expected) = made.units((2,))[0]
+    assert filled(unit, len(expected)) == expected
+    made.streamer._forget()  # or what was copied ahead would be used
+    whole = made.supply._bytes(made.tensors[2].extent)
+    whole[made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40] ^= 1
+    filled(unit, len(expected))
+    return unit
+
+
+def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        made.streamer.check()  # nothing was used
+        (other, expected) = made.units((0,))[0]
+        filled(other, len(expected))
+        made.streamer.check()
+        damaged_later(made)
+        filled(other, len(expected))
+        with pytest.raises(Corrupt, match="was damaged since it was first read") as caught:
+            made.streamer.check()
+        assert (caught.value.tensor, caught.value.chunk) == ("t2", 5)
+        made.streamer.check()  # it was told
+
+
+def test_checking_waits_for_what_was_queued(tmp_path: Path) -> None:
+    """The device is at its last decode still, and would find the damage later."""
+    with Fixture(tmp_path, SIZES, blocking=False) as made:
+        go, (other, size) = threading.Event(), _sized(made.units((0,))[0])
+        filled(other, size)
+        unit = damaged_later(made)
+        made.device.wait()
+        with pytest.raises(Corrupt):
+            made.streamer.check()
+        made.device.compute.put(lambda: go.wait(60) and None)
+        filled(unit, 600_000)
+        threading.Thread(target=go.set).start()
+        with pytest.raises(Corrupt):
+            made.streamer.check()
+
+
+def test_checking_tells_of_all_damage_one_after_the_other(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        units = made.units((2,), (5,))
+        for unit, expected in units:
+            assert filled(unit, len(expected)) == expected
+        made.streamer._forget()
+        whole = made.supply._bytes(made.tensors[0].extent)
+        for tensor in (2, 5):
+            extent, offsets = made.tensors[tensor].extent, made.tensors[tensor].offsets
+            whole[extent.offset + int(offsets[3]) + 40] ^= 1
+        for unit, expected in units:
+            filled(unit, len(expected))
+        found = []
+        for _ in range(2):
+            with pytest.raises(Corrupt) as caught:
+                made.streamer.check()
+            found.append(caught.value.tensor)
+        assert found == ["t2", "t5"]
+        made.streamer.check()
+
+
+class Rows(RowReader):
+    """One whose kernel says that chunk 7 is damaged, if it is to look, and the device has come so far."""
+
+    def __init__(self, packed: StreamedTensor) -> None:
+        super().__init__(packed)
+        self._rows, self._verified, self.checked = object(), True, list[bool]()
+        self._status = torch.zeros(16, dtype=torch.uint8)
+
+    def _launch(self, ids: torch.Tensor, out: torch.Tensor, check: bool) -> None:
+        self.checked.append(check)
+
+    def find(self) -> None:
+        self._status.view(torch.int32)[:] = torch.tensor([1, 0, 7, 0], dtype=torch.int32)
+
+
+def test_rows_that_a_device_reads_on_the_host_are_checked_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Fixture(tmp_path, [50_000]) as made:
+        tensor = made.tensors[0]
+        monkeypatch.setattr(tensor, "header", replace_shape(tensor.header, (1000, 50)))
+        reader, ids = Rows(tensor), torch.zeros(3, dtype=torch.int64)
+        for _ in range(2):
+            reader(ids)
+        assert reader.checked == [True, True]
+        made.streamer.check()
+        reader(ids)
+        reader.find()
+        with pytest.raises(Corrupt, match="`t0`: chunk 7"):
+            made.streamer.check()
+        reader.find()
+        with pytest.raises(Corrupt, match="`t0`: chunk 7"):
+            reader(ids)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_number_of_bytes_that_are_read_ahead_is_kept(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever is wanted, wherever it fails, and though only some come from a supply that wants to know."""
+    with Fixture(
+        tmp_path_factory.mktemp("ahead"), SIZES, places=data.draw(st.sampled_from([2, 3, 8]))
+    ) as made:
+        disk = MemorySupply(ahead=data.draw(st.integers(1, 1 << 20)), late=data.draw(st.booleans()))
+        made.streamer.own(disk)
+        for i in data.draw(st.sets(st.integers(0, len(SIZES) - 1))):
+            made.tensors[i].supply = disk
+        units = made.units((0,), (1, 2), (3, 4), (5,))
+        copy = made.device.copy
+
+        def fails(*args: object) -> object:
+            raise KeyboardInterrupt
+
+        for i, fail in data.draw(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=20)):
+            made.device.copy = fails if fail else copy  # type: ignore[method-assign]
+            unit, expected = units[i]
+            try:
+                assert filled(unit, len(expected)) == expected
+            except KeyboardInterrupt:
+                assert not made.streamer._planned
+            planned = [step.unit.pieces[step.number] for step in made.streamer._planned]
+            assert made.streamer._reading == sum(it.extent.size for it in planned if it.supply is disk)
+
+
+class Probe:
+    """A lock that tells when another thread asks for it."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.lock, self.owner, self.asked = lock, threading.get_ident(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self.owner:
+            self.asked.set()
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_recording_begins_between_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread is in the middle of one, for which it has noted no start."""
+    with Fixture(tmp_path, SIZES) as made:
+        (unit, expected) = made.units((0,))[0]
+        probe = made.streamer._lock = Probe(made.streamer._lock)
+        copy, seen, trace = made.device.copy, [], object()
+
+        def record() -> None:
+            made.streamer.record(trace)
+            probe.asked.set()  # had it not asked
+
+        other = threading.Thread(target=record)
+
+        def slow(*args: object) -> object:
+            if not seen:
+                other.start()
+                assert probe.asked.wait(60)
+            seen.append(made.device.trace)
+            return copy(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(made.device, "copy", slow)
+        made.streamer.prefetch = False
+        assert filled(unit, len(expected)) == expected
+        other.join()
+        assert set(seen) == {None}
+        assert made.device.trace is trace
 
 
 def test_an_interrupted_fill_leaves_the_ring_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

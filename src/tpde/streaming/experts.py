@@ -20,9 +20,10 @@ from tpde.materialize import chunk_decoder
 from tpde.nn.ranges import ChunkRange, covering
 from tpde.nn.slot import Slot
 from tpde.streaming.cache import ExpertCache
+from tpde.streaming.checks import Checks, Decoded
 from tpde.streaming.device import Device
 from tpde.streaming.pieces import Part, Piece, cut
-from tpde.streaming.stream import report, streams
+from tpde.streaming.stream import streams
 
 _ALIGN = 256  # of pieces in a place
 
@@ -62,7 +63,7 @@ def expert_room(slots: Sequence[Slot], piece: int) -> int:
     return max(sum(_room(expert_pieces(slots, number, piece))) for number in range(slots[0].shape[0]))
 
 
-class Expert:
+class Expert(Decoded):
     """One expert of a module: its pieces, where they go in a place, and what is not copied.
 
     Attributes
@@ -72,12 +73,10 @@ class Expert:
     """
 
     def __init__(self, slots: Sequence[Slot], number: int, device: Device, piece: int) -> None:
-        self.pieces = expert_pieces(slots, number, piece)
+        super().__init__(device, expert_pieces(slots, number, piece))
         rooms = _room(self.pieces)
         self.offsets = [sum(rooms[:i]) for i in range(len(rooms))]
         self.room = sum(rooms)
-        self.handle = device.prepare(self.pieces)
-        self.verified = False
         self.copied: list[Any] = []
         ranges = [it for slot in slots for it in expert_ranges(slot, number)]
         self.rest: list[Callable[[Tensor], None]] = [
@@ -123,6 +122,7 @@ class ExpertStore:
         self.cache: ExpertCache[Expert] = ExpertCache(size // self._room)
         self._start = start
         self._lock = threading.RLock()
+        self._checks = Checks(device)
         self._freed: dict[int, Any] = {}  # by place, when it may be written again
         self._asked: deque[tuple[Piece, Any]] = deque()  # of supplies, not yet waited for
 
@@ -137,6 +137,22 @@ class ExpertStore:
             "expert_misses": self.cache.misses,
             "expert_bytes": self.copied_bytes,
         }
+
+    def record(self, trace: Any) -> None:
+        """Note what happens from now on: see `Streamer.record`."""
+        with self._lock:
+            self.device.trace = trace
+
+    def check(self) -> None:
+        """Wait for the device, and make sure that what was decoded so far was sound: see `Streamer.check`.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk.
+        """
+        with self._lock:
+            self._checks.settle()
 
     def expert(self, slots: Sequence[Slot], number: int) -> Expert:
         """One expert of a module, prepared to be fetched.
@@ -161,7 +177,7 @@ class ExpertStore:
         ------
         Corrupt
             Naming tensor and chunk. At an expert's first use damage is reported at once, later when it is
-            used next, since waiting would cost time.
+            used next, or by `check`, since waiting would cost time.
         UnsupportedDevice
             While a CUDA graph is recorded.
         """
@@ -172,14 +188,9 @@ class ExpertStore:
                     "run without CUDA graphs, or load the model with more `vram`"
                 )
             try:
-                for it in experts:
-                    report(self.device, it)
+                self._checks.begin(experts)
                 self._fetch(experts, out)
-                if not all(it.verified for it in experts):
-                    self.device.wait()
-                    for it in experts:
-                        report(self.device, it)
-                        it.verified = True
+                self._checks.end(experts)
             except BaseException:
                 self._forget()
                 raise

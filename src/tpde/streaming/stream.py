@@ -12,13 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tpde.errors import Corrupt, PackedWeight, ReadError, UnsupportedDevice
+from tpde.errors import PackedWeight, ReadError, UnsupportedDevice
 from tpde.format.constants import CODEC_CONSTANT
 from tpde.materialize import Materializer
+from tpde.streaming.checks import Checks, Decoded, Watched
 from tpde.streaming.device import Device
 from tpde.streaming.order import Order
 from tpde.streaming.pieces import Part, Piece, cut
@@ -32,7 +33,7 @@ def streams(packed: Any) -> bool:
     return isinstance(packed, StreamedTensor) and packed.header.codec != CODEC_CONSTANT
 
 
-class Unit:
+class Unit(Decoded):
     """Tensors, or some chunks of one, that are wanted together: calling it decodes them into a buffer.
 
     Parameters
@@ -48,9 +49,8 @@ class Unit:
     def __init__(
         self, streamer: Streamer, pieces: Sequence[Piece], rest: Callable[[Tensor], None] | None = None
     ) -> None:
-        self.pieces, self.rest, self._streamer = tuple(pieces), rest, streamer
-        self.handle = streamer.device.prepare(self.pieces)
-        self.verified = False
+        super().__init__(streamer.device, pieces)
+        self.rest, self._streamer = rest, streamer
 
     def __call__(self, out: Tensor) -> None:
         """Decode into a buffer of bytes, on the current stream.
@@ -59,7 +59,7 @@ class Unit:
         ------
         Corrupt
             Naming tensor and chunk. At a unit's first use damage is reported at once, later when the unit is
-            used next, since waiting would cost time.
+            used next, or by `Streamer.check`, since waiting would cost time.
         UnsupportedDevice
             While a CUDA graph is recorded.
         ReadError
@@ -68,45 +68,13 @@ class Unit:
         self._streamer.fill(self, out)
 
 
-class Prepared(Protocol):
-    """What a device has prepared: handle and pieces, and whether all was once decoded and found right."""
-
-    handle: Any
-    verified: bool
-
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """In the order that the handle knows."""
-
-
-def report(device: Device, it: Prepared) -> None:
-    """Raise what decoding has found since it was last asked.
-
-    Raises
-    ------
-    Corrupt
-        Naming tensor and chunk.
-    """
-    found = device.damage(it.handle)
-    if found is None:
-        return
-    piece = it.pieces[found.piece]
-    name = piece.spans[found.span].tensor.name
-    when = "is damaged" if not it.verified else "was damaged since it was first read"
-    raise Corrupt(
-        f"`{name}`: chunk {found.chunk}: its checksum does not match; `{piece.extent.source.name}` "
-        f"{when}: fetch the file again, and load the model again",
-        tensor=name,
-        chunk=found.chunk,
-    )
-
-
 class _Step(NamedTuple):
     """A piece that was requested."""
 
     unit: Unit
     number: int
     ticket: Any
+    ahead: int  # its bytes, if its supply wants to know ahead
 
 
 class _Flight(NamedTuple):
@@ -147,9 +115,11 @@ class Streamer:
         self._ahead = 0  # bytes that supplies want to know ahead
         self._lock = threading.RLock()
         self._order: Order[Unit] = Order()
+        self._checks = Checks(device)
         self._used = self._closed = False
         self._chunks: dict[tuple[int, int, int, int], Unit] = {}
         self._planned: deque[_Step] = deque()
+        self._reading = 0  # the sum of their `ahead`
         self._cursor: tuple[Unit, int] | None = None  # what was requested last
         self._flying: deque[_Flight] = deque()
         # Places with the event after which they may be written again.
@@ -171,6 +141,28 @@ class Streamer:
             "copied_pieces": self.copied_pieces,
             "dropped_pieces": self.dropped_pieces,
         }
+
+    def record(self, trace: Any) -> None:
+        """Note what happens from now on; another thread may be in a forward pass.
+
+        Parameters
+        ----------
+        trace : tpde.streaming.trace.Trace
+            Where to.
+        """
+        with self._lock:  # what is being copied is noted as a whole, or not at all
+            self.device.trace = trace
+
+    def check(self) -> None:
+        """Wait for the device, and make sure that all bytes that were decoded so far were sound.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk.
+        """
+        with self._lock:
+            self._checks.settle()
 
     # ---- what is wanted ----
 
@@ -211,6 +203,17 @@ class Streamer:
         if self._closed:
             raise ReadError("the streamed model was closed, and cannot be used any more; load it again")
 
+    def watch(self, reader: Watched) -> None:
+        """Let `check` ask a reader, too: it reads bytes where they lie, without their being brought.
+
+        Raises
+        ------
+        Corrupt
+            What it has read before was damaged.
+        """
+        with self._lock:
+            self._checks.begin([reader])
+
     # ---- filling a buffer ----
 
     def fill(self, unit: Unit, out: Tensor) -> None:
@@ -224,12 +227,9 @@ class Streamer:
             self.require_open()
             self._used = True
             try:
-                report(self.device, unit)
+                self._checks.begin([unit])
                 self._fill(unit, out)
-                if not unit.verified:
-                    self.device.wait()
-                    report(self.device, unit)
-                    unit.verified = True
+                self._checks.end([unit])
             except BaseException:
                 self._forget()
                 raise
@@ -260,22 +260,32 @@ class Streamer:
             self.dropped_pieces += 1
         if not self._flying:
             while self._planned and not (self._planned[0].unit is unit and self._planned[0].number == 0):
-                self._cancel(self._planned.popleft())
+                self._cancel()
 
     def _plan(self, unit: Unit, number: int) -> None:
         """Make a piece the next one to be copied."""
         if not (self._planned and self._planned[0].unit is unit and self._planned[0].number == number):
             while self._planned:
-                self._cancel(self._planned.popleft())
+                self._cancel()
             self._request(unit, number)
 
     def _request(self, unit: Unit, number: int) -> None:
         piece = unit.pieces[number]
-        self._planned.append(_Step(unit, number, piece.supply.request(piece.extent)))
+        ahead = piece.extent.size if piece.supply.ahead else 0
+        self._planned.append(_Step(unit, number, piece.supply.request(piece.extent), ahead))
+        self._reading += ahead
         self._cursor = unit, number
         self._ahead = max(self._ahead, piece.supply.ahead)
 
-    def _cancel(self, step: _Step) -> None:
+    def _next(self) -> _Step:
+        """Take the first of the pieces that were requested off their list."""
+        step = self._planned.popleft()
+        self._reading -= step.ahead
+        return step
+
+    def _cancel(self) -> None:
+        """Give up the first of the pieces that were requested."""
+        step = self._next()
         step.unit.pieces[step.number].supply.cancel(step.ticket)
 
     def _extend(self) -> bool:
@@ -307,7 +317,7 @@ class Streamer:
             self.device.hold(freed)
         copied = self.device.copy(place, address, piece)
         piece.supply.copied(step.ticket, copied)
-        self._planned.popleft()  # whatever fails before, `_forget` gives its bytes back to the supply
+        self._next()  # whatever fails before, `_forget` gives its bytes back to the supply
         self._flying.append(_Flight(step.unit, step.number, place, copied))
         self.copied_bytes += piece.extent.size
         self.copied_pieces += 1
@@ -323,24 +333,19 @@ class Streamer:
 
     def _read_ahead(self) -> None:
         """Request as much as supplies want to know ahead."""
-        if not self._ahead:
-            return
-        read = [it for it in (step.unit.pieces[step.number] for step in self._planned) if it.supply.ahead]
-        wanted = sum(piece.extent.size for piece in read)
-        while wanted < self._ahead and len(self._planned) < _MOST_PLANNED and self._extend():
-            step = self._planned[-1]
-            piece = step.unit.pieces[step.number]
-            wanted += piece.extent.size if piece.supply.ahead else 0
+        while self._reading < self._ahead and len(self._planned) < _MOST_PLANNED and self._extend():
+            pass
 
     def _forget(self) -> None:
         """After a failure: wait for what was queued, and start anew."""
         self.device.wait()
         while self._planned:
-            self._cancel(self._planned.popleft())
+            self._cancel()
         self._empty()
 
     def _empty(self) -> None:
         self._flying.clear()
+        self._reading = 0
         self._free = deque((i * self._room, None) for i in range(self._places))
         self._cursor = None
 
