@@ -81,6 +81,83 @@ def test_least_recently_used(places: int, steps: list[tuple[str, int]]) -> None:
         assert all(0 <= it < places for it in where.values())
 
 
+def routed(
+    layers: int, experts: int, chosen: int, tokens: int, skew: float, again: float, seed: int
+) -> list[list[tuple[int, int]]]:
+    """What layers want in turn: experts drawn by Zipf's law, each layer's own; some chosen again."""
+    draw = np.random.default_rng(seed)
+    weights = [draw.permutation(1 / np.arange(1, experts + 1) ** skew) for _ in range(layers)]
+    wanted: list[list[int]] = [[] for _ in range(layers)]
+    calls = []
+    for _ in range(tokens):
+        for layer in range(layers):
+            kept = [it for it in wanted[layer] if draw.random() < again]
+            order = np.argsort(draw.exponential(size=experts) / weights[layer]).tolist()
+            wanted[layer] = sorted(kept + [it for it in order if it not in kept][: chosen - len(kept)])
+            calls.append([(layer, it) for it in wanted[layer]])
+    return calls
+
+
+def found(calls: list[list[tuple[int, int]]], places: int, *, turns: bool = True) -> int:
+    """How many hits calls have; without telling of turns, the least recently used always makes room."""
+    cache = ExpertCache[tuple[int, int]](places)
+    for keys in calls:
+        if turns:
+            cache.turn(keys[0][0], len(keys))
+        missing = [key for key in keys if cache.lookup(key) is None]
+        for key in keys:
+            if key in cache:
+                cache.release(key)
+        flying: list[tuple[int, int]] = []
+        while missing or flying:
+            while missing and cache.insert(missing[0]) is not None:
+                flying.append(missing.pop(0))
+            cache.release(flying.pop(0))
+    return cache.hits
+
+
+@given(
+    layers=st.integers(1, 6),
+    experts=st.integers(2, 12),
+    chosen=st.integers(1, 4),
+    places=st.integers(1, 72),
+    skew=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    again=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_as_many_are_found_as_if_the_least_recently_used_made_room(
+    layers: int, experts: int, chosen: int, places: int, skew: float, again: float, seed: int
+) -> None:
+    """Or fewer by as many as there are places, whatever the routing; with `again` of 1 it does not change."""
+    calls = routed(layers, experts, min(chosen, experts), 30, skew, again, seed)
+    assert found(calls, places) >= found(calls, places, turns=False) - places
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_some_are_found_in_a_cache_too_small_for_a_token(skew: float) -> None:
+    """32 layers that choose 2 of 8 experts each, and places for half of that."""
+    calls = routed(32, 8, 2, 60, skew, 0.0, 0)
+    assert found(calls, 32, turns=False) == 0
+    assert found(calls, 32) > 0.09 * 2 * len(calls)
+
+
+def test_what_fits_is_found_each_time() -> None:
+    assert found(routed(5, 6, 2, 20, 0.0, 1.0, 0), 10) == 2 * 5 * 19
+
+
+def test_a_store_tells_its_cache_of_turns(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 6, 3)
+    try:
+        modules = [it.experts, it.store.module(it.slots), it.store.module(it.slots)]
+        for _ in range(5):
+            for number, module in enumerate(modules):
+                module.fetch([2 * number, 2 * number + 1], it.out)
+        assert it.store.cache.hits > 0
+        assert not it.wrong([*range(6)])
+    finally:
+        it.close()
+
+
 def test_inserting_twice() -> None:
     cache = ExpertCache[str](2)
     cache.insert("a")

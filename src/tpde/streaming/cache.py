@@ -1,4 +1,9 @@
-"""Which experts lie in which places of device memory: the least recently used one makes room."""
+"""Which experts lie in which places of device memory.
+
+The least recently used one makes room, if there are places for what all layers want in turn. Otherwise that
+one is always the one that will be wanted first, and nothing would ever be found. So a new entry makes room
+for the next one then, but for one of eight; the others stay, and are found.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,11 @@ from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+
+# One of so many new entries stays, in place of the least recently used. Simulated, 32 layers that choose 2 of
+# 8 experts each find 10 to 18 % of them in places for half, by how popular some are; with 4 and 16 about as
+# many.
+STAYING = 8
 
 
 class ExpertCache(Generic[K]):
@@ -36,8 +46,10 @@ class ExpertCache(Generic[K]):
 
     def __init__(self, places: int) -> None:
         self.hits = self.misses = 0
+        self._size, self._evicted = places, 0
+        self._turns: dict[Hashable, int] = {}
         self._free = list(range(places - 1, -1, -1))
-        self._places: OrderedDict[K, int] = OrderedDict()  # the least recently used first
+        self._places: OrderedDict[K, int] = OrderedDict()  # what makes room next first
         self._held: dict[K, int] = {}  # how often
 
     def __len__(self) -> int:
@@ -45,6 +57,14 @@ class ExpertCache(Generic[K]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._places
+
+    def turn(self, who: Hashable, count: int) -> None:
+        """Note how many entries somebody wants this time. All who want some do so in turn."""
+        self._turns[who] = count
+
+    def _crowded(self) -> bool:
+        """Whether an entry would make room, as the least recently used one, before it is wanted again."""
+        return sum(self._turns.values()) - max(self._turns.values(), default=0) >= self._size
 
     def lookup(self, key: K) -> int | None:
         """The place of an entry, which becomes the most recently used, and is held; None if it has none."""
@@ -62,14 +82,17 @@ class ExpertCache(Generic[K]):
         if key in self._places:
             raise ValueError(f"{key!r} has a place already")
         if self._free:
-            place = self._free.pop()
+            place, stays = self._free.pop(), True
         else:
             oldest = next((other for other in self._places if other not in self._held), None)
             if oldest is None:
                 return None
             place = self._places.pop(oldest)
+            self._evicted += 1
+            stays = not self._crowded() or self._evicted % STAYING == 0
         self._places[key] = place
         self._held[key] = 1
+        self._places.move_to_end(key, last=stays)
         return place
 
     def release(self, key: K) -> None:

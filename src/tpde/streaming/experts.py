@@ -170,8 +170,8 @@ class ExpertStore:
             )
         return made
 
-    def fetch(self, experts: Sequence[Expert], out: Tensor) -> None:
-        """Decode experts into a buffer, on the current stream.
+    def fetch(self, module: ModuleExperts, experts: Sequence[Expert], out: Tensor) -> None:
+        """Decode experts of a module into a buffer, on the current stream.
 
         Raises
         ------
@@ -189,6 +189,7 @@ class ExpertStore:
                 )
             try:
                 self._checks.begin(experts)
+                self.cache.turn(module, len(experts))
                 self._fetch(experts, out)
                 self._checks.end(experts)
             except BaseException:
@@ -278,4 +279,4 @@ class ModuleExperts:
         for number in numbers:
             if number not in self._experts:
                 self._experts[number] = self._store.expert(self._slots, number)
-        self._store.fetch([self._experts[number] for number in numbers], out)
+        self._store.fetch(self, [self._experts[number] for number in numbers], out)
