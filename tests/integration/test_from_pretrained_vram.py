@@ -18,7 +18,7 @@ from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, outpu
 
 import tpde
 from tpde import nn as packed_nn
-from tpde.errors import InvalidInput, OutOfMemory, PackedWeight, ReadError, UnsupportedDevice
+from tpde.errors import Corrupt, InvalidInput, OutOfMemory, PackedWeight, ReadError, UnsupportedDevice
 from tpde.nn.experts import fused
 from tpde.streaming.experts import expert_room
 
@@ -429,6 +429,61 @@ def test_generation_is_not_compiled(hosted: Opened, llama: Pair) -> None:
     assert tpde.from_pretrained(llama.packed).hf_quantizer.is_compileable
 
 
+# ---- damage ----
+
+
+def _damage(model: Any, part: Any) -> None:
+    """Change a byte of a streamed weight, where it waits on the host."""
+    (streamer,) = model.tpde_streamer.streamers.values()
+    streamer._forget()  # what was copied ahead is sound
+    part.supply._bytes(part.extent)[part.extent.offset + int(part.offsets[0]) + 40] ^= 1
+
+
+def test_damage_after_the_first_use_is_raised_by_a_check(hosted: Opened, llama: Pair) -> None:
+    model, took = load(llama.packed), inputs("llama", 1, 4)
+    part = model.lm_head.tpde_slots["weight"].parts[0][0]
+    with torch.no_grad():
+        sound = model(**took).logits
+        _damage(model, part)
+        assert not torch.equal(model(**took).logits, sound), "this one has used it"
+        with pytest.raises(Corrupt, match=r"`lm_head.weight`: chunk 0: .* was damaged since"):
+            model.tpde_streamer.check()
+        _damage(model, part)  # undone
+        assert_same_bits(model(**took).logits, sound)
+        model.tpde_streamer.check()
+        _damage(model, part)
+        model(**took)
+        with pytest.raises(Corrupt, match="lm_head"):
+            model(**took)
+
+
+def test_damage_is_raised_by_closing(hosted: Opened, llama: Pair) -> None:
+    model, took = load(llama.packed), inputs("llama", 1, 4)
+    with torch.no_grad():
+        model(**took)
+        _damage(model, model.lm_head.tpde_slots["weight"].parts[0][0])
+        model(**took)
+    with pytest.raises(Corrupt, match="lm_head"):
+        model.tpde_streamer.close()
+    assert hosted.memory[0].closed
+    model.tpde_streamer.close()
+
+
+def test_damage_of_experts_is_raised_by_a_check(hosted: Opened, experts: tuple[str, Pair]) -> None:
+    name, pair = experts
+    model, took = load(pair.packed), inputs(name, 1, 9)
+    (store,) = model.tpde_streamer.experts.values()
+    module = next(it for _, it in packed_nn.packed_modules(model) if fused(it))
+    with torch.no_grad():
+        model(**took)
+        store.cache.clear()
+        for part, _ in fused(module)[0].parts:
+            _damage(model, part)
+        model(**took)
+    with pytest.raises(Corrupt, match="experts"):
+        model.tpde_streamer.check()
+
+
 # ---- the end ----
 
 
@@ -578,6 +633,21 @@ def test_command(run: Callable[..., Any], llama: Pair, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "1 x 9 = 9 tokens" in refused.stderr
     assert "hint: pass fewer" in refused.stderr
+
+
+def test_command_ends_with_a_check(
+    run: Callable[..., Any], llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpde.integrations.transformers.streamed import ModelStreaming
+
+    def check(_: object) -> None:
+        raise Corrupt("`lm_head.weight`: chunk 0 is damaged; fetch the file again")
+
+    monkeypatch.setattr(ModelStreaming, "check", check)
+    done = run(llama.packed, "--prompt", "Hello", "--max-new-tokens", "2", "--vram", "1GiB", "--json")
+    assert done.exit_code == 3
+    assert done.stdout == ""
+    assert "chunk 0 is damaged" in done.stderr
 
 
 def test_commands_that_cannot_be(llama: Pair) -> None:

@@ -140,11 +140,12 @@ def _load(
     return model, {"load_seconds": time.perf_counter() - start, **weight_bytes(model)}
 
 
-def _finish_trace(model: Any, trace: Path | None) -> dict[str, Any]:
-    """Write the timeline; gives what a streamed model's copying came to."""
+def _finish_streaming(model: Any, trace: Path | None) -> dict[str, Any]:
+    """Check a streamed model's weights, and write the timeline; gives what its copying came to."""
     streaming = getattr(model, "tpde_streamer", None)
     if streaming is None:
         return {}
+    streaming.check()
     if trace is not None:
         streaming.trace(trace)
     return {"streaming": streaming.stats()}
@@ -198,7 +199,7 @@ def _generate(
         "tokens_per_second": made.tokens_per_second,
         "seconds": made.seconds,
         **loading,
-        **_finish_trace(model, trace),
+        **_finish_streaming(model, trace),
         "peak_bytes": peak.bytes(),
     }
     if as_json:
@@ -245,7 +246,7 @@ def _embed(
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         **loading,
-        **_finish_trace(model, trace),
+        **_finish_streaming(model, trace),
         "peak_bytes": peak.bytes(),
     }
     if as_json:

@@ -104,7 +104,8 @@ class ReadAhead:
 
     @trace.setter
     def trace(self, trace: Any) -> None:
-        self._state.trace = trace
+        with self._state.lock:
+            self._state.trace = trace
 
     def request(self, extent: Extent) -> _Ticket:
         """Read a piece as soon as all that were requested before are being read, and a buffer is free.

@@ -56,6 +56,7 @@ class Streaming:
         self._readers: dict[torch.device, list[Any]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._finalizers: list[Any] = []
+        self._closed = False
 
     # ---- loading ----
 
@@ -178,9 +179,13 @@ class Streaming:
     # ---- looking at it ----
 
     def record(self) -> None:
-        """Start to note when things happen, for `trace` and `stats`. Waits for the devices."""
+        """Start to note when things happen, for `trace` and `stats`. Waits for the devices.
+
+        Another thread may be in a forward pass: what is noted of it begins with one of its copies or decodes.
+        """
         for device, streamer in self.streamers.items():
-            trace = self._traces[device] = streamer.device.trace = start_trace(device)
+            trace = self._traces[device] = start_trace(device)
+            streamer.record(trace)
             for reader in self._readers[device]:
                 reader.trace = trace
 
@@ -209,12 +214,42 @@ class Streaming:
 
     # ---- the end ----
 
-    def close(self) -> None:
-        """Give locked memory, files and the budget back. The model cannot be used any more."""
+    def check(self) -> None:
+        """Make sure that all weights that were used so far were sound; waits for the devices.
+
+        At its first use a weight is waited for, and damage raised before anything is computed with it. After
+        that, damage by a file that is overwritten, or a disk that returns other bytes, is raised when the
+        weight is used next, one forward pass later. This raises it now: when it returns, all results so far
+        are right.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk. Calling again raises what else was found.
+        """
         for streamer in self.streamers.values():
-            streamer.close()
-        for finalizer in self._finalizers:
-            finalizer()
+            streamer.check()
+
+    def close(self) -> None:
+        """Give locked memory, files and the budget back. The model cannot be used any more.
+
+        Closing again does nothing.
+
+        Raises
+        ------
+        Corrupt
+            What `check` finds, when all has been given back.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.check()
+        finally:
+            for streamer in self.streamers.values():
+                streamer.close()
+            for finalizer in self._finalizers:
+                finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
         raise PackedWeight(

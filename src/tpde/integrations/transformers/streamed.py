@@ -107,7 +107,13 @@ class ModelStreaming(Streaming):
         """Start to note when things happen: see `Streaming.record`."""
         super().record()
         for device, store in self.experts.items():
-            store.device.trace = self.streamers[device].device.trace
+            store.record(self.streamers[device].device.trace)
+
+    def check(self) -> None:
+        """Make sure that all weights that were used so far were sound: see `Streaming.check`."""
+        super().check()
+        for store in self.experts.values():
+            store.check()
 
     def stats(self) -> dict[str, Any]:
         """For each device, what was copied so far: see `Streaming.stats`."""
