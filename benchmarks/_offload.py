@@ -196,8 +196,7 @@ def predictions(given: dict[str, Any]) -> list[tuple[float, float]]:
                     vram=int(budget * 2**30),
                     ram=None,
                     max_tokens=1024,
-                    rates=rates,
-                )
+                ).on(rates)
             except OutOfMemory as error:
                 note(f"{budget:g} GiB: {error}")
             else:

@@ -66,6 +66,41 @@ def test_json(llama):
     assert sorted(units) == ["lm_head", "model.embed_tokens", *(f"model.layers.{i}" for i in range(3))]
 
 
+@pytest.mark.parametrize("rates", [RATES, ("--copy-rate", "0.1", "--memory-rate", "0.5")])
+def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
+    """Whatever the machine; with units so large that it would matter."""
+    from typer.testing import CliRunner
+
+    from tpde.cli import app
+    from tpde.integrations.transformers import budget
+    from tpde.integrations.transformers.streamed import Budget, ModelStreaming
+
+    def large(*args):
+        return [
+            dataclasses.replace(it, packed=it.packed * 900, plain=it.plain * 900) for it in units_of(*args)
+        ]
+
+    monkeypatch.setattr(budget, "units_of", large)
+    would, found, loaded = [], [], []
+    slow = given_rates(1e8, 5e8)
+    with opened_shape(llama) as (shape, checkpoint, plan):
+        for mib in range(350, 850, 50):
+            args = ("plan", llama, "--vram", f"{mib}MiB", "--max-tokens", "64", "--json", *rates)
+            done = CliRunner().invoke(app, [*map(str, args)])
+            assert done.exit_code == 0, done.output
+            places = json.loads(done.stdout)["placements"]
+            found.append({name: it["placement"] for it in places for name in it["units"]})
+            streaming = ModelStreaming(Budget(mib * MIB, None, 64))
+            streaming.plan(shape, checkpoint, plan, dict.fromkeys(plan.runs, torch.device("cpu")))
+            (made,) = streaming.plans.values()
+            loaded.append({name: it.value for name, it in made.placements.items()})
+            demand = Demand(made.parts["plain"], made.parts["cache"], made.parts["activations"], 128 * MIB)
+            other = make_plan(large(shape, plan.runs), demand, mib * MIB, None, slow, calls=50)
+            would.append({name: it.value for name, it in other.placements.items()})
+    assert found == loaded
+    assert found != would, "rates must matter here"
+
+
 def test_too_small_a_budget_names_the_least(llama):
     made = _plan(llama, "--vram", "16MiB", "--max-tokens", "100", *RATES)
     assert made.returncode == 2

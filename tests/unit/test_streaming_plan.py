@@ -1,5 +1,6 @@
 """The planner: budgets are kept, errors name budgets that work, and more memory is never worse."""
 
+import dataclasses
 import subprocess
 import sys
 from contextlib import suppress
@@ -33,6 +34,24 @@ NEEDS = Demand(plain=5 * MIB, cache=171 * MIB, activations=336 * MIB, fixed=128 
 
 def plan(vram, ram=None, units=LLAMA, needs=NEEDS, rates=RATES):
     return make_plan(units, needs, vram, ram, rates, calls=421)
+
+
+SLOW = Rates(copy=1e9, disk=1e8, memory=1e12, decode=1e11, launch=1e-3)
+
+
+@pytest.mark.parametrize("vram", [2000, 4000, 9000, 20_000])
+@pytest.mark.parametrize("ram", [None, 4000])
+def test_times_on_another_machine(vram, ram):
+    """As planned for it, if the same is where; and nothing else changes."""
+    here = plan(vram * MIB, ram and ram * MIB)
+    there = here.on(SLOW)
+    assert there == dataclasses.replace(here, times=there.times)
+    assert there.seconds > here.seconds
+    assert there.on(RATES) == here
+    made = plan(vram * MIB, ram and ram * MIB, rates=SLOW)
+    assert made.seconds <= there.seconds
+    if made.placements == here.placements and made.ring == here.ring:
+        assert made == there
 
 
 sizes = st.sampled_from([1, 3.5, 16, 100, BLOCK, HEAD])

@@ -71,7 +71,8 @@ def plan(
 ) -> None:
     r"""Show where each part of a packed model would be kept under a memory budget, and how fast it would run.
 
-    Nothing is loaded. The time is that of one token, one sequence at a time.
+    Nothing is loaded. What is kept where does not depend on the rates; the time, of one token of one sequence,
+    does.
 
     Example:
 
@@ -91,8 +92,8 @@ def plan(
     rates = _rates(device, copy_rate, memory_rate, disk_rate, files)
     with opened_shape(folder) as (shape, checkpoint, weights):
         made = plan_streaming(
-            shape, checkpoint, weights, vram=device_bytes, ram=host_bytes, max_tokens=max_tokens, rates=rates
-        )
+            shape, checkpoint, weights, vram=device_bytes, ram=host_bytes, max_tokens=max_tokens
+        ).on(rates)
         units = units_of(shape, weights.runs)
     if as_json:
         print_json(as_dict(made, units, max_tokens, rates, model))

@@ -6,7 +6,7 @@ Pure: it takes sizes and rates, and gives a plan; nothing here knows of tensors 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tpde.errors import OutOfMemory
@@ -50,6 +50,8 @@ class StreamPlan:
         the units on the device.
     vram, ram : int
         The budgets; `ram` is None if there is none.
+    work : Work
+        What a token takes of the machine.
     times : mapping of str to float
         Seconds that each resource takes for one token: `copy`, `disk`, `memory` (of the device), `host`.
     """
@@ -64,6 +66,7 @@ class StreamPlan:
     parts: Mapping[str, int]
     vram: int
     ram: int | None
+    work: Work
     times: Mapping[str, float]
 
     @property
@@ -85,6 +88,10 @@ class StreamPlan:
     def seconds(self) -> float:
         """Seconds for one token."""
         return self.times[self.limit]
+
+    def on(self, rates: Rates) -> StreamPlan:
+        """The same plan, with its times on another machine."""
+        return replace(self, times=predict(self.work, rates))
 
     def units(self, placement: Placement) -> list[str]:
         """Names of the units in a place."""
@@ -190,11 +197,13 @@ def make_plan(
         fitting = [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
         fewest = min((it.tiled for it in fitting), default=0)
         rated = [
-            (predict(_work(it, units, demand, calls), rates), it) for it in fitting if it.tiled == fewest
+            (predict(work := _work(it, units, demand, calls), rates), work, it)
+            for it in fitting
+            if it.tiled == fewest
         ]
         if rated:
-            times, layout = min(rated, key=lambda it: _rank(*it))
-            return _finished(layout, times, units, demand, vram, ram)
+            times, work, layout = min(rated, key=lambda it: _rank(it[0], it[2]))
+            return _finished(layout, work, times, units, demand, vram, ram)
     every = [*_layouts(tallies, False), *_layouts(tallies, True)]
     without = [it for it in every if it.used(demand) <= vram]
     if without:
@@ -227,6 +236,7 @@ def _parts(layout: _Layout, demand: Demand) -> dict[str, int]:
 
 def _finished(
     layout: _Layout,
+    work: Work,
     times: Mapping[str, float],
     units: Sequence[Unit],
     demand: Demand,
@@ -245,6 +255,7 @@ def _finished(
         parts=_parts(layout, demand),
         vram=vram,
         ram=ram,
+        work=work,
         times=times,
     )
 

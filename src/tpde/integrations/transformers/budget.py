@@ -12,7 +12,7 @@ from tpde.integrations.streaming.units import TABLES_BYTES, units_of
 from tpde.integrations.transformers.demand import activation_dtype, demand_of
 from tpde.integrations.transformers.experts import cache_least
 from tpde.integrations.transformers.plan import Plan
-from tpde.streaming.plan import Rates, StreamPlan, make_plan
+from tpde.streaming.plan import StreamPlan, make_plan
 
 
 def plan_streaming(
@@ -23,10 +23,12 @@ def plan_streaming(
     vram: int,
     ram: int | None,
     max_tokens: int,
-    rates: Rates = TYPICAL,
     only: Collection[str] | None = None,
 ) -> StreamPlan:
     """Decide where the packed weights of a model are kept. Nothing but headers is read.
+
+    The machine is taken to be a typical one: weights go where they go on any other, and `StreamPlan.on` says how
+    long a token takes there.
 
     Parameters
     ----------
@@ -40,8 +42,6 @@ def plan_streaming(
         Bytes of the device and of the host; None for `ram` means as much as is needed.
     max_tokens : int
         Sequences times length, at most.
-    rates : Rates
-        Of the machine.
     only : collection of str, optional
         Packed parameters that are on this device; by default all.
 
@@ -57,4 +57,4 @@ def plan_streaming(
     tables = TABLES_BYTES * len(checkpoint.packed)  # of tensors on the device; those of others are in `index`
     experts = cache_least(model, plan.runs, only)
     demand = replace(demand, plain=demand.plain + tables, experts=experts)
-    return make_plan(units, demand, vram, ram, rates, calls=module_calls(model))
+    return make_plan(units, demand, vram, ram, TYPICAL, calls=module_calls(model))
