@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,61 @@ def test_an_encoder_counts(hosted: Opened, tmp_path: Path) -> None:
             model(**again)
         with pytest.raises(OutOfMemory, match="3 x 10 = 30 tokens"):
             model(**inputs("t5", 3, 7))
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A model whose logits take most of its memory."""
+    config = transformers.LlamaConfig(
+        vocab_size=5000,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    folder = tmp_path_factory.mktemp("wordy")
+    return write(folder, transformers.LlamaForCausalLM(config).to(torch.bfloat16))
+
+
+def test_more_sequences_than_can_be_sampled_from(hosted: Opened, wordy: Pair) -> None:
+    model = load(wordy.packed, max_tokens=40)
+    took = inputs("llama", 9, 2)["input_ids"]
+    options = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": True}
+    copied = model.tpde_streamer.stats()
+    with pytest.raises(OutOfMemory, match="choosing the next tokens of 9 sequences") as caught:
+        model.generate(took, **options)
+    assert model.tpde_streamer.stats() == copied  # nothing was begun
+    found = re.search(r"at most (\d) .*max_tokens=(\d+)", str(caught.value))
+    assert found is not None
+    model.generate(took[: int(found[1])], **options)
+    load(wordy.packed, max_tokens=int(found[2])).generate(took, **options)
+
+
+def test_who_samples_nothing_may_have_as_many_sequences(hosted: Opened, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "bert")
+    with torch.no_grad():
+        load(pair.packed, max_tokens=40)(**inputs("bert", 40, 1))
+
+
+def test_more_experts_than_can_be_copied(hosted: Opened, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "mixtral")
+    model = load(pair.packed, max_tokens=60)
+    took = inputs("mixtral", 5, 3)["input_ids"]
+    options = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": False}
+    expected = model.generate(took, **options)
+    model.set_experts_implementation("batched_mm")
+    copied = model.tpde_streamer.stats()
+    with pytest.raises(
+        OutOfMemory, match=r"experts of 5 x 3 tokens, .*pass at most 1 x 3 at once, call"
+    ) as caught:
+        model.generate(took, **options)
+    assert model.tpde_streamer.stats() == copied  # nothing was begun
+    again = load(pair.packed, max_tokens=int(str(caught.value).split("max_tokens=")[1].strip("`")))
+    again.set_experts_implementation("batched_mm")
+    again.generate(took, **options)
+    model.set_experts_implementation("eager")
+    assert torch.equal(model.generate(took, **options), expected)
 
 
 # ---- what cannot be ----

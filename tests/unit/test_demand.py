@@ -1,5 +1,7 @@
 """What a model is said to need of memory beside its packed weights covers what it takes."""
 
+import re
+
 import pytest
 from support.models import NAMES, inputs, make, torch
 
@@ -9,8 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
+from tpde.errors import OutOfMemory  # noqa: E402
 from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
-from tpde.integrations.transformers.demand import activation_bytes, cache_bytes  # noqa: E402
+from tpde.integrations.transformers.activations import activations_of  # noqa: E402
+from tpde.integrations.transformers.demand import cache_bytes  # noqa: E402
+from tpde.integrations.transformers.tokens import check_experts, check_sequences, check_tokens  # noqa: E402
 
 
 class Live(TorchDispatchMode):
@@ -49,9 +54,79 @@ def test_activations_are_covered(name, dtype):
         peak, tokens = measured(
             name, model, batch, length, **({} if name == "bert" else {"use_cache": False})
         )
-        assert activation_bytes(model, tokens, dtype.itemsize) >= peak
+        assert activations_of(model, dtype.itemsize).bytes(tokens) >= peak
         if name == "llama":
-            assert activation_bytes(model, tokens, dtype.itemsize) <= 4 * peak
+            assert activations_of(model, dtype.itemsize).bytes(tokens) <= 4 * peak
+
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sample": {"do_sample": True, "top_k": 0},
+    "top_k": {"do_sample": True, "top_k": 50},
+    "top_p": {"do_sample": True, "top_p": 0.9},
+    "beams": {"do_sample": True, "num_beams": 3, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("way", list(WAYS))
+def test_choosing_tokens_is_covered(way, dtype):
+    """Of a model that is little else than a vocabulary."""
+    config = transformers.LlamaConfig(
+        vocab_size=20_000,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    took, batch = torch.full((5, 3), 7), 5 * WAYS[way].get("num_beams", 1)
+    with torch.no_grad(), Live([*model.parameters(), *model.buffers(), took]) as live:
+        mask = torch.ones_like(took)
+        model.generate(took, attention_mask=mask, max_new_tokens=3, pad_token_id=0, **WAYS[way])
+    activations = activations_of(model, dtype.itemsize)
+    each, others = activations.logits + activations.sampling, batch * 6 * activations.states
+    assert live.peak <= batch * each + others
+    if way == "top_p":
+        assert live.peak >= 0.9 * batch * each
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_copies_of_experts_are_covered(name):
+    model = make(name)
+    model.set_experts_implementation("batched_mm")
+    activations = activations_of(model, 2)
+    for batch, length in ((1, 1), (5, 1), (3, 7)):
+        peak, tokens = measured(name, model, batch, length, use_cache=False)
+        token = activations.states + activations.inside + activations.experts
+        assert peak <= tokens * token + tokens * tokens * activations.pair
+        assert peak >= tokens * activations.experts
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("limit", [1, 7, 100])
+def test_what_errors_advise_does(name, limit):
+    """So many sequences, or so many tokens to keep memory for; and no more sequences."""
+    activations = activations_of(make(name), 2)
+    checks = [lambda batch, limit: check_sequences(batch, limit, activations)]
+    if name == "mixtral":
+        checks += [
+            lambda batch, limit, new=new: check_experts(batch, new, limit, activations) for new in (1, 3)
+        ]
+    for check in checks:
+        with pytest.raises(OutOfMemory) as caught:
+            check(10_000, limit)
+        said = str(caught.value)
+        check(10_000, int(re.search(r"max_tokens=(\d+)", said)[1]))
+        fits = re.search(r"at most (\d+)", said)
+        if fits:
+            check(int(fits[1]), limit)
+            with pytest.raises(OutOfMemory):
+                check(int(fits[1]) + 1, limit)
+    check_tokens(1, limit, limit)
+    check_sequences(1, limit, activations)
+    check_experts(1, 1, limit, activations)
 
 
 @pytest.mark.parametrize("name", [it for it in NAMES if it != "bert"])
@@ -61,7 +136,7 @@ def test_the_cache_is_covered(name):
     peak, _ = measured(name, model, 2, 40, use_cache=True)
     took = peak - without
     assert cache_bytes(model, tokens, 2) >= took
-    assert activation_bytes(model, tokens, 2) + cache_bytes(model, tokens, 2) >= peak
+    assert activations_of(model, 2).bytes(tokens) + cache_bytes(model, tokens, 2) >= peak
 
 
 def test_llama_caches_keys_and_values():

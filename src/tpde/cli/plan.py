@@ -71,8 +71,8 @@ def plan(
 ) -> None:
     r"""Show where each part of a packed model would be kept under a memory budget, and how fast it would run.
 
-    Nothing is loaded. What is kept where does not depend on the rates; the time, of one token of one sequence,
-    does.
+    Nothing is loaded. What is kept where does not depend on the rates. The time does: it is that of one
+    token, one sequence at a time.
 
     Example:
 

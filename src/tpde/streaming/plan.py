@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tpde.errors import OutOfMemory
 from tpde.streaming.choices import Tally, choices, round_up, tally
 from tpde.streaming.predict import Work, predict
+from tpde.streaming.sizes import mib
 from tpde.streaming.units import Demand, Placement, Rates, Unit
 
 __all__ = ["Demand", "Placement", "Rates", "StreamPlan", "Unit", "make_plan"]
@@ -274,25 +275,21 @@ _WHAT = {
 }
 
 
-def _mib(size: int) -> str:
-    return f"{-(-size // MIB)} MiB"
-
-
 def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
     parts = {key: size for key, size in _parts(layout, demand).items() if size}
     least = layout.used(demand)
-    made = ", ".join(f"{_mib(size)} {_WHAT[key]}" for key, size in parts.items())
+    made = ", ".join(f"{mib(size)} {_WHAT[key]}" for key, size in parts.items())
     fewer = f" or a smaller `{demand.argument}`" if demand.cache or demand.activations else ""
     return OutOfMemory(
-        f"`vram` is {vram / MIB:.0f} MiB, the least that works is {_mib(least)}: {made}; "
-        f"use `vram={_mib(least).replace(' ', '')}`{fewer}",
+        f"`vram` is {vram / MIB:.0f} MiB, the least that works is {mib(least)}: {made}; "
+        f"use `vram={mib(least).replace(' ', '')}`{fewer}",
         least=least,
     )
 
 
 def _too_little_ram(least: int, ram: int) -> OutOfMemory:
     return OutOfMemory(
-        f"`ram` is {ram / MIB:.0f} MiB, the least that works is {_mib(least)}: the embeddings, and the "
-        f"buffers through which files are read; use `ram={_mib(least).replace(' ', '')}`, or more `vram`",
+        f"`ram` is {ram / MIB:.0f} MiB, the least that works is {mib(least)}: the embeddings, and the "
+        f"buffers through which files are read; use `ram={mib(least).replace(' ', '')}`, or more `vram`",
         least=least,
     )

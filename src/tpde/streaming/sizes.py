@@ -1,4 +1,4 @@
-"""Sizes that people write."""
+"""Sizes that people write and read."""
 
 from __future__ import annotations
 
@@ -53,3 +53,8 @@ def parse_size(size: str | int) -> int:
     if found <= 0:
         raise InvalidInput(f"`{size}` is no size: it must be above zero; write one such as `16GiB`")
     return found
+
+
+def mib(size: int) -> str:
+    """Write a number of bytes as MiB, rounded up."""
+    return f"{-(-size // (1 << 20))} MiB"

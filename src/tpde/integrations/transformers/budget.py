@@ -27,8 +27,8 @@ def plan_streaming(
 ) -> StreamPlan:
     """Decide where the packed weights of a model are kept. Nothing but headers is read.
 
-    The machine is taken to be a typical one: weights go where they go on any other, and `StreamPlan.on` says how
-    long a token takes there.
+    The machine is taken to be a typical one: weights go where they would on any other. `StreamPlan.on` says
+    how long a token takes on it.
 
     Parameters
     ----------

@@ -9,7 +9,9 @@ import torch
 
 from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.streaming.loading import Streaming
+from tpde.integrations.transformers.activations import Activations, activations_of
 from tpde.integrations.transformers.budget import plan_streaming
+from tpde.integrations.transformers.demand import activation_dtype
 from tpde.integrations.transformers.experts import cache_size, routed_modules
 from tpde.integrations.transformers.plan import Plan
 from tpde.integrations.transformers.tokens import TokenLimit
@@ -59,6 +61,7 @@ class ModelStreaming(Streaming):
         super().__init__(budget.vram, budget.progress)
         self.budget = budget
         self.experts: dict[torch.device, ExpertStore] = {}
+        self._activations: Activations | None = None  # until it is planned with
 
     def plan(self, model: Any, checkpoint: Checkpoint, plan: Plan, where: Mapping[str, torch.device]) -> None:
         """Take the budget of each device, and decide where its weights go. Nothing is read.
@@ -68,8 +71,9 @@ class ModelStreaming(Streaming):
         OutOfMemory
             If a budget is not free, or too small, or holds no model such as this one.
         """
-        devices = sorted({*where.values()}, key=str)
         budget = self.budget
+        self._activations = activations_of(model, activation_dtype(model.parameters()).itemsize)
+        devices = sorted({*where.values()}, key=str)
         ram = None if budget.ram is None else budget.ram // len(devices)
         for device in devices:
             only = [name for name in plan.runs if where[name] == device]
@@ -97,10 +101,11 @@ class ModelStreaming(Streaming):
                 route_experts(module, store.module(fused(module)))
 
     def attach(self, model: Any) -> None:
-        """Belong to a model that is loaded, and hold it to its number of tokens."""
+        """Belong to a model that is loaded, and hold it to its numbers of tokens and sequences."""
+        assert self._activations is not None
         super().attach(model)
         model.register_forward_pre_hook(
-            TokenLimit(model, self.budget.max_tokens), with_kwargs=True, prepend=True
+            TokenLimit(model, self.budget.max_tokens, self._activations), with_kwargs=True, prepend=True
         )
 
     def record(self) -> None:

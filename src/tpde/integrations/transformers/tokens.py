@@ -1,14 +1,16 @@
-"""Holding a model to the number of tokens that its memory budget was made for."""
+"""Holding a model to the tokens and sequences that its memory budget was made for."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from tpde.errors import OutOfMemory
+from tpde.integrations.transformers.activations import Activations
+from tpde.streaming.sizes import mib
 
 _IDS, _DECODER = ("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds")
 _CACHES = ("past_key_values", "cache_params", "past_key_value")
@@ -30,11 +32,70 @@ def check_tokens(batch: int, length: int, limit: int) -> None:
         )
 
 
+def check_sequences(batch: int, limit: int, activations: Activations) -> None:
+    """Refuse more sequences than can be sampled from in the memory that was kept for so many tokens.
+
+    Raises
+    ------
+    OutOfMemory
+        As `check_tokens`.
+    """
+    each, room = activations.logits + activations.sampling, activations.bytes(limit)
+    if batch * each > room:
+        wanted = -(-(batch * each - activations.sampling) // activations.logits)
+        raise OutOfMemory(
+            f"choosing the next tokens of {batch} sequences takes {mib(batch * each)}, the VRAM budget keeps "
+            f"{mib(room)} for a forward pass; pass at most {room // each} at once, or load the model with "
+            f"`max_tokens={wanted}`"
+        )
+
+
+def check_experts(batch: int, new: int, limit: int, activations: Activations) -> None:
+    """Refuse more tokens than whose experts can be copied in the memory that was kept.
+
+    Raises
+    ------
+    OutOfMemory
+        As `check_tokens`.
+    """
+    token = activations.states + activations.inside
+    each = new * (token + activations.experts)
+    # Of pairs there are as many as each sequence's new tokens, times all tokens in the cache, at most.
+    room = max(activations.bytes(limit) - new * limit * activations.pair, 0)
+    if batch * each > room:
+        fits, wanted = room // each, -(-batch * each // token)
+        fewer = f"at most {fits} x {new} at once" if fits else "fewer at once"
+        raise OutOfMemory(
+            f"`batched_mm` copies the experts of {batch} x {new} tokens, which takes {mib(batch * each)}, "
+            f"the VRAM budget keeps {mib(room)} for them; pass {fewer}, call "
+            f'`model.set_experts_implementation("eager")`, or load the model with `max_tokens={wanted}`'
+        )
+
+
+class Call(NamedTuple):
+    """What a call of a model asks for.
+
+    Attributes
+    ----------
+    batch : int
+        Sequences.
+    new : int
+        Tokens of each that are computed.
+    length : int
+        Tokens of each, those in the cache and of the encoder included.
+    """
+
+    batch: int
+    new: int
+    length: int
+
+
 class TokenLimit:
     """A forward pre-hook of a model that raises before a call allocates more than its budget holds.
 
     Counted are the sequences of the batch times the tokens of each: those of this call, those in the cache
-    (of a static one, all that it has room for), and those of the encoder.
+    (of a static one, all that it has room for), and those of the encoder. Sequences are counted beside: each
+    takes memory while its next token is chosen, and while its experts are copied.
 
     Parameters
     ----------
@@ -42,12 +103,16 @@ class TokenLimit:
         Whose forward pass it watches.
     limit : int
         Sequences times length, at most.
+    activations : Activations
+        What the model has in memory: there is room for that of so many tokens.
     """
 
-    def __init__(self, model: Any, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, model: Any, limit: int, activations: Activations) -> None:
+        self.limit, self._activations = limit, activations
         self._names = list(inspect.signature(model.forward).parameters)
         self._has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+        self._samples = bool(activations.logits) and model.can_generate()
+        self._config = model.config.get_text_config()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model's forward pass.
@@ -55,13 +120,19 @@ class TokenLimit:
         Raises
         ------
         OutOfMemory
-            See `check_tokens`.
+            See `check_tokens`, `check_sequences` and `check_experts`.
         """
-        batch, length = self.count(dict(zip(self._names, args, strict=False)) | kwargs)
+        batch, new, length = self.count(dict(zip(self._names, args, strict=False)) | kwargs)
         check_tokens(batch, length, self.limit)
+        if self._samples:
+            check_sequences(batch, self.limit, self._activations)
+        # `generate` changes it, from one call to the next.
+        gathers = getattr(self._config, "_experts_implementation", None) == "batched_mm"
+        if gathers and self._activations.experts:
+            check_experts(batch, new, self.limit, self._activations)
 
-    def count(self, took: Mapping[str, Any]) -> tuple[int, int]:
-        """Sequences, and tokens of each, of a call with these arguments."""
+    def count(self, took: Mapping[str, Any]) -> Call:
+        """What a call with these arguments asks for."""
         batch, new = _largest(took, _IDS)
         encoded = 0
         if self._has_encoder:
@@ -73,7 +144,7 @@ class TokenLimit:
             if not new:
                 wide, new = _largest(took, ("labels",))
             batch = max(batch, wide)
-        return batch, encoded + _held(_cache(took), new)
+        return Call(batch, new, encoded + _held(_cache(took), new))
 
 
 def _shape(value: Tensor) -> tuple[int, int]:

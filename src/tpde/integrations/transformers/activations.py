@@ -1,0 +1,137 @@
+"""What a forward pass of a transformers model has in memory beside weights and cache, from its shape."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tpde.nn.experts import routes
+from tpde.nn.replace import block_path
+
+# The outputs of a block's linear layers, and as much again: what is computed from them, in float32 in part.
+COPIES = 2
+
+# Hidden states: those that a block begins and ends with, and three in float32 while a norm computes.
+STATES, FLOAT_STATES = 2, 3
+
+# What choosing a token takes, bytes for each of its logits: with `top_k` and `top_p` 38, of logits in float32
+# that are masked, sorted with their indices, and summed; while it sorts, a GPU has as much.
+SAMPLING = 40
+
+
+class Activations(NamedTuple):
+    """Bytes of what a forward pass has at its peak.
+
+    Attributes
+    ----------
+    states : int
+        Of each token: hidden states.
+    inside : int
+        Of each token: what is computed in the block whose linear layers have the widest outputs.
+    pair : int
+        Of each pair of tokens of a sequence, in attention.
+    experts : int
+        Of each token: copies of the experts that it needs. `batched_mm` makes them, with which `generate`
+        decodes on GPUs unless told otherwise.
+    logits : int
+        Of each token at the end.
+    sampling : int
+        Of each sequence, while its next token is chosen, beside its logits.
+    """
+
+    states: int
+    inside: int
+    pair: int
+    experts: int
+    logits: int
+    sampling: int
+
+    def bytes(self, max_tokens: int) -> int:
+        """Of all tokens at once, in one sequence; and of decoding one sequence.
+
+        The peak is in the widest block, or at the end, where the logits are.
+        """
+        inside = max_tokens * self.inside + max_tokens * max_tokens * self.pair + self.experts
+        return max_tokens * self.states + max(inside, max_tokens * self.logits + self.sampling)
+
+
+def activations_of(model: Any, itemsize: int) -> Activations:
+    """What a model has.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On the `meta` device.
+    itemsize : int
+        Bytes of an activation.
+    """
+    config = model.config.get_text_config()
+    hidden = int(getattr(config, "hidden_size", 0) or 0)
+    widths: dict[str, int] = {}
+    for path, module in model.named_modules():
+        width = _outputs(module, config)
+        if width:
+            where = block_path(model, path) or path
+            widths[where] = widths.get(where, 0) + width
+    vocabulary = (
+        int(getattr(config, "vocab_size", 0) or 0) if model.get_output_embeddings() is not None else 0
+    )
+    return Activations(
+        states=hidden * (STATES * itemsize + FLOAT_STATES * 4),
+        inside=COPIES * max(widths.values(), default=0) * itemsize,
+        pair=_pair_bytes(model, config, itemsize),
+        experts=_gathered_bytes(model, config),
+        logits=vocabulary * itemsize,
+        sampling=vocabulary * SAMPLING,
+    )
+
+
+def _outputs(module: nn.Module, config: Any) -> int:
+    """How many values a token has in the outputs of a linear layer, or of fused experts."""
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    if type(module).__name__ == "Conv1D":
+        return int(module.nf)  # type: ignore[arg-type]
+    shapes = [it.shape for it in module.parameters(recurse=False) if it.dim() == 3]
+    if not shapes:
+        return 0
+    # Of three dimensions the first counts the experts; which of the others is the output, classes differ in.
+    return _chosen(config) * (
+        sum(max(shape[1:]) for shape in shapes) + max(min(shape[1:]) for shape in shapes)
+    )
+
+
+def _chosen(config: Any) -> int:
+    """How many experts a token needs."""
+    return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k", None) or 1)
+
+
+def _gathered_bytes(model: nn.Module, config: Any) -> int:
+    """Copies of the experts that one token needs."""
+    sizes = [
+        sum(
+            it.numel() // it.shape[0] * it.element_size()
+            for it in module.parameters(recurse=False)
+            if it.dim() == 3
+        )
+        for module in model.modules()
+        if routes(type(module))
+    ]
+    return _chosen(config) * max(sizes, default=0)
+
+
+def _pair_bytes(model: Any, config: Any, itemsize: int) -> int:
+    """Of what has a number for each pair of tokens.
+
+    A mask is there as booleans and in the dtype. Position biases that the model learns are there for each
+    head: alone, with the mask, and as they are looked up, with their row numbers. Attention that is not fused
+    has scores for each head, also in float32.
+    """
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    total = 1 + itemsize
+    if any(path.endswith("relative_attention_bias") for path, _ in model.named_modules()):
+        total += 3 * heads * itemsize + 3 * 8
+    if getattr(config, "_attn_implementation", None) == "eager":
+        total += heads * (2 * itemsize + 4)
+    return total
