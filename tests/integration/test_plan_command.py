@@ -8,15 +8,19 @@ import sys
 
 import pytest
 from support.checkpoints import checkpoint
-from support.models import torch
+from support.models import make, torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.cli.plan import ranges, render  # noqa: E402
-from tpde.errors import OutOfMemory  # noqa: E402
+from tpde.errors import InvalidInput, OutOfMemory  # noqa: E402
 from tpde.integrations.streaming.units import unit_of, units_of  # noqa: E402
 from tpde.integrations.transformers.budget import plan_streaming  # noqa: E402
+from tpde.integrations.transformers.demand import cache_bytes  # noqa: E402
+from tpde.integrations.transformers.devices import devices_of  # noqa: E402
 from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
+from tpde.integrations.transformers.streamed import Budget, ModelStreaming  # noqa: E402
+from tpde.nn.replace import block_path  # noqa: E402
 from tpde.streaming.plan import MIB, Demand, Placement, Unit, make_plan  # noqa: E402
 from tpde.streaming.rates import disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
 
@@ -73,7 +77,6 @@ def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
 
     from tpde.cli import app
     from tpde.integrations.transformers import budget
-    from tpde.integrations.transformers.streamed import Budget, ModelStreaming
 
     def large(*args):
         return [
@@ -172,6 +175,62 @@ def test_only_some_of_the_parameters(packed):
         assert list(made.placements) == [every[1].name]
 
 
+def _divided(shape):
+    """A device map that puts the second half of a model's parameters, by blocks, on another device."""
+    blocks = list(dict.fromkeys(block_path(shape, name) or name for name, _ in shape.named_parameters()))
+    first = set(blocks[: len(blocks) // 2])
+    return {block: torch.device("cpu", int(block not in first)) for block in blocks}
+
+
+def test_a_device_counts_what_is_there(packed):
+    with opened_shape(packed) as (shape, checkpoint, plan):
+        streaming = ModelStreaming(Budget(1 << 30, None, 64))
+        streaming.plan(shape, checkpoint, plan, devices_of(shape, _divided(shape)))
+        one, other = (made.parts for made in streaming.plans.values())
+        whole = plan_streaming(shape, checkpoint, plan, vram=1 << 30, ram=None, max_tokens=64).parts
+        # Of these no map says where they are.
+        buffers = {id(it): -(-it.nbytes // 512) * 512 for _, it in shape.named_buffers()}
+    assert one["plain"] + other["plain"] == whole["plain"] + sum(buffers.values())
+    assert min(one["plain"], other["plain"]) > sum(buffers.values())
+    assert one["activations"] == other["activations"] == whole["activations"]
+    assert one["packed"] + other["packed"] + one["decoded"] + other["decoded"] <= (
+        whole["packed"] + whole["decoded"]
+    )
+    twice = one["cache"] + other["cache"] - whole["cache"]  # of one layer
+    assert 0 <= twice < whole["cache"] / 2
+    assert max(one["cache"], other["cache"]) <= whole["cache"]
+
+
+def test_a_cache_is_where_its_blocks_are():
+    model = make("llama")  # 3 layers
+    names = [name for name, _ in model.named_parameters()]
+    layer = 2 * 2 * 16 * 2 * 1000  # keys and values of 2 heads of 16
+    for blocks, expected in (
+        ((), 0),
+        ((0,), 2.25 * layer),
+        ((0, 2), 3.5 * layer),
+        ((0, 1, 2), cache_bytes(model, 1000, 2)),
+    ):
+        only = [it for it in names if any(f"layers.{i}." in it for i in blocks)]
+        assert cache_bytes(model, 1000, 2, [*only, "lm_head.weight"]) == expected
+    encoders = make("t5")
+    names = [name for name, _ in encoders.named_parameters()]
+    whole = cache_bytes(encoders, 100, 2)
+    assert cache_bytes(encoders, 100, 2, [it for it in names if it.startswith("encoder.")]) == 0
+    assert cache_bytes(encoders, 100, 2, [it for it in names if it.startswith("decoder.")]) == whole
+
+
+def test_where_a_map_puts_parameters_and_buffers(llama):
+    with opened_shape(llama) as (shape, _, _):
+        found = devices_of(shape, {"model": 0, "lm_head": 1, "model.layers.2": 1})
+        assert found["model.layers.2.mlp.up_proj.weight"] == found["lm_head.weight"] == torch.device("cuda:1")
+        assert found["model.norm.weight"] == found["model.rotary_emb.inv_freq"] == torch.device("cuda:0")
+        some = devices_of(shape, {"model.embed_tokens": 0, "model.layers": 1})
+        assert not {"model.rotary_emb.inv_freq", "lm_head.weight"} & set(some)
+        with pytest.raises(InvalidInput, match="on cpu beside 0"):
+            devices_of(shape, {"model": 0, "lm_head": "cpu"})
+
+
 def test_max_tokens_count(llama):
     with opened_shape(llama) as (shape, checkpoint, plan):
         used = [
@@ -214,7 +273,7 @@ def test_rates_of_a_disk_and_a_host(llama, tmp_path):
 
 
 def test_nothing_to_measure(tmp_path):
-    from tpde.errors import InvalidInput, UnsupportedDevice
+    from tpde.errors import UnsupportedDevice
 
     (tmp_path / "empty").write_bytes(b"")
     with pytest.raises(InvalidInput, match="empty"):

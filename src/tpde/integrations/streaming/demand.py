@@ -21,13 +21,13 @@ FIXED_BYTES = OUTSIDE_BYTES + (48 << 20)
 TYPICAL = given_rates(copy=55e9, memory=4.2e12, disk=6e9)
 
 
-def plain_bytes(model: Any, packed: Container[str]) -> int:
-    """Parameters and buffers that are not packed; tied ones once."""
+def plain_bytes(model: Any, packed: Container[str], only: Container[str] | None = None) -> int:
+    """Parameters and buffers that are not packed, of those that are named by `only`; tied ones once."""
     tied = getattr(model, "all_tied_weights_keys", {})
     seen: dict[int, int] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
-        if name not in packed and tied.get(name) not in packed:
+        if (only is None or name in only) and name not in packed and tied.get(name) not in packed:
             seen[id(tensor)] = align(tensor.numel() * tensor.element_size(), ALIGN)
     return sum(seen.values())
 

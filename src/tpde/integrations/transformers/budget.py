@@ -43,7 +43,8 @@ def plan_streaming(
     max_tokens : int
         Sequences times length, at most.
     only : collection of str, optional
-        Packed parameters that are on this device; by default all.
+        Parameters and buffers, packed or not, that are on this device; by default all. Its plan has what they
+        need, the cache of their blocks, and the activations of the whole model.
 
     Raises
     ------
@@ -53,8 +54,11 @@ def plan_streaming(
         If the header of a packed tensor is damaged.
     """
     units = units_of(model, plan.runs, only)
-    demand = demand_of(model, plan.runs, max_tokens, activation_dtype(model.parameters()))
-    tables = TABLES_BYTES * len(checkpoint.packed)  # of tensors on the device; those of others are in `index`
+    demand = demand_of(model, plan.runs, max_tokens, activation_dtype(model.parameters()), only)
+    here = {
+        part.name for name, run in plan.runs.items() if only is None or name in only for part in run.parts
+    }
+    tables = TABLES_BYTES * len(here)  # of tensors on the device; those of others are in `index`
     experts = cache_least(model, plan.runs, only)
     demand = replace(demand, plain=demand.plain + tables, experts=experts)
     return make_plan(units, demand, vram, ram, TYPICAL, calls=module_calls(model))

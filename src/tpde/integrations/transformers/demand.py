@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Any
 
 import torch
 
 from tpde.integrations.streaming.demand import FIXED_BYTES, plain_bytes
 from tpde.integrations.transformers.activations import activations_of
+from tpde.nn.replace import block_path
 from tpde.streaming.units import Demand
 
 # A cache that grows leaves holes behind that are too small for what comes next.
 FRAGMENTATION = 0.25
 
 
-def demand_of(model: Any, packed: Container[str], max_tokens: int, dtype: torch.dtype) -> Demand:
+def demand_of(
+    model: Any,
+    packed: Container[str],
+    max_tokens: int,
+    dtype: torch.dtype,
+    only: Collection[str] | None = None,
+) -> Demand:
     """What a model needs beside packed weights.
 
     Parameters
@@ -30,24 +37,31 @@ def demand_of(model: Any, packed: Container[str], max_tokens: int, dtype: torch.
         Sequences times length.
     dtype : torch.dtype
         Of activations.
+    only : collection of str, optional
+        Parameters and buffers that are on the device in question; by default all.
     """
     return Demand(
-        plain=plain_bytes(model, packed),
-        cache=cache_bytes(model, max_tokens, dtype.itemsize),
+        plain=plain_bytes(model, packed, only),
+        cache=cache_bytes(model, max_tokens, dtype.itemsize, only),
         activations=activations_of(model, dtype.itemsize).bytes(max_tokens),
         fixed=FIXED_BYTES,
     )
 
 
-def cache_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
+def cache_bytes(model: Any, max_tokens: int, itemsize: int, only: Collection[str] | None = None) -> int:
     """Keys and values of all tokens, as a cache that grows by `torch.cat` holds them; 0 for encoders.
 
-    While a layer's are joined with a token's, they are there twice.
+    While a layer's are joined with a token's, they are there twice. With `only`, those of the blocks that
+    have one of these parameters.
     """
     config = model.config.get_text_config()
     if not _can_cache(model):
         return 0
     layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
+    if only is not None:
+        blocks = _blocks(model)
+        if len(blocks) == layers:  # otherwise it is not known which of them cache
+            layers = sum(any(name in only for name in names) for names in blocks)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = 2 * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     if getattr(config, "qk_nope_head_dim", None):  # latent attention: transformers caches it expanded
@@ -58,7 +72,19 @@ def cache_bytes(model: Any, max_tokens: int, itemsize: int) -> int:
     layer = heads * width * itemsize * max_tokens
     if getattr(model.config, "is_encoder_decoder", False):
         layers *= 2  # those of the encoder's tokens too
-    return int(math.ceil(layer * layers * (1 + FRAGMENTATION)) + layer)
+    return int(math.ceil(layer * layers * (1 + FRAGMENTATION)) + layer) if layers else 0
+
+
+def _blocks(model: Any) -> list[list[str]]:
+    """The parameters of each block of a model's decoder."""
+    decoder = model.get_decoder()
+    root = next(path for path, module in model.named_modules() if module is decoder)
+    found: dict[str, list[str]] = {}
+    for name, _ in decoder.named_parameters(prefix=root, remove_duplicate=False):
+        block = block_path(model, name.rpartition(".")[0])
+        if block is not None:
+            found.setdefault(block, []).append(name)
+    return list(found.values())
 
 
 def _can_cache(model: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from tpde.errors import InvalidInput
 from tpde.packing.order import block_of
@@ -20,10 +21,8 @@ def device_of(name: str, device_map: Mapping[str, Any] | None) -> torch.device:
         If it says nothing of the parameter, or would have it moved before each use.
     """
     device_map = device_map or {"": "cpu"}
-    path = name
-    while path not in device_map and path:
-        path = path.rpartition(".")[0]
-    if path not in device_map:
+    path = _entry(name, device_map)
+    if path is None:
         raise InvalidInput(f"`device_map` has no place for `{name}`; add it, or an entry for its module")
     found = device_map[path]
     gpus = sorted({str(it) for it in device_map.values()} - {"cpu", "disk"})
@@ -36,6 +35,27 @@ def device_of(name: str, device_map: Mapping[str, Any] | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _entry(name: str, device_map: Mapping[str, Any]) -> str | None:
+    """The key of a device map that a parameter falls under; None if there is none."""
+    while name not in device_map and name:
+        name = name.rpartition(".")[0]
+    return name if name in device_map else None
+
+
+def devices_of(model: nn.Module, device_map: Mapping[str, Any] | None) -> dict[str, torch.device]:
+    """Where parameters and buffers go; without those that the map says nothing of, such as tied ones.
+
+    Raises
+    ------
+    InvalidInput
+        As `device_of`.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_buffers()]
+    found = device_map or {"": "cpu"}
+    return {name: device_of(name, found) for name in names if _entry(name, found) is not None}
 
 
 def spread(

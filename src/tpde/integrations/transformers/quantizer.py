@@ -19,7 +19,7 @@ from tpde.errors import InvalidInput, NotPacked, PackedWeight
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
-from tpde.integrations.transformers.devices import device_of, largest_block, spread
+from tpde.integrations.transformers.devices import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
@@ -177,7 +177,8 @@ class TpdeHfQuantizer(HfQuantizer):
         assert self._plan is not None
         model, plan, checkpoint = self._model, self._plan, self._checkpoint
         try:
-            where = {name: device_of(name, self._device_map) for name in plan.runs}
+            where = devices_of(model, self._device_map)
+            where |= {name: device_of(name, self._device_map) for name in plan.runs}
             if self._target.budget is None:
                 self._parts = self._read(plan, checkpoint, where)
                 decoded = self._decode(plan, checkpoint)

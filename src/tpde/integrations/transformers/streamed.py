@@ -66,6 +66,17 @@ class ModelStreaming(Streaming):
     def plan(self, model: Any, checkpoint: Checkpoint, plan: Plan, where: Mapping[str, torch.device]) -> None:
         """Take the budget of each device, and decide where its weights go. Nothing is read.
 
+        Parameters
+        ----------
+        model : PreTrainedModel
+            On the `meta` device.
+        checkpoint : Checkpoint
+            Its files.
+        plan : Plan
+            Which of their tensors make up its parameters.
+        where : mapping of str to torch.device
+            The devices of parameters and buffers, packed or not. What is not named may be on any.
+
         Raises
         ------
         OutOfMemory
@@ -73,12 +84,15 @@ class ModelStreaming(Streaming):
         """
         budget = self.budget
         self._activations = activations_of(model, activation_dtype(model.parameters()).itemsize)
-        devices = sorted({*where.values()}, key=str)
+        devices = sorted({where[name] for name in plan.runs}, key=str)
+        names = [
+            name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        ]
         ram = None if budget.ram is None else budget.ram // len(devices)
         for device in devices:
-            only = [name for name in plan.runs if where[name] == device]
+            only = {name for name in names if where.get(name, device) == device}
 
-            def decide(vram: int, only: list[str] = only) -> StreamPlan:
+            def decide(vram: int, only: set[str] = only) -> StreamPlan:
                 return plan_streaming(
                     model, checkpoint, plan, vram=vram, ram=ram, max_tokens=budget.max_tokens, only=only
                 )
