@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from support.budgets import every, placed
+from support.caches import ANYWHERE, OFFLOADED, QUANTIZED, expected, generated
+from support.caches import NAMES as CACHES
 from support.checkpoints import Pair, checkpoint, write
 from support.gpu import needs_cuda
 from support.models import NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
@@ -51,6 +53,23 @@ def test_bits(name: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: py
         with pytest.raises(PackedWeight):
             model.to("cpu")
     model.tpde_streamer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, way) for name in CACHES for way in ANYWHERE),
+        *((name, way) for name in CACHES if name != "mamba" for way in OFFLOADED),
+        *(("llama", way) for way in QUANTIZED),
+    ],
+)
+def test_caches(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed(monkeypatch, every("host"))
+    pair = checkpoint(tmp_path, name)
+    wanted = expected(name, pair.kind.from_pretrained(pair.plain).to("cuda"), way, "cuda")
+    model = tpde.from_pretrained(pair.packed, vram="1GiB", max_tokens=256)
+    assert torch.equal(generated(name, model, way, "cuda"), wanted)
+    model.tpde_streamer.close()  # and all that was decoded was sound
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,78 @@ def _qwen3_moe(t: Any) -> Any:
     )
 
 
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def _mistral(t: Any) -> Any:
+    """All layers look at a window."""
+    return t.MistralForCausalLM(t.MistralConfig(**_SMALL, num_hidden_layers=2, sliding_window=6))
+
+
+def _gemma2(t: Any) -> Any:
+    """Every second layer looks at a window."""
+    return t.Gemma2ForCausalLM(
+        t.Gemma2Config(**_SMALL, num_hidden_layers=4, sliding_window=6, query_pre_attn_scalar=16)
+    )
+
+
+def _gpt_oss(t: Any) -> Any:
+    """Every second layer looks at a window; experts have biases."""
+    return t.GptOssForCausalLM(
+        t.GptOssConfig(
+            **_SMALL, num_hidden_layers=2, sliding_window=6, num_local_experts=4, num_experts_per_tok=2
+        )
+    )
+
+
+def _lfm2(t: Any) -> Any:
+    """Convolutions with a state, and attention."""
+    return t.Lfm2ForCausalLM(
+        t.Lfm2Config(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            layer_types=["conv", "full_attention", "conv"],
+        )
+    )
+
+
+def _qwen3_next(t: Any) -> Any:
+    """Linear attention with a state, attention, and experts."""
+    return t.Qwen3NextForCausalLM(
+        t.Qwen3NextConfig(
+            **_SMALL,
+            num_hidden_layers=2,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def _mamba(t: Any) -> Any:
+    """A state only."""
+    return t.MambaForCausalLM(
+        t.MambaConfig(vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=2)
+    )
+
+
 def _t5(t: Any) -> Any:
     return t.T5ForConditionalGeneration(
         t.T5Config(
@@ -117,6 +189,8 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 NAMES = list(_MAKERS)
 _MAKERS["qwen3_moe"] = _qwen3_moe  # of interest where experts are
+CACHED = ["mistral", "gemma2", "gpt_oss", "lfm2", "qwen3_next", "mamba"]  # and where caches are
+_MAKERS |= dict(zip(CACHED, (_mistral, _gemma2, _gpt_oss, _lfm2, _qwen3_next, _mamba), strict=True))
 CAUSAL = ["llama", "qwen2", "gpt2", "mixtral"]
 
 

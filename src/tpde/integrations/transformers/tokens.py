@@ -171,7 +171,10 @@ def _held(cache: Any, new: int) -> int:
     if room:
         return max(room, new)
     if hasattr(cache, "get_seq_length"):
-        return int(cache.get_seq_length()) + new
+        try:
+            return int(cache.get_seq_length()) + new
+        except ValueError:  # no layer of it has keys: states are as large, however many tokens went by
+            return new
     try:  # pairs of keys and values
         return int(cache[0][0].shape[-2]) + new
     except (TypeError, IndexError, AttributeError, KeyError):
