@@ -282,6 +282,83 @@ def test_damage(tmp_path: Path) -> None:
         check(out, expected)
 
 
+def test_damage_after_the_first_use(tmp_path: Path) -> None:
+    """Nobody waits for it, but whoever asks is told."""
+    with Fixture(tmp_path, bf16(*SIZES)) as made:
+        made.streamer.prefetch = False  # what was copied ahead would be sound
+        unit, expected, size = made.unit(1)
+        memory = made.supply._bytes(made.tensors[1].extent)
+        at = made.tensors[1].extent.offset + int(made.tensors[1].offsets[9]) + 50
+        out = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        unit(out)
+        made.streamer.check()
+        memory[at] ^= 4
+        unit(out)
+        with pytest.raises(Corrupt, match=r"chunk 9: .* was damaged since it was first read"):
+            made.streamer.check()
+        made.streamer.check()
+        memory[at] ^= 4
+        unit(out)
+        made.streamer.check()
+        check(out, expected)
+
+
+def test_damaged_rows_after_the_first_use(tmp_path: Path) -> None:
+    rows, columns = 3000, 512
+    data = normal(rows * columns, 3)
+    with Fixture(tmp_path, [(TensorSpec("BF16", (rows, columns)), data)]) as made:
+        reader, tensor = RowReader(made.tensors[0]), made.tensors[0]
+        ids = torch.tensor([5, 2999, 0], device=DEVICE)
+        reader(ids)
+        made.streamer.check()
+        at = tensor.extent.offset + int(tensor.offsets[-2]) + 50  # of the last chunk, which has row 2999
+        made.supply._bytes(tensor.extent)[at] ^= 4
+        reader(ids[:1])
+        made.streamer.check()
+        reader(ids)
+        with pytest.raises(Corrupt, match="`t0`: chunk"):
+            made.streamer.check()
+        reader(ids)
+        torch.cuda.synchronize()
+        with pytest.raises(Corrupt, match="`t0`: chunk"):
+            reader(ids)
+
+
+def test_recording_while_another_thread_fills(tmp_path: Path) -> None:
+    from tpde.streaming.trace import start_trace
+
+    with Fixture(tmp_path, bf16(*SIZES)) as made:
+        units = [made.unit(0, 1), made.unit(2, 3), made.unit(4)]
+        out = torch.empty(max(size for _, _, size in units), dtype=torch.uint8, device=DEVICE)
+        begun, failed, stop = threading.Event(), list[BaseException](), threading.Event()
+
+        def fill() -> None:
+            try:
+                while not stop.is_set():
+                    for unit, _, _ in units:
+                        unit(out)
+                    begun.set()
+            except BaseException as error:
+                failed.append(error)
+                begun.set()
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        assert begun.wait(60)
+        traces = []
+        for _ in range(20):
+            traces.append(start_trace(DEVICE))
+            made.streamer.record(traces[-1])
+        copied = made.streamer.copied_pieces
+        while made.streamer.copied_pieces < copied + 20 and not failed:
+            begun.clear()
+            assert begun.wait(60)
+        stop.set()
+        thread.join()
+        assert not failed
+        assert traces[-1].spans()
+
+
 def test_closing_gives_the_ring_back(tmp_path: Path) -> None:
     torch.cuda.synchronize()
     gc.collect()  # other tests' leftovers
