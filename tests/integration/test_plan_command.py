@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 from tpde.cli.plan import ranges, render  # noqa: E402
 from tpde.errors import InvalidInput, OutOfMemory  # noqa: E402
+from tpde.integrations.streaming.demand import FIXED_BYTES  # noqa: E402
 from tpde.integrations.streaming.units import unit_of, units_of  # noqa: E402
 from tpde.integrations.transformers.budget import plan_streaming  # noqa: E402
 from tpde.integrations.transformers.demand import cache_bytes  # noqa: E402
@@ -87,7 +88,7 @@ def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
     would, found, loaded = [], [], []
     slow = given_rates(1e8, 5e8)
     with opened_shape(llama) as (shape, checkpoint, plan):
-        for mib in range(350, 850, 50):
+        for mib in range(440, 1000, 20):
             args = ("plan", llama, "--vram", f"{mib}MiB", "--max-tokens", "64", "--json", *rates)
             done = CliRunner().invoke(app, [*map(str, args)])
             assert done.exit_code == 0, done.output
@@ -97,7 +98,7 @@ def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
             streaming.plan(shape, checkpoint, plan, dict.fromkeys(plan.runs, torch.device("cpu")))
             (made,) = streaming.plans.values()
             loaded.append({name: it.value for name, it in made.placements.items()})
-            demand = Demand(made.parts["plain"], made.parts["cache"], made.parts["activations"], 128 * MIB)
+            demand = Demand(made.parts["plain"], made.parts["cache"], made.parts["activations"], FIXED_BYTES)
             other = make_plan(large(shape, plan.runs), demand, mib * MIB, None, slow, calls=50)
             would.append({name: it.value for name, it in other.placements.items()})
     assert found == loaded
