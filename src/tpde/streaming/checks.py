@@ -1,7 +1,7 @@
 """Damage that is found while it is decoded: who asks for it, and when.
 
 Waiting for checksums would cost time, so that they are waited for only when something is decoded first. After
-that, what a device has found is raised when the same thing is wanted next, or by `Checks.settle`.
+that, what a device has found by then is raised when the same thing is wanted next, or by `Checks.settle`.
 """
 
 from __future__ import annotations

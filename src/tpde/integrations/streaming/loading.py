@@ -219,8 +219,8 @@ class Streaming:
 
         At its first use a weight is waited for, and damage raised before anything is computed with it. After
         that, damage by a file that is overwritten, or a disk that returns other bytes, is raised when the
-        weight is used next, one forward pass later. This raises it now: when it returns, all results so far
-        are right.
+        weight is used next, one forward pass later at the earliest. This raises it now: when it returns, all
+        results so far are right.
 
         Raises
         ------
