@@ -68,15 +68,14 @@ def activations_of(model: Any, itemsize: int) -> Activations:
     """
     config = model.config.get_text_config()
     hidden = int(getattr(config, "hidden_size", 0) or 0)
+    head = model.get_output_embeddings()
     widths: dict[str, int] = {}
     for path, module in model.named_modules():
-        width = _outputs(module, config)
+        width = 0 if module is head else _outputs(module, config)  # of which come the logits, and no more
         if width:
             where = block_path(model, path) or path
             widths[where] = widths.get(where, 0) + width
-    vocabulary = (
-        int(getattr(config, "vocab_size", 0) or 0) if model.get_output_embeddings() is not None else 0
-    )
+    vocabulary = int(getattr(config, "vocab_size", 0) or 0) if head is not None else 0
     return Activations(
         states=hidden * (STATES * itemsize + FLOAT_STATES * 4),
         inside=COPIES * max(widths.values(), default=0) * itemsize,
