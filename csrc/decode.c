@@ -4,7 +4,8 @@
 
 #include "internal.h"
 
-#define BATCH 8u /* chunks a thread takes at a time */
+#define BATCH 8u           /* chunks that a thread takes at least */
+#define HUGE_PAGE (2u << 20) /* two threads that fault in one would both clear it */
 
 typedef struct decoding {
   const tpde_codec *codec;
@@ -12,6 +13,7 @@ typedef struct decoding {
   const uint8_t *index, *data;
   uint64_t first, count, data_offset, data_bytes, end_offset, out_start;
   uint8_t *out;
+  uint64_t threads;
   atomic_uint_fast64_t next;
   atomic_flag failed;
   tpde_error error;
@@ -113,6 +115,17 @@ static int decode_chunk(const decoding *d, uint64_t i, uint8_t *scratch, tpde_er
   return TPDE_OK;
 }
 
+/* Where the batch of chunks ends that begins with chunk i: up to the output's next huge page, as memory that is new
+ * costs a quarter of the time, and a few chunks at a time at the end, where no thread should wait for another. */
+static uint64_t batch_end(const decoding *d, uint64_t i) {
+  const tpde_layout *l = &d->codec->layout;
+  uint64_t word, chunk = (uint64_t)l->chunk_words * l->word_bytes, left = d->count - i;
+  if (left * chunk <= d->threads * HUGE_PAGE) return left < BATCH ? d->count : i + BATCH;
+  tpde_chunk_words(l, d->first + i, &word);
+  uint64_t inside = ((uintptr_t)d->out + (word - d->out_start) * l->word_bytes) % HUGE_PAGE;
+  return i + (HUGE_PAGE - inside + chunk - 1) / chunk;
+}
+
 static void job(void *context, int thread) {
   decoding *d = context;
   tpde_error error = {0};
@@ -123,9 +136,11 @@ static void job(void *context, int thread) {
   uint8_t *scratch = malloc((size_t)d->codec->layout.word_bytes * d->codec->layout.chunk_words + spare);
   if (!scratch) tpde_fail(&error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, d->codec->layout.chunk_words);
   while (!error.code) {
-    uint64_t i = atomic_fetch_add(&d->next, BATCH), stop = i + BATCH;
-    if (i >= d->count) break;
-    for (; i < stop && i < d->count && !error.code; i++) decode_chunk(d, d->first + i, scratch, &error);
+    uint64_t i = atomic_load(&d->next), stop;
+    do stop = i < d->count ? batch_end(d, i) : i;
+    while (!atomic_compare_exchange_weak(&d->next, &i, stop));
+    if (i == stop) break;
+    for (; i < stop && !error.code; i++) decode_chunk(d, d->first + i, scratch, &error);
   }
   if (error.code) {
     atomic_store(&d->next, d->count); /* the others stop too */
@@ -157,6 +172,7 @@ int tpde_decode(const tpde_codec *codec, const uint8_t *index, uint64_t first, u
                      out_bytes, (last + n - d.out_start) * l->word_bytes);
   atomic_init(&d.next, 0);
   if ((uint64_t)threads > (count + BATCH - 1) / BATCH) threads = (int)((count + BATCH - 1) / BATCH);
+  d.threads = (uint64_t)threads;
   tpde_parallel(threads, job, &d);
   if (d.error.code) {
     if (error) *error = d.error;
