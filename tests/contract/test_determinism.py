@@ -97,7 +97,8 @@ def test_threads_fill_an_output_of_many_huge_pages(threads: int) -> None:
         out[:] = 0xA5
         codec.decode(records, 0, coded, 0, coded.size, out, threads)
         assert np.array_equal(out, data)
-        assert (room[:at] == 0xA5).all() and (room[at + data.size :] == 0xA5).all()
+        assert (room[:at] == 0xA5).all()
+        assert (room[at + data.size :] == 0xA5).all()
         room[at : at + data.size] = 0xA5
 
 
