@@ -49,6 +49,16 @@ struct tpde_codec {
   table tables[TPDE_MAX_TABLES];
 };
 
+/* Words of 16 bits, rotated, whose lower plane is raw: what is read of the upper one becomes words at once. Memory is
+ * read and written while the lanes compute, and asked for ahead. */
+typedef struct halves {
+  const uint8_t *low;
+  uint8_t *words;
+  const uint8_t *ahead; /* what is read next, as many bytes */
+  size_t ahead_bytes;
+  uint32_t checksum; /* of the words: the result */
+} halves;
+
 /* The paths that differ by instruction set; every function gives the same results in all of them. */
 typedef struct kernels {
   const char *name;
@@ -65,6 +75,9 @@ typedef struct kernels {
    * readable bytes after the last. Returns 0, or 1 + the first lane whose codewords end after its bits. */
   int (*read_lanes)(const table *t, const uint8_t *stream, const uint32_t start[TPDE_LANES + 1],
                     int places, int groups, uint8_t *plane);
+  /* As read_lanes, for whole groups: NULL where merging afterwards is as fast. */
+  int (*read_halves)(const table *t, const uint8_t *stream, const uint32_t start[TPDE_LANES + 1], int groups,
+                     halves *to);
 } kernels;
 
 extern const kernels tpde_kernels_portable;

@@ -111,11 +111,26 @@ static void merge(int word_bytes, int rotate, uint8_t *const planes[], size_t n,
 
 static inline uint32_t absorb(uint32_t h, uint32_t x) { return (((h << 5) | (h >> 27)) ^ x) * GOLDEN; }
 
+#define ACCUMULATORS 128
+
+static inline void start_sums(uint32_t h[ACCUMULATORS]) {
+  for (uint32_t a = 0; a < ACCUMULATORS; a++) h[a] = (a + 1) * GOLDEN;
+}
+
+static inline uint32_t sum_up(const uint32_t h[ACCUMULATORS]) {
+  uint32_t sum = 0;
+  for (int i = 0; i < ACCUMULATORS; i++) {
+    uint32_t g = (h[i] ^ (h[i] >> 15)) * 0x85EBCA77u;
+    sum += g ^ (g >> 13);
+  }
+  return sum;
+}
+
 static uint32_t checksum(const uint8_t *words, size_t bytes) {
-  uint32_t h[128], sum = 0;
+  uint32_t h[ACCUMULATORS];
   size_t whole = bytes / 512, rest = bytes % 512, i;
-  for (uint32_t a = 0; a < 128; a++) h[a] = (a + 1) * GOLDEN;
-  for (size_t b = 0; b < 128; b += AT_ONCE) {
+  start_sums(h);
+  for (size_t b = 0; b < ACCUMULATORS; b += AT_ONCE) {
     uint32_t k[AT_ONCE]; /* stay in registers */
     memcpy(k, h + b, sizeof k);
     for (i = 0; i < whole; i++)
@@ -129,11 +144,7 @@ static uint32_t checksum(const uint8_t *words, size_t bytes) {
     memcpy(last, words + i, rest - i);
     h[i / 4] = absorb(h[i / 4], load32(last));
   }
-  for (i = 0; i < 128; i++) {
-    uint32_t g = (h[i] ^ (h[i] >> 15)) * 0x85EBCA77u;
-    sum += g ^ (g >> 13);
-  }
-  return sum;
+  return sum_up(h);
 }
 
 /* ---- lanes, format.md 5 ---- */

@@ -2,4 +2,4 @@
 #include "kernels.inc.h"
 
 const kernels tpde_kernels_portable = {"portable", split,     merge,     checksum,
-                                       lane_bits,  write_lanes, read_lanes};
+                                       lane_bits,  write_lanes, read_lanes, NULL};

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.codecs import Case, every_codec, pack_everything
-from support.contents import CONTENTS, fill, spec_of
+from support.contents import CONTENTS, fill, rng, spec_of
 from support.files import pack_bytes, safetensors_bytes, unpack_bytes
 
 from tpde.codec import native
+from tpde.codec.native import Bytes
+from tpde.codec.plan import PREFIX_CHUNK_WORDS, core_layout, plan_tensor
+from tpde.errors import Corrupt
 from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +53,53 @@ def test_threads_do_not_change_the_bytes(case: Case, dtype: str) -> None:
     for threads in (2, 5):
         assert pack_bytes(source, codec=case.codec, threads=threads) == one
         assert unpack_bytes(one, threads=threads) == source
+
+
+def _encoded(dtype: str, chunks: int) -> tuple[native.Codec, Bytes, Bytes, Bytes]:
+    """Chunks of weights, their index map and the words; the last chunk is a short one."""
+    random, spec = rng("weights", dtype), TensorSpec(dtype, (chunks * PREFIX_CHUNK_WORDS - 100,))
+    # Words whose upper halves differ as those of weights do, with some that only an escape codes.
+    words = (random.normal(0, 0.02, spec.nbytes // 2).astype(np.float32).view(np.uint32) >> 16).astype("<u2")
+    words[:: words.size // 97] = random.integers(0, 1 << 16, words[:: words.size // 97].size)
+    data = words.view(np.uint8)
+    plan = plan_tensor(spec, data[: 8 * PREFIX_CHUNK_WORDS], "prefix")
+    assert plan is not None
+    codec = native.Codec(core_layout(plan.header), plan.section, encode=True)
+    room = np.empty(codec.bound(plan.header.words, plan.header.chunks), np.uint8)
+    made = codec.encode(data, 0, plan.header.chunks, 0, room)
+    return codec, made.records, made.pieces[0], data
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "U16", "F8_E5M2", "F32"])
+def test_every_instruction_set_reports_the_same_damage(dtype: str, simd_restored: None) -> None:
+    codec, records, coded, data = _encoded(dtype, 3)
+    random, found = rng("damage", dtype), set()
+    for _ in range(150):
+        damaged, reports = coded.copy(), set()
+        damaged[random.integers(0, coded.size, 2)] ^= np.uint8(1 << random.integers(0, 8))
+        for path in native.simd_available():
+            native.simd_select(path)
+            out = np.empty(data.size, np.uint8)
+            with pytest.raises(Corrupt) as caught:
+                codec.decode(records, 0, damaged, 0, damaged.size, out)
+            reports.add((str(caught.value), caught.value.chunk))
+        assert len(reports) == 1, reports
+        found.add(reports.pop()[0].partition(":")[0])
+    assert len(found) > 1  # lanes that run past their bits, as well as checksums
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_fill_an_output_of_many_huge_pages(threads: int) -> None:
+    codec, records, coded, data = _encoded("BF16", 900)  # 14 MiB
+    room = np.full(data.size + 4096, 0xA5, np.uint8)
+    for at in (0, 1, 4094):
+        out = room[at : at + data.size]
+        out[:] = 0xA5
+        codec.decode(records, 0, coded, 0, coded.size, out, threads)
+        assert np.array_equal(out, data)
+        assert (room[:at] == 0xA5).all()
+        assert (room[at + data.size :] == 0xA5).all()
+        room[at : at + data.size] = 0xA5
 
 
 def test_a_path_that_is_not_there_is_refused(simd_restored: None) -> None:

@@ -255,12 +255,16 @@ class BlobReader:
     def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
         """Decode the tensor's bytes from `begin` to `end` into `out`, touching only their chunks.
 
-        Memory beyond `out` is bounded by about eight pieces of 8 MiB.
+        Memory beyond `out` is bounded by about eight pieces of 8 MiB. A whole tensor that is in memory is
+        decoded in one call, so that threads wait for each other once.
         """
         header, b = self.header, self.header.word_bytes
         if header.codec == CODEC_CONSTANT:
             word = np.frombuffer(header.constant[:b], np.uint8)
             repeat_word(np.roll(word, -(begin % b)), out)
+            return
+        if begin == 0 and end == header.spec.nbytes > 0 and self._source.view(self._offset, 0) is not None:
+            self.decode(0, header.chunks - 1, out, threads)
             return
         pieces = list(self._pieces(begin, end, min(threads, MAX_PIECES)))
         # One buffer for all: fresh memory for each would cost a quarter of the time in page faults.
