@@ -220,13 +220,11 @@ def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
             fit, room = min(most, limit // max(windows, 1)), 0
         most = fit
 
-    def fullness(warps: int) -> float:
-        # A warp less costs 0.4 % of speed, measured.
-        return chunks / warps / -(-chunks // warps) - 0.004 * (most - warps)
+    def speed(warps: int) -> float:
+        """How full the rounds are; a warp less costs 0.8 % beside, measured on six files."""
+        return chunks / warps / -(-chunks // warps) - 0.008 * (most - warps)
 
-    warps = most
-    if chunks:
-        warps = max(range(max(most * 2 // 3, 1), most + 1), key=lambda n: (chunks / n / -(-chunks // n), n))
+    warps = max(range(max(most * 2 // 3, 1), most + 1), key=speed) if chunks else most
     ahead = int(warps * (windows + 2 * room) <= limit)
     shared = table_room + warps * (windows + (1 + ahead) * room) + wanted.slack
     return Geometry(warps, window, ahead, room, table_room, shared)
