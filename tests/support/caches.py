@@ -43,10 +43,14 @@ def generated(name: str, model: Any, way: str, device: str = "cpu", length: int 
 
 
 def expected(name: str, plain: Any, way: str, device: str = "cpu") -> Any:
-    """Give what the plain model does; skip where it cannot: the backend of a quantized cache is missing."""
+    """Give what the plain model does; skip where it cannot.
+
+    The backend of a quantized cache may be missing, and transformers 5.17 cannot offload a static cache all
+    of whose layers have windows.
+    """
     try:
         return generated(name, plain, way, device)
     except (ImportError, ValueError) as error:
-        if way not in QUANTIZED:
+        if way not in [*QUANTIZED, "offloaded_static"]:
             raise
         pytest.skip(f"{way}: {error}")
