@@ -283,14 +283,14 @@ class WorkList:
                 kinds.setdefault(tuple(_defines(item.header, item.tables).items()), []).append((number, item))
         self._launches: list[_Launch] = []
         self._made: dict[bool, list[_Ready]] = {}
-        rows: list[npt.NDArray[np.void]] = []
+        rows: list[Bytes] = []
         for defines, numbered in kinds.items():
             self._launches.append(self._plan(dict(defines), [it for _, it in numbered], len(rows)))
             first = 0
             for number, item in numbered:
-                rows.append(_descriptor(item, number, first))
+                rows.append(_descriptor(item, number, first).view(np.uint8))
                 first += item.chunk_count
-        self.descriptors: Bytes = np.concatenate(rows).view(np.uint8) if rows else np.zeros(0, np.uint8)
+        self.descriptors: Bytes = np.concatenate(rows) if rows else np.zeros(0, np.uint8)
 
     def _plan(self, defines: dict[str, int], items: Sequence[Item], begin: int) -> _Launch:
         have = facts(self._device)
