@@ -257,8 +257,8 @@ def plot(grids: dict[str, Grid], path: Path) -> None:
             [k for k in grid if isinstance(k, int)], [str(k) for k in grid if isinstance(k, int)]
         )
         panel.minorticks_off()
-        panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
+    panels[0][0].set_ylim(bottom=0)  # of all: only now is the largest value known
     panels[0][0].set_ylabel("GB/s of output, cold cache")
     panels[0][0].legend(fontsize="small")
     figure.tight_layout()
