@@ -37,6 +37,37 @@ class Live(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Llama", {}),
+        ("Gemma2", {"final_logit_softcapping": 30.0, "head_dim": 8}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("Granite", {"logits_scaling": 8.0}),
+    ],
+)
+def test_logits_are_covered(kind, options):
+    """Of a vocabulary so large that nothing else counts, scaled or bounded by the model or not."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=20_000,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **options,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).eval()
+    ids = torch.ones(1, 64, dtype=torch.long)
+    with torch.no_grad(), Live([*model.parameters(), *model.buffers(), ids]) as live:
+        model(input_ids=ids, use_cache=False)
+    said = activations_of(model, 2).bytes(64)
+    assert live.peak <= said <= 1.6 * live.peak
+
+
 def measured(name, model, batch, length, **options):
     took = inputs(name, batch, length)
     if name == "t5":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,6 +19,10 @@ STATES, FLOAT_STATES = 2, 3
 # What choosing a token takes, bytes for each of its logits: with `top_k` and `top_p` 38, of logits in float32
 # that are masked, sorted with their indices, and summed; while it sorts, a GPU has as much.
 SAMPLING = 40
+
+# What a configuration calls a factor or bound of logits. Where there is one, a model has two copies of them.
+_SCALES = re.compile(r"(logits?_\w*(scal|cap|multiplier)|(output|head)_multiplier|^softcap$)")
+_OTHERS = re.compile(r"attn|attention|router|init")  # logits that are not those of tokens
 
 
 class Activations(NamedTuple):
@@ -81,8 +86,16 @@ def activations_of(model: Any, itemsize: int) -> Activations:
         inside=COPIES * max(widths.values(), default=0) * itemsize,
         pair=_pair_bytes(model, config, itemsize),
         experts=_gathered_bytes(model, config),
-        logits=vocabulary * itemsize,
+        logits=vocabulary * itemsize * (2 if _scales_logits(config) else 1),
         sampling=vocabulary * SAMPLING,
+    )
+
+
+def _scales_logits(config: Any) -> bool:
+    """Whether a model multiplies its logits, or bounds them."""
+    return any(
+        value and _SCALES.search(name) and not _OTHERS.search(name)
+        for name, value in config.to_dict().items()
     )
 
 
