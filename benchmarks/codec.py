@@ -77,7 +77,7 @@ class Tpde:
 class Core:
     """The codec alone, into buffers made beforehand: plan, tables, chunks, index map and checksums.
 
-    No file around it, no hash, no copy to where the file goes; this is what ZipNN's functions do, too.
+    No file around it, no hash; this is what ZipNN's functions do, too.
     """
 
     name = "tpde, codec alone"
@@ -85,7 +85,6 @@ class Core:
     def __init__(self, spec: TensorSpec) -> None:
         self._spec = spec
         self._coded = np.zeros(spec.nbytes + (1 << 20), np.uint8)
-        self._blob = np.zeros(spec.nbytes + (1 << 20), np.uint8)
         self._out = np.zeros(spec.nbytes, np.uint8)
         self._size = 0
 
@@ -104,22 +103,13 @@ class Core:
         self._codec = native.Codec(core_layout(header), plan.section, encode=True)
         made = self._codec.encode(data, 0, header.chunks, header.chunks_at, self._coded, threads)
         self._made, self._at = made, header.chunks_at
-        self._size = header.chunks_at + made.size
+        self._size = header.chunks_at + made.data.size
         return self
-
-    def between(self) -> None:
-        """Put the threads' pieces together, as a file does. Not timed."""
-        at = 0
-        for piece in self._made.pieces:
-            self._blob[at : at + piece.size] = piece
-            at += piece.size
 
     def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
         """Chunks to tensor bytes, every checksum checked."""
-        made = self._made
-        self._codec.decode(
-            made.records, 0, self._blob[: made.size], self._at, self._at + made.size, self._out, threads
-        )
+        made, end = self._made, self._at + self._made.data.size
+        self._codec.decode(made.records, 0, made.data, self._at, end, self._out, threads)
         return self._out
 
 
@@ -228,8 +218,6 @@ def measure(
                 contestant.prepare(data)
                 took_encode, coded = _timed(contestant.encode, data, count)
                 size = len(coded)
-                if isinstance(contestant, Core):
-                    contestant.between()
                 took_decode, plain = _timed(contestant.decode, coded, data.size, count)
                 if not np.array_equal(np.frombuffer(plain, np.uint8), data):
                     raise SystemExit(f"error: {contestant.name}, {count} threads: input not restored")

@@ -1,27 +1,30 @@
 /* encode.c: words to chunks, format.md 4.4 and 5. */
-#include <stdatomic.h>
+#include <pthread.h>
 #include <stdlib.h>
 
 #include "internal.h"
 
-#define MIN_CHUNKS 8u /* a thread is worth starting, and a range taking, for this many */
-
-typedef struct range {
-  uint64_t first, count; /* chunks */
-  uint64_t start, used;  /* bytes of the output */
-  uint32_t max_chunk, max_stream;
-  int code;
-} range;
+#ifndef BATCH_BYTES              /* less in fuzzing, whose tensors are small */
+#define BATCH_BYTES (128u << 10) /* for what a thread makes at a time: it stays in its cache until it is copied */
+#endif
+#define HELD 4u                  /* batches for each thread that may be encoded and not yet at their place */
+#define NOT_MADE UINT64_MAX
 
 typedef struct encoding {
   const tpde_codec *codec;
   const kernels *k;
   const uint8_t *words;
-  uint64_t first, words_start;
+  uint64_t first, count, words_start, offset;
   uint8_t *out, *index;
-  range *ranges;
-  int count;
-  atomic_int next;
+  uint64_t batch, batches; /* chunks in one, and how many there are */
+  uint8_t *planes, *made;  /* of each thread, and of each batch that is held */
+  size_t planes_bytes, made_bytes;
+  pthread_mutex_t lock; /* of what follows */
+  pthread_cond_t moved;
+  uint64_t next, placed, held, used;        /* batches taken, batches at their place, most between; bytes placed */
+  uint64_t sizes[TPDE_MAX_THREADS * HELD]; /* of batch i in [i % held], until it is placed */
+  int placing;                              /* whether a thread does */
+  uint32_t max_chunk, max_stream;
 } encoding;
 
 /* How a coded plane would be written (format.md 5.2, 5.3). */
@@ -139,28 +142,72 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
   return size;
 }
 
-static void encode_range(encoding *e, range *r, uint8_t *scratch) {
-  const tpde_layout *l = &e->codec->layout;
-  for (uint64_t i = r->first; i < r->first + r->count; i++) {
-    uint8_t *record = e->index + TPDE_RECORD_BYTES * (i - e->first);
-    uint32_t size = encode_chunk(e, i, scratch, e->out + r->start + r->used, record, &r->max_stream);
-    store32(record, (uint32_t)(r->used >> l->unit_log2)); /* made absolute when all sizes are known */
-    r->used += size;
-    if (size > r->max_chunk) r->max_chunk = size;
+/* Encode chunks i to stop, counted from the first, one after the other; returns their bytes. */
+static uint64_t encode_chunks(const encoding *e, uint64_t i, uint64_t stop, uint8_t *planes, uint8_t *out,
+                              uint32_t *max_chunk, uint32_t *max_stream) {
+  uint64_t used = 0;
+  for (; i < stop; i++) {
+    uint8_t *record = e->index + TPDE_RECORD_BYTES * i;
+    uint32_t size = encode_chunk(e, e->first + i, planes, out + used, record, max_stream);
+    store32(record, (uint32_t)(used >> e->codec->layout.unit_log2)); /* made absolute by set_offsets */
+    used += size;
+    if (size > *max_chunk) *max_chunk = size;
+  }
+  return used;
+}
+
+/* Chunks i to stop, one after the other, begin at `at` in the output. */
+static void set_offsets(const encoding *e, uint64_t i, uint64_t stop, uint64_t at) {
+  for (; i < stop; i++) {
+    uint8_t *record = e->index + TPDE_RECORD_BYTES * i;
+    store32(record, load32(record) + (uint32_t)((e->offset + at) >> e->codec->layout.unit_log2));
   }
 }
 
-/* Threads take one range after the other: one that is held up does not hold up all. */
+static uint64_t batch_start(const encoding *e, uint64_t number) {
+  return number < e->batches ? number * e->batch : e->count;
+}
+
+/* Copy the batches that are made to their place, in order, as far as none is missing. One thread at a time does it,
+ * since two that write to one new huge page would both clear it; none waits for it. Called and left with the lock. */
+static void place(encoding *e) {
+  if (e->placing) return; /* that thread looks again before it stops */
+  e->placing = 1;
+  for (uint64_t i, size; (size = e->sizes[(i = e->placed) % e->held]) != NOT_MADE;) {
+    pthread_mutex_unlock(&e->lock);
+    e->k->copy_out(e->out + e->used, e->made + i % e->held * e->made_bytes, size);
+    set_offsets(e, batch_start(e, i), batch_start(e, i + 1), e->used);
+    pthread_mutex_lock(&e->lock);
+    e->sizes[i % e->held] = NOT_MADE;
+    e->used += size;
+    e->placed++;
+    pthread_cond_broadcast(&e->moved);
+  }
+  e->placing = 0;
+}
+
+/* Threads take one batch after the other; one that is held up does not hold up the others until they have made all
+ * that may be held. */
 static void job(void *context, int thread) {
   encoding *e = context;
-  const tpde_layout *l = &e->codec->layout;
-  uint8_t *scratch = malloc((size_t)l->word_bytes * l->chunk_words);
-  (void)thread;
-  for (int i; (i = atomic_fetch_add(&e->next, 1)) < e->count;) {
-    if (scratch) encode_range(e, &e->ranges[i], scratch);
-    else e->ranges[i].code = TPDE_E_MEMORY;
+  uint32_t max_chunk = 0, max_stream = 0;
+  pthread_mutex_lock(&e->lock);
+  while (e->next < e->batches) {
+    if (e->next - e->placed == e->held) {
+      pthread_cond_wait(&e->moved, &e->lock);
+      continue;
+    }
+    uint64_t i = e->next++, size;
+    pthread_mutex_unlock(&e->lock);
+    size = encode_chunks(e, batch_start(e, i), batch_start(e, i + 1), e->planes + (size_t)thread * e->planes_bytes,
+                         e->made + i % e->held * e->made_bytes, &max_chunk, &max_stream);
+    pthread_mutex_lock(&e->lock);
+    e->sizes[i % e->held] = size;
+    place(e);
   }
-  free(scratch);
+  if (max_chunk > e->max_chunk) e->max_chunk = max_chunk;
+  if (max_stream > e->max_stream) e->max_stream = max_stream;
+  pthread_mutex_unlock(&e->lock);
 }
 
 uint64_t tpde_encode_bound(const tpde_layout *layout, uint64_t words, uint64_t chunks) {
@@ -170,13 +217,15 @@ uint64_t tpde_encode_bound(const tpde_layout *layout, uint64_t words, uint64_t c
 }
 
 int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint64_t count, uint64_t offset,
-                uint8_t *out, uint64_t out_bytes, uint8_t *index, tpde_extent *extents, int *extent_count,
-                uint32_t *max_chunk, uint32_t *max_stream, int threads, tpde_error *error) {
-  encoding e = {.codec = codec, .k = tpde_active(), .words = words, .first = first, .out = out, .index = index};
-  if (!codec || !words || !out || !index || !extents || !extent_count || !max_chunk || !max_stream || threads < 1)
+                uint8_t *out, uint64_t out_bytes, uint64_t *used, uint8_t *index, uint32_t *max_chunk,
+                uint32_t *max_stream, int threads, tpde_error *error) {
+  encoding e = {.codec = codec, .k = tpde_active(), .words = words, .first = first, .count = count,
+                .offset = offset, .out = out, .index = index, .lock = PTHREAD_MUTEX_INITIALIZER,
+                .moved = PTHREAD_COND_INITIALIZER};
+  if (!codec || !words || !out || !used || !index || !max_chunk || !max_stream || threads < 1)
     return tpde_fail(error, TPDE_E_ARGUMENT, "a null pointer or no thread", UINT64_MAX, -1, 0, 0);
   const tpde_layout *l = &codec->layout;
-  uint64_t chunks = tpde_chunk_count(l), unit = 1ull << l->unit_log2, at = 0, start, i = first;
+  uint64_t chunks = tpde_chunk_count(l), unit = 1ull << l->unit_log2, start;
   if (first > chunks || count > chunks - first || offset % unit || offset >> l->unit_log2 > UINT32_MAX ||
       l->chunk_words > MAX_PREFIX_CHUNK_WORDS)
     return tpde_fail(error, TPDE_E_ARGUMENT, "no such chunks, or an offset or chunk size that cannot be",
@@ -184,54 +233,38 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
   for (int t = 0; t < l->tables; t++)
     if (!codec->tables[t].encode)
       return tpde_fail(error, TPDE_E_ARGUMENT, "the codec was opened for decoding only", UINT64_MAX, -1, 0, 1);
-  *extent_count = 0;
+  *used = 0;
   if (!count) return TPDE_OK;
-  if (threads > TPDE_MAX_THREADS) threads = TPDE_MAX_THREADS;
-  e.count = threads == 1 ? 1 : threads * TPDE_EXTENTS;
-  if ((uint64_t)e.count > (count + MIN_CHUNKS - 1) / MIN_CHUNKS)
-    e.count = (int)((count + MIN_CHUNKS - 1) / MIN_CHUNKS);
-  if (threads > e.count) threads = e.count;
-  e.ranges = calloc((size_t)e.count, sizeof *e.ranges);
-  if (!e.ranges) return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, sizeof *e.ranges);
-  atomic_init(&e.next, 0);
   tpde_chunk_words(l, first, &e.words_start);
-  for (int t = 0; t < e.count; t++) {
-    range *r = &e.ranges[t];
-    uint64_t stop = first + count * (uint64_t)(t + 1) / (uint64_t)e.count, begin, end;
-    r->first = i;
-    r->count = stop - i;
-    r->start = at;
-    tpde_chunk_words(l, i, &begin);
-    end = begin;
-    if (r->count) end = tpde_chunk_words(l, stop - 1, &start) + start;
-    at += tpde_encode_bound(l, end - begin, r->count);
-    i = stop;
+  uint64_t end = tpde_chunk_words(l, first + count - 1, &start) + start;
+  uint64_t bound = tpde_encode_bound(l, end - e.words_start, count);
+  if (bound > out_bytes)
+    return tpde_fail(error, TPDE_E_SPACE, "the output buffer is too small", UINT64_MAX, -1, out_bytes, bound);
+  e.planes_bytes = (size_t)l->word_bytes * l->chunk_words;
+  e.made_bytes = tpde_encode_bound(l, l->chunk_words, 1);
+  e.batch = e.made_bytes < BATCH_BYTES ? BATCH_BYTES / e.made_bytes : 1;
+  e.made_bytes *= e.batch;
+  e.batches = (count + e.batch - 1) / e.batch;
+  if (threads > TPDE_MAX_THREADS) threads = TPDE_MAX_THREADS;
+  if ((uint64_t)threads > e.batches) threads = (int)e.batches;
+  e.held = threads == 1 ? 0 : (uint64_t)threads * HELD;
+  size_t memory = (size_t)threads * e.planes_bytes + e.held * e.made_bytes;
+  e.planes = malloc(memory);
+  if (!e.planes) return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, memory);
+  e.made = e.planes + (size_t)threads * e.planes_bytes;
+  for (uint64_t i = 0; i < e.held; i++) e.sizes[i] = NOT_MADE;
+  if (threads == 1) { /* straight to its place */
+    e.used = encode_chunks(&e, 0, count, e.planes, out, &e.max_chunk, &e.max_stream);
+    set_offsets(&e, 0, count, 0);
+  } else {
+    tpde_parallel(threads, job, &e);
   }
-  int code = TPDE_OK;
-  if (at > out_bytes)
-    code = tpde_fail(error, TPDE_E_SPACE, "the output buffer is too small", UINT64_MAX, -1, out_bytes, at);
-  if (!code) tpde_parallel(threads, job, &e);
-  for (int t = 0; t < e.count && !code; t++) {
-    range *r = &e.ranges[t];
-    if (r->code) {
-      code = tpde_fail(error, r->code, "out of memory", UINT64_MAX, -1, 0, 0);
-      break;
-    }
-    if ((offset + r->used) >> l->unit_log2 > UINT32_MAX) {
-      code = tpde_fail(error, TPDE_E_SPACE, "the blob outgrows its 32-bit offsets", r->first, -1,
-                       offset + r->used, (uint64_t)UINT32_MAX << l->unit_log2);
-      break;
-    }
-    for (uint64_t c = r->first; c < r->first + r->count; c++) {
-      uint8_t *record = index + TPDE_RECORD_BYTES * (c - first);
-      store32(record, load32(record) + (uint32_t)(offset >> l->unit_log2));
-    }
-    extents[t] = (tpde_extent){.start = r->start, .bytes = r->used};
-    offset += r->used;
-    if (r->max_chunk > *max_chunk) *max_chunk = r->max_chunk;
-    if (r->max_stream > *max_stream) *max_stream = r->max_stream;
-  }
-  *extent_count = code ? 0 : e.count;
-  free(e.ranges);
-  return code;
+  free(e.planes);
+  if ((offset + e.used) >> l->unit_log2 > UINT32_MAX)
+    return tpde_fail(error, TPDE_E_SPACE, "the blob outgrows its 32-bit offsets", first, -1, offset + e.used,
+                     (uint64_t)UINT32_MAX << l->unit_log2);
+  *used = e.used;
+  if (e.max_chunk > *max_chunk) *max_chunk = e.max_chunk;
+  if (e.max_stream > *max_stream) *max_stream = e.max_stream;
+  return TPDE_OK;
 }

@@ -78,6 +78,8 @@ typedef struct kernels {
   /* As read_lanes, for whole groups: NULL where merging afterwards is as fast. */
   int (*read_halves)(const table *t, const uint8_t *stream, const uint32_t start[TPDE_LANES + 1], int groups,
                      halves *to);
+  /* As memcpy, where nobody reads the copy soon. */
+  void (*copy_out)(uint8_t *to, const uint8_t *from, size_t bytes);
 } kernels;
 
 extern const kernels tpde_kernels_portable;

@@ -16,8 +16,8 @@ static void *run(void *p) {
   return NULL;
 }
 
-/* Starting and joining a thread takes about 30 us, a chunk 10 us; the callers hand over work of at least
- * MIN_CHUNKS chunks a thread, so that a kept pool (and what it does to a forking process) is not needed. */
+/* Starting and joining a thread takes about 30 us, a chunk 10 us; the callers start no thread for less than a batch of
+ * chunks, so that a kept pool (and what it does to a forking process) is not needed. */
 void tpde_parallel(int threads, void (*job)(void *context, int thread), void *context) {
   worker w[TPDE_MAX_THREADS];
   int started = 0;

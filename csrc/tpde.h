@@ -26,13 +26,12 @@
 extern "C" {
 #endif
 
-#define TPDE_ABI 1          /* raised with every change of this header that breaks callers */
+#define TPDE_ABI 2          /* raised with every change of this header that breaks callers */
 #define TPDE_LANES 32       /* format.md 5.1 */
 #define TPDE_MAX_PLANES 8   /* bytes of the largest word, format.md 2.1 */
 #define TPDE_MAX_TABLES 16  /* format.md 7 */
 #define TPDE_RECORD_BYTES 12 /* an index record, format.md 4.3 */
 #define TPDE_MAX_THREADS 256
-#define TPDE_EXTENTS 8      /* extents for each thread that tpde_encode may write */
 #define TPDE_MAX_TABLE_SECTION 20480 /* bytes that tpde_plan may write */
 
 /* What a call returned: 0, or one of these. */
@@ -72,12 +71,6 @@ typedef struct tpde_layout {
 
 /* A layout with its tables expanded for decoding and encoding. */
 typedef struct tpde_codec tpde_codec;
-
-/* Bytes of consecutive chunks: out[start .. start + bytes). */
-typedef struct tpde_extent {
-  uint64_t start;
-  uint64_t bytes;
-} tpde_extent;
 
 /* The number TPDE_ABI that the library was built with. */
 TPDE_API int tpde_abi(void);
@@ -143,15 +136,13 @@ TPDE_API int tpde_decode(const tpde_codec *codec, const uint8_t *index, uint64_t
 
 /* Encode chunks `first` to `first + count - 1` from `words`.
  *
- * The encoded bytes go to `out` (tpde_encode_bound bytes) in one extent with one thread, otherwise in at
- * most TPDE_EXTENTS * `threads` extents, which, put
- * one after the other, are the blob's bytes from `offset` on; `offset` is a multiple of the unit. Writes `count` index
- * records and the largest sizes seen, *max_chunk and *max_stream, which the caller initialises. Allocates at
- * most 1 MiB a thread. The concatenated bytes do not depend on `threads`. */
+ * The encoded bytes, *used of them, go to the start of `out`, which has room for tpde_encode_bound bytes: they are
+ * the blob's bytes from `offset` on, a multiple of the unit. What follows them in `out` is unspecified. Writes `count`
+ * index records and the largest sizes seen, *max_chunk and *max_stream, which the caller initialises. Allocates at
+ * most 1.5 MiB a thread. Nothing of this depends on `threads`. */
 TPDE_API int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint64_t count,
-                         uint64_t offset, uint8_t *out, uint64_t out_bytes, uint8_t *index,
-                         tpde_extent *extents, int *extent_count, uint32_t *max_chunk,
-                         uint32_t *max_stream, int threads, tpde_error *error);
+                         uint64_t offset, uint8_t *out, uint64_t out_bytes, uint64_t *used, uint8_t *index,
+                         uint32_t *max_chunk, uint32_t *max_stream, int threads, tpde_error *error);
 
 /* Split `n` words into byte planes (plane p at planes + p * stride), and back (format.md 2.3). */
 TPDE_API int tpde_split(const tpde_layout *layout, const void *words, uint64_t n, uint8_t *planes,

@@ -41,20 +41,18 @@ int main(void) {
   check(tpde_codec_open(&layout, section, section_bytes, 1, &codec, &error), &error);
   uint64_t chunks = tpde_chunk_count(&layout), bound = tpde_encode_bound(&layout, WORDS, chunks);
   uint8_t *packed = malloc(bound), *index = malloc(chunks * TPDE_RECORD_BYTES);
-  tpde_extent extent;
-  int extents;
-  check(tpde_encode(codec, words, 0, chunks, 0, packed, bound, index, &extent, &extents, &max_chunk,
-                    &max_stream, 1, &error),
+  uint64_t bytes;
+  check(tpde_encode(codec, words, 0, chunks, 0, packed, bound, &bytes, index, &max_chunk, &max_stream, 1, &error),
         &error);
 
   /* Bytes from elsewhere are checked before they are decoded. */
-  check(tpde_index_check(&layout, index, 0, extent.bytes, max_chunk, &error), &error);
-  check(tpde_decode(codec, index, 0, chunks, packed, 0, extent.bytes, extent.bytes, again,
-                    WORDS * sizeof *again, 1, &error),
+  check(tpde_index_check(&layout, index, 0, bytes, max_chunk, &error), &error);
+  check(tpde_decode(codec, index, 0, chunks, packed, 0, bytes, bytes, again, WORDS * sizeof *again, 1,
+                    &error),
         &error);
   if (memcmp(words, again, WORDS * sizeof *words)) return 1;
   printf("%d bytes packed into %llu, and back, bit for bit (%s)\n", (int)(WORDS * sizeof *words),
-         (unsigned long long)(extent.bytes + section_bytes + chunks * TPDE_RECORD_BYTES), tpde_simd());
+         (unsigned long long)(bytes + section_bytes + chunks * TPDE_RECORD_BYTES), tpde_simd());
   tpde_codec_close(codec);
   free(words);
   free(again);

@@ -211,19 +211,13 @@ static inline encoded encode_all(const tpde_codec *codec, const tpde_layout *l, 
   encoded e = {.chunks = tpde_chunk_count(l)};
   uint64_t bound = tpde_encode_bound(l, l->words, e.chunks);
   uint8_t *out = exact(bound);
-  tpde_extent extents[8 * TPDE_EXTENTS];
   tpde_error error = {0};
-  int count = 0;
-  CHECK(threads <= 8);
   e.index = exact(e.chunks * TPDE_RECORD_BYTES);
-  CHECK(!tpde_encode(codec, words, 0, e.chunks, offset, out, bound, e.index, extents, &count, &e.max_chunk,
-                     &e.max_stream, threads, &error));
-  for (int i = 0; i < count; i++) e.bytes += extents[i].bytes;
+  CHECK(!tpde_encode(codec, words, 0, e.chunks, offset, out, bound, &e.bytes, e.index, &e.max_chunk, &e.max_stream,
+                     threads, &error));
+  CHECK(e.bytes <= bound);
   e.data = exact(e.bytes);
-  for (uint64_t i = 0, at = 0; i < (uint64_t)count; at += extents[i++].bytes) {
-    CHECK(extents[i].start <= bound && extents[i].bytes <= bound - extents[i].start);
-    memcpy(e.data + at, out + extents[i].start, extents[i].bytes);
-  }
+  memcpy(e.data, out, e.bytes);
   free(out);
   return e;
 }

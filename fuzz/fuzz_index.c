@@ -73,7 +73,7 @@ static void check_index(input *in, const tpde_layout *l, uint64_t chunks) {
 
 /* Encode and decode up to 3 chunks anywhere in the tensor: offsets of words are near 2^60. */
 static void check_window(input *in, const tpde_layout *l, uint64_t chunks) {
-  uint64_t count = 1 + take(in, 1) % 3, first = take_extreme(in, chunks - 1) % chunks, begin, last, end = 0;
+  uint64_t count = 1 + take(in, 1) % 3, first = take_extreme(in, chunks - 1) % chunks, begin, last, end, used = 0;
   if (count > chunks - first) count = chunks - first;
   tpde_chunk_words(l, first, &begin);
   uint32_t n = tpde_chunk_words(l, first + count - 1, &last);
@@ -86,29 +86,28 @@ static void check_window(input *in, const tpde_layout *l, uint64_t chunks) {
   memset(plain.first_table, 0, sizeof plain.first_table);
   memset(plain.table_count, 0, sizeof plain.table_count);
   tpde_codec *codec = NULL;
-  tpde_extent extents[1];
   tpde_error error = {0};
-  int extent_count = 0, code;
+  int code;
   uint32_t max_chunk = 0, max_stream = 0;
   uint64_t offset = take_extreme(in, 1ull << 44) >> l->unit_log2 << l->unit_log2;
   take_bytes(in, from, bytes);
   CHECK(!tpde_codec_open(&plain, NULL, 0, 1, &codec, &error));
-  code = tpde_encode(codec, from, first, count, offset, out, bound, index, extents, &extent_count, &max_chunk,
-                     &max_stream, 1, &error);
+  code = tpde_encode(codec, from, first, count, offset, out, bound, &used, index, &max_chunk, &max_stream, 1,
+                     &error);
   if (l->chunk_words > MAX_PREFIX_CHUNK_WORDS) CHECK(code == TPDE_E_ARGUMENT);
   else CHECK(!code || code == TPDE_E_SPACE || (code == TPDE_E_ARGUMENT && offset >> l->unit_log2 > UINT32_MAX));
   if (!code) {
-    end = offset + extents[0].bytes;
+    end = offset + used;
     CHECK(end >= offset);
-    CHECK(!tpde_decode(codec, index, first, count, out, offset, extents[0].bytes, end, to, bytes, 1, &error));
+    CHECK(!tpde_decode(codec, index, first, count, out, offset, used, end, to, bytes, 1, &error));
     CHECK(!memcmp(from, to, bytes));
     /* A caller's wrong numbers are refused, or harmless. */
     uint64_t wrong[4] = {take_extreme(in, first), take_extreme(in, offset), take_extreme(in, end),
                          take_extreme(in, bytes)};
     if (wrong[3] != bytes)
-      CHECK(tpde_decode(codec, index, first, count, out, offset, extents[0].bytes, end, to, wrong[3], 1, &error));
-    tpde_decode(codec, index, first, count, out, wrong[1], extents[0].bytes, wrong[2], to, bytes, 1, &error);
-    tpde_decode(codec, index, wrong[0], count, out, offset, extents[0].bytes, end, to, bytes, 1, &error);
+      CHECK(tpde_decode(codec, index, first, count, out, offset, used, end, to, wrong[3], 1, &error));
+    tpde_decode(codec, index, first, count, out, wrong[1], used, wrong[2], to, bytes, 1, &error);
+    tpde_decode(codec, index, wrong[0], count, out, offset, used, end, to, bytes, 1, &error);
   }
   tpde_codec_close(codec);
   free(from);

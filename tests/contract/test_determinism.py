@@ -12,7 +12,7 @@ from tpde.codec import native
 from tpde.codec.native import Bytes
 from tpde.codec.plan import PREFIX_CHUNK_WORDS, core_layout, plan_tensor
 from tpde.errors import Corrupt
-from tpde.format.constants import DTYPES
+from tpde.format.constants import DTYPES, RECORD_BYTES
 from tpde.format.container import TensorSpec
 
 
@@ -67,7 +67,7 @@ def _encoded(dtype: str, chunks: int) -> tuple[native.Codec, Bytes, Bytes, Bytes
     codec = native.Codec(core_layout(plan.header), plan.section, encode=True)
     room = np.empty(codec.bound(plan.header.words, plan.header.chunks), np.uint8)
     made = codec.encode(data, 0, plan.header.chunks, 0, room)
-    return codec, made.records, made.pieces[0], data
+    return codec, made.records, made.data, data
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "U16", "F8_E5M2", "F32"])
@@ -100,6 +100,27 @@ def test_threads_fill_an_output_of_many_huge_pages(threads: int) -> None:
         assert (room[:at] == 0xA5).all()
         assert (room[at + data.size :] == 0xA5).all()
         room[at : at + data.size] = 0xA5
+
+
+@pytest.mark.parametrize("path", native.simd_available())
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E5M2", "F64"])
+def test_any_number_of_threads_encodes_the_same_bytes(dtype: str, path: str, simd_restored: None) -> None:
+    native.simd_select(path)
+    codec, records, coded, data = _encoded(dtype, 600)  # more than eight threads hold at once
+    first, words = 3, data[3 * PREFIX_CHUNK_WORDS * DTYPES[dtype].word_bytes :]
+    starts = records.view("<u4")[::3].astype(np.int64) << codec.layout.unit_log2
+    size = codec.bound(words.size // DTYPES[dtype].word_bytes, 600 - first)
+    one = codec.encode(words, first, 600 - first, int(starts[first]), np.empty(size, np.uint8))
+    assert np.array_equal(one.records, records[first * RECORD_BYTES :])
+    assert np.array_equal(one.data, coded[starts[first] :])
+    for threads in (*range(2, 9), 300):
+        room = np.full(size + 64, 0xA5, np.uint8)
+        made = codec.encode(words, first, 600 - first, int(starts[first]), room[:size], threads)
+        assert np.array_equal(made.data, one.data), threads
+        assert np.array_equal(made.records, one.records), threads
+        assert made[2:] == one[2:], threads
+        assert made.data.ctypes.data == room.ctypes.data
+        assert (room[made.data.size :] == 0xA5).all()  # each batch is copied to its place, no more
 
 
 def test_a_path_that_is_not_there_is_refused(simd_restored: None) -> None:

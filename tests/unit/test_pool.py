@@ -115,7 +115,7 @@ def test_zstd_gives_the_same_bits_and_errors_on_the_pool(
     codec = ZstdCodec(header, core_layout(header))
     out = np.empty(codec.bound(header.words, header.chunks), np.uint8)
     made = codec.encode(words, 0, header.chunks, 0, out, threads=3)
-    data, back = made.pieces[0].copy(), np.empty_like(words)
+    data, back = made.data.copy(), np.empty_like(words)
     codec.decode(made.records, 0, data, 0, data.size, back, threads=3)
     assert np.array_equal(words, back)
     starts = made.records.view("<u4")[::3].astype(np.int64) << header.unit_log2

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +14,7 @@ from hypothesis import strategies as st
 from support.contents import fill, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
 
-from tpde.codec import plan
+from tpde.codec import native, plan
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec, canonical_header, parse_header
 from tpde.format.sink import BytesSink
@@ -90,6 +95,43 @@ def test_single_bytes_are_pieces_too(words: int) -> None:
     spec = spec_of("BF16", 600)
     tensors = {"x": (spec, fill("normal", spec)), "c": (spec, fill("constant", spec))}
     assert _write(tensors, list(range(spec.nbytes))) == _write(tensors, [])
+
+
+LARGE = spec_of("BF16", 1280 * plan.PREFIX_CHUNK_WORDS)  # 20 MiB
+
+
+def test_pieces_hashed_beside_encoding_are_hashed_in_order() -> None:
+    data = fill("normal", LARGE)
+    cuts = [0, 9 << 20, (9 << 20) + 5, (11 << 20) + 7, len(data)]
+    sink = BytesSink()
+    with PackedWriter(sink, {"x": LARGE}, threads=2) as writer:
+        for begin, end in itertools.pairwise(cuts):
+            writer.write("x", data[begin:end])
+    assert bytes(sink.data) == _write({"x": (LARGE, data)}, [])
+    assert verify_bytes(bytes(sink.data)) == []
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_piece_that_fails_leaves_no_thread_and_no_file(
+    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data, before = fill("normal", LARGE), threading.active_count()
+    encode, calls = native.Codec.encode, itertools.count()
+
+    def failing(self: native.Codec, *given: Any) -> Any:
+        if next(calls) == number:
+            raise MemoryError("no memory for this piece")
+        return encode(self, *given)
+
+    monkeypatch.setattr(native.Codec, "encode", failing)
+    with (
+        pytest.raises(MemoryError, match="for this piece"),
+        PackedWriter(tmp_path / "x", {"x": LARGE}, threads=2) as writer,
+    ):
+        for begin, end in itertools.pairwise([0, 9 << 20, 18 << 20, len(data)]):
+            writer.write("x", data[begin:end])
+    assert threading.active_count() == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_arrays_of_any_dtype_and_shape_are_bytes() -> None:

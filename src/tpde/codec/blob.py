@@ -26,7 +26,7 @@ from tpde.format.sink import Sink
 from tpde.format.source import Source, read
 
 PIECE_BYTES = 8 << 20  # of words at a time: more is no faster, and no longer fits a cache
-MAX_PIECES = 4  # decoded in one call by several threads, so that starting them costs little
+MAX_PIECES = 4  # in one call of several threads, so that starting them costs little
 
 RECORD = np.dtype(  # format.md 4.3
     [("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")]
@@ -45,6 +45,11 @@ def repeat_word(word: Bytes, out: Bytes) -> None:
     whole = out.size // word.size * word.size
     out[:whole].reshape(-1, word.size)[:] = word
     out[whole:] = word[: out.size - whole]
+
+
+def step_bytes(threads: int) -> int:
+    """How many bytes of words so many threads take in one call."""
+    return PIECE_BYTES * min(threads, MAX_PIECES)
 
 
 class BlobWriter:
@@ -81,7 +86,7 @@ class BlobWriter:
 
     def write(self, data: Bytes) -> None:
         """Take the tensor's next bytes."""
-        b, step = self._header.word_bytes, PIECE_BYTES
+        b, step = self._header.word_bytes, step_bytes(self._threads)
         for at in range(0, data.size, step):
             piece = data[at : at + step]
             if self._pending.size:
@@ -98,23 +103,23 @@ class BlobWriter:
 
     def _encode(self, words: Bytes, count: int) -> None:
         need = self._codec.bound(words.size // self._header.word_bytes, count)
-        # A sink in memory is written directly; the pieces of several threads then move together.
+        # A sink in memory is written directly.
         out = self._sink.room(self._offset + self._at, need)
         if out is None and self._out.size < need:
             self._out = np.empty(need, np.uint8)
         target = self._out if out is None else out
         made: Encoded = self._codec.encode(words, self._next, count, self._at, target, self._threads)
         if out is not None or self._background is None:
-            self._sink.write(self._offset + self._at, made.pieces)
+            self._sink.write(self._offset + self._at, [made.data])
         else:  # the two buffers take turns
-            future = self._background.submit(self._sink.write, self._offset + self._at, made.pieces)
+            future = self._background.submit(self._sink.write, self._offset + self._at, [made.data])
             last, self._writing = self._writing, (future, self._out)
             self._out = np.empty(0, np.uint8)
             if last is not None:
                 last[0].result()
                 self._out = last[1]
         self._index.append(made.records)
-        self._at += made.size
+        self._at += made.data.size
         self._next += count
         self._max_chunk = max(self._max_chunk, made.max_chunk)
         self._max_stream = max(self._max_stream, made.max_stream)
@@ -266,7 +271,7 @@ class BlobReader:
         if begin == 0 and end == header.spec.nbytes > 0 and self._source.view(self._offset, 0) is not None:
             self.decode(0, header.chunks - 1, out, threads)
             return
-        pieces = list(self._pieces(begin, end, min(threads, MAX_PIECES)))
+        pieces = list(self._pieces(begin, end, step_bytes(threads)))
         # One buffer for all: fresh memory for each would cost a quarter of the time in page faults.
         scratch = np.empty(max((self.stored(*piece) for piece in pieces), default=0), np.uint8)
         for first, last in pieces:
@@ -280,13 +285,13 @@ class BlobReader:
                 self.decode(first, last, words, threads, scratch)
                 target[:] = words[lo - w0 * b : hi - w0 * b]
 
-    def _pieces(self, begin: int, end: int, pieces: int = 1) -> Iterator[tuple[int, int]]:
-        """Runs of chunks of at most so many PIECE_BYTES that cover a range of bytes."""
+    def _pieces(self, begin: int, end: int, step: int = PIECE_BYTES) -> Iterator[tuple[int, int]]:
+        """Runs of chunks of at most `step` bytes of words that cover a range of bytes."""
         if begin >= end:
             return
         b = self.header.word_bytes
         first, stop = self.header.chunk_of(begin // b), self.header.chunk_of((end - 1) // b)
-        run = max(1, pieces * PIECE_BYTES // (self.header.chunk_words * b))
+        run = max(1, step // (self.header.chunk_words * b))
         while first <= stop:
             last = min(first + run - 1, stop)
             yield first, last

@@ -10,7 +10,6 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from tpde.errors import Corrupt, NativeError
 from tpde.format.constants import RECORD_BYTES
 
-ABI = 1
+ABI = 2
 MAX_TABLE_SECTION = 20480
 NO_CHUNK = (1 << 64) - 1
 
@@ -56,13 +55,6 @@ class CoreLayout(ctypes.Structure):
     ]
 
 
-class _Extent(ctypes.Structure):
-    _fields_ = [("start", ctypes.c_uint64), ("bytes", ctypes.c_uint64)]
-
-
-MAX_THREADS = 256
-EXTENTS = 8  # for each thread, TPDE_EXTENTS
-
 _u8p, _u32p = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint32)
 _u64, _u32, _int, _ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
 _layout, _error = ctypes.POINTER(CoreLayout), ctypes.POINTER(_Error)
@@ -92,8 +84,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_encode": (
         _int,
         [
-            *(_ptr, _ptr, _u64, _u64, _u64, _u8p, _u64, _u8p, ctypes.POINTER(_Extent)),
-            *(ctypes.POINTER(_int), _u32p, _u32p, _int, _error),
+            *(_ptr, _ptr, _u64, _u64, _u64, _u8p, _u64, ctypes.POINTER(_u64), _u8p),
+            *(_u32p, _u32p, _int, _error),
         ],
     ),
     "tpde_split": (_int, [_layout, _ptr, _u64, _u8p, _u64]),
@@ -284,11 +276,10 @@ def index_check(
 
 
 class Encoded(NamedTuple):
-    """What `Codec.encode` made: consecutive pieces of a blob, and the chunks' records."""
+    """What `Codec.encode` made: chunks, their records, and the largest sizes among them."""
 
-    pieces: Sequence[Bytes]
+    data: Bytes
     records: Bytes
-    size: int
     max_chunk: int
     max_stream: int
 
@@ -424,14 +415,12 @@ class Codec:
         offset : int
             Where the first of them goes in the blob; a multiple of the unit.
         out : ndarray of uint8
-            At least `bound` bytes; the pieces returned are views of it.
+            At least `bound` bytes; the data returned is a view of it.
         threads : int
             How many threads to use; the bytes do not depend on it.
         """
         index = np.empty(RECORD_BYTES * count, np.uint8)
-        threads = min(threads, MAX_THREADS)
-        extents = (_Extent * (threads * EXTENTS))()
-        used, max_chunk, max_stream, error = _int(), _u32(), _u32(), _Error()
+        used, max_chunk, max_stream, error = _u64(), _u32(), _u32(), _Error()
         code = _core().tpde_encode(
             self._handle,
             _address(words),
@@ -440,14 +429,12 @@ class Codec:
             offset,
             _address(out),
             out.size,
-            _address(index),
-            extents,
             ctypes.byref(used),
+            _address(index),
             ctypes.byref(max_chunk),
             ctypes.byref(max_stream),
             threads,
             ctypes.byref(error),
         )
         _check(code, error)
-        pieces = [out[e.start : e.start + e.bytes] for e in extents[: used.value]]
-        return Encoded(pieces, index, sum(p.size for p in pieces), max_chunk.value, max_stream.value)
+        return Encoded(out[: used.value], index, max_chunk.value, max_stream.value)

@@ -93,7 +93,7 @@ class ZstdCodec:
             out[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
             at += len(chunk.data)
             largest, stream = max(largest, len(chunk.data)), max(stream, chunk.longest)
-        return Encoded([out[:at]], np.frombuffer(index, np.uint8), at, largest, stream)
+        return Encoded(out[:at], np.frombuffer(index, np.uint8), largest, stream)
 
     def _encode_chunk(self, words: Bytes) -> _Chunk:
         planes = native.split(self._layout, words)

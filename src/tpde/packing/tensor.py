@@ -5,13 +5,13 @@ What is written depends on the bytes alone, never on how they were cut into piec
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from tpde.codec.blob import PIECE_BYTES, BlobWriter, repeat_word, write_constant
+from tpde.codec.blob import PIECE_BYTES, BlobWriter, repeat_word, step_bytes, write_constant
 from tpde.codec.native import Bytes
 from tpde.codec.plan import MIN_BYTES, PREFIX_CHUNK_WORDS, CodecName, Plan, plan_tensor, sample_ranges
 from tpde.format.constants import DTYPES
@@ -111,17 +111,20 @@ class TensorWriter:
 
     def write(self, piece: Bytes) -> None:
         """Take the tensor's next bytes."""
-        for at in range(0, piece.size, PIECE_BYTES):
-            part = piece[at : at + PIECE_BYTES]
-            if self._background is None or part.size < HASH_APART:
-                self._hasher.update(part.data)
+        beside = self._background if piece.size >= HASH_APART else None
+        hashed: Future[None] | None = None
+        step = step_bytes(self._threads)
+        try:
+            for at in range(0, piece.size, step):
+                part = piece[at : at + step]
+                if beside is None:
+                    self._hasher.update(part.data)
+                else:
+                    hashed = beside.submit(self._hasher.update, part.data)
                 self._take(part)
-                continue
-            hashed = self._background.submit(self._hasher.update, part.data)
-            try:
-                self._take(part)
-            finally:
-                hashed.result()
+        finally:
+            if hashed is not None:
+                hashed.result()  # and so are the parts before, which the same thread took
 
     def _take(self, piece: Bytes) -> None:
         begin, self.size = self.size, self.size + piece.size
