@@ -187,16 +187,21 @@ static uint64_t group_code(sampled *s, int group, int kind, int raw_bits, code *
   uint64_t total = 0;
   int distinct = 0;
   if (kind == 2) {
-    memset(s->pairs, 0, 65536 * sizeof *s->pairs);
+    uint32_t *pairs = s->pairs;
+    memset(pairs, 0, 65536 * sizeof *pairs);
     for (uint32_t i = 0; i < s->chunks; i++) {
       const uint8_t *p = s->plane + (size_t)i * s->chunk_words;
       if (s->group[i] != group) continue;
-      for (uint32_t k = 0; k + 2 <= words_of(s, i); k += 2) s->pairs[load16(p + k)]++;
+      for (uint32_t k = 0, n = words_of(s, i); k + 2 <= n; k += 2) pairs[load16(p + k)]++;
     }
-    for (uint32_t v = 0; v < 65536; v++) {
-      if (!s->pairs[v]) continue;
-      s->found[distinct++] = (value){s->pairs[v], (uint16_t)v};
-      total += s->pairs[v];
+    for (uint32_t at = 0, any; at < 65536; at += 8) {
+      any = 0;
+      for (int k = 0; k < 8; k++) any |= pairs[at + k];
+      for (uint32_t v = at; any && v < at + 8; v++) { /* most eights are zeros */
+        if (!pairs[v]) continue;
+        s->found[distinct++] = (value){pairs[v], (uint16_t)v};
+        total += pairs[v];
+      }
     }
   } else {
     uint32_t counts[256] = {0};
