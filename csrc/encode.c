@@ -7,7 +7,7 @@
 #ifndef BATCH_BYTES              /* less in fuzzing, whose tensors are small */
 #define BATCH_BYTES (128u << 10) /* for what a thread makes at a time: it stays in its cache until it is copied */
 #endif
-#define HELD 4u                  /* batches for each thread that may be encoded and not yet at their place */
+#define HELD 16u /* batches for each thread that may wait for their place: others go on while one is held up */
 #define NOT_MADE UINT64_MAX
 
 typedef struct encoding {
@@ -16,14 +16,17 @@ typedef struct encoding {
   const uint8_t *words;
   uint64_t first, count, words_start, offset;
   uint8_t *out, *index;
-  uint64_t batch, batches; /* chunks in one, and how many there are */
-  uint8_t *planes, *made;  /* of each thread, and of each batch that is held */
+  uint64_t batch, batches, held; /* chunks in one, how many there are, how many may be taken and not placed */
+  uint8_t *planes;               /* of each thread */
   size_t planes_bytes, made_bytes;
   pthread_mutex_t lock; /* of what follows */
   pthread_cond_t moved;
-  uint64_t next, placed, held, used;        /* batches taken, batches at their place, most between; bytes placed */
-  uint64_t sizes[TPDE_MAX_THREADS * HELD]; /* of batch i in [i % held], until it is placed */
-  int placing;                              /* whether a thread does */
+  uint64_t next, placed, used; /* batches taken, batches at their place, and the bytes of these */
+  uint64_t *sizes;             /* of batch i in [i % held], until it is placed */
+  uint8_t **made, **spare;     /* its buffer there; buffers without one, of which the last to come goes first: it is
+                                * in a cache */
+  uint64_t spares;
+  int placing; /* whether a thread does */
   uint32_t max_chunk, max_stream;
 } encoding;
 
@@ -175,10 +178,11 @@ static void place(encoding *e) {
   e->placing = 1;
   for (uint64_t i, size; (size = e->sizes[(i = e->placed) % e->held]) != NOT_MADE;) {
     pthread_mutex_unlock(&e->lock);
-    e->k->copy_out(e->out + e->used, e->made + i % e->held * e->made_bytes, size);
+    e->k->copy_out(e->out + e->used, e->made[i % e->held], size);
     set_offsets(e, batch_start(e, i), batch_start(e, i + 1), e->used);
     pthread_mutex_lock(&e->lock);
     e->sizes[i % e->held] = NOT_MADE;
+    e->spare[e->spares++] = e->made[i % e->held];
     e->used += size;
     e->placed++;
     pthread_cond_broadcast(&e->moved);
@@ -193,14 +197,15 @@ static void job(void *context, int thread) {
   uint32_t max_chunk = 0, max_stream = 0;
   pthread_mutex_lock(&e->lock);
   while (e->next < e->batches) {
-    if (e->next - e->placed == e->held) {
+    if (!e->spares) {
       pthread_cond_wait(&e->moved, &e->lock);
       continue;
     }
     uint64_t i = e->next++, size;
+    uint8_t *made = e->made[i % e->held] = e->spare[--e->spares];
     pthread_mutex_unlock(&e->lock);
     size = encode_chunks(e, batch_start(e, i), batch_start(e, i + 1), e->planes + (size_t)thread * e->planes_bytes,
-                         e->made + i % e->held * e->made_bytes, &max_chunk, &max_stream);
+                         made, &max_chunk, &max_stream);
     pthread_mutex_lock(&e->lock);
     e->sizes[i % e->held] = size;
     place(e);
@@ -248,18 +253,26 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
   if (threads > TPDE_MAX_THREADS) threads = TPDE_MAX_THREADS;
   if ((uint64_t)threads > e.batches) threads = (int)e.batches;
   e.held = threads == 1 ? 0 : (uint64_t)threads * HELD;
-  size_t memory = (size_t)threads * e.planes_bytes + e.held * e.made_bytes;
-  e.planes = malloc(memory);
-  if (!e.planes) return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, memory);
-  e.made = e.planes + (size_t)threads * e.planes_bytes;
-  for (uint64_t i = 0; i < e.held; i++) e.sizes[i] = NOT_MADE;
+  if (e.held > e.batches) e.held = e.batches;
+  size_t each = sizeof *e.sizes + sizeof *e.made + sizeof *e.spare + e.made_bytes;
+  size_t memory = (size_t)threads * e.planes_bytes + e.held * each;
+  e.sizes = malloc(memory);
+  if (!e.sizes) return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, memory);
+  e.made = (uint8_t **)(e.sizes + e.held);
+  e.spare = e.made + e.held;
+  e.planes = (uint8_t *)(e.spare + e.held);
+  uint8_t *buffers = e.planes + (size_t)threads * e.planes_bytes;
+  for (; e.spares < e.held; e.spares++) {
+    e.sizes[e.spares] = NOT_MADE;
+    e.spare[e.spares] = buffers + e.spares * e.made_bytes;
+  }
   if (threads == 1) { /* straight to its place */
     e.used = encode_chunks(&e, 0, count, e.planes, out, &e.max_chunk, &e.max_stream);
     set_offsets(&e, 0, count, 0);
   } else {
     tpde_parallel(threads, job, &e);
   }
-  free(e.planes);
+  free(e.sizes);
   if ((offset + e.used) >> l->unit_log2 > UINT32_MAX)
     return tpde_fail(error, TPDE_E_SPACE, "the blob outgrows its 32-bit offsets", first, -1, offset + e.used,
                      (uint64_t)UINT32_MAX << l->unit_log2);

@@ -106,7 +106,7 @@ def test_threads_fill_an_output_of_many_huge_pages(threads: int) -> None:
 @pytest.mark.parametrize("dtype", ["BF16", "F8_E5M2", "F64"])
 def test_any_number_of_threads_encodes_the_same_bytes(dtype: str, path: str, simd_restored: None) -> None:
     native.simd_select(path)
-    codec, records, coded, data = _encoded(dtype, 600)  # more than eight threads hold at once
+    codec, records, coded, data = _encoded(dtype, 600)  # more than two threads hold at once
     first, words = 3, data[3 * PREFIX_CHUNK_WORDS * DTYPES[dtype].word_bytes :]
     starts = records.view("<u4")[::3].astype(np.int64) << codec.layout.unit_log2
     size = codec.bound(words.size // DTYPES[dtype].word_bytes, 600 - first)

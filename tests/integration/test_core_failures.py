@@ -25,35 +25,53 @@ int tested_create(pthread_t *id, const pthread_attr_t *with, void *(*job)(void *
   return can_start-- > 0 ? pthread_create(id, with, job, context) : 11;
 }
 
-#define WORDS (2u << 20) /* two bytes each: 32 batches */
+#define WORDS (2u << 20) /* two bytes each: 37 batches, of which two threads hold 32 */
 static uint16_t words[WORDS];
+static uint8_t section[TPDE_MAX_TABLE_SECTION];
+static uint8_t *out[2], *map[2];
+static uint64_t chunks, bound, used[2];
+static tpde_codec *codec;
+static tpde_error error;
+
+static int encode(int k, int threads) {
+  uint32_t chunk = 0, stream = 0;
+  return tpde_encode(codec, words, 0, chunks, 0, out[k], bound, &used[k], map[k], &chunk, &stream, threads,
+                     &error);
+}
 
 int main(int count, char **given) {
-  tpde_layout l = {.words = WORDS, .segment_words = WORDS, .chunk_words = 8192, .word_bytes = 2, .unit_log2 = 4};
-  static uint8_t section[TPDE_MAX_TABLE_SECTION];
-  uint32_t bytes, largest = 0, stream = 0;
-  uint64_t estimate, used[2], chunks = tpde_chunk_count(&l), bound = tpde_encode_bound(&l, WORDS, chunks);
-  uint8_t *out[2] = {malloc(bound), malloc(bound)}, *index[2] = {malloc(12 * chunks), malloc(12 * chunks)};
-  tpde_error error = {0};
-  tpde_codec *codec;
-  for (uint32_t i = 0, r = 1; i < WORDS; i++, r = r * 1664525u + 1013904223u) words[i] = (uint16_t)(r >> 30 & r >> 20);
-  if (tpde_plan(&l, words, 65536, 4, section, &bytes, &estimate, &error)) return 2;
-  if (tpde_codec_open(&l, section, bytes, 1, &codec, &error)) return 3;
-  if (tpde_encode(codec, words, 0, chunks, 0, out[0], bound, &used[0], index[0], &largest, &stream, 1, &error))
-    return 4;
-  can_start = atoi(given[count - 1]);
-  if (tpde_encode(codec, words, 0, chunks, 0, out[1], bound, &used[1], index[1], &largest, &stream, 8, &error))
-    return 5;
-  if (used[0] != used[1] || memcmp(out[0], out[1], used[0]) || memcmp(index[0], index[1], 12 * chunks)) return 6;
-  memory = 0;
-  for (int threads = 1; threads < 4; threads++) {
-    int code = tpde_encode(codec, words, 0, chunks, 0, out[1], bound, &used[1], index[1], &largest, &stream, threads,
-                           &error);
-    if (code != TPDE_E_MEMORY || used[1] || strcmp(error.what, "out of memory")) return 7;
+  tpde_layout l = {.words = WORDS, .segment_words = WORDS, .chunk_words = 8192};
+  uint32_t section_bytes;
+  uint64_t estimate;
+  l.word_bytes = 2;
+  l.unit_log2 = 4;
+  chunks = tpde_chunk_count(&l);
+  bound = tpde_encode_bound(&l, WORDS, chunks);
+  for (int k = 0; k < 2; k++) {
+    out[k] = malloc(bound);
+    map[k] = malloc(TPDE_RECORD_BYTES * chunks);
   }
-  memory = 1;
+  for (uint32_t i = 0, r = 1; i < WORDS; i++) {
+    r = r * 1664525u + 1013904223u;
+    words[i] = (uint16_t)(r >> 30 & r >> 20);
+  }
+  if (tpde_plan(&l, words, 65536, 4, section, &section_bytes, &estimate, &error)) return 2;
+  if (tpde_codec_open(&l, section, section_bytes, 1, &codec, &error)) return 3;
+  if (encode(0, 1)) return 4;
+  for (int threads = 2; threads <= 8; threads *= 2) {
+    memset(out[1], 0, bound);
+    can_start = atoi(given[count - 1]);
+    if (encode(1, threads) || used[0] != used[1]) return 5;
+    if (memcmp(out[0], out[1], used[0]) || memcmp(map[0], map[1], TPDE_RECORD_BYTES * chunks)) return 6;
+  }
+  memory = 0;
+  for (int threads = 1; threads < 4; threads++)
+    if (encode(1, threads) != TPDE_E_MEMORY || used[1] || strcmp(error.what, "out of memory")) return 7;
   tpde_codec_close(codec);
-  for (int i = 0; i < 2; i++) free(out[i]), free(index[i]);
+  for (int k = 0; k < 2; k++) {
+    free(out[k]);
+    free(map[k]);
+  }
   puts("the same");
   return 0;
 }

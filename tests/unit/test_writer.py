@@ -115,21 +115,21 @@ def test_pieces_hashed_beside_encoding_are_hashed_in_order() -> None:
 def test_a_piece_that_fails_leaves_no_thread_and_no_file(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    data, before = fill("normal", LARGE), threading.active_count()
-    encode, calls = native.Codec.encode, itertools.count()
+    before, encode, calls = threading.active_count(), native.Codec.encode, itertools.count()
 
     def failing(self: native.Codec, *given: Any) -> Any:
         if next(calls) == number:
             raise MemoryError("no memory for this piece")
         return encode(self, *given)
 
+    def write(data: bytes) -> None:
+        with PackedWriter(tmp_path / "x", {"x": LARGE}, threads=2) as writer:
+            for begin, end in itertools.pairwise([0, 9 << 20, 18 << 20, len(data)]):
+                writer.write("x", data[begin:end])
+
     monkeypatch.setattr(native.Codec, "encode", failing)
-    with (
-        pytest.raises(MemoryError, match="for this piece"),
-        PackedWriter(tmp_path / "x", {"x": LARGE}, threads=2) as writer,
-    ):
-        for begin, end in itertools.pairwise([0, 9 << 20, 18 << 20, len(data)]):
-            writer.write("x", data[begin:end])
+    with pytest.raises(MemoryError, match="for this piece"):
+        write(fill("normal", LARGE))
     assert threading.active_count() == before
     assert list(tmp_path.iterdir()) == []
 
