@@ -12,6 +12,7 @@ from support.files import safetensors_bytes
 
 from tpde.errors import (
     AlreadyPacked,
+    Corrupt,
     DestinationExists,
     InvalidDestination,
     InvalidInput,
@@ -111,23 +112,66 @@ def test_a_failure_leaves_no_directory(model: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(FileSink, "commit", commit)
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "kept").write_text("kept")
+    (tmp_path / "old" / "config.json").write_text("kept")
     for action, source in ((pack, model), (unpack, tmp_path / "packed")):
         for name, force in (("new", False), ("old", True)):
             done.clear()
             with pytest.raises(OSError, match="No space"):
                 action(source, tmp_path / name, force=force)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "old", "packed"]
-    assert [p.name for p in (tmp_path / "old").iterdir()] == ["kept"]
+    assert [p.read_text() for p in (tmp_path / "old").iterdir()] == ["kept"]
+
+
+def test_files_of_something_else_are_never_lost(model: Path, tmp_path: Path) -> None:
+    pack(model, tmp_path / "packed")
+    (tmp_path / "old" / "deep").mkdir(parents=True)
+    (tmp_path / "old" / "config.json").write_text("replaceable")
+    (tmp_path / "old" / "deep" / "thesis.txt").write_text("kept")
+    for action, source in ((pack, model), (unpack, tmp_path / "packed")):
+        with pytest.raises(InvalidDestination, match=r"holds `deep/thesis.txt`.* would be lost; remove"):
+            action(source, tmp_path / "old", force=True)
+    assert (tmp_path / "old" / "deep" / "thesis.txt").read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "old", "packed"]
+
+
+def test_an_older_packed_model_is_replaced_whole(model: Path, tmp_path: Path) -> None:
+    (model / "notes.txt").write_text("of the first time")
+    pack(model, tmp_path / "packed")
+    (model / "notes.txt").unlink()
+    pack(model, tmp_path / "packed", force=True)  # its manifest names `notes.txt`
+    assert not (tmp_path / "packed" / "notes.txt").exists()
+
+
+def test_a_full_disk_is_told_by_the_destination(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(sink: FileSink) -> None:
+        raise OSError(28, "No space left on device", sink.name)
+
+    monkeypatch.setattr(FileSink, "commit", commit)
+    with pytest.raises(OSError, match="No space") as told:
+        pack(model, tmp_path / "new")
+    assert Path(told.value.filename).parent == tmp_path / "new"
+
+
+def test_damage_is_told_by_file(model: Path, tmp_path: Path) -> None:
+    pack(model, tmp_path / "packed")
+    shard = tmp_path / "packed" / "model-00002-of-00002.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(Corrupt, match=r"^`.*model-00002-of-00002.safetensors`: tensor `a.1.w`") as told:
+        unpack(tmp_path / "packed", tmp_path / "back")
+    assert told.value.tensor == "a.1.w"
 
 
 def test_destinations_are_replaced_only_when_asked(model: Path, tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
-    (tmp_path / "packed" / "old").write_text("old")
+    (tmp_path / "packed" / "config.json").write_text("old")
     with pytest.raises(DestinationExists):
         pack(model, tmp_path / "packed")
     pack(model, tmp_path / "packed", force=True)
-    assert not (tmp_path / "packed" / "old").exists()
+    assert (tmp_path / "packed" / "config.json").read_text() != "old"
     with pytest.raises(DestinationExists):
         unpack(tmp_path / "packed", model)
     with pytest.raises(AlreadyPacked):

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -43,9 +43,25 @@ INDEX_SUFFIX = ".safetensors.index.json"
 
 
 @contextlib.contextmanager
-def new_folder(destination: Path, force: bool) -> Iterator[Path]:
-    """A folder filled under a temporary name beside its place, and renamed at the end."""
+def new_folder(destination: Path, names: Collection[str], force: bool) -> Iterator[Path]:
+    """A folder filled under a temporary name beside its place, and renamed at the end.
+
+    Parameters
+    ----------
+    destination : Path
+        Its place.
+    names : collection of str
+        The relative paths of the files that it will hold.
+    force : bool
+        Replace what is there, but no folder that holds other files.
+
+    Raises
+    ------
+    DestinationExists, InvalidDestination
+        If something is there that may not be replaced, or the folder cannot be made.
+    """
     refuse_existing(destination, force)
+    _refuse_loss(destination, names)
     temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir()
@@ -65,9 +81,28 @@ def new_folder(destination: Path, force: bool) -> Iterator[Path]:
             _remove(old)
         else:
             temporary.rename(destination)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.filename is not None:  # name the place that was asked for
+            path = Path(os.fsdecode(error.filename))
+            if path.is_relative_to(temporary):
+                error.filename = str(destination / path.relative_to(temporary))
         raise
+
+
+def _refuse_loss(destination: Path, names: Collection[str]) -> None:
+    """Refuse to replace a folder that holds files of something else, which would be lost."""
+    if not destination.is_dir() or destination.is_symlink():
+        return
+    ours = {*names, MANIFEST}
+    with contextlib.suppress(TpdeError):  # without a manifest, or with a damaged one, `names` are all we know
+        ours.update(read_manifest(destination))
+    for name in files_below(destination):
+        if name not in ours:
+            raise InvalidDestination(
+                f"`{destination}` holds `{name}`, which is no file of this model and would be lost; remove "
+                "the folder yourself, or choose another destination"
+            )
 
 
 def _remove(path: Path) -> None:
@@ -157,9 +192,10 @@ def pack_directory(
     refuse_nested(source, destination)
     weights = {p.relative_to(source).as_posix() for p in shards(source)}
     results, files = [], dict[str, dict[str, str]]()
-    with new_folder(destination, force) as folder:
+    names = list(files_below(source))
+    with new_folder(destination, names, force) as folder:
         packed_names: dict[str, set[str]] = {}  # by file: components of a pipeline have tensors of one name
-        for name in files_below(source):
+        for name in names:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             files[name] = {"sha256": sha256(source / name)}
@@ -253,7 +289,7 @@ def unpack_directory(
     files = read_manifest(source)
     refuse_nested(source, destination)
     results = []
-    with new_folder(destination, force) as folder:
+    with new_folder(destination, files, force) as folder:
         for name, info in files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -179,6 +179,9 @@ def unpack_file(
         try:
             size = unpack_to(packed, sink, threads, progress)
             sink.commit()
+        except Corrupt as error:
+            sink.abort()
+            raise Corrupt(f"`{source}`: {error}", tensor=error.tensor, chunk=error.chunk) from None
         except BaseException:
             sink.abort()
             raise
@@ -284,7 +287,11 @@ def _verify_tensor(
 
     if compare is None and source is not None and name in source.specs:
         problems.append(
-            Corrupt(f"tensor `{name}` is {tensor.spec}, but {source.specs[name]} in the source", tensor=name)
+            Corrupt(
+                f"tensor `{name}` is {tensor.spec.dtype} {list(tensor.spec.shape)}, but "
+                f"{source.specs[name].dtype} {list(source.specs[name].shape)} in the source",
+                tensor=name,
+            )
         )
     try:
         check_digest(name, tensor, stream(tensor, threads, take))

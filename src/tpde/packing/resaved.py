@@ -61,8 +61,9 @@ def unpack_resaved(
     weights = {path.relative_to(source).as_posix(): _packed_names(path) for path in shards(source)}
     packed = {name for names in weights.values() for name in names}
     results = []
-    with new_folder(destination, force) as folder:
-        for name in files_below(source):
+    names = list(files_below(source))
+    with new_folder(destination, names, force) as folder:
+        for name in names:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if weights.get(name):
