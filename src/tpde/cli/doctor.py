@@ -18,7 +18,7 @@ OK_STATUS, MISSING, BROKEN = "ok", "missing", "broken"
 
 _REINSTALL = "pip install --force-reinstall tpde"
 
-# Package, what it is needed for, how to install it. Each is imported under its own name.
+# Package, what it is needed for, how to install it.
 _PACKAGES = (
     ("numpy", "everything", _REINSTALL),
     ("zstandard", "everything", _REINSTALL),
@@ -26,11 +26,15 @@ _PACKAGES = (
     ("safetensors", "nothing here; it reads packed files too", "pip install safetensors"),
     ("torch", "tpde.torch, packing .bin and .pt files", 'pip install "tpde[torch]"'),
     ("transformers", "tpde run, tpde.from_pretrained", 'pip install "tpde[transformers]"'),
+    ("diffusers", "tpde.integrations.diffusers", 'pip install "tpde[diffusers]"'),
+    ("cuda-core", "running models on a GPU", 'pip install "tpde[cuda]"'),
+    ("cuda-bindings", "running models on a GPU", 'pip install "tpde[cuda]"'),
     ("ml_dtypes", "tpde.numpy with BF16 and FP8", 'pip install "tpde[numpy]"'),
     ("huggingface_hub", "packing models by their hub id", 'pip install "tpde[hub]"'),
     ("matplotlib", "tpde inspect --plot", 'pip install "tpde[plot]"'),
 )
 _REQUIRED = ("numpy", "zstandard", "xxhash")
+_MODULES = {"cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}  # where the names differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +78,7 @@ def doctor(
     \b
       tpde doctor
     """
-    checks = [*_versions(), *(_package(*p) for p in _PACKAGES), *_core()]
+    checks = [*_versions(), *(_package(*p) for p in _PACKAGES), _gpu(), *_core()]
     healthy = all(c.status == OK_STATUS for c in checks if c.required)
     if as_json:
         print_json({"ok": healthy, "checks": [dataclasses.asdict(c) for c in checks]})
@@ -104,18 +108,43 @@ def _versions() -> list[Check]:
 
 def _package(name: str, needed_for: str, command: str) -> Check:
     """Look a package up. Only the required ones are imported: torch alone takes seconds."""
-    required = name in _REQUIRED
+    required, module = name in _REQUIRED, _MODULES.get(name, name)
     try:
         version = importlib.metadata.version(name)
-        if importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(module) is None:
             raise ImportError(f"version {version} is installed without its module")
         if required:
-            importlib.import_module(name)
+            importlib.import_module(module)
     except importlib.metadata.PackageNotFoundError:
         return Check(name, MISSING, required, "-", needed_for, command)
     except Exception as error:  # whatever a broken package raises as it is imported
         return Check(name, BROKEN, required, str(error).split("\n", 1)[0], needed_for, command)
     return Check(name, OK_STATUS, required, version, needed_for, None)
+
+
+def _gpu() -> Check:
+    """Ask the driver about the first GPU. torch, whose import takes seconds, is not asked."""
+    from tpde.cuda import device
+    from tpde.errors import MissingDependency, UnsupportedDevice
+
+    needed_for = "running models on it"
+    try:
+        facts, version = device.facts(0), device.driver_version()
+    except MissingDependency:
+        return Check("GPU", MISSING, False, "not asked: cuda-bindings is missing", needed_for, None)
+    except UnsupportedDevice as error:
+        return Check("GPU", MISSING, False, str(error).partition("; ")[0], needed_for, None)
+    except Exception as error:  # whatever a broken package raises as it is imported
+        return Check("GPU", BROKEN, False, str(error).split("\n", 1)[0], needed_for, None)
+    return Check(
+        "GPU",
+        OK_STATUS,
+        False,
+        f"{facts.name}, compute capability {facts.capability[0]}.{facts.capability[1]}, driver for CUDA "
+        f"{version[0]}.{version[1]}",
+        needed_for,
+        None,
+    )
 
 
 def _core() -> list[Check]:

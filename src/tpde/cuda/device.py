@@ -66,7 +66,7 @@ def driver_version() -> tuple[int, int]:
         code = driver.cuInit(0)[0]
     except RuntimeError as error:  # the driver's library is not there
         raise UnsupportedDevice(
-            f"no NVIDIA driver is installed ({error}); install one, or use the CPU (`device='cpu'`)"
+            "no NVIDIA driver is installed; install one, or use the CPU (`device='cpu'`)"
         ) from error
     if int(code):
         raise UnsupportedDevice(
