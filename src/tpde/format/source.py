@@ -6,7 +6,7 @@ Files are read with `pread`, never mapped: a mapping of a file that shrinks kill
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import stat
 from typing import Any, NamedTuple, Protocol
 
 from tpde.errors import InvalidInput, Truncated
@@ -72,17 +72,21 @@ class FileSource:
         self.name = os.fspath(path)
         self._fd = -1
         try:
-            self._fd = os.open(self.name, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            # O_NONBLOCK: opening a pipe that nobody writes to would wait for ever.
+            self._fd = os.open(self.name, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError:
             raise InvalidInput(f"`{self.name}` does not exist; check the path") from None
         except PermissionError:
             raise InvalidInput(
                 f"`{self.name}` may not be read by this user; change its permissions"
             ) from None
-        if not Path(self.name).is_file():
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode):
             self.close()
-            raise InvalidInput(f"`{self.name}` is not a regular file")
-        self.size = os.fstat(self._fd).st_size
+            raise InvalidInput(
+                f"`{self.name}` is not a regular file; name one, since bytes are read at any offset"
+            )
+        self.size = found.st_size
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out` from `offset` on."""
