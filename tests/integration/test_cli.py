@@ -23,6 +23,7 @@ import torch
 
 import tpde
 from tpde.cli import common, doctor, main
+from tpde.errors import UnsupportedDevice
 
 Run = Callable[..., "Outcome"]
 
@@ -241,6 +242,24 @@ def test_doctor(run: Run) -> None:
     assert done.out.endswith("all essential parts work\n")
 
 
+def test_doctor_asks_for_the_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.cuda import device
+
+    facts = device.DeviceFacts("NVIDIA H200", (9, 0), 132, 1, 1)
+    monkeypatch.setattr(device, "facts", lambda number: facts)
+    monkeypatch.setattr(device, "driver_version", lambda: (13, 0))
+    found = "NVIDIA H200, compute capability 9.0, driver for CUDA 13.0"
+    assert re.search(rf"^GPU +ok +{found} +running models on it$", run("doctor").out, re.M)
+
+    def refuse(number: int) -> device.DeviceFacts:
+        raise UnsupportedDevice("no NVIDIA driver is installed; install one, or use the CPU")
+
+    monkeypatch.setattr(device, "facts", refuse)
+    done = run("doctor")
+    assert done.code == 0
+    assert re.search(r"^GPU +missing +no NVIDIA driver is installed +running models on it$", done.out, re.M)
+
+
 def test_doctor_finds_a_broken_core(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from tpde.codec import native
 
@@ -396,7 +415,7 @@ def test_unpack_refuses_damage(run: Run, packed: Path, tmp_path: Path) -> None:
     damage(packed)
     before = names(tmp_path)
     run("unpack", packed, tmp_path / "t").failed(
-        3, "tensor `layers.0.weight`, chunk 2: ", "fetch the file again"
+        3, f"`{packed}`: tensor `layers.0.weight`, chunk 2: ", "fetch the file again"
     )
     assert names(tmp_path) == before
 
@@ -444,6 +463,48 @@ def test_unreadable_source(run: Run, plain: Path, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "open", refuse)
     run("pack", plain, tmp_path / "t").failed(2, "may not be read by this user", "change its permissions")
+
+
+def test_permissions_of_other_files(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # of `config.json` and the index
+    run("pack", model, tmp_path / "t").failed(
+        2, "(config|index).json`: Permission denied", "change its permissions"
+    )
+
+
+def test_a_pipe_is_refused_at_once(run: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for command in ("verify", "inspect"):
+        run(command, tmp_path / "pipe.safetensors").failed(2, "is not a regular file", "name one")
+
+
+def test_what_is_no_safetensors_file_has_a_hint(run: Run, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"\xff" * 100)
+    for command in ("verify", "inspect"):
+        run(command, other).failed(2, "is not a safetensors file", "name a safetensors file")
+
+
+@pytest.mark.parametrize("command", [("run", "--embed", "x"), ("plan", "--vram", "1GiB")])
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_running_without_its_packages(tmp_path: Path, package: str, command: tuple[str, ...]) -> None:
+    code = (
+        f"import sys; sys.modules['{package}'] = None; sys.argv = {['tpde', command[0], 'm', *command[1:]]}; "
+        "from tpde.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"error: running models needs {package}.*\nhint: run `pip install \"tpde\[transformers\]\"`\n",
+        done.stderr,
+    )
 
 
 def test_hub_id_without_the_hub(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,6 +576,15 @@ def test_pickle_with_code_is_not_run(run: Run, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "raw.bin").write_bytes(pickle.dumps({"a": 1}, protocol=2))
     assert run("pack", "raw.bin", "t").code == 2
     assert names(tmp_path) == {"model.pt", "raw.bin"}
+
+
+def test_another_dtype_in_the_source(run: Run, packed: Path, plain: Path, tmp_path: Path) -> None:
+    header, data = header_of(plain)
+    header["layers.0.weight"]["dtype"] = "F16"
+    other = with_header(tmp_path / "other.safetensors", header, data)
+    done = run("verify", packed, "--against", other)
+    assert done.code == 1
+    assert re.search(r"tensor `layers.0.weight` is BF16 \[.*\], but F16 \[.*\] in the source", done.out)
 
 
 def test_compare_like_with_like(run: Run, packed: Path, model: Path, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ _HINTS: dict[type[BaseException], str] = {
     errors.Corrupt: "fetch the file again",
     errors.UnsupportedVersion: "upgrade with `pip install --upgrade tpde`",
     errors.UnsupportedDtype: "upgrade with `pip install --upgrade tpde`",
+    errors.NotSafetensors: "name a safetensors file, or fetch this one again",
+    PermissionError: "change its permissions",
     errors.NativeError: "run `tpde doctor`, and report this if nothing is wrong there",
 }
 
@@ -85,7 +87,7 @@ def exit_code(error: BaseException) -> int:
     """The exit code that an error stands for."""
     if isinstance(error, (errors.Truncated, errors.Corrupt)):
         return DAMAGED_INPUT
-    if isinstance(error, errors.TpdeError):
+    if isinstance(error, (errors.TpdeError, PermissionError)):
         return USAGE
     return IO_ERROR
 
@@ -100,7 +102,7 @@ def fail(error: BaseException) -> int:
         message, hint = "out of memory", "use fewer `--threads`"
     elif isinstance(error, OSError) and error.filename is not None:
         what, own = split_hint(error.strerror or str(error))
-        message, hint = f"`{os.fsdecode(error.filename)}`: {what}", own
+        message, hint = f"`{os.fsdecode(error.filename)}`: {what}", own or hint
     else:
         message = str(error)
     say("error", message, "1;31")

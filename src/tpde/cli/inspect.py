@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="A safetensors file, packed or not, or a directory of them."),
+        typer.Argument(
+            metavar="PATH", help="A safetensors file, packed or not, or a directory of them.", readable=False
+        ),
     ],
     plot: Annotated[
         Path | None,

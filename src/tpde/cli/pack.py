@@ -26,7 +26,10 @@ def pack(
         ),
     ],
     destination: Annotated[
-        Path, typer.Argument(metavar="DST", help="The packed file or directory. SRC is never modified.")
+        Path,
+        typer.Argument(
+            metavar="DST", help="The packed file or directory. SRC is never modified.", readable=False
+        ),
     ],
     threads: Annotated[
         int | None, typer.Option(min=1, help="How many threads encode.", show_default="all processors")

@@ -43,7 +43,10 @@ _LIMITS = {
 
 @guard
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A packed model directory.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A packed model directory, or the hub id of one."),
+    ],
     vram: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to use, such as `16GiB`.")],
     ram: Annotated[
         str | None,
@@ -80,6 +83,10 @@ def plan(
       tpde plan llama-packed --vram 16GiB
       tpde plan llama-packed --vram 6GiB --ram 8GiB --max-tokens 1024
     """
+    from tpde.integrations.transformers.require import require_transformers
+
+    require_transformers()  # before torch is imported
+
     from tpde.integrations.streaming.units import units_of
     from tpde.integrations.transformers.budget import plan_streaming
     from tpde.integrations.transformers.folder import packed_directory, weight_files

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 @guard
 def run(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A packed model directory.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A packed model directory, or the hub id of one."),
+    ],
     texts: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXT]...", help="What to embed, with `--embed`.")
+        list[str] | None, typer.Argument(metavar="TEXT", help="What to embed, with `--embed`.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The text to continue.")] = None,
     embed: Annotated[bool, typer.Option("--embed", help="Print a vector for each TEXT.")] = False,
@@ -80,6 +83,10 @@ def run(
         raise InvalidInput(
             "`--trace` is of weights that are streamed; pass `--vram` as well, or leave it out"
         )
+    from tpde.integrations.transformers.require import require_transformers
+
+    require_transformers()  # before torch is imported
+
     from tpde.integrations.device import checked_device
     from tpde.integrations.transformers.folder import packed_directory
     from tpde.integrations.transformers.loading import checked_budget

@@ -26,8 +26,12 @@ def original_bytes(path: Path) -> int:
 
 @guard
 def unpack(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A packed file or directory.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Where the original goes.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A packed file or directory.", readable=False)
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="Where the original goes.", readable=False)
+    ],
     threads: Annotated[
         int | None, typer.Option(min=1, help="How many threads decode.", show_default="all processors")
     ] = None,

@@ -15,9 +15,11 @@ from tpde.cli.unpack import original_bytes
 
 @guard
 def verify(
-    packed: Annotated[Path, typer.Argument(metavar="PACKED", help="A packed file or directory.")],
+    packed: Annotated[
+        Path, typer.Argument(metavar="PACKED", help="A packed file or directory.", readable=False)
+    ],
     against: Annotated[
-        Path | None, typer.Option(metavar="SRC", help="Compare every byte with the source.")
+        Path | None, typer.Option(metavar="SRC", help="Compare every byte with the source.", readable=False)
     ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="How many threads decode.", show_default="all processors")

@@ -143,7 +143,8 @@ def _load_state_dict(path: Path) -> dict[str, Any]:
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not loaded:
-        raise InvalidInput(f"`{path}` holds a {type(loaded).__name__}, not a state dict")
+        what = "an empty state dict" if loaded == {} else f"a {type(loaded).__name__}, not a state dict"
+        raise InvalidInput(f"`{path}` holds {what}; name a file that maps names to tensors")
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise InvalidInput(
@@ -214,7 +215,8 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise InvalidInput(
-            f"`{path}` is neither a path here nor a model that the hub gives: {first}"
+            f"`{path}` is neither a path here nor a model that the hub gives: {first}; check the name, "
+            "and the connection to the hub"
         ) from None
 
 

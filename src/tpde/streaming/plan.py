@@ -275,13 +275,18 @@ _WHAT = {
 }
 
 
+def _given(size: int) -> str:
+    """Write a size as it was given: one below 1 MiB mostly lacks its unit."""
+    return f"{size / MIB:.0f} MiB" if size >= MIB else f"{size} bytes"
+
+
 def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
     parts = {key: size for key, size in _parts(layout, demand).items() if size}
     least = layout.used(demand)
     made = ", ".join(f"{mib(size)} {_WHAT[key]}" for key, size in parts.items())
     fewer = f" or a smaller `{demand.argument}`" if demand.cache or demand.activations else ""
     return OutOfMemory(
-        f"`vram` is {vram / MIB:.0f} MiB, the least that works is {mib(least)}: {made}; "
+        f"`vram` is {_given(vram)}, the least that works is {mib(least)}: {made}; "
         f"use `vram={mib(least).replace(' ', '')}`{fewer}",
         least=least,
     )
@@ -289,7 +294,7 @@ def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
 
 def _too_little_ram(least: int, ram: int) -> OutOfMemory:
     return OutOfMemory(
-        f"`ram` is {ram / MIB:.0f} MiB, the least that works is {mib(least)}: the embeddings, and the "
+        f"`ram` is {_given(ram)}, the least that works is {mib(least)}: the embeddings, and the "
         f"buffers through which files are read; use `ram={mib(least).replace(' ', '')}`, or more `vram`",
         least=least,
     )

@@ -47,7 +47,9 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
         If it is no CUDA device that can decode, or refuses the memory that measuring needs.
     """
     if device.type != "cuda":
-        raise UnsupportedDevice(f"rates are measured on CUDA devices, not on `{device}`; name the rates")
+        raise UnsupportedDevice(
+            f"rates are measured on CUDA devices, not on `{device}`; name one, or the rates"
+        )
     facts(device.index or 0)  # says what is missing, if anything is
     disk = disk_rate(files) if files else _UNLIMITED
     copy, memory = copy_rates(device)
