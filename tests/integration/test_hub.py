@@ -59,7 +59,7 @@ def test_a_download_that_fails_says_why(kind: str, monkeypatch: pytest.MonkeyPat
         raise error("no such model\nmore lines")
 
     monkeypatch.setattr(hub, "snapshot_download", download)
-    with pytest.raises(InvalidInput, match=r"neither a path here nor .* no such model$"):
+    with pytest.raises(InvalidInput, match=r"neither a path here nor .* no such model; check the name"):
         resolve("org/model")
 
 

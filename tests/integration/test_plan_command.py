@@ -109,7 +109,7 @@ def test_too_small_a_budget_names_the_least(llama):
     made = _plan(llama, "--vram", "16MiB", "--max-tokens", "100", *RATES)
     assert made.returncode == 2
     assert "the least that works is" in made.stderr
-    least = made.stderr.split("`vram=")[1].split("`")[0]
+    least = made.stderr.split("hint: use `")[1].split("`")[0]
     assert _plan(llama, "--vram", least, "--max-tokens", "100", *RATES).returncode == 0
 
 

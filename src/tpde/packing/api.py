@@ -94,7 +94,7 @@ def pack(
     codec : {"auto", "prefix", "zstd"}
         Which codec to use where a tensor shrinks at all.
     force : bool
-        Replace an existing destination.
+        Replace an existing destination; a folder only if it holds nothing but files of the model.
     progress : callable
         Called with a number of bytes of the source when they are done.
 
@@ -154,7 +154,7 @@ def unpack(
     threads : int, optional
         By default one for each processor.
     force : bool
-        Replace an existing destination.
+        Replace an existing destination; a folder only if it holds nothing but files of the model.
     progress : callable
         Called with a number of bytes of the original when they are done.
 

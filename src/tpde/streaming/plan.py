@@ -284,10 +284,10 @@ def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
     parts = {key: size for key, size in _parts(layout, demand).items() if size}
     least = layout.used(demand)
     made = ", ".join(f"{mib(size)} {_WHAT[key]}" for key, size in parts.items())
-    fewer = f" or a smaller `{demand.argument}`" if demand.cache or demand.activations else ""
+    fewer = f", or a smaller `{demand.argument}`" if demand.cache or demand.activations else ""
     return OutOfMemory(
         f"`vram` is {_given(vram)}, the least that works is {mib(least)}: {made}; "
-        f"use `vram={mib(least).replace(' ', '')}`{fewer}",
+        f"use `{mib(least).replace(' ', '')}` or more{fewer}",
         least=least,
     )
 
@@ -295,6 +295,6 @@ def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
 def _too_little_ram(least: int, ram: int) -> OutOfMemory:
     return OutOfMemory(
         f"`ram` is {_given(ram)}, the least that works is {mib(least)}: the embeddings, and the "
-        f"buffers through which files are read; use `ram={mib(least).replace(' ', '')}`, or more `vram`",
+        f"buffers through which files are read; use `{mib(least).replace(' ', '')}` or more, or more `vram`",
         least=least,
     )

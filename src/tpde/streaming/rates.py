@@ -48,7 +48,7 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
     """
     if device.type != "cuda":
         raise UnsupportedDevice(
-            f"rates are measured on CUDA devices, not on `{device}`; name one, or the rates"
+            f"rates are measured on CUDA devices, not on `{device}`; name one, or name the rates"
         )
     facts(device.index or 0)  # says what is missing, if anything is
     disk = disk_rate(files) if files else _UNLIMITED
