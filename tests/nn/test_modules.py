@@ -254,6 +254,24 @@ def test_other_errors_leave_no_scope_open(pair: tuple[Model, Model]) -> None:
     assert_same_bits(packed(IDS), plain(IDS))
 
 
+def test_a_blocks_own_forward_is_kept(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    first, second = packed.blocks[0], packed.blocks[1]
+    unpack_module(packed)
+    own = first.forward
+
+    def theirs(*args: Any) -> Any:
+        return own(*args)
+
+    first.forward = theirs
+    pack_module(packed)
+    assert_same_bits(packed(IDS), plain(IDS))
+    finish(packed)
+    unpack_module(packed)
+    assert first.__dict__["forward"] is theirs
+    assert "forward" not in second.__dict__
+
+
 def test_casts_are_refused(pair: tuple[Model, Model]) -> None:
     plain, packed = pair
     for cast in (lambda m: m.half(), lambda m: m.to(torch.float32), lambda m: m.double()):

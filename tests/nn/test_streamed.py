@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,35 @@ def test_an_exception_in_a_forward_leaves_the_model_usable(tmp_path: Path) -> No
 
 def _fail(*_: object) -> None:
     raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("where", ["forward", "decoding"])
+def test_ctrl_c_in_a_forward_leaves_the_model_usable(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By any thread, and no hooks on saved tensors stay."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    plain = make("llama")
+    with Streamed(copy.deepcopy(plain), tmp_path) as ours:
+        expected = outputs("llama", plain, 2)
+        mlp = ours.model.model.layers[1].mlp
+        with monkeypatch.context() as patch:
+            if where == "forward":
+                patch.setattr(mlp, "forward", interrupt)
+            else:
+                patch.setattr(mlp.up_proj.tpde_group(), "fill", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                outputs("llama", ours.model, 2)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert mlp.up_proj.tpde_group().workspace.thread == 0
+        found: list[Any] = []
+        other = threading.Thread(target=lambda: found.append(outputs("llama", ours.model, 2)), daemon=True)
+        other.start()
+        other.join(60)
+        assert_same_bits(found[0], expected)
 
 
 def test_two_models_at_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tpde.errors import InvalidInput
 from tpde.materialize import PackedTensor
 from tpde.nn.group import Group, Pool
 from tpde.nn.modules import PackedEmbedding, PackedModule, is_conv1d, packed_class
-from tpde.nn.scope import CloseBlock, OpenBlock
+from tpde.nn.scope import CloseBlock, GuardedForward, OpenBlock
 from tpde.nn.slot import Slot
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -165,6 +165,7 @@ def finish(model: nn.Module) -> nn.Module:
             opener = OpenBlock(group)
             holder.register_forward_pre_hook(opener, with_kwargs=True)
             holder.register_forward_hook(CloseBlock(opener), always_call=True)
+            holder.__dict__["forward"] = GuardedForward(opener, holder.forward)
         else:  # somebody must hold it, and copy it with the module
             holder.__dict__["tpde_own_group"] = group
     return model
@@ -174,6 +175,11 @@ def ungroup(model: nn.Module) -> None:
     """Undo what `finish` did."""
     for module in model.modules():
         module.__dict__.pop("tpde_own_group", None)
+        guarded = module.__dict__.get("forward")
+        if isinstance(guarded, GuardedForward):
+            del module.__dict__["forward"]
+            if guarded.forward != module.forward:  # somebody's own, in the place of the class's
+                module.__dict__["forward"] = guarded.forward
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in list(hooks.items()):
                 if isinstance(hook, (OpenBlock, CloseBlock)):

@@ -10,6 +10,8 @@ While gradients are recorded, a scope also keeps views of the workspace out of a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -87,7 +89,48 @@ class OpenBlock:
             return
         scope = Scope(group, self)
         if len(scope.space.scopes) == 1:
-            group.fill()
+            try:
+                group.fill()
+            except BaseException:  # PyTorch calls no hook after Ctrl-C
+                scope.close()
+                raise
+
+    def close(self) -> None:
+        """Close the scope, if it is the innermost one of this thread."""
+        # A hook that failed before ours opened the scope leaves none to close.
+        space = self.group.workspace
+        if space.thread == get_ident() and space.scopes and space.scopes[-1].owner is self:
+            space.scopes[-1].close()
+
+
+class GuardedForward:
+    """A block's forward pass, after which its scope is closed where PyTorch calls no hooks: after Ctrl-C.
+
+    It takes the place of the method in the module's own attributes.
+
+    Parameters
+    ----------
+    opener : OpenBlock
+        Of the block.
+    forward : callable
+        What was there.
+    """
+
+    def __init__(self, opener: OpenBlock, forward: Callable[..., Any]) -> None:
+        self.opener, self.forward = opener, forward
+        functools.update_wrapper(self, forward)  # transformers looks at the arguments' names
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As before."""
+        if torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        try:
+            return self.forward(*args, **kwargs)
+        except Exception:  # the hook closes it
+            raise
+        except BaseException:
+            self.opener.close()
+            raise
 
 
 class CloseBlock:
@@ -98,11 +141,7 @@ class CloseBlock:
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """After it."""
-        group = self.opener.group
         if torch.compiler.is_compiling():
-            group.flat = None
+            self.opener.group.flat = None
             return
-        # A hook that failed before ours opened the scope leaves none to close.
-        space = group.workspace
-        if space.thread == get_ident() and space.scopes and space.scopes[-1].owner is self.opener:
-            space.scopes[-1].close()
+        self.opener.close()
