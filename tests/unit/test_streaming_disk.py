@@ -395,6 +395,34 @@ def test_ctrl_c(source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
     supply.close()
 
 
+def test_ctrl_c_in_a_request_or_a_cancellation(
+    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has the ticket then: its buffer is free all the same."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    supply = ReadAhead(1, PIECE, 1, 0)
+    try:
+        state = supply._state
+        with monkeypatch.context() as patch:
+            patch.setattr(state.work, "notify_all", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                supply.request(piece(source, 0))
+        for where in ("there", "work"):
+            ticket = supply.request(piece(source, 0))
+            check(supply, ticket, data)
+            with monkeypatch.context() as patch:
+                patch.setattr(getattr(state, where), "notify_all", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    supply.cancel(ticket)
+            supply.cancel(ticket)
+            assert state._free == [0]
+    finally:
+        supply.close()
+
+
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_the_end_while_reading(
     how: str, source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch

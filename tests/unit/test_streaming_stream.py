@@ -451,6 +451,29 @@ def test_a_failed_copy_gives_its_bytes_back(
         assert filled(unit, len(expected)) == expected
 
 
+def test_what_ctrl_c_leaves_requested_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Fixture(tmp_path, SIZES, places=2) as made:
+        (unit, expected), _ = made.units((0, 1), (2,))
+        made.supply.late, made.supply.ahead = True, 1 << 20
+        filled(unit, len(expected))
+        assert made.streamer._planned
+        before, cancelled, real = len(made.streamer._planned), [], made.supply.cancel
+
+        def cancel(ticket: Extent) -> None:
+            if not cancelled:
+                cancelled.append(None)
+                raise KeyboardInterrupt
+            cancelled.append(ticket)
+            real(ticket)
+
+        monkeypatch.setattr(made.supply, "cancel", cancel)
+        with pytest.raises(KeyboardInterrupt):
+            made.streamer._plan(unit, 0)
+        made.streamer._forget()
+        assert len(cancelled) - 1 == before
+        assert filled(unit, len(expected)) == expected
+
+
 def test_threads_take_turns(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         units = made.units((0, 1), (2,), (4, 5))

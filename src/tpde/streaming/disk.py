@@ -118,9 +118,13 @@ class ReadAhead:
         if not 0 < extent.size <= self._piece:
             raise InvalidInput(f"`{extent.name}`: {extent.size} bytes, but a piece has 1 to {self._piece}")
         ticket = _Ticket(extent)
-        with self._state.lock:
-            self._state.waiting.append(ticket)
-            self._state.work.notify_all()
+        try:
+            with self._state.lock:
+                self._state.waiting.append(ticket)
+                self._state.work.notify_all()
+        except BaseException:  # after Ctrl-C nobody has the ticket, and a buffer would be lost
+            self.cancel(ticket)
+            raise
         return ticket
 
     def wait(self, ticket: _Ticket) -> int:
@@ -316,24 +320,24 @@ class _State:
             self._release(ticket)
 
     def drop(self, ticket: _Ticket) -> None:
-        """Forget a piece, whatever it is at. Its buffer is free once no thread reads to it."""
-        if ticket.dropped:
-            return
+        """Forget a piece, whatever it is at. Its buffer is free once no thread reads to it.
+
+        Doing so again does nothing, or the rest of it after Ctrl-C.
+        """
         ticket.dropped, ticket.done = True, False
+        if ticket.buffer >= 0:
+            self._skip(ticket)
+            if ticket.reading == 0:
+                self._release(ticket)
+        elif ticket in self.waiting:  # not if it failed, or was copied
+            self.waiting.remove(ticket)
         self.there.notify_all()
-        if ticket.buffer < 0:
-            with contextlib.suppress(ValueError):  # a failed one has given its buffer back
-                self.waiting.remove(ticket)
-            return
-        self._skip(ticket)
-        if ticket.reading == 0:
-            self._release(ticket)
 
     def _skip(self, ticket: _Ticket) -> None:
         """Begin no more reads of a piece."""
         self._reads = deque(it for it in self._reads if it[0] is not ticket)
 
     def _release(self, ticket: _Ticket) -> None:
-        self._free.append(ticket.buffer)
-        ticket.buffer = -1
+        buffer, ticket.buffer = ticket.buffer, -1  # first: Ctrl-C must not have it freed a second time
+        self._free.append(buffer)
         self.work.notify_all()

@@ -272,7 +272,12 @@ class Streamer:
     def _request(self, unit: Unit, number: int) -> None:
         piece = unit.pieces[number]
         ahead = piece.extent.size if piece.supply.ahead else 0
-        self._planned.append(_Step(unit, number, piece.supply.request(piece.extent), ahead))
+        ticket = piece.supply.request(piece.extent)
+        try:
+            self._planned.append(_Step(unit, number, ticket, ahead))
+        except BaseException:  # Ctrl-C: `_forget` does not know of it
+            piece.supply.cancel(ticket)
+            raise
         self._reading += ahead
         self._cursor = unit, number
         self._ahead = max(self._ahead, piece.supply.ahead)
@@ -285,8 +290,9 @@ class Streamer:
 
     def _cancel(self) -> None:
         """Give up the first of the pieces that were requested."""
-        step = self._next()
+        step = self._planned[0]
         step.unit.pieces[step.number].supply.cancel(step.ticket)
+        self._next()  # after Ctrl-C before, `_forget` gives it up
 
     def _extend(self) -> bool:
         """Request the piece after the last one; False if nobody knows which."""
