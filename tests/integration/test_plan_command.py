@@ -1,6 +1,8 @@
 """`tpde plan` on tiny models, without a GPU."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -281,3 +283,16 @@ def test_nothing_to_measure(tmp_path):
         disk_rate([tmp_path / "empty"])
     with pytest.raises(UnsupportedDevice, match="name the rates"):
         measure_rates(torch.device("cpu"))
+
+
+def test_a_disk_that_refuses_direct_reads_only_when_it_reads(tmp_path, monkeypatch):
+    preadv = os.preadv
+
+    def refuse(handle, *args):
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return preadv(handle, *args)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    assert disk_rate([tmp_path / "file"]) > 1e6

@@ -228,9 +228,8 @@ def _pieces(files: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, int,
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
     """A descriptor for direct reads; where these are refused, of a file whose pages were dropped."""
-    try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-    except OSError:  # the file system, such as tmpfs, has no direct reads
+    handle = _opened_direct(path)
+    if handle is None:
         handle = os.open(path, os.O_RDONLY)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -238,3 +237,15 @@ def _opened(path: str) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+def _opened_direct(path: str) -> int | None:
+    """A descriptor for direct reads; None if the file system has none, or finds out when it reads."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        undo.callback(os.close, handle)
+        with mmap.mmap(-1, _BLOCK) as block:
+            os.preadv(handle, [block], 0)
+        undo.pop_all()
+        return handle
+    return None
