@@ -24,6 +24,7 @@ from tpde.nn import (
     supports,
     unpack_module,
 )
+from tpde.nn.group import Workspace
 
 pytest.importorskip("torch")
 
@@ -481,3 +482,40 @@ def test_workspace_is_the_largest_block(pair: tuple[Model, Model]) -> None:
     }
     assert sorted(sizes.values()) == [200 * 128, *[2 * 192 * 128] * 3]
     assert packed.head.tpde_group().workspace.buffer.numel() == 2 * 192 * 128
+
+
+def test_a_workspace_is_not_given_back_before_another_stream_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator knows only the stream on which the memory was taken."""
+
+    class Stream:
+        def __init__(self) -> None:
+            self.waited: list[Any] = []
+
+        def wait_stream(self, other: Any) -> None:
+            self.waited.append(other)
+
+    class Buffer:
+        def __init__(self, nbytes: int, *_: Any) -> None:
+            self.nbytes, self.recorded = nbytes, list[Any]()
+
+        def numel(self) -> int:
+            return self.nbytes
+
+        def data_ptr(self) -> int:
+            return 1 << 20
+
+        def record_stream(self, stream: Any) -> None:
+            self.recorded.append(stream)
+
+    loading, computing = Stream(), Stream()
+    monkeypatch.setattr("tpde.nn.group.allocate", Buffer)
+    monkeypatch.setattr("tpde.nn.group.capturing", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: loading)
+    space = Workspace(torch.device("cuda", 0))
+    space.reserve(1024)
+    buffer: Any = space.buffer
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
+    space.order()
+    assert computing.waited == [loading]
+    assert space.release() == 1024
+    assert buffer.recorded == [computing]

@@ -71,6 +71,7 @@ class Workspace:
             self.buffer = allocate(self._size, self.device, "the workspace that weights are decoded to")
             self.start = self.buffer.data_ptr()
             self.end = self.start + self.buffer.numel()
+            self.order()  # to this stream the memory goes back, whoever uses it
 
     def _drop(self) -> None:
         for slot in self._viewed:
