@@ -27,6 +27,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 from tpde.integrations.streaming import loading as loading_under  # noqa: E402
 from tpde.integrations.streaming import plain as plain_weights  # noqa: E402
+from tpde.integrations.streaming.loading import Streaming  # noqa: E402
 
 MIXED = ("host", "packed", "disk", "plain")
 
@@ -541,6 +542,33 @@ def test_damage_of_experts_is_raised_by_a_check(hosted: Opened, experts: tuple[s
 
 
 # ---- the end ----
+
+
+def test_closing_gives_all_back_when_a_device_has_crashed() -> None:
+    """The other device's memory, and the budgets, too."""
+    given: list[str] = []
+
+    class Crashed:
+        def check(self) -> None:
+            raise RuntimeError("an illegal memory access was encountered")
+
+        def close(self) -> None:
+            given.append("crashed")
+            self.check()
+
+    class Sound:
+        def check(self) -> None:
+            pass
+
+        def close(self) -> None:
+            given.append("sound")
+
+    streaming: Any = Streaming(1 << 30)
+    streaming.streamers = {torch.device("cuda", 0): Sound(), torch.device("cuda", 1): Crashed()}
+    streaming._finalizers.append(lambda: given.append("budget"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        streaming.close()
+    assert sorted(given) == ["budget", "crashed", "sound"]
 
 
 def test_closing(hosted: Opened, llama: Pair) -> None:

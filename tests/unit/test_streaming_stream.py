@@ -474,6 +474,22 @@ def test_what_ctrl_c_leaves_requested_is_cancelled(tmp_path: Path, monkeypatch: 
         assert filled(unit, len(expected)) == expected
 
 
+def test_closing_gives_all_back_when_the_device_has_crashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Fixture(tmp_path, SIZES)
+
+    def crashed() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.device, "wait", crashed)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            made.streamer.close()
+    assert made.supply.closed == 1
+    assert not made.streamer.owned
+
+
 def test_threads_take_turns(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         units = made.units((0, 1), (2,), (4, 5))

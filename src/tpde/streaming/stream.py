@@ -359,6 +359,8 @@ class Streamer:
         """Wait for copies, and give host memory and files back. The model cannot be used any more."""
         with self._lock:
             self._closed = True
-            self._forget()
-            while self.owned:
-                self.owned.pop(0).close()
+            try:
+                self._forget()
+            finally:  # a device that has crashed cannot be waited for, and copies nothing
+                while self.owned:
+                    self.owned.pop(0).close()

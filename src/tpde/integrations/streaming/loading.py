@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -243,13 +244,12 @@ class Streaming:
         if self._closed:
             return
         self._closed = True
-        try:
-            self.check()
-        finally:
-            for streamer in self.streamers.values():
-                streamer.close()
+        with ExitStack() as rest:  # all of it, whatever fails on the way, such as a device that has crashed
             for finalizer in self._finalizers:
-                finalizer()
+                rest.callback(finalizer)
+            for streamer in self.streamers.values():
+                rest.callback(streamer.close)
+            self.check()
 
     def __getstate__(self) -> dict[str, Any]:
         raise PackedWeight(
