@@ -719,6 +719,19 @@ def test_command(run: Callable[..., Any], llama: Pair, tmp_path: Path) -> None:
     assert "hint: pass fewer" in refused.stderr
 
 
+def test_a_command_of_an_encoder_and_a_decoder(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What there is no room for is refused before it loads, and not when the last token is wanted."""
+    pair = checkpoint(tmp_path, "t5")
+    args = (pair.packed, "--prompt", "Hello", "--max-new-tokens", "5", "--vram", "1GiB", "--json")
+    assert run(*args, "--max-tokens", "10").exit_code == 0
+    monkeypatch.delattr("tpde.cli.run._load")
+    refused = run(*args, "--max-tokens", "9")
+    assert refused.exit_code == 2
+    assert "1 x 10 = 10 tokens" in refused.stderr
+
+
 def test_command_ends_with_a_check(
     run: Callable[..., Any], llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

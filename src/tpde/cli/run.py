@@ -172,15 +172,16 @@ def _generate(
     stats: bool,
     as_json: bool,
 ) -> None:
+    from tpde.integrations.transformers.folder import read_config
     from tpde.integrations.transformers.generate import generate, load_tokenizer
     from tpde.integrations.transformers.tokens import check_tokens
 
     tokenizer = load_tokenizer(folder)
     if limits["vram"] is not None:
         count = len(tokenizer(prompt)["input_ids"])
-        check_tokens(
-            1, count + max_new_tokens - 1, limits["max_tokens"] or MAX_TOKENS
-        )  # the last is not read
+        # The last token is not read; a decoder beside an encoder reads one that starts it.
+        read = max_new_tokens - (not read_config(folder).get("is_encoder_decoder"))
+        check_tokens(1, count + read, limits["max_tokens"] or MAX_TOKENS)
     model, loading = _load(folder, device, limits, stats or trace is not None)
 
     def write(text: str) -> None:
