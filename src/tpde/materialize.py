@@ -18,6 +18,9 @@ from tpde.format.source import BytesSource
 from tpde.frameworks import torch_dtype
 from tpde.packing.writer import default_threads
 
+REPORTED = (
+    1  # at the start of a status that is complete; while it is written, a kernel has something else there
+)
 _VERIFY_BYTES = 16 << 20  # of rows at a time while a matrix is verified
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -465,7 +468,7 @@ def raise_damage(status: torch.Tensor, items: Sequence[PackedTensor]) -> None:
     known by now.
     """
     found, number, low, high = np.frombuffer(status.cpu().numpy()[:16].tobytes(), "<u4").tolist()
-    if not found:
+    if found != REPORTED:
         return
     status.zero_()
     name, chunk = items[number].name, high << 32 | low

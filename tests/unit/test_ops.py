@@ -17,7 +17,7 @@ from tpde import ops
 from tpde.errors import Corrupt, InvalidInput, Truncated
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_torch
-from tpde.materialize import Materializer, PackedTensor, RowReader
+from tpde.materialize import Materializer, PackedTensor, RowReader, raise_damage
 from tpde.nn import pack_module, pack_tensor
 from tpde.nn.slot import Slot
 
@@ -66,6 +66,19 @@ def test_pickled_blob() -> None:
     tensor = torch.randn(100, 100)
     packed = pickle.loads(pickle.dumps(pack_tensor(tensor, "w")))
     assert_same_bits(Slot("w", [(packed, 0)], tensor.dtype, tensor.shape).fresh(), tensor)
+
+
+def test_a_report_that_is_being_written_is_not_read() -> None:
+    """A kernel puts it into memory that the host may look at meanwhile."""
+    packed = pack_tensor(torch.randn(100, 64), "w")
+    report = np.array([2, 0, 7, 0], "<u4")
+    status = torch.from_numpy(report.view(np.uint8))
+    raise_damage(status, [packed])
+    assert report.tolist() == [2, 0, 7, 0]
+    report[0] = 1
+    with pytest.raises(Corrupt, match="`w`: chunk 7: its checksum does not match"):
+        raise_damage(status, [packed])
+    assert not report.any()
 
 
 def test_rows_refuse_other_indices() -> None:

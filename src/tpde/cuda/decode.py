@@ -336,7 +336,8 @@ class WorkList:
             Address of the output; items go to their offsets from it.
         status : int
             Address of four uint32 on the device. They stay as they are, or if the first was 0 become 1, the
-            number of an item with a damaged chunk, and the chunk's number, lower half first.
+            number of an item with a damaged chunk, and the chunk's number, lower half first. While the others
+            are written, the first is 2.
         stream : int
             The stream's handle.
         check : bool

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from tpde.materialize import capturing, on_device, upload
+from tpde.materialize import REPORTED, capturing, on_device, upload
 from tpde.memory import allocate
 from tpde.streaming.pieces import Piece
 
@@ -171,7 +171,7 @@ class CudaDevice:
 
     def damage(self, handle: _Handle) -> Damage | None:
         """What the kernels have written to host memory."""
-        for piece in np.flatnonzero(handle.reports[:, 0]).tolist():
+        for piece in np.flatnonzero(handle.reports[:, 0] == REPORTED).tolist():
             _, span, low, high = handle.reports[piece].tolist()
             handle.reports[piece] = 0
             return Damage(piece, span, high << 32 | low)

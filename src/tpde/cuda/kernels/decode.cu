@@ -38,11 +38,14 @@ struct Item {
 struct Record { u32 offset, sum, modes, next; };
 struct Chunk { u64 begin, word; u32 size, sum, modes, n, raw; bool valid; };
 
+// The host may look at any time: 1 says that the rest is there, 2 that it is being written.
 __device__ __forceinline__ void report(u32* status, u32 number, u64 chunk) {
-  if (atomicCAS(status, 0u, 1u) == 0u) {
+  if (atomicCAS(status, 0u, 2u) == 0u) {
     status[1] = number;
     status[2] = (u32)chunk;
     status[3] = (u32)(chunk >> 32);
+    __threadfence_system();
+    *(volatile u32*)status = 1u;
   }
 }
 
