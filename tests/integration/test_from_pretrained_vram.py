@@ -211,6 +211,8 @@ def test_experts_are_fetched_as_routed_to(hosted: Opened, experts: tuple[str, Pa
     model.tpde_streamer.close()
     assert cache.closed
     assert hosted.memory[0].closed
+    with pytest.raises(ReadError, match="closed"):
+        slots[0].experts.fetch([0], torch.empty(1 << 20, dtype=torch.uint8))
 
 
 def test_small_caches(monkeypatch: pytest.MonkeyPatch, experts: tuple[str, Pair]) -> None:

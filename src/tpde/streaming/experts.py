@@ -271,7 +271,17 @@ class ModuleExperts:
         self._offsets: list[int] = []
 
     def fetch(self, numbers: Sequence[int], out: Tensor) -> None:
-        """Decode these experts of all weights to their places: see `tpde.nn.ExpertSource`."""
+        """Decode these experts of all weights to their places: see `tpde.nn.ExpertSource`.
+
+        Raises
+        ------
+        ReadError
+            If the weights were closed.
+        """
+        for slot in self._slots:
+            source = slot.parts[0][0].streams
+            if source is not None:
+                source.require_open()
         offsets = [slot.offset for slot in self._slots]
         if offsets != self._offsets:  # others since `finish` was called again
             self._experts.clear()
