@@ -52,7 +52,7 @@ bench: $(VENV)/.extra-bench $(VENV)/.package
 
 # Needs an NVIDIA GPU of compute capability 8.0 or later.
 bench-gpu: $(VENV)/.extra-nvcomp $(VENV)/.extra-bench $(VENV)/.package
-	missed=0; for name in gpu_decode origin generate; do \
+	missed=0; for name in compile gpu_decode origin generate; do \
 	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
 
 clean:
