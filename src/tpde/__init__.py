@@ -72,6 +72,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
+        if _WHERE[name].startswith("nn."):
+            from tpde.frameworks import require_torch
+
+            require_torch(f"`tpde.{name}`")
         value = getattr(importlib.import_module(f"tpde.{_WHERE[name]}"), name)
         globals()[name] = value
         return value

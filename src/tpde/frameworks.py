@@ -60,6 +60,30 @@ _ML_DTYPES = {
 }
 
 
+def require_torch(what: str, instead: str = "") -> None:
+    """Import PyTorch.
+
+    Parameters
+    ----------
+    what : str
+        What needs it.
+    instead : str
+        What else to do than to install it.
+
+    Raises
+    ------
+    MissingDependency
+        If it cannot be imported.
+    """
+    try:
+        import torch  # noqa: F401 - so that its absence is named
+    except ImportError as error:
+        raise MissingDependency(
+            f"{what} needs torch, which cannot be imported ({error}); run "
+            f'`pip install "tpde[torch]"`{instead}'
+        ) from None
+
+
 def torch_dtype_name(dtype: torch.dtype) -> str:
     """The name in safetensors of a PyTorch dtype.
 
@@ -147,9 +171,12 @@ def to_torch(data: Bytes, spec: TensorSpec) -> torch.Tensor:
 
     Raises
     ------
+    MissingDependency
+        If there is no PyTorch.
     UnsupportedDtype
         If this PyTorch lacks the dtype.
     """
+    require_torch("a PyTorch tensor", ', or read with `framework="np"`')
     import torch
 
     dtype = torch_dtype(spec.dtype)

@@ -14,6 +14,7 @@ from support.checkpoints import Pair, checkpoint, write
 from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, make, outputs, torch
 
 import tpde
+import tpde.torch
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, InvalidInput, NotPacked, Truncated, UnsupportedDevice, UnsupportedVersion
 from tpde.format.constants import SUFFIX
@@ -328,6 +329,32 @@ def test_a_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingDependency, match=r'pip install "tpde\[transformers\]"'):
         require_transformers()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("tpde.pack_module", "`tpde.pack_module` needs torch"),
+        ("tpde.unpack_module", "`tpde.unpack_module` needs torch"),
+        ("tpde.from_pretrained", "running models needs torch"),
+        ("tpde.safe_open(sys.argv[1]).get_tensor('a')", "a PyTorch tensor needs torch"),
+    ],
+)
+def test_what_needs_torch_says_how_to_install_it(code: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    tpde.torch.save_file({"a": torch.ones(3)}, path)
+    script = f"""
+import sys
+sys.modules["torch"] = None  # importing it fails
+import tpde, tpde.errors
+try:
+    {code}
+except tpde.errors.MissingDependency as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
+    assert said in run.stdout
+    assert 'pip install "tpde[' in run.stdout
 
 
 def test_importing_tpde_imports_neither_torch_nor_transformers() -> None:

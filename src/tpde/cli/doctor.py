@@ -24,7 +24,7 @@ _PACKAGES = (
     ("zstandard", "everything", _REINSTALL),
     ("xxhash", "everything", _REINSTALL),
     ("safetensors", "nothing here; it reads packed files too", "pip install safetensors"),
-    ("torch", "tpde.torch, packing .bin and .pt files", 'pip install "tpde[torch]"'),
+    ("torch", "tpde.pack_module, tpde.torch, packing .bin and .pt files", 'pip install "tpde[torch]"'),
     ("transformers", "tpde run, tpde.from_pretrained", 'pip install "tpde[transformers]"'),
     ("diffusers", "tpde.integrations.diffusers", 'pip install "tpde[diffusers]"'),
     ("cuda-core", "running models on a GPU", 'pip install "tpde[cuda]"'),
