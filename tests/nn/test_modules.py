@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import threading
@@ -108,7 +109,7 @@ def test_copies(pair: tuple[Model, Model], how: str) -> None:
     assert other.embed._buffers["weight_tpde"] is other.head._buffers["weight_tpde"]
     spaces = {id(module.tpde_group().workspace) for name, module in packed_modules(other) if name != "embed"}
     assert len(spaces) == 1
-    assert len(other.blocks[0]._forward_pre_hooks) == 1
+    assert other.blocks[0].forward.group is other.blocks[0].up.tpde_group()
     unpack_module(other)
     assert other.embed.weight is other.head.weight
     assert_same_bits(list(other.state_dict().values()), list(plain.state_dict().values()))
@@ -226,7 +227,7 @@ def test_damage_names_tensor_and_chunk() -> None:
     model = pack_module(Model(256, 500).to(torch.bfloat16))
     blob = model.blocks[1].down.weight_tpde
     blob[blob.numel() * 3 // 4] ^= 0x10
-    for _ in range(2):  # the lock and the hooks are left as they were
+    for _ in range(2):  # the lock is left as it was
         with pytest.raises(Corrupt, match=r"blocks.1.down.weight") as caught:
             model(IDS)
         assert caught.value.tensor == "blocks.1.down.weight"
@@ -271,6 +272,18 @@ def test_a_blocks_own_forward_is_kept(pair: tuple[Model, Model]) -> None:
     unpack_module(packed)
     assert first.__dict__["forward"] is theirs
     assert "forward" not in second.__dict__
+
+
+def test_a_blocks_forward_may_be_wrapped(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    ours = packed.blocks[0].forward
+    packed.blocks[0].forward = functools.partial(ours)
+    assert_same_bits(packed(IDS), plain(IDS))
+    finish(packed)
+    assert_same_bits(packed(IDS), plain(IDS))
+    unpack_module(packed)
+    assert ours.group is None
+    assert_same_bits(packed(IDS), plain(IDS))
 
 
 def test_casts_are_refused(pair: tuple[Model, Model]) -> None:

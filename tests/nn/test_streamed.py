@@ -128,6 +128,45 @@ def test_ctrl_c_in_a_forward_leaves_the_model_usable(
         assert_same_bits(found[0], expected)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_errors_in_hooks_of_others_leave_the_model_usable(
+    where: str, earlier: bool, error: type[BaseException], tmp_path: Path
+) -> None:
+    """Of hooks that a block had before its weights were packed, or was given later."""
+    plain, failing = make("llama"), False
+
+    def fail(*_: object) -> None:
+        if failing:
+            raise error("theirs")
+
+    def hook(block: nn.Module) -> None:
+        if where == "before":
+            block.register_forward_pre_hook(fail)
+        else:
+            block.register_forward_hook(fail)
+
+    expected = outputs("llama", plain, 2)
+    if earlier:
+        hook(plain.model.layers[1])
+    with Streamed(plain, tmp_path) as ours:
+        block = ours.model.model.layers[1]
+        if not earlier:
+            hook(block)
+        failing = True
+        with pytest.raises(error, match="theirs"):
+            outputs("llama", ours.model, 2)
+        failing = False
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert block.mlp.up_proj.tpde_group().workspace.thread == 0
+        found: list[Any] = []
+        other = threading.Thread(target=lambda: found.append(outputs("llama", ours.model, 2)), daemon=True)
+        other.start()
+        other.join(60)
+        assert_same_bits(found[0], expected)
+
+
 def test_two_models_at_once(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import shutil
 from typing import Any
@@ -145,6 +146,32 @@ def test_compiled_inference_without_graph_breaks(name: str) -> None:
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(**took)[0]
         assert_same_bits(model(**took)[0], expected)  # tracing left nothing behind
     torch.testing.assert_close(found, expected)
+    torch._dynamo.reset()
+
+
+def _deep() -> tuple[Any, Any, dict[str, Any]]:
+    """A packed model of six blocks, what it computes, and of what."""
+    model = make("llama", torch.float32)
+    model.model.layers.extend(copy.deepcopy(list(model.model.layers)))
+    model.config.num_hidden_layers = len(model.model.layers)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data.normal_(std=0.02)
+    took = inputs("llama", 2, 6) | {"use_cache": False}
+    with torch.no_grad():
+        expected = model(**took).logits
+    return pack_module(model, min_bytes=0), expected, took
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_blocks_beyond_the_compilers_limit_run_as_without_it(grad: bool, limit: int) -> None:
+    model, expected, took = _deep()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=limit), torch.set_grad_enabled(grad):
+        assert_same_bits(model(**took).logits, expected)
+    assert not model.lm_head.tpde_group().workspace.scopes
     torch._dynamo.reset()
 
 

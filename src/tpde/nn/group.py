@@ -189,7 +189,6 @@ class Group:
         dtypes = {slot.dtype for slot in self.slots}
         # A buffer of the weights' own dtype needs no casts in compiled code.
         self.flat_dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        self.flat: Tensor | None = None  # the weights, while a block is being compiled
         for slot in self.slots:
             slot.group = self
         self.changed()
@@ -203,6 +202,7 @@ class Group:
         """Forget what was derived from the blobs: some are others, or elsewhere."""
         self._materializer: Callable[[Tensor], None] | None = None
         self._workspace: Workspace | None = None
+        self.flat: Tensor | None = None  # the weights, while a block is being compiled
         self.key = ops.register(self)
 
     def prepare(self) -> None:

@@ -71,7 +71,7 @@ class PackedModule(_Base):
         group = self.tpde_group()
         if group.live() or is_open(group):
             return self._tpde_routed(group, args, kwargs)
-        scope = Scope(group, self)
+        scope = Scope(group)
         try:
             return self._tpde_routed(group, args, kwargs)
         finally:
@@ -109,7 +109,7 @@ class PackedModule(_Base):
                 # What is computed inside, weights included, is computed again for the backward pass.
                 return checkpoint(self._tpde_twin, *args, use_reentrant=False, **kwargs)
         group = self.tpde_group()
-        if group.flat is not None:  # a block's hook did it
+        if group.flat is not None:  # the block did it
             return super().forward(*args, **kwargs)
         group.flat = torch.ops.tpde.materialize(first_tensor(args, kwargs), group.key)
         result = super().forward(*args, **kwargs)
@@ -278,7 +278,7 @@ class PackedLinear(PackedModule):
         key = self.tpde_slots["weight"].key
         if torch.compiler.is_compiling() or is_open(group := self.tpde_group()):
             return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key))
-        scope = Scope(group, self)  # for the workspace
+        scope = Scope(group)  # for the workspace
         try:
             return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key))
         finally:

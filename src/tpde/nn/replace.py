@@ -11,7 +11,7 @@ from tpde.errors import InvalidInput
 from tpde.materialize import PackedTensor
 from tpde.nn.group import Group, Pool
 from tpde.nn.modules import PackedEmbedding, PackedModule, is_conv1d, packed_class
-from tpde.nn.scope import CloseBlock, GuardedForward, OpenBlock
+from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -120,9 +120,9 @@ def block_path(model: nn.Module, path: str) -> str | None:
 
 
 def finish(model: nn.Module) -> nn.Module:
-    """Put packed weights into groups, hook the blocks, and reserve the workspace.
+    """Put packed weights into groups, wrap the blocks' forward passes, and reserve the workspace.
 
-    Weights of one transformer block are decoded together, by one hook of the block. Calling this again is
+    Weights of one transformer block are decoded together, when the block is called. Calling this again is
     allowed, and needed after more parameters were replaced.
 
     Parameters
@@ -162,10 +162,8 @@ def finish(model: nn.Module) -> nn.Module:
         group.prepare()
         holder = model.get_submodule(name)
         if name in blocks:
-            opener = OpenBlock(group)
-            holder.register_forward_pre_hook(opener, with_kwargs=True)
-            holder.register_forward_hook(CloseBlock(opener), always_call=True)
-            holder.__dict__["forward"] = GuardedForward(opener, holder.forward)
+            holder.__dict__["tpde_forward"] = BlockForward(group, holder.forward)
+            holder.__dict__["forward"] = holder.__dict__["tpde_forward"]
         else:  # somebody must hold it, and copy it with the module
             holder.__dict__["tpde_own_group"] = group
     return model
@@ -175,17 +173,13 @@ def ungroup(model: nn.Module) -> None:
     """Undo what `finish` did."""
     for module in model.modules():
         module.__dict__.pop("tpde_own_group", None)
-        guarded = module.__dict__.get("forward")
-        if isinstance(guarded, GuardedForward):
-            del module.__dict__["forward"]
-            if guarded.forward != module.forward:  # somebody's own, in the place of the class's
-                module.__dict__["forward"] = guarded.forward
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number, hook in list(hooks.items()):
-                if isinstance(hook, (OpenBlock, CloseBlock)):
-                    del hooks[number]
-                    module._forward_pre_hooks_with_kwargs.pop(number, None)
-                    module._forward_hooks_always_called.pop(number, None)
+        if "tpde_forward" in module.__dict__:
+            ours: BlockForward = module.__dict__.pop("tpde_forward")
+            ours.group = None  # whoever put something in its place may go on calling it
+            if module.__dict__.get("forward") is ours:
+                del module.__dict__["forward"]
+                if ours.forward != module.forward:  # somebody's own, in the place of the class's
+                    module.__dict__["forward"] = ours.forward
 
 
 def restore(module: PackedModule, plain: dict[str, torch.nn.Parameter]) -> None:

@@ -30,12 +30,10 @@ class Scope:
     ----------
     group : Group
         Whose weights may be put in the workspace.
-    owner : object
-        Who opened it.
     """
 
-    def __init__(self, group: Group, owner: object) -> None:
-        self.space, self.owner = group.workspace, owner
+    def __init__(self, group: Group) -> None:
+        self.space = group.workspace
         self.space.lock.acquire()
         self.space.scopes.append(self)
         if len(self.space.scopes) == 1:
@@ -74,74 +72,45 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     raise TypeError("a module with packed weights was compiled that is called without a tensor")
 
 
-class OpenBlock:
-    """A forward pre-hook of a block: opens a scope and decodes the block's weights, all at once."""
+class BlockForward:
+    """A block's forward pass with a scope open, before which the block's weights are decoded, all at once.
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the block's forward pass."""
-        group = self.group
-        if torch.compiler.is_compiling():
-            if group.whole and not torch.is_grad_enabled():
-                group.flat = torch.ops.tpde.materialize(first_tensor(args, kwargs), group.key)
-            return
-        scope = Scope(group, self)
-        if len(scope.space.scopes) == 1:
-            try:
-                group.fill()
-            except BaseException:  # PyTorch calls no hook after Ctrl-C
-                scope.close()
-                raise
-
-    def close(self) -> None:
-        """Close the scope, if it is the innermost one of this thread."""
-        # A hook that failed before ours opened the scope leaves none to close.
-        space = self.group.workspace
-        if space.thread == get_ident() and space.scopes and space.scopes[-1].owner is self:
-            space.scopes[-1].close()
-
-
-class GuardedForward:
-    """A block's forward pass, after which its scope is closed where PyTorch calls no hooks: after Ctrl-C.
-
-    It takes the place of the method in the module's own attributes.
+    It takes the place of the method in the module's own attributes. Hooks would not do: PyTorch calls none
+    after Ctrl-C, and compiles each on its own where a block is compiled, not the model.
 
     Parameters
     ----------
-    opener : OpenBlock
-        Of the block.
+    group : Group
+        The block's weights.
     forward : callable
         What was there.
+
+    Attributes
+    ----------
+    group : Group or None
+        None when it has been taken out; others may go on calling it.
     """
 
-    def __init__(self, opener: OpenBlock, forward: Callable[..., Any]) -> None:
-        self.opener, self.forward = opener, forward
+    def __init__(self, group: Group, forward: Callable[..., Any]) -> None:
+        self.group: Group | None = group
+        self.forward = forward
         functools.update_wrapper(self, forward)  # transformers looks at the arguments' names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As before."""
-        if torch.compiler.is_compiling():
+        """As before, with the weights at hand."""
+        group = self.group
+        if group is None:
             return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if group.whole and not torch.is_grad_enabled():
+                group.flat = torch.ops.tpde.materialize(first_tensor(args, kwargs), group.key)
+            result = self.forward(*args, **kwargs)
+            group.flat = None
+            return result
+        scope = Scope(group)
         try:
+            if len(scope.space.scopes) == 1:
+                group.fill()
             return self.forward(*args, **kwargs)
-        except Exception:  # the hook closes it
-            raise
-        except BaseException:
-            self.opener.close()
-            raise
-
-
-class CloseBlock:
-    """A forward hook of a block: closes the scope, whether the block succeeded or failed."""
-
-    def __init__(self, opener: OpenBlock) -> None:
-        self.opener = opener
-
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """After it."""
-        if torch.compiler.is_compiling():
-            self.opener.group.flat = None
-            return
-        self.opener.close()
+        finally:
+            scope.close()
