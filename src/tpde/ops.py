@@ -4,19 +4,21 @@ Eager code does not need them: it decodes with `Materializer` and calls the fram
 Compiled code must not see how a weight comes about, only that it depends on something computed just before,
 and must never keep it.
 
-A graph names weights by a *key*, a string, and not by their blobs: as inputs of a graph, blobs would be
+A graph names weights by a *key*, a number, and not by their blobs: as inputs of a graph, blobs would be
 copied into each CUDA graph's own memory, and guarded one by one. A unit gets a new key whenever its blobs
-change or move, so that graphs compiled for the old ones are not used again.
+change or move, so that graphs compiled for the old ones are not used again. Where the compiler sees a second
+number in the place of the first, it makes it an input: blocks that are compiled one by one then share a
+graph.
 
-`tpde::materialize(Tensor after, str key) -> Tensor`
-    All weights of a unit in a fresh buffer, computed after `after`. The buffers of a model's blocks are of
-    one size, so that the allocator takes the same memory for all.
-`tpde::linear(Tensor x, Tensor? bias, str key, bool transposed) -> Tensor`
+`tpde::materialize(Tensor after, SymInt key, SymInt count, ScalarType dtype) -> Tensor`
+    All weights of a unit in a fresh buffer of so many elements, computed after `after`. The buffers of a
+    model's blocks are of one size, so that the allocator takes the same memory for all.
+`tpde::linear(Tensor x, Tensor? bias, SymInt key, bool transposed) -> Tensor`
     `x @ W.T + bias`, or `x @ W + bias`. Keeps no weight for the backward pass, which decodes again.
-`tpde::tiled_linear(Tensor x, Tensor? bias, str key) -> Tensor`
+`tpde::tiled_linear(Tensor x, Tensor? bias, SymInt key) -> Tensor`
     `x @ W.T + bias` for a weight larger than any buffer, which is decoded, multiplied and forgotten a few
     rows at a time, here and in the backward pass.
-`tpde::embedding(Tensor ids, str key) -> Tensor`
+`tpde::embedding(Tensor ids, SymInt key) -> Tensor`
     Rows of a matrix.
 """
 
@@ -36,12 +38,6 @@ from tpde.errors import InvalidInput
 
 class Unit(Protocol):
     """What a key stands for: one weight, or all of a block."""
-
-    flat_dtype: torch.dtype
-
-    @property
-    def capacity(self) -> int:
-        """Elements of `flat_dtype` in a buffer."""
 
     def decode_into(self, out: Tensor) -> None:
         """Decode everything into a buffer of bytes, on the current stream."""
@@ -66,19 +62,19 @@ class WeightUnit(Unit, Protocol):
         """Tiles of one that is larger than any buffer: first row, row after the last, and the rows."""
 
 
-_units: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_units: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(2)  # the compiler makes no inputs of 0 and 1
 
 
-def register(unit: Unit) -> str:
+def register(unit: Unit) -> int:
     """Give a unit a new key; it is valid as long as the unit lives."""
-    key = f"{next(_numbers)}"
+    key = next(_numbers)
     _units[key] = unit
     return key
 
 
-def _unit(key: str) -> Any:
-    unit = _units.get(key)
+def _unit(key: int) -> Any:
+    unit = _units.get(int(key))
     if unit is None:
         raise InvalidInput(
             f"a compiled graph uses packed weights that no longer exist (key {key}); compile the model again"
@@ -87,48 +83,47 @@ def _unit(key: str) -> Any:
 
 
 @custom_op("tpde::materialize", mutates_args=())
-def materialize(after: Tensor, key: str) -> Tensor:
+def materialize(after: Tensor, key: int, count: int, dtype: torch.dtype) -> Tensor:
     """Decode a unit into a fresh buffer."""
     unit = _unit(key)
     unit.release()
-    flat = torch.empty(unit.capacity, dtype=unit.flat_dtype, device=after.device)
+    flat = torch.empty(count, dtype=dtype, device=after.device)
     unit.decode_into(flat.view(torch.uint8))
     return flat
 
 
 @materialize.register_fake
-def _(after: Tensor, key: str) -> Tensor:
-    unit = _unit(key)
-    return after.new_empty((unit.capacity,), dtype=unit.flat_dtype)
+def _(after: Tensor, key: int, count: int, dtype: torch.dtype) -> Tensor:
+    return after.new_empty((count,), dtype=dtype)
 
 
-def _matrix(key: str, transposed: bool) -> Tensor:
+def _matrix(key: int, transposed: bool) -> Tensor:
     """The weight as `F.linear` takes it."""
     weight: Tensor = _unit(key).instead()
     return weight.t() if transposed else weight
 
 
 @custom_op("tpde::linear", mutates_args=())
-def linear(x: Tensor, bias: Tensor | None, key: str, transposed: bool) -> Tensor:
+def linear(x: Tensor, bias: Tensor | None, key: int, transposed: bool) -> Tensor:
     """Multiply by a packed weight."""
     return torch.nn.functional.linear(x, _matrix(key, transposed), bias)
 
 
 @linear.register_fake
-def _(x: Tensor, bias: Tensor | None, key: str, transposed: bool) -> Tensor:
+def _(x: Tensor, bias: Tensor | None, key: int, transposed: bool) -> Tensor:
     shape = _unit(key).shape
     return x.new_empty((*x.shape[:-1], shape[1] if transposed else shape[0]))
 
 
 @custom_op("tpde::linear_backward", mutates_args=())
-def linear_backward(grad: Tensor, key: str, transposed: bool) -> Tensor:
+def linear_backward(grad: Tensor, key: int, transposed: bool) -> Tensor:
     """Gradient of `tpde::linear` with respect to `x`."""
     weight = _matrix(key, transposed)
     return grad.reshape(-1, grad.shape[-1]).mm(weight).view(*grad.shape[:-1], weight.shape[1])
 
 
 @linear_backward.register_fake
-def _(grad: Tensor, key: str, transposed: bool) -> Tensor:
+def _(grad: Tensor, key: int, transposed: bool) -> Tensor:
     shape = _unit(key).shape
     return grad.new_empty((*grad.shape[:-1], shape[0] if transposed else shape[1]))
 
@@ -147,7 +142,7 @@ linear.register_autograd(_linear_backward, setup_context=_keep)
 
 
 @custom_op("tpde::tiled_linear", mutates_args=())
-def tiled_linear(x: Tensor, bias: Tensor | None, key: str) -> Tensor:
+def tiled_linear(x: Tensor, bias: Tensor | None, key: int) -> Tensor:
     """Multiply by a packed weight, tile by tile."""
     unit, out = _unit(key), None
     for begin, end, tile in unit.tiles():
@@ -160,12 +155,12 @@ def tiled_linear(x: Tensor, bias: Tensor | None, key: str) -> Tensor:
 
 
 @tiled_linear.register_fake
-def _(x: Tensor, bias: Tensor | None, key: str) -> Tensor:
+def _(x: Tensor, bias: Tensor | None, key: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], _unit(key).shape[0]))
 
 
 @custom_op("tpde::tiled_linear_backward", mutates_args=())
-def tiled_linear_backward(grad: Tensor, key: str) -> Tensor:
+def tiled_linear_backward(grad: Tensor, key: int) -> Tensor:
     """Gradient of `tpde::tiled_linear` with respect to `x`: the sum over tiles, in their order."""
     flat, unit, total = grad.reshape(-1, grad.shape[-1]), _unit(key), None
     for begin, end, tile in unit.tiles():
@@ -176,7 +171,7 @@ def tiled_linear_backward(grad: Tensor, key: str) -> Tensor:
 
 
 @tiled_linear_backward.register_fake
-def _(grad: Tensor, key: str) -> Tensor:
+def _(grad: Tensor, key: int) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], _unit(key).shape[1]))
 
 
@@ -194,13 +189,13 @@ tiled_linear.register_autograd(_tiled_backward, setup_context=_keep_tiled)
 
 
 @custom_op("tpde::embedding", mutates_args=())
-def embedding(ids: Tensor, key: str) -> Tensor:
+def embedding(ids: Tensor, key: int) -> Tensor:
     """Rows of a packed matrix."""
     rows: Tensor = _unit(key).rows(ids)
     return rows
 
 
 @embedding.register_fake
-def _(ids: Tensor, key: str) -> Tensor:
+def _(ids: Tensor, key: int) -> Tensor:
     unit = _unit(key)
     return ids.new_empty((*ids.shape, unit.shape[1]), dtype=unit.dtype)

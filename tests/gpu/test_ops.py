@@ -113,7 +113,7 @@ def test_operators_are_well_formed() -> None:
     slot = Slot("weight", [(packed, 0)], weight.dtype, weight.shape)
     x = torch.randn(2, 3, 64, device="cuda", requires_grad=True)
     bias = torch.randn(48, device="cuda", requires_grad=True)
-    torch.library.opcheck(ops.materialize, (x.detach(), slot.key))
+    torch.library.opcheck(ops.materialize, (x.detach(), slot.key, 48 * 64, torch.float32))
     torch.library.opcheck(ops.linear, (x, bias, slot.key, False))
     torch.library.opcheck(ops.embedding, (torch.tensor([[3, 5]], device="cuda"), slot.key))
     expected = torch.nn.functional.linear(x, weight, bias)

@@ -102,7 +102,7 @@ def test_operators_are_well_formed(slot: tuple[Slot, Any]) -> None:
     key = slot[0].key
     x, y = torch.randn(2, 3, 64, requires_grad=True), torch.randn(5, 48, requires_grad=True)
     bias = torch.randn(48, requires_grad=True)
-    torch.library.opcheck(ops.materialize, (x.detach(), key))
+    torch.library.opcheck(ops.materialize, (x.detach(), key, 48 * 64, torch.float32))
     torch.library.opcheck(ops.linear, (x, bias, key, False))
     torch.library.opcheck(ops.linear, (x, None, key, False))
     torch.library.opcheck(ops.linear, (y, None, key, True))
@@ -133,7 +133,7 @@ def test_a_key_dies_with_its_unit(slot: tuple[Slot, Any]) -> None:
     key = other.key
     del other
     with pytest.raises(InvalidInput, match="compile the model again"):
-        torch.ops.tpde.materialize(torch.empty(0), key)
+        torch.ops.tpde.materialize(torch.empty(0), key, 48 * 64, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
@@ -160,6 +160,33 @@ def _deep() -> tuple[Any, Any, dict[str, Any]]:
     with torch.no_grad():
         expected = model(**took).logits
     return pack_module(model, min_bytes=0), expected, took
+
+
+def _compile_blocks(model: Any, how: str, backend: Any) -> None:
+    for layer in model.model.layers:
+        if how == "compile":
+            layer.compile(backend=backend, fullgraph=True)
+        else:
+            layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+
+
+@pytest.mark.parametrize("how", ["compile", "forward"])
+def test_blocks_compiled_one_by_one_share_a_program(how: str) -> None:
+    model, expected, took = _deep()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    _compile_blocks(model, how, backend)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_same_bits(model(**took).logits, expected)
+    assert len(graphs) == 2  # of the first block; and with the key as an input
+    for graph in graphs:
+        assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.tpde.materialize)) == 1
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("limit", [1, 3])
@@ -231,4 +258,14 @@ def test_inductor() -> None:
             found = compiled(**took, use_cache=False).logits
             torch.testing.assert_close(found, expected)
             assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_inductor_with_the_key_as_an_input() -> None:
+    model, expected, took = _deep()
+    _compile_blocks(model, "compile", "inductor")
+    with torch.no_grad():
+        torch.testing.assert_close(model(**took).logits, expected)
     torch._dynamo.reset()

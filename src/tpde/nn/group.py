@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -193,10 +193,10 @@ class Group:
             slot.group = self
         self.changed()
 
-    @property
-    def capacity(self) -> int:
-        """Elements of a buffer: as many bytes for all groups of the model."""
-        return self.pool.capacity // self.flat_dtype.itemsize
+    def materialize(self, after: Tensor) -> Tensor:
+        """The weights in a buffer of their own, for compiled code: as many bytes for all groups."""
+        count = self.pool.capacity // self.flat_dtype.itemsize
+        return cast(Tensor, torch.ops.tpde.materialize(after, self.key, count, self.flat_dtype))
 
     def changed(self) -> None:
         """Forget what was derived from the blobs: some are others, or elsewhere."""

@@ -111,7 +111,7 @@ class PackedModule(_Base):
         group = self.tpde_group()
         if group.flat is not None:  # the block did it
             return super().forward(*args, **kwargs)
-        group.flat = torch.ops.tpde.materialize(first_tensor(args, kwargs), group.key)
+        group.flat = group.materialize(first_tensor(args, kwargs))
         result = super().forward(*args, **kwargs)
         group.flat = None
         return result
@@ -119,10 +119,7 @@ class PackedModule(_Base):
     def _tpde_twin(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the module's own class, on an object that has its weights as attributes."""
         after = first_tensor(args, kwargs)
-        weights = {
-            name: torch.ops.tpde.materialize(after, slot.key).view(slot.shape)
-            for name, slot in self.tpde_slots.items()
-        }
+        weights = {name: slot.materialize(after).view(slot.shape) for name, slot in self.tpde_slots.items()}
         return self.tpde_base.forward(_Twin(self, weights), *args, **kwargs)
 
     def tpde_weight(self, name: str) -> Tensor:
@@ -134,7 +131,7 @@ class PackedModule(_Base):
         if torch.compiler.is_compiling():
             if group.flat is None:  # read by other code, often only for its dtype: then it is never computed
                 nothing = torch.empty(0, device=slot.device)
-                return cast(Tensor, torch.ops.tpde.materialize(nothing, slot.key)).view(slot.shape)
+                return slot.materialize(nothing).view(slot.shape)
             return slot.in_buffer(group.flat)
         if slot.together:
             space = group.workspace

@@ -103,7 +103,7 @@ class BlockForward:
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             if group.whole and not torch.is_grad_enabled():
-                group.flat = torch.ops.tpde.materialize(first_tensor(args, kwargs), group.key)
+                group.flat = group.materialize(first_tensor(args, kwargs))
             result = self.forward(*args, **kwargs)
             group.flat = None
             return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -67,7 +67,6 @@ class Slot:
         self.parts = sorted(parts, key=lambda part: part[1])
         self.requires_grad = requires_grad
         self.nbytes = torch.Size(self.shape).numel() * dtype.itemsize
-        self.flat_dtype = dtype
         self.group: Group | None = None
         self.offset = self.tile_bytes = 0
         self.experts: ExpertSource | None = None
@@ -106,10 +105,10 @@ class Slot:
         """Whether all parts are on one device that holds bytes."""
         return self.device.type != "meta" and all(part.device == self.device for part, _ in self.parts)
 
-    @property
-    def capacity(self) -> int:
-        """Elements of a buffer of its own."""
-        return self.nbytes // self.dtype.itemsize
+    def materialize(self, after: Tensor) -> Tensor:
+        """The weight in a buffer of its own, one-dimensional, for compiled code."""
+        count = self.nbytes // self.dtype.itemsize
+        return cast(Tensor, torch.ops.tpde.materialize(after, self.key, count, self.dtype))
 
     def buffer_names(self) -> list[str]:
         """Names of the module's buffers that hold the parts."""
@@ -222,7 +221,7 @@ class Slot:
 
     def __getstate__(self) -> dict[str, Any]:
         # Without its group, which holds a whole block: a copy of the group names itself to its slots.
-        keep = ("name", "parts", "dtype", "shape", "requires_grad", "nbytes", "flat_dtype", "offset")
+        keep = ("name", "parts", "dtype", "shape", "requires_grad", "nbytes", "offset")
         return {name: getattr(self, name) for name in (*keep, "tile_bytes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
