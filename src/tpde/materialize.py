@@ -34,8 +34,8 @@ class Streams(Protocol):
     def chunks(self, packed: Any, first: int, last: int, offset: int) -> Callable[[torch.Tensor], None]:
         """What rebuilds chunks `first` to `last` of a tensor into a buffer, from byte `offset` on."""
 
-    def require_open(self) -> None:
-        """Raise `ReadError` if the chunks were given up."""
+    def opened(self) -> contextlib.AbstractContextManager[None]:
+        """Raise `ReadError` if the chunks were given up; inside, nobody gives them up."""
 
     def watch(self, reader: RowReader) -> None:
         """Raise what a reader of rows has found so far; somebody will ask it again."""
@@ -527,8 +527,12 @@ class RowReader:
             If the rows are read where they are streamed from, and that was closed.
         """
         streams = self.packed.streams
-        if streams is not None:
-            streams.require_open()  # kernels read the host's memory, whether it is there or not
+        # Kernels read the host's memory, whether it is there or not.
+        with contextlib.nullcontext() if streams is None else streams.opened():
+            return self._look_up(ids)
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        streams = self.packed.streams
         if ids.device != self.device or ids.dtype not in (torch.int64, torch.int32):
             raise RuntimeError(
                 f"rows of `{self.packed.name}` on {self.device} are asked for by {ids.dtype} on "

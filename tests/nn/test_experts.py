@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.models import assert_same_bits, inputs, make, outputs, torch
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemorySupply, Probe, SimulatedDevice
 from support.streamed import stream_model, write_blobs
 from torch import nn
 
-from tpde.errors import Corrupt, InvalidInput
+from tpde.errors import Corrupt, InvalidInput, ReadError
 from tpde.nn import finish, pack_module, pack_tensor, packed_modules, replace_parameter, route_experts
 from tpde.nn.experts import fused
 from tpde.streaming.experts import ExpertStore, expert_room
@@ -122,6 +123,34 @@ def test_only_routed_experts_are_fetched(name: str, implementation: str, split: 
         first = {(i % 2, n) for i, numbers in enumerate(wanted) for n in numbers}
         assert ours.store.cache.misses == len(first)
         assert ours.store.cache.hits == 2 * sum(map(len, wanted)) - len(first)
+
+
+def test_closing_waits_for_experts_that_are_being_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Routed(make("mixtral"), tmp_path) as ours:
+        probe, seen, fetch = Probe(ours.streamer._lock), [], ours.store.fetch
+        ours.streamer._lock = probe
+
+        def close() -> None:
+            ours.streamer.close()
+            probe.asked.set()  # had it not waited
+
+        other = threading.Thread(target=close)
+
+        def fetched(*args: Any) -> None:
+            other.start()
+            assert probe.asked.wait(60)
+            seen.append(ours.supply.closed)
+            fetch(*args)
+
+        monkeypatch.setattr(ours.store, "fetch", fetched)
+        with pytest.raises(ReadError, match="was closed"):  # by what is wanted next
+            outputs("mixtral", ours.model, 1)
+        other.join()
+        assert seen == [0]
+        assert ours.supply.closed == 1
+        ours.streamer.device = SimulatedDevice(ROOM)
 
 
 @pytest.mark.parametrize("places", [1, 2, 5])

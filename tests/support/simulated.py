@@ -180,3 +180,18 @@ class MemorySupply:
 
     def close(self) -> None:
         self.closed += 1
+
+
+class Probe:
+    """A lock that tells when a thread waits for it."""
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self.lock, self.asked = lock, threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.asked.set()
+            self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.packed import pack
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemorySupply, Probe, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -360,19 +360,34 @@ def test_the_number_of_bytes_that_are_read_ahead_is_kept(
             assert made.streamer._reading == sum(it.extent.size for it in planned if it.supply is disk)
 
 
-class Probe:
-    """A lock that tells when another thread asks for it."""
+def test_closing_waits_for_rows_that_are_being_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that is launched after closing would read memory that was given back."""
+    with Fixture(tmp_path, [50_000]) as made:
+        tensor = made.tensors[0]
+        monkeypatch.setattr(tensor, "header", replace_shape(tensor.header, (1000, 50)))
+        probe, launched = Probe(made.streamer._lock), []
+        made.streamer._lock = probe
 
-    def __init__(self, lock: threading.RLock) -> None:
-        self.lock, self.owner, self.asked = lock, threading.get_ident(), threading.Event()
+        def close() -> None:
+            made.streamer.close()
+            probe.asked.set()  # had it not waited
 
-    def __enter__(self) -> None:
-        if threading.get_ident() != self.owner:
-            self.asked.set()
-        self.lock.acquire()
+        other = threading.Thread(target=close)
 
-    def __exit__(self, *error: object) -> None:
-        self.lock.release()
+        def launch(*args: object, **options: object) -> None:
+            other.start()
+            assert probe.asked.wait(60)
+            launched.append(made.supply.closed)
+
+        reader = Rows(tensor)
+        monkeypatch.setattr(reader, "_launch", launch)
+        reader(torch.zeros(3, dtype=torch.int64))
+        other.join()
+        assert launched == [0]
+        assert made.supply.closed == 1
+        made.streamer.device = SimulatedDevice(ROOM)
 
 
 def test_recording_begins_between_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -278,10 +279,14 @@ class ModuleExperts:
         ReadError
             If the weights were closed.
         """
-        for slot in self._slots:
-            source = slot.parts[0][0].streams
-            if source is not None:
-                source.require_open()
+        with ExitStack() as opened:
+            for slot in self._slots:
+                source = slot.parts[0][0].streams
+                if source is not None:
+                    opened.enter_context(source.opened())
+            self._fetch(numbers, out)
+
+    def _fetch(self, numbers: Sequence[int], out: Tensor) -> None:
         offsets = [slot.offset for slot in self._slots]
         if offsets != self._offsets:  # others since `finish` was called again
             self._experts.clear()

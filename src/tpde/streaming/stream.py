@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -202,6 +203,19 @@ class Streamer:
         """
         if self._closed:
             raise ReadError("the streamed model was closed, and cannot be used any more; load it again")
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let bytes be read where they lie: `close` waits meanwhile, and then for what was queued.
+
+        Raises
+        ------
+        ReadError
+            After `close`.
+        """
+        with self._lock:
+            self.require_open()
+            yield
 
     def watch(self, reader: Watched) -> None:
         """Let `check` ask a reader, too: it reads bytes where they lie, without their being brought.
