@@ -176,6 +176,18 @@ def test_llama_caches_keys_and_values():
     assert cache_bytes(model, 1000, 2) == 3 * layer * 1.25 + layer
 
 
+def test_windows_are_cut_out_of_whole_prompts():
+    """Transformers' own cache holds what it shows no more, so that it has to be counted."""
+    model = make("mistral")  # 2 layers, 2 heads of 16, all with a window of 6
+    with torch.no_grad():
+        cache = model(**inputs("mistral", 1, 800), use_cache=True).past_key_values
+    kept = [it for layer in cache.layers for it in (layer.keys, layer.values)]
+    assert {it.shape[-2] for it in kept} == {5}
+    layer = 2 * 2 * 16 * 2 * 800
+    assert sum(it.untyped_storage().nbytes() for it in kept) == 2 * layer
+    assert cache_bytes(model, 800, 2) == 2 * layer * 1.25 + layer
+
+
 def test_encoders_cache_nothing():
     assert cache_bytes(make("bert"), 1000, 2) == 0
 

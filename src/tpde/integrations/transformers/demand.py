@@ -51,8 +51,9 @@ def demand_of(
 def cache_bytes(model: Any, max_tokens: int, itemsize: int, only: Collection[str] | None = None) -> int:
     """Keys and values of all tokens, as a cache that grows by `torch.cat` holds them; 0 for encoders.
 
-    While a layer's are joined with a token's, they are there twice. With `only`, those of the blocks that
-    have one of these parameters.
+    While a layer's are joined with a token's, they are there twice. Layers that look at a window count in
+    full: what they keep is a view of the whole prompt's, until the next token. With `only`, those of the
+    blocks that have one of these parameters.
     """
     config = model.config.get_text_config()
     if not _can_cache(model):
