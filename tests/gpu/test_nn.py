@@ -163,6 +163,23 @@ def test_compiled(mode: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_block_by_block(mode: str) -> None:
+    """From the second block on, the key is an input: a graph that is recorded holds one of them."""
+    model = make("llama", torch.float32, "cuda")
+    took = inputs("llama", 2, 8, "cuda")["input_ids"]
+    with torch.no_grad():
+        expected = model(took, use_cache=False).logits
+        pack_module(model, min_bytes=0)
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, mode=None if mode == "default" else mode)
+        for run in range(4):
+            found = model(took, use_cache=False).logits
+            worst = (found - expected).abs().max().item()
+            assert worst < 1e-3, f"run {run}: logits differ by {worst}"
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", CAUSAL)
 def test_gradients(name: str) -> None:
     """Gradients to the embeddings' output; the attention's own must be deterministic."""
