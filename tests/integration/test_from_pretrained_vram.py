@@ -26,7 +26,6 @@ from tpde.streaming.experts import expert_room
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.integrations.streaming import loading as loading_under  # noqa: E402
-from tpde.integrations.streaming import plain as plain_weights  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
 
 MIXED = ("host", "packed", "disk", "plain")
@@ -115,31 +114,6 @@ def test_all_fits(monkeypatch: pytest.MonkeyPatch, llama: Pair, tmp_path: Path) 
     with torch.no_grad():
         plain = llama.kind.from_pretrained(llama.plain)
         assert_same_bits(outputs("llama", model, 2), outputs("llama", plain, 2))
-
-
-@pytest.mark.parametrize("most", [0, 20_000, 60_000])
-def test_room_for_blobs_shrinks_with_them(most: int, monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
-    """When the last weights are decoded, there may be room for little else than the plain model."""
-    rooms: list[tuple[int, int]] = []
-    counts: list[int] = []
-    real = plain_weights.fill
-
-    def fill(tensors: Any, extents: Any) -> None:
-        rooms.append((sum(-(-it.size // 256) * 256 for it in extents), tensors[0].untyped_storage().nbytes()))
-        counts.append(len(extents))
-        real(tensors, extents)
-
-    monkeypatch.setattr(plain_weights, "fill", fill)
-    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 0)
-    monkeypatch.setattr(plain_weights, "BATCH_BYTES", most)
-    with simulated(monkeypatch):
-        load(llama.packed)
-    for i, (size, room) in enumerate(rooms):
-        left = max(size for size, _ in rooms[i:])
-        assert left <= room <= 2 * left
-        assert counts[i] == 1 or size <= most
-    assert (max(counts) == 1) == (not most)
-    assert most or len({room for _, room in rooms}) > 1
 
 
 @pytest.mark.parametrize("name", CAUSAL)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,41 @@ def test_a_file_that_is_too_short(source: FileSource, tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"gone")  # it shrinks while it is open
     with pytest.raises(Truncated, match="needed"):
         read_extents([Extent(source, 0, 300_000, "w")], CPU)
+
+
+def test_what_is_complete_is_used_while_others_are_read(
+    source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last group waits here until the first one was used."""
+    monkeypatch.setattr(reading, "GROUP_BYTES", 100_000)
+    used, numbers, real = threading.Event(), list[int](), FileSource.read_into
+
+    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+        assert offset < 200_000 or used.wait(60), "the first group is not used while the last is read"
+        real(source, offset, out)
+
+    def use(number: int, tensor: Any) -> None:
+        whole = torch.empty(100_000, dtype=torch.uint8)
+        real(source, extents[number].offset, whole.numpy().data)
+        assert torch.equal(tensor, whole)
+        numbers.append(number)
+        used.set()
+
+    monkeypatch.setattr(FileSource, "read_into", read_into)
+    extents = [Extent(source, at, 100_000, "x") for at in (200_000, 0, 100_000)]
+    read_extents(extents, CPU, use)
+    assert numbers == [1, 2, 0]
+
+
+def test_using_that_fails(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "GROUP_BYTES", 1)
+
+    def use(number: int, tensor: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_extents([Extent(source, at, 1000, "x") for at in range(0, 300_000, 1000)], CPU, use)
+    assert not [it for it in threading.enumerate() if it.name.startswith("tpde-read")]
 
 
 def test_running_out_while_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,8 +143,13 @@ class Checkpoint:
         OutOfMemory
             If they do not fit.
         """
-        blobs = read_extents([it.extent for it in stored], device)
-        return [it.checked(PackedTensor(blob, it.name)) for blob, it in zip(blobs, stored, strict=True)]
+        opened: dict[int, PackedTensor] = {}
+
+        def use(i: int, blob: torch.Tensor) -> None:
+            opened[i] = stored[i].checked(PackedTensor(blob, stored[i].name))
+
+        read_extents([it.extent for it in stored], device, use)
+        return [opened[i] for i in range(len(stored))]
 
     def decode(self, stored: Stored, device: torch.device) -> torch.Tensor:
         """Read a tensor to a device, and decode it there if it is large."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -16,11 +15,16 @@ from tpde.memory import free_bytes, gib, require
 from tpde.packing.writer import default_threads
 
 PIECE_BYTES = 8 << 20  # of a read: fewer and larger reads are no faster from the page cache
+GROUP_BYTES = 256 << 20  # that are complete, and used, while others are read
 READERS = 8  # threads: from the page cache to a GPU four moved 23 GB/s, eight 34
 _SMALL = 1 << 20  # larger allocations come out of the caching allocator's large blocks
 
 
-def read_extents(extents: Sequence[Extent], device: torch.device) -> list[torch.Tensor]:
+def read_extents(
+    extents: Sequence[Extent],
+    device: torch.device,
+    use: Callable[[int, torch.Tensor], None] = lambda i, tensor: None,
+) -> list[torch.Tensor]:
     """Read extents into one uint8 tensor each, in memory of its own.
 
     Parameters
@@ -29,6 +33,9 @@ def read_extents(extents: Sequence[Extent], device: torch.device) -> list[torch.
         Read in the order of files and offsets, whatever theirs.
     device : torch.device
         CPU or CUDA. Host memory beside the tensors is at most 128 MiB, pinned for CUDA.
+    use : callable, optional
+        Called with the number of each extent and its tensor, which is complete, while others are read; in
+        this thread, in the order of reading.
 
     Returns
     -------
@@ -44,8 +51,35 @@ def read_extents(extents: Sequence[Extent], device: torch.device) -> list[torch.
     """
     _check(extents)
     tensors = _allocate([extent.size for extent in extents], device)
-    fill(tensors, extents)
+    with Reader(device) as reader:
+        begun = [
+            (group, reader.begin([tensors[i] for i in group], [extents[i] for i in group]))
+            for group in _groups(extents)
+        ]
+        for group, reading in begun:
+            reading.wait()
+            for i in group:
+                use(i, tensors[i])
     return tensors
+
+
+def _groups(extents: Sequence[Extent]) -> Iterator[list[int]]:
+    """Numbers of extents in the order of files and offsets, a few at a time."""
+    group: list[int] = []
+    size = 0
+    for i in _in_order(extents):
+        group.append(i)
+        size += extents[i].size
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _in_order(extents: Sequence[Extent]) -> list[int]:
+    """Numbers of extents in the order of files and offsets."""
+    return sorted(range(len(extents)), key=lambda i: (extents[i].source.name, extents[i].offset))
 
 
 def _check(extents: Sequence[Extent]) -> None:
@@ -64,45 +98,93 @@ def _check(extents: Sequence[Extent]) -> None:
             )
 
 
-def fill(tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> None:
-    """Read extents into tensors of their sizes, all on one device; complete when this returns.
+class Reader:
+    """Reads extents into tensors on a few threads; what was asked for first is read first.
 
-    Raises
-    ------
-    Truncated
-        If a file ends before an extent does.
+    Leaving its context leaves no thread behind, however that happens: each finishes the piece that it is at.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of all tensors, CPU or CUDA. Host memory beside them is at most 128 MiB, pinned for CUDA.
     """
-    if not tensors:
-        return
-    device = tensors[0].device
-    order = sorted(range(len(extents)), key=lambda i: (extents[i].source.name, extents[i].offset))
-    pieces = [
-        (i, at, min(PIECE_BYTES, extents[i].size - at))
-        for i in order
-        for at in range(0, extents[i].size, PIECE_BYTES)
-    ]
-    readers = min(READERS, default_threads(), len(pieces))
-    if readers == 0:
-        return
-    work = _Pieces(pieces)
-    if device.type == "cpu":
-        read = functools.partial(_to_host, work, extents, tensors)
-    else:
-        read = functools.partial(_to_device, work, extents, tensors, torch.cuda.current_stream(device))
-    with ThreadPoolExecutor(readers, "tpde-read") as pool:
-        jobs = [pool.submit(read) for _ in range(readers)]
-        try:
-            for job in jobs:
-                job.result()
-        finally:
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._threads = device, min(READERS, default_threads())
+        self._pool = ThreadPoolExecutor(self._threads, "tpde-read")
+        self._begun: list[_Work] = []
+        self._lanes = threading.local()
+
+    def begin(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Reading:
+        """Read extents into tensors of their sizes, once all that was begun before is being read.
+
+        Their memory may still be in use by what the current stream was given so far.
+        """
+        work = _Work(tensors, extents)
+        main = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device)
+        self._begun.append(work)
+
+        def read() -> None:
+            try:
+                if main is None:
+                    _to_host(work)
+                else:
+                    self._lane().read(work, main)
+            except BaseException:
+                work.stop()  # nobody wants the rest
+                raise
+
+        return Reading(work, [self._pool.submit(read) for _ in range(min(self._threads, len(work)))])
+
+    def _lane(self) -> _Lane:
+        """What the calling thread reads with."""
+        if not hasattr(self._lanes, "own"):
+            self._lanes.own = _Lane(self._device)
+        own: _Lane = self._lanes.own
+        return own
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for work in self._begun:
             work.stop()
+        self._pool.shutdown(cancel_futures=True)
 
 
-class _Pieces:
-    """Pieces of extents, handed to whichever thread asks next."""
+class Reading:
+    """Extents that are being read."""
 
-    def __init__(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        self._pieces, self._next, self._lock = pieces, 0, threading.Lock()
+    def __init__(self, work: _Work, jobs: Sequence[Future[None]]) -> None:
+        self._work, self._jobs = work, jobs
+
+    def wait(self) -> None:
+        """Wait until the tensors are complete.
+
+        Raises
+        ------
+        Truncated
+            If a file ends before an extent does.
+        """
+        for job in self._jobs:
+            job.result()
+        self._work.tensors.clear()  # the caller may give them back
+
+
+class _Work:
+    """Pieces of extents, handed to whichever thread asks next: the number of the extent, where, how many."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> None:
+        self.tensors, self.extents = list(tensors), extents
+        self._pieces = [
+            (i, at, min(PIECE_BYTES, extents[i].size - at))
+            for i in _in_order(extents)
+            for at in range(0, extents[i].size, PIECE_BYTES)
+        ]
+        self._next, self._lock = 0, threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._pieces)
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
         while True:
@@ -147,31 +229,34 @@ def _allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
         ) from None
 
 
-def _to_host(work: _Pieces, extents: Sequence[Extent], tensors: Sequence[torch.Tensor]) -> None:
+def _to_host(work: _Work) -> None:
     for i, at, size in work:
-        out = tensors[i][at : at + size].numpy()
-        extents[i].source.read_into(extents[i].offset + at, out.data)
+        it, out = work.extents[i], work.tensors[i][at : at + size].numpy()
+        it.source.read_into(it.offset + at, out.data)
 
 
-def _to_device(
-    work: _Pieces, extents: Sequence[Extent], tensors: Sequence[torch.Tensor], main: torch.cuda.Stream
-) -> None:
-    """Read into two pinned buffers in turn, and copy each on a stream of this thread's own."""
-    device = main.device
-    with torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(main)  # the tensors' memory may still be in use there
-        buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        copied = [torch.cuda.Event() for _ in buffers]  # type: ignore[no-untyped-call]
-        turn = 0
-        try:
-            for i, at, size in work:
-                buffer = buffers[turn]
-                copied[turn].synchronize()  # returns at once the first time
-                extents[i].source.read_into(extents[i].offset + at, buffer[:size].numpy().data)
-                with torch.cuda.stream(stream):
-                    tensors[i][at : at + size].copy_(buffer[:size], non_blocking=True)
-                copied[turn].record(stream)
-                turn = 1 - turn
-        finally:
-            stream.synchronize()
+class _Lane:
+    """Copies what a thread reads: into two pinned buffers in turn, and from there on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
+
+    def read(self, work: _Work, main: torch.cuda.Stream) -> None:
+        """Read pieces until there are no more, and wait for the last copy."""
+        with torch.cuda.device(main.device):
+            self._stream.wait_stream(main)  # the tensors' memory may still be in use there
+            turn = 0
+            try:
+                for i, at, size in work:
+                    it, buffer, copied = work.extents[i], self._buffers[turn], self._copied[turn]
+                    copied.synchronize()  # returns at once the first time
+                    it.source.read_into(it.offset + at, buffer[:size].numpy().data)
+                    with torch.cuda.stream(self._stream):
+                        work.tensors[i][at : at + size].copy_(buffer[:size], non_blocking=True)
+                    copied.record(self._stream)
+                    turn = 1 - turn
+            finally:
+                self._stream.synchronize()

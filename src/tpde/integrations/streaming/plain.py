@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,13 +14,13 @@ from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.integrations.checkpoint import Stored
 from tpde.integrations.place import place
-from tpde.integrations.reading import fill
+from tpde.integrations.reading import Reader, Reading
 from tpde.integrations.runs import Run
 from tpde.materialize import Materializer, PackedTensor
 from tpde.memory import allocate
 
+SCRATCH_BYTES = 512 << 20  # packed, on the device at a time, where there is room: half is read, half decoded
 SCRATCH_LEAST = 20 << 20  # smaller memory shares a segment of the caching allocator, and does not go back
-BATCH_BYTES = 512 << 20  # read at a time, where there is room: a read takes 7 ms beside its bytes
 
 
 class _Wanted(NamedTuple):
@@ -51,14 +52,83 @@ def _batches(runs: Mapping[str, Run[Stored]], room: int) -> Iterator[list[_Wante
         yield batch
 
 
+class _Scratch:
+    """Device memory for blobs until they are decoded: batches take turns at its two ends.
+
+    One buffer, in a segment of its own that goes back whole. It shrinks with what is left to decode: at the
+    end all plain weights are there, and maybe no more room than for these.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Of the batches, in order.
+    room : int
+        Bytes that it may have whatever is left. For larger batches, it has at most twice what the largest of
+        them takes.
+    device : torch.device
+        Where.
+    """
+
+    def __init__(self, sizes: Sequence[int], room: int, device: torch.device) -> None:
+        self._sizes, self._room, self._device = sizes, room, device
+        self._both = [a + b <= room for a, b in pairwise((*sizes, room + 1))]
+        needs = [a + b * both for a, b, both in zip(sizes, (*sizes[1:], 0), self._both, strict=True)]
+        self._left = list(accumulate(reversed(needs), max))[::-1]  # the most that is needed from each on
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def _suits(self, number: int) -> bool:
+        left, have = self._left[number], self._memory.numel()
+        return left <= have <= (self._room if left <= self._room else max(2 * left, SCRATCH_LEAST))
+
+    def has_both(self, number: int) -> bool:
+        """Whether the next batch may be read while this one is still there."""
+        return self._both[number] and self._suits(number + 1)
+
+    def place(self, number: int, batch: Sequence[_Wanted]) -> list[torch.Tensor]:
+        """Memory for the blobs of a batch. Of those before, the last may be there if `has_both` said so."""
+        if not self._suits(number):
+            self.free()
+            self._memory = allocate(
+                self._left[number], self._device, "the room that plain weights are decoded from"
+            )
+        begin = self._memory.numel() - self._sizes[number] if number % 2 else 0
+        starts = accumulate((it.room for it in batch), initial=begin)
+        return [self._memory[at : at + it.part.extent.size] for at, it in zip(starts, batch, strict=False)]
+
+    def free(self) -> None:
+        """Give it back; nothing else may hold any of it."""
+        self._memory = self._memory.new_empty(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Decoder:
+    """Decodes batches of blobs into parameters of a model, and puts these there."""
+
+    def __init__(self, model: nn.Module, runs: Mapping[str, Run[Stored]], device: torch.device) -> None:
+        self._model, self._runs, self._device = model, runs, device
+        self._flat = torch.empty(0, dtype=torch.uint8, device=device)  # of a parameter that is not complete
+
+    def __call__(self, batch: Sequence[_Wanted], blobs: Sequence[torch.Tensor]) -> None:
+        for blob, it in zip(blobs, batch, strict=True):
+            run = self._runs[it.name]
+            if not it.at:
+                size = align(max(run.nbytes, 1), ALIGN_BLOB)
+                self._flat = allocate(size, self._device, f"`{it.name}`, decoded,")
+            packed = it.part.checked(PackedTensor(blob, it.part.name))
+            Materializer([(packed, it.at)], self._device)(self._flat)
+            if it.last:
+                place(self._model, it.name, self._flat[: run.nbytes].view(run.dtype).view(run.shape))
+
+
 def decode_runs(
     model: nn.Module,
     runs: Mapping[str, Run[Stored]],
     device: torch.device,
     progress: Callable[[int], None] | None,
-    room: int = BATCH_BYTES,
+    room: int = SCRATCH_BYTES,
 ) -> None:
-    """Put parameters into a model plain, a few tensors of the files at a time.
+    """Put parameters into a model plain, a few tensors of the files at a time; others are read meanwhile.
 
     Parameters
     ----------
@@ -76,6 +146,8 @@ def decode_runs(
 
     Raises
     ------
+    Truncated
+        If a file ends before a blob does.
     Corrupt
         Naming tensor and chunk.
     OutOfMemory
@@ -83,32 +155,27 @@ def decode_runs(
     """
     if not runs:
         return
-    batches = list(_batches(runs, min(room, BATCH_BYTES)))
-    sizes = [sum(it.room for it in batch) for batch in batches]
-    left = list(accumulate(reversed(sizes), max))[::-1]  # the most that is needed from each on
-    # One buffer for all blobs, in a segment of its own that goes back whole. It shrinks with them: at the end
-    # all plain weights are there, and maybe no more room than for these.
-    scratch = flat = torch.empty(0, dtype=torch.uint8, device=device)
-    with torch.inference_mode(False):
-        for largest, batch in zip(left, batches, strict=True):
-            if scratch.numel() < largest or scratch.numel() >= max(2 * largest, SCRATCH_LEAST):
-                scratch = blobs = blob = packed = None  # type: ignore[assignment]
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-                scratch = allocate(largest, device, "the room that plain weights are decoded from")
-            starts = accumulate((it.room for it in batch), initial=0)
-            blobs = [scratch[at : at + it.part.extent.size] for at, it in zip(starts, batch, strict=False)]
-            fill(blobs, [it.part.extent for it in batch])
-            for blob, it in zip(blobs, batch, strict=True):
-                run = runs[it.name]
-                if not it.at:
-                    flat = allocate(align(max(run.nbytes, 1), ALIGN_BLOB), device, f"`{it.name}`, decoded,")
-                packed = it.part.checked(PackedTensor(blob, it.part.name))
-                Materializer([(packed, it.at)], device)(flat)
-                if progress is not None:
-                    progress(it.part.extent.size)
-                if it.last:
-                    place(model, it.name, flat[: run.nbytes].view(run.dtype).view(run.shape))
-        del scratch, blobs, blob, packed
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    room = min(room, SCRATCH_BYTES)
+    batches = list(_batches(runs, room // 2))
+    scratch = _Scratch([sum(it.room for it in batch) for batch in batches], room, device)
+    decode = _Decoder(model, runs, device)
+    begun: deque[tuple[list[torch.Tensor], Reading]] = deque()
+
+    with torch.inference_mode(False), Reader(device) as reader:
+
+        def begin(number: int) -> None:
+            blobs = scratch.place(number, batches[number])
+            begun.append((blobs, reader.begin(blobs, [it.part.extent for it in batches[number]])))
+
+        for number, batch in enumerate(batches):
+            if not begun:
+                begin(number)
+            if scratch.has_both(number):
+                begin(number + 1)
+            blobs, reading = begun.popleft()
+            reading.wait()
+            decode(batch, blobs)
+            del blobs
+            if progress is not None:
+                progress(sum(it.part.extent.size for it in batch))
+    scratch.free()

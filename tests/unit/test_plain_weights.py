@@ -1,0 +1,218 @@
+"""Weights that are kept plain: each batch is read while the one before is decoded, in the room there is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+import tpde.torch as packed_torch  # noqa: E402
+from tpde.errors import Corrupt, Truncated  # noqa: E402
+from tpde.format.source import Extent, FileSource  # noqa: E402
+from tpde.integrations import reading  # noqa: E402
+from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
+from tpde.integrations.runs import Run  # noqa: E402
+from tpde.integrations.streaming import plain  # noqa: E402
+from tpde.integrations.streaming.plain import decode_runs  # noqa: E402
+
+CPU = torch.device("cpu")
+COUNT, ROWS = 9, 64
+NAMES = [f"{i}.weight" for i in range(COUNT)]
+
+
+@pytest.fixture
+def weights() -> dict[str, Any]:
+    """Nine matrices, the first three of them larger."""
+    torch.manual_seed(0)
+    widths = [256 if i < 3 else 128 for i in range(COUNT)]
+    return {
+        name: torch.randn(ROWS, width).to(torch.bfloat16) for name, width in zip(NAMES, widths, strict=True)
+    }
+
+
+@pytest.fixture
+def checkpoint(weights: dict[str, Any], tmp_path: Path) -> Iterator[Checkpoint]:
+    path = tmp_path / "model.safetensors"
+    packed_torch.save_file(weights, path)
+    with Checkpoint([path]) as found:
+        yield found
+
+
+def runs_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {name: Run(it.spec.shape, it.dtype, [it]) for name, it in checkpoint.packed.items()}
+
+
+def model_of(weights: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        made = [torch.nn.Linear(it.shape[1], ROWS, bias=False, dtype=it.dtype) for it in weights.values()]
+        return torch.nn.Sequential(*made)
+
+
+def threads() -> list[str]:
+    """Those that read."""
+    return [it.name for it in threading.enumerate() if it.name.startswith("tpde-read")]
+
+
+class Watched:
+    """Notes what is read and decoded, and where in the room for blobs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, str]] = []
+        self.rooms: list[int] = []
+        self._held: dict[str, tuple[int, int]] = {}
+        begin, decoder = plain.Reader.begin, plain.Materializer
+
+        def begun(reader: Any, tensors: Sequence[Any], extents: Sequence[Extent]) -> Any:
+            for tensor, extent in zip(tensors, extents, strict=True):
+                first, size = tensor.data_ptr(), tensor.numel()
+                for other, (start, length) in self._held.items():
+                    assert first + size <= start or start + length <= first, f"{extent.name} over {other}"
+                self._held[extent.name] = first, size
+                self.log.append(("read", extent.name))
+                self.rooms.append(tensor.untyped_storage().nbytes())
+            return begin(reader, tensors, extents)
+
+        def decoded(items: Any, device: Any) -> Any:
+            ((packed, _),) = items
+            done = decoder(items, device)
+
+            def decode(out: Any) -> None:
+                done(out)
+                self.log.append(("decoded", packed.name))
+                del self._held[packed.name]
+
+            return decode
+
+        monkeypatch.setattr(plain.Reader, "begin", begun)
+        monkeypatch.setattr(plain, "Materializer", decoded)
+
+    def ahead(self) -> int:
+        """How many tensors were being read, at most, when one was decoded."""
+        reading = most = 0
+        for what, _ in self.log:
+            reading += 1 if what == "read" else -1
+            most = max(most, reading)
+        return most
+
+
+def decode(model: Any, checkpoint: Checkpoint, room: int) -> list[int]:
+    told: list[int] = []
+    decode_runs(model, runs_of(checkpoint), CPU, told.append, room)
+    return told
+
+
+@pytest.mark.parametrize("fit", [0.0, 0.5, 1.0, 2.0, 2.5, 4.0, 6.0, 100.0])
+def test_bits_and_room(
+    fit: float, weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits, order and room, with room for so many of the smaller blobs."""
+    monkeypatch.setattr(plain, "SCRATCH_LEAST", 0)
+    sizes = {name: -(-it.extent.size // 256) * 256 for name, it in checkpoint.packed.items()}
+    room = int(fit * max(sizes[name] for name in NAMES[3:]))
+    watched, model = Watched(monkeypatch), model_of(weights)
+    told = decode(model, checkpoint, room)
+    for name, it in model.named_parameters():
+        assert torch.equal(it.detach().view(torch.int16), weights[name].view(torch.int16)), name
+    for what in ("read", "decoded"):
+        assert [name for it, name in watched.log if it == what] == NAMES
+    assert sum(told) == sum(it.extent.size for it in checkpoint.packed.values())
+    for i, have in enumerate(watched.rooms):
+        largest = max(sizes[name] for name in NAMES[i:])
+        assert have <= (room if largest <= room else 2 * largest)
+    assert (watched.ahead() > 1) == (fit >= 2)
+    assert not threads()
+
+
+def test_a_batch_is_read_while_the_one_before_is_decoded(
+    weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding the first waits here until the second is being read."""
+    read = threading.Event()
+    real, second = FileSource.read_into, checkpoint.packed[NAMES[1]].extent
+
+    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+        real(source, offset, out)
+        if offset == second.offset and threading.current_thread().name.startswith("tpde-read"):
+            read.set()
+
+    monkeypatch.setattr(FileSource, "read_into", read_into)
+    decoder = plain.Materializer
+
+    def decoded(items: Any, device: Any) -> Any:
+        assert read.wait(60), "the second batch is not read before the first is decoded"
+        return decoder(items, device)
+
+    monkeypatch.setattr(plain, "Materializer", decoded)
+    decode(model_of(weights), checkpoint, 2 * max(it.extent.size + 256 for it in checkpoint.packed.values()))
+
+
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[4], NAMES[-1]])
+def test_a_read_that_fails(
+    name: str, weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read before is decoded; what would be read after it is not."""
+    real, at = FileSource.read_into, checkpoint.packed[name].extent.offset
+
+    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+        if offset == at and threading.current_thread().name.startswith("tpde-read"):
+            raise Truncated("the disk ends here")
+        real(source, offset, out)
+
+    monkeypatch.setattr(FileSource, "read_into", read_into)
+    watched = Watched(monkeypatch)
+    room = 2 * max(it.extent.size + 256 for it in checkpoint.packed.values())
+    with pytest.raises(Truncated, match="ends here"):
+        decode(model_of(weights), checkpoint, room)
+    assert not threads()
+    assert ("decoded", name) not in watched.log
+    assert {it for what, it in watched.log if what == "decoded"} <= set(NAMES[: NAMES.index(name)])
+
+
+class Stop(BaseException):
+    """As Ctrl-C."""
+
+
+@pytest.mark.parametrize("error", [Corrupt("damaged"), Stop()], ids=["damage", "interrupt"])
+def test_decoding_that_fails(
+    error: BaseException,
+    weights: dict[str, Any],
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever ends it while others are read: no thread is left, and what nobody reads yet stays unread."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", 512)
+    monkeypatch.setattr(reading, "READERS", 1)
+    going, stopped, seen = threading.Event(), threading.Event(), list[int]()
+    second, real = checkpoint.packed[NAMES[1]].extent, FileSource.read_into
+    stop, stops = reading._Work.stop, list[Any]()
+
+    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+        real(source, offset, out)
+        if second.offset <= offset < second.offset + second.size and out.nbytes == 512:
+            seen.append(offset)
+            going.set()
+            assert stopped.wait(60), "reading is not told to stop"
+
+    def decoded(*_: Any) -> Any:
+        assert going.wait(60)
+        raise error
+
+    def stop_(work: Any) -> None:
+        stop(work)
+        stops.append(work)
+        if len(stops) == 2:  # of the batch that failed, and of the next
+            stopped.set()
+
+    monkeypatch.setattr(reading._Work, "stop", stop_)
+    monkeypatch.setattr(FileSource, "read_into", read_into)
+    monkeypatch.setattr(plain, "Materializer", decoded)
+    room = 2 * max(it.extent.size + 256 for it in checkpoint.packed.values())
+    with pytest.raises(type(error)):
+        decode(model_of(weights), checkpoint, room)
+    assert len(seen) == 1
+    assert not threads()
