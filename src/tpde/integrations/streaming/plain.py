@@ -67,30 +67,27 @@ class _Scratch:
         them takes.
     device : torch.device
         Where.
+
+    Attributes
+    ----------
+    both : list of bool
+        For each batch, whether there is room for it and the next one.
     """
 
     def __init__(self, sizes: Sequence[int], room: int, device: torch.device) -> None:
         self._sizes, self._room, self._device = sizes, room, device
-        self._both = [a + b <= room for a, b in pairwise((*sizes, room + 1))]
-        needs = [a + b * both for a, b, both in zip(sizes, (*sizes[1:], 0), self._both, strict=True)]
+        self.both = [a + b <= room for a, b in pairwise((*sizes, room + 1))]
+        needs = [a + b * both for a, b, both in zip(sizes, (*sizes[1:], 0), self.both, strict=True)]
         self._left = list(accumulate(reversed(needs), max))[::-1]  # the most that is needed from each on
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def _suits(self, number: int) -> bool:
-        left, have = self._left[number], self._memory.numel()
-        return left <= have <= (self._room if left <= self._room else max(2 * left, SCRATCH_LEAST))
-
-    def has_both(self, number: int) -> bool:
-        """Whether the next batch may be read while this one is still there."""
-        return self._both[number] and self._suits(number + 1)
-
     def place(self, number: int, batch: Sequence[_Wanted]) -> list[torch.Tensor]:
-        """Memory for the blobs of a batch. Of those before, the last may be there if `has_both` said so."""
-        if not self._suits(number):
+        """Memory for the blobs of a batch. That of the one before stays if there is room for both."""
+        left, have = self._left[number], self._memory.numel()
+        most = self._room if left <= self._room else max(2 * left, SCRATCH_LEAST)
+        if not left <= have <= most:  # never if there was room for both
             self.free()
-            self._memory = allocate(
-                self._left[number], self._device, "the room that plain weights are decoded from"
-            )
+            self._memory = allocate(left, self._device, "the room that plain weights are decoded from")
         begin = self._memory.numel() - self._sizes[number] if number % 2 else 0
         starts = accumulate((it.room for it in batch), initial=begin)
         return [self._memory[at : at + it.part.extent.size] for at, it in zip(starts, batch, strict=False)]
@@ -170,7 +167,7 @@ def decode_runs(
         for number, batch in enumerate(batches):
             if not begun:
                 begin(number)
-            if scratch.has_both(number):
+            if scratch.both[number]:
                 begin(number + 1)
             blobs, reading = begun.popleft()
             reading.wait()
