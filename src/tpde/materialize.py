@@ -90,15 +90,15 @@ class PackedTensor:
         head = blob[:MAX_FIXED_BYTES].cpu().numpy().tobytes()
         try:
             header = parse_blob_header(head, blob.numel())
+            start = blob[: max(header.chunks_at, MAX_FIXED_BYTES)].cpu().numpy()
             if blob.device.type == "cpu":
                 reader = BlobReader(BytesSource(blob.numpy(), self.name), 0, blob.numel())
             else:  # checks header, tables and index map; chunks stay on the device
-                start = blob[: max(header.chunks_at, MAX_FIXED_BYTES)].cpu().numpy()
                 reader = BlobReader(_Start(start, self.name, blob.numel()), 0, blob.numel())
         except (Corrupt, Truncated, UnsupportedVersion) as error:
             raise named(error, self.name) from error
         self.header = header
-        self._section = blob[header.tables_at : header.index_at].cpu().numpy().tobytes()
+        self._section = start[header.tables_at : header.index_at].tobytes()
         self._place(blob, reader if blob.device.type == "cpu" else None)
 
     def _place(self, blob: torch.Tensor, reader: BlobReader | None) -> None:

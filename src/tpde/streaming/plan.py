@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from tpde.errors import OutOfMemory
@@ -134,11 +135,11 @@ def _layouts(tallies: Iterable[Tally], tile: bool) -> Iterator[_Layout]:
                     yield _Layout(made, tiled, workspace, slots, piece)
 
 
-def _work(layout: _Layout, units: Sequence[Unit], demand: Demand, calls: int) -> Work:
+def _work(layout: _Layout, read: int, calls: int) -> Work:
     made, piece = layout.tally, layout.piece
-    read = demand.plain + sum(unit.plain for unit in units if not unit.rows)
-    launches = copied = passing = pieces = streamed = disk = 0
+    decoded = launches = copied = passing = pieces = streamed = disk = 0
     for unit in made.decoded:
+        decoded += unit.plain
         turns = -(-unit.plain // layout.workspace) if unit.plain > layout.workspace else 1
         where = made.placement(unit)
         if where is Placement.PACKED:
@@ -148,8 +149,6 @@ def _work(layout: _Layout, units: Sequence[Unit], demand: Demand, calls: int) ->
         streamed, copied, pieces = streamed + turns, copied + size, pieces + max(-(-size // piece), turns)
         passing += unit.plain
         disk += size if where is Placement.DISK else 0
-    decoded = sum(unit.plain for unit in made.decoded)
-    ring = layout.slots * piece
     return Work(
         calls=calls,
         read=read,
@@ -161,8 +160,17 @@ def _work(layout: _Layout, units: Sequence[Unit], demand: Demand, calls: int) ->
         pieces=pieces,
         streamed=streamed,
         disk=disk,
-        ring=ring,
+        ring=layout.slots * piece,
     )
+
+
+def _works(layouts: Iterable[_Layout], read: int, calls: int) -> Iterator[tuple[Work, _Layout]]:
+    """What a token takes with each layout. Only their rings tell most of them from the one before."""
+    for _, group in groupby(layouts, lambda it: (id(it.tally), it.workspace, it.piece)):
+        work = None
+        for it in group:
+            work = work._replace(ring=it.slots * it.piece) if work else _work(it, read, calls)
+            yield work, it
 
 
 def make_plan(
@@ -193,14 +201,14 @@ def make_plan(
         If a budget cannot work; its `least` is the number of bytes that would.
     """
     tallies = [tally(choice, units, ram) for choice in choices(units)]
+    read = demand.plain + sum(unit.plain for unit in units if not unit.rows)
     possible = [it for it in tallies if ram is None or it.least_ram <= ram]
     for tile in (False, True):
         fitting = [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
         fewest = min((it.tiled for it in fitting), default=0)
         rated = [
-            (predict(work := _work(it, units, demand, calls), rates), work, it)
-            for it in fitting
-            if it.tiled == fewest
+            (predict(work, rates), work, it)
+            for work, it in _works((it for it in fitting if it.tiled == fewest), read, calls)
         ]
         if rated:
             times, work, layout = min(rated, key=lambda it: _rank(it[0], it[2]))

@@ -39,6 +39,8 @@ def unit_of(model: Any, name: str) -> str:
 def _users(model: Any, name: str) -> list[str]:
     """A parameter and those tied to it; without embeddings, if any of them is used whole."""
     names = _ties(model).get(name, [name])
+    if len(names) == 1:
+        return names
     return [it for it in names if not _is_rows(model, it)] or names
 
 
