@@ -7,6 +7,7 @@ import gc
 import json
 import pickle
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tpde.streaming.experts import expert_room
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.integrations.streaming import loading as loading_under  # noqa: E402
+from tpde.integrations.streaming import opening  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
 
 MIXED = ("host", "packed", "disk", "plain")
@@ -599,7 +601,8 @@ def test_no_room_to_copy_to(where: str, monkeypatch: pytest.MonkeyPatch, experts
         monkeypatch.setattr(f"tpde.integrations.{package}.{where}", fail)
         with pytest.raises(OutOfMemory, match="no room"):
             load(experts[1].packed)
-        assert opened.memory[0].closed
+        assert len(opened.memory) == (package == "transformers")  # the ring comes before pages are locked
+        assert all(it.closed for it in opened.memory)
 
 
 def _workspace_bytes(model: Any) -> int:
@@ -639,6 +642,58 @@ def test_no_room_for_plain_weights(card: Card, monkeypatch: pytest.MonkeyPatch, 
         card.exhaust(monkeypatch, 4096)
         with pytest.raises(OutOfMemory, match=r"needs .* on cpu, .* are free"):
             load(llama.packed)
+
+
+def _openers() -> list[str]:
+    return [it.name for it in threading.enumerate() if it.name.startswith("tpde-open")]
+
+
+def test_tensors_are_opened_while_pages_are_locked(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    """Locking waits here until the last tensor is open."""
+    opened, left = threading.Event(), set[str]()
+    tensor = opening.StreamedTensor
+
+    def open_(extent: Any, *args: Any) -> Any:
+        made = tensor(extent, *args)
+        left.discard(extent.name)
+        if not left:
+            opened.set()
+        return made
+
+    with simulated(monkeypatch, every("host")) as found:
+        memory = opening.HostMemory
+
+        def lock(extents: Any, *args: Any, **kwargs: Any) -> Any:
+            assert opened.wait(60), f"{left} are not opened while pages are locked"
+            return memory(extents, *args, **kwargs)
+
+        from tpde.packing.reader import PackedFile
+
+        with PackedFile(llama.packed / "model.safetensors") as file:
+            left |= {name for name in file.packed_names() if len(file.specs[name].shape) == 2}
+        monkeypatch.setattr(opening, "StreamedTensor", open_)
+        monkeypatch.setattr(opening, "HostMemory", lock)
+        model = load(llama.packed)
+        supplies = {
+            part.supply for _, it in packed_nn.packed_modules(model) for part in it._packed().values()
+        }
+        assert supplies == {found.memory[0]}
+        assert not _openers()
+
+
+@pytest.mark.parametrize("error", [Corrupt("damaged"), KeyboardInterrupt()], ids=["damage", "interrupt"])
+def test_opening_that_fails_gives_locked_memory_back(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, llama: Pair
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    with simulated(monkeypatch, every("host")) as opened:
+        monkeypatch.setattr(opening, "StreamedTensor", fail)
+        with pytest.raises(type(error)):
+            load(llama.packed)
+        assert opened.memory[0].closed
+        assert not _openers()
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
