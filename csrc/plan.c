@@ -104,8 +104,9 @@ static uint32_t table_size(const code *c) {
 static uint64_t build_best(code *c, value *found, int distinct, uint64_t total, int kind, int raw_bits,
                            uint64_t scale) {
   static const int sizes[] = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512};
-  uint64_t best = UINT64_MAX;
-  int best_n = 0, last = 0;
+  uint64_t least = UINT64_MAX, best = 0;
+  code trial;
+  int last = 0;
   qsort(found, (size_t)distinct, sizeof *found, by_count);
   for (size_t k = 0; k < sizeof sizes / sizeof *sizes && !last; k++) {
     int n = sizes[k];
@@ -113,15 +114,16 @@ static uint64_t build_best(code *c, value *found, int distinct, uint64_t total, 
       n = distinct;
       last = 1;
     }
-    uint64_t bits = build(c, found, n, total, kind, raw_bits) * scale + 8u * table_size(c);
-    if (bits < best) {
+    uint64_t bits = build(&trial, found, n, total, kind, raw_bits), cost = bits * scale + 8u * table_size(&trial);
+    if (cost < least) {
+      least = cost;
       best = bits;
-      best_n = n;
-    } else if (bits > best + best / 64) {
+      *c = trial;
+    } else if (cost > least + least / 64) {
       break; /* past the minimum */
     }
   }
-  return build(c, found, best_n, total, kind, raw_bits);
+  return best;
 }
 
 static int value_order(const code *c, int a, int b) {
@@ -237,7 +239,7 @@ static int group_chunks(sampled *s, int variants, int raw_bits) {
   }
   if (live < 2u * (uint32_t)variants) ok = 0;
   for (uint32_t k = 0; ok && k < live; k++) s->group[by_mean[k][1]] = (uint8_t)(k * (uint32_t)variants / live);
-  for (int round = 0; ok && round < ROUNDS; round++) {
+  for (int round = 0, moved = 1; ok && moved && round < ROUNDS; round++) { /* else a round would repeat the last */
     uint8_t bits[SINGLE_VARIANTS][256];
     for (int g = 0; ok && g < variants; g++) {
       if (!group_code(s, g, 1, raw_bits, c)) ok = 0;
@@ -245,9 +247,11 @@ static int group_chunks(sampled *s, int variants, int raw_bits) {
       for (int i = 0; ok && i < c->n; i++)
         memset(bits[g] + (c->values[i] << raw_bits), c->bits[i] + raw_bits, (size_t)1 << raw_bits);
     }
+    moved = 0;
     for (uint32_t i = 0; ok && i < s->chunks; i++) {
       uint64_t best = UINT64_MAX;
-      if (s->group[i] == NONE) continue;
+      uint8_t before = s->group[i];
+      if (before == NONE) continue;
       for (int g = 0; g < variants; g++) {
         uint64_t cost = 0;
         for (int v = 0; v < 256; v++) cost += (uint64_t)s->counts[i][v] * bits[g][v];
@@ -256,6 +260,7 @@ static int group_chunks(sampled *s, int variants, int raw_bits) {
           s->group[i] = (uint8_t)g;
         }
       }
+      moved |= s->group[i] != before;
     }
   }
   free(c);
