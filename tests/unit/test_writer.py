@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.contents import fill, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
 
-from tpde.codec import native, plan
+from tpde.codec import blob, native, plan
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec, canonical_header, parse_header
 from tpde.format.sink import BytesSink
@@ -100,12 +100,15 @@ def test_single_bytes_are_pieces_too(words: int) -> None:
 LARGE = spec_of("BF16", 1280 * plan.PREFIX_CHUNK_WORDS)  # 20 MiB
 
 
-def test_pieces_hashed_beside_encoding_are_hashed_in_order() -> None:
+@pytest.mark.parametrize("cuts", [[], [9 << 20, (9 << 20) + 5, (11 << 20) + 7]])
+def test_pieces_hashed_beside_encoding_are_hashed_in_order(
+    cuts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blob, "MAX_PIECES", 1)  # so that one call of `write` has several
     data = fill("normal", LARGE)
-    cuts = [0, 9 << 20, (9 << 20) + 5, (11 << 20) + 7, len(data)]
     sink = BytesSink()
     with PackedWriter(sink, {"x": LARGE}, threads=2) as writer:
-        for begin, end in itertools.pairwise(cuts):
+        for begin, end in itertools.pairwise([0, *cuts, len(data)]):
             writer.write("x", data[begin:end])
     assert bytes(sink.data) == _write({"x": (LARGE, data)}, [])
     assert verify_bytes(bytes(sink.data)) == []

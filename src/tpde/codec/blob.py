@@ -26,7 +26,7 @@ from tpde.format.sink import Sink
 from tpde.format.source import Source, read
 
 PIECE_BYTES = 8 << 20  # of words at a time: more is no faster, and no longer fits a cache
-MAX_PIECES = 4  # in one call of several threads, so that starting them costs little
+MAX_PIECES = 4  # in one call of several threads, which starts them anew and waits for the last of them
 
 RECORD = np.dtype(  # format.md 4.3
     [("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")]
@@ -49,7 +49,7 @@ def repeat_word(word: Bytes, out: Bytes) -> None:
 
 def step_bytes(threads: int) -> int:
     """How many bytes of words so many threads take in one call."""
-    return PIECE_BYTES * min(threads, MAX_PIECES)
+    return PIECE_BYTES * (MAX_PIECES if threads > 1 else 1)
 
 
 class BlobWriter:
