@@ -523,11 +523,16 @@ def test_a_workspace_is_not_given_back_before_another_stream_is_done(monkeypatch
     loading, computing = Stream(), Stream()
     monkeypatch.setattr("tpde.nn.group.allocate", Buffer)
     monkeypatch.setattr("tpde.nn.group.capturing", lambda _: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: loading)
+
+    def enter(stream: Stream) -> None:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+        monkeypatch.setattr("tpde.nn.group.stream_handle", lambda _: id(stream))
+
+    enter(loading)
     space = Workspace(torch.device("cuda", 0))
     space.reserve(1024)
     buffer: Any = space.buffer
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
+    enter(computing)
     space.order()
     assert computing.waited == [loading]
     assert space.release() == 1024

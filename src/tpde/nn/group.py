@@ -14,7 +14,7 @@ from torch import Tensor
 from tpde import ops
 from tpde.errors import InvalidInput
 from tpde.format.blob import align
-from tpde.materialize import capturing, materializer
+from tpde.materialize import capturing, materializer, stream_handle
 from tpde.memory import allocate
 from tpde.nn.saved import saves
 from tpde.nn.slot import ALIGN, Slot
@@ -52,6 +52,7 @@ class Workspace:
         self.some: set[Slot] = set()
         self.scopes: list[Any] = []
         self._stream: torch.cuda.Stream | None = None
+        self._handle = -1  # of the stream
         self._several = False  # streams
         self._recorded = False  # by a CUDA graph, which will write here again
         self._size = ALIGN
@@ -117,12 +118,13 @@ class Workspace:
         if capturing(self.device):
             self._recorded = True
             return
-        stream = torch.cuda.current_stream(self.device)
-        if stream != self._stream:
+        handle = stream_handle(self.device)
+        if handle != self._handle:
+            stream = torch.cuda.current_stream(self.device)
             if self._stream is not None:
                 self._several = True
                 stream.wait_stream(self._stream)
-            self._stream = stream
+            self._stream, self._handle = stream, handle
 
 
 class Pool:
