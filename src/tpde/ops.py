@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import Library, register_autograd
 
 from tpde.errors import InvalidInput
 
@@ -62,6 +62,37 @@ class WeightUnit(Unit, Protocol):
         """Tiles of one that is larger than any buffer: first row, row after the last, and the rows."""
 
 
+# Not `torch.library.custom_op`: it looks for the module that calls it, twice for each operator, among all those
+# that were imported. Beside transformers that takes 0.07 to 0.25 s, of the time to the first token.
+_library = Library("tpde", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
+def _operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Define an operator; gives what calls it by way of PyTorch's dispatcher."""
+
+    def define(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        name = _library.define(schema, tags=_TAGS)
+        _library.impl(name, work, "CompositeExplicitAutograd")
+        operator: Callable[..., Tensor] = getattr(torch.ops.tpde, name).default
+        return operator
+
+    return define
+
+
+def _meta(name: str) -> Callable[[Callable[..., Tensor]], None]:
+    """Say what an operator's results look like."""
+
+    def define(work: Callable[..., Tensor]) -> None:
+        _library.impl(name, work, "Meta")
+
+    return define
+
+
+def _no_gradient(ctx: Any, grad: Tensor) -> Tensor:
+    raise NotImplementedError("packed weights have first derivatives only, with respect to what they multiply")
+
+
 _units: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count(2)  # the compiler makes no inputs of 0 and 1
 
@@ -82,7 +113,7 @@ def _unit(key: int) -> Any:
     return unit
 
 
-@custom_op("tpde::materialize", mutates_args=())
+@_operator("materialize(Tensor after, SymInt key, SymInt count, ScalarType dtype) -> Tensor")
 def materialize(after: Tensor, key: int, count: int, dtype: torch.dtype) -> Tensor:
     """Decode a unit into a fresh buffer."""
     unit = _unit(key)
@@ -92,7 +123,7 @@ def materialize(after: Tensor, key: int, count: int, dtype: torch.dtype) -> Tens
     return flat
 
 
-@materialize.register_fake
+@_meta("materialize")
 def _(after: Tensor, key: int, count: int, dtype: torch.dtype) -> Tensor:
     return after.new_empty((count,), dtype=dtype)
 
@@ -103,26 +134,26 @@ def _matrix(key: int, transposed: bool) -> Tensor:
     return weight.t() if transposed else weight
 
 
-@custom_op("tpde::linear", mutates_args=())
+@_operator("linear(Tensor x, Tensor? bias, SymInt key, bool transposed) -> Tensor")
 def linear(x: Tensor, bias: Tensor | None, key: int, transposed: bool) -> Tensor:
     """Multiply by a packed weight."""
     return torch.nn.functional.linear(x, _matrix(key, transposed), bias)
 
 
-@linear.register_fake
+@_meta("linear")
 def _(x: Tensor, bias: Tensor | None, key: int, transposed: bool) -> Tensor:
     shape = _unit(key).shape
     return x.new_empty((*x.shape[:-1], shape[1] if transposed else shape[0]))
 
 
-@custom_op("tpde::linear_backward", mutates_args=())
+@_operator("linear_backward(Tensor grad, SymInt key, bool transposed) -> Tensor")
 def linear_backward(grad: Tensor, key: int, transposed: bool) -> Tensor:
     """Gradient of `tpde::linear` with respect to `x`."""
     weight = _matrix(key, transposed)
     return grad.reshape(-1, grad.shape[-1]).mm(weight).view(*grad.shape[:-1], weight.shape[1])
 
 
-@linear_backward.register_fake
+@_meta("linear_backward")
 def _(grad: Tensor, key: int, transposed: bool) -> Tensor:
     shape = _unit(key).shape
     return grad.new_empty((*grad.shape[:-1], shape[0] if transposed else shape[1]))
@@ -138,10 +169,10 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return x, bias, None, None
 
 
-linear.register_autograd(_linear_backward, setup_context=_keep)
+register_autograd("tpde::linear", _linear_backward, setup_context=_keep, lib=_library)
 
 
-@custom_op("tpde::tiled_linear", mutates_args=())
+@_operator("tiled_linear(Tensor x, Tensor? bias, SymInt key) -> Tensor")
 def tiled_linear(x: Tensor, bias: Tensor | None, key: int) -> Tensor:
     """Multiply by a packed weight, tile by tile."""
     unit, out = _unit(key), None
@@ -154,12 +185,12 @@ def tiled_linear(x: Tensor, bias: Tensor | None, key: int) -> Tensor:
     return out
 
 
-@tiled_linear.register_fake
+@_meta("tiled_linear")
 def _(x: Tensor, bias: Tensor | None, key: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], _unit(key).shape[0]))
 
 
-@custom_op("tpde::tiled_linear_backward", mutates_args=())
+@_operator("tiled_linear_backward(Tensor grad, SymInt key) -> Tensor")
 def tiled_linear_backward(grad: Tensor, key: int) -> Tensor:
     """Gradient of `tpde::tiled_linear` with respect to `x`: the sum over tiles, in their order."""
     flat, unit, total = grad.reshape(-1, grad.shape[-1]), _unit(key), None
@@ -170,7 +201,7 @@ def tiled_linear_backward(grad: Tensor, key: int) -> Tensor:
     return total.view(*grad.shape[:-1], unit.shape[1])
 
 
-@tiled_linear_backward.register_fake
+@_meta("tiled_linear_backward")
 def _(grad: Tensor, key: int) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], _unit(key).shape[1]))
 
@@ -185,17 +216,21 @@ def _tiled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return x, bias, None
 
 
-tiled_linear.register_autograd(_tiled_backward, setup_context=_keep_tiled)
+register_autograd("tpde::tiled_linear", _tiled_backward, setup_context=_keep_tiled, lib=_library)
 
 
-@custom_op("tpde::embedding", mutates_args=())
+@_operator("embedding(Tensor ids, SymInt key) -> Tensor")
 def embedding(ids: Tensor, key: int) -> Tensor:
     """Rows of a packed matrix."""
     rows: Tensor = _unit(key).rows(ids)
     return rows
 
 
-@embedding.register_fake
+@_meta("embedding")
 def _(ids: Tensor, key: int) -> Tensor:
     unit = _unit(key)
     return ids.new_empty((*ids.shape, unit.shape[1]), dtype=unit.dtype)
+
+
+for _name in ("materialize", "linear_backward", "tiled_linear_backward"):
+    register_autograd(f"tpde::{_name}", _no_gradient, lib=_library)
