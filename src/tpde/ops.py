@@ -62,9 +62,9 @@ class WeightUnit(Unit, Protocol):
         """Tiles of one that is larger than any buffer: first row, row after the last, and the rows."""
 
 
-# Not `torch.library.custom_op`: it looks for the module that calls it, twice for each operator, among all those
-# that were imported. Beside transformers that takes 0.07 to 0.25 s, of the time to the first token.
-_library = Library("tpde", "DEF")
+# Not `torch.library.custom_op`: it looks for the module that calls it, twice an operator, among all that were
+# imported. Beside transformers that takes 0.07 to 0.25 s, of the time to the first token.
+_library = Library("tpde", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
@@ -72,8 +72,8 @@ def _operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Te
     """Define an operator; gives what calls it by way of PyTorch's dispatcher."""
 
     def define(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        name = _library.define(schema, tags=_TAGS)
-        _library.impl(name, work, "CompositeExplicitAutograd")
+        name = _library.define(schema, tags=_TAGS)  # type: ignore[no-untyped-call]
+        _library.impl(name, work, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         operator: Callable[..., Tensor] = getattr(torch.ops.tpde, name).default
         return operator
 
@@ -84,13 +84,13 @@ def _meta(name: str) -> Callable[[Callable[..., Tensor]], None]:
     """Say what an operator's results look like."""
 
     def define(work: Callable[..., Tensor]) -> None:
-        _library.impl(name, work, "Meta")
+        _library.impl(name, work, "Meta")  # type: ignore[no-untyped-call]
 
     return define
 
 
 def _no_gradient(ctx: Any, grad: Tensor) -> Tensor:
-    raise NotImplementedError("packed weights have first derivatives only, with respect to what they multiply")
+    raise NotImplementedError("gradients of gradients do not flow through packed weights")
 
 
 _units: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -109,6 +109,14 @@ def test_operators_are_well_formed(slot: tuple[Slot, Any]) -> None:
     torch.library.opcheck(ops.embedding, (torch.tensor([[3, 5]]), key))
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    slot = Slot("w", [(pack_tensor(torch.randn(48, 64), "w"), 0)], torch.float32, (48, 64))
+    x = torch.randn(2, 64, requires_grad=True)
+    (first,) = torch.autograd.grad(ops.linear(x, None, slot.key, False).sin().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        first.sum().backward()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_linear(slot: tuple[Slot, Any], transposed: bool) -> None:
     packed, weight = slot

@@ -378,7 +378,12 @@ def test_the_device_fails(
     supply.close()
 
 
-def test_ctrl_c(source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c(
+    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    # A job in the background ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     slow = Slow(monkeypatch)
     supply = ReadAhead(1, PIECE, 2, 0)
     ticket = supply.request(piece(source, 0))
