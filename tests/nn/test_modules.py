@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -283,6 +285,31 @@ def test_a_blocks_forward_may_be_wrapped(pair: tuple[Model, Model]) -> None:
     assert_same_bits(packed(IDS), plain(IDS))
     unpack_module(packed)
     assert ours.group is None
+    assert_same_bits(packed(IDS), plain(IDS))
+
+
+def test_a_wrapper_with_our_attributes_is_called_and_keeps_no_group(pair: tuple[Model, Model]) -> None:
+    """Accelerate's hooks copy the attributes of the method that they wrap."""
+    plain, packed = pair
+    block, calls = packed.blocks[0], list[int]()
+    ours = block.forward
+
+    def theirs(*args: Any) -> Any:
+        calls.append(1)
+        return ours(*args)
+
+    block.forward = functools.update_wrapper(functools.partial(theirs), ours)
+    group = weakref.ref(ours.group)
+    finish(packed)
+    gc.collect()
+    assert group() is None
+    assert block.forward.group is block.up.tpde_group()
+    assert_same_bits(packed(IDS), plain(IDS))
+    assert calls == [1]
+    unpack_module(packed)
+    block.forward = ours  # theirs is taken out
+    pack_module(packed, min_bytes=0)
+    assert block.forward.group is block.up.tpde_group()
     assert_same_bits(packed(IDS), plain(IDS))
 
 

@@ -91,6 +91,9 @@ class BlockForward:
         None when it has been taken out; others may go on calling it.
     """
 
+    # Apart from the attributes that others copy to what they put in its place: `functools.update_wrapper`.
+    __slots__ = ("__dict__", "__weakref__", "forward", "group")
+
     def __init__(self, group: Group, forward: Callable[..., Any]) -> None:
         self.group: Group | None = group
         self.forward = forward
