@@ -8,18 +8,20 @@ A graph names weights by a *key*, a number, and not by their blobs: as inputs of
 copied into each CUDA graph's own memory, and guarded one by one. A unit gets a new key whenever its blobs
 change or move, so that graphs compiled for the old ones are not used again. Where the compiler sees a second
 number in the place of the first, it makes it an input: blocks that are compiled one by one then share a
-graph.
+graph. Whatever else a graph depends on, shapes and dtypes, is an argument too, and not asked of the unit: the
+compiler keeps graphs on disk, and another process has other weights for the same keys.
 
 `tpde::materialize(Tensor after, SymInt key, SymInt count, ScalarType dtype) -> Tensor`
     All weights of a unit in a fresh buffer of so many elements, computed after `after`. The buffers of a
     model's blocks are of one size, so that the allocator takes the same memory for all.
-`tpde::linear(Tensor x, Tensor? bias, SymInt key, bool transposed) -> Tensor`
-    `x @ W.T + bias`, or `x @ W + bias`. Keeps no weight for the backward pass, which decodes again.
-`tpde::tiled_linear(Tensor x, Tensor? bias, SymInt key) -> Tensor`
-    `x @ W.T + bias` for a weight larger than any buffer, which is decoded, multiplied and forgotten a few
-    rows at a time, here and in the backward pass.
-`tpde::embedding(Tensor ids, SymInt key) -> Tensor`
-    Rows of a matrix.
+`tpde::linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool transposed) -> Tensor`
+    `x @ W.T + bias`, or `x @ W + bias`, of so many columns. Keeps no weight for the backward pass, which
+    decodes again.
+`tpde::tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width) -> Tensor`
+    `x @ W.T + bias`, of so many columns, for a weight larger than any buffer, which is decoded, multiplied
+    and forgotten a few rows at a time, here and in the backward pass.
+`tpde::embedding(Tensor ids, SymInt key, SymInt width, ScalarType dtype) -> Tensor`
+    Rows of a matrix, of so many columns.
 """
 
 from __future__ import annotations
@@ -48,9 +50,6 @@ class Unit(Protocol):
 
 class WeightUnit(Unit, Protocol):
     """One weight."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
     def instead(self) -> Tensor:
         """The weight in memory that takes the place of the workspace."""
@@ -134,102 +133,100 @@ def _matrix(key: int, transposed: bool) -> Tensor:
     return weight.t() if transposed else weight
 
 
-@_operator("linear(Tensor x, Tensor? bias, SymInt key, bool transposed) -> Tensor")
-def linear(x: Tensor, bias: Tensor | None, key: int, transposed: bool) -> Tensor:
+@_operator("linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool transposed) -> Tensor")
+def linear(x: Tensor, bias: Tensor | None, key: int, width: int, transposed: bool) -> Tensor:
     """Multiply by a packed weight."""
     return torch.nn.functional.linear(x, _matrix(key, transposed), bias)
 
 
 @_meta("linear")
-def _(x: Tensor, bias: Tensor | None, key: int, transposed: bool) -> Tensor:
-    shape = _unit(key).shape
-    return x.new_empty((*x.shape[:-1], shape[1] if transposed else shape[0]))
+def _(x: Tensor, bias: Tensor | None, key: int, width: int, transposed: bool) -> Tensor:
+    return x.new_empty((*x.shape[:-1], width))
 
 
-@_operator("linear_backward(Tensor grad, SymInt key, bool transposed) -> Tensor")
-def linear_backward(grad: Tensor, key: int, transposed: bool) -> Tensor:
+@_operator("linear_backward(Tensor grad, SymInt key, SymInt width, bool transposed) -> Tensor")
+def linear_backward(grad: Tensor, key: int, width: int, transposed: bool) -> Tensor:
     """Gradient of `tpde::linear` with respect to `x`."""
     weight = _matrix(key, transposed)
-    return grad.reshape(-1, grad.shape[-1]).mm(weight).view(*grad.shape[:-1], weight.shape[1])
+    return grad.reshape(-1, grad.shape[-1]).mm(weight).view(*grad.shape[:-1], width)
 
 
 @_meta("linear_backward")
-def _(grad: Tensor, key: int, transposed: bool) -> Tensor:
-    shape = _unit(key).shape
-    return grad.new_empty((*grad.shape[:-1], shape[0] if transposed else shape[1]))
+def _(grad: Tensor, key: int, width: int, transposed: bool) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], width))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.key, ctx.transposed = inputs
+    x, _, ctx.key, _, ctx.transposed = inputs
+    ctx.width = x.shape[-1]
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x = linear_backward(grad, ctx.key, ctx.transposed) if ctx.needs_input_grad[0] else None
+    x = linear_backward(grad, ctx.key, ctx.width, ctx.transposed) if ctx.needs_input_grad[0] else None
     bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-    return x, bias, None, None
+    return x, bias, None, None, None
 
 
 register_autograd("tpde::linear", _linear_backward, setup_context=_keep, lib=_library)
 
 
-@_operator("tiled_linear(Tensor x, Tensor? bias, SymInt key) -> Tensor")
-def tiled_linear(x: Tensor, bias: Tensor | None, key: int) -> Tensor:
+@_operator("tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width) -> Tensor")
+def tiled_linear(x: Tensor, bias: Tensor | None, key: int, width: int) -> Tensor:
     """Multiply by a packed weight, tile by tile."""
-    unit, out = _unit(key), None
-    for begin, end, tile in unit.tiles():
+    out = None
+    for begin, end, tile in _unit(key).tiles():
         part = torch.nn.functional.linear(x, tile, None if bias is None else bias[begin:end])
         if out is None:
-            out = part.new_empty((*x.shape[:-1], unit.shape[0]))
+            out = part.new_empty((*x.shape[:-1], width))
         out[..., begin:end] = part
     assert out is not None
     return out
 
 
 @_meta("tiled_linear")
-def _(x: Tensor, bias: Tensor | None, key: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _unit(key).shape[0]))
+def _(x: Tensor, bias: Tensor | None, key: int, width: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], width))
 
 
-@_operator("tiled_linear_backward(Tensor grad, SymInt key) -> Tensor")
-def tiled_linear_backward(grad: Tensor, key: int) -> Tensor:
+@_operator("tiled_linear_backward(Tensor grad, SymInt key, SymInt width) -> Tensor")
+def tiled_linear_backward(grad: Tensor, key: int, width: int) -> Tensor:
     """Gradient of `tpde::tiled_linear` with respect to `x`: the sum over tiles, in their order."""
-    flat, unit, total = grad.reshape(-1, grad.shape[-1]), _unit(key), None
-    for begin, end, tile in unit.tiles():
+    flat, total = grad.reshape(-1, grad.shape[-1]), None
+    for begin, end, tile in _unit(key).tiles():
         part = flat[:, begin:end].mm(tile.to(grad.dtype))  # autocast multiplied in this dtype
         total = part if total is None else total.add_(part)
     assert total is not None
-    return total.view(*grad.shape[:-1], unit.shape[1])
+    return total.view(*grad.shape[:-1], width)
 
 
 @_meta("tiled_linear_backward")
-def _(grad: Tensor, key: int) -> Tensor:
-    return grad.new_empty((*grad.shape[:-1], _unit(key).shape[1]))
+def _(grad: Tensor, key: int, width: int) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], width))
 
 
 def _keep_tiled(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.key = inputs[2]
+    ctx.key, ctx.width = inputs[2], inputs[0].shape[-1]
 
 
 def _tiled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x = tiled_linear_backward(grad, ctx.key) if ctx.needs_input_grad[0] else None
+    x = tiled_linear_backward(grad, ctx.key, ctx.width) if ctx.needs_input_grad[0] else None
     bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-    return x, bias, None
+    return x, bias, None, None
 
 
 register_autograd("tpde::tiled_linear", _tiled_backward, setup_context=_keep_tiled, lib=_library)
 
 
-@_operator("embedding(Tensor ids, SymInt key) -> Tensor")
-def embedding(ids: Tensor, key: int) -> Tensor:
+@_operator("embedding(Tensor ids, SymInt key, SymInt width, ScalarType dtype) -> Tensor")
+def embedding(ids: Tensor, key: int, width: int, dtype: torch.dtype) -> Tensor:
     """Rows of a packed matrix."""
     rows: Tensor = _unit(key).rows(ids)
     return rows
 
 
 @_meta("embedding")
-def _(ids: Tensor, key: int) -> Tensor:
-    unit = _unit(key)
-    return ids.new_empty((*ids.shape, unit.shape[1]), dtype=unit.dtype)
+def _(ids: Tensor, key: int, width: int, dtype: torch.dtype) -> Tensor:
+    return ids.new_empty((*ids.shape, width), dtype=dtype)
 
 
 for _name in ("materialize", "linear_backward", "tiled_linear_backward"):

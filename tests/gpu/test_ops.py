@@ -114,10 +114,11 @@ def test_operators_are_well_formed() -> None:
     x = torch.randn(2, 3, 64, device="cuda", requires_grad=True)
     bias = torch.randn(48, device="cuda", requires_grad=True)
     torch.library.opcheck(ops.materialize, (x.detach(), slot.key, 48 * 64, torch.float32))
-    torch.library.opcheck(ops.linear, (x, bias, slot.key, False))
-    torch.library.opcheck(ops.embedding, (torch.tensor([[3, 5]], device="cuda"), slot.key))
+    torch.library.opcheck(ops.linear, (x, bias, slot.key, slot.shape[0], False))
+    ids = torch.tensor([[3, 5]], device="cuda")
+    torch.library.opcheck(ops.embedding, (ids, slot.key, slot.shape[1], slot.dtype))
     expected = torch.nn.functional.linear(x, weight, bias)
-    found = torch.ops.tpde.linear(x, bias, slot.key, False)
+    found = torch.ops.tpde.linear(x, bias, slot.key, slot.shape[0], False)
     assert_same_bits(found, expected)
     for ours, theirs in zip(
         torch.autograd.grad(found.square().sum(), (x, bias)),

@@ -103,16 +103,28 @@ def test_operators_are_well_formed(slot: tuple[Slot, Any]) -> None:
     x, y = torch.randn(2, 3, 64, requires_grad=True), torch.randn(5, 48, requires_grad=True)
     bias = torch.randn(48, requires_grad=True)
     torch.library.opcheck(ops.materialize, (x.detach(), key, 48 * 64, torch.float32))
-    torch.library.opcheck(ops.linear, (x, bias, key, False))
-    torch.library.opcheck(ops.linear, (x, None, key, False))
-    torch.library.opcheck(ops.linear, (y, None, key, True))
-    torch.library.opcheck(ops.embedding, (torch.tensor([[3, 5]]), key))
+    torch.library.opcheck(ops.linear, (x, bias, key, 48, False))
+    torch.library.opcheck(ops.linear, (x, None, key, 48, False))
+    torch.library.opcheck(ops.linear, (y, None, key, 64, True))
+    torch.library.opcheck(ops.embedding, (torch.tensor([[3, 5]]), key, 64, torch.float32))
+
+
+def test_what_the_compiler_keeps_does_not_depend_on_units() -> None:
+    """It keeps graphs on disk, for other processes, in which a key stands for other weights."""
+    x, key = torch.empty(2, 64, device="meta"), 1 << 40
+    assert ops.linear(x, None, key, 48, False).shape == (2, 48)
+    assert ops.linear_backward(x, key, 48, False).shape == (2, 48)
+    assert ops.tiled_linear(x, None, key, 48).shape == (2, 48)
+    assert ops.tiled_linear_backward(x, key, 48).shape == (2, 48)
+    rows = ops.embedding(torch.empty(2, dtype=torch.int64, device="meta"), key, 48, torch.float16)
+    assert (rows.shape, rows.dtype) == ((2, 48), torch.float16)
 
 
 def test_gradients_of_gradients_are_refused() -> None:
     slot = Slot("w", [(pack_tensor(torch.randn(48, 64), "w"), 0)], torch.float32, (48, 64))
     x = torch.randn(2, 64, requires_grad=True)
-    (first,) = torch.autograd.grad(ops.linear(x, None, slot.key, False).sin().sum(), x, create_graph=True)
+    y = ops.linear(x, None, slot.key, 48, False)
+    (first,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="gradients of gradients"):
         first.sum().backward()
 
@@ -125,7 +137,7 @@ def test_linear(slot: tuple[Slot, Any], transposed: bool) -> None:
     x = torch.randn(2, 3, weight.shape[1], requires_grad=True)
     bias = torch.randn(weight.shape[0], requires_grad=True)
     expected = nn.functional.linear(x, weight, bias)
-    found = torch.ops.tpde.linear(x, bias, packed.key, transposed)
+    found = torch.ops.tpde.linear(x, bias, packed.key, weight.shape[0], transposed)
     assert_same_bits(found, expected)
     grads = torch.autograd.grad(expected.square().sum(), (x, bias))
     for ours, theirs in zip(torch.autograd.grad(found.square().sum(), (x, bias)), grads, strict=True):

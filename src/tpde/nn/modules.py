@@ -104,7 +104,9 @@ class PackedModule(_Base):
             slot = self.tpde_slots.get("weight")
             plain_linear = self.tpde_base.forward is nn.Linear.forward
             if slot is not None and (plain_linear or is_conv1d(self.tpde_base)):
-                return torch.ops.tpde.linear(*args, *kwargs.values(), self.bias, slot.key, not plain_linear)
+                width = slot.shape[0 if plain_linear else 1]
+                x = (*args, *kwargs.values())
+                return torch.ops.tpde.linear(*x, self.bias, slot.key, width, not plain_linear)
             if not uses_super(self.tpde_base.forward):
                 # What is computed inside, weights included, is computed again for the backward pass.
                 return checkpoint(self._tpde_twin, *args, use_reentrant=False, **kwargs)
@@ -272,12 +274,13 @@ class PackedLinear(PackedModule):
 
     def _tpde_tiled(self, input: Tensor) -> Tensor:
         """The forward pass of a layer larger than any buffer."""
-        key = self.tpde_slots["weight"].key
+        slot = self.tpde_slots["weight"]
+        key, width = slot.key, slot.shape[0]
         if torch.compiler.is_compiling() or is_open(group := self.tpde_group()):
-            return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key))
+            return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key, width))
         scope = Scope(group)  # for the workspace
         try:
-            return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key))
+            return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key, width))
         finally:
             scope.close()
 
@@ -308,7 +311,7 @@ class PackedEmbedding(nn.Embedding):
         """Rows of the packed weight."""
         slot = self.tpde_slots["weight"]
         if torch.compiler.is_compiling():
-            return cast(Tensor, torch.ops.tpde.embedding(input, slot.key))
+            return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
         return slot.rows(input)
 
 
