@@ -204,3 +204,24 @@ def test_training_a_packed_weight_is_refused() -> None:
         model.requires_grad_(True)
     with pytest.raises(PackedWeight, match="cannot be replaced"):
         model.weight = nn.Parameter(torch.zeros(VOCAB, 64))
+
+
+def test_compiled_under_autocast() -> None:
+    """Products are of the dtype that the compiled plain model's have."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).requires_grad_(False)
+    x = torch.randn(4, 64, requires_grad=True)
+
+    def run(model: Any) -> list[Any]:
+        torch._dynamo.reset()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.compile(model, fullgraph=True)(x)
+        (gradient,) = torch.autograd.grad(y.float().sum(), x)
+        return [y.detach(), gradient]
+
+    expected = run(plain)
+    assert expected[0].dtype == torch.bfloat16
+    found = run(pack_module(copy.deepcopy(plain), min_bytes=0))
+    torch._dynamo.reset()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same_bits(ours, theirs)

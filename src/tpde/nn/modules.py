@@ -103,7 +103,9 @@ class PackedModule(_Base):
         if torch.is_grad_enabled():
             slot = self.tpde_slots.get("weight")
             plain_linear = self.tpde_base.forward is nn.Linear.forward
-            if slot is not None and (plain_linear or is_conv1d(self.tpde_base)):
+            # Compiled code has casts where the compiler saw them, and it sees none inside of an operator.
+            autocast = torch.is_autocast_enabled(first_tensor(args, kwargs).device.type)
+            if slot is not None and (plain_linear or is_conv1d(self.tpde_base)) and not autocast:
                 width = slot.shape[0 if plain_linear else 1]
                 x = (*args, *kwargs.values())
                 return torch.ops.tpde.linear(*x, self.bias, slot.key, width, not plain_linear)
