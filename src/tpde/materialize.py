@@ -290,8 +290,8 @@ def capturing(device: torch.device) -> bool:
 def stream_handle(device: torch.device) -> int:
     """Handle of a CUDA device's current stream.
 
-    As compiled code asks for it: `torch.cuda.current_stream` makes an object each time, which takes 5 us, and
-    a model's forward pass asks twice for every block.
+    As compiled code asks for it: `torch.cuda.current_stream` makes an object each time, and a model's forward
+    pass asks twice for every block.
     """
     assert device.index is not None
     return torch._C._cuda_getCurrentRawStream(device.index)

@@ -170,12 +170,13 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 register_autograd("tpde::linear", _linear_backward, setup_context=_keep, lib=_library)
 
 
-@_operator("tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width) -> Tensor")
-def tiled_linear(x: Tensor, bias: Tensor | None, key: int, width: int) -> Tensor:
+@_operator("tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool cast) -> Tensor")
+def tiled_linear(x: Tensor, bias: Tensor | None, key: int, width: int, cast: bool) -> Tensor:
     """Multiply by a packed weight, tile by tile."""
     out = None
     for begin, end, tile in _unit(key).tiles():
-        part = torch.nn.functional.linear(x, tile, None if bias is None else bias[begin:end])
+        rows = tile.to(x.dtype) if cast else tile
+        part = torch.nn.functional.linear(x, rows, None if bias is None else bias[begin:end])
         if out is None:
             out = part.new_empty((*x.shape[:-1], width))
         out[..., begin:end] = part
@@ -184,7 +185,7 @@ def tiled_linear(x: Tensor, bias: Tensor | None, key: int, width: int) -> Tensor
 
 
 @_meta("tiled_linear")
-def _(x: Tensor, bias: Tensor | None, key: int, width: int) -> Tensor:
+def _(x: Tensor, bias: Tensor | None, key: int, width: int, cast: bool) -> Tensor:
     return x.new_empty((*x.shape[:-1], width))
 
 
@@ -211,7 +212,7 @@ def _keep_tiled(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _tiled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x = tiled_linear_backward(grad, ctx.key, ctx.width) if ctx.needs_input_grad[0] else None
     bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-    return x, bias, None, None
+    return x, bias, None, None, None
 
 
 register_autograd("tpde::tiled_linear", _tiled_backward, setup_context=_keep_tiled, lib=_library)

@@ -83,12 +83,15 @@ def test_forward_and_backward(columns: int, rows: int, room: int, bias: bool) ->
         assert_same_bits(got[1], expected)
 
 
-def test_autocast() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast(compiled: bool) -> None:
     plain = make(1024, 100, dtype=torch.float32)
     ours = tile(pack_module(copy.deepcopy(plain), min_bytes=0), 128 << 10, "0")
     x = draw(3, 1024, dtype=torch.float32).requires_grad_()
+    torch.compiler.reset()
+    run = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
     with torch.autocast("cpu", torch.bfloat16):
-        found = ours(x)
+        found = run(x)
         assert found.dtype is torch.bfloat16
         assert_same_bits(found, by_tiles(plain[0], x, 128 << 10))
     (grad,) = torch.autograd.grad(found.float().sum(), x)

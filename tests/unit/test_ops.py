@@ -114,7 +114,7 @@ def test_what_the_compiler_keeps_does_not_depend_on_units() -> None:
     x, key = torch.empty(2, 64, device="meta"), 1 << 40
     assert ops.linear(x, None, key, 48, False).shape == (2, 48)
     assert ops.linear_backward(x, key, 48, False).shape == (2, 48)
-    assert ops.tiled_linear(x, None, key, 48).shape == (2, 48)
+    assert ops.tiled_linear(x, None, key, 48, False).shape == (2, 48)
     assert ops.tiled_linear_backward(x, key, 48).shape == (2, 48)
     rows = ops.embedding(torch.empty(2, dtype=torch.int64, device="meta"), key, 48, torch.float16)
     assert (rows.shape, rows.dtype) == ((2, 48), torch.float16)

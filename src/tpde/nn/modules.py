@@ -276,13 +276,18 @@ class PackedLinear(PackedModule):
 
     def _tpde_tiled(self, input: Tensor) -> Tensor:
         """The forward pass of a layer larger than any buffer."""
-        slot = self.tpde_slots["weight"]
-        key, width = slot.key, slot.shape[0]
+        slot, bias, device = self.tpde_slots["weight"], self.bias, input.device.type
+        # What autocast would do inside of the operator, but where the compiler sees it.
+        lower = torch.is_autocast_enabled(device) and input.dtype is not torch.float64
+        if lower:
+            dtype = torch.get_autocast_dtype(device)
+            input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
+        work = functools.partial(torch.ops.tpde.tiled_linear, input, bias, slot.key, slot.shape[0], lower)
         if torch.compiler.is_compiling() or is_open(group := self.tpde_group()):
-            return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key, width))
+            return cast(Tensor, work())
         scope = Scope(group)  # for the workspace
         try:
-            return cast(Tensor, torch.ops.tpde.tiled_linear(input, self.bias, key, width))
+            return cast(Tensor, work())
         finally:
             scope.close()
 
