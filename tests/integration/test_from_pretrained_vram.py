@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ import pytest
 from support.budgets import PIECE, Opened, every, load, simulated
 from support.card import Card
 from support.checkpoints import Pair, checkpoint, write
+from support.locking import FakeLock
 from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
 
 import tpde
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, InvalidInput, OutOfMemory, PackedWeight, ReadError, UnsupportedDevice
 from tpde.nn.experts import fused
+from tpde.streaming import lock
 from tpde.streaming.experts import expert_room
+from tpde.streaming.host import HostMemory
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
@@ -601,8 +605,8 @@ def test_no_room_to_copy_to(where: str, monkeypatch: pytest.MonkeyPatch, experts
         monkeypatch.setattr(f"tpde.integrations.{package}.{where}", fail)
         with pytest.raises(OutOfMemory, match="no room"):
             load(experts[1].packed)
-        assert len(opened.memory) == (package == "transformers")  # the ring comes before pages are locked
-        assert all(it.closed for it in opened.memory)
+        (memory,) = opened.memory
+        assert memory.closed
 
 
 def _workspace_bytes(model: Any) -> int:
@@ -644,41 +648,63 @@ def test_no_room_for_plain_weights(card: Card, monkeypatch: pytest.MonkeyPatch, 
             load(llama.packed)
 
 
-def _openers() -> list[str]:
-    return [it.name for it in threading.enumerate() if it.name.startswith("tpde-open")]
+def _host_threads() -> list[str]:
+    return [it.name for it in threading.enumerate() if it.name.startswith("tpde-host")]
 
 
-def test_tensors_are_opened_while_pages_are_locked(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
-    """Locking waits here until the last tensor is open."""
-    opened, left = threading.Event(), set[str]()
-    tensor = opening.StreamedTensor
+def _host_memory(monkeypatch: pytest.MonkeyPatch, lock_: Callable[..., None]) -> FakeLock:
+    """Let models load to real host memory, an arena; no device locks it."""
+    fake = FakeLock(monkeypatch)
+    monkeypatch.setattr(lock, "lock", lock_)
+    monkeypatch.setenv("TPDE_HOST_MEMORY", "arena")
+    monkeypatch.setattr(opening, "HostMemory", HostMemory)
+    return fake
 
-    def open_(extent: Any, *args: Any) -> Any:
-        made = tensor(extent, *args)
-        left.discard(extent.name)
-        if not left:
-            opened.set()
-        return made
 
-    with simulated(monkeypatch, every("host")) as found:
-        memory = opening.HostMemory
+def test_a_model_is_there_before_its_host_memory_is(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    """Locking waits here until the model has been loaded; its first forward pass waits for that."""
+    loaded, reached = threading.Event(), threading.Event()
 
-        def lock(extents: Any, *args: Any, **kwargs: Any) -> Any:
-            assert opened.wait(60), f"{left} are not opened while pages are locked"
-            return memory(extents, *args, **kwargs)
+    def lock_(*args: Any, **kwargs: Any) -> None:
+        reached.set()
+        assert loaded.wait(60), "loading waits for host memory"
+        fake.lock(*args, **kwargs)
 
-        from tpde.packing.reader import PackedFile
-
-        with PackedFile(llama.packed / "model.safetensors") as file:
-            left |= {name for name in file.packed_names() if len(file.specs[name].shape) == 2}
-        monkeypatch.setattr(opening, "StreamedTensor", open_)
-        monkeypatch.setattr(opening, "HostMemory", lock)
+    with simulated(monkeypatch, every("host")):
+        fake = _host_memory(monkeypatch, lock_)
         model = load(llama.packed)
-        supplies = {
-            part.supply for _, it in packed_nn.packed_modules(model) for part in it._packed().values()
-        }
-        assert supplies == {found.memory[0]}
-        assert not _openers()
+        assert reached.wait(60)
+        assert not fake.locked
+        with ThreadPoolExecutor() as pool:
+            made = pool.submit(outputs, "llama", model, 1)
+            assert not made.done()
+            loaded.set()
+            model.tpde_streamer.wait()
+            assert fake.locked
+            assert_same_bits(
+                made.result(60), outputs("llama", llama.kind.from_pretrained(llama.plain), 1), ""
+            )
+        model.tpde_streamer.close()
+        assert not fake.locked
+        assert not _host_threads()
+
+
+def test_host_memory_that_fails_is_told_by_the_first_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, llama: Pair
+) -> None:
+    def lock_(*args: Any, **kwargs: Any) -> None:
+        raise UnsupportedDevice("page-locking failed: CUDA_ERROR_DEINITIALIZED")
+
+    with simulated(monkeypatch, every("host")):
+        _host_memory(monkeypatch, lock_)
+        model = load(llama.packed)
+        for _ in range(2):
+            with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
+                outputs("llama", model, 1)
+        with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
+            model.tpde_streamer.wait()
+        model.tpde_streamer.close()
+        assert not _host_threads()
 
 
 @pytest.mark.parametrize("error", [Corrupt("damaged"), KeyboardInterrupt()], ids=["damage", "interrupt"])
@@ -693,7 +719,6 @@ def test_opening_that_fails_gives_locked_memory_back(
         with pytest.raises(type(error)):
             load(llama.packed)
         assert opened.memory[0].closed
-        assert not _openers()
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:

@@ -6,9 +6,12 @@ import ctypes
 import errno
 import gc
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from support.locking import SHIFT, FakeLock
 from tpde.errors import InvalidInput, OutOfMemory, ReadError, Truncated, UnsupportedDevice
 from tpde.format.source import BytesSource, Extent, FileSource
 from tpde.streaming import arena as arenas
-from tpde.streaming import mapping
+from tpde.streaming import lock, mapping
 from tpde.streaming.host import HostMemory
 from tpde.streaming.pieces import GAP_BYTES
 from tpde.streaming.ranges import PAGE, merge
@@ -32,6 +35,22 @@ MIB = 1 << 20
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
     return FakeLock(monkeypatch)
+
+
+def complete(wanted: list[Extent]) -> HostMemory:
+    memory = HostMemory(wanted, 0)
+    memory.complete()
+    return memory
+
+
+def bring_in_vain(wanted: list[Extent], **options: Any) -> None:
+    """Memory that cannot be brought; giving it back leaves nothing locked, and no thread."""
+    memory = HostMemory(wanted, 0, **options)
+    try:
+        memory.complete()
+        pytest.fail("all of it came")
+    finally:
+        memory.close()
 
 
 @pytest.fixture
@@ -58,14 +77,16 @@ def at(address: int, size: int) -> bytes:
     return ctypes.string_at(address, size)
 
 
-def check(memory: HostMemory, wanted: list[Extent]) -> None:
+def check(fake: FakeLock, memory: HostMemory, wanted: list[Extent]) -> None:
     """Bytes are compared, in mappings too: nothing truncates these files."""
     for extent in wanted:
         address = memory.wait(memory.request(extent))
         assert at(address, extent.size) == content(extent.source, extent), extent.name
         assert (address - extent.offset) % PAGE == 0, "blobs are aligned as they are in the file"
+        assert memory.ready(extent)
         device = memory.device_address(extent)
-        assert device == (None if memory.kind == "pageable" else address + SHIFT)
+        page = next((it for it, (size, _) in fake.locked.items() if it <= address < it + size), None)
+        assert device == (None if page is None else address + SHIFT)
 
 
 def threads() -> list[str]:
@@ -80,10 +101,10 @@ def test_locked_in_place(fake: FakeLock, source: FileSource) -> None:
     # Pages 1 to 23, and from 4 MiB to the page in which the file ends.
     assert sorted(size for size, _ in fake.locked.values()) == [22 * PAGE, MIB + PAGE]
     assert memory.locked_bytes == fake.bytes
-    check(memory, wanted)
+    check(fake, memory, wanted)
     inside = Extent(source, 5100, 300, "inside")
     across = Extent(source, 70_000, 20_000, "across")
-    check(memory, [inside, across])
+    check(fake, memory, [inside, across])
     memory.copied(memory.request(inside), None)
     memory.cancel(memory.request(inside))
     assert memory.ready(inside)
@@ -97,13 +118,14 @@ def test_locked_in_place(fake: FakeLock, source: FileSource) -> None:
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_an_arena_where_locking_in_place_is_refused(fake: FakeLock, source: FileSource, before: int) -> None:
-    """At once, or after another range was locked."""
+    """At once, or from the second range on."""
     fake.refuse = lambda read_only, locked: read_only and locked == before
     memory = HostMemory(extents(source), 0)
     assert memory.kind == "arena"
-    assert [read_only for _, read_only in fake.locked.values()] == [False, False]
-    assert memory.locked_bytes == memory.private_bytes == fake.bytes == 23 * PAGE + MIB
-    check(memory, extents(source))
+    assert [read_only for _, read_only in fake.locked.values()] == [it < before for it in range(2)]
+    assert memory.locked_bytes == fake.bytes == 23 * PAGE + MIB
+    assert memory.private_bytes == (MIB + PAGE if before else 23 * PAGE + MIB)
+    check(fake, memory, extents(source))
     memory.close()
     assert not fake.locked
 
@@ -112,12 +134,13 @@ def test_an_arena_where_locking_in_place_is_refused(fake: FakeLock, source: File
 def test_pageable_where_locking_is_refused(fake: FakeLock, source: FileSource, before: int) -> None:
     fake.refuse = lambda read_only, locked: read_only or locked == before
     with pytest.warns(RuntimeWarning, match=r"cannot be page-locked .*stays pageable.*ulimit -l") as caught:
-        memory = HostMemory(extents(source), 0)
+        memory = complete(extents(source))
     assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert (memory.kind, memory.locked_bytes, memory.private_bytes) == ("pageable", 0, 23 * PAGE + MIB)
-    check(memory, extents(source))
+    assert (memory.kind, memory.private_bytes) == ("pageable", 23 * PAGE + MIB)
+    assert memory.locked_bytes == fake.bytes == before * 22 * PAGE
+    check(fake, memory, extents(source))
     memory.close()
+    assert not fake.locked
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])
@@ -131,12 +154,12 @@ def test_forced(
     memory = HostMemory(extents(source), 0, mode=argument)
     assert memory.kind == mode
     assert fake.attempts == {"mapped": 2, "arena": 2, "pageable": 0}[mode]
-    check(memory, extents(source))
+    check(fake, memory, extents(source))
     memory.close()
     fake.refuse = lambda read_only, locked: True
     if mode != "pageable":
         with pytest.raises(UnsupportedDevice, match=r"cannot be page-locked.*CUDA_ERROR_NOT_SUPPORTED"):
-            HostMemory(extents(source), 0, mode=argument)
+            bring_in_vain(extents(source), mode=argument)
     assert not fake.locked
 
 
@@ -149,7 +172,7 @@ def test_unknown_mode(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> No
 def test_other_failures_are_reported(fake: FakeLock, source: FileSource) -> None:
     fake.error = UnsupportedDevice("page-locking failed: CUDA_ERROR_DEINITIALIZED")
     with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
-        HostMemory(extents(source), 0)
+        bring_in_vain(extents(source))
     assert fake.attempts == 1
     assert not threads()
 
@@ -169,7 +192,7 @@ def test_bytes_that_are_no_file(fake: FakeLock, source: FileSource) -> None:
     wanted = [*extents(other), *extents(source)]
     memory = HostMemory(wanted, 0)
     assert memory.kind == "arena"
-    check(memory, wanted)
+    check(fake, memory, wanted)
     memory.close()
 
 
@@ -185,6 +208,7 @@ def test_progress(fake: FakeLock, source: FileSource, refused: bool) -> None:
     fake.refuse = lambda read_only, locked: refused and read_only and locked == 1
     seen: list[int] = []
     memory = HostMemory(extents(source), 0, progress=seen.append)
+    memory.complete()
     assert sum(seen) == sum(it.size for it in extents(source))
     assert min(seen) > 0
     memory.close()
@@ -192,10 +216,137 @@ def test_progress(fake: FakeLock, source: FileSource, refused: bool) -> None:
 
 def test_given_back_with_the_last_reference(fake: FakeLock, source: FileSource) -> None:
     memory = HostMemory(extents(source), 0)
+    memory.complete()
     assert fake.locked
     del memory
     gc.collect()
     assert not fake.locked
+
+
+# ---- in the background ----
+
+
+class Gate:
+    """Lets locking go on when a test says so."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, fake: FakeLock, before: int) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+        def lock_(*args: Any, **kwargs: Any) -> None:
+            if fake.attempts == before:
+                self.reached.set()
+                assert self.open.wait(60)
+            fake.lock(*args, **kwargs)
+
+        patch.setattr(lock, "lock", lock_)
+
+
+@pytest.mark.parametrize("mode", ["mapped", "arena"])
+def test_a_range_is_used_before_the_next_is_there(
+    mode: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, wanted = Gate(monkeypatch, fake, 1), extents(source)
+    memory = HostMemory(wanted, 0, mode=mode)
+    check(fake, memory, wanted[:3])
+    assert gate.reached.wait(60)
+    assert not memory.ready(wanted[3])
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(ask, wanted[3]) for ask in (memory.wait, memory.device_address)]
+        assert not any(it.done() for it in waiting)
+        gate.open.set()
+        address, device = (it.result(60) for it in waiting)
+    assert address is not None
+    assert device == address + SHIFT
+    check(fake, memory, wanted)
+    memory.close()
+
+
+@pytest.mark.parametrize("mode", ["mapped", "arena"])
+def test_what_fails_later_leaves_what_is_there(mode: str, fake: FakeLock, source: FileSource) -> None:
+    """Whoever waits for the rest is told, each time; nothing hangs."""
+
+    def fail(read_only: bool, before: int) -> bool:
+        fake.error = UnsupportedDevice("page-locking failed: CUDA_ERROR_DEINITIALIZED")  # the next time
+        return False
+
+    fake.refuse = fail
+    wanted = extents(source)
+    memory = HostMemory(wanted, 0, mode=mode)
+    with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
+        memory.complete()
+    check(fake, memory, wanted[:3])
+    assert not memory.ready(wanted[3])
+    for ask in (memory.wait, memory.address, memory.device_address):
+        with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
+            ask(wanted[3])
+    memory.close()
+    assert not fake.locked
+
+
+def test_closed_in_the_middle(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is not brought."""
+    monkeypatch.setattr(arenas, "_PIECE_BYTES", 64 << 10)
+    gate = Gate(monkeypatch, fake, 0)
+    memory = HostMemory(extents(source), 0, mode="arena")
+    assert gate.reached.wait(60)
+    with ThreadPoolExecutor() as pool:
+        closing = pool.submit(memory.close)
+        gate.open.set()
+        closing.result(60)
+    assert not fake.locked
+    assert not threads()
+
+
+def test_garbage_that_one_of_its_own_threads_collects(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for itself would never end: it is given back when its thread ends."""
+    made: list[HostMemory] = []
+    handed = threading.Event()
+
+    def lock_(*args: Any, **kwargs: Any) -> None:
+        assert handed.wait(60)
+        fake.lock(*args, **kwargs)
+        made.clear()  # the last reference
+
+    monkeypatch.setattr(lock, "lock", lock_)
+    made.append(HostMemory(extents(source), 0))
+    thread = made[0]._bringing._thread
+    handed.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not made
+    assert fake.attempts
+    assert not fake.locked
+
+
+_EXIT = """
+import atexit, threading
+from tpde.format.source import Extent
+from tpde.streaming import arena
+from tpde.streaming.host import HostMemory
+
+class Endless:
+    name, size, reads, begun = "endless", 1 << 30, 0, threading.Event()
+    def read_into(self, offset, out):
+        self.reads += 1
+        self.begun.set()
+
+def look():
+    print(source.reads < source.size // arena._PIECE_BYTES, [it.name for it in threading.enumerate()][1:])
+
+source = Endless()
+arena._PIECE_BYTES = 4096
+atexit.register(look)  # called last
+memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="pageable")
+assert source.begun.wait(60)
+"""
+
+
+def test_the_end_of_a_process_does_not_wait_for_the_rest() -> None:
+    command = [sys.executable, "-c", _EXIT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True []\n", "")
 
 
 # ---- faults ----
@@ -217,7 +368,7 @@ def test_truncated_between_check_and_use(
 ) -> None:
     monkeypatch.setattr("tpde.streaming.host.require", lambda extents: os.truncate(source.name, 4 * MIB + 9))
     with pytest.raises(Truncated, match="ends at byte 4194313"):
-        HostMemory(extents(source), 0, mode=mode)
+        bring_in_vain(extents(source), mode=mode)
     assert not fake.locked
     assert not threads()
 
@@ -232,7 +383,7 @@ def test_truncated_after_mapping(fake: FakeLock, source: FileSource, monkeypatch
 
     monkeypatch.setattr(mapping, "_populate", late)
     with pytest.raises(Truncated, match="ends at byte 4194313"):
-        HostMemory(extents(source), 0)
+        bring_in_vain(extents(source))
     assert not fake.locked
 
 
@@ -240,6 +391,7 @@ def test_an_arena_outlives_its_file(fake: FakeLock, source: FileSource) -> None:
     wanted = extents(source)
     before = [content(source, it) for it in wanted]
     memory = HostMemory(wanted, 0, mode="arena")
+    memory.complete()
     os.truncate(source.name, 0)
     os.unlink(source.name)
     assert [at(memory.address(it), it.size) for it in wanted] == before
@@ -273,7 +425,7 @@ def test_the_disk_fails(
     monkeypatch.setattr(os, "preadv", failing)
     monkeypatch.setattr(arenas, "_PIECE_BYTES", MIB // 4)
     with pytest.raises(ReadError, match=rf"bytes \d+ to \d+ of `.*blobs` cannot be read.*{words}"):
-        HostMemory(extents(source), 0, mode="arena")
+        bring_in_vain(extents(source), mode="arena")
     assert not fake.locked
     assert not threads()
 
@@ -286,7 +438,7 @@ def test_ctrl_c(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPa
 
     for mode in ("mapped", "arena"):
         with pytest.raises(KeyboardInterrupt):
-            HostMemory(extents(source), 0, mode=mode, progress=interrupt)
+            bring_in_vain(extents(source), mode=mode, progress=interrupt)
         assert not threads()
         assert not fake.locked
 
@@ -297,7 +449,7 @@ def test_too_little_memory(fake: FakeLock, source: FileSource, monkeypatch: pyte
 
     monkeypatch.setattr(arenas.mmap, "mmap", refuse)
     with pytest.raises(OutOfMemory, match=r"GiB of host memory are needed.*free some"):
-        HostMemory(extents(source), 0, mode="arena")
+        bring_in_vain(extents(source), mode="arena")
 
 
 def test_old_kernels_do_not_populate(
@@ -305,7 +457,7 @@ def test_old_kernels_do_not_populate(
 ) -> None:
     monkeypatch.setattr(mapping, "_POPULATE_READ", 9999)
     memory = HostMemory(extents(source), 0)
-    check(memory, extents(source))
+    check(fake, memory, extents(source))
     memory.close()
 
 
@@ -336,7 +488,7 @@ def test_any_extents(places: list[tuple[int, int, int]], mode: str) -> None:
             if offset < sources[i].size
         ]
         memory = HostMemory(wanted, 0, mode=mode)
-        check(memory, wanted)
+        check(fake, memory, wanted)
         ranges = merge(wanted)
         assert memory.locked_bytes == fake.bytes == sum(it.size for it in ranges)
         for before, after in pairwise(ranges):
@@ -347,7 +499,7 @@ def test_any_extents(places: list[tuple[int, int, int]], mode: str) -> None:
                 gap = two.offset - one.offset - one.size
                 if one.source is two.source and 0 <= gap <= GAP_BYTES:
                     begin, end = one.offset, two.offset + two.size
-                    check(memory, [Extent(one.source, begin, end - begin, "both")])
+                    check(fake, memory, [Extent(one.source, begin, end - begin, "both")])
         memory.close()
         assert not fake.locked
         for source in sources:

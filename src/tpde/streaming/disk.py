@@ -14,7 +14,7 @@ from tpde.format.source import Extent
 from tpde.streaming import lock
 from tpde.streaming.arena import Arena
 from tpde.streaming.direct import BLOCK, Files
-from tpde.streaming.host import forced_mode, not_locked
+from tpde.streaming.modes import forced_mode, not_locked
 from tpde.streaming.ranges import read_error
 
 SLACK = 2 * BLOCK  # of a buffer: a piece starts and ends anywhere

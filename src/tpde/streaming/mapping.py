@@ -22,7 +22,7 @@ import numpy as np
 from tpde.errors import Truncated
 from tpde.format.source import FileSource
 from tpde.streaming import lock
-from tpde.streaming.parallel import for_each, overlapped
+from tpde.streaming.parallel import for_each
 from tpde.streaming.ranges import Range, read_error
 
 _THREADS = 8  # the driver faults pages in one by one, on one thread
@@ -31,7 +31,7 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14: an error where a touch
 
 
 class Mapping:
-    """Ranges of files, locked where they lie.
+    """Ranges of files, mapped, and locked where they lie.
 
     Parameters
     ----------
@@ -39,43 +39,30 @@ class Mapping:
         Of each file in order.
     device : int
         One of the devices that will read them.
-    report : callable
-        Called with numbers of bytes that are in memory.
 
     Raises
     ------
     Refused
-        If any of them cannot be locked in place. Nothing stays locked then.
+        If any of them cannot be mapped.
     Truncated
         If a file has become shorter.
-    ReadError
-        If the disk fails.
 
     Attributes
     ----------
     starts : list of int
         The host address of each range's first page.
-    device_starts : list of int or None
-        What kernels take instead.
-    size : int
-        Bytes that are locked.
     """
 
-    def __init__(self, ranges: Sequence[Range], device: int, report: Callable[[int], None]) -> None:
-        self._device, self._maps, self._locked = device, list[Any](), list[int]()
-        self.starts, self.device_starts = list[int](), list["int | None"]()
-        self.size = 0
+    def __init__(self, ranges: Sequence[Range], device: int) -> None:
+        self._ranges, self._device = ranges, device
+        self._maps, self._locked = list[Any](), list[int]()
+        self.starts = list[int]()
         try:
             files: dict[Any, list[Range]] = {}
             for it in ranges:
                 files.setdefault(it.source, []).append(it)
             for source, of in files.items():
                 self.starts += self._map(source, of)
-            # A range is locked while the next one's pages are brought in.
-            work = list(zip(ranges, self.starts, strict=True))
-            overlapped(work, lambda it: self._populate(*it, report), lambda it: self._lock(*it))
-            self.size = sum(it.size for it in ranges)
-            self.device_starts = [lock.device_address(start, device) for start in self.starts]
         except BaseException:
             self.close()
             raise
@@ -98,12 +85,30 @@ class Mapping:
         base = int(np.frombuffer(made, np.uint8).ctypes.data)
         return [base + it.begin - begin for it in ranges]
 
-    def _lock(self, it: Range, start: int) -> None:
-        lock.lock(start, it.size, self._device, read_only=True)
+    def lock(self, number: int) -> None:
+        """Lock a range. Raises `lock.Refused` if it cannot be."""
+        start = self.starts[number]
+        lock.lock(start, self._ranges[number].size, self._device, read_only=True)
         self._locked.append(start)
 
-    def _populate(self, it: Range, start: int, report: Callable[[int], None]) -> None:
-        """Bring pages into memory, and into this process's tables, on many threads: locking is fast then."""
+    def populate(self, number: int, report: Callable[[int], None]) -> None:
+        """Bring a range's pages into memory, and into this process's tables: locking is fast then.
+
+        Parameters
+        ----------
+        number : int
+            Of the range.
+        report : callable
+            Called with numbers of bytes that are in memory.
+
+        Raises
+        ------
+        Truncated
+            If the file has become shorter.
+        ReadError
+            If the disk fails.
+        """
+        it, start = self._ranges[number], self.starts[number]
         work = [
             (it, at, start + at - it.begin, min(_PIECE_BYTES, it.end - at))
             for at in range(it.begin, it.end, _PIECE_BYTES)

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+NAME = "tpde-host"  # of these threads
+
 
 def for_each(
     work: Iterable[T], do: Callable[[T], None], threads: int, done: Callable[[T], None] = lambda _: None
@@ -45,7 +47,7 @@ def for_each(
             reports.put(error)
         reports.put(None)
 
-    crew = [threading.Thread(target=run, name="tpde-host", daemon=True) for _ in range(threads)]
+    crew = [threading.Thread(target=run, name=NAME, daemon=True) for _ in range(threads)]
     running = 0
     try:
         for thread in crew:
@@ -91,7 +93,7 @@ def overlapped(work: Iterable[T], first: Callable[[T], None], second: Callable[[
             failed.set()
             raise
 
-    with ThreadPoolExecutor(1, "tpde-host") as pool:
+    with ThreadPoolExecutor(1, NAME) as pool:
         jobs: list[Future[None]] = []
         try:
             for piece in work:

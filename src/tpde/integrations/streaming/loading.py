@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
@@ -15,17 +16,48 @@ from tpde.integrations.allowance import Allowance
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.runs import Run
 from tpde.integrations.streaming.demand import OUTSIDE_BYTES
-from tpde.integrations.streaming.opening import open_streamed
+from tpde.integrations.streaming.opening import Supplies
 from tpde.integrations.streaming.plain import decode_runs
 from tpde.integrations.streaming.units import unit_of
 from tpde.materialize import PackedTensor
 from tpde.memory import gib
 from tpde.nn.modules import PackedModule
+from tpde.streaming.host import HostMemory
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stats import Summary, summarize_spans
 from tpde.streaming.stream import Streamer
 from tpde.streaming.trace import Trace, start_trace, write_trace
 from tpde.streaming.units import Placement
+
+
+class _Homes:
+    """What goes to one device.
+
+    Attributes
+    ----------
+    runs, plain : dict of str to Run
+        Its parameters, and those of them that it keeps plain.
+    stored : dict of Placement to dict of str to Stored
+        The tensors that they are made of, by where these stay.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[str, Run[Stored]] = {}
+        self.plain: dict[str, Run[Stored]] = {}
+        self.stored: dict[Placement, dict[str, Stored]] = {it: {} for it in Placement}
+
+
+def _one_at_a_time(progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    """What any thread may call."""
+    if progress is None:
+        return None
+    lock, told = threading.Lock(), progress
+
+    def tell(nbytes: int) -> None:
+        with lock:
+            told(nbytes)
+
+    return tell
 
 
 class Streaming:
@@ -36,7 +68,7 @@ class Streaming:
     vram : int
         Bytes of each device.
     progress : callable, optional
-        Called with numbers of bytes read.
+        Called with numbers of bytes read, in several threads, by one at a time.
     whole : bool
         The whole process is held to the budget; otherwise what it takes beside this model comes on top.
 
@@ -53,7 +85,7 @@ class Streaming:
     ) -> None:
         self.plans: dict[torch.device, StreamPlan] = {}
         self.streamers: dict[torch.device, Streamer] = {}
-        self._vram, self._progress, self._whole = vram, progress, whole
+        self._vram, self._progress, self._whole = vram, _one_at_a_time(progress), whole
         self._readers: dict[torch.device, list[Any]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._finalizers: list[Any] = []
@@ -105,8 +137,10 @@ class Streaming:
     ) -> dict[str, list[tuple[PackedTensor, int]]]:
         """Bring all weights to where they were planned to be.
 
-        Plain ones come first, the largest of them at the start: while they are decoded, their packed form is
-        on the device as well, and then there is room for it.
+        Host memory is filled in the background, while the device's weights are read, the model is finished,
+        and its first forward pass waits for what it needs. Of the device's, plain ones come first, the
+        largest of them at the start: while they are decoded, their packed form is on the device as well, and
+        then there is room for it.
 
         Parameters
         ----------
@@ -125,24 +159,34 @@ class Streaming:
             The parts of those parameters that are packed. The others are plain parameters of the model now.
         """
         parts: dict[str, list[tuple[PackedTensor, int]]] = {}
-        for device, made in self.plans.items():
-            here = {name: run for name, run in runs.items() if where[name] == device}
-            chosen = {name: made.placements[unit_of(model, name)] for name in here}
-            plain = {name: here[name] for name, it in chosen.items() if it is Placement.PLAIN}
-            # What the plan keeps for all that is not there yet.
-            room = made.vram - sum(made.parts[it] for it in ("plain", "fixed", "decoded"))
-            decode_runs(model, plain, device, self._progress, room)
-            stored: dict[Placement, dict[str, Stored]] = {it: {} for it in Placement}
-            for name, run in here.items():
-                stored[chosen[name]].update({part.name: part for part in run.parts})
-            found: dict[str, PackedTensor] = {}
-            if stored[Placement.HOST] or stored[Placement.DISK]:
-                found.update(self._open(device, made, stored[Placement.HOST], stored[Placement.DISK]))
-            resident = list(stored[Placement.PACKED].values())
-            for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):
-                found[it.name] = tensor
-                self._read(it.extent.size)
-            parts |= {name: run.placed(found) for name, run in here.items() if name not in plain}
+        homes: dict[torch.device, _Homes] = {}
+        for name, run in runs.items():
+            home = homes.setdefault(where[name], _Homes())
+            kept = self.plans[where[name]].placements[unit_of(model, name)]
+            home.runs[name] = run
+            home.stored[kept] |= {part.name: part for part in run.parts}
+            if kept is Placement.PLAIN:
+                home.plain[name] = run
+        with ExitStack() as undo:
+            opened: dict[torch.device, Supplies] = {}
+            for device, home in homes.items():
+                host, disk = (list(home.stored[it].values()) for it in (Placement.HOST, Placement.DISK))
+                if host or disk:
+                    made = Supplies(device, self.plans[device], host, disk, progress=self._progress)
+                    opened[device] = undo.enter_context(closing(made))
+            for device, home in homes.items():
+                # What the plan keeps for all that is not there yet.
+                plan = self.plans[device]
+                room = plan.vram - sum(plan.parts[it] for it in ("plain", "fixed", "decoded"))
+                decode_runs(model, home.plain, device, self._progress, room)
+                found: dict[str, PackedTensor] = {}
+                if device in opened:
+                    found.update(self._open(device, opened[device]))
+                resident = list(home.stored[Placement.PACKED].values())
+                for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):
+                    found[it.name] = tensor
+                    self._read(it.extent.size)
+                parts |= {name: it.placed(found) for name, it in home.runs.items() if name not in home.plain}
         return parts
 
     def cut(self, model: torch.nn.Module) -> None:
@@ -162,20 +206,26 @@ class Streaming:
         if self._progress is not None:
             self._progress(nbytes)
 
-    def _open(
-        self,
-        device: torch.device,
-        made: StreamPlan,
-        host: Mapping[str, Stored],
-        disk: Mapping[str, Stored],
-    ) -> dict[str, PackedTensor]:
-        streamer, tensors = open_streamed(
-            device, made, list(host.values()), list(disk.values()), progress=self._progress
-        )
-        self.streamers[device] = streamer
-        supplies = {id(it.supply): it.supply for it in tensors.values()}
-        self._readers[device] = [it for it in supplies.values() if hasattr(it, "trace")]
-        return {**tensors}
+    def _open(self, device: torch.device, supplies: Supplies) -> Mapping[str, PackedTensor]:
+        readers = [it for it in supplies.owned if hasattr(it, "trace")]
+        self.streamers[device], tensors = supplies.open()
+        self._readers[device] = readers
+        return tensors
+
+    def wait(self) -> None:
+        """Wait until all weights are where they stay: host memory is filled and locked in the background.
+
+        Nobody needs to: a forward pass waits for the weights that it wants.
+
+        Raises
+        ------
+        Truncated, ReadError, OutOfMemory, UnsupportedDevice
+            If something cannot be brought there.
+        """
+        for streamer in self.streamers.values():
+            for thing in streamer.owned:
+                if isinstance(thing, HostMemory):
+                    thing.complete()
 
     # ---- looking at it ----
 

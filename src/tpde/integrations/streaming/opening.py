@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -22,78 +21,103 @@ from tpde.streaming.tensor import StreamedTensor
 READ_THREADS = 8  # between the 4 and 16 at which disks reach their rate
 
 
-def open_streamed(
-    device: torch.device,
-    plan: StreamPlan,
-    host: Sequence[Stored],
-    disk: Sequence[Stored],
-    *,
-    progress: Callable[[int], None] | None = None,
-) -> tuple[Streamer, dict[str, StreamedTensor]]:
-    """Open packed tensors that stay in host memory, or in their files.
+class Supplies:
+    """Files of packed tensors that are not kept on the device, and what brings their bytes from there.
+
+    Takes no device memory. Host memory is filled, and locked, in the background from now on.
 
     Parameters
     ----------
     device : torch.device
-        Where they are decoded.
+        That they are copied to.
     plan : StreamPlan
-        How large ring and pieces are.
+        How large pieces and buffers are.
     host, disk : sequence of Stored
         Tensors that go to locked host memory, and those that are read each time.
     progress : callable, optional
-        Called with numbers of bytes that were locked.
+        Called with numbers of bytes that were locked, in the background.
 
-    Returns
-    -------
-    streamer : Streamer
-        Owns files and host memory.
-    tensors : dict of str to StreamedTensor
-        By their names in the files.
+    Attributes
+    ----------
+    owned : list
+        What is to be closed, in this order.
+
+    Raises
+    ------
+    Truncated
+        If a file ends before a tensor does.
+    OutOfMemory, UnsupportedDevice
+        If there is no memory to read to.
     """
-    owned: list[Any] = []
-    try:
-        files: dict[str, FileSource] = {}
-        for it in (*host, *disk):
-            path = it.extent.source.name
-            if path not in files:
-                files[path] = FileSource(path)
-        owned += files.values()
 
-        def own(stored: Iterable[Stored]) -> list[Extent]:
-            return [it.extent._replace(source=files[it.extent.source.name]) for it in stored]
+    def __init__(
+        self,
+        device: torch.device,
+        plan: StreamPlan,
+        host: Sequence[Stored],
+        disk: Sequence[Stored],
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._device, self._plan = device, plan
+        self.owned: list[Any] = []
+        self._tensors: list[tuple[Stored, Extent, Any]] = []  # each with what supplies its chunks
+        try:
+            files: dict[str, FileSource] = {}
+            for it in (*host, *disk):
+                path = it.extent.source.name
+                if path not in files:
+                    files[path] = FileSource(path)
+                    self.owned.append(files[path])
 
-        index = device.index or 0
-        streamer = Streamer(CudaDevice(device, plan.ring), plan.slots, plan.piece)
-        tensors: dict[str, StreamedTensor] = {}
+            def own(stored: Iterable[Stored]) -> list[Extent]:
+                return [it.extent._replace(source=files[it.extent.source.name]) for it in stored]
 
-        def open_all() -> None:
-            for it, extent in zip((*host, *disk), own((*host, *disk)), strict=True):
-                tensors[it.name] = it.checked(StreamedTensor(extent, streamer, device, None))
-
-        # Headers and index maps are read and checked, 0.2 ms for each tensor, while pages are locked; what
-        # supplies the chunks is known when all are.
-        with ThreadPoolExecutor(1, "tpde-open") as pool:
-            opening = pool.submit(open_all)
-            supplies: list[tuple[Any, Sequence[Stored]]] = []
+            index = device.index or 0
             if host:
-                memory = HostMemory(own(host), index, progress=progress)
-                owned.insert(0, memory)
-                supplies.append((memory, host))
+                extents = own(host)
+                memory = HostMemory(extents, index, progress=progress)
+                self.owned.insert(0, memory)
+                self._tensors += [(it, extent, memory) for it, extent in zip(host, extents, strict=True)]
             if disk:
                 ahead = ReadAhead(plan.staging // plan.piece, plan.piece, READ_THREADS, index)
-                owned.insert(0, ahead)
-                supplies.append((ahead, disk))
-            opening.result()
-        for supply, stored in supplies:
-            for it in stored:
-                tensors[it.name].supply = supply
-    except BaseException:
-        for thing in owned:
-            thing.close()
-        raise
-    streamer.own(*owned)
-    weakref.finalize(streamer, _give_back, streamer.device, streamer.owned).atexit = False
-    return streamer, tensors
+                self.owned.insert(0, ahead)
+                self._tensors += [(it, extent, ahead) for it, extent in zip(disk, own(disk), strict=True)]
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self) -> tuple[Streamer, dict[str, StreamedTensor]]:
+        """Read headers and index maps, and take the memory on the device.
+
+        Returns
+        -------
+        streamer : Streamer
+            Owns files and host memory from now on.
+        tensors : dict of str to StreamedTensor
+            By their names in the files.
+
+        Raises
+        ------
+        Truncated, Corrupt, UnsupportedVersion
+            If a header, tables or an index map are damaged.
+        OutOfMemory
+            If there is no room for the ring.
+        """
+        streamer = Streamer(CudaDevice(self._device, self._plan.ring), self._plan.slots, self._plan.piece)
+        tensors = {
+            it.name: it.checked(StreamedTensor(extent, streamer, self._device, supply))
+            for it, extent, supply in self._tensors
+        }
+        streamer.own(*self.owned)
+        self.owned = []
+        weakref.finalize(streamer, _give_back, streamer.device, streamer.owned).atexit = False
+        return streamer, tensors
+
+    def close(self) -> None:
+        """Give back what no streamer owns."""
+        while self.owned:
+            self.owned.pop(0).close()
 
 
 def _give_back(device: Any, owned: Sequence[Any]) -> None:
