@@ -50,13 +50,16 @@ def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lock_in(mode: str, extents: list[Extent]) -> HostMemory:
-    """Memory of a mode; skips where locking in place is refused, which is not an error."""
+    """Memory of a mode, complete; skips where locking in place is refused, which is not an error."""
+    memory = HostMemory(extents, 0, mode=mode)
     try:
-        return HostMemory(extents, 0, mode=mode)
+        memory.complete()
     except UnsupportedDevice as error:
+        memory.close()
         if mode != "mapped":
             raise
         pytest.skip(f"{error}")
+    return memory
 
 
 def extents(source: FileSource) -> list[Extent]:
