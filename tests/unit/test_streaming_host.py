@@ -261,6 +261,32 @@ def test_a_range_is_used_before_the_next_is_there(
     memory.close()
 
 
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_held(refused: int, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is locked before it is released: in place, in an arena, or not at all."""
+    fake.refuse = lambda read_only, locked: refused > (not read_only)
+    brought, gate = threading.Event(), threading.Event()
+    memory = HostMemory(extents(source), 0, held=True, progress=lambda _: brought.set())
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(memory.wait, extents(source)[0])
+        assert brought.wait(60)
+        assert (fake.attempts, asked.done()) == (0, False)
+        monkeypatch.setattr("tpde.streaming.modes.warnings.warn", lambda *args, **options: gate.set())
+        memory.release()
+        asked.result(60)
+    assert memory.kind == ("mapped", "arena", "pageable")[refused]
+    assert gate.is_set() == (refused == 2)
+    check(fake, memory, extents(source))
+    memory.close()
+
+
+def test_held_and_closed(fake: FakeLock, source: FileSource) -> None:
+    memory = HostMemory(extents(source), 0, held=True)
+    memory.close()
+    assert not fake.attempts
+    assert not threads()
+
+
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
 def test_what_fails_later_leaves_what_is_there(mode: str, fake: FakeLock, source: FileSource) -> None:
     """Whoever waits for the rest is told, each time; nothing hangs."""

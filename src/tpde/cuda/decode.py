@@ -111,17 +111,15 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
             return None
         pairs |= (kinds == {2}) << plane
     bits = max((table.entries.size.bit_length() - 1 for table in tables), default=0)
-    images = []
-    for table in tables:
-        entry = table.entries & 0x1F
-        symbols = table.entries >> 16 << (16 if pairs else 8)
+    kind = np.dtype("<u4" if pairs else "<u2")
+    size = align(len(tables) * kind.itemsize << bits, ALIGNMENT)
+    image = np.zeros(size // kind.itemsize, kind)
+    for i, table in enumerate(tables):
+        entries = table.entries
         # An escape's entry has no symbol; its raw bits take the place (`ESCAPE` in decode.cu).
-        escape = np.uint32(0x80 | table.raw_bits << 8)
-        image = np.where(table.entries & 0x100, entry | escape, entry | symbols)
-        images.append(np.tile(image, (1 << bits) // image.size))
-    whole = np.concatenate(images) if images else np.zeros(0, np.uint32)
-    image = whole.astype("<u4" if pairs else "<u2").view(np.uint8)
-    return Tables(np.pad(image, (0, -image.size % ALIGNMENT)), bits, pairs)
+        symbols = np.where(entries & 0x100, 0x80 | table.raw_bits << 8, entries >> 16 << (16 if pairs else 8))
+        image[i << bits : i + 1 << bits].reshape(-1, entries.size)[:] = entries & 0x1F | symbols
+    return Tables(image.view(np.uint8), bits, pairs)
 
 
 def _defines(header: BlobHeader, tables: Tables) -> dict[str, int]:

@@ -20,7 +20,7 @@ class _Stopped(Exception):
     """Nobody wants the rest."""
 
 
-class _Held(Protocol):
+class _Memory(Protocol):
     def close(self) -> None:
         """Unlock it and give it back."""
 
@@ -48,6 +48,8 @@ class Bringing:
         One of the devices that will read them.
     forced : {"mapped", "arena", "pageable"} or None
         The only mode that will do.
+    held : bool
+        Lock nothing before `release` is called.
     total : int
         Bytes to report.
     progress : callable, optional
@@ -66,15 +68,17 @@ class Bringing:
         ranges: Sequence[Range],
         device: int,
         forced: str | None,
+        held: bool,
         total: int,
         progress: Callable[[int], None] | None,
     ) -> None:
         self.kind, self.locked_bytes, self.private_bytes = forced or "mapped", 0, 0
         self._ranges, self._device, self._forced = ranges, device, forced
         self._places: list[Place] = []  # of the ranges that are there
-        self._held: list[_Held] = []
+        self._memory: list[_Memory] = []
         self._error: BaseException | None = None
         self._ended = self._stopped = False
+        self._held = held
         self._changed = threading.Condition()
         self._total, self._progress, self._told = total, progress, 0
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
@@ -112,6 +116,12 @@ class Bringing:
         assert self._error is not None
         raise self._error
 
+    def release(self) -> None:
+        """Let ranges be locked from now on."""
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
     def stop(self) -> None:
         """Bring no more: returns when the thread has ended, after the piece that it is at.
 
@@ -119,6 +129,7 @@ class Bringing:
         """
         with self._changed:
             self._stopped = True
+            self._changed.notify_all()
         if not threading.current_thread().name.startswith(NAME):
             self._thread.join()
 
@@ -130,8 +141,8 @@ class Bringing:
 
     def _free(self) -> None:
         with self._changed:
-            held, self._held = self._held, []
-        for it in reversed(held):
+            memory, self._memory = self._memory, []
+        for it in reversed(memory):
             it.close()
 
     # ---- the thread ----
@@ -153,6 +164,12 @@ class Bringing:
                 self._changed.notify_all()
             if stopped:
                 self._free()
+
+    def _wait_for_release(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or self._stopped)
+        if self._stopped:
+            raise _Stopped
 
     def _put(self, host: int, device: int | None) -> None:
         with self._changed:
@@ -185,6 +202,7 @@ class Bringing:
         report = self._counter(0)
 
         def put(number: int) -> None:
+            self._wait_for_release()
             mapping.lock(number)
             start = mapping.starts[number]
             self.locked_bytes += self._ranges[number].size
@@ -192,7 +210,7 @@ class Bringing:
 
         try:
             mapping = Mapping(self._ranges, self._device)
-            self._held.append(mapping)
+            self._memory.append(mapping)
             overlapped(range(len(self._ranges)), lambda number: mapping.populate(number, report), put)
         except lock.Refused as error:
             if self._forced is not None:
@@ -206,7 +224,7 @@ class Bringing:
         ranges, report = self._ranges[first:], self._counter(first)
         offsets = list(accumulate((it.size for it in ranges), initial=0))
         arena = Arena(max(offsets[-1], 1))
-        self._held.append(arena)
+        self._memory.append(arena)
         self.private_bytes += arena.size
         self.kind = "pageable" if self._forced == "pageable" else "arena"
 
@@ -214,6 +232,7 @@ class Bringing:
             at, size = offsets[number], ranges[number].size
             host, device = arena.address + at, None
             if self.kind != "pageable":
+                self._wait_for_release()
                 try:
                     arena.lock(self._device, at, size)
                 except lock.Refused as error:

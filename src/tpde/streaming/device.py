@@ -12,6 +12,8 @@ from tpde.materialize import REPORTED, capturing, on_device, upload
 from tpde.memory import allocate
 from tpde.streaming.pieces import Piece
 
+_STATUSES = 4096  # 64 KiB: an 8 B model has 400 pieces
+
 
 class Damage(NamedTuple):
     """A chunk whose checksum does not match."""
@@ -69,6 +71,27 @@ class _Handle(NamedTuple):
     reports: Any  # the same memory as an array
 
 
+class _Statuses:
+    """Four words of locked host memory for each piece, which kernels write to.
+
+    Many at a time: allocating such memory takes a call of the driver, which waits while pages are locked.
+    """
+
+    def __init__(self) -> None:
+        self._rows = self._zeros(_STATUSES)
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.zeros((count, 4), dtype=torch.int32, pin_memory=True)
+
+    def take(self, count: int) -> torch.Tensor:
+        """Zeros."""
+        if len(self._rows) < count:
+            self._rows = self._zeros(max(count, _STATUSES))
+        taken, self._rows = self._rows[:count], self._rows[count:]
+        return taken
+
+
 class CudaDevice:
     """A CUDA device.
 
@@ -100,6 +123,7 @@ class CudaDevice:
                 torch.cuda.current_stream(device)
             )  # the memory may still be in use there
         self._base = self._ring.data_ptr()
+        self._statuses = _Statuses()
 
     def prepare(self, pieces: Sequence[Piece]) -> _Handle:
         """Put index maps, tables and descriptors on the device, and compile the kernels."""
@@ -118,9 +142,8 @@ class CudaDevice:
         rows = np.zeros(max(sum(sizes), 16), np.uint8)
         for work, at in zip(works, offsets, strict=True):
             rows[at : at + work.descriptors.size] = work.descriptors
-        with torch.inference_mode(False):
-            status = torch.zeros((max(len(works), 1), 4), dtype=torch.int32, pin_memory=True)
         names, lengths = [it.extent.name for it in pieces], [it.extent.size for it in pieces]
+        status = self._statuses.take(len(works))
         reports = status.numpy().view("<u4")
         return _Handle(works, names, lengths, offsets, upload(rows, self.device), status, reports)
 

@@ -39,12 +39,15 @@ class _Homes:
         Its parameters, and those of them that it keeps plain.
     stored : dict of Placement to dict of str to Stored
         The tensors that they are made of, by where these stay.
+    found : dict of str to PackedTensor
+        Those that have been opened.
     """
 
     def __init__(self) -> None:
         self.runs: dict[str, Run[Stored]] = {}
         self.plain: dict[str, Run[Stored]] = {}
         self.stored: dict[Placement, dict[str, Stored]] = {it: {} for it in Placement}
+        self.found: dict[str, PackedTensor] = {}
 
 
 def _one_at_a_time(progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
@@ -137,10 +140,10 @@ class Streaming:
     ) -> dict[str, list[tuple[PackedTensor, int]]]:
         """Bring all weights to where they were planned to be.
 
-        Host memory is filled in the background, while the device's weights are read, the model is finished,
-        and its first forward pass waits for what it needs. Of the device's, plain ones come first, the
-        largest of them at the start: while they are decoded, their packed form is on the device as well, and
-        then there is room for it.
+        Host memory is filled in the background, and locked when devices have what they keep. The first
+        forward pass waits for what it needs. Of what a device keeps, plain weights come first, the largest of
+        them at the start: while they are decoded, their packed form is on the device as well, and then there
+        is room for it.
 
         Parameters
         ----------
@@ -179,14 +182,15 @@ class Streaming:
                 plan = self.plans[device]
                 room = plan.vram - sum(plan.parts[it] for it in ("plain", "fixed", "decoded"))
                 decode_runs(model, home.plain, device, self._progress, room)
-                found: dict[str, PackedTensor] = {}
-                if device in opened:
-                    found.update(self._open(device, opened[device]))
                 resident = list(home.stored[Placement.PACKED].values())
                 for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):
-                    found[it.name] = tensor
+                    home.found[it.name] = tensor
                     self._read(it.extent.size)
-                parts |= {name: it.placed(found) for name, it in home.runs.items() if name not in home.plain}
+            for device, supplies in opened.items():
+                homes[device].found.update(self._open(device, supplies))
+            for home in homes.values():
+                plain = home.plain
+                parts |= {name: it.placed(home.found) for name, it in home.runs.items() if name not in plain}
         return parts
 
     def cut(self, model: torch.nn.Module) -> None:
