@@ -41,7 +41,7 @@ def prepare() -> None:
     for check in (False, True):
         for name in ("decode_items", "decode_rows"):
             threads = 32 * max_warps(DEFINES["WORD"], check)
-            defines = {**DEFINES, "WINDOW": WINDOW, "CHECK": int(check), "THREADS": threads}
+            defines = {**DEFINES, "WINDOW": WINDOW, "PIECE": 0, "CHECK": int(check), "THREADS": threads}
             nvrtc.kernel(SOURCE, name, defines, 0)
     print(ready - start, time.perf_counter() - ready)
 

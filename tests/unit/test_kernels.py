@@ -133,7 +133,7 @@ def test_errors_of_the_compiler_are_shown() -> None:
 class TestCache:
     """A compiled kernel comes from the disk; any fault there is a miss."""
 
-    DEFINES: ClassVar = {"WORD": 1, "ROTATE": 0, "CODED": 1, "PAIRS": 1, "CHECK": 0, "WINDOW": 1} | {
+    DEFINES: ClassVar = {"WORD": 1, "ROTATE": 0, "CODED": 1, "PAIRS": 1, "CHECK": 0, "WINDOW": 1, "PIECE": 0} | {
         "THREADS": 256
     }
 

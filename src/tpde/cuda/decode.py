@@ -25,14 +25,20 @@ LANES = 32  # format.md 5.1
 GROUP_BYTES = 512
 MAX_WORD_BYTES = 8
 LEAST_WARPS = 4  # with fewer, streams stay in global memory
+MOST_WARPS = 24  # of a multiprocessor: 80 registers for each thread
 LARGE_CHUNK = 16 << 10  # bytes; with more, 16 warps were 3 % faster than 24: memory has fewer rows open
+# Bytes of a block's shared memory. Below, on compute capability 8.6, 8.9 and 12.0, a block has 99 KiB.
+SMALL_SHARED = 128 << 10
+RING_PIECES = 4  # decode.cu knows it too
+WINDOWS = (8, 4, 2, 1)
 _ROW_WARPS = 8
 ALIGNMENT = 16  # of blobs, tables and descriptors
 _WRAP = 1 << 64  # addresses before what is there may be negative, and add up modulo this
 
-# What a lane may read beyond its bits: every symbol an escape, of 20 bits for one or 28 for a pair
-# (format.md 3), so at most 20 bits a symbol, and the two words read ahead.
-_SLACK_BITS = 20
+# An escape has at most so many bits for a symbol, or a pair (format.md 3).
+_ESCAPE_BITS, _ESCAPE_PAIR_BITS = 20, 28
+# What a lane may read beyond its bits: every symbol an escape, and the two words read ahead.
+_SLACK_BITS = _ESCAPE_BITS
 
 _ITEM = np.dtype(
     [
@@ -141,19 +147,32 @@ class Need(NamedTuple):
     raw: int  # a group's raw planes
     tables: int
     slack: int
-    warps: int  # the most that are worth it, or that registers allow
+    warps: int  # the most that are worth it where shared memory is large, or that registers allow
+    most: int  # warps that registers allow with staged planes
+    piece: int  # of a lane's ring
+    rings: int  # a warp's rings
 
 
-def max_warps(word_bytes: int, check: bool) -> int:
-    """Warps of a block that registers allow: 80 each for 24, 96 for checksums, 128 for eight planes."""
-    if word_bytes == MAX_WORD_BYTES:
+def max_warps(word_bytes: int, check: bool, rings: bool = False) -> int:
+    """Warps of a block that registers allow: 80 each for 24, 96 for checksums, 128 for eight planes staged."""
+    if word_bytes == MAX_WORD_BYTES and not rings:
         return 16
-    return 20 if check else 24
+    return 20 if check else MOST_WARPS
+
+
+def _piece(word_bytes: int, coded: int, pairs: int) -> int:
+    """Bytes of a ring's piece: more than a lane's next four look-ups, or fewer if a group has fewer, may take."""
+    words = 16 // word_bytes
+    singles = min(words, 4) * _ESCAPE_BITS if coded & ~pairs else 0
+    doubles = min(words // 2, 4) * _ESCAPE_PAIR_BITS if pairs else 0
+    return 8 if max(singles, doubles) < 8 * 8 else 16
 
 
 def need(items: Sequence[Item]) -> Need:
     """What the chunks of some blobs of one kind take."""
     headers = [it.header for it in items]
+    kind = _defines(headers[0], items[0].tables)
+    piece, most = _piece(kind["WORD"], kind["CODED"], kind["PAIRS"]), max_warps(kind["WORD"], check=False)
     words = max(header.chunk_words for header in headers)
     raw_planes = sum(not count for _, count in headers[0].planes)
     room = max(
@@ -171,7 +190,10 @@ def need(items: Sequence[Item]) -> Need:
         raw_planes * GROUP_BYTES // headers[0].word_bytes,
         max(it.tables.image.size for it in items),
         align(words // LANES * _SLACK_BITS // 8 + 16, 16),
-        16 if chunk > LARGE_CHUNK else max_warps(headers[0].word_bytes, check=False),
+        16 if chunk > LARGE_CHUNK else most,
+        most,
+        piece,
+        kind["CODED"].bit_count() * LANES * RING_PIECES * piece,
     )
 
 
@@ -180,17 +202,31 @@ class Geometry(NamedTuple):
 
     warps: int
     window: int  # groups of raw planes that a warp stages at a time, two times over
+    piece: int  # 0: coded planes are staged; or bytes of a piece of the rings that they pass through
     ahead: int  # 1: the next chunk's coded planes are staged while one is decoded
-    room: int  # bytes for the coded planes of a chunk; what is larger stays in global memory
+    room: int  # bytes for the coded planes of a chunk, what is larger stays in global memory; or a warp's rings
     table_room: int  # bytes for tables; 0: they stay in global memory
     shared: int
+
+
+class _Fit(NamedTuple):
+    """What fits into a block's shared memory."""
+
+    most: int  # warps
+    window: int
+    piece: int
+    room: int
+    table_room: int
+    limit: int  # bytes for windows and rooms
+    slack: int
 
 
 def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
     """Choose how to launch.
 
     Measured on an H200 (docs/gpu.md): 24 warps, or 16 where a chunk has more than 16 KiB, with the largest
-    windows; of similar numbers of warps, the one whose last round is fullest.
+    windows; of similar numbers of warps, the one whose last round is fullest. Where shared memory is small: 24
+    warps, coded planes passing through rings if staging them leaves fewer.
 
     Parameters
     ----------
@@ -201,11 +237,32 @@ def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
     chunks : int
         That a block will decode.
     """
+    if shared_bytes >= SMALL_SHARED:
+        fit = _staged(wanted, shared_bytes, wanted.warps)
+    else:
+        fit = _staged(wanted, shared_bytes, wanted.most)
+        outside = not fit.room and wanted.room
+        rings = _through_rings(wanted, shared_bytes)
+        if rings.most > (LEAST_WARPS - 1 if outside else fit.most):
+            fit = rings
+    windows, most = 2 * wanted.raw * fit.window, fit.most
+
+    def speed(warps: int) -> float:
+        """How full the rounds are; a warp less costs 0.8 % beside, measured on six files."""
+        return chunks / warps / -(-chunks // warps) - 0.008 * (most - warps)
+
+    warps = max(range(max(most * 2 // 3, 1), most + 1), key=speed) if chunks else most
+    ahead = int(not fit.piece and warps * (windows + 2 * fit.room) <= fit.limit)
+    shared = fit.table_room + warps * (windows + (1 + ahead) * fit.room) + fit.slack
+    return Geometry(warps, fit.window, fit.piece, ahead, fit.room, fit.table_room, shared)
+
+
+def _staged(wanted: Need, shared_bytes: int, most: int) -> _Fit:
+    """Up to `most` warps with the coded planes of a chunk each."""
     limit = shared_bytes - _ITEM.itemsize - wanted.slack  # an item lies in static shared memory
     table_room = wanted.tables if wanted.tables <= limit // 2 else 0
     limit -= table_room
-    most = wanted.warps
-    choices = [(window, wanted.room) for window in (8, 4, 2, 1)] + [(1, wanted.fair)]
+    choices = [(window, wanted.room) for window in WINDOWS] + [(1, wanted.fair)]
     for window, least in choices:
         windows = 2 * wanted.raw * window
         if most * (windows + least) <= limit:
@@ -217,15 +274,21 @@ def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
         if fit < LEAST_WARPS:
             fit, room = min(most, limit // max(windows, 1)), 0
         most = fit
+    return _Fit(most, window, 0, room, table_room, limit, wanted.slack)
 
-    def speed(warps: int) -> float:
-        """How full the rounds are; a warp less costs 0.8 % beside, measured on six files."""
-        return chunks / warps / -(-chunks // warps) - 0.008 * (most - warps)
 
-    warps = max(range(max(most * 2 // 3, 1), most + 1), key=speed) if chunks else most
-    ahead = int(warps * (windows + 2 * room) <= limit)
-    shared = table_room + warps * (windows + (1 + ahead) * room) + wanted.slack
-    return Geometry(warps, window, ahead, room, table_room, shared)
+def _through_rings(wanted: Need, shared_bytes: int) -> _Fit:
+    """Up to 24 warps with a ring for each lane and coded plane, which needs no slack."""
+    ring = RING_PIECES * wanted.piece  # which starts at a multiple of its size
+    limit = shared_bytes - align(_ITEM.itemsize, ring)
+    table_room = align(wanted.tables, ring)
+    limit = limit - table_room if table_room <= limit // 2 else 0
+    for window in WINDOWS:
+        each = 2 * wanted.raw * window + wanted.rings
+        if MOST_WARPS * each <= limit:
+            break
+    most = min(MOST_WARPS, limit // max(each, 1))
+    return _Fit(most, window, wanted.piece, wanted.rings, table_room, limit, 0)
 
 
 class _Launch(NamedTuple):
@@ -295,7 +358,8 @@ class WorkList:
         chunks = sum(it.chunk_count for it in items)
         grid = min(have.multiprocessors, chunks)
         chosen = geometry(need(items), have.shared_bytes, -(-chunks // grid))
-        return _Launch({**defines, "WINDOW": chosen.window}, begin, len(items), chunks, grid, chosen)
+        defines = {**defines, "WINDOW": chosen.window, "PIECE": chosen.piece}
+        return _Launch(defines, begin, len(items), chunks, grid, chosen)
 
     def _ready(self, check: bool) -> list[_Ready]:
         """What `launch` needs, made at its first use."""
@@ -305,7 +369,7 @@ class WorkList:
         return found
 
     def _make(self, it: _Launch, check: bool) -> _Ready:
-        threads = 32 * max_warps(it.defines["WORD"], check)
+        threads = 32 * max_warps(it.defines["WORD"], check, it.geometry.piece > 0)
         defines = {**it.defines, "CHECK": int(check), "THREADS": threads}
         made = nvrtc.kernel(SOURCE, "decode_items", defines, self._device)
         block = min(32 * it.geometry.warps, threads)
@@ -384,10 +448,10 @@ class Rows:
             self._per_row = (row + chunk - 2) // chunk + 1
         self.descriptors: Bytes = _descriptor(item, 0, 0).view(np.uint8)
         wanted = need([item])
-        self._geometry = geometry(wanted, facts(device).shared_bytes)
+        self._fit = _staged(wanted, facts(device).shared_bytes, wanted.warps)
         # A row's chunk needs neither windows nor a second buffer, and small blocks spread a few rows better.
-        self._warps = min(_ROW_WARPS, self._geometry.warps)
-        self._shared = self._geometry.table_room + self._warps * self._geometry.room + wanted.slack
+        self._warps = min(_ROW_WARPS, self._fit.most)
+        self._shared = self._fit.table_room + self._warps * self._fit.room + wanted.slack
 
     def launch(
         self, descriptors: int, ids: int, count: int, out: int, status: int, stream: int, check: bool = False
@@ -401,7 +465,8 @@ class Rows:
             return
         defines = {
             **_defines(self._item.header, self._item.tables),
-            "WINDOW": self._geometry.window,
+            "WINDOW": self._fit.window,
+            "PIECE": 0,
             "CHECK": int(check),
             "THREADS": 32 * max_warps(self._item.header.word_bytes, check),
         }
@@ -420,8 +485,8 @@ class Rows:
             np.uint64(self._per_row),
             np.uint64(out),
             np.uint64(status),
-            np.uint32(self._geometry.room),
-            np.uint32(self._geometry.table_room),
+            np.uint32(self._fit.room),
+            np.uint32(self._fit.table_room),
         )
 
 

@@ -4,13 +4,17 @@
 // next chunk's while this one is decoded where there is room; raw planes pass through two windows there. Each
 // block takes an equal run of the chunks of all items, so that it loads an item's tables once or twice.
 //
+// Where shared memory is too small for the coded planes of many warps, each lane's bits pass through a ring there
+// instead: four pieces of PIECE bytes for each coded plane, filled by the lane itself, ahead of what it looks up.
+//
 // Any bytes are safe: records are compared with the blob's size, coded planes with what was staged, and what a
-// damaged lane reads beyond its bits still lies in shared memory, since the host adds slack at its end. What is
-// too large for shared memory stays in global memory, and takes the slower way of the last, short chunks.
+// damaged lane reads beyond its bits still lies in shared memory, since the host adds slack at its end; in a ring
+// it comes round again. What is too large for shared memory stays in global memory, and takes the slower way of
+// the last, short chunks.
 //
 // Macros: WORD bytes of a word; ROTATE; CODED, the planes that may be coded, PAIRS those whose tables hold
-// pairs, one bit each; CHECK: compare checksums; WINDOW: groups of raw planes staged at a time; THREADS: the most
-// of a block.
+// pairs, one bit each; CHECK: compare checksums; WINDOW: groups of raw planes staged at a time; PIECE: 0, or the
+// bytes of a ring's piece, 8 or 16; THREADS: the most of a block.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -89,15 +93,57 @@ typedef u32 Entry;
 typedef u16 Entry;
 #endif
 
-// STAGED: words and table lie in shared memory; otherwise anywhere, and words end at `limit`.
-template <bool STAGED>
+#define PIECE_BITS (8 * PIECE)
+
+// Of a ring. Nothing is said to the compiler of memory: `volatile` keeps these in order among themselves, and
+// look-ups and writes may move between them. A lane waits for its own copies only.
+__device__ __forceinline__ u32 load_ring(u32 shared) {
+  u32 x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared));
+  return x;
+}
+
+__device__ __forceinline__ void copy_piece(u32 shared, u64 from) {
+  if (PIECE == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from));
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(from));
+}
+
+__device__ __forceinline__ void commit_pieces() { asm volatile("cp.async.commit_group;"); }
+
+template <int LEFT>
+__device__ __forceinline__ void wait_pieces() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT)); }
+
+// STAGED: words and table lie in shared memory. ANYWHERE: both may lie anywhere, and words end at `limit`. RING: the
+// table lies in shared memory, and words pass through a ring there.
+enum Place { STAGED, ANYWHERE, RING };
+
+template <Place PLACE>
 struct Lane {
   const u32* words;  // of the coded planes
   const Entry* table;
   u32 mask, limit;
   u32 at, end;  // bits from the first word
+  u32 ring;  // its address in shared memory, a multiple of its size
 
-  __device__ __forceinline__ u32 word(u32 i) const { return STAGED || i < limit ? words[i] : 0; }
+  __device__ __forceinline__ u32 word(u32 i) const {
+    if (PLACE == RING) return load_ring(ring | (4 * i & (4 * PIECE - 4)));
+    return PLACE == STAGED || i < limit ? words[i] : 0;
+  }
+
+  // The piece that holds bit `bit`, if the lane has such a bit: so nothing beyond the chunk is read.
+  __device__ __forceinline__ void ask(u32 bit) const {
+    if (bit < end) copy_piece(ring | (bit / 8 & (4 * PIECE - 1)), (u64)words + bit / 8);
+  }
+  __device__ __forceinline__ void fill_ring() const {
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) ask((at & ~(PIECE_BITS - 1u)) + i * PIECE_BITS);
+    commit_pieces();
+  }
+  // After a call of `entries`: a piece that was left makes place for the one after those in the ring.
+  __device__ __forceinline__ void refill(u32 before) const {
+    if ((before ^ at) >= PIECE_BITS) ask((at & ~(PIECE_BITS - 1u)) + 3 * PIECE_BITS);
+    commit_pieces();
+  }
 
   // One entry after the other, escapes included: their value is put where an entry has its symbols.
   template <bool PAIR>
@@ -116,6 +162,13 @@ struct Lane {
   // The next N entries, 1, 2 or 4: two fit into 32 bits wherever they start, so a window of 64 serves four.
   template <bool PAIR, int N>
   __device__ __forceinline__ void entries(u32 e[N]) {
+    // A call takes MOST bits or fewer (format.md 3), which lie in two pieces. Piece q is asked for when a call ends
+    // in piece q - 3, at most MOST - 1 bits in, and wanted when one starts MOST - 1 bits before q or later: LAG
+    // calls are between, or more, and each commits a group of copies.
+    constexpr int MOST = N * (PAIR ? 28 : 20), LAG = (3 * PIECE_BITS - 2 * MOST + 2 + MOST - 1) / MOST;
+    static_assert(PLACE != RING || MOST < PIECE_BITS, "a call must not leave two pieces");
+    const u32 before = at;
+    if constexpr (PLACE == RING) wait_pieces<LAG>();
     u32 i = at >> 5, a = word(i), b = word(i + 1), any, taken;
     u32 x = __funnelshift_r(a, b, at);
     e[0] = table[x & mask];
@@ -138,6 +191,7 @@ struct Lane {
     } else {
       at += taken & 63;
     }
+    if constexpr (PLACE == RING) refill(before);
   }
   // V symbols as bytes.
   template <bool PAIR>
@@ -233,14 +287,14 @@ struct Sum {
 };
 
 // Find the lanes of every coded plane; false if one does not fit into `bytes` bytes.
-template <bool STAGED>
+template <Place PLACE>
 __device__ __forceinline__ bool open_lanes(const Item& t, const Chunk& c, const u32* words, const void* tables,
-                                           u32 bytes, u32 lane, Lane<STAGED> lanes[WORD]) {
+                                           u32 bytes, u32 lane, Lane<PLACE> lanes[WORD]) {
   u32 at = 0, variant = c.modes >> 16 & 255;
 #pragma unroll
   for (int p = 0; p < WORD; p++) {
     if (!IS(CODED, p) || (c.modes >> (2 * p) & 3) != 2) continue;
-    Lane<STAGED>& a = lanes[p];
+    Lane<PLACE>& a = lanes[p];
     if (bytes - at < LANE_HEADER) return false;
     u32 head = words[at / 4], shift = head >> 16;
     u32 excess = ((const u8*)words)[at + 4 + lane];
@@ -265,21 +319,21 @@ __device__ __forceinline__ bool open_lanes(const Item& t, const Chunk& c, const 
   return true;
 }
 
-template <bool STAGED>
-__device__ __forceinline__ bool overran(const Lane<STAGED> lanes[WORD], u32 modes) {
+template <Place PLACE>
+__device__ __forceinline__ bool overran(const Lane<PLACE> lanes[WORD], u32 modes) {
   bool bad = false;
 #pragma unroll
   for (int p = 0; p < WORD; p++) {
     if (!IS(CODED, p) || (modes >> (2 * p) & 3) != 2) continue;
-    const Lane<STAGED>& a = lanes[p];
+    const Lane<PLACE>& a = lanes[p];
     bad |= a.at > a.end;
   }
   return __any_sync(~0u, bad);
 }
 
 // The plane is known when this is compiled: loops over planes are unrolled.
-template <bool STAGED>
-__device__ __forceinline__ void coded_symbols(int plane, Lane<STAGED>& lane, u32 out[NV]) {
+template <Place PLACE>
+__device__ __forceinline__ void coded_symbols(int plane, Lane<PLACE>& lane, u32 out[NV]) {
   if (IS(PAIRS, plane)) lane.symbols<true>(out);
   else lane.symbols<false>(out);
 }
@@ -317,11 +371,19 @@ __device__ __forceinline__ void load_tables(const Item& t, u32* to, u32 room) {
   commit_copies();  // here: a warp without a chunk stages nothing, and copies that belong to no group are not waited for
 }
 
+// Groups of copies that a group of words commits for its rings.
+__device__ constexpr int ring_commits() {
+  int count = 0;
+  for (int p = 0; p < WORD; p++)
+    if (PIECE && IS(CODED, p)) count += IS(PAIRS, p) ? (V + 7) / 8 : (V + 3) / 4;
+  return count;
+}
+
 // A whole chunk whose planes in CODED are all coded, its output aligned to 16 bytes. Its raw planes go through two
 // windows in shared memory, one filled while the other is used: a warp's loads are then long and far ahead, and the
-// loop over a window's groups small, for the instruction cache's sake.
-__device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, const u32* staged, const u32* tables,
-                                             u32 bytes, bool more, u32* windows, u8* out, u32 lane) {
+// loop over a window's groups small, for the instruction cache's sake. `mine`: the staged planes, or the warp's rings.
+__device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, u32* mine, const u32* tables, u32 bytes,
+                                             bool more, u32* windows, u8* out, u32 lane) {
   const u32 steps = c.n / (32 * V * WINDOW);
   const u32 fill = (c.modes >> 24) * 0x01010101u;
   auto fill_window = [&](u32 step) {
@@ -341,13 +403,26 @@ __device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, cons
   };
   fill_window(0);
   fill_window(1);
+  const u32* words = mine;
+  if (PIECE) words = (const u32*)(t.blob + c.begin + c.raw);
   // Copies are done in order: of this chunk's streams, perhaps the next one's, and the two windows.
-  if (more) wait_staged<3>();
+  else if (more) wait_staged<3>();
   else wait_staged<2>();
-  Lane<true> lanes[WORD];
-  if (!open_lanes<true>(t, c, staged, tables, bytes, lane, lanes)) {
+  Lane<PIECE ? RING : STAGED> lanes[WORD];
+  if (!open_lanes(t, c, words, tables, bytes, lane, lanes)) {
     wait_staged<0>();  // the next chunk's windows are the same memory
     return false;
+  }
+  if constexpr (PIECE != 0) {
+    u32 ring = (u32)__cvta_generic_to_shared(mine) + lane * (4 * PIECE);
+#pragma unroll
+    for (int p = 0; p < WORD; p++) {
+      if (!IS(CODED, p)) continue;
+      lanes[p].ring = ring;
+      lanes[p].fill_ring();
+      ring += 32 * 4 * PIECE;
+    }
+    wait_staged<0>();
   }
   Sum sum;
   if (CHECK) sum.open(lane);
@@ -387,20 +462,21 @@ __device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, cons
     if (WINDOW_BYTES && group % WINDOW == 0) {
       __syncwarp();
       fill_window(group / WINDOW + 1);
-      wait_staged<1>();
+      wait_staged<1 + WINDOW * ring_commits()>();
     }
     write();
     read(group);
   }
   write();
+  if (PIECE) wait_staged<0>();  // a lane may have asked for more than it took, and the next chunk's rings are the same
   return !CHECK || (sum.close() == c.sum && !overran(lanes, c.modes));
 }
 
 // Any chunk; of its words only `lo` to `hi - 1` are written, word w to out + (w - lo) * WORD.
 __device__ __noinline__ bool decode_any(const Item& t, Chunk c, const u32* words, const void* tables, u32 count, u8* out,
                                         u32 lo, u32 hi, u32 lane) {
-  Lane<false> lanes[WORD];
-  if (!open_lanes<false>(t, c, words, tables, count, lane, lanes)) return false;
+  Lane<ANYWHERE> lanes[WORD];
+  if (!open_lanes(t, c, words, tables, count, lane, lanes)) return false;
   u32 groups = (c.n + 32 * V - 1) / (32 * V), bytes = c.n * WORD;
   u32 fill = (c.modes >> 24) * 0x01010101u;
   Sum sum;
@@ -458,31 +534,32 @@ __device__ __forceinline__ bool decode_part(const Item& t, const Chunk& c, const
                                             u32 room, u32 table_room, u8* out, u32 lo, u32 hi, u32 lane) {
   u32 bytes = c.size - c.raw;
   // Bytes beyond the room may be padding to a unit of more than 16 bytes.
-  bool fits = bytes <= room && t.tables_bytes <= table_room;
+  bool fits = !PIECE && bytes <= room && t.tables_bytes <= table_room;
   const u32* words = fits ? staged : (const u32*)(t.blob + c.begin + c.raw);
   return c.valid && decode_any(t, c, words, fits ? tables : (const void*)t.tables, bytes, out, lo, hi, lane);
 }
 
-// A chunk whose streams are being staged; `more`: the next one's too.
-__device__ __forceinline__ bool decode(const Item& t, const Chunk& c, const u32* staged, const u32* tables, u32 room,
+// A chunk whose streams are being staged, or pass through rings; `more`: the next one's are staged too.
+__device__ __forceinline__ bool decode(const Item& t, const Chunk& c, u32* mine, const u32* tables, u32 room,
                                        u32 table_room, bool more, u32* windows, u8* out, u32 lane) {
   u32 bytes = c.size - c.raw;
   bool whole = c.valid && c.n % (32 * V * WINDOW) == 0 && ((u64)out & 15) == 0;
 #pragma unroll
   for (int p = 0; p < WORD; p++)
     if (IS(CODED, p) && (c.modes >> (2 * p) & 3) != 2) whole = false;
-  if (whole && bytes <= room && t.tables_bytes <= table_room)
-    return decode_whole(t, c, staged, tables, bytes, more, windows, out, lane);
+  const u32 most = PIECE ? ~0u : room;  // any plane passes through a ring
+  if (whole && bytes <= most && t.tables_bytes <= table_room)
+    return decode_whole(t, c, mine, tables, bytes, more, windows, out, lane);
   wait_staged<0>();
-  return decode_part(t, c, staged, tables, room, table_room, out, 0, c.n, lane);
+  return decode_part(t, c, mine, tables, room, table_room, out, 0, c.n, lane);
 }
 
 // All chunks of `items`. Shared memory: tables, and for each warp one or two buffers (`ahead`) of `room` bytes for
-// the coded planes of a chunk.
+// the coded planes of a chunk, or its rings, which take `room` bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 base, u64 out, u32* status, u32 room,
              u32 table_room, u32 ahead) {
-  extern __shared__ __align__(16) u32 shared[];
+  extern __shared__ __align__(PIECE ? 4 * PIECE : 16) u32 shared[];
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   u32* tables = shared;
   u32* windows = shared + (table_room + warp * 2 * WINDOW_BYTES) / 4;
@@ -505,14 +582,14 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 base, u64
     load_tables(t, tables, table_room);
     if (k < end) {
       now = load_record(t, k);
-      stage(t, open_chunk(t, k, now), mine, room, lane);
+      if (!PIECE) stage(t, open_chunk(t, k, now), mine, room, lane);
     }
     wait_staged<0>();
     __syncthreads();
     for (; k < end; k += warps) {
       Record after = now;
       if (k + warps < end) after = load_record(t, k + warps);
-      bool more = ahead && k + warps < end;
+      bool more = !PIECE && ahead && k + warps < end;
       if (more) stage(t, open_chunk(t, k + warps, after), mine + (side ^ room / 4), room, lane);
       Chunk c = open_chunk(t, k, now);
       u8* to = (u8*)(out + t.out) + c.word * WORD;
@@ -521,7 +598,7 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 base, u64
       __syncwarp();
       now = after;
       if (ahead) side ^= room / 4;
-      else if (k + warps < end) stage(t, open_chunk(t, k + warps, now), mine, room, lane);
+      else if (!PIECE && k + warps < end) stage(t, open_chunk(t, k + warps, now), mine, room, lane);
     }
     __syncthreads();
     at = next;
@@ -533,7 +610,7 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 base, u64
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 decode_rows(const Item* __restrict__ items, u64 rows, u64 row_words, const long long* __restrict__ ids, u64 count,
             u64 per_row, u64 out, u32* status, u32 room, u32 table_room) {
-  extern __shared__ __align__(16) u32 shared[];
+  extern __shared__ __align__(PIECE ? 4 * PIECE : 16) u32 shared[];
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   u32* buffer = shared + table_room / 4 + warp * (room / 4);
   __shared__ Item t;
