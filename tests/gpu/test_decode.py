@@ -19,6 +19,19 @@ from tpde.format.container import TensorSpec
 pytestmark = needs_cuda
 
 
+@pytest.fixture(params=["staged", "rings"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Decode as on this card; and as where shared memory is small, with rings wherever they fit."""
+    from tpde.cuda import decode
+
+    if request.param == "rings":
+        facts, staged = decode.facts, decode._staged
+        monkeypatch.setattr(decode, "facts", lambda device: facts(device)._replace(shared_bytes=99 << 10))
+        monkeypatch.setattr(decode, "_staged", lambda *wanted: staged(*wanted)._replace(most=1))
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_contract(dtype: str, check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +45,7 @@ def test_contract(dtype: str, check: bool, monkeypatch: pytest.MonkeyPatch) -> N
     assert batch.status.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("way")
 def test_many_tensors_in_one_launch() -> None:
     specs = [TensorSpec("BF16", (n, 997)) for n in (40, 64, 300, 1200, 77)]
     batch = Batch([p for s in specs * 7 if (p := pack(s, fill("normal", s)))])
@@ -40,6 +54,7 @@ def test_many_tensors_in_one_launch() -> None:
     batch.assert_equal()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_tables_that_arrive_late(dtype: str, rows: bool) -> None:
@@ -68,6 +83,7 @@ def test_tables_that_arrive_late(dtype: str, rows: bool) -> None:
         assert batch.status.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("way")
 def test_slices_that_start_chunks_of_their_own() -> None:
     spec = TensorSpec("BF16", (3, 1021, 523))  # slices of an odd number of words
     batch = Batch([pack(spec, fill("normal", spec))])
@@ -76,6 +92,7 @@ def test_slices_that_start_chunks_of_their_own() -> None:
     batch.assert_equal()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("misalign", [2, 6, 8])
 def test_output_anywhere(misalign: int) -> None:
     spec = TensorSpec("BF16", (40, 1000))
@@ -84,6 +101,7 @@ def test_output_anywhere(misalign: int) -> None:
     batch.assert_equal()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("seed", range(24))
 def test_any_valid_table(seed: int) -> None:
     """Tables that no planner makes: any lengths, raw bits, escapes, both kinds, several variants."""
@@ -149,6 +167,64 @@ def test_rows(shape: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatc
     assert batch.status.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32", "F64"])
+@pytest.mark.parametrize("kind", [1, 2])
+@pytest.mark.usefixtures("way")
+def test_runs_of_escapes(dtype: str, kind: int) -> None:
+    """The longest codewords there are, group after group in some lanes: the most that rings must bring."""
+    draw, b = rng("gpu escapes", dtype, kind), DTYPES[dtype].word_bytes
+    longest, repeated = 12, 1 if kind == 1 else 257
+    lengths = {value * repeated: value + 1 for value in range(longest)}
+    table = reference.Table.from_lengths(kind, longest, 0, lengths, longest)
+    places = 16 // b
+    symbols = np.zeros((2 * PREFIX_CHUNK_WORDS // (32 * places), 32, places), np.uint8)
+    for lane in range(32):
+        group = 0
+        while group < len(symbols):
+            group += int(draw.integers(1, 96 // places + 1))
+            count = int(draw.integers(1, 32 // places + 3))
+            run = symbols[group : group + count, lane]
+            run[:] = draw.integers(100, 256, run.shape)
+            group += count
+    words = draw.integers(0, 256, (symbols.size, b), dtype=np.uint8)
+    words[:, -1] = symbols.reshape(-1)
+    top = (
+        words[:, -2:].copy().view("<u2") if b > 1 else words.copy()
+    )  # of which the sign goes back to the top
+    bits = 8 * top.itemsize
+    top = top >> 1 | top << (bits - 1)
+    words[:, -top.itemsize :] = top.view(np.uint8)
+    data = words.tobytes()
+    uses = [(0, 0)] * (b - 1) + [(0, 1)]
+    blob = reference.encode_blob(
+        data, dtype, (len(words),), tables=[table], planes=uses, chunk_words=PREFIX_CHUNK_WORDS
+    )
+    packed = opened(np.frombuffer(blob, np.uint8), data)
+    modes = packed.blob[packed.header.index_at : packed.header.chunks_at].view("<u4")[2::3]
+    assert (modes >> 2 * (b - 1) & 3 == 2).all()
+    batch = Batch([packed])
+    batch.launch()
+    batch.assert_equal()
+    assert batch.status.tolist() == [0, 0, 0, 0]
+
+
+def test_as_on_a_card_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What 8.6, 8.9 and 12.0 get: staged planes where 24 warps hold them, rings otherwise."""
+    from tpde.cuda import decode
+
+    facts = decode.facts
+    monkeypatch.setattr(decode, "facts", lambda device: facts(device)._replace(shared_bytes=99 << 10))
+    specs = [TensorSpec(dtype, (3000, 4096)) for dtype in ("BF16", "F16", "F32", "F8_E4M3")]
+    batch = Batch([pack(spec, fill("normal", spec)) for spec in specs])
+    assert {bool(it.geometry.piece) for it in batch.work._launches} == {False, True}
+    for check in (False, True):
+        batch.out.fill_(0xA5)
+        batch.launch(check)
+        batch.assert_equal()
+    assert batch.status.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("way")
 def test_damage_is_reported_with_item_and_chunk() -> None:
     spec = TensorSpec("BF16", (64, 1024))
     good, bad = pack(spec, fill("normal", spec)), pack(spec, fill("normal", spec))
@@ -163,6 +239,7 @@ def test_damage_is_reported_with_item_and_chunk() -> None:
     assert batch.status.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3", "F64"])
 def test_mutations_never_crash_and_never_pass(dtype: str) -> None:
     """Any byte of index map or chunks changed: reported, or the output is as it was (padding)."""
@@ -194,6 +271,7 @@ def test_header_that_understates_its_streams() -> None:
     batch.assert_equal()
 
 
+@pytest.mark.usefixtures("way")
 def test_graph_capture_and_other_streams() -> None:
     spec = TensorSpec("BF16", (512, 1024))
     batch = Batch([pack(spec, fill("normal", spec))])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from typing import ClassVar
 
+import ml_dtypes
 import numpy as np
 import pytest
-from support.contents import fill
+from support.contents import FLOATS, fill
 from support.packed import Packed, pack
 
 from tpde.format.container import TensorSpec
@@ -20,8 +23,11 @@ from tpde.cuda import decode, nvcomp, scatter
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-# What a block may have where it is least: compute capability 8.6, 8.9 and 12.0.
+# What a block may have where it is least, and the architectures where it is so.
 LEAST_SHARED = 99 << 10
+LEAST_ARCHITECTURES = ("sm_86", "sm_89", "sm_120")
+WARPS = 24  # that those shall hold
+WARPS_OF_F64 = 16  # eight planes take more registers
 # Planes that are coded, and those whose tables hold pairs, as the packer chooses them for weights.
 KINDS = {
     "BF16": (2, 1, 0b10, 0b10),
@@ -34,6 +40,10 @@ KINDS = {
     "I8": (1, 0, 1, 0),
     "I8 pairs": (1, 0, 1, 1),
 }
+# Bytes of a ring's piece: the least that `need` gives for the planes.
+PIECES = {"F32": 8, "F64": 8}
+# Weights whose blobs, as the packer writes them, tell how large tables and coded planes are.
+LAYOUTS = ("BF16", "BF16 small", "F16", "F32", "BF16 in F32", "F64", "F8_E4M3", "F8_E5M2", "I8")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,6 +52,11 @@ def compiler() -> None:
         nvrtc.nvrtc_version()
     except MissingDependency as error:
         pytest.skip(f"needs the library of NVRTC: {error}")
+
+
+def registers(log: str) -> int:
+    """The most that a thread of any kernel takes."""
+    return max(map(int, re.findall(r"Used (\d+) registers", log)))
 
 
 def assert_no_spills(log: str) -> None:
@@ -54,15 +69,15 @@ def assert_no_spills(log: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_compiles_without_spills(kind: str, arch: str) -> None:
     word, rotate, coded, pairs = KINDS[kind]
-    for check in (0, 1):
+    rings = [0, PIECES.get(kind, 16)] if arch in LEAST_ARCHITECTURES else [0]
+    for check, piece in itertools.product((0, 1), rings):
         warps = decode.max_warps(word, bool(check))
-        defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs}
+        defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs, "PIECE": piece}
         defines |= {"CHECK": check, "WINDOW": 1 if arch == "sm_120" else 8, "THREADS": 32 * warps}
         code, log = nvrtc.cubin(decode.SOURCE, defines, arch)
         assert code[:4] == b"\x7fELF"
         assert_no_spills(log)
-        registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
-        assert registers * 32 * warps <= 65536
+        assert registers(log) * 32 * warps <= 65536
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -80,26 +95,61 @@ def item(packed: Packed) -> decode.Item:
     return decode.Item(packed.header, tables, 0, 0, 0)
 
 
-@pytest.fixture(scope="module")
-def weights() -> Packed:
-    """Weights of rows that differ in scale, as docs/gpu.md measures them."""
+@functools.cache
+def weights(layout: str) -> Packed:
+    """Weights of rows that differ in scale, as docs/gpu.md measures them: 512 chunks, or one if small."""
     draw = np.random.default_rng(5)
-    rows = draw.standard_normal((1024, 4096)) * (0.02 * np.exp(0.3 * draw.standard_normal((1024, 1))))
-    words = rows.astype(np.float32).view(np.uint32) >> 16
-    return pack(TensorSpec("BF16", rows.shape), words.astype("<u2").tobytes(), "auto")
+    shape = (4, 1024) if layout == "BF16 small" else (1024, 4096)
+    rows = draw.standard_normal(shape) * (0.02 * np.exp(0.3 * draw.standard_normal((shape[0], 1))))
+    dtype, values = layout.split(maxsplit=1)[0], rows.astype(np.float32)
+    if layout == "BF16 in F32":
+        dtype, values = "F32", (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    elif layout == "F64":
+        values = rows
+    elif layout.startswith("F8"):  # each 128x128 block's absolute maximum scaled to the largest value
+        largest = float(ml_dtypes.finfo(FLOATS[layout]).max)
+        blocks = values.reshape(shape[0] // 128, 128, shape[1] // 128, 128)
+        values = (blocks / (np.abs(blocks).max(axis=(1, 3), keepdims=True) / largest)).reshape(shape)
+    elif layout == "I8":  # each row's absolute maximum scaled to 127
+        values = np.rint(values / (np.abs(values).max(axis=1, keepdims=True) / 127)).astype(np.int8)
+    packed = pack(TensorSpec(dtype, shape), values.astype(FLOATS.get(dtype, np.int8)).tobytes())
+    assert packed is not None
+    return packed
 
 
-def test_cards_with_little_shared_memory_keep_24_warps(weights: Packed) -> None:
-    chosen = decode.geometry(decode.need([item(weights)]), LEAST_SHARED)
-    assert chosen.warps >= 24
-    assert chosen.shared + 128 <= LEAST_SHARED
-    # Chunks that do not fit take the slow way: few may.
-    header = weights.header
-    at = (
-        weights.blob[header.index_at : header.index_at + 12 * header.chunks].view("<u4")[::3].astype(np.int64)
-    )
+@pytest.mark.parametrize("arch", LEAST_ARCHITECTURES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cards_with_little_shared_memory_keep_24_warps(layout: str, arch: str) -> None:
+    """Registers and shared memory of the very kernel that a packed tensor is decoded with."""
+    one = item(weights(layout))
+    chosen = decode.geometry(decode.need([one]), LEAST_SHARED)
+    warps = WARPS_OF_F64 if layout == "F64" else WARPS
+    assert chosen.warps >= warps
+    assert chosen.table_room
+    defines = decode.kernel_defines(decode._defines(one.header, one.tables), chosen, check=False)
+    assert defines["THREADS"] >= 32 * warps
+    _, log = nvrtc.cubin(decode.SOURCE, defines, arch)
+    assert_no_spills(log)
+    assert registers(log) * 32 * chosen.warps <= 65536
+    static = max(map(int, re.findall(r"(\d+) bytes smem", log)))
+    assert chosen.shared + static <= LEAST_SHARED
+
+
+def test_staged_planes_seldom_exceed_their_room() -> None:
+    """Chunks that do not fit take the slow way: few may."""
+    packed = weights("BF16")
+    chosen, header = decode.geometry(decode.need([item(packed)]), LEAST_SHARED), packed.header
+    assert not chosen.piece
+    at = packed.blob[header.index_at : header.index_at + 12 * header.chunks].view("<u4")[::3].astype(np.int64)
     sizes = np.diff(np.append(at << header.unit_log2, header.blob_bytes)) - header.chunk_words
     assert (sizes > chosen.room).mean() < 0.02
+
+
+@pytest.mark.parametrize("shared", [163 << 10, 227 << 10])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_planes_are_staged_where_shared_memory_is_large(layout: str, shared: int) -> None:
+    chosen = decode.geometry(decode.need([item(weights(layout))]), shared)
+    assert chosen.piece == 0
 
 
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
@@ -112,14 +162,18 @@ def test_geometry_fits(dtype: str, shared: int) -> None:
     for chunks in (0, 1, 7, 100, 249, 10**9):
         chosen = decode.geometry(wanted, shared, chunks)
         windows = 2 * wanted.raw * chosen.window
-        used = chosen.warps * (windows + (1 + chosen.ahead) * chosen.room) + chosen.table_room + wanted.slack
+        used = chosen.warps * (windows + (1 + chosen.ahead) * chosen.room) + chosen.table_room
+        used += 0 if chosen.piece else wanted.slack
         assert chosen.shared == used <= shared - 128
-        assert 1 <= chosen.warps <= wanted.warps
+        assert 1 <= chosen.warps <= (wanted.warps if shared > LEAST_SHARED else WARPS)
         assert chosen.room % 16 == chosen.table_room % 16 == 0
+        if chosen.piece:  # a lane's ring starts at a multiple of its size
+            assert chosen.table_room % (4 * chosen.piece) == windows % (4 * chosen.piece) == chosen.ahead == 0
+            assert chosen.room == wanted.rings
 
 
-def test_tables_too_large_for_shared_memory_stay_outside(weights: Packed) -> None:
-    wanted = decode.need([item(weights)])._replace(tables=256 << 10, room=200 << 10, fair=200 << 10)
+def test_tables_too_large_for_shared_memory_stay_outside() -> None:
+    wanted = decode.need([item(weights("BF16"))])._replace(tables=256 << 10, room=200 << 10, fair=200 << 10)
     chosen = decode.geometry(wanted, LEAST_SHARED)
     assert chosen.table_room == chosen.room == 0
     assert chosen.shared <= LEAST_SHARED
@@ -133,9 +187,15 @@ def test_errors_of_the_compiler_are_shown() -> None:
 class TestCache:
     """A compiled kernel comes from the disk; any fault there is a miss."""
 
-    DEFINES: ClassVar = {"WORD": 1, "ROTATE": 0, "CODED": 1, "PAIRS": 1, "CHECK": 0, "WINDOW": 1, "PIECE": 0} | {
-        "THREADS": 256
-    }
+    DEFINES: ClassVar = {
+        "WORD": 1,
+        "ROTATE": 0,
+        "CODED": 1,
+        "PAIRS": 1,
+        "CHECK": 0,
+        "WINDOW": 1,
+        "PIECE": 0,
+    } | {"THREADS": 256}
 
     @pytest.fixture(autouse=True)
     def place(self, tmp_path, monkeypatch):

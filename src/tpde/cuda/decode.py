@@ -6,7 +6,7 @@ addresses. Launches go to the caller's stream and synchronize nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ LANES = 32  # format.md 5.1
 GROUP_BYTES = 512
 MAX_WORD_BYTES = 8
 LEAST_WARPS = 4  # with fewer, streams stay in global memory
-MOST_WARPS = 24  # of a multiprocessor: 80 registers for each thread
 LARGE_CHUNK = 16 << 10  # bytes; with more, 16 warps were 3 % faster than 24: memory has fewer rows open
 # Bytes of a block's shared memory. Below, on compute capability 8.6, 8.9 and 12.0, a block has 99 KiB.
 SMALL_SHARED = 128 << 10
@@ -147,21 +146,21 @@ class Need(NamedTuple):
     raw: int  # a group's raw planes
     tables: int
     slack: int
-    warps: int  # the most that are worth it where shared memory is large, or that registers allow
-    most: int  # warps that registers allow with staged planes
-    piece: int  # of a lane's ring
+    warps: int  # the most that are worth it where shared memory is large
+    most: int  # warps that registers allow
+    piece: int  # a piece of a lane's ring
     rings: int  # a warp's rings
 
 
-def max_warps(word_bytes: int, check: bool, rings: bool = False) -> int:
-    """Warps of a block that registers allow: 80 each for 24, 96 for checksums, 128 for eight planes staged."""
-    if word_bytes == MAX_WORD_BYTES and not rings:
+def max_warps(word_bytes: int, check: bool) -> int:
+    """Warps of a block that registers allow: 80 each for 24, 96 for checksums, 128 for eight planes."""
+    if word_bytes == MAX_WORD_BYTES:
         return 16
-    return 20 if check else MOST_WARPS
+    return 20 if check else 24
 
 
 def _piece(word_bytes: int, coded: int, pairs: int) -> int:
-    """Bytes of a ring's piece: more than a lane's next four look-ups, or fewer if a group has fewer, may take."""
+    """Bytes of a ring's piece: more than what is looked up at a time, four entries or a group's, may take."""
     words = 16 // word_bytes
     singles = min(words, 4) * _ESCAPE_BITS if coded & ~pairs else 0
     doubles = min(words // 2, 4) * _ESCAPE_PAIR_BITS if pairs else 0
@@ -204,9 +203,17 @@ class Geometry(NamedTuple):
     window: int  # groups of raw planes that a warp stages at a time, two times over
     piece: int  # 0: coded planes are staged; or bytes of a piece of the rings that they pass through
     ahead: int  # 1: the next chunk's coded planes are staged while one is decoded
-    room: int  # bytes for the coded planes of a chunk, what is larger stays in global memory; or a warp's rings
+    room: (
+        int  # bytes for the coded planes of a chunk, what is larger stays in global memory; or a warp's rings
+    )
     table_room: int  # bytes for tables; 0: they stay in global memory
     shared: int
+
+
+def kernel_defines(kind: Mapping[str, int], chosen: Geometry, check: bool) -> dict[str, int]:
+    """Macros of the kernel that decodes blobs of a kind in chosen ways."""
+    threads = 32 * max_warps(kind["WORD"], check)
+    return {**kind, "WINDOW": chosen.window, "PIECE": chosen.piece, "CHECK": int(check), "THREADS": threads}
 
 
 class _Fit(NamedTuple):
@@ -225,8 +232,8 @@ def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
     """Choose how to launch.
 
     Measured on an H200 (docs/gpu.md): 24 warps, or 16 where a chunk has more than 16 KiB, with the largest
-    windows; of similar numbers of warps, the one whose last round is fullest. Where shared memory is small: 24
-    warps, coded planes passing through rings if staging them leaves fewer.
+    windows; of similar numbers of warps, the one whose last round is fullest. Where shared memory is small:
+    as many warps as registers allow, coded planes passing through rings if staging them leaves fewer.
 
     Parameters
     ----------
@@ -278,16 +285,16 @@ def _staged(wanted: Need, shared_bytes: int, most: int) -> _Fit:
 
 
 def _through_rings(wanted: Need, shared_bytes: int) -> _Fit:
-    """Up to 24 warps with a ring for each lane and coded plane, which needs no slack."""
+    """As many warps as may be with a ring for each lane and coded plane, which needs no slack."""
     ring = RING_PIECES * wanted.piece  # which starts at a multiple of its size
     limit = shared_bytes - align(_ITEM.itemsize, ring)
     table_room = align(wanted.tables, ring)
     limit = limit - table_room if table_room <= limit // 2 else 0
     for window in WINDOWS:
         each = 2 * wanted.raw * window + wanted.rings
-        if MOST_WARPS * each <= limit:
+        if wanted.most * each <= limit:
             break
-    most = min(MOST_WARPS, limit // max(each, 1))
+    most = min(wanted.most, limit // max(each, 1))
     return _Fit(most, window, wanted.piece, wanted.rings, table_room, limit, 0)
 
 
@@ -358,7 +365,6 @@ class WorkList:
         chunks = sum(it.chunk_count for it in items)
         grid = min(have.multiprocessors, chunks)
         chosen = geometry(need(items), have.shared_bytes, -(-chunks // grid))
-        defines = {**defines, "WINDOW": chosen.window, "PIECE": chosen.piece}
         return _Launch(defines, begin, len(items), chunks, grid, chosen)
 
     def _ready(self, check: bool) -> list[_Ready]:
@@ -369,10 +375,9 @@ class WorkList:
         return found
 
     def _make(self, it: _Launch, check: bool) -> _Ready:
-        threads = 32 * max_warps(it.defines["WORD"], check, it.geometry.piece > 0)
-        defines = {**it.defines, "CHECK": int(check), "THREADS": threads}
+        defines = kernel_defines(it.defines, it.geometry, check)
         made = nvrtc.kernel(SOURCE, "decode_items", defines, self._device)
-        block = min(32 * it.geometry.warps, threads)
+        block = min(32 * it.geometry.warps, defines["THREADS"])
         return _Ready(
             nvrtc.Launch(made, it.grid, block, it.geometry.shared),
             it.begin * _ITEM.itemsize,

@@ -93,7 +93,13 @@ typedef u32 Entry;
 typedef u16 Entry;
 #endif
 
+// Bits that look-ups of n entries take at most (format.md 3): a codeword has 12, or 20 with an escape's value; 28
+// for pairs.
+#define MOST_BITS(n, pair) ((n) * ((pair) ? 28 : 20))
 #define PIECE_BITS (8 * PIECE)
+static_assert(!PIECE || (!(CODED & ~PAIRS) || MOST_BITS(V < 4 ? V : 4, false) < PIECE_BITS) &&
+                            (!PAIRS || MOST_BITS(V < 8 ? V / 2 : 4, true) < PIECE_BITS),
+              "look-ups of four entries must not leave two pieces of a ring");
 
 // Of a ring. Nothing is said to the compiler of memory: `volatile` keeps these in order among themselves, and
 // look-ups and writes may move between them. A lane waits for its own copies only.
@@ -162,11 +168,10 @@ struct Lane {
   // The next N entries, 1, 2 or 4: two fit into 32 bits wherever they start, so a window of 64 serves four.
   template <bool PAIR, int N>
   __device__ __forceinline__ void entries(u32 e[N]) {
-    // A call takes MOST bits or fewer (format.md 3), which lie in two pieces. Piece q is asked for when a call ends
-    // in piece q - 3, at most MOST - 1 bits in, and wanted when one starts MOST - 1 bits before q or later: LAG
-    // calls are between, or more, and each commits a group of copies.
-    constexpr int MOST = N * (PAIR ? 28 : 20), LAG = (3 * PIECE_BITS - 2 * MOST + 2 + MOST - 1) / MOST;
-    static_assert(PLACE != RING || MOST < PIECE_BITS, "a call must not leave two pieces");
+    // A call takes MOST bits or fewer, which lie in two pieces. Piece q is asked for when a call ends in piece q - 3,
+    // at most MOST - 1 bits in, and wanted when one starts MOST - 1 bits before q or later: LAG calls are between,
+    // or more, and each commits a group of copies.
+    constexpr int MOST = MOST_BITS(N, PAIR), LAG = (3 * PIECE_BITS - 2 * MOST + 2 + MOST - 1) / MOST;
     const u32 before = at;
     if constexpr (PLACE == RING) wait_pieces<LAG>();
     u32 i = at >> 5, a = word(i), b = word(i + 1), any, taken;
