@@ -181,7 +181,7 @@ def test_runs_of_escapes(dtype: str, kind: int) -> None:
     for lane in range(32):
         group = 0
         while group < len(symbols):
-            group += int(draw.integers(1, 96 // places + 1))
+            group += int(draw.integers(1, 256 // places + 1))
             count = int(draw.integers(1, 32 // places + 3))
             run = symbols[group : group + count, lane]
             run[:] = draw.integers(100, 256, run.shape)
