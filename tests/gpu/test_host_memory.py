@@ -17,9 +17,11 @@ from tpde.errors import UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.materialize import RowReader  # noqa: E402
+from tpde.streaming import lock  # noqa: E402
 from tpde.streaming.device import CudaDevice  # noqa: E402
 from tpde.streaming.disk import ReadAhead  # noqa: E402
 from tpde.streaming.host import HostMemory  # noqa: E402
+from tpde.streaming.pieces import Piece  # noqa: E402
 from tpde.streaming.stream import Streamer  # noqa: E402
 from tpde.streaming.tensor import StreamedTensor  # noqa: E402
 
@@ -71,8 +73,9 @@ def queue_copy(address: int, size: int, stream: Any) -> torch.Tensor:
     from cuda.bindings import driver
 
     out = torch.empty(size, dtype=torch.uint8, device="cuda:0")
-    (code,) = driver.cuMemcpyHtoDAsync(out.data_ptr(), address, size, stream.cuda_stream)
-    assert int(code) == 0, code
+    for at, part in lock.steps(address, size):
+        (code,) = driver.cuMemcpyHtoDAsync(out.data_ptr() + at, address + at, part, stream.cuda_stream)
+        assert int(code) == 0, code
     return out
 
 
@@ -108,8 +111,25 @@ def test_by_itself(source: FileSource, data: np.ndarray) -> None:
     two.close()
 
 
+def test_pieces_that_reach_over_what_was_locked_at_once(
+    source: FileSource, data: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a streamer copies them: the driver refuses such a copy as one."""
+    monkeypatch.setattr(lock, "STEP", 1 * MIB)
+    extent = Extent(source, 0, 9 * MIB + 5, "all")
+    memory, device = lock_in("arena", [extent]), CudaDevice(torch.device("cuda", 0), 16 * MIB)
+    for offset in (0, 700_000, 3 * MIB - 8):
+        size = 5 * MIB + 16
+        piece = Piece(Extent(source, offset, size, "piece"), memory, 0, [])
+        device.copy(0, memory.wait(memory.request(piece.extent)), piece).synchronize()
+        assert np.array_equal(device._ring[:size].cpu().numpy(), data[offset : offset + size])
+    device.close()
+    memory.close()
+
+
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
-def test_kernels_read_it_in_place(mode: str, tmp_path: Path) -> None:
+def test_kernels_read_it_in_place(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "STEP", 1 * MIB)
     rows, columns = 3000, 512
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     packed = pack(TensorSpec("BF16", (rows, columns)), values.view(torch.uint8).numpy().tobytes())

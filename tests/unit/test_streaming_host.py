@@ -24,7 +24,7 @@ from support.locking import SHIFT, FakeLock
 from tpde.errors import InvalidInput, OutOfMemory, ReadError, Truncated, UnsupportedDevice
 from tpde.format.source import BytesSource, Extent, FileSource
 from tpde.streaming import arena as arenas
-from tpde.streaming import lock, mapping
+from tpde.streaming import bringing, lock, mapping
 from tpde.streaming.host import HostMemory
 from tpde.streaming.pieces import GAP_BYTES
 from tpde.streaming.ranges import PAGE, merge
@@ -35,6 +35,11 @@ MIB = 1 << 20
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
     return FakeLock(monkeypatch)
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "STEP", 4 * PAGE)
 
 
 def complete(wanted: list[Extent]) -> HostMemory:
@@ -85,8 +90,18 @@ def check(fake: FakeLock, memory: HostMemory, wanted: list[Extent]) -> None:
         assert (address - extent.offset) % PAGE == 0, "blobs are aligned as they are in the file"
         assert memory.ready(extent)
         device = memory.device_address(extent)
-        page = next((it for it, (size, _) in fake.locked.items() if it <= address < it + size), None)
-        assert device == (None if page is None else address + SHIFT)
+        assert device == (address + SHIFT if covered(fake, address, extent.size) else None)
+
+
+def covered(fake: FakeLock, address: int, size: int) -> bool:
+    """Whether all of it is locked."""
+    end = address + size
+    while address < end:
+        step = next((it + n for it, (n, _) in fake.locked.items() if it <= address < it + n), None)
+        if step is None:
+            return False
+        address = step
+    return True
 
 
 def threads() -> list[str]:
@@ -175,6 +190,64 @@ def test_other_failures_are_reported(fake: FakeLock, source: FileSource) -> None
         bring_in_vain(extents(source))
     assert fake.attempts == 1
     assert not threads()
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("mode", ["mapped", "arena"])
+def test_steps(mode: str, fake: FakeLock, source: FileSource) -> None:
+    """What is locked at once ends at multiples of the step, wherever the memory lies."""
+    wanted = extents(source)
+    memory = HostMemory(wanted, 0, mode=mode)
+    assert memory.locked_bytes == fake.bytes == 23 * PAGE + MIB
+    for address, (size, _) in fake.locked.items():
+        assert address // (4 * PAGE) == (address + size - 1) // (4 * PAGE)
+    assert len(fake.locked) >= (23 * PAGE + MIB) // (4 * PAGE)
+    check(fake, memory, [*wanted, Extent(source, 5100, 88_000, "across")])
+    memory.close()
+    assert not fake.locked
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("after", [3, 9])
+def test_refused_within_a_range(after: int, fake: FakeLock, source: FileSource) -> None:
+    """It is copied as a whole, and so are those after it; the arena is locked as far as it may be."""
+    fake.refuse = lambda read_only, locked: locked >= (after if read_only else after + 4)
+    wanted = extents(source)
+    memory = HostMemory(wanted, 0)
+    if after == 3:
+        memory.wait(memory.request(Extent(source, 5000, 100, "early")))
+    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+        memory.complete()
+    assert memory.kind == "pageable"
+    assert memory.private_bytes == (23 * PAGE + MIB if after == 3 else MIB + PAGE)
+    assert memory.locked_bytes == fake.bytes
+    assert [read_only for _, read_only in fake.locked.values()] == [True] * after + [False] * 4
+    check(fake, memory, wanted)
+    assert memory.device_address(wanted[3]) is None
+    memory.close()
+    assert not fake.locked
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_kernels_find_nothing_where_the_device_sees_it_in_pieces(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = iter(range(1 << 44, 1 << 60, 1 << 45))
+    monkeypatch.setattr(lock, "device_address", lambda address, device: next(far))
+    memory = HostMemory(extents(source), 0)
+    assert memory.device_address(Extent(source, 5000, 100, "in one")) == (1 << 44) + 5000 - PAGE
+    assert memory.device_address(extents(source)[0]) is None
+    assert at(memory.address(extents(source)[0]), 70_000) == content(source, extents(source)[0])
+    memory.close()
+
+
+@given(st.integers(0, 1 << 48), st.integers(1, 1 << 30))
+def test_cutting_into_steps(address: int, size: int) -> None:
+    cuts = list(lock.steps(address, size))
+    assert sum(n for _, n in cuts) == size
+    for (begin, n), follows in zip(cuts, [*(it for it, _ in cuts[1:]), size], strict=True):
+        assert 0 < n == follows - begin
+        assert (address + begin) // lock.STEP == (address + follows - 1) // lock.STEP
 
 
 def test_what_was_not_asked_for(fake: FakeLock, source: FileSource) -> None:
@@ -311,7 +384,7 @@ def test_what_fails_later_leaves_what_is_there(mode: str, fake: FakeLock, source
 
 def test_closed_in_the_middle(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is not brought."""
-    monkeypatch.setattr(arenas, "_PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(arenas, "PIECE_BYTES", 64 << 10)
     gate = Gate(monkeypatch, fake, 0)
     memory = HostMemory(extents(source), 0, mode="arena")
     assert gate.reached.wait(60)
@@ -359,10 +432,10 @@ class Endless:
         self.begun.set()
 
 def look():
-    print(source.reads < source.size // arena._PIECE_BYTES, [it.name for it in threading.enumerate()][1:])
+    print(source.reads < source.size // arena.PIECE_BYTES, [it.name for it in threading.enumerate()][1:])
 
 source = Endless()
-arena._PIECE_BYTES = 4096
+arena.PIECE_BYTES = 4096
 atexit.register(look)  # called last
 memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="pageable")
 assert source.begun.wait(60)
@@ -401,13 +474,13 @@ def test_truncated_between_check_and_use(
 
 def test_truncated_after_mapping(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that are gone are an error of the call that brings them in, not a signal that kills."""
-    populate = mapping._populate
+    populate = mapping.populate
 
     def late(piece: Any) -> None:
         os.truncate(source.name, 4 * MIB + 9)
         populate(piece)
 
-    monkeypatch.setattr(mapping, "_populate", late)
+    monkeypatch.setattr(bringing, "populate", late)
     with pytest.raises(Truncated, match="ends at byte 4194313"):
         bring_in_vain(extents(source))
     assert not fake.locked
@@ -449,7 +522,7 @@ def test_the_disk_fails(
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", failing)
-    monkeypatch.setattr(arenas, "_PIECE_BYTES", MIB // 4)
+    monkeypatch.setattr(arenas, "PIECE_BYTES", MIB // 4)
     with pytest.raises(ReadError, match=rf"bytes \d+ to \d+ of `.*blobs` cannot be read.*{words}"):
         bring_in_vain(extents(source), mode="arena")
     assert not fake.locked
@@ -457,7 +530,7 @@ def test_the_disk_fails(
 
 
 def test_ctrl_c(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "_PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(arenas, "PIECE_BYTES", 64 << 10)
 
     def interrupt(nbytes: int) -> None:
         raise KeyboardInterrupt
@@ -500,10 +573,12 @@ _SPAN = 6 * MIB
         max_size=12,
     ),
     st.sampled_from(["mapped", "arena"]),
+    st.sampled_from([PAGE, 1 << 18, 1 << 26]),
 )
-def test_any_extents(places: list[tuple[int, int, int]], mode: str) -> None:
+def test_any_extents(places: list[tuple[int, int, int]], mode: str, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         fake = FakeLock(patch)
+        patch.setattr(lock, "STEP", step)
         sources = []
         for i in range(2):
             Path(folder, str(i)).write_bytes(os.urandom(1000) * (_SPAN // 1000) + os.urandom(i * 123))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tpde.streaming.parallel import overlapped
+from tpde.streaming.parallel import staged
 
 
 class Failed(Exception):
@@ -18,50 +18,60 @@ def threads() -> list[str]:
     return [it.name for it in threading.enumerate() if it.name.startswith("tpde-host")]
 
 
-def test_overlapped() -> None:
-    """The second thing is done with a piece while the first is done with the next one, in another thread."""
-    locked, log = threading.Event(), list[tuple[str, int, bool]]()
-    main = threading.get_ident()
+def test_staged() -> None:
+    """What follows a group is done while the next one's pieces are, in another thread, in order."""
+    locked, lock = threading.Event(), threading.Lock()
+    log, done, main = list[object](), list[str](), threading.get_ident()
 
-    def first(piece: int) -> None:
-        if piece == 2:
-            assert locked.wait(60), "what follows piece 1 is waited for, though piece 2 has begun"
-        log.append(("first", piece, threading.get_ident() == main))
+    def do(piece: str) -> None:
+        if piece == "c":
+            assert locked.wait(60), "what follows the first group is waited for"
+        with lock:
+            log.append(piece)
+        assert threading.get_ident() != main
 
-    def second(piece: int) -> None:
+    def then(number: int) -> None:
+        with lock:
+            log.append(number)
         locked.set()
-        log.append(("second", piece, threading.get_ident() == main))
+        assert threading.get_ident() != main
 
-    overlapped([1, 2, 3], first, second)
-    assert [it for it in log if it[0] == "first"] == [("first", n, True) for n in (1, 2, 3)]
-    assert [it for it in log if it[0] == "second"] == [("second", n, False) for n in (1, 2, 3)]
+    staged([["a", "b"], [], ["c", "d"], ["e"]], do, 3, then, done.append)
+    assert [it for it in log if isinstance(it, int)] == [0, 1, 2, 3]
+    assert {*log[: log.index(0)]} >= {"a", "b"}
+    assert log.index("c") > log.index(0)
+    assert sorted(done) == list("abcde")
     assert not threads()
 
 
-def test_the_first_fails() -> None:
+def test_nothing_staged() -> None:
+    staged([], lambda _: None, 2, lambda _: pytest.fail("there is no group"))
+
+
+def test_a_piece_fails() -> None:
     after = []
 
-    def first(piece: int) -> None:
+    def do(piece: int) -> None:
         if piece == 2:
             raise Failed
 
     with pytest.raises(Failed):
-        overlapped([1, 2, 3], first, after.append)
-    assert set(after) <= {1}
+        staged([[1], [2], [3]], do, 1, after.append)
+    assert set(after) <= {0}
     assert not threads()
 
 
-def test_the_second_fails() -> None:
-    """It is not tried again, though the first is done with all."""
+def test_what_follows_fails() -> None:
+    """It is not tried again."""
     before, after = [], []
 
-    def second(piece: int) -> None:
-        after.append(piece)
-        if piece == 2:
+    def then(number: int) -> None:
+        after.append(number)
+        if number == 2:
             raise Failed
 
     with pytest.raises(Failed):
-        overlapped(range(9), before.append, second)
-    assert before == list(range(9))
+        staged([[number] for number in range(9)], before.append, 1, then)
+    assert before == list(range(len(before)))
     assert after == [0, 1, 2]
     assert not threads()

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from tpde.errors import OutOfMemory
 from tpde.streaming import lock
-from tpde.streaming.parallel import for_each
 from tpde.streaming.ranges import PAGE, Range, read_error
 
 # However few processors: from the page cache into new pages 8 copied 24 GB/s, 16 copied 35; others
 # wait for the disk.
-_THREADS = 16
-_PIECE_BYTES = 8 << 20  # of a read: larger ones are no faster
+THREADS = 16
+PIECE_BYTES = 8 << 20  # of a read: larger ones are no faster
 
 
 class Arena:
@@ -83,19 +82,36 @@ class Arena:
             self._map.close()
 
 
-def fill(arena: Arena, at: int, it: Range, report: Callable[[int], None]) -> None:
-    """Read a range of a file.
+class Part(NamedTuple):
+    """Bytes of a file, and where in an arena they go."""
+
+    of: Range
+    offset: int
+    to: int
+    size: int
+
+
+def parts(it: Range, at: int, begin: int, size: int) -> list[Part]:
+    """What pages of a range hold, a few bytes at a time.
 
     Parameters
     ----------
-    arena : Arena
-        Where to.
-    at : int
-        Where in it the first page of the range goes.
     it : Range
-        What.
-    report : callable
-        Called with numbers of bytes that were read.
+        The range.
+    at : int
+        Where in the arena its first page goes.
+    begin, size : int
+        Which of its pages, in bytes from the first.
+    """
+    first, last = max(it.begin + begin, it.first), min(it.begin + begin + size, it.last)
+    return [
+        Part(it, offset, at + offset - it.begin, min(PIECE_BYTES, last - offset))
+        for offset in range(first, last, PIECE_BYTES)
+    ]
+
+
+def fill(arena: Arena, part: Part) -> None:
+    """Read bytes of a file.
 
     Raises
     ------
@@ -104,13 +120,7 @@ def fill(arena: Arena, at: int, it: Range, report: Callable[[int], None]) -> Non
     ReadError
         If the disk fails.
     """
-
-    def read(offset: int) -> None:
-        to, size = at + offset - it.begin, min(_PIECE_BYTES, it.last - offset)
-        try:
-            it.source.read_into(offset, arena.view[to : to + size])
-        except OSError as error:
-            raise read_error(it.source.name, offset, size, error) from error
-
-    work = range(it.first, it.last, _PIECE_BYTES)
-    for_each(work, read, _THREADS, lambda offset: report(min(_PIECE_BYTES, it.last - offset)))
+    try:
+        part.of.source.read_into(part.offset, arena.view[part.to : part.to + part.size])
+    except OSError as error:
+        raise read_error(part.of.source.name, part.offset, part.size, error) from error

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tpde.errors import ReadError, UnsupportedDevice
 from tpde.streaming import lock
-from tpde.streaming.arena import Arena, fill
-from tpde.streaming.mapping import Mapping
+from tpde.streaming.arena import THREADS as FILLING
+from tpde.streaming.arena import Arena, fill, parts
+from tpde.streaming.mapping import THREADS as POPULATING
+from tpde.streaming.mapping import Mapping, populate
 from tpde.streaming.modes import VARIABLE, not_locked
-from tpde.streaming.parallel import NAME, overlapped
+from tpde.streaming.parallel import NAME, staged
 from tpde.streaming.ranges import Range
 
 
@@ -25,20 +27,40 @@ class _Memory(Protocol):
         """Unlock it and give it back."""
 
 
-class Place:
-    """Where a range is: `host` for copies, `device` for kernels, which is None if it is not locked."""
+class _Kept:
+    """A range, and how much of it is where.
 
-    __slots__ = ("device", "host")
+    Attributes
+    ----------
+    range : Range
+        What it is.
+    host, device : int or None
+        Where its first page is for copies, and for kernels.
+    there, locked : int
+        How many bytes of its pages are there, from the first on; and locked, for kernels to read.
+    """
 
-    def __init__(self, host: int, device: int | None) -> None:
-        self.host, self.device = host, device
+    def __init__(self, it: Range) -> None:
+        self.range = it
+        self.host = 0
+        self.device: int | None = None
+        self.there = self.locked = 0
+
+
+class _Step(NamedTuple):
+    """Pages of a range that are locked at once: bytes from its first."""
+
+    kept: _Kept
+    number: int
+    at: int
+    size: int
 
 
 class Bringing:
     """Ranges that a thread of its own locks in place, or copies: as `tpde.streaming.host` says.
 
-    One after the other, the first of them first: each can be used as soon as it is there. Where locking in
-    place is refused for one, it and those after it are copied to an arena.
+    One after the other, in steps: bytes can be used as soon as they are there. Where locking in place is
+    refused, the range at hand and those after it are copied to an arena.
 
     Parameters
     ----------
@@ -58,7 +80,7 @@ class Bringing:
     Attributes
     ----------
     kind : str
-        The mode of the last range so far.
+        The last mode so far.
     locked_bytes, private_bytes : int
         So far.
     """
@@ -74,7 +96,7 @@ class Bringing:
     ) -> None:
         self.kind, self.locked_bytes, self.private_bytes = forced or "mapped", 0, 0
         self._ranges, self._device, self._forced = ranges, device, forced
-        self._places: list[Place] = []  # of the ranges that are there
+        self._kept = [_Kept(it) for it in ranges]
         self._memory: list[_Memory] = []
         self._error: BaseException | None = None
         self._ended = self._stopped = False
@@ -86,24 +108,31 @@ class Bringing:
 
     # ---- whoever uses it ----
 
-    def there(self, number: int) -> bool:
-        """Whether a range is there."""
-        return number < len(self._places)
+    def there(self, number: int, end: int) -> bool:
+        """Whether a range is there, up to byte `end` of its pages."""
+        return self._kept[number].there >= end
 
-    def place(self, number: int) -> Place:
-        """Where a range is, once it is there.
+    def host(self, number: int, end: int) -> int:
+        """Where a range is, once it is there up to byte `end` of its pages.
 
         Raises
         ------
         Truncated, ReadError, OutOfMemory, UnsupportedDevice
             If it could not be brought, and whatever `progress` raised.
         """
-        if number >= len(self._places):
-            with self._changed:
-                self._changed.wait_for(lambda: number < len(self._places) or self._ended)
-            if number >= len(self._places):
+        return self._find(number, end)[0]
+
+    def device(self, number: int, end: int) -> int | None:
+        """Where kernels find it then; None if it is not locked as far. Raises what `host` does."""
+        return self._find(number, end)[1]
+
+    def _find(self, number: int, end: int) -> tuple[int, int | None]:
+        kept = self._kept[number]
+        with self._changed:
+            self._changed.wait_for(lambda: kept.there >= end or self._ended)
+            if kept.there < end:
                 self._raise()
-        return self._places[number]
+            return kept.host, kept.device if kept.locked >= end else None
 
     def wait(self) -> None:
         """Wait for all of them. Raises what `place` does."""
@@ -151,8 +180,9 @@ class Bringing:
         try:
             if self._forced in {None, "mapped"}:
                 self._in_place()
-            if len(self._places) < len(self._ranges):
-                self._copy(len(self._places))
+            first = next((i for i, it in enumerate(self._kept) if it.there < it.range.size), None)
+            if first is not None:
+                self._copy(first)
             self._report(self._total)
         except _Stopped:
             self._error = ReadError("the memory of the packed weights was given back; load the model again")
@@ -171,9 +201,26 @@ class Bringing:
         if self._stopped:
             raise _Stopped
 
-    def _put(self, host: int, device: int | None) -> None:
+    def _steps(self, first: int, starts: Sequence[int]) -> list[_Step]:
+        """What is locked at once, of ranges that lie at these addresses."""
+        return [
+            _Step(kept, number, at, size)
+            for number, (kept, start) in enumerate(zip(self._kept[first:], starts, strict=True))
+            for at, size in lock.steps(start, kept.range.size)
+        ]
+
+    def _put(self, step: _Step, start: int, *, locked: bool) -> None:
+        """A step of a range that starts at an address is there."""
+        kept, end = step.kept, step.at + step.size
+        device = lock.device_address(start + step.at, self._device) if locked else None
         with self._changed:
-            self._places.append(Place(host, device))
+            if not step.at:
+                kept.host, kept.device, kept.locked = start, device, 0
+            # Kernels read on from where the step before ended: never seen otherwise, but not promised.
+            if locked and kept.locked == step.at and device is not None and kept.device is not None:
+                kept.locked = end if device == kept.device + step.at else kept.locked
+            kept.there = end
+            self.locked_bytes += step.size if locked else 0
             self._changed.notify_all()
 
     def _report(self, done: int) -> None:
@@ -186,32 +233,32 @@ class Bringing:
             if self._progress is not None:
                 self._progress(more)
 
-    def _counter(self, first: int) -> Callable[[int], None]:
-        """What reports bytes of the ranges from one on."""
+    def _counter(self, first: int) -> Callable[[Any], None]:
+        """What reports pieces of the ranges from one on."""
         done = sum(it.size for it in self._ranges[:first])
 
-        def count(size: int) -> None:
+        def count(piece: Any) -> None:
             nonlocal done
-            done += size
+            done += piece.size
             self._report(done)
 
         return count
 
     def _in_place(self) -> None:
-        """Lock ranges where they lie, while the next one's pages are brought in; until one is refused."""
-        report = self._counter(0)
+        """Lock ranges where they lie, while the next ones' pages are brought in; until that is refused."""
 
         def put(number: int) -> None:
+            step = steps[number]
             self._wait_for_release()
-            mapping.lock(number)
-            start = mapping.starts[number]
-            self.locked_bytes += self._ranges[number].size
-            self._put(start, lock.device_address(start, self._device))
+            mapping.lock(step.number, step.at, step.size)
+            self._put(step, mapping.starts[step.number], locked=True)
 
         try:
             mapping = Mapping(self._ranges, self._device)
             self._memory.append(mapping)
-            overlapped(range(len(self._ranges)), lambda number: mapping.populate(number, report), put)
+            steps = self._steps(0, mapping.starts)
+            pages = [mapping.pieces(step.number, step.at, step.size) for step in steps]
+            staged(pages, populate, POPULATING, put, self._counter(0))
         except lock.Refused as error:
             if self._forced is not None:
                 raise UnsupportedDevice(
@@ -220,29 +267,26 @@ class Bringing:
                 ) from error
 
     def _copy(self, first: int) -> None:
-        """Fill an arena, each range being locked while the next one is read."""
-        ranges, report = self._ranges[first:], self._counter(first)
+        """Fill an arena, each step being locked while the next ones are read."""
+        ranges = self._ranges[first:]
         offsets = list(accumulate((it.size for it in ranges), initial=0))
-        arena = Arena(max(offsets[-1], 1))
+        arena = Arena(max(offsets.pop(), 1))
         self._memory.append(arena)
         self.private_bytes += arena.size
         self.kind = "pageable" if self._forced == "pageable" else "arena"
+        steps = self._steps(first, [arena.address + it for it in offsets])
 
         def put(number: int) -> None:
-            at, size = offsets[number], ranges[number].size
-            host, device = arena.address + at, None
+            step = steps[number]
+            at = offsets[step.number] + step.at
             if self.kind != "pageable":
                 self._wait_for_release()
                 try:
-                    arena.lock(self._device, at, size)
+                    arena.lock(self._device, at, step.size)
                 except lock.Refused as error:
                     not_locked(error, arena.size - at, self._forced, "the memory of the packed weights")
                     self.kind = "pageable"
-                else:
-                    self.locked_bytes += size
-                    device = lock.device_address(host, self._device)
-            self._put(host, device)
+            self._put(step, arena.address + offsets[step.number], locked=self.kind != "pageable")
 
-        overlapped(
-            range(len(ranges)), lambda number: fill(arena, offsets[number], ranges[number], report), put
-        )
+        work = [parts(ranges[it.number], offsets[it.number], it.at, it.size) for it in steps]
+        staged(work, lambda part: fill(arena, part), FILLING, put, self._counter(first))

@@ -10,6 +10,7 @@ import torch
 
 from tpde.materialize import REPORTED, capturing, on_device, upload
 from tpde.memory import allocate
+from tpde.streaming.lock import steps
 from tpde.streaming.pieces import Piece
 
 _STATUSES = 4096  # 64 KiB: an 8 B model has 400 pieces
@@ -153,10 +154,13 @@ class CudaDevice:
 
         with on_device(self.device):
             start = self._mark(self._copies) if self.trace is not None else None
-            to, size = self._base + place + piece.pad, piece.extent.size
-            (code,) = driver.cuMemcpyHtoDAsync(to, address, size, self._copies.cuda_stream)
-            if code != driver.CUresult.CUDA_SUCCESS:
-                raise RuntimeError(f"copying {size} bytes of `{piece.extent.name}` to {self.device}: {code}")
+            to, size, stream = self._base + place + piece.pad, piece.extent.size, self._copies.cuda_stream
+            for at, part in steps(address, size):
+                (code,) = driver.cuMemcpyHtoDAsync(to + at, address + at, part, stream)
+                if code != driver.CUresult.CUDA_SUCCESS:
+                    raise RuntimeError(
+                        f"copying {part} bytes of `{piece.extent.name}` to {self.device}: {code}"
+                    )
             end = self._mark(self._copies)
         if self.trace is not None:
             self.trace.copy(start, end, piece.extent.name, size)

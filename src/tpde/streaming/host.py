@@ -30,7 +30,7 @@ class HostMemory:
         Force one; by default what `TPDE_HOST_MEMORY` says, or the best that is possible.
     held : bool
         Bring pages into memory, but lock nothing before `release` is called: whoever allocates memory of a
-        device, or that it can read, waits until the range that is being locked is, 50 ms for 1 GiB.
+        device, or that it can read, waits for the step that is being locked (`tpde.streaming.lock.STEP`).
     progress : callable, optional
         Called with numbers of bytes, in the background; their sum is that of the extents' sizes.
 
@@ -114,12 +114,12 @@ class HostMemory:
         Waits for them. Only a device may read there when the files are mapped: see `tpde.streaming.mapping`.
         """
         i, at = self._find(extent)
-        return self._bringing.place(i).host + at
+        return self._bringing.host(i, at + extent.size) + at
 
     def device_address(self, extent: Extent) -> int | None:
         """Where kernels read the same bytes over the bus; None if they are not locked. Waits for them."""
         i, at = self._find(extent)
-        start = self._bringing.place(i).device
+        start = self._bringing.device(i, at + extent.size)
         return None if start is None else start + at
 
     # ---- a supply ----
@@ -136,7 +136,8 @@ class HostMemory:
 
     def ready(self, ticket: Extent) -> bool:
         """Whether the bytes are there."""
-        return self._bringing.there(self._find(ticket)[0])
+        i, at = self._find(ticket)
+        return self._bringing.there(i, at + ticket.size)
 
     def copied(self, ticket: Extent, event: Any) -> None:
         """Nothing to do: the bytes stay."""

@@ -14,20 +14,28 @@ import errno
 import functools
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tpde.errors import Truncated
 from tpde.format.source import FileSource
 from tpde.streaming import lock
-from tpde.streaming.parallel import for_each
 from tpde.streaming.ranges import Range, read_error
 
-_THREADS = 8  # the driver faults pages in one by one, on one thread
-_PIECE_BYTES = 32 << 20
+THREADS = 8  # that populate; the driver faults pages in one by one, on one thread
+_PIECE_BYTES = 8 << 20  # what the system does meanwhile with this process's memory waits for one
 _POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14: an error where a touch would kill
+
+
+class Pages(NamedTuple):
+    """Pages of a mapped range: where in the file, and at which address."""
+
+    of: Range
+    offset: int
+    address: int
+    size: int
 
 
 class Mapping:
@@ -85,35 +93,19 @@ class Mapping:
         base = int(np.frombuffer(made, np.uint8).ctypes.data)
         return [base + it.begin - begin for it in ranges]
 
-    def lock(self, number: int) -> None:
-        """Lock a range. Raises `lock.Refused` if it cannot be."""
-        start = self.starts[number]
-        lock.lock(start, self._ranges[number].size, self._device, read_only=True)
+    def lock(self, number: int, at: int, size: int) -> None:
+        """Lock pages of a range, from byte `at` of them on. Raises `lock.Refused` if they cannot be."""
+        start = self.starts[number] + at
+        lock.lock(start, size, self._device, read_only=True)
         self._locked.append(start)
 
-    def populate(self, number: int, report: Callable[[int], None]) -> None:
-        """Bring a range's pages into memory, and into this process's tables: locking is fast then.
-
-        Parameters
-        ----------
-        number : int
-            Of the range.
-        report : callable
-            Called with numbers of bytes that are in memory.
-
-        Raises
-        ------
-        Truncated
-            If the file has become shorter.
-        ReadError
-            If the disk fails.
-        """
+    def pieces(self, number: int, at: int, size: int) -> list[Pages]:
+        """The same pages, a few at a time, to be brought into memory, and into this process's tables."""
         it, start = self._ranges[number], self.starts[number]
-        work = [
-            (it, at, start + at - it.begin, min(_PIECE_BYTES, it.end - at))
-            for at in range(it.begin, it.end, _PIECE_BYTES)
+        return [
+            Pages(it, it.begin + begin, start + begin, min(_PIECE_BYTES, at + size - begin))
+            for begin in range(at, at + size, _PIECE_BYTES)
         ]
-        for_each(work, _populate, _THREADS, lambda piece: report(piece[3]))
 
     def close(self) -> None:
         """Unlock and unmap."""
@@ -124,8 +116,17 @@ class Mapping:
         self._locked, self._maps = [], []
 
 
-def _populate(piece: tuple[Range, int, int, int]) -> None:
-    it, offset, address, size = piece
+def populate(pages: Pages) -> None:
+    """Bring pages into memory: locking is fast then.
+
+    Raises
+    ------
+    Truncated
+        If the file has become shorter.
+    ReadError
+        If the disk fails.
+    """
+    it, offset, address, size = pages
     assert isinstance(it.source, FileSource)
     descriptor = it.source.fileno()
     os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)  # in large reads, if it is on the disk

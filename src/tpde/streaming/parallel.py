@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -68,37 +68,59 @@ def for_each(
                 thread.join()
 
 
-def overlapped(work: Iterable[T], first: Callable[[T], None], second: Callable[[T], None]) -> None:
-    """Do one thing with each piece of work, and another after it while the next piece is begun.
+def staged(
+    groups: Sequence[Sequence[T]],
+    do: Callable[[T], None],
+    threads: int,
+    then: Callable[[int], None],
+    done: Callable[[T], None] = lambda _: None,
+) -> None:
+    """Do all pieces of some groups of work, and something with each group when its pieces are done.
 
-    Whatever ends this, no thread is left behind; after a failure of `second` it is not tried again.
+    Whatever ends this, no thread is left behind. After a failure of `then` nothing more is begun.
 
     Parameters
     ----------
-    work : iterable
-        The pieces.
-    first : callable
-        Called with each, in this thread.
-    second : callable
-        Called with each in the same order, in another thread.
+    groups : sequence of sequence
+        The pieces, which are begun in this order.
+    do, threads, done
+        As of `for_each`.
+    then : callable
+        Called with the number of each group, in order, in one thread more, while others' pieces are done.
     """
     failed = threading.Event()
 
-    def after(piece: T) -> None:
+    def after(number: int) -> None:
         if failed.is_set():
             return
         try:
-            second(piece)
+            then(number)
         except BaseException:
             failed.set()
             raise
 
+    left, jobs = [len(group) for group in groups], list[Future[None]]()
+
+    def submit() -> None:
+        while len(jobs) < len(left) and not left[len(jobs)]:
+            jobs.append(pool.submit(after, len(jobs)))
+
+    def work() -> Iterator[tuple[int, T]]:
+        for number, group in enumerate(groups):
+            for piece in group:
+                if failed.is_set():
+                    return
+                yield number, piece
+
+    def finished(piece: tuple[int, T]) -> None:
+        done(piece[1])
+        left[piece[0]] -= 1
+        submit()
+
     with ThreadPoolExecutor(1, NAME) as pool:
-        jobs: list[Future[None]] = []
         try:
-            for piece in work:
-                first(piece)
-                jobs.append(pool.submit(after, piece))
+            submit()
+            for_each(work(), lambda piece: do(piece[1]), threads, finished)
         except BaseException:
             failed.set()
             raise
