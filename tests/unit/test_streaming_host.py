@@ -334,19 +334,24 @@ def test_a_range_is_used_before_the_next_is_there(
     memory.close()
 
 
+@pytest.mark.parametrize("wanted", [False, True])
 @pytest.mark.parametrize("refused", [0, 1, 2])
-def test_held(refused: int, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is locked before it is released: in place, in an arena, or not at all."""
+def test_held(
+    refused: int, wanted: bool, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is locked before it is released, or wanted: in place, in an arena, or not at all."""
     fake.refuse = lambda read_only, locked: refused > (not read_only)
     brought, gate = threading.Event(), threading.Event()
+    monkeypatch.setattr("tpde.streaming.modes.warnings.warn", lambda *args, **options: gate.set())
     memory = HostMemory(extents(source), 0, held=True, progress=lambda _: brought.set())
-    with ThreadPoolExecutor() as pool:
-        asked = pool.submit(memory.wait, extents(source)[0])
-        assert brought.wait(60)
-        assert (fake.attempts, asked.done()) == (0, False)
-        monkeypatch.setattr("tpde.streaming.modes.warnings.warn", lambda *args, **options: gate.set())
+    assert brought.wait(60)
+    assert not memory.ready(extents(source)[0])
+    assert not fake.attempts
+    if wanted:
+        memory.wait(extents(source)[0])
+    else:
         memory.release()
-        asked.result(60)
+        memory.complete()
     assert memory.kind == ("mapped", "arena", "pageable")[refused]
     assert gate.is_set() == (refused == 2)
     check(fake, memory, extents(source))

@@ -71,7 +71,7 @@ class Bringing:
     forced : {"mapped", "arena", "pageable"} or None
         The only mode that will do.
     held : bool
-        Lock nothing before `release` is called.
+        Lock nothing before `release` is called, or somebody waits for it.
     total : int
         Bytes to report.
     progress : callable, optional
@@ -129,6 +129,8 @@ class Bringing:
     def _find(self, number: int, end: int) -> tuple[int, int | None]:
         kept = self._kept[number]
         with self._changed:
+            if kept.there < end:
+                self.release()
             self._changed.wait_for(lambda: kept.there >= end or self._ended)
             if kept.there < end:
                 self._raise()
@@ -136,6 +138,7 @@ class Bringing:
 
     def wait(self) -> None:
         """Wait for all of them. Raises what `place` does."""
+        self.release()
         with self._changed:
             self._changed.wait_for(lambda: self._ended)
         if self._error is not None:

@@ -12,6 +12,7 @@ from tpde.materialize import REPORTED, capturing, on_device, upload
 from tpde.memory import allocate
 from tpde.streaming.lock import steps
 from tpde.streaming.pieces import Piece
+from tpde.streaming.tensor import put_on_device
 
 _STATUSES = 4096  # 64 KiB: an 8 B model has 400 pieces
 
@@ -132,6 +133,7 @@ class CudaDevice:
 
         index = self.device.index
         assert index is not None
+        put_on_device({id(span.tensor): span.tensor for it in pieces for span in it.spans}.values())
         works = [
             WorkList([s.tensor.span_item(s.out, s.chunks, s.at) for s in piece.spans], index)
             for piece in pieces

@@ -29,8 +29,8 @@ class HostMemory:
     mode : {"mapped", "arena", "pageable"}, optional
         Force one; by default what `TPDE_HOST_MEMORY` says, or the best that is possible.
     held : bool
-        Bring pages into memory, but lock nothing before `release` is called: whoever allocates memory of a
-        device, or that it can read, waits for the step that is being locked (`tpde.streaming.lock.STEP`).
+        Bring pages into memory, but lock nothing before `release` is called, or somebody wants bytes: whoever
+        calls the driver waits for the step that is being locked (`tpde.streaming.lock.STEP`).
     progress : callable, optional
         Called with numbers of bytes, in the background; their sum is that of the extents' sizes.
 

@@ -140,8 +140,8 @@ class Streaming:
     ) -> dict[str, list[tuple[PackedTensor, int]]]:
         """Bring all weights to where they were planned to be.
 
-        Host memory is filled in the background, and locked when devices have what they keep. The first
-        forward pass waits for what it needs. Of what a device keeps, plain weights come first, the largest of
+        Host memory is filled in the background, and locked from `attach` on. The first forward pass waits for
+        what it needs. Of what a device keeps, plain weights come first, the largest of
         them at the start: while they are decoded, their packed form is on the device as well, and then there
         is room for it.
 
@@ -203,8 +203,13 @@ class Streaming:
                     slot.tile_bytes = plan.workspace
 
     def attach(self, model: Any) -> None:
-        """Belong to a model that is loaded: while it lives, so does this."""
+        """Belong to a model that is loaded: while it lives, so does this. Host memory is locked now."""
         model.tpde_streamer = self
+        for memory in self._host_memory():
+            memory.release()
+
+    def _host_memory(self) -> list[HostMemory]:
+        return [it for one in self.streamers.values() for it in one.owned if isinstance(it, HostMemory)]
 
     def _read(self, nbytes: int) -> None:
         if self._progress is not None:
@@ -226,10 +231,8 @@ class Streaming:
         Truncated, ReadError, OutOfMemory, UnsupportedDevice
             If something cannot be brought there.
         """
-        for streamer in self.streamers.values():
-            for thing in streamer.owned:
-                if isinstance(thing, HostMemory):
-                    thing.complete()
+        for memory in self._host_memory():
+            memory.complete()
 
     # ---- looking at it ----
 

@@ -24,7 +24,7 @@ READ_THREADS = 8  # between the 4 and 16 at which disks reach their rate
 class Supplies:
     """Files of packed tensors that are not kept on the device, and what brings their bytes from there.
 
-    Takes no device memory. Host memory is filled in the background from now on, and locked from `open` on.
+    Takes no device memory. Host memory is filled in the background from now on; it is held (`HostMemory`).
 
     Parameters
     ----------
@@ -61,7 +61,6 @@ class Supplies:
     ) -> None:
         self._device, self._plan = device, plan
         self.owned: list[Any] = []
-        self._memory: HostMemory | None = None
         self._tensors: list[tuple[Stored, Extent, Any]] = []  # each with what supplies its chunks
         try:
             files: dict[str, FileSource] = {}
@@ -77,7 +76,7 @@ class Supplies:
             index = device.index or 0
             if host:
                 extents = own(host)
-                memory = self._memory = HostMemory(extents, index, held=True, progress=progress)
+                memory = HostMemory(extents, index, held=True, progress=progress)
                 self.owned.insert(0, memory)
                 self._tensors += [(it, extent, memory) for it, extent in zip(host, extents, strict=True)]
             if disk:
@@ -89,9 +88,7 @@ class Supplies:
             raise
 
     def open(self) -> tuple[Streamer, dict[str, StreamedTensor]]:
-        """Take the memory on the device, let that on the host be locked, and read headers and index maps.
-
-        What the device keeps should be there by now: see `HostMemory`.
+        """Take the memory on the device, and read headers and index maps.
 
         Returns
         -------
@@ -108,8 +105,6 @@ class Supplies:
             If there is no room for the ring.
         """
         streamer = Streamer(CudaDevice(self._device, self._plan.ring), self._plan.slots, self._plan.piece)
-        if self._memory is not None:
-            self._memory.release()
         tensors = {
             it.name: it.checked(StreamedTensor(extent, streamer, self._device, supply))
             for it, extent, supply in self._tensors
