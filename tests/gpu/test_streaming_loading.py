@@ -17,7 +17,7 @@ from support.caches import ANYWHERE, OFFLOADED, QUANTIZED, expected, generated
 from support.caches import NAMES as CACHES
 from support.checkpoints import Pair, checkpoint, write
 from support.gpu import needs_cuda
-from support.models import NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
+from support.models import NAMES, VOCAB, assert_same_bits, inputs, make, outputs, torch
 
 import tpde
 from tpde.errors import OutOfMemory, PackedWeight
@@ -276,9 +276,12 @@ def test_no_room() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight layers: fewer all fit the first device, which is left room for a block or two more."""
     pytest.importorskip("accelerate", reason="needs accelerate")
     placed(monkeypatch, every("host"))
-    pair = checkpoint(tmp_path, "llama")
+    config = make("llama").config
+    config.num_hidden_layers = 8
+    pair = write(tmp_path, transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval())
     plain = pair.kind.from_pretrained(pair.plain, device_map={"": 0})
     model: Any = tpde.from_pretrained(pair.packed, device_map="auto", vram="1GiB", max_tokens=256)
     assert len(model.tpde_streamer.streamers) == 2

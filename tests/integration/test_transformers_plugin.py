@@ -82,6 +82,26 @@ def test_device_maps_that_cannot_be(device_map: Any, match: str, tmp_path: Path)
         device_of("lm_head.weight", device_map)
 
 
+@pytest.mark.parametrize(("layers", "gpus"), [(8, 2), (32, 2), (32, 4)])
+def test_auto_divides_layers_evenly(layers: int, gpus: int) -> None:
+    """Under a budget a model is spread, though the first device would hold all of it."""
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
+    from tpde.integrations.transformers.devices import spread
+
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "vocab_size": 300}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=layers, **sizes))
+    limits = spread(dict.fromkeys(range(gpus), 1 << 40) | {"cpu": 1 << 40}, model, lambda *_: 2.0)
+    assert set(limits) == set(range(gpus))
+    found = accelerate.infer_auto_device_map(
+        model, max_memory=limits, no_split_module_classes=["LlamaDecoderLayer"], dtype=torch.bfloat16
+    )
+    places = [found.get(f"model.layers.{i}") for i in range(layers)]
+    each = [places.count(gpu) for gpu in range(gpus)]
+    assert sum(each) == layers
+    assert max(each) - min(each) <= 2
+
+
 def test_a_map_for_auto_counts_packed_bytes(tmp_path: Path) -> None:
     """With room for the packed weights and one block, but not for the plain ones, all fits one device."""
     pytest.importorskip("accelerate", reason="needs accelerate")
