@@ -83,7 +83,7 @@ def simulated(
         opened.devices.append(Device(ring))
         return opened.devices[-1]
 
-    def memory(extents: Sequence[Any], device: int, *, held: bool, progress: Any = None) -> MemorySupply:
+    def memory(extents: Sequence[Any], device: int, *, progress: Any = None) -> MemorySupply:
         opened.memory.append(MemorySupply())
         if progress is not None:
             progress(sum(it.size for it in extents))

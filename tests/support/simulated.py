@@ -175,9 +175,6 @@ class MemorySupply:
     def cancel(self, ticket: Extent) -> None:
         self.cancelled += 1
 
-    def release(self) -> None:
-        pass
-
     def device_address(self, extent: Extent) -> int | None:
         return None
 

@@ -334,37 +334,6 @@ def test_a_range_is_used_before_the_next_is_there(
     memory.close()
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-@pytest.mark.parametrize("refused", [0, 1, 2])
-def test_held(
-    refused: int, wanted: bool, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is locked before it is released, or wanted: in place, in an arena, or not at all."""
-    fake.refuse = lambda read_only, locked: refused > (not read_only)
-    brought, gate = threading.Event(), threading.Event()
-    monkeypatch.setattr("tpde.streaming.modes.warnings.warn", lambda *args, **options: gate.set())
-    memory = HostMemory(extents(source), 0, held=True, progress=lambda _: brought.set())
-    assert brought.wait(60)
-    assert not memory.ready(extents(source)[0])
-    assert not fake.attempts
-    if wanted:
-        memory.wait(extents(source)[0])
-    else:
-        memory.release()
-        memory.complete()
-    assert memory.kind == ("mapped", "arena", "pageable")[refused]
-    assert gate.is_set() == (refused == 2)
-    check(fake, memory, extents(source))
-    memory.close()
-
-
-def test_held_and_closed(fake: FakeLock, source: FileSource) -> None:
-    memory = HostMemory(extents(source), 0, held=True)
-    memory.close()
-    assert not fake.attempts
-    assert not threads()
-
-
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
 def test_what_fails_later_leaves_what_is_there(mode: str, fake: FakeLock, source: FileSource) -> None:
     """Whoever waits for the rest is told, each time; nothing hangs."""

@@ -70,8 +70,6 @@ class Bringing:
         One of the devices that will read them.
     forced : {"mapped", "arena", "pageable"} or None
         The only mode that will do.
-    held : bool
-        Lock nothing before `release` is called, or somebody waits for it.
     total : int
         Bytes to report.
     progress : callable, optional
@@ -90,7 +88,6 @@ class Bringing:
         ranges: Sequence[Range],
         device: int,
         forced: str | None,
-        held: bool,
         total: int,
         progress: Callable[[int], None] | None,
     ) -> None:
@@ -100,7 +97,6 @@ class Bringing:
         self._memory: list[_Memory] = []
         self._error: BaseException | None = None
         self._ended = self._stopped = False
-        self._held = held
         self._changed = threading.Condition()
         self._total, self._progress, self._told = total, progress, 0
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
@@ -129,8 +125,6 @@ class Bringing:
     def _find(self, number: int, end: int) -> tuple[int, int | None]:
         kept = self._kept[number]
         with self._changed:
-            if kept.there < end:
-                self.release()
             self._changed.wait_for(lambda: kept.there >= end or self._ended)
             if kept.there < end:
                 self._raise()
@@ -138,7 +132,6 @@ class Bringing:
 
     def wait(self) -> None:
         """Wait for all of them. Raises what `place` does."""
-        self.release()
         with self._changed:
             self._changed.wait_for(lambda: self._ended)
         if self._error is not None:
@@ -148,12 +141,6 @@ class Bringing:
         assert self._error is not None
         raise self._error
 
-    def release(self) -> None:
-        """Let ranges be locked from now on."""
-        with self._changed:
-            self._held = False
-            self._changed.notify_all()
-
     def stop(self) -> None:
         """Bring no more: returns when the thread has ended, after the piece that it is at.
 
@@ -161,7 +148,6 @@ class Bringing:
         """
         with self._changed:
             self._stopped = True
-            self._changed.notify_all()
         if not threading.current_thread().name.startswith(NAME):
             self._thread.join()
 
@@ -197,12 +183,6 @@ class Bringing:
                 self._changed.notify_all()
             if stopped:
                 self._free()
-
-    def _wait_for_release(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._held or self._stopped)
-        if self._stopped:
-            raise _Stopped
 
     def _steps(self, first: int, starts: Sequence[int]) -> list[_Step]:
         """What is locked at once, of ranges that lie at these addresses."""
@@ -252,7 +232,6 @@ class Bringing:
 
         def put(number: int) -> None:
             step = steps[number]
-            self._wait_for_release()
             mapping.lock(step.number, step.at, step.size)
             self._put(step, mapping.starts[step.number], locked=True)
 
@@ -283,7 +262,6 @@ class Bringing:
             step = steps[number]
             at = offsets[step.number] + step.at
             if self.kind != "pageable":
-                self._wait_for_release()
                 try:
                     arena.lock(self._device, at, step.size)
                 except lock.Refused as error:

@@ -28,9 +28,6 @@ class HostMemory:
         Number of the device. Memory is locked for all of them.
     mode : {"mapped", "arena", "pageable"}, optional
         Force one; by default what `TPDE_HOST_MEMORY` says, or the best that is possible.
-    held : bool
-        Bring pages into memory, but lock nothing before `release` is called, or somebody wants bytes: whoever
-        calls the driver waits for the step that is being locked (`tpde.streaming.lock.STEP`).
     progress : callable, optional
         Called with numbers of bytes, in the background; their sum is that of the extents' sizes.
 
@@ -48,7 +45,6 @@ class HostMemory:
         device: int,
         *,
         mode: str | None = None,
-        held: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         require(extents)
@@ -58,14 +54,10 @@ class HostMemory:
             self._files.setdefault(it.source, ([], i))[0].append(it.first)
         total = sum(it.size for it in extents)
         # The thread knows this, not the memory: that can be collected meanwhile.
-        self._bringing = Bringing(self._ranges, device, forced_mode(mode), held, total, progress)
+        self._bringing = Bringing(self._ranges, device, forced_mode(mode), total, progress)
         self._close = weakref.finalize(self, self._bringing.close)
         self._close.atexit = False  # the end of a process frees all of it, and the driver may have gone
         weakref.finalize(self, self._bringing.stop)  # but first the thread leaves the driver alone
-
-    def release(self) -> None:
-        """Let it be locked from now on, if it was held."""
-        self._bringing.release()
 
     def complete(self) -> None:
         """Wait until everything is there.

@@ -140,10 +140,9 @@ class Streaming:
     ) -> dict[str, list[tuple[PackedTensor, int]]]:
         """Bring all weights to where they were planned to be.
 
-        Host memory is filled in the background, and locked from `attach` on. The first forward pass waits for
-        what it needs. Of what a device keeps, plain weights come first, the largest of
-        them at the start: while they are decoded, their packed form is on the device as well, and then there
-        is room for it.
+        Host memory is filled and locked in the background; the first forward pass waits for what it needs. Of
+        what a device keeps, plain weights come first, the largest of them at the start: while they are
+        decoded, their packed form is on the device as well, and then there is room for it.
 
         Parameters
         ----------
@@ -203,13 +202,8 @@ class Streaming:
                     slot.tile_bytes = plan.workspace
 
     def attach(self, model: Any) -> None:
-        """Belong to a model that is loaded: while it lives, so does this. Host memory is locked now."""
+        """Belong to a model that is loaded: while it lives, so does this."""
         model.tpde_streamer = self
-        for memory in self._host_memory():
-            memory.release()
-
-    def _host_memory(self) -> list[HostMemory]:
-        return [it for one in self.streamers.values() for it in one.owned if isinstance(it, HostMemory)]
 
     def _read(self, nbytes: int) -> None:
         if self._progress is not None:
@@ -231,8 +225,10 @@ class Streaming:
         Truncated, ReadError, OutOfMemory, UnsupportedDevice
             If something cannot be brought there.
         """
-        for memory in self._host_memory():
-            memory.complete()
+        for streamer in self.streamers.values():
+            for thing in streamer.owned:
+                if isinstance(thing, HostMemory):
+                    thing.complete()
 
     # ---- looking at it ----
 

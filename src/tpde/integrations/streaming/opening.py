@@ -24,7 +24,7 @@ READ_THREADS = 8  # between the 4 and 16 at which disks reach their rate
 class Supplies:
     """Files of packed tensors that are not kept on the device, and what brings their bytes from there.
 
-    Takes no device memory. Host memory is filled in the background from now on; it is held (`HostMemory`).
+    Takes no device memory. Host memory is filled, and locked, in the background from now on.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class Supplies:
             index = device.index or 0
             if host:
                 extents = own(host)
-                memory = HostMemory(extents, index, held=True, progress=progress)
+                memory = HostMemory(extents, index, progress=progress)
                 self.owned.insert(0, memory)
                 self._tensors += [(it, extent, memory) for it, extent in zip(host, extents, strict=True)]
             if disk:
