@@ -1,6 +1,6 @@
 """Decoding on the GPU: ours beside nvCOMP ANS, nvCOMP zstd and EntroPack, a device copy as the limit.
 
-    python benchmarks/gpu_decode.py [--quick] [--out FILE.md] [--plot FILE.png]
+    python benchmarks/gpu_decode.py [--quick] [--shared 99] [--out FILE.md] [--plot FILE.png]
 
 Ours decodes what `tpde pack` writes by default. GB/s count bytes of output, 10^9 each, from a cold cache.
 Peers are optional: pip install 'tpde[nvcomp]' 'entropack[cuda13]==0.1.5'.
@@ -18,6 +18,7 @@ from _gpu import Blob, Contestant, Decoder, Flush, Result, need_cuda, pack, race
 from _machine import arguments, emit, header, note, table, verdict
 from _peers import Copy, EntroPack, Nvcomp
 
+from tpde.cuda import decode
 from tpde.format.container import TensorSpec
 
 MIB = 1 << 20
@@ -287,6 +288,9 @@ def main() -> int:
     parser.add_argument(
         "--budget", type=float, default=420, help="seconds after which no further case begins"
     )
+    parser.add_argument(
+        "--shared", type=int, metavar="KIB", help="as on a device whose blocks have so much shared memory"
+    )
     parser.add_argument("--no-peers", action="store_true", help="ours and the copy only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="also write a plot to this file")
@@ -296,6 +300,10 @@ def main() -> int:
     need_cuda()
     import torch
 
+    if options.shared:
+        have = decode.facts(0)
+        held = have._replace(shared_bytes=min(options.shared << 10, have.shared_bytes))
+        decode.facts = lambda device: held
     start, grids = time.perf_counter(), dict[str, Grid]()
     head, flush = header("Decoding on the GPU", gpu=True), Flush()
     small, small_met = layers(runs, flush)
@@ -308,7 +316,9 @@ def main() -> int:
             f"medians of {runs} alternating runs after two to warm up, 256 MiB written through the cache "
             "before each. "
             "Every contestant's output was compared with the source, bit by bit. nvCOMP has its own "
-            "container, and its decompression configuration made beforehand.\n"
+            "container, and its decompression configuration made beforehand."
+            + (f" Blocks of ours have {options.shared} KiB of shared memory." if options.shared else "")
+            + "\n"
         )
         parts = [f"{head}\n{about}"]
         parts += [f"## {name}\n\n{dtype_table(grid)}" for name, grid in grids.items() if grid]

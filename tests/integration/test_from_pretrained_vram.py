@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -773,6 +774,38 @@ def test_command(run: Callable[..., Any], llama: Pair, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "1 x 9 = 9 tokens" in refused.stderr
     assert "hint: pass fewer" in refused.stderr
+
+
+def test_the_bar_ends_with_the_first_token(
+    run: Callable[..., Any], llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory is loaded until then, and no text is written into the bar."""
+    from tpde.integrations.transformers import generate as generating
+
+    log: list[str] = []
+    generate = generating.generate
+
+    @contextmanager
+    def bar(*_: Any) -> Iterator[Callable[[int], None]]:
+        log.append("bar")
+        yield lambda _: None
+        log.append("no bar")
+
+    def made(*args: Any, write: Callable[[str], None], **kwargs: Any) -> Any:
+        def told(text: str) -> None:
+            log.append("token")
+            write(text)
+            log.append("written")
+
+        log.append("generate")
+        return generate(*args, write=told, **kwargs)
+
+    monkeypatch.setattr("tpde.cli.run.progress_bar", bar)
+    monkeypatch.setattr(generating, "generate", made)
+    done = run(llama.packed, "--prompt", "Hello", "--max-new-tokens", "5", "--vram", "1GiB")
+    assert done.exit_code == 0, done.output
+    assert log[:5] == ["bar", "generate", "token", "no bar", "written"]
+    assert log.count("no bar") == 1
 
 
 def test_a_command_of_an_encoder_and_a_decoder(

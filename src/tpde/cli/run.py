@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,9 +125,14 @@ def _default_device() -> str:
 
 
 def _load(
-    folder: Path, device: torch.device, limits: dict[str, Any], record: bool, model_class: Any = None
+    folder: Path,
+    device: torch.device,
+    limits: dict[str, Any],
+    record: bool,
+    bar: ExitStack,
+    model_class: Any = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The model, and what loading came to."""
+    """The model, and what loading came to; host memory may be loaded until `bar` is closed, and after."""
     from transformers.utils import logging
 
     from tpde.integrations.transformers import from_pretrained
@@ -138,10 +144,10 @@ def _load(
     if limits["vram"] is None:
         model = from_pretrained(folder, device, model_class=model_class)
     else:
-        with progress_bar(
-            "loading", lambda: sum(it.stat().st_size for it in weight_files(folder))
-        ) as progress:
-            model = from_pretrained(folder, device, model_class=model_class, progress=progress, **limits)
+        progress = bar.enter_context(
+            progress_bar("loading", lambda: sum(it.stat().st_size for it in weight_files(folder)))
+        )
+        model = from_pretrained(folder, device, model_class=model_class, progress=progress, **limits)
         if record:
             model.tpde_streamer.record()  # type: ignore[operator, union-attr]
     return model, {"load_seconds": time.perf_counter() - start, **weight_bytes(model)}
@@ -182,22 +188,24 @@ def _generate(
         # The last token is not read; a decoder beside an encoder reads one that starts it.
         read = max_new_tokens - (not read_config(folder).get("is_encoder_decoder"))
         check_tokens(1, count + read, limits["max_tokens"] or MAX_TOKENS)
-    model, loading = _load(folder, device, limits, stats or trace is not None)
+    with ExitStack() as bar:
+        model, loading = _load(folder, device, limits, stats or trace is not None, bar)
 
-    def write(text: str) -> None:
-        if not as_json:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        def write(text: str) -> None:
+            bar.close()  # the first token
+            if not as_json:
+                sys.stdout.write(text)
+                sys.stdout.flush()
 
-    made = generate(
-        model,
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        write=write,
-    )
+        made = generate(
+            model,
+            tokenizer,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            write=write,
+        )
     result |= {
         "text": made.text,
         "tokens": made.tokens,
@@ -239,10 +247,11 @@ def _embed(
     from tpde.integrations.transformers.generate import load_tokenizer
 
     recipe, tokenizer = read_recipe(folder), load_tokenizer(folder)
-    model, loading = _load(folder, device, limits, stats or trace is not None, AutoModel)
-    start = time.perf_counter()
-    vectors, tokens = embed(model, tokenizer, texts, recipe)
-    seconds = time.perf_counter() - start
+    with ExitStack() as bar:
+        model, loading = _load(folder, device, limits, stats or trace is not None, bar, AutoModel)
+        start = time.perf_counter()
+        vectors, tokens = embed(model, tokenizer, texts, recipe)
+        seconds = time.perf_counter() - start
     # Nine digits hold an fp32 exactly.
     rows = [[float(f"{value:.9g}") for value in row] for row in vectors.float().tolist()]
     result |= {

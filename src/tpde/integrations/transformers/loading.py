@@ -121,7 +121,8 @@ def from_pretrained(
     max_tokens : int, optional
         With `vram`: memory is kept for so many tokens, sequences times their length. By default 8192.
     progress : callable, optional
-        With `vram`: called with numbers of bytes while they are loaded.
+        With `vram`: called with numbers of bytes while they are loaded, in several threads, one at a time.
+        What stays in host memory is loaded in the background, and may not all be there on return.
     **kwargs
         For the class's `from_pretrained`, such as `attn_implementation` or `device_map`.
 
