@@ -1,14 +1,18 @@
-"""Tensors of equal words are written and read without a trace of their size in memory."""
+"""Tensors of equal words: how they are found, and that their size in memory leaves no trace."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.craft import bounded
 
+from tpde.codec.blob import repeat_word
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink
 from tpde.packing.reader import PackedFile
+from tpde.packing.tensor import repeats
 from tpde.packing.writer import PackedWriter
 
 PIECE = 8 << 20
@@ -41,3 +45,21 @@ def test_a_late_other_word_costs_little_more_than_its_piece(dtype: str) -> None:
         writer.write("x", data[PIECE // 2 :])
     with PackedFile(bytes(sink.data)) as file:
         assert np.array_equal(file.read("x"), data)
+
+
+@given(
+    word=st.binary(min_size=1, max_size=16).filter(lambda it: len(it) in (1, 2, 4, 8, 16)),
+    size=st.integers(0, 300_000),
+    start=st.integers(0, 7),
+    other=st.integers(0, 300_000),
+)
+def test_how_far_a_word_is_repeated(word: bytes, size: int, start: int, other: int) -> None:
+    """From any address, and up to the first byte that differs."""
+    pattern = np.frombuffer(word, np.uint8)
+    out = np.empty(start + size, np.uint8)[start:]
+    repeat_word(pattern, out)
+    assert out.tobytes() == (word * (size // len(word) + 1))[:size]
+    assert repeats(out, pattern) == size
+    if other < size:
+        out[other] ^= 1
+        assert repeats(out, pattern) == other

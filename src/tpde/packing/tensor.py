@@ -19,15 +19,18 @@ from tpde.format.container import TensorSpec
 from tpde.format.sink import Sink
 
 HASH_APART = 1 << 20  # bytes from which hashing on a thread of its own pays
+_BLOCK = 64 << 10  # bytes that are compared at a time
 
 
-def is_constant(data: Bytes, word: Bytes) -> bool:
-    """Whether some bytes are one word again and again, from its first byte on."""
+def repeats(data: Bytes, word: Bytes) -> int:
+    """How many of some bytes are one word again and again, from its first byte on."""
     b = word.size
-    if not np.array_equal(data[:b], word[: data.size]):
-        return False
-    head = data[:4096]  # most tensors show there that they are not
-    return all(np.array_equal(part[b:], part[:-b]) for part in (head, data) if part.size > b)
+    end = min(b, data.size)
+    other = np.flatnonzero(data[:end] != word[:end])
+    while not other.size and end < data.size:  # most tensors show in the first block that they are not
+        begin, end = end, min(end + _BLOCK, data.size)
+        other = begin + np.flatnonzero(data[begin:end] != data[begin - b : end - b])
+    return int(other[0]) if other.size else data.size
 
 
 def _repeat(word: Bytes, begin: int, end: int) -> Bytes:
@@ -134,12 +137,13 @@ class TensorWriter:
             return
         if self._constant:
             piece = self._while_constant(begin, piece)
-        if piece.size:
-            self._held.append(piece.copy())
         held = self.size - self._origin
         complete = self.size == self.spec.nbytes
-        if not self._constant and (complete or held >= self._sample):
-            data = np.concatenate(self._held)
+        if self._constant or not (complete or held >= self._sample):
+            if piece.size:
+                self._held.append(piece.copy())  # the caller may use its memory again
+        else:
+            data = np.concatenate([*self._held, piece]) if self._held else piece
             self._held = []
             b = DTYPES[self.spec.dtype].word_bytes
             sample = data[: self._sample]
@@ -155,12 +159,12 @@ class TensorWriter:
         if self._word.size < b:
             self._word = np.concatenate([self._word, piece[: b - self._word.size]])
         word = self._word
-        if is_constant(piece, np.roll(word, -(begin % word.size))):
+        same = repeats(piece, np.roll(word, -(begin % word.size)))
+        if same == piece.size:
             self._origin = self.size
             return piece[:0]
         self._constant = False
-        expected = _repeat(word, begin, begin + piece.size)
-        first = begin + int(np.argmax(piece != expected))
+        first = begin + same
         # The sample starts with the chunk that breaks the run, wherever pieces were cut.
         chunk = PREFIX_CHUNK_WORDS * b
         self._origin = first // chunk * chunk

@@ -37,7 +37,7 @@ from tpde.format.container import (
     metadata_json,
 )
 from tpde.format.sink import FileSink, Sink
-from tpde.packing.tensor import TensorWriter, is_constant
+from tpde.packing.tensor import TensorWriter, repeats
 
 
 def default_threads() -> int:
@@ -156,7 +156,7 @@ class PackedWriter:
         if not self.may_pack(name) or spec.nbytes < MIN_BYTES:
             self._plans[name] = None
             return False
-        if is_constant(data, data[: DTYPES[spec.dtype].word_bytes]):
+        if repeats(data, data[: DTYPES[spec.dtype].word_bytes]) == data.size:
             return True  # perhaps all of it is: its bytes decide
         self._plans[name] = plan_tensor(spec, data, self._codec)
         return self._plans[name] is not None
