@@ -422,6 +422,34 @@ def test_the_end_of_a_process_does_not_wait_for_the_rest() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "True []\n", "")
 
 
+_END_OF_MAIN = """
+import threading
+from tpde.format.source import Extent
+from tpde.streaming.host import HostMemory
+
+class Late:
+    name, size = "late", 1 << 20
+    def read_into(self, offset, out):
+        main_has_ended.wait()
+
+def use():
+    threading.main_thread().join()
+    main_has_ended.set()
+    memory.complete()
+    print("complete")
+
+main_has_ended, source = threading.Event(), Late()
+memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="pageable")
+threading.Thread(target=use).start()
+"""
+
+
+def test_another_thread_uses_it_when_the_main_one_has_ended() -> None:
+    command = [sys.executable, "-c", _END_OF_MAIN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "complete\n", "")
+
+
 # ---- faults ----
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -88,22 +87,22 @@ def staged(
     then : callable
         Called with the number of each group, in order, in one thread more, while others' pieces are done.
     """
-    failed = threading.Event()
+    failed, errors = threading.Event(), list[BaseException]()
+    left, ready, begun = [len(group) for group in groups], queue.SimpleQueue["int | None"](), 0
 
-    def after(number: int) -> None:
-        if failed.is_set():
-            return
+    def follow() -> None:
         try:
-            then(number)
-        except BaseException:
+            while (number := ready.get()) is not None and not failed.is_set():
+                then(number)
+        except BaseException as error:
+            errors.append(error)
             failed.set()
-            raise
-
-    left, jobs = [len(group) for group in groups], list[Future[None]]()
 
     def submit() -> None:
-        while len(jobs) < len(left) and not left[len(jobs)]:
-            jobs.append(pool.submit(after, len(jobs)))
+        nonlocal begun
+        while begun < len(left) and not left[begun]:
+            ready.put(begun)
+            begun += 1
 
     def work() -> Iterator[tuple[int, T]]:
         for number, group in enumerate(groups):
@@ -117,12 +116,18 @@ def staged(
         left[piece[0]] -= 1
         submit()
 
-    with ThreadPoolExecutor(1, NAME) as pool:
-        try:
-            submit()
-            for_each(work(), lambda piece: do(piece[1]), threads, finished)
-        except BaseException:
-            failed.set()
-            raise
-        for job in jobs:
-            job.result()
+    # Not an executor: those end with the main thread, while others may still wait for this work.
+    follower = threading.Thread(target=follow, name=NAME, daemon=True)
+    try:
+        follower.start()
+        submit()
+        for_each(work(), lambda piece: do(piece[1]), threads, finished)
+    except BaseException:
+        failed.set()
+        raise
+    finally:
+        ready.put(None)
+        if follower.ident is not None:
+            follower.join()
+    if errors:
+        raise errors.pop()
