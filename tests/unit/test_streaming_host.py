@@ -422,6 +422,34 @@ def test_the_end_of_a_process_does_not_wait_for_the_rest() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "True []\n", "")
 
 
+_LOCKED_AT_EXIT = """
+import atexit, threading
+from tpde.format.source import Extent
+from tpde.streaming import lock
+from tpde.streaming.host import HostMemory
+
+class Zeros:
+    name, size = "zeros", 1 << 30
+    def read_into(self, offset, out):
+        pass
+
+atexit.register(lambda: print("end"))  # called last
+lock.lock = lambda *args, **kwargs: locked.set()
+lock.unlock = lambda *args: print("unlocked")
+lock.device_address = lambda *args: None
+lock.STEP = 1 << 20
+locked, source = threading.Event(), Zeros()
+memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="arena")
+assert locked.wait(60)
+"""
+
+
+def test_the_end_of_a_process_leaves_unlocking_to_the_system() -> None:
+    command = [sys.executable, "-c", _LOCKED_AT_EXIT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
 _END_OF_MAIN = """
 import threading
 from tpde.format.source import Extent
@@ -542,6 +570,25 @@ def test_ctrl_c(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPa
             bring_in_vain(extents(source), mode=mode, progress=interrupt)
         assert not threads()
         assert not fake.locked
+
+
+def test_ctrl_c_while_the_thread_starts(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has the memory, and the thread has begun."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        HostMemory(extents(source), 0)
+    gc.collect()
+    assert not threads()
+    assert not fake.locked
 
 
 def test_too_little_memory(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,13 +96,16 @@ class Bringing:
         self._kept = [_Kept(it) for it in ranges]
         self._memory: list[_Memory] = []
         self._error: BaseException | None = None
-        self._ended = self._stopped = False
+        self._ended = self._stopped = self._given_back = False
         self._changed = threading.Condition()
         self._total, self._progress, self._told = total, progress, 0
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
-        self._thread.start()
 
     # ---- whoever uses it ----
+
+    def start(self) -> None:
+        """Begin. Ctrl-C may come here: by now somebody must know that this is to be closed."""
+        self._thread.start()
 
     def there(self, number: int, end: int) -> bool:
         """Whether a range is there, up to byte `end` of its pages."""
@@ -131,7 +134,7 @@ class Bringing:
             return kept.host, kept.device if kept.locked >= end else None
 
     def wait(self) -> None:
-        """Wait for all of them. Raises what `place` does."""
+        """Wait for all of them. Raises what `host` does."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended)
         if self._error is not None:
@@ -148,11 +151,13 @@ class Bringing:
         """
         with self._changed:
             self._stopped = True
-        if not threading.current_thread().name.startswith(NAME):
+        if self._thread.ident is not None and not threading.current_thread().name.startswith(NAME):
             self._thread.join()
 
     def close(self) -> None:
         """Stop, unlock everything and give it back; the thread does if it has not ended."""
+        with self._changed:
+            self._given_back = True
         self.stop()
         if self._ended:
             self._free()
@@ -179,9 +184,9 @@ class Bringing:
             self._error = error
         finally:
             with self._changed:
-                self._ended, stopped = True, self._stopped
+                self._ended, given_back = True, self._given_back
                 self._changed.notify_all()
-            if stopped:
+            if given_back:
                 self._free()
 
     def _steps(self, first: int, starts: Sequence[int]) -> list[_Step]:

@@ -58,6 +58,7 @@ class HostMemory:
         self._close = weakref.finalize(self, self._bringing.close)
         self._close.atexit = False  # the end of a process frees all of it, and the driver may have gone
         weakref.finalize(self, self._bringing.stop)  # but first the thread leaves the driver alone
+        self._bringing.start()
 
     def complete(self) -> None:
         """Wait until everything is there.
