@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.locking import SHIFT, FakeLock
 
-from tpde.errors import InvalidInput, OutOfMemory, ReadError, Truncated, UnsupportedDevice
+from tpde.errors import Corrupt, InvalidInput, OutOfMemory, ReadError, Truncated, UnsupportedDevice
 from tpde.format.source import BytesSource, Extent, FileSource
 from tpde.streaming import arena as arenas
 from tpde.streaming import bringing, lock, mapping
@@ -294,6 +297,86 @@ def test_given_back_with_the_last_reference(fake: FakeLock, source: FileSource) 
     del memory
     gc.collect()
     assert not fake.locked
+
+
+class _App:
+    """Has memory, and is told of its progress."""
+
+    def __init__(self, source: FileSource, fails: bool) -> None:
+        self.fails = fails
+        self.memory = HostMemory(extents(source), 0, mode="arena", progress=self.told)
+
+    def told(self, nbytes: int) -> None:
+        if self.fails:
+            raise _Odd
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_progress_that_knows_the_memory_does_not_keep_it(
+    fails: bool, fake: FakeLock, source: FileSource
+) -> None:
+    app = _App(source, fails)
+    with pytest.raises(_Odd) if fails else nullcontext():
+        app.memory.complete()
+    memory = weakref.ref(app.memory)
+    del app
+    gc.collect()
+    assert memory() is None
+    assert not fake.locked
+
+
+class _Odd(Exception):
+    """Is not made of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__("odd", 1)
+        self.more = 2
+
+
+@pytest.mark.parametrize("error", [Corrupt("damaged", tensor="t", chunk=3), OSError(errno.EIO, "x"), _Odd()])
+def test_an_error_does_not_keep_the_memory(error: Exception, fake: FakeLock, source: FileSource) -> None:
+    """Whoever asks is in its traceback, and whoever called that, such as a model."""
+    error.__cause__ = ValueError("why")
+
+    def fail(read_only: bool, before: int) -> bool:
+        fake.error = error  # the next time
+        return False
+
+    fake.refuse = fail
+
+    def ask(memory: HostMemory, extent: Extent) -> None:
+        with pytest.raises(type(error)) as caught:
+            memory.address(extent)
+        assert (str(caught.value), vars(caught.value)) == (str(error), vars(error))
+        assert str(caught.value.__cause__) == "why"
+        assert "put" in [it.name for it in caught.traceback], "where it came from"
+
+    memory = HostMemory(extents(source), 0, mode="arena")
+    for _ in range(2):
+        ask(memory, extents(source)[3])
+    assert fake.locked
+    del memory
+    gc.collect()
+    assert not fake.locked
+
+
+def test_an_error_does_not_keep_the_bytes(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are given back when the memory is closed, though a failed read was given a part of them."""
+    made: list[mmap.mmap] = []
+
+    class Map(mmap.mmap):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(arenas.mmap, "mmap", Map)
+    monkeypatch.setattr(os, "preadv", lambda *args: 0)
+    memory = HostMemory(extents(source), 0, mode="arena")
+    with pytest.raises(Truncated):
+        memory.complete()
+    memory.close()
+    assert [it.closed for it in made] == [True]
 
 
 # ---- in the background ----

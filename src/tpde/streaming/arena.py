@@ -121,6 +121,7 @@ def fill(arena: Arena, part: Part) -> None:
         If the disk fails.
     """
     try:
-        part.of.source.read_into(part.offset, arena.view[part.to : part.to + part.size])
+        with arena.view[part.to : part.to + part.size] as room:  # the traceback of an error must not hold it
+            part.of.source.read_into(part.offset, room)
     except OSError as error:
         raise read_error(part.of.source.name, part.offset, part.size, error) from error

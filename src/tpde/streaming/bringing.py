@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -141,8 +142,12 @@ class Bringing:
             self._raise()
 
     def _raise(self) -> None:
-        assert self._error is not None
-        raise self._error
+        """Raise the error as a new one: what is raised knows the callers' frames, and with them the model."""
+        error = self._error
+        assert error is not None
+        new = type(error).__new__(type(error), *error.args)
+        new.__dict__.update(error.__dict__)
+        raise new.with_traceback(error.__traceback__) from error.__cause__
 
     def stop(self) -> None:
         """Bring no more: returns when the thread has ended, after the piece that it is at.
@@ -182,7 +187,9 @@ class Bringing:
             self._error = ReadError("the memory of the packed weights was given back; load the model again")
         except BaseException as error:  # of the progress bar too
             self._error = error
+            traceback.clear_frames(error.__traceback__)
         finally:
+            self._progress = None  # it may know the model, which this must not keep, as those frames may
             with self._changed:
                 self._ended, given_back = True, self._given_back
                 self._changed.notify_all()
