@@ -216,11 +216,16 @@ def test_refused_within_a_range(after: int, fake: FakeLock, source: FileSource) 
     """It is copied as a whole, and so are those after it; the arena is locked as far as it may be."""
     fake.refuse = lambda read_only, locked: locked >= (after if read_only else after + 4)
     wanted = extents(source)
-    memory = HostMemory(wanted, 0)
-    if after == 3:
-        memory.wait(memory.request(Extent(source, 5000, 100, "early")))
-    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+
+    def bring() -> HostMemory:
+        memory = HostMemory(wanted, 0)
+        if after == 3:
+            memory.wait(memory.request(Extent(source, 5000, 100, "early")))
         memory.complete()
+        return memory
+
+    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):  # it may come at once
+        memory = bring()
     assert memory.kind == "pageable"
     assert memory.private_bytes == (23 * PAGE + MIB if after == 3 else MIB + PAGE)
     assert memory.locked_bytes == fake.bytes
@@ -451,6 +456,26 @@ def test_closed_in_the_middle(fake: FakeLock, source: FileSource, monkeypatch: p
         closing.result(60)
     assert not fake.locked
     assert not threads()
+
+
+@pytest.mark.parametrize("mode", ["mapped", "arena"])
+def test_closed_by_its_progress(mode: str, fake: FakeLock, source: FileSource) -> None:
+    """In a thread of its own: that does not wait for itself, and brings nothing more."""
+    seen, made, handed = list[int](), list[HostMemory](), threading.Event()
+
+    def told(nbytes: int) -> None:
+        assert handed.wait(60)
+        seen.append(nbytes)
+        made[0].close()
+
+    made.append(HostMemory(extents(source), 0, mode=mode, progress=told))
+    handed.set()
+    with pytest.raises(ReadError, match="was given back; load the model again"):
+        made[0].complete()
+    made[0].close()
+    assert len(seen) == 1
+    assert not threads()
+    assert not fake.locked
 
 
 def test_garbage_that_one_of_its_own_threads_collects(

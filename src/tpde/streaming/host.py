@@ -139,5 +139,6 @@ class HostMemory:
         """Nothing to do."""
 
     def close(self) -> None:
-        """Unlock it and give it back."""
+        """Unlock it and give it back; returns when the thread has ended, whoever closed it first."""
         self._close()
+        self._bringing.stop()
