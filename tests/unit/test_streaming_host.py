@@ -211,27 +211,49 @@ def test_steps(mode: str, fake: FakeLock, source: FileSource) -> None:
 
 
 @pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("after", [3, 9])
-def test_refused_within_a_range(after: int, fake: FakeLock, source: FileSource) -> None:
-    """It is copied as a whole, and so are those after it; the arena is locked as far as it may be."""
-    fake.refuse = lambda read_only, locked: locked >= (after if read_only else after + 4)
-    wanted = extents(source)
+def test_refused_within_a_range(
+    after: int, used: bool, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is copied as a whole, as those after it; what of it was locked stays so only if it is used."""
+    gate, wanted = Gate(monkeypatch, fake, after), extents(source)
+    fake.refuse = lambda read_only, locked: read_only and locked == after
 
     def bring() -> HostMemory:
         memory = HostMemory(wanted, 0)
-        if after == 3:
-            memory.wait(memory.request(Extent(source, 5000, 100, "early")))
+        assert gate.reached.wait(60)
+        if used:
+            early = wanted[0 if after == 3 else 3]
+            memory.wait(memory.request(early._replace(size=100)))
+        gate.open.set()
         memory.complete()
         return memory
 
-    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):  # it may come at once
-        memory = bring()
-    assert memory.kind == "pageable"
-    assert memory.private_bytes == (23 * PAGE + MIB if after == 3 else MIB + PAGE)
+    memory = bring()
+    assert memory.kind == "arena"
+    first = after == 3  # all of it is copied, or only the second range
+    assert memory.private_bytes == (23 * PAGE + MIB if first else MIB + PAGE)
     assert memory.locked_bytes == fake.bytes
-    assert [read_only for _, read_only in fake.locked.values()] == [True] * after + [False] * 4
+    kept = sum(read_only for _, read_only in fake.locked.values())
+    whole = sum(1 for _ in lock.steps(memory.address(wanted[0]) // PAGE * PAGE, 22 * PAGE))
+    assert kept == (after if used else 0 if first else whole)
     check(fake, memory, wanted)
-    assert memory.device_address(wanted[3]) is None
+    memory.close()
+    assert not fake.locked
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_an_arena_that_is_locked_in_part(fake: FakeLock, source: FileSource) -> None:
+    """It is locked as far as it may be."""
+    fake.refuse = lambda read_only, locked: read_only or locked == 4
+    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+        memory = complete(extents(source))
+    assert memory.kind == "pageable"
+    assert memory.locked_bytes == fake.bytes
+    assert len(fake.locked) == 4
+    check(fake, memory, extents(source))
+    assert memory.device_address(extents(source)[3]) is None
     memory.close()
     assert not fake.locked
 

@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, ReadError, UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
+from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.materialize import RowReader  # noqa: E402
 from tpde.streaming.order import Order  # noqa: E402
 from tpde.streaming.pieces import Part, cut  # noqa: E402
@@ -593,3 +594,34 @@ def test_what_follows_what() -> None:
     for name in "acb":
         order.saw(name)
     assert [order.after(it) for it in "abc"] == ["c", "c", "b"]
+
+
+def test_tables_and_index_maps_are_put_on_the_device_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one copy for all that are not there, and never again."""
+    from tpde.cuda.decode import lookup_tables
+    from tpde.streaming import tensor as tensors
+
+    golden = Path(__file__).parent.parent / "golden" / "prefix_16.tpde.safetensors"
+    uploads: list[int] = []
+    upload = tensors.upload
+
+    def counted(data: Any, device: torch.device) -> torch.Tensor:
+        uploads.append(data.size)
+        return upload(data, device)
+
+    monkeypatch.setattr(tensors, "upload", counted)
+    with Checkpoint([golden]) as checkpoint:
+        stored = list(checkpoint.packed.values())
+        found: list[Any] = [StreamedTensor(it.extent, None, torch.device("cpu"), None) for it in stored]
+    coded = [it for it in found if lookup_tables(it.header, it._section) is not None]
+    assert len(coded) > 1
+    tensors.put_on_device(coded[:1])
+    tensors.put_on_device(found)
+    tensors.put_on_device(found)
+    assert len(uploads) == 2
+    for it in coded:
+        tables, image = it.device_tables()
+        assert np.array_equal(image.numpy(), tables.image)
+        assert np.array_equal(it._device_index.numpy(), it.host_reader().index)
+        assert it._device_index.data_ptr() % 16 == 0
+    assert len(uploads) == 2

@@ -39,6 +39,8 @@ class _Kept:
         Where its first page is for copies, and for kernels.
     there, locked : int
         How many bytes of its pages are there, from the first on; and locked, for kernels to read.
+    used : bool
+        Whether anybody was told where it is.
     """
 
     def __init__(self, it: Range) -> None:
@@ -46,6 +48,7 @@ class _Kept:
         self.host = 0
         self.device: int | None = None
         self.there = self.locked = 0
+        self.used = False
 
 
 class _Step(NamedTuple):
@@ -132,6 +135,7 @@ class Bringing:
             self._changed.wait_for(lambda: kept.there >= end or self._ended)
             if kept.there < end:
                 self._raise()
+            kept.used = True
             return kept.host, kept.device if kept.locked >= end else None
 
     def wait(self) -> None:
@@ -241,24 +245,43 @@ class Bringing:
 
     def _in_place(self) -> None:
         """Lock ranges where they lie, while the next ones' pages are brought in; until that is refused."""
+        try:
+            mapping = Mapping(self._ranges, self._device)
+        except lock.Refused as error:
+            self._refused(error)
+            return
+        self._memory.append(mapping)
+        steps = self._steps(0, mapping.starts)
 
         def put(number: int) -> None:
             step = steps[number]
             mapping.lock(step.number, step.at, step.size)
             self._put(step, mapping.starts[step.number], locked=True)
 
+        pages = [mapping.pieces(step.number, step.at, step.size) for step in steps]
         try:
-            mapping = Mapping(self._ranges, self._device)
-            self._memory.append(mapping)
-            steps = self._steps(0, mapping.starts)
-            pages = [mapping.pieces(step.number, step.at, step.size) for step in steps]
             staged(pages, populate, POPULATING, put, self._counter(0))
         except lock.Refused as error:
-            if self._forced is not None:
-                raise UnsupportedDevice(
-                    f"the packed files cannot be page-locked in place: {error}; unset `{VARIABLE}` to copy "
-                    "them"
-                ) from error
+            self._refused(error)
+            self._undo(mapping)
+
+    def _refused(self, error: lock.Refused) -> None:
+        """Locking in place is, which is an error only if it was forced."""
+        if self._forced is not None:
+            raise UnsupportedDevice(
+                f"the packed files cannot be page-locked in place: {error}; unset `{VARIABLE}` to copy them"
+            ) from error
+
+    def _undo(self, mapping: Mapping) -> None:
+        """Unlock what is locked of the range at hand, which is copied as a whole, if nobody uses it."""
+        number = next(i for i, it in enumerate(self._kept) if it.there < it.range.size)
+        with self._changed:
+            kept = self._kept[number]
+            if kept.used:
+                return
+            undone, kept.there, kept.locked = kept.there, 0, 0
+        mapping.unlock(number)
+        self.locked_bytes -= undone
 
     def _copy(self, first: int) -> None:
         """Fill an arena, each step being locked while the next ones are read."""

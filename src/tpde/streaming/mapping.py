@@ -63,7 +63,8 @@ class Mapping:
 
     def __init__(self, ranges: Sequence[Range], device: int) -> None:
         self._ranges, self._device = ranges, device
-        self._maps, self._locked = list[Any](), list[int]()
+        self._maps = list[Any]()
+        self._locked: dict[int, list[int]] = {}  # addresses, by the range's number
         self.starts = list[int]()
         try:
             files: dict[Any, list[Range]] = {}
@@ -97,7 +98,12 @@ class Mapping:
         """Lock pages of a range, from byte `at` of them on. Raises `lock.Refused` if they cannot be."""
         start = self.starts[number] + at
         lock.lock(start, size, self._device, read_only=True)
-        self._locked.append(start)
+        self._locked.setdefault(number, []).append(start)
+
+    def unlock(self, number: int) -> None:
+        """Unlock what is locked of a range."""
+        for start in self._locked.pop(number, []):
+            lock.unlock(start, self._device)
 
     def pieces(self, number: int, at: int, size: int) -> list[Pages]:
         """The same pages, a few at a time, to be brought into memory, and into this process's tables."""
@@ -109,11 +115,11 @@ class Mapping:
 
     def close(self) -> None:
         """Unlock and unmap."""
-        for start in self._locked:
-            lock.unlock(start, self._device)
+        for number in list(self._locked):
+            self.unlock(number)
         for made in self._maps:
             made.close()
-        self._locked, self._maps = [], []
+        self._maps = []
 
 
 def populate(pages: Pages) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,9 @@ from tpde.materialize import PackedTensor, Streams, named, upload
 _ADVICE = (
     "is streamed to the GPU under a VRAM budget, and stays in its file; load the model again without `vram=`"
 )
+
+
+_PUTTING = threading.Lock()
 
 
 class Absent(torch.Tensor):
@@ -140,24 +144,26 @@ class StreamedTensor(PackedTensor):
 def put_on_device(tensors: Iterable[StreamedTensor]) -> None:
     """Put tables and index maps there, unless they are: one copy for all of these tensors, of one device.
 
-    Each copy is a call of the driver that takes 0.1 ms, or 0.5 ms while pages are locked.
+    Each copy is a call of the driver that takes 0.1 ms, or 0.5 ms while pages are locked. One thread does it
+    at a time: what another has put there must not be replaced, and freed, while a launch knows its address.
     """
     from tpde.cuda.decode import ALIGNMENT, lookup_tables
 
-    new: list[tuple[StreamedTensor, Any]] = []
-    rows: list[np.ndarray] = []
-    for it in tensors:
-        tables = lookup_tables(it.header, it._section) if it._device_tables is None else None
-        if tables is not None:
-            new.append((it, tables))
-            rows += [tables.image, it.host_reader().index]
-    if not new:
-        return
-    starts = list(accumulate((align(row.size, ALIGNMENT) for row in rows), initial=0))
-    whole = np.zeros(starts.pop(), np.uint8)
-    for at, row in zip(starts, rows, strict=True):
-        whole[at : at + row.size] = row
-    there = upload(whole, new[0][0].device)
-    pieces = (there[at : at + row.size] for at, row in zip(starts, rows, strict=True))
-    for it, tables in new:
-        it._device_tables, it._device_index = (tables, next(pieces)), next(pieces)
+    with _PUTTING:
+        new: list[tuple[StreamedTensor, Any]] = []
+        rows: list[np.ndarray] = []
+        for it in tensors:
+            tables = lookup_tables(it.header, it._section) if it._device_tables is None else None
+            if tables is not None:
+                new.append((it, tables))
+                rows += [tables.image, it.host_reader().index]
+        if not new:
+            return
+        starts = list(accumulate((align(row.size, ALIGNMENT) for row in rows), initial=0))
+        whole = np.zeros(starts.pop(), np.uint8)
+        for at, row in zip(starts, rows, strict=True):
+            whole[at : at + row.size] = row
+        there = upload(whole, new[0][0].device)
+        pieces = (there[at : at + row.size] for at, row in zip(starts, rows, strict=True))
+        for it, tables in new:
+            it._device_tables, it._device_index = (tables, next(pieces)), next(pieces)
