@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test kernels test-large lint fuzz golden bench bench-gpu clean
+.PHONY: demo test tools kernels test-large lint fuzz golden bench bench-gpu clean
 
 # One environment; each extra is installed once, the package itself again whenever its files changed.
 $(BIN)/python:
@@ -25,6 +25,9 @@ demo: $(VENV)/.extra-demo $(VENV)/.package
 
 test: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python -m pytest
+
+# What `kernels` and `lint` need, so that these can run at a time.
+tools: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.extra-lint $(VENV)/.package
 
 # Every kernel, compiled for every architecture; needs no GPU.
 kernels: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
