@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import ml_dtypes
@@ -64,18 +67,36 @@ def assert_no_spills(log: str) -> None:
     assert all(pair == ("0", "0") for pair in found), log
 
 
+def compiled(work: Sequence[tuple[dict[str, int], str]]) -> list[tuple[bytes, str]]:
+    """Kernels for macros and an architecture each, on all processors."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda it: nvrtc.cubin(decode.SOURCE, *it), work))
+
+
+@functools.cache
+def of_kind(kind: str) -> dict[str, list[tuple[int, bytes, str]]]:
+    """For each architecture, the kernels of a kind, each after the number of its warps."""
+    word, rotate, coded, pairs = KINDS[kind]
+    work, warps = [], []
+    for arch in ARCHITECTURES:
+        ways = [(0, 0), (1, 0)]
+        if arch in LEAST_ARCHITECTURES:  # without checksums below, as they are chosen
+            ways.append((1, PIECES.get(kind, 16)))
+        for check, piece in ways:
+            warps.append(decode.max_warps(word, bool(check)))
+            defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs, "PIECE": piece}
+            defines |= {"CHECK": check, "WINDOW": 1 if arch == "sm_120" else 8, "THREADS": 32 * warps[-1]}
+            work.append((defines, arch))
+    found: dict[str, list[tuple[int, bytes, str]]] = {}
+    for (_, arch), most, (code, log) in zip(work, warps, compiled(work), strict=True):
+        found.setdefault(arch, []).append((most, code, log))
+    return found
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_compiles_without_spills(kind: str, arch: str) -> None:
-    word, rotate, coded, pairs = KINDS[kind]
-    ways = [(0, 0), (1, 0)]
-    if arch in LEAST_ARCHITECTURES:  # without checksums below, as they are chosen
-        ways.append((1, PIECES.get(kind, 16)))
-    for check, piece in ways:
-        warps = decode.max_warps(word, bool(check))
-        defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs, "PIECE": piece}
-        defines |= {"CHECK": check, "WINDOW": 1 if arch == "sm_120" else 8, "THREADS": 32 * warps}
-        code, log = nvrtc.cubin(decode.SOURCE, defines, arch)
+    for warps, code, log in of_kind(kind)[arch]:
         assert code[:4] == b"\x7fELF"
         assert_no_spills(log)
         assert registers(log) * 32 * warps <= 65536
@@ -118,9 +139,8 @@ def weights(layout: str) -> Packed:
     return packed
 
 
-@pytest.mark.parametrize("arch", LEAST_ARCHITECTURES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_cards_with_little_shared_memory_keep_24_warps(layout: str, arch: str) -> None:
+def test_cards_with_little_shared_memory_keep_24_warps(layout: str) -> None:
     """Registers and shared memory of the very kernel that a packed tensor is decoded with."""
     one = item(weights(layout))
     chosen = decode.geometry(decode.need([one]), LEAST_SHARED)
@@ -129,11 +149,11 @@ def test_cards_with_little_shared_memory_keep_24_warps(layout: str, arch: str) -
     assert chosen.table_room
     defines = decode.kernel_defines(decode._defines(one.header, one.tables), chosen, check=False)
     assert defines["THREADS"] >= 32 * warps
-    _, log = nvrtc.cubin(decode.SOURCE, defines, arch)
-    assert_no_spills(log)
-    assert registers(log) * 32 * chosen.warps <= 65536
-    static = max(map(int, re.findall(r"(\d+) bytes smem", log)))
-    assert chosen.shared + static <= LEAST_SHARED
+    for _, log in compiled([(defines, arch) for arch in LEAST_ARCHITECTURES]):
+        assert_no_spills(log)
+        assert registers(log) * 32 * chosen.warps <= 65536
+        static = max(map(int, re.findall(r"(\d+) bytes smem", log)))
+        assert chosen.shared + static <= LEAST_SHARED
 
 
 def test_staged_planes_seldom_exceed_their_room() -> None:
