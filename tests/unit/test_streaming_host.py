@@ -37,11 +37,13 @@ MIB = 1 << 20
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
+    """Whatever is locked is one step, at whichever address the system puts it."""
+    monkeypatch.setattr(lock, "STEP", 1 << 56)
     return FakeLock(monkeypatch)
 
 
 @pytest.fixture
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_steps(fake: FakeLock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "STEP", 4 * PAGE)
 
 
