@@ -17,9 +17,9 @@ compiler keeps graphs on disk, and another process has other weights for the sam
 `tpde::linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool transposed) -> Tensor`
     `x @ W.T + bias`, or `x @ W + bias`, of so many columns. Keeps no weight for the backward pass, which
     decodes again.
-`tpde::tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width) -> Tensor`
-    `x @ W.T + bias`, of so many columns, for a weight larger than any buffer, which is decoded, multiplied
-    and forgotten a few rows at a time, here and in the backward pass.
+`tpde::tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool cast) -> Tensor`
+    `x @ W.T + bias`, of so many columns, for a weight larger than any buffer, which is decoded, cast to the
+    dtype of `x` if asked for, multiplied and forgotten a few rows at a time, here and in the backward pass.
 `tpde::embedding(Tensor ids, SymInt key, SymInt width, ScalarType dtype) -> Tensor`
     Rows of a matrix, of so many columns.
 """

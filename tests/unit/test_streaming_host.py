@@ -468,20 +468,6 @@ def test_what_fails_later_leaves_what_is_there(mode: str, fake: FakeLock, source
     assert not fake.locked
 
 
-def test_closed_in_the_middle(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest is not brought."""
-    monkeypatch.setattr(arenas, "PIECE_BYTES", 64 << 10)
-    gate = Gate(monkeypatch, fake, 0)
-    memory = HostMemory(extents(source), 0, mode="arena")
-    assert gate.reached.wait(60)
-    with ThreadPoolExecutor() as pool:
-        closing = pool.submit(memory.close)
-        gate.open.set()
-        closing.result(60)
-    assert not fake.locked
-    assert not threads()
-
-
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
 def test_closed_by_its_progress(mode: str, fake: FakeLock, source: FileSource) -> None:
     """In a thread of its own: that does not wait for itself, and brings nothing more."""

@@ -41,9 +41,9 @@ def _open_codec(header: BlobHeader, section: bytes, *, encode: bool) -> native.C
 
 
 def repeat_word(word: Bytes, out: Bytes) -> None:
-    """Fill `out` with a word again and again: 40 times as fast as numbers than as bytes."""
+    """Fill `out` with a word again and again; as numbers, where it is as long as one, that is fast."""
     whole = out.size // word.size * word.size
-    number = f"u{word.size}" if word.size <= 8 else f"V{word.size}"
+    number = f"{'u' if word.size in (1, 2, 4, 8) else 'V'}{word.size}"
     out[:whole].view(number)[:] = word.view(number)
     out[whole:] = word[: out.size - whole]
 

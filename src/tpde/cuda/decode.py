@@ -203,9 +203,7 @@ class Geometry(NamedTuple):
     window: int  # groups of raw planes that a warp stages at a time, two times over
     piece: int  # 0: coded planes are staged; or bytes of a piece of the rings that they pass through
     ahead: int  # 1: the next chunk's coded planes are staged while one is decoded
-    room: (
-        int  # bytes for the coded planes of a chunk, what is larger stays in global memory; or a warp's rings
-    )
+    room: int  # bytes for a chunk's coded planes, larger ones stay in global memory; or for a warp's rings
     table_room: int  # bytes for tables; 0: they stay in global memory
     shared: int
 
