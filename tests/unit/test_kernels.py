@@ -193,6 +193,14 @@ def test_geometry_fits(dtype: str, shared: int) -> None:
             assert chosen.room == wanted.rings
 
 
+def test_one_round_has_no_warps_to_spare() -> None:
+    wanted = decode.need([item(weights("BF16"))])
+    for chunks, warps in ((1, 8), (8, 8), (11, 11), (wanted.warps, wanted.warps)):
+        chosen = decode.geometry(wanted, 227 << 10, chunks)
+        assert (chosen.warps, chosen.ahead) == (warps, 0)
+    assert decode.geometry(wanted, 227 << 10, wanted.warps + 1).ahead == 1
+
+
 def test_tables_too_large_for_shared_memory_stay_outside() -> None:
     wanted = decode.need([item(weights("BF16"))])._replace(tables=256 << 10, room=200 << 10, fair=200 << 10)
     chosen = decode.geometry(wanted, LEAST_SHARED)

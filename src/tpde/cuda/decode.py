@@ -25,6 +25,7 @@ LANES = 32  # format.md 5.1
 GROUP_BYTES = 512
 MAX_WORD_BYTES = 8
 LEAST_WARPS = 4  # with fewer, streams stay in global memory
+TABLE_WARPS = 8  # with fewer, loading tables takes longer
 LARGE_CHUNK = 16 << 10  # bytes; with more, 16 warps were 3 % faster than 24: memory has fewer rows open
 # Bytes of a block's shared memory. Below, on compute capability 8.6, 8.9 and 12.0, a block has 99 KiB.
 SMALL_SHARED = 128 << 10
@@ -36,7 +37,7 @@ _WRAP = 1 << 64  # addresses before what is there may be negative, and add up mo
 
 # An escape has at most so many bits for a symbol, or a pair (format.md 3).
 _ESCAPE_BITS, _ESCAPE_PAIR_BITS = 20, 28
-# What a lane may read beyond its bits: every symbol an escape, and the two words read ahead.
+# What a lane may read beyond its bits: every symbol an escape, and the four words read ahead.
 _SLACK_BITS = _ESCAPE_BITS
 
 _ITEM = np.dtype(
@@ -188,7 +189,7 @@ def need(items: Sequence[Item]) -> Need:
         chunk,
         raw_planes * GROUP_BYTES // headers[0].word_bytes,
         max(it.tables.image.size for it in items),
-        align(words // LANES * _SLACK_BITS // 8 + 16, 16),
+        align(words // LANES * _SLACK_BITS // 8 + 24, 16),
         16 if chunk > LARGE_CHUNK else most,
         most,
         piece,
@@ -230,8 +231,9 @@ def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
     """Choose how to launch.
 
     Measured on an H200 (docs/gpu.md): 24 warps, or 16 where a chunk has more than 16 KiB, with the largest
-    windows; of similar numbers of warps, the one whose last round is fullest. Where shared memory is small:
-    as many warps as registers allow, coded planes passing through rings if staging them leaves fewer.
+    windows; of similar numbers of warps, the one whose last round is fullest. Chunks for one round get a warp
+    each, and nothing is staged ahead. Where shared memory is small: as many warps as registers allow, coded
+    planes passing through rings if staging them leaves fewer.
 
     Parameters
     ----------
@@ -256,8 +258,12 @@ def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
         """How full the rounds are; a warp less costs 0.8 % beside, measured on six files."""
         return chunks / warps / -(-chunks // warps) - 0.008 * (most - warps)
 
-    warps = max(range(max(most * 2 // 3, 1), most + 1), key=speed) if chunks else most
-    ahead = int(not fit.piece and warps * (windows + 2 * fit.room) <= fit.limit)
+    one_round = 0 < chunks <= most
+    if one_round:
+        warps = max(chunks, min(TABLE_WARPS, most))
+    else:
+        warps = max(range(max(most * 2 // 3, 1), most + 1), key=speed) if chunks else most
+    ahead = int(not fit.piece and not one_round and warps * (windows + 2 * fit.room) <= fit.limit)
     shared = fit.table_room + warps * (windows + (1 + ahead) * fit.room) + fit.slack
     return Geometry(warps, fit.window, fit.piece, ahead, fit.room, fit.table_room, shared)
 

@@ -123,12 +123,16 @@ __device__ __forceinline__ void wait_pieces() { asm volatile("cp.async.wait_grou
 // table lies in shared memory, and words pass through a ring there.
 enum Place { STAGED, ANYWHERE, RING };
 
+// A lane keeps the words it is at from call to call where a group takes many: E4M3 at 512 MiB 1131 to 1248 GB/s.
+__device__ constexpr bool keeps_words(Place place, bool pair) { return place == STAGED && !pair && V >= 8; }
+
 template <Place PLACE>
 struct Lane {
   const u32* words;  // of the coded planes
   const Entry* table;
   u32 mask, limit;
   u32 at, end;  // bits from the first word
+  u32 a, b, c;  // the words from that of bit `at` on, if they are kept
   u32 ring;  // its address in shared memory, a multiple of its size
 
   __device__ __forceinline__ u32 word(u32 i) const {
@@ -151,19 +155,36 @@ struct Lane {
     commit_pieces();
   }
 
-  // One entry after the other, escapes included: their value is put where an entry has its symbols.
-  template <bool PAIR>
-  __device__ __forceinline__ u32 careful() {
-    u32 x = __funnelshift_r(word(at >> 5), word((at >> 5) + 1), at), e = table[x & mask];
-    at += e & 15;
-    if (e & ESCAPE) {
-      x >>= e & 15;  // 20 bits are left, or more
-      u32 r = e >> 8 & 7;
-      if (PAIR) e = x << 16;
-      else e = (((x & 255) << r | (x & 255) >> (8 - r)) & 255) << SYMBOL;  // the raw bits come last, and go lowest
-      at += PAIR ? 16 : 8;
+  __device__ __forceinline__ void look() {
+    a = word(at >> 5);
+    b = word((at >> 5) + 1);
+    c = word((at >> 5) + 2);
+  }
+  // The next N entries one after the other, escapes included: their values are put where entries have their symbols.
+  // One pair in 500 is an escape, so one call in four of a warp comes here, and takes all bits from registers.
+  template <bool PAIR, int N>
+  __device__ __forceinline__ void careful(u32 e[N]) {
+    constexpr int AT_ONCE = PAIR ? N : 1, WORDS = (MOST_BITS(AT_ONCE, PAIR) + 31) / 32;
+    u32 x[WORDS];
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+      if (k % AT_ONCE == 0) {
+#pragma unroll
+        for (int j = 0; j < WORDS; j++)
+          x[j] = __funnelshift_r(word((at >> 5) + j), word((at >> 5) + j + 1), at);
+      }
+      u32 f = table[x[0] & mask], taken = f & 15;
+      if (f & ESCAPE) {
+        u32 y = x[0] >> taken, r = f >> 8 & 7;
+        if (PAIR) f = y << 16;
+        else f = (((y & 255) << r | (y & 255) >> (8 - r)) & 255) << SYMBOL;  // the raw bits come last, and go lowest
+        taken += PAIR ? 16 : 8;
+      }
+      e[k] = f;
+      at += taken;
+#pragma unroll
+      for (int j = 0; j < WORDS; j++) x[j] = __funnelshift_r(x[j], j + 1 < WORDS ? x[j + 1] : 0, taken);
     }
-    return e;
   }
   // The next N entries, 1, 2 or 4: two fit into 32 bits wherever they start, so a window of 64 serves four.
   template <bool PAIR, int N>
@@ -172,10 +193,16 @@ struct Lane {
     // at most MOST - 1 bits in, and wanted when one starts MOST - 1 bits before q or later: LAG calls are between,
     // or more, and each commits a group of copies.
     constexpr int MOST = MOST_BITS(N, PAIR), LAG = (3 * PIECE_BITS - 2 * MOST + 2 + MOST - 1) / MOST;
+    constexpr bool KEPT = keeps_words(PLACE, PAIR);
     const u32 before = at;
     if constexpr (PLACE == RING) wait_pieces<LAG>();
-    u32 i = at >> 5, a = word(i), b = word(i + 1), any, taken;
-    u32 x = __funnelshift_r(a, b, at);
+    u32 i = at >> 5, d = 0, f = 0, any, taken;
+    if constexpr (KEPT) {  // what the next call may start with: look-ups wait for each other long enough
+      d = word(i + 3);
+      f = word(i + 4);
+    }
+    const u32 low = KEPT ? a : word(i), high = KEPT ? b : word(i + 1);
+    u32 x = __funnelshift_r(low, high, at);
     e[0] = table[x & mask];
     any = taken = e[0];
     if (N >= 2) {
@@ -184,16 +211,22 @@ struct Lane {
       taken += e[1];
     }
     if (N == 4) {
-      x = __funnelshift_r(x, __funnelshift_r(b, word(i + 2), at), taken);
+      x = __funnelshift_r(x, __funnelshift_r(high, KEPT ? c : word(i + 2), at), taken);
       e[2] = table[x & mask];
       e[3] = table[__funnelshift_r(x, 0, e[2]) & mask];
       any |= e[2] | e[3];
       taken += e[2] + e[3];
     }
     if (any & ESCAPE) {  // 1 value of 500 or fewer
-#pragma unroll
-      for (int k = 0; k < N; k++) e[k] = careful<PAIR>();
+      careful<PAIR, N>(e);
+      if constexpr (KEPT) look();
     } else {
+      if constexpr (KEPT) {
+        const u32 to = (at & 31) + (taken & 63);  // 79 or less
+        a = to < 32 ? a : to < 64 ? b : c;
+        b = to < 32 ? b : to < 64 ? c : d;
+        c = to < 32 ? c : to < 64 ? d : f;
+      }
       at += taken & 63;
     }
     if constexpr (PLACE == RING) refill(before);
@@ -319,6 +352,7 @@ __device__ __forceinline__ bool open_lanes(const Item& t, const Chunk& c, const 
     a.mask = (1u << t.table_bits) - 1;
     a.end = (at + LANE_HEADER) * 8 + end;
     a.at = a.end - length;
+    if (keeps_words(PLACE, IS(PAIRS, p))) a.look();
     at += took;
   }
   return true;
@@ -384,30 +418,45 @@ __device__ constexpr int ring_commits() {
   return count;
 }
 
-// A whole chunk whose planes in CODED are all coded, its output aligned to 16 bytes. Its raw planes go through two
-// windows in shared memory, one filled while the other is used: a warp's loads are then long and far ahead, and the
-// loop over a window's groups small, for the instruction cache's sake. `mine`: the staged planes, or the warp's rings.
-__device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, u32* mine, const u32* tables, u32 bytes,
-                                             bool more, u32* windows, u8* out, u32 lane) {
-  const u32 steps = c.n / (32 * V * WINDOW);
-  const u32 fill = (c.modes >> 24) * 0x01010101u;
-  auto fill_window = [&](u32 step) {
-    u32 to = (u32)__cvta_generic_to_shared(windows) + (step & 1) * WINDOW_BYTES;
-    u64 from = t.blob + c.begin + (u64)step * (32 * V * WINDOW);
+// Raw planes go through two windows in shared memory, one filled while the other is used: a warp's loads are then
+// long and far ahead, and the loop over a window's groups small, for the instruction cache's sake. How many windows a
+// chunk has: 0 if the last would not be full.
+__device__ __forceinline__ u32 windows_of(const Chunk& c) {
+  return c.valid && c.n % (32 * V * WINDOW) == 0 ? c.n / (32 * V * WINDOW) : 0;
+}
+
+__device__ __forceinline__ void fill_window(const Item& t, const Chunk& c, u32* windows, u32 step, u32 lane) {
+  u32 to = (u32)__cvta_generic_to_shared(windows) + (step & 1) * WINDOW_BYTES, steps = windows_of(c);
+  u64 from = t.blob + c.begin + (u64)step * (32 * V * WINDOW);
 #pragma unroll
-    for (int p = 0; p < WORD; p++) {
-      if (IS(CODED, p)) continue;
-      if ((c.modes >> (2 * p) & 3) == 0) {
-        if (step < steps)
-          for (u32 i = lane * 16; i < 32 * V * WINDOW; i += 512) copy_async(to + i, from + i);
-        from += c.n;
-      }
-      to += 32 * V * WINDOW;
+  for (int p = 0; p < WORD; p++) {
+    if (IS(CODED, p)) continue;
+    if ((c.modes >> (2 * p) & 3) == 0) {
+      if (step < steps)
+        for (u32 i = lane * 16; i < 32 * V * WINDOW; i += 512) copy_async(to + i, from + i);
+      from += c.n;
     }
-    commit_copies();
-  };
-  fill_window(0);
-  fill_window(1);
+    to += 32 * V * WINDOW;
+  }
+  commit_copies();
+}
+
+// Look-ups of a lane for a group.
+__device__ constexpr int group_entries() {
+  int count = 0;
+  for (int p = 0; p < WORD; p++)
+    if (IS(CODED, p)) count += IS(PAIRS, p) ? (V + 1) / 2 : V;
+  return count;
+}
+
+// A whole chunk whose planes in CODED are all coded, its output aligned to 16 bytes. `mine`: the staged planes, or
+// the warp's rings; `filled`: the first window is on its way.
+__device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, u32* mine, const u32* tables, u32 bytes,
+                                             bool more, bool filled, u32* windows, u8* out, u32 lane) {
+  const u32 steps = windows_of(c);
+  const u32 fill = (c.modes >> 24) * 0x01010101u;
+  if (!filled) fill_window(t, c, windows, 0, lane);
+  fill_window(t, c, windows, 1, lane);
   const u32* words = mine;
   if (PIECE) words = (const u32*)(t.blob + c.begin + c.raw);
   // Copies are done in order: of this chunk's streams, perhaps the next one's, and the two windows.
@@ -433,8 +482,8 @@ __device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, u32*
   if (CHECK) sum.open(lane);
   uint4* to = (uint4*)out + lane;
   u32 planes[WORD][NV];
-  auto read = [&](u32 group) {
-    u32 at = (group / WINDOW & 1) * WINDOW_BYTES + (group % WINDOW) * (32 * V) + lane * V;
+  auto read = [&](u32 step, u32 group) {
+    u32 at = (step & 1) * WINDOW_BYTES + group * (32 * V) + lane * V;
 #pragma unroll
     for (int p = 0; p < WORD; p++) {
       if (IS(CODED, p)) continue;
@@ -459,18 +508,26 @@ __device__ __forceinline__ bool decode_whole(const Item& t, const Chunk& c, u32*
     __stcs(to, make_uint4(q[0], q[1], q[2], q[3]));
     to += 32;
   };
-  // A group is written while the next one's codewords are looked up, since those wait for each other.
+  // A group is written while the next one's codewords are looked up, since those wait for each other. There is no
+  // branch between a window's groups where few look-ups make one: 3 % of 16 MiB alone, and E4M3 would lose 20 %.
+  constexpr int UNROLL = !PIECE && group_entries() <= 4 ? WINDOW : 1;
   if (WINDOW_BYTES) wait_staged<1>();
-  read(0);
+  read(0, 0);
 #pragma unroll 1
-  for (u32 group = 1; group < steps * WINDOW; group++) {
-    if (WINDOW_BYTES && group % WINDOW == 0) {
+  for (u32 step = 0;;) {
+#pragma unroll UNROLL
+    for (u32 group = 1; group < WINDOW; group++) {
+      write();
+      read(step, group);
+    }
+    if (++step == steps) break;
+    if (WINDOW_BYTES) {
       __syncwarp();
-      fill_window(group / WINDOW + 1);
+      fill_window(t, c, windows, step + 1, lane);
       wait_staged<1 + WINDOW * ring_commits()>();
     }
     write();
-    read(group);
+    read(step, 0);
   }
   write();
   if (PIECE) wait_staged<0>();  // a lane may have asked for more than it took, and the next chunk's rings are the same
@@ -544,17 +601,18 @@ __device__ __forceinline__ bool decode_part(const Item& t, const Chunk& c, const
   return c.valid && decode_any(t, c, words, fits ? tables : (const void*)t.tables, bytes, out, lo, hi, lane);
 }
 
-// A chunk whose streams are being staged, or pass through rings; `more`: the next one's are staged too.
+// A chunk whose streams are being staged, or pass through rings; `more`: the next one's are staged too; `filled`: so
+// is its first window.
 __device__ __forceinline__ bool decode(const Item& t, const Chunk& c, u32* mine, const u32* tables, u32 room,
-                                       u32 table_room, bool more, u32* windows, u8* out, u32 lane) {
+                                       u32 table_room, bool more, bool filled, u32* windows, u8* out, u32 lane) {
   u32 bytes = c.size - c.raw;
-  bool whole = c.valid && c.n % (32 * V * WINDOW) == 0 && ((u64)out & 15) == 0;
+  bool whole = windows_of(c) && ((u64)out & 15) == 0;
 #pragma unroll
   for (int p = 0; p < WORD; p++)
     if (IS(CODED, p) && (c.modes >> (2 * p) & 3) != 2) whole = false;
   const u32 most = PIECE ? ~0u : room;  // any plane passes through a ring
   if (whole && bytes <= most && t.tables_bytes <= table_room)
-    return decode_whole(t, c, mine, tables, bytes, more, windows, out, lane);
+    return decode_whole(t, c, mine, tables, bytes, more, filled, windows, out, lane);
   wait_staged<0>();
   return decode_part(t, c, mine, tables, room, table_room, out, 0, c.n, lane);
 }
@@ -584,12 +642,17 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 base, u64
     u64 next = min(t.first + t.count, stop), end = next - t.first + t.begin, k = at - t.first + t.begin + warp;
     Record now = {0, 0, 0, 0};
     u32 side = 0;
+    bool filled = true;
+    if (k < end) now = load_record(t, k);  // before the tables: they are asked for while it comes
     load_tables(t, tables, table_room);
     if (k < end) {
-      now = load_record(t, k);
-      if (!PIECE) stage(t, open_chunk(t, k, now), mine, room, lane);
+      Chunk c = open_chunk(t, k, now);
+      if (!PIECE) stage(t, c, mine, room, lane);
+      fill_window(t, c, windows, 0, lane);
+      wait_staged<1>();
+    } else {
+      wait_staged<0>();
     }
-    wait_staged<0>();
     __syncthreads();
     for (; k < end; k += warps) {
       Record after = now;
@@ -598,8 +661,9 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 base, u64
       if (more) stage(t, open_chunk(t, k + warps, after), mine + (side ^ room / 4), room, lane);
       Chunk c = open_chunk(t, k, now);
       u8* to = (u8*)(out + t.out) + c.word * WORD;
-      if (!decode(t, c, mine + side, tables, room, table_room, more, windows, to, lane) && lane == 0)
-        report(status, t.number, k);
+      bool ok = decode(t, c, mine + side, tables, room, table_room, more, filled, windows, to, lane);
+      filled = false;
+      if (!ok && lane == 0) report(status, t.number, k);
       __syncwarp();
       now = after;
       if (ahead) side ^= room / 4;
