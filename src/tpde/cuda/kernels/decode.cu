@@ -649,7 +649,7 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 base, u64
       Chunk c = open_chunk(t, k, now);
       if (!PIECE) stage(t, c, mine, room, lane);
       fill_window(t, c, windows, 0, lane);
-      wait_staged<1>();
+      wait_staged<PIECE ? 1 : 2>();  // for the tables; the rest is for this warp alone
     } else {
       wait_staged<0>();
     }
