@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import re
 import statistics
@@ -301,6 +302,38 @@ def run(mode: str, plain: Path, packed: Path, count: int) -> dict[str, Any]:
         attempt("graph", lambda: graph(model, count))
     found["peak_bytes"] = watch.device
     return found
+
+
+def in_turn(plain: Path, packed: Path, count: int, turns: int) -> dict[str, dict[str, list[float]]]:
+    """Load the plain and the packed model in turn, and let both, side by side, decode in turn.
+
+    A host's speed changes from minute to minute: what is compared here lies seconds apart. The first turn
+    warms up and is left out.
+    """
+    import torch
+
+    import_everything()
+    took: dict[str, dict[str, list[float]]] = {
+        mode: {"load_s": [], "eager_s": []} for mode in ("plain", "packed")
+    }
+    for turn in range(turns + 1):
+        models = {}
+        for mode, lists in took.items():
+            start = time.perf_counter()
+            models[mode] = load(mode, plain, packed).eval()
+            wait()
+            if turn:
+                lists["load_s"].append(time.perf_counter() - start)
+        for model in models.values():
+            eager(model, 1, 1)
+        for _ in range(3 if turn else 0):
+            for mode, lists in took.items():
+                lists["eager_s"].append(eager(models[mode], count, 1)["eager_s"])
+        del models, model
+        gc.collect()
+        if device() == "cuda":
+            torch.cuda.empty_cache()
+    return took
 
 
 def import_everything() -> None:
