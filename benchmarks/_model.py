@@ -326,9 +326,9 @@ def in_turn(plain: Path, packed: Path, count: int, turns: int) -> dict[str, dict
                 lists["load_s"].append(time.perf_counter() - start)
         for model in models.values():
             eager(model, 1, 1)
-        for _ in range(3 if turn else 0):
-            for mode, lists in took.items():
-                lists["eager_s"].append(eager(models[mode], count, 1)["eager_s"])
+        for again in range(4 if turn else 0):
+            for mode in sorted(took, reverse=bool(again % 2)):  # each is first as often as the other
+                took[mode]["eager_s"].append(eager(models[mode], count, 1)["eager_s"])
         del models, model
         gc.collect()
         if device() == "cuda":

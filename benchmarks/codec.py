@@ -46,7 +46,7 @@ class Contestant(Protocol):
 
 
 class Tpde:
-    """Our codec, through the same classes as `tpde.pack`; `reuse` takes buffers made beforehand."""
+    """What `tpde.torch.save`, `tpde.numpy.save` and `load` do; `reuse` takes buffers made beforehand."""
 
     def __init__(self, spec: TensorSpec, *, reuse: bool) -> None:
         self.name = "tpde, buffers reused" if reuse else "tpde"
@@ -58,11 +58,9 @@ class Tpde:
         """Nothing: the input is only read."""
 
     def encode(self, data: Bytes, threads: int) -> Any:
-        """Tensor bytes to the bytes of a packed file, as `tpde.pack` makes it."""
-        sink = BytesSink(self._spec.nbytes + (1 << 20), self._buffer)  # as `tpde.torch.save` does
-        sample = np.concatenate([data[begin:end] for begin, end in sample_ranges(self._spec)])
+        """Tensor bytes to the bytes of a packed file."""
+        sink = BytesSink(self._spec.nbytes + (1 << 20), self._buffer)
         with PackedWriter(sink, {"weight": self._spec}, threads=threads) as writer:
-            writer.plan("weight", sample)
             writer.write("weight", data)
         return sink.data
 

@@ -41,6 +41,7 @@ KINDS = {
     "F8": (1, 1, 1, 0),
     "I8": (1, 0, 1, 0),
     "I8 pairs": (1, 0, 1, 1),
+    "I16": (2, 0, 0b11, 0),
 }
 # Bytes of a ring's piece: the least that `need` gives for the planes.
 PIECES = {"F32": 8, "F64": 8}
@@ -185,7 +186,7 @@ def test_geometry_fits(dtype: str, shared: int) -> None:
         windows = 2 * wanted.raw * chosen.window
         used = chosen.warps * (windows + (1 + chosen.ahead) * chosen.room) + chosen.table_room
         used += 0 if chosen.piece else wanted.slack
-        assert chosen.shared == used <= shared - 128
+        assert chosen.shared == used <= shared - 144  # a descriptor in static memory takes so much
         assert 1 <= chosen.warps <= (wanted.warps if shared > LEAST_SHARED else WARPS)
         assert chosen.room % 16 == chosen.table_room % 16 == 0
         if chosen.piece:  # a lane's ring starts at a multiple of its size

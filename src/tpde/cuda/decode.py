@@ -37,8 +37,8 @@ _WRAP = 1 << 64  # addresses before what is there may be negative, and add up mo
 
 # An escape has at most so many bits for a symbol, or a pair (format.md 3).
 _ESCAPE_BITS, _ESCAPE_PAIR_BITS = 20, 28
-# What a lane may read beyond its bits: every symbol an escape, and the four words read ahead.
-_SLACK_BITS = _ESCAPE_BITS
+# What a lane may read beyond its bits: every symbol an escape, the word it is at then, and four more.
+_SLACK_BITS, _SLACK_BYTES = _ESCAPE_BITS, 24
 
 _ITEM = np.dtype(
     [
@@ -189,7 +189,7 @@ def need(items: Sequence[Item]) -> Need:
         chunk,
         raw_planes * GROUP_BYTES // headers[0].word_bytes,
         max(it.tables.image.size for it in items),
-        align(words // LANES * _SLACK_BITS // 8 + 24, 16),
+        align(words // LANES * _SLACK_BITS // 8 + _SLACK_BYTES, 16),
         16 if chunk > LARGE_CHUNK else most,
         most,
         piece,
@@ -232,8 +232,8 @@ def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
 
     Measured on an H200 (docs/gpu.md): 24 warps, or 16 where a chunk has more than 16 KiB, with the largest
     windows; of similar numbers of warps, the one whose last round is fullest. Chunks for one round get a warp
-    each, and nothing is staged ahead. Where shared memory is small: as many warps as registers allow, coded
-    planes passing through rings if staging them leaves fewer.
+    each, of at least 8, and nothing is staged ahead. Where shared memory is small: as many warps as registers
+    allow, coded planes passing through rings if staging them leaves fewer.
 
     Parameters
     ----------
