@@ -5,11 +5,10 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from support.checkpoints import checkpoint
+from support.commands import invoke, process
 from support.models import make, torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
@@ -30,18 +29,6 @@ from tpde.streaming.rates import disk_rate, given_rates, launch_seconds, measure
 RATES = ("--copy-rate", "55", "--memory-rate", "4200")
 
 
-def _plan(*args):
-    return subprocess.run(
-        [sys.executable, "-m", "tpde", "plan", *map(str, args)],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        env=dict(os.environ, PYTHONIOENCODING="utf-8", CUDA_VISIBLE_DEVICES=""),
-        timeout=300,
-    )
-
-
 @pytest.fixture(scope="module", params=["llama", "qwen2", "gpt2", "mixtral", "t5"])
 def packed(request, tmp_path_factory):
     """Give a packed model's directory."""
@@ -55,7 +42,7 @@ def llama(tmp_path_factory):
 
 
 def test_text(llama):
-    made = _plan(llama, "--vram", "256MiB", "--max-tokens", "100", *RATES)
+    made = process("plan", llama, "--vram", "256MiB", "--max-tokens", "100", *RATES, CUDA_VISIBLE_DEVICES="")
     assert made.returncode == 0, made.stderr
     assert "plain:  model.layers 0-2, lm_head" in made.stdout
     assert "tokens/s, for up to 100 tokens; limited by" in made.stdout
@@ -63,8 +50,8 @@ def test_text(llama):
 
 
 def test_json(llama):
-    made = _plan(llama, "--vram", "512MiB", "--ram", "1GiB", "--json", *RATES, "--disk-rate", 6)
-    assert made.returncode == 0, made.stderr
+    made = invoke("plan", llama, "--vram", "512MiB", "--ram", "1GiB", "--json", *RATES, "--disk-rate", 6)
+    assert made.exit_code == 0, made.output
     found = json.loads(made.stdout)
     assert found["vram"] == 512 * MIB
     assert found["used_bytes"] == sum(found["device_bytes"].values()) <= found["vram"]
@@ -76,9 +63,6 @@ def test_json(llama):
 @pytest.mark.parametrize("rates", [RATES, ("--copy-rate", "0.1", "--memory-rate", "0.5")])
 def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
     """Whatever the machine; with units so large that it would matter."""
-    from typer.testing import CliRunner
-
-    from tpde.cli import app
     from tpde.integrations.transformers import budget
 
     def large(*args):
@@ -92,7 +76,7 @@ def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
     with opened_shape(llama) as (shape, checkpoint, plan):
         for mib in range(440, 1000, 20):
             args = ("plan", llama, "--vram", f"{mib}MiB", "--max-tokens", "64", "--json", *rates)
-            done = CliRunner().invoke(app, [*map(str, args)])
+            done = invoke(*args)
             assert done.exit_code == 0, done.output
             places = json.loads(done.stdout)["placements"]
             found.append({name: it["placement"] for it in places for name in it["units"]})
@@ -108,11 +92,11 @@ def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
 
 
 def test_too_small_a_budget_names_the_least(llama):
-    made = _plan(llama, "--vram", "16MiB", "--max-tokens", "100", *RATES)
-    assert made.returncode == 2
+    made = invoke("plan", llama, "--vram", "16MiB", "--max-tokens", "100", *RATES)
+    assert made.exit_code == 2
     assert "the least that works is" in made.stderr
     least = made.stderr.split("hint: use `")[1].split("`")[0]
-    assert _plan(llama, "--vram", least, "--max-tokens", "100", *RATES).returncode == 0
+    assert invoke("plan", llama, "--vram", least, "--max-tokens", "100", *RATES).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -123,9 +107,10 @@ def test_too_small_a_budget_names_the_least(llama):
         (("--vram", "16GiB", "--device", "cpu"), "not on `cpu`"),
     ],
 )
-def test_what_cannot_work(llama, args, says):
-    made = _plan(llama, *args)
-    assert made.returncode == 2
+def test_what_cannot_work(llama, args, says, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    made = invoke("plan", llama, *args)
+    assert made.exit_code == 2
     assert says in made.stderr
     assert "hint: " in made.stderr
 
@@ -139,8 +124,8 @@ def test_no_more_than_headers_is_read(llama, tmp_path):
         if file.suffix == ".safetensors":
             data[-64:] = bytes(64)
         (folder / file.name).write_bytes(data)
-    sane, damaged = (_plan(it, "--vram", "1GiB", *RATES) for it in (llama, folder))
-    assert sane.returncode == 0
+    sane, damaged = (invoke("plan", it, "--vram", "1GiB", *RATES) for it in (llama, folder))
+    assert sane.exit_code == 0
     assert damaged.stdout == sane.stdout
 
 

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.checkpoints import Pair, checkpoint
+from support.commands import invoke, process
 from support.models import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
-
-
-def _run(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tpde", "run", *map(str, args)],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        env=dict(os.environ, PYTHONIOENCODING="utf-8"),
-        timeout=300,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +54,8 @@ def _generated(pair: Pair, prompt: str, **options: Any) -> list[int]:
 
 def test_text(llama: Pair) -> None:
     expected = _generated(llama, "Größe: ", max_new_tokens=12, do_sample=False)
-    done = _run(llama.packed, "--prompt", "Größe: ", "--max-new-tokens", "12", "--device", "cpu", "--json")
+    args = (llama.packed, "--prompt", "Größe: ", "--max-new-tokens", "12", "--device", "cpu")
+    done = process("run", *args, "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     result = json.loads(done.stdout)
@@ -78,9 +65,7 @@ def test_text(llama: Pair) -> None:
     assert result["plain_bytes"] == 7 * 64 * 2  # the norms
     assert result["tokens_per_second"] > 0
     assert result["peak_bytes"] > 50 << 20
-    streamed = _run(
-        llama.packed, "--prompt", "Größe: ", "--max-new-tokens", "12", "--device", "cpu", "--stats"
-    )
+    streamed = invoke("run", *args, "--stats")
     assert streamed.stdout == result["text"] + "\n"
     assert "9 read, 12 written" in streamed.stderr
     assert "tokens/s" in streamed.stderr
@@ -89,10 +74,10 @@ def test_text(llama: Pair) -> None:
 
 def test_draws_follow_the_seed(llama: Pair) -> None:
     expected = _generated(llama, "hi", max_new_tokens=8, do_sample=True, temperature=1.5)
-    args = (llama.packed, "--prompt", "hi", "--max-new-tokens", "8", "--device", "cpu", "--json")
-    made = json.loads(_run(*args, "--temperature", "1.5", "--seed", "5").stdout)
+    args = ("run", llama.packed, "--prompt", "hi", "--max-new-tokens", "8", "--device", "cpu", "--json")
+    made = json.loads(invoke(*args, "--temperature", "1.5", "--seed", "5").stdout)
     assert made["tokens"] == expected
-    assert json.loads(_run(*args, "--temperature", "1.5", "--seed", "6").stdout)["tokens"] != expected
+    assert json.loads(invoke(*args, "--temperature", "1.5", "--seed", "6").stdout)["tokens"] != expected
 
 
 TEXTS = ["a sentence", "another one that is longer than sixteen bytes", "x"]
@@ -111,12 +96,13 @@ def _vectors(pair: Pair) -> Any:
 
 
 def test_vectors(bert: Pair) -> None:
-    done = _run(bert.packed, "--embed", *TEXTS, "--device", "cpu")
+    args = ("run", bert.packed, "--embed", *TEXTS, "--device", "cpu")
+    done = process(*args)
     assert done.returncode == 0, done.stderr
     found = torch.tensor([json.loads(line) for line in done.stdout.splitlines()], dtype=torch.float32)
     expected = _vectors(bert)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-    result = json.loads(_run(bert.packed, "--embed", *TEXTS, "--device", "cpu", "--json").stdout)
+    result = json.loads(invoke(*args, "--json").stdout)
     assert (result["pooling"], result["normalized"], result["dimensions"]) == ("mean", True, 64)
     assert result["embeddings"] == [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -173,17 +159,18 @@ def test_commands_that_cannot_be(llama: Pair, bert: Pair) -> None:
         ((llama.packed, "--prompt", "x", "--device", "tpu9"), 2, "no device", "cuda"),
         ((llama.packed.parent / "none", "--prompt", "x"), 2, "does not exist", "path"),
     ):
-        done = _run(*args)
-        assert (done.returncode, done.stdout) == (code, ""), (args, done)
+        done = invoke("run", *args)
+        assert (done.exit_code, done.stdout) == (code, ""), (args, done.output)
         assert error in done.stderr.splitlines()[0], done.stderr
         assert "hint:" in done.stderr, done.stderr
         assert hint in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
 
 
 def test_damage_has_its_exit_code(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, "llama").packed / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-9000])
-    done = _run(path.parent, "--prompt", "x", "--device", "cpu")
+    done = process("run", path.parent, "--prompt", "x", "--device", "cpu")
     assert done.returncode == 3, done.stderr
     assert done.stderr.startswith("error: ")
+    assert "hint: " in done.stderr
+    assert "Traceback" not in done.stderr
