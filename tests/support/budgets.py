@@ -14,6 +14,7 @@ from support.simulated import MemorySupply, SimulatedDevice
 
 PIECE = 64 << 10
 SLOTS = 4
+MIXED = ("host", "packed", "disk", "plain")
 
 
 class Device(SimulatedDevice):

@@ -1,19 +1,14 @@
-"""Packed weights in host memory: which pages, in which mode, what happens when something fails."""
+"""Packed weights in host memory: which pages, in which mode, and what is given back."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import mmap
 import os
-import subprocess
-import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -22,17 +17,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.locking import SHIFT, FakeLock
+from support.host import MIB, Gate, at, bring_in_vain, check, content, extents, threads
+from support.locking import FakeLock
 
-from tpde.errors import Corrupt, InvalidInput, OutOfMemory, ReadError, Truncated, UnsupportedDevice
+from tpde.errors import Corrupt, InvalidInput, Truncated, UnsupportedDevice
 from tpde.format.source import BytesSource, Extent, FileSource
 from tpde.streaming import arena as arenas
-from tpde.streaming import bringing, lock, mapping
+from tpde.streaming import lock
 from tpde.streaming.host import HostMemory
 from tpde.streaming.pieces import GAP_BYTES
 from tpde.streaming.ranges import PAGE, merge
-
-MIB = 1 << 20
 
 
 @pytest.fixture
@@ -53,64 +47,12 @@ def complete(wanted: list[Extent]) -> HostMemory:
     return memory
 
 
-def bring_in_vain(wanted: list[Extent], **options: Any) -> None:
-    """Memory that cannot be brought; giving it back leaves nothing locked, and no thread."""
-    memory = HostMemory(wanted, 0, **options)
-    try:
-        memory.complete()
-        pytest.fail("all of it came")
-    finally:
-        memory.close()
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[FileSource]:
     (tmp_path / "blobs").write_bytes(os.urandom(5 * MIB + 77))
     made = FileSource(tmp_path / "blobs")
     yield made
     made.close()
-
-
-def extents(source: Any) -> list[Extent]:
-    """Two neighbours, one after a small gap, one far off at the end of the file."""
-    places = [(5000, 70_000), (75_008, 9000), (90_112, 4096), (4 * MIB, source.size - 4 * MIB)]
-    return [Extent(source, at, size, f"t{i}") for i, (at, size) in enumerate(places)]
-
-
-def content(source: Any, extent: Extent) -> bytes:
-    out = bytearray(extent.size)
-    source.read_into(extent.offset, memoryview(out))
-    return bytes(out)
-
-
-def at(address: int, size: int) -> bytes:
-    return ctypes.string_at(address, size)
-
-
-def check(fake: FakeLock, memory: HostMemory, wanted: list[Extent]) -> None:
-    """Bytes are compared, in mappings too: nothing truncates these files."""
-    for extent in wanted:
-        address = memory.wait(memory.request(extent))
-        assert at(address, extent.size) == content(extent.source, extent), extent.name
-        assert (address - extent.offset) % PAGE == 0, "blobs are aligned as they are in the file"
-        assert memory.ready(extent)
-        device = memory.device_address(extent)
-        assert device == (address + SHIFT if covered(fake, address, extent.size) else None)
-
-
-def covered(fake: FakeLock, address: int, size: int) -> bool:
-    """Whether all of it is locked."""
-    end = address + size
-    while address < end:
-        step = next((it + n for it, (n, _) in fake.locked.items() if it <= address < it + n), None)
-        if step is None:
-            return False
-        address = step
-    return True
-
-
-def threads() -> list[str]:
-    return [it.name for it in threading.enumerate() if it.name == "tpde-host"]
 
 
 def test_locked_in_place(fake: FakeLock, source: FileSource) -> None:
@@ -406,325 +348,6 @@ def test_an_error_does_not_keep_the_bytes(
         memory.complete()
     memory.close()
     assert [it.closed for it in made] == [True]
-
-
-# ---- in the background ----
-
-
-class Gate:
-    """Lets locking go on when a test says so."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, fake: FakeLock, before: int) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-
-        def lock_(*args: Any, **kwargs: Any) -> None:
-            if fake.attempts == before:
-                self.reached.set()
-                assert self.open.wait(60)
-            fake.lock(*args, **kwargs)
-
-        patch.setattr(lock, "lock", lock_)
-
-
-@pytest.mark.parametrize("mode", ["mapped", "arena"])
-def test_a_range_is_used_before_the_next_is_there(
-    mode: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, wanted = Gate(monkeypatch, fake, 1), extents(source)
-    memory = HostMemory(wanted, 0, mode=mode)
-    check(fake, memory, wanted[:3])
-    assert gate.reached.wait(60)
-    assert not memory.ready(wanted[3])
-    with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(ask, wanted[3]) for ask in (memory.wait, memory.device_address)]
-        assert not any(it.done() for it in waiting)
-        gate.open.set()
-        address, device = (it.result(60) for it in waiting)
-    assert address is not None
-    assert device == address + SHIFT
-    check(fake, memory, wanted)
-    memory.close()
-
-
-@pytest.mark.parametrize("mode", ["mapped", "arena"])
-def test_what_fails_later_leaves_what_is_there(mode: str, fake: FakeLock, source: FileSource) -> None:
-    """Whoever waits for the rest is told, each time; nothing hangs."""
-
-    def fail(read_only: bool, before: int) -> bool:
-        fake.error = UnsupportedDevice("page-locking failed: CUDA_ERROR_DEINITIALIZED")  # the next time
-        return False
-
-    fake.refuse = fail
-    wanted = extents(source)
-    memory = HostMemory(wanted, 0, mode=mode)
-    with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
-        memory.complete()
-    check(fake, memory, wanted[:3])
-    assert not memory.ready(wanted[3])
-    for ask in (memory.wait, memory.address, memory.device_address):
-        with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
-            ask(wanted[3])
-    memory.close()
-    assert not fake.locked
-
-
-@pytest.mark.parametrize("mode", ["mapped", "arena"])
-def test_closed_by_its_progress(mode: str, fake: FakeLock, source: FileSource) -> None:
-    """In a thread of its own: that does not wait for itself, and brings nothing more."""
-    seen, made, handed = list[int](), list[HostMemory](), threading.Event()
-
-    def told(nbytes: int) -> None:
-        assert handed.wait(60)
-        seen.append(nbytes)
-        made[0].close()
-
-    made.append(HostMemory(extents(source), 0, mode=mode, progress=told))
-    handed.set()
-    with pytest.raises(ReadError, match="was given back; load the model again"):
-        made[0].complete()
-    made[0].close()
-    assert len(seen) == 1
-    assert not threads()
-    assert not fake.locked
-
-
-def test_garbage_that_one_of_its_own_threads_collects(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Waiting for itself would never end: it is given back when its thread ends."""
-    made: list[HostMemory] = []
-    handed = threading.Event()
-
-    def lock_(*args: Any, **kwargs: Any) -> None:
-        assert handed.wait(60)
-        fake.lock(*args, **kwargs)
-        made.clear()  # the last reference
-
-    monkeypatch.setattr(lock, "lock", lock_)
-    made.append(HostMemory(extents(source), 0))
-    thread = made[0]._bringing._thread
-    handed.set()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not made
-    assert fake.attempts
-    assert not fake.locked
-
-
-_EXIT = """
-import atexit, threading
-from tpde.format.source import Extent
-from tpde.streaming import arena
-from tpde.streaming.host import HostMemory
-
-class Endless:
-    name, size, reads, begun = "endless", 1 << 30, 0, threading.Event()
-    def read_into(self, offset, out):
-        self.reads += 1
-        self.begun.set()
-
-def look():
-    print(source.reads < source.size // arena.PIECE_BYTES, [it.name for it in threading.enumerate()][1:])
-
-source = Endless()
-arena.PIECE_BYTES = 4096
-atexit.register(look)  # called last
-memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="pageable")
-assert source.begun.wait(60)
-"""
-
-
-def test_the_end_of_a_process_does_not_wait_for_the_rest() -> None:
-    command = [sys.executable, "-c", _EXIT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True []\n", "")
-
-
-_LOCKED_AT_EXIT = """
-import atexit, threading
-from tpde.format.source import Extent
-from tpde.streaming import lock
-from tpde.streaming.host import HostMemory
-
-class Zeros:
-    name, size = "zeros", 1 << 30
-    def read_into(self, offset, out):
-        pass
-
-atexit.register(lambda: print("end"))  # called last
-lock.lock = lambda *args, **kwargs: locked.set()
-lock.unlock = lambda *args: print("unlocked")
-lock.device_address = lambda *args: None
-lock.STEP = 1 << 20
-locked, source = threading.Event(), Zeros()
-memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="arena")
-assert locked.wait(60)
-"""
-
-
-def test_the_end_of_a_process_leaves_unlocking_to_the_system() -> None:
-    command = [sys.executable, "-c", _LOCKED_AT_EXIT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
-
-
-_END_OF_MAIN = """
-import threading
-from tpde.format.source import Extent
-from tpde.streaming.host import HostMemory
-
-class Late:
-    name, size = "late", 1 << 20
-    def read_into(self, offset, out):
-        main_has_ended.wait()
-
-def use():
-    threading.main_thread().join()
-    main_has_ended.set()
-    memory.complete()
-    print("complete")
-
-main_has_ended, source = threading.Event(), Late()
-memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="pageable")
-threading.Thread(target=use).start()
-"""
-
-
-def test_another_thread_uses_it_when_the_main_one_has_ended() -> None:
-    command = [sys.executable, "-c", _END_OF_MAIN]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "complete\n", "")
-
-
-# ---- faults ----
-
-
-@pytest.mark.parametrize("mode", ["mapped", "arena", "pageable"])
-def test_truncated_before(mode: str, fake: FakeLock, source: FileSource) -> None:
-    os.truncate(source.name, 4 * MIB + 9)
-    with pytest.raises(
-        Truncated, match=r"blobs` has 4194313 bytes, but `t3` ends at 5242957.*fetch the rest"
-    ):
-        HostMemory(extents(source), 0, mode=mode)
-    assert not fake.attempts
-
-
-@pytest.mark.parametrize("mode", ["mapped", "arena"])
-def test_truncated_between_check_and_use(
-    mode: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tpde.streaming.host.require", lambda extents: os.truncate(source.name, 4 * MIB + 9))
-    with pytest.raises(Truncated, match="ends at byte 4194313"):
-        bring_in_vain(extents(source), mode=mode)
-    assert not fake.locked
-    assert not threads()
-
-
-def test_truncated_after_mapping(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that are gone are an error of the call that brings them in, not a signal that kills."""
-    populate = mapping.populate
-
-    def late(piece: Any) -> None:
-        os.truncate(source.name, 4 * MIB + 9)
-        populate(piece)
-
-    monkeypatch.setattr(bringing, "populate", late)
-    with pytest.raises(Truncated, match="ends at byte 4194313"):
-        bring_in_vain(extents(source))
-    assert not fake.locked
-
-
-def test_an_arena_outlives_its_file(fake: FakeLock, source: FileSource) -> None:
-    wanted = extents(source)
-    before = [content(source, it) for it in wanted]
-    memory = HostMemory(wanted, 0, mode="arena")
-    memory.complete()
-    os.truncate(source.name, 0)
-    os.unlink(source.name)
-    assert [at(memory.address(it), it.size) for it in wanted] == before
-    memory.close()
-
-
-def test_a_mapping_outlives_its_name(fake: FakeLock, source: FileSource) -> None:
-    """The file that was opened is mapped, not what has its name by then."""
-    wanted, other = extents(source), Path(source.name + ".new")
-    before = [content(source, it) for it in wanted]
-    other.write_bytes(bytes(source.size))
-    other.replace(source.name)
-    memory = HostMemory(wanted, 0)
-    assert [at(memory.address(it), it.size) for it in wanted] == before
-    memory.close()
-
-
-@pytest.mark.parametrize(
-    ("code", "words"), [(errno.EIO, "the disk failed"), (errno.ESTALE, "the file has gone")]
-)
-def test_the_disk_fails(
-    code: int, words: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    preadv = os.preadv
-
-    def failing(descriptor: int, buffers: Any, offset: int) -> int:
-        if offset > 4 * MIB:
-            raise OSError(code, os.strerror(code))
-        return preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", failing)
-    monkeypatch.setattr(arenas, "PIECE_BYTES", MIB // 4)
-    with pytest.raises(ReadError, match=rf"bytes \d+ to \d+ of `.*blobs` cannot be read.*{words}"):
-        bring_in_vain(extents(source), mode="arena")
-    assert not fake.locked
-    assert not threads()
-
-
-def test_ctrl_c(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "PIECE_BYTES", 64 << 10)
-
-    def interrupt(nbytes: int) -> None:
-        raise KeyboardInterrupt
-
-    for mode in ("mapped", "arena"):
-        with pytest.raises(KeyboardInterrupt):
-            bring_in_vain(extents(source), mode=mode, progress=interrupt)
-        assert not threads()
-        assert not fake.locked
-
-
-def test_ctrl_c_while_the_thread_starts(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody has the memory, and the thread has begun."""
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        if threading.current_thread() is threading.main_thread():
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        HostMemory(extents(source), 0)
-    gc.collect()
-    assert not threads()
-    assert not fake.locked
-
-
-def test_too_little_memory(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(arenas.mmap, "mmap", refuse)
-    with pytest.raises(OutOfMemory, match=r"GiB of host memory are needed.*free some"):
-        bring_in_vain(extents(source), mode="arena")
-
-
-def test_old_kernels_do_not_populate(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapping, "_POPULATE_READ", 9999)
-    memory = HostMemory(extents(source), 0)
-    check(fake, memory, extents(source))
-    memory.close()
 
 
 # ---- any extents ----
