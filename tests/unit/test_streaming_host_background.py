@@ -128,7 +128,7 @@ def test_garbage_that_one_of_its_own_threads_collects(
 
 
 _EXIT = """
-import atexit, threading
+import atexit, threading, time
 from tpde.format.source import Extent
 from tpde.streaming import arena
 from tpde.streaming.host import HostMemory
@@ -138,6 +138,7 @@ class Endless:
     def read_into(self, offset, out):
         self.reads += 1
         self.begun.set()
+        time.sleep(0.01)  # all of it would take minutes, however late the main thread goes on
 
 def look():
     print(source.reads < source.size // arena.PIECE_BYTES, [it.name for it in threading.enumerate()][1:])
@@ -157,7 +158,7 @@ def test_the_end_of_a_process_does_not_wait_for_the_rest() -> None:
 
 
 _LOCKED_AT_EXIT = """
-import atexit, threading
+import atexit, threading, time
 from tpde.format.source import Extent
 from tpde.streaming import lock
 from tpde.streaming.host import HostMemory
