@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.budgets import MIXED, every, simulated
 from support.checkpoints import Pair, checkpoint
+from support.commands import invoke
 from support.models import torch
 
 from tpde.errors import Corrupt
@@ -28,9 +29,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Run the command with the simulated device for `cuda`."""
-    from typer.testing import CliRunner
-
-    from tpde.cli import app
     from tpde.integrations import device
     from tpde.integrations.transformers import loading
     from tpde.streaming.trace import Trace
@@ -43,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setattr(loading, "_check_gpus", lambda _: None)
     monkeypatch.setattr(loading_under, "start_trace", lambda _: Trace(None, 0))  # type: ignore[arg-type]
     with simulated(monkeypatch, every(*MIXED)):
-        yield lambda *args: CliRunner().invoke(app, ["run", *map(str, args)])
+        yield lambda *args: invoke("run", *args)
 
 
 def test_command(run: Callable[..., Any], llama: Pair, tmp_path: Path) -> None:
@@ -126,10 +124,6 @@ def test_command_ends_with_a_check(
 
 
 def test_commands_that_cannot_be(llama: Pair) -> None:
-    from typer.testing import CliRunner
-
-    from tpde.cli import app
-
     for args, error in (
         (("--ram", "1GiB"), "`ram` is a part of a budget"),
         (("--max-tokens", "9"), "`max_tokens` is a part of a budget"),
@@ -137,7 +131,7 @@ def test_commands_that_cannot_be(llama: Pair) -> None:
         (("--vram", "a lot"), "is no size"),
         (("--vram", "1GiB", "--device", "cpu"), "goes to `cpu`"),
     ):
-        done = CliRunner().invoke(app, ["run", str(llama.packed), "--prompt", "x", *args])
+        done = invoke("run", llama.packed, "--prompt", "x", *args)
         assert done.exit_code == 2
         assert error in done.stderr
         assert "hint:" in done.stderr
