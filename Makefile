@@ -23,8 +23,10 @@ $(VENV)/.package: $(sources) | $(BIN)/python
 demo: $(VENV)/.extra-demo $(VENV)/.package
 	$(BIN)/python examples/demo.py
 
+# Processes of 0.7 GB each; tests of GPUs, which measure what is free on one, run alone.
 test: $(VENV)/.extra-test $(VENV)/.package
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/gpu
+	$(BIN)/python -m pytest tests/gpu
 
 # What `kernels` and `lint` need, so that these can run at a time.
 tools: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.extra-lint $(VENV)/.package
