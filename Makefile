@@ -11,13 +11,14 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.extra-%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q ".[$*]"
-	@touch $@
-
 sources := $(shell find src csrc -name '*.py' -o -name '*.c' -o -name '*.h' -o -name '*.cu') CMakeLists.txt pyproject.toml
 $(VENV)/.package: $(sources) | $(BIN)/python
 	$(BIN)/python -m pip install -q --no-deps --force-reinstall .
+	@touch $@
+
+# Of the package that is installed by then: with `.` for its name, each extra would build it again.
+$(VENV)/.extra-%: pyproject.toml constraints.txt | $(VENV)/.package
+	$(BIN)/python -m pip install -q "tpde[$*]"
 	@touch $@
 
 demo: $(VENV)/.extra-demo $(VENV)/.package
