@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test tools kernels test-large lint fuzz golden bench bench-gpu clean
+.PHONY: demo test tools kernels test-large lint fuzz golden bench bench-gpu memcheck clean
 
 # One environment; each extra is installed once, the package itself again whenever its files changed.
 $(BIN)/python:
@@ -60,6 +60,11 @@ bench: $(VENV)/.extra-bench $(VENV)/.package
 bench-gpu: $(VENV)/.extra-nvcomp $(VENV)/.extra-bench $(VENV)/.package
 	missed=0; for name in compile gpu_decode origin generate; do \
 	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
+
+# Needs a GPU and compute-sanitizer, of NVIDIA's toolkit: kernels must not touch what is not theirs, whatever the bytes.
+memcheck: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
+	  $(BIN)/python -m pytest tests/gpu/test_decode.py -k "mutations or understates or damage"
 
 clean:
 	rm -rf build dist $(VENV) fuzz/build
