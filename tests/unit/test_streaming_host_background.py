@@ -39,6 +39,13 @@ def source(tmp_path: Path) -> Iterator[FileSource]:
     made.close()
 
 
+def assert_prints(code: str, expected: str) -> None:
+    """A process of its own says this, and no more, until it has ended."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+
+
 # ---- in the background ----
 
 
@@ -152,9 +159,7 @@ assert source.begun.wait(60)
 
 
 def test_the_end_of_a_process_does_not_wait_for_the_rest() -> None:
-    command = [sys.executable, "-c", _EXIT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "True []\n", "")
+    assert_prints(_EXIT, "True []\n")
 
 
 _LOCKED_AT_EXIT = """
@@ -180,9 +185,7 @@ assert locked.wait(60)
 
 
 def test_the_end_of_a_process_leaves_unlocking_to_the_system() -> None:
-    command = [sys.executable, "-c", _LOCKED_AT_EXIT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    assert_prints(_LOCKED_AT_EXIT, "end\n")
 
 
 _END_OF_MAIN = """
@@ -208,9 +211,7 @@ threading.Thread(target=use).start()
 
 
 def test_another_thread_uses_it_when_the_main_one_has_ended() -> None:
-    command = [sys.executable, "-c", _END_OF_MAIN]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "complete\n", "")
+    assert_prints(_END_OF_MAIN, "complete\n")
 
 
 # ---- faults ----

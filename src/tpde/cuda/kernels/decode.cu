@@ -123,7 +123,7 @@ __device__ __forceinline__ void wait_pieces() { asm volatile("cp.async.wait_grou
 // table lies in shared memory, and words pass through a ring there.
 enum Place { STAGED, ANYWHERE, RING };
 
-// A lane keeps the words it is at from call to call where a group has 8 look-ups or more: 2 % of fp16, 5 % of E4M3.
+// A lane keeps the words it is at from call to call where a group has 8 look-ups or more: 2 % of fp16, 8 % of E4M3.
 __device__ constexpr bool keeps_words(Place place, bool pair) { return place == STAGED && !pair && V >= 8; }
 
 template <Place PLACE>
