@@ -21,6 +21,7 @@ from tpde.packing.writer import default_threads
 REPORTED = (
     1  # at the start of a status that is complete; while it is written, a kernel has something else there
 )
+_START_BYTES = 128 << 10  # of a blob: header, tables and index map, but for tensors of more than 1e8 words
 _VERIFY_BYTES = 16 << 20  # of rows at a time while a matrix is verified
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -87,10 +88,11 @@ class PackedTensor:
             raise InvalidInput(
                 f"`{self.name}`: the blob is on the `meta` device and has no data; load it first"
             )
-        head = blob[:MAX_FIXED_BYTES].cpu().numpy().tobytes()
+        start = blob[:_START_BYTES].cpu().numpy()
         try:
-            header = parse_blob_header(head, blob.numel())
-            start = blob[: max(header.chunks_at, MAX_FIXED_BYTES)].cpu().numpy()
+            header = parse_blob_header(start[:MAX_FIXED_BYTES].tobytes(), blob.numel())
+            if header.chunks_at > start.size:
+                start = blob[: header.chunks_at].cpu().numpy()
             if blob.device.type == "cpu":
                 reader = BlobReader(BytesSource(blob.numpy(), self.name), 0, blob.numel())
             else:  # checks header, tables and index map; chunks stay on the device
@@ -98,7 +100,7 @@ class PackedTensor:
         except (Corrupt, Truncated, UnsupportedVersion) as error:
             raise named(error, self.name) from error
         self.header = header
-        self._section = start[header.tables_at : header.index_at].tobytes()
+        self._section = reader.section
         self._place(blob, reader if blob.device.type == "cpu" else None)
 
     def _place(self, blob: torch.Tensor, reader: BlobReader | None) -> None:
@@ -282,6 +284,9 @@ def _repeat(packed: PackedTensor, out: torch.Tensor) -> None:
     out.view(_WORDS[b]).fill_(word)
 
 
+_HERE = contextlib.nullcontext()
+
+
 def capturing(device: torch.device) -> bool:
     """Whether the current stream is recording a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -299,8 +304,8 @@ def stream_handle(device: torch.device) -> int:
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make a device the current one: the default stream, whose handle is 0, is the current device's."""
-    if torch.cuda.current_device() == device.index:
-        return contextlib.nullcontext()
+    if torch._C._cuda_getDevice() == device.index:
+        return _HERE
     return torch.cuda.device(device)
 
 
@@ -355,8 +360,9 @@ class Materializer:
         self._work = WorkList(work, index) if work else None
         if self._work is not None:
             self._work.prepare()
-            self._descriptors = upload(self._work.descriptors, self.device)
-        self._status = upload(np.zeros(16, np.uint8), self.device)
+            with torch.inference_mode(False):
+                self._status = torch.zeros(16, dtype=torch.uint8, device=self.device)
+            self._descriptors = upload(self._work.descriptors, self.device)  # which waits for both
 
     def __call__(self, out: torch.Tensor, check: bool | None = None) -> None:
         """Decode everything into a buffer, on the current stream.
@@ -471,7 +477,11 @@ def chunk_decoder(packed: PackedTensor, first: int, last: int, offset: int) -> C
     return _Chunks(packed, first, last, offset)
 
 
-def raise_damage(status: torch.Tensor, items: Sequence[PackedTensor]) -> None:
+class _Named(Protocol):
+    name: str
+
+
+def raise_damage(status: torch.Tensor, items: Sequence[_Named]) -> None:
     """Raise `Corrupt` if a kernel reported a damaged chunk in `status`.
 
     Waits for the current stream if `status` is on a device. In page-locked memory, it says what is

@@ -54,6 +54,21 @@ def test_many_tensors_in_one_launch() -> None:
     batch.assert_equal()
 
 
+def test_launched_again_for_something_else() -> None:
+    """What a launch is asked for is kept for the next one, which may be asked for something else."""
+    spec = TensorSpec("BF16", (300, 997))
+    batch = Batch([p for name in ("normal", "random") if (p := pack(spec, fill(name, spec)))])
+    batch.launch()
+    for check in (True, False, False, True):
+        batch.out = torch.full_like(batch.out, 0xA5)  # elsewhere: the one before is still there
+        batch.launch(check)
+        batch.assert_equal()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            batch.out.fill_(0xA5)
+            batch.launch(check)
+            batch.assert_equal()
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])

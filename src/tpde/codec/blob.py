@@ -186,6 +186,8 @@ class BlobReader:
     ----------
     header : BlobHeader
         The blob's.
+    section : bytes
+        Its tables.
     index : ndarray of uint8
         The index map.
     offsets : ndarray of int64
@@ -198,7 +200,7 @@ class BlobReader:
         self.header = header = parse_blob_header(head, size)
         meta = read(source, offset, header.chunks_at)
         header.check_meta(meta)
-        section = meta[header.tables_at : header.index_at]
+        self.section = section = meta[header.tables_at : header.index_at]
         self.index = np.frombuffer(
             meta, np.uint8, RECORD_BYTES * header.chunks, header.index_at if header.chunks else 0
         )

@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +225,8 @@ class Launch:
         self._kernel, self._launch = made, launch
         self._config = LaunchConfig(grid=grid, block=block, shmem_size=shared)
 
-    def __call__(self, stream: int, *arguments: Any) -> None:
-        """Launch.
+    def bind(self, stream: int, *arguments: Any) -> Callable[[], None]:
+        """What launches with these arguments, each time that it is called.
 
         Parameters
         ----------
@@ -235,9 +235,9 @@ class Launch:
         *arguments : numpy scalars
             Never Python integers, which would be taken for pointers: `np.uint64(address)`.
         """
-        self._launch(_stream(stream), self._config, self._kernel, *arguments)
+        return functools.partial(self._launch, _stream(stream), self._config, self._kernel, *arguments)
 
 
 def launch(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
     """Launch a kernel once; see `Launch`."""
-    Launch(made, grid, block, shared)(stream, *arguments)
+    Launch(made, grid, block, shared).bind(stream, *arguments)()

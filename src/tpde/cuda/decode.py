@@ -6,7 +6,7 @@ addresses. Launches go to the caller's stream and synchronize nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -355,6 +355,8 @@ class WorkList:
                 kinds.setdefault(tuple(_defines(item.header, item.tables).items()), []).append((number, item))
         self._launches: list[_Launch] = []
         self._made: dict[bool, list[_Ready]] = {}
+        # The last launches and what they were asked for: most are the same again, for each token.
+        self._last: tuple[tuple[int, ...], list[Callable[[], None]]] = ((), [])
         rows: list[Bytes] = []
         for defines, numbered in kinds.items():
             self._launches.append(self._plan(dict(defines), [it for _, it in numbered], len(rows)))
@@ -416,9 +418,17 @@ class WorkList:
         base : int
             What the items' blob addresses are counted from.
         """
-        start_at, output, report = np.uint64(base), np.uint64(out), np.uint64(status)
-        for start, at, size, rooms in self._ready(check):
-            start(stream, np.uint64(descriptors + at), *size, start_at, output, report, *rooms)
+        wanted = (descriptors, out, status, stream, check, base)
+        last, launches = self._last
+        if wanted != last:
+            places = (np.uint64(base), np.uint64(out), np.uint64(status))
+            launches = [
+                start.bind(stream, np.uint64(descriptors + at), *size, *places, *rooms)
+                for start, at, size, rooms in self._ready(check)
+            ]
+            self._last = (wanted, launches)
+        for go in launches:
+            go()
 
 
 class Rows:

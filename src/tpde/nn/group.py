@@ -9,7 +9,7 @@ from threading import get_ident
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from tpde import ops
 from tpde.errors import InvalidInput
@@ -39,6 +39,8 @@ class Workspace:
         `group`, if all of its weights are here.
     some : set of Slot
         Those of its weights that are here, if not all.
+    made : int
+        How many buffers there have been: views of another than the last are invalid.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,6 +59,7 @@ class Workspace:
         self._recorded = False  # by a CUDA graph, which will write here again
         self._size = ALIGN
         self._viewed: set[Slot] = set()
+        self.made = 0  # buffers so far
 
     def reserve(self, nbytes: int) -> None:
         """Make the buffer at least so large. Views of it become invalid if it was smaller.
@@ -70,6 +73,7 @@ class Workspace:
         if self.buffer is None or self.buffer.numel() < self._size:
             self._drop()  # two of them need not fit
             self.buffer = allocate(self._size, self.device, "the workspace that weights are decoded to")
+            self.made += 1
             self.start = self.buffer.data_ptr()
             self.end = self.start + self.buffer.numel()
             self.order()  # to this stream the memory goes back, whoever uses it
@@ -204,6 +208,7 @@ class Group:
         """Forget what was derived from the blobs: some are others, or elsewhere."""
         self._materializer: Callable[[Tensor], None] | None = None
         self._workspace: Workspace | None = None
+        self._viewed = 0  # the buffer, by its number, that all weights have views of
         self.flat: Tensor | None = None  # the weights, while a block is being compiled
         self.key = ops.register(self)
 
@@ -227,9 +232,9 @@ class Group:
     @property
     def workspace(self) -> Workspace:
         """The workspace of the device that the blobs are on."""
-        if self._materializer is None:
+        if self._workspace is None:
             self.prepare()
-        if self._materializer is None or self._workspace is None:
+        if self._workspace is None:
             devices = sorted({str(part.device) for slot in self.slots for part, _ in slot.parts})
             raise InvalidInput(
                 f"the packed weights of `{self.name}` are on {', '.join(devices)}; move the whole block to "
@@ -245,27 +250,30 @@ class Group:
 
     def _decode_always(self, out: Tensor) -> None:
         """Decode what every call needs: not experts, before it is known which."""
-        self.prepare()
+        if self._materializer is None:
+            self.prepare()
         assert self._materializer is not None
         self._materializer(out)
 
-    def _buffer(self) -> Tensor:
-        """The workspace's memory, taken again if it was given up."""
+    def _room(self) -> tuple[Workspace, Tensor]:
+        """The workspace, and its memory, taken again if it was given up."""
         space = self.workspace
         if space.buffer is None:
             space.reserve(0)
         assert space.buffer is not None
-        return space.buffer
+        return space, space.buffer
 
     def fill(self) -> None:
         """Decode into the workspace, which the caller has locked for this group, what every call needs."""
-        space, buffer = self.workspace, self._buffer()
+        space, buffer = self._room()
         space.filled = None
         space.some.clear()
         space.order()
         self._decode_always(buffer)
-        for slot in self.whole:
-            space.views(slot)
+        if self._viewed != space.made:
+            for slot in self.whole:
+                space.views(slot)
+            self._viewed = space.made
         space.filled = self
 
     def fetch(self, slots: Sequence[Slot], numbers: Sequence[int]) -> None:
@@ -273,7 +281,7 @@ class Group:
 
         Until `forget`, the fused weights are taken to be here.
         """
-        space, buffer = self.workspace, self._buffer()
+        space, buffer = self._room()
         source = slots[0].experts
         assert source is not None
         space.order()
@@ -289,13 +297,13 @@ class Group:
         space = self._workspace
         if space is None or space.thread != get_ident() or space.group is not self:
             return None
-        buffer = self._buffer()
+        _, buffer = self._room()
         space.order()
         return buffer[self.tiles_at : self.nbytes]
 
     def view(self, slot: Slot) -> Tensor:
         """A weight in the workspace, which the caller has locked for this group; decoded if need be."""
-        space, buffer = self.workspace, self._buffer()
+        space, buffer = self._room()
         if slot not in space.some and (space.filled is not self or slot.experts is not None):
             space.order()
             slot.decode_into(buffer[slot.offset : slot.offset + align(slot.nbytes, ALIGN)])
@@ -316,7 +324,7 @@ class Group:
             space is not None
             and space.filled is self
             and space.thread == get_ident()
-            and (not torch.is_grad_enabled() or saves(space))
+            and (not is_grad_enabled() or saves(space))
         )
 
     def at(self, address: int) -> Slot | None:

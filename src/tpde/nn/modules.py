@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tpde.errors import PackedWeight, TpdeError
@@ -66,7 +68,7 @@ class PackedModule(_Base):
         """As before, with the weights at hand."""
         if isinstance(self, PackedEmbedding):  # has no group: only rows of it are decoded
             return super().forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._tpde_traced(args, kwargs)
         group = self.tpde_group()
         if group.live() or is_open(group):
@@ -132,7 +134,7 @@ class PackedModule(_Base):
         if isinstance(self, PackedEmbedding):
             return PlainWeight.of(slot)
         group = self.tpde_group()
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if group.flat is None:  # read by other code, often only for its dtype: then it is never computed
                 nothing = torch.empty(0, device=slot.device)
                 return slot.materialize(nothing).view(slot.shape)
@@ -268,10 +270,12 @@ class PackedLinear(PackedModule):
         slot = self.tpde_slots["weight"]
         if slot.tile_bytes:
             return self._tpde_tiled(*args, **kwargs)
-        if not torch.compiler.is_compiling() and len(args) == 1:
+        if not is_compiling() and len(args) == 1:
             group = slot.group
             if group is not None and group.live():
-                return nn.functional.linear(args[0], slot.view, self.bias)  # type: ignore[arg-type]
+                own = self._parameters  # `self.bias` takes as long as all the rest
+                bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - which would look it up
+                return functional.linear(args[0], slot.view, bias)  # type: ignore[arg-type]
         return super().forward(*args, **kwargs)
 
     def _tpde_tiled(self, input: Tensor) -> Tensor:
@@ -283,7 +287,7 @@ class PackedLinear(PackedModule):
             dtype = torch.get_autocast_dtype(device)
             input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
         work = functools.partial(torch.ops.tpde.tiled_linear, input, bias, slot.key, slot.shape[0], lower)
-        if torch.compiler.is_compiling() or is_open(group := self.tpde_group()):
+        if is_compiling() or is_open(group := self.tpde_group()):
             return cast(Tensor, work())
         scope = Scope(group)  # for the workspace
         try:
@@ -317,14 +321,14 @@ class PackedEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Rows of the packed weight."""
         slot = self.tpde_slots["weight"]
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
         return slot.rows(input)
 
 
 def _weight(name: str) -> property:
     def read(self: PackedModule) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             slot = self.tpde_slots[name]
             group = slot.group
             if group is not None and group.live() and slot.experts is None:
