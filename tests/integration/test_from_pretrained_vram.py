@@ -198,7 +198,7 @@ def test_small_caches(monkeypatch: pytest.MonkeyPatch, experts: tuple[str, Pair]
     plain = pair.kind.from_pretrained(pair.plain)
     with torch.no_grad():
         expected = outputs(name, plain, 2)
-    nothing = {"plain": 0, "fixed": 0, "decoded": 0}
+    nothing = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0}
     parts = nothing | {"experts": 1 << 16}
     with simulated(monkeypatch, every("host"), parts=parts, vram=1 << 16) as opened:
         model = load(pair.packed)
@@ -704,8 +704,22 @@ def test_host_memory_that_fails_is_told_by_the_first_forward_pass(
         assert not _host_threads()
 
 
-@pytest.mark.parametrize("error", [Corrupt("damaged"), KeyboardInterrupt()], ids=["damage", "interrupt"])
+@pytest.mark.parametrize("error", [OutOfMemory("full"), KeyboardInterrupt()], ids=["memory", "interrupt"])
 def test_opening_that_fails_gives_locked_memory_back(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, llama: Pair
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    with simulated(monkeypatch, every("host")) as opened:
+        monkeypatch.setattr(opening, "Streamer", fail)
+        with pytest.raises(type(error)):
+            load(llama.packed)
+        assert opened.memory[0].closed
+
+
+@pytest.mark.parametrize("error", [Corrupt("damaged"), KeyboardInterrupt()], ids=["damage", "interrupt"])
+def test_nothing_is_locked_before_headers_are_read(
     error: BaseException, monkeypatch: pytest.MonkeyPatch, llama: Pair
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -715,7 +729,7 @@ def test_opening_that_fails_gives_locked_memory_back(
         monkeypatch.setattr(opening, "StreamedTensor", fail)
         with pytest.raises(type(error)):
             load(llama.packed)
-        assert opened.memory[0].closed
+        assert not opened.memory
 
 
 def test_progress(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:

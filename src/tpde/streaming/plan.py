@@ -111,7 +111,8 @@ class _Layout(NamedTuple):
 
     def used(self, demand: Demand) -> int:
         """Bytes of device memory, at most: when all is there, or while plain units are decoded."""
-        return max(sum(_parts(self, demand).values()), demand.plain + demand.fixed + self.tally.loading)
+        loading = demand.plain + demand.fixed + self.tally.maps + self.tally.loading
+        return max(sum(_parts(self, demand).values()), loading)
 
 
 def _workspaces(units: Sequence[Unit], tiled: int) -> list[int]:

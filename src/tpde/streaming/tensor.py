@@ -14,7 +14,7 @@ from tpde.codec.blob import BlobReader
 from tpde.errors import Corrupt, PackedWeight, Truncated, UnsupportedVersion
 from tpde.format.blob import align
 from tpde.format.constants import CODEC_CONSTANT
-from tpde.format.source import Extent, read
+from tpde.format.source import Extent
 from tpde.materialize import PackedTensor, Streams, named, upload
 
 _ADVICE = (
@@ -66,11 +66,12 @@ class StreamedTensor(PackedTensor):
     ----------
     extent : Extent
         Where the blob lies. The source must stay open.
-    streams : Streams
-        What brings the chunks to the device, and decodes them there.
+    streams : Streams or None
+        What brings the chunks to the device, and decodes them there; None until `bind`, or where the caller
+        does it.
     device : torch.device
         The device.
-    supply : Supply
+    supply : Supply or None
         What brings the chunks to where the device can copy from.
 
     Raises
@@ -86,18 +87,21 @@ class StreamedTensor(PackedTensor):
         Where in the blob each chunk starts, and where the last one ends.
     """
 
-    def __init__(self, extent: Extent, streams: Streams, device: torch.device, supply: Any) -> None:
-        self.name, self.version, self.extent, self.supply = extent.name, 0, extent, supply
-        self.streams, self._device = streams, device
+    def __init__(self, extent: Extent, streams: Streams | None, device: torch.device, supply: Any) -> None:
+        self.name, self.version, self.extent, self._device = extent.name, 0, extent, device
+        self.bind(streams, supply)
         try:
             reader = BlobReader(extent.source, extent.offset, extent.size)
         except (Corrupt, Truncated, UnsupportedVersion) as error:
             raise named(error, self.name) from error
         self.header, self.offsets = reader.header, reader.offsets
-        at, size = extent.offset + self.header.tables_at, self.header.tables_bytes
-        self._section = read(extent.source, at, size)
+        self._section = reader.section
         self._device_index: torch.Tensor | None = None
         self._place(torch.empty(extent.size, dtype=torch.uint8, device="meta").as_subclass(Absent), reader)
+
+    def bind(self, streams: Streams | None, supply: Any) -> None:
+        """Say what brings the chunks."""
+        self.streams, self.supply = streams, supply
 
     @property
     def device(self) -> torch.device:
@@ -121,6 +125,10 @@ class StreamedTensor(PackedTensor):
         put_on_device([self])
         return self._device_tables
 
+    def decodable(self) -> bool:
+        """Whether the kernels can decode the blob."""
+        return self.header.codec != CODEC_CONSTANT and self.device_tables() is not None
+
     def span_item(self, out: int, chunks: Any, at: int) -> Any:
         """What the kernels take for some chunks, the blob's start being `at` bytes from a launch's base."""
         from tpde.cuda.decode import Item
@@ -135,7 +143,7 @@ class StreamedTensor(PackedTensor):
         """What the kernels take to read the blob over the bus, where it lies; None if they cannot."""
         from tpde.cuda.decode import ALIGNMENT
 
-        if self.header.codec == CODEC_CONSTANT or self.device_tables() is None:
+        if not self.decodable():
             return None
         at = self.supply.device_address(self.extent)
         return None if at is None or at % ALIGNMENT else self.span_item(offset, chunks, at)

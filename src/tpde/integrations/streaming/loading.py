@@ -96,7 +96,9 @@ class Streaming:
 
     # ---- loading ----
 
-    def decide(self, device: torch.device, planner: Callable[[int], StreamPlan]) -> None:
+    def decide(
+        self, device: torch.device, planner: Callable[[int], StreamPlan], reserved: int | None = None
+    ) -> None:
         """Plan for a device, and take the budget there, until this is closed or collected.
 
         Parameters
@@ -105,6 +107,8 @@ class Streaming:
             With its number.
         planner : callable
             Makes the plan for so many bytes of device memory.
+        reserved : int, optional
+            What PyTorch's allocator held before anything was done for this model; by default what it holds.
 
         Raises
         ------
@@ -115,7 +119,7 @@ class Streaming:
         if device.type != "cuda":
             self.plans[device] = planner(vram)
             return
-        allowance = Allowance(device, vram, OUTSIDE_BYTES, whole=self._whole)
+        allowance = Allowance(device, vram, OUTSIDE_BYTES, whole=self._whole, reserved=reserved)
         try:
             self.plans[device] = planner(max(vram - allowance.others, 0))
         except OutOfMemory as error:
@@ -179,7 +183,7 @@ class Streaming:
             for device, home in homes.items():
                 # What the plan keeps for all that is not there yet.
                 plan = self.plans[device]
-                room = plan.vram - sum(plan.parts[it] for it in ("plain", "fixed", "decoded"))
+                room = plan.vram - sum(plan.parts[it] for it in ("plain", "fixed", "index", "decoded"))
                 decode_runs(model, home.plain, device, self._progress, room)
                 resident = list(home.stored[Placement.PACKED].values())
                 for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):

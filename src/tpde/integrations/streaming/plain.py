@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,10 +17,12 @@ from tpde.integrations.checkpoint import Stored
 from tpde.integrations.place import place
 from tpde.integrations.reading import Reader, Reading
 from tpde.integrations.runs import Run
-from tpde.materialize import Materializer, PackedTensor
+from tpde.materialize import Materializer, PackedTensor, on_device, raise_damage, stream_handle, upload
 from tpde.memory import allocate
+from tpde.streaming.tensor import StreamedTensor, put_on_device
 
 SCRATCH_BYTES = 512 << 20  # packed, on the device at a time, where there is room: half is read, half decoded
+_NOTHING = np.zeros(16, np.uint8)  # a status
 SCRATCH_LEAST = 20 << 20  # smaller memory shares a segment of the caching allocator, and does not go back
 
 
@@ -100,22 +103,73 @@ class _Scratch:
 
 
 class _Decoder:
-    """Decodes batches of blobs into parameters of a model, and puts these there."""
+    """Decodes batches of blobs into parameters of a model, and puts these there.
 
-    def __init__(self, model: nn.Module, runs: Mapping[str, Run[Stored]], device: torch.device) -> None:
+    Headers, tables and index maps are read from the files, of all batches now: later, other threads read, and
+    each call that lets them run waits for its turn again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runs: Mapping[str, Run[Stored]],
+        device: torch.device,
+        batches: Iterable[Sequence[_Wanted]],
+    ) -> None:
         self._model, self._runs, self._device = model, runs, device
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)  # of a parameter that is not complete
+        parts = [it.part for batch in batches for it in batch] if device.type == "cuda" else []
+        self._opened = {part: part.checked(StreamedTensor(part.extent, None, device, None)) for part in parts}
 
     def __call__(self, batch: Sequence[_Wanted], blobs: Sequence[torch.Tensor]) -> None:
-        for blob, it in zip(blobs, batch, strict=True):
-            run = self._runs[it.name]
-            if not it.at:
-                size = align(max(run.nbytes, 1), ALIGN_BLOB)
-                self._flat = allocate(size, self._device, f"`{it.name}`, decoded,")
-            packed = it.part.checked(PackedTensor(blob, it.part.name))
-            Materializer([(packed, it.at)], self._device)(self._flat)
-            if it.last:
-                place(self._model, it.name, self._flat[: run.nbytes].view(run.dtype).view(run.shape))
+        rooms = [self._room(it) for it in batch]
+        opened = [self._opened.pop(it.part, None) for it in batch]
+        put_on_device([it for it in opened if it is not None])
+        together = []
+        for it, blob, room, tensor in zip(batch, blobs, rooms, opened, strict=True):
+            if tensor is not None and tensor.decodable():
+                together.append((it.part, tensor, blob, room))
+            else:
+                packed = it.part.checked(PackedTensor(blob, it.part.name))
+                Materializer([(packed, 0)], self._device)(room)
+        if together:
+            self._launch(*zip(*together, strict=True))
+
+    def _room(self, it: _Wanted) -> torch.Tensor:
+        """Where a blob goes, decoded: in its parameter, which the model gets when the last part has room."""
+        run = self._runs[it.name]
+        if not it.at:
+            size = align(max(run.nbytes, 1), ALIGN_BLOB)
+            self._flat = allocate(size, self._device, f"`{it.name}`, decoded,")
+        flat = self._flat
+        if it.last:
+            place(self._model, it.name, flat[: run.nbytes].view(run.dtype).view(run.shape))
+        return flat[it.at :]
+
+    def _launch(
+        self,
+        parts: Sequence[Stored],
+        tensors: Sequence[StreamedTensor],
+        blobs: Sequence[torch.Tensor],
+        rooms: Sequence[torch.Tensor],
+    ) -> None:
+        """Decode blobs with one launch, wherever their tensors go, and wait for it."""
+        from tpde.cuda.decode import WorkList
+
+        assert self._device.index is not None
+        first = min(room.data_ptr() for room in rooms)
+        work = WorkList(
+            [
+                tensor.span_item(room.data_ptr() - first, None, blob.data_ptr())
+                for tensor, blob, room in zip(tensors, blobs, rooms, strict=True)
+            ],
+            self._device.index,
+        )
+        descriptors, status = upload(work.descriptors, self._device), upload(_NOTHING, self._device)
+        with on_device(self._device):
+            stream = stream_handle(self._device)
+            work.launch(descriptors.data_ptr(), first, status.data_ptr(), stream, check=True)
+        raise_damage(status, parts)
 
 
 def decode_runs(
@@ -155,7 +209,7 @@ def decode_runs(
     room = min(room, SCRATCH_BYTES)
     batches = list(_batches(runs, room // 2))
     scratch = _Scratch([sum(it.room for it in batch) for batch in batches], room, device)
-    decode = _Decoder(model, runs, device)
+    decode = _Decoder(model, runs, device, batches)
     begun: deque[tuple[list[torch.Tensor], Reading]] = deque()
 
     with torch.inference_mode(False), Reader(device) as reader:
