@@ -47,6 +47,15 @@ def test_what_was_allocated_before_counts(card: Card) -> None:
     assert card.allowed == 4 * GIB - OUTSIDE
 
 
+def test_what_was_allocated_for_the_same_model_does_not_count(card: Card) -> None:
+    card.reserved, card.free = GIB, 3 * GIB
+    made = Allowance(DEVICE, 4 * GIB, OUTSIDE, reserved=GIB // 4)
+    assert made.others == GIB // 4
+    with pytest.raises(OutOfMemory, match=r"3\.75 GiB of 16\.00 GiB are free"):
+        Allowance(DEVICE, 5 * GIB, OUTSIDE, reserved=GIB // 4)
+    assert Allowance(DEVICE, 3 * GIB, OUTSIDE, reserved=2 * GIB).others == GIB  # some was given back since
+
+
 def test_more_than_is_free(card: Card) -> None:
     card.free = 3 * GIB
     with pytest.raises(OutOfMemory, match=r"4\.00 GiB` is more than cuda:0 has: 3\.00 GiB of 16\.00 GiB"):

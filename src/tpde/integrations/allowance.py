@@ -79,6 +79,9 @@ class Allowance:
     whole : bool
         It is for the whole process, which is held to it. Otherwise it is for one model: what else the process
         takes comes on top, as far as no other budget holds it; such a one grows by this.
+    reserved : int, optional
+        Bytes that PyTorch's allocator held before anything was done for this budget: what it has got since
+        is a part of it. By default what it holds now.
 
     Raises
     ------
@@ -91,11 +94,21 @@ class Allowance:
         Bytes that the process had allocated, beyond other budgets, that count towards this one.
     """
 
-    def __init__(self, device: torch.device, vram: int, outside: int, *, whole: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        vram: int,
+        outside: int,
+        *,
+        whole: bool = True,
+        reserved: int | None = None,
+    ) -> None:
         self._share, self._whole = vram - outside, whole
         torch.cuda.empty_cache()
-        reserved = torch.cuda.memory_reserved(device)
+        now = torch.cuda.memory_reserved(device)
+        reserved = now if reserved is None else min(reserved, now)
         free, total = torch.cuda.mem_get_info(device)
+        free += now - reserved
         with _lock:
             if device not in _budgets:
                 _budgets[device] = _Budgets(device)

@@ -25,6 +25,7 @@ from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
 from tpde.integrations.transformers.streamed import Budget, ModelStreaming, hide_blobs, show_blobs
+from tpde.integrations.transformers.warmup import Warmup
 from tpde.materialize import PackedTensor
 from tpde.memory import require
 from tpde.nn import finish, replace_parameter
@@ -39,6 +40,7 @@ class _Target:
     device: torch.device | None = None
     budget: Budget | None = None
     streaming: ModelStreaming | None = None  # what has been opened so far
+    warmup: Warmup | None = None
 
 
 _target: contextvars.ContextVar[_Target | None] = contextvars.ContextVar("tpde_target", default=None)
@@ -90,10 +92,17 @@ class TpdeHfQuantizer(HfQuantizer):
         self.streamed = False
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Settle the dtype where `config.json` names none: transformers would look at plain tensors only."""
+        """Settle the dtype where `config.json` names none: transformers would look at plain tensors only.
+
+        This is the first call that knows the configuration: under a budget, kernels are loaded from now on.
+        """
         folder = Path(str(getattr(config, "name_or_path", "")))
         if getattr(config, "dtype", None) is None and (folder / "config.json").is_file():
             config.dtype = stored_dtype(folder)
+        target = self._target
+        device = target.device if target.budget is not None and target.warmup is None else None
+        if device is not None and device.type == "cuda":
+            target.warmup = Warmup(config.get_text_config(), device, config.dtype or torch.float32)
         return config
 
     # Before 5.18 or so, there was only this hook of the same kind.
@@ -183,7 +192,8 @@ class TpdeHfQuantizer(HfQuantizer):
                 self._parts = self._read(plan, checkpoint, where)
                 decoded = self._decode(plan, checkpoint)
             else:
-                streaming = self._target.streaming = ModelStreaming(self._target.budget)
+                streaming = ModelStreaming(self._target.budget, self._target.warmup)
+                self._target.streaming = streaming
                 streaming.plan(model, checkpoint, plan, where)
                 decoded = self._decode(plan, checkpoint)  # first, since for a moment it needs the blobs, too
                 self._parts = streaming.load(model, checkpoint, plan.runs, where)

@@ -15,6 +15,7 @@ from tpde.integrations.transformers.demand import activation_dtype
 from tpde.integrations.transformers.experts import cache_size, routed_modules
 from tpde.integrations.transformers.plan import Plan
 from tpde.integrations.transformers.tokens import TokenLimit
+from tpde.integrations.transformers.warmup import Warmup
 from tpde.nn import packed_modules, route_experts
 from tpde.nn.experts import fused
 from tpde.streaming.device import CudaDevice
@@ -50,6 +51,8 @@ class ModelStreaming(Streaming):
     ----------
     budget : Budget
         As asked for.
+    warmup : Warmup, optional
+        What loads kernels meanwhile; `attach` waits for it.
 
     Attributes
     ----------
@@ -57,11 +60,12 @@ class ModelStreaming(Streaming):
         Of the devices that routed experts are fetched to.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, warmup: Warmup | None = None) -> None:
         super().__init__(budget.vram, budget.progress)
         self.budget = budget
         self.experts: dict[torch.device, ExpertStore] = {}
         self._activations: Activations | None = None  # until it is planned with
+        self._warmup = warmup
 
     def plan(self, model: Any, checkpoint: Checkpoint, plan: Plan, where: Mapping[str, torch.device]) -> None:
         """Take the budget of each device, and decide where its weights go. Nothing is read.
@@ -97,7 +101,8 @@ class ModelStreaming(Streaming):
                     model, checkpoint, plan, vram=vram, ram=ram, max_tokens=budget.max_tokens, only=only
                 )
 
-            self.decide(device, decide)
+            warmup = self._warmup if self._warmup is not None and self._warmup.device == device else None
+            self.decide(device, decide, None if warmup is None else warmup.reserved)
 
     def route(self, model: torch.nn.Module) -> None:
         """Let experts in host memory be fetched as routed to, through what memory is left for a cache."""
@@ -117,6 +122,8 @@ class ModelStreaming(Streaming):
     def attach(self, model: Any) -> None:
         """Belong to a model that is loaded, and hold it to its numbers of tokens and sequences."""
         assert self._activations is not None
+        if self._warmup is not None:
+            self._warmup.wait()
         super().attach(model)
         model.register_forward_pre_hook(
             TokenLimit(model, self.budget.max_tokens, self._activations), with_kwargs=True, prepend=True

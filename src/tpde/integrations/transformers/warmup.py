@@ -1,0 +1,108 @@
+"""Loading the kernels of PyTorch and its libraries while weights are brought to a device.
+
+A kernel is loaded when it is first launched, and cuBLAS and cuDNN begin with whole files of them. In the
+first forward pass everything waits for that, 0.3 s; while files are read, processors have time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+log = logging.getLogger(__name__)
+
+TOKENS = 8  # of the pass: more than one, for which there are other kernels
+WIDTH = 512  # of a row: all that is allocated at a time fits the allocator's smallest segment
+
+
+class Warmup:
+    """Does a little of what most models do, in a thread of its own.
+
+    Allocates less than what plans keep for libraries (`FIXED_BYTES`), in which their own memory is.
+
+    Parameters
+    ----------
+    config : PretrainedConfig
+        Of the model's text part.
+    device : torch.device
+        A CUDA device with its number.
+    dtype : torch.dtype
+        Of activations.
+
+    Attributes
+    ----------
+    device : torch.device
+        The same.
+    reserved : int
+        Bytes that PyTorch's allocator held there before.
+    """
+
+    def __init__(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+        torch.cuda.empty_cache()
+        self.device, self.reserved = device, torch.cuda.memory_reserved(device)
+        # Libraries keep memory for each stream: it must be the one that the model will run on.
+        self._stream = torch.cuda.current_stream(device)
+        self._thread = threading.Thread(target=self._run, args=(config, device, dtype), name="tpde-warmup")
+        self._thread.start()
+
+    def _run(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+        try:
+            with torch.cuda.stream(self._stream):
+                run_typical(config, device, dtype)
+        except Exception as error:  # nobody needs the results, and what is broken says so where it is needed
+            log.debug("kernels were not loaded ahead: %s", error)
+
+    def wait(self) -> None:
+        """Wait for it: then this thread gets the handles of libraries that the other one has made."""
+        self._thread.join()
+
+
+@torch.no_grad()
+def run_typical(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Run what layers of transformers are made of, on zeros: for a prompt, and for one token.
+
+    Parameters
+    ----------
+    config : PretrainedConfig
+        Its kind of attention, the heads' width and the activation function count.
+    device : torch.device
+        Where.
+    dtype : torch.dtype
+        Of weights and activations.
+    """
+    # All dtypes are named: transformers sets the default one while it builds a model, for all threads.
+    weight = torch.zeros(WIDTH, WIDTH, dtype=dtype, device=device)
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
+    positions = torch.arange(TOKENS, device=device)[None, None].float()
+    frequencies = torch.ones(1, WIDTH // 8, 1, dtype=torch.float32, device=device)
+    angles = (frequencies @ positions).transpose(1, 2)
+    both = torch.cat((angles, angles), -1)
+    turns = both.cos().to(dtype), both.sin().to(dtype)
+    activation = getattr(config, "hidden_act", None)
+    for x in (functional.embedding(ids, weight), functional.embedding(ids[:, :1], weight)):
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+        y = functional.linear(x * normed + x, weight)
+        if activation in ACT2FN:
+            y = ACT2FN[activation](y) * y
+        half = y[..., : WIDTH // 4].chunk(2, -1)
+        cos, sin = (it[:, : x.shape[1]] for it in turns)
+        y[..., : WIDTH // 4] * cos + torch.cat((-half[1], half[0]), -1) * sin
+        _attend(config, x.shape[1], device, dtype)
+        y.argmax(-1)
+
+
+def _attend(config: Any, count: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Attention, the way that the model does it, if it is PyTorch's own."""
+    heads = getattr(config, "num_attention_heads", None)
+    if getattr(config, "_attn_implementation", None) not in (None, "sdpa") or not isinstance(heads, int):
+        return
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    query = torch.zeros(1, heads, count, width, dtype=dtype, device=device)
+    key = torch.zeros(1, heads, TOKENS, width, dtype=dtype, device=device)
+    functional.scaled_dot_product_attention(query, key, key, is_causal=count > 1)

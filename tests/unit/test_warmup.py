@@ -1,0 +1,63 @@
+"""What loads kernels ahead runs for models of every kind, and breaks nothing where it cannot."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, GPT2Config, LlamaConfig, MambaConfig, Qwen2Config, T5Config
+
+from tpde.integrations.transformers import warmup
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [BertConfig, GPT2Config, LlamaConfig, MambaConfig, Qwen2Config, T5Config])
+def test_typical_work(kind: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = kind(attn_implementation="sdpa")
+    attended = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attended.append((query.shape[1], query.shape[2]))
+        return real(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    torch.set_default_dtype(dtype)  # as transformers does while it builds a model
+    try:
+        warmup.run_typical(config, torch.device("cpu"), dtype)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    heads = getattr(config, "num_attention_heads", None)
+    assert attended == ([(heads, warmup.TOKENS), (heads, 1)] if heads else [])
+
+
+def test_allocates_little() -> None:
+    """No tensor is larger than what the allocator gives out of its smallest segments: 1 MiB."""
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **kwargs or {})
+            if isinstance(result, torch.Tensor):
+                sizes.append(result.untyped_storage().nbytes())
+            return result
+
+    with Sizes():
+        config = LlamaConfig(attn_implementation="sdpa", num_attention_heads=64, head_dim=128)
+        warmup.run_typical(config, torch.device("cpu"), torch.float32)
+    assert 0 < max(sizes) <= 1 << 20
+
+
+def test_what_breaks_is_left_to_the_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(warmup, "run_typical", broken)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    with caplog.at_level(logging.DEBUG, logger=warmup.__name__):
+        warmup.Warmup(LlamaConfig(), torch.device("cuda", 0), torch.bfloat16).wait()
+    assert "none left" in caplog.text
