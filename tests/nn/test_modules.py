@@ -93,6 +93,43 @@ def test_tied_weights_are_one_blob(pair: tuple[Model, Model]) -> None:
     assert len(blobs) == 7
 
 
+class _Twice(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_bias_may_be_replaced(grad: bool, pair: tuple[Model, Model]) -> None:
+    for model in pair:
+        torch.nn.utils.parametrize.register_parametrization(model.blocks[1].up, "bias", _Twice())
+    plain, packed = pair
+    with torch.set_grad_enabled(grad):
+        assert_same_bits(packed(IDS), plain(IDS))
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    assert_same_bits(packed.blocks[1].up(x), plain.blocks[1].up(x))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_layer_that_is_no_blocks(own: bool, pair: tuple[Model, Model]) -> None:
+    """Called alone it is decoded like a block, within one it leaves the block's weights where they are."""
+    plain, packed = pair
+    x = torch.randn(3, plain.head.in_features).to(torch.bfloat16)
+    if own:
+        assert_same_bits(packed.head(x), plain.head(x))
+        space = packed.head.tpde_slots["weight"].group.workspace
+        assert (space.thread, space.filled, space.scopes) == (0, None, [])
+        return
+    results = []
+    for model in pair:
+        block = model.blocks[1]
+        found: list[torch.Tensor] = []
+        block.down.register_forward_pre_hook(lambda *_, m=model, f=found: f.append(m.head(x)))
+        found.append(model(IDS))
+        results.append(found)
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies(pair: tuple[Model, Model], how: str) -> None:
     plain, packed = pair

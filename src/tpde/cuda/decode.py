@@ -471,6 +471,9 @@ class Rows:
         # A row's chunk needs neither windows nor a second buffer, and small blocks spread a few rows better.
         self._warps = min(_ROW_WARPS, self._fit.most)
         self._shared = self._fit.table_room + self._warps * self._fit.room + wanted.slack
+        self._made: dict[tuple[int, bool], nvrtc.Launch] = {}
+        self._sizes = np.uint64(header.spec.shape[0]), np.uint64(self._row_words)
+        self._rest = np.uint32(self._fit.room), np.uint32(self._fit.table_room)
 
     def launch(
         self, descriptors: int, ids: int, count: int, out: int, status: int, stream: int, check: bool = False
@@ -482,6 +485,22 @@ class Rows:
         """
         if not count or not self._row_words:
             return
+        blocks = -(-count * self._per_row // self._warps)
+        grid = min(blocks, 4 * facts(self._device).multiprocessors)
+        start = self._made.get((grid, check)) or self._make(grid, check)
+        which = np.uint64(ids), np.uint64(count), np.uint64(self._per_row)
+        start.bind(
+            stream,
+            np.uint64(descriptors),
+            *self._sizes,
+            *which,
+            np.uint64(out),
+            np.uint64(status),
+            *self._rest,
+        )()
+
+    def _make(self, grid: int, check: bool) -> nvrtc.Launch:
+        """What launches so many blocks: kept, and of no more numbers than a device has places for blocks."""
         defines = {
             **_defines(self._item.header, self._item.tables),
             "WINDOW": self._fit.window,
@@ -489,24 +508,9 @@ class Rows:
             "CHECK": int(check),
             "THREADS": 32 * max_warps(self._item.header.word_bytes, check),
         }
-        blocks = -(-count * self._per_row // self._warps)
-        nvrtc.launch(
-            nvrtc.kernel(SOURCE, "decode_rows", defines, self._device),
-            min(blocks, 4 * facts(self._device).multiprocessors),
-            32 * self._warps,
-            self._shared,
-            stream,
-            np.uint64(descriptors),
-            np.uint64(self._item.header.spec.shape[0]),
-            np.uint64(self._row_words),
-            np.uint64(ids),
-            np.uint64(count),
-            np.uint64(self._per_row),
-            np.uint64(out),
-            np.uint64(status),
-            np.uint32(self._fit.room),
-            np.uint32(self._fit.table_room),
-        )
+        kernel = nvrtc.kernel(SOURCE, "decode_rows", defines, self._device)
+        made = self._made[grid, check] = nvrtc.Launch(kernel, grid, 32 * self._warps, self._shared)
+        return made
 
 
 def _descriptor(item: Item, number: int, first: int) -> npt.NDArray[np.void]:

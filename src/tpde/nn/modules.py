@@ -270,13 +270,22 @@ class PackedLinear(PackedModule):
         slot = self.tpde_slots["weight"]
         if slot.tile_bytes:
             return self._tpde_tiled(*args, **kwargs)
-        if not is_compiling() and len(args) == 1:
-            group = slot.group
-            if group is not None and group.live():
-                own = self._parameters  # `self.bias` takes as long as all the rest
-                bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - which would look it up
-                return functional.linear(args[0], slot.view, bias)  # type: ignore[arg-type]
-        return super().forward(*args, **kwargs)
+        if is_compiling() or len(args) != 1:
+            return super().forward(*args, **kwargs)
+        group, own = slot.group, self._parameters
+        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - `self.bias` takes as long as the rest
+        if group is not None and group.live():
+            return functional.linear(args[0], slot.view, bias)  # type: ignore[arg-type]
+        if group is None or len(group.slots) > 1 or is_open(group):
+            return super().forward(*args, **kwargs)
+        scope = Scope(group)  # the layer is a block of its own, such as a model's last
+        try:
+            if not scope.outermost:
+                return super().forward(*args, **kwargs)
+            group.fill()
+            return functional.linear(args[0], slot.view, bias)  # type: ignore[arg-type]
+        finally:
+            scope.close()
 
     def _tpde_tiled(self, input: Tensor) -> Tensor:
         """The forward pass of a layer larger than any buffer."""

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling
 
 from tpde.nn.group import Group
 from tpde.nn.saved import Saver, saves
@@ -30,16 +30,22 @@ class Scope:
     ----------
     group : Group
         Whose weights may be put in the workspace.
+
+    Attributes
+    ----------
+    outermost : bool
+        Whether there was none before of this thread, so that the weights may be.
     """
 
     def __init__(self, group: Group) -> None:
-        self.space = group.workspace
-        self.space.lock.acquire()
-        self.space.scopes.append(self)
-        if len(self.space.scopes) == 1:
-            self.space.thread, self.space.group = get_ident(), group
+        self.space = space = group.workspace
+        space.lock.acquire()
+        space.scopes.append(self)
+        self.outermost = len(space.scopes) == 1
+        if self.outermost:
+            space.thread, space.group = get_ident(), group
         self._hooks: saved_tensors_hooks | None = None
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             saver = Saver(self.space)
             self._hooks = saved_tensors_hooks(saver.pack, saver.unpack)
             self._hooks.__enter__()
@@ -61,7 +67,7 @@ def is_open(group: Group) -> bool:
     space = group.workspace
     if space.thread != get_ident() or space.group is not group:
         return False
-    return not torch.is_grad_enabled() or saves(space)
+    return not is_grad_enabled() or saves(space)
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -104,15 +110,15 @@ class BlockForward:
         group = self.group
         if group is None:
             return self.forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            if group.whole and not torch.is_grad_enabled():
+        if is_compiling():
+            if group.whole and not is_grad_enabled():
                 group.flat = group.materialize(first_tensor(args, kwargs))
             result = self.forward(*args, **kwargs)
             group.flat = None
             return result
         scope = Scope(group)
         try:
-            if len(scope.space.scopes) == 1:
+            if scope.outermost:
                 group.fill()
             return self.forward(*args, **kwargs)
         finally:
