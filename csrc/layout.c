@@ -1,5 +1,8 @@
 /* layout.c: segments, chunks and the index map (format.md 4), errors, and the choice of instruction set. */
 #include <stdio.h>
+#if defined(TPDE_HAVE_AVX512)
+#include <cpuid.h>
+#endif
 
 #include "internal.h"
 
@@ -79,56 +82,62 @@ int tpde_index_check(const tpde_layout *layout, const uint8_t *index, uint64_t f
 
 /* ---- instruction sets ---- */
 
-static const kernels *best(void) {
+#define PATHS 3
+
 #if defined(TPDE_HAVE_AVX512)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
-      __builtin_cpu_supports("bmi2"))
-    return &tpde_kernels_avx512;
+static int has_avx512(void) {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
+}
+
+/* Intel's since Sapphire Rapids, which are the first with AVX512-FP16. In AMD's a gather takes longer than its loads,
+ * and in Intel's before since they were mended (CVE-2022-40982). */
+static int gathers_pay(void) {
+  unsigned a, b, c, d;
+  return __builtin_cpu_is("intel") && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 23 & 1;
+}
+#endif
+
+/* The paths that this machine can run, best first. Returns how many. */
+static int available(const kernels *paths[PATHS]) {
+  int n = 0;
+#if defined(TPDE_HAVE_AVX512)
+  const int wide = has_avx512(), first = wide && gathers_pay();
+  if (first) paths[n++] = &tpde_kernels_avx512;
 #endif
 #if defined(TPDE_HAVE_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) return &tpde_kernels_avx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) paths[n++] = &tpde_kernels_avx2;
 #endif
-  return &tpde_kernels_portable;
+#if defined(TPDE_HAVE_AVX512)
+  if (wide && !first) paths[n++] = &tpde_kernels_avx512;
+#endif
+  paths[n++] = &tpde_kernels_portable;
+  return n;
 }
 
 static const kernels *selected;
 
-const kernels *tpde_active(void) { return selected ? selected : best(); }
-const char *tpde_simd(void) { return tpde_active()->name; }
-
-static const kernels *const paths[] = {
-#if defined(TPDE_HAVE_AVX512)
-    &tpde_kernels_avx512,
-#endif
-#if defined(TPDE_HAVE_AVX2)
-    &tpde_kernels_avx2,
-#endif
-    &tpde_kernels_portable};
-
-#define PATHS (sizeof paths / sizeof *paths)
-
-/* Paths are ordered, and a machine that has one has those after it. */
-static size_t first_path(void) {
-  size_t i = 0;
-  while (paths[i] != best()) i++;
-  return i;
+const kernels *tpde_active(void) {
+  const kernels *paths[PATHS];
+  if (selected) return selected;
+  available(paths);
+  return paths[0];
 }
 
+const char *tpde_simd(void) { return tpde_active()->name; }
+
 const char *tpde_simd_available(void) {
-  static const char *const lists[] = {
-#if defined(TPDE_HAVE_AVX512)
-      "avx512 avx2 portable",
-#endif
-#if defined(TPDE_HAVE_AVX2)
-      "avx2 portable",
-#endif
-      "portable"};
-  return lists[first_path()];
+  const kernels *paths[PATHS];
+  int n = available(paths);
+  if (n == 1) return "portable";
+  if (n == 2) return "avx2 portable"; /* what has AVX-512 has AVX2 */
+  return strcmp(paths[0]->name, "avx2") ? "avx512 avx2 portable" : "avx2 avx512 portable";
 }
 
 int tpde_simd_select(const char *name) {
-  for (size_t i = first_path(); i < PATHS; i++)
+  const kernels *paths[PATHS];
+  int n = available(paths);
+  for (int i = 0; i < n; i++)
     if (name && !strcmp(name, paths[i]->name)) {
       selected = paths[i];
       return TPDE_OK;
