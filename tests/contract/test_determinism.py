@@ -88,6 +88,29 @@ def test_every_instruction_set_reports_the_same_damage(dtype: str, simd_restored
     assert len(found) > 1  # lanes that run past their bits, as well as checksums
 
 
+@pytest.mark.parametrize("path", ["avx2", "avx512"])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "U16", "F8_E5M2", "F32", "F64"])
+def test_vectors_find_a_cut_where_the_portable_path_does(dtype: str, path: str, simd_restored: None) -> None:
+    if path not in native.simd_available():
+        pytest.skip(f"this build or this machine has no {path}; it has {', '.join(native.simd_available())}")
+    codec, records, coded, data = _encoded(dtype, 2)  # all of a chunk's words at once, and as planes
+    reports: dict[str, list[str]] = {}
+    for name in ("portable", path):
+        native.simd_select(name)
+        reports[name] = []
+        for size in [*range(0, coded.size, 41), *range(coded.size - 64, coded.size + 1)]:
+            cut, out = coded[:size].copy(), np.full(data.size, 0xA5, np.uint8)  # memory ends there too
+            try:
+                codec.decode(records, 0, cut, 0, size, out)
+            except Corrupt as error:
+                reports[name].append(str(error))
+                continue
+            assert np.array_equal(out, data), (name, size)  # nothing but padding is missing
+            assert size > coded.size - 16, (name, size)
+    assert reports[path] == reports["portable"]
+    assert len(set(reports[path])) > 1
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_fill_an_output_of_many_huge_pages(threads: int) -> None:
     codec, records, coded, data = _encoded("BF16", 900)  # 14 MiB
