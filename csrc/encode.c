@@ -17,8 +17,8 @@ typedef struct encoding {
   uint64_t first, count, words_start, offset;
   uint8_t *out, *index;
   uint64_t batch, batches, held; /* chunks in one, how many there are, how many may be taken and not placed */
-  uint8_t *planes;               /* of each thread */
-  size_t planes_bytes, made_bytes;
+  uint8_t *scratch;              /* of each thread */
+  size_t scratch_bytes, made_bytes;
   pthread_mutex_t lock; /* of what follows */
   pthread_cond_t moved;
   uint64_t next, placed, used; /* batches taken, batches at their place, and the bytes of these */
@@ -67,14 +67,21 @@ static void pad_plane(const table *t, uint8_t *plane, uint32_t n, uint32_t padde
   for (; n < padded; n += 2) store16(plane + n, t->pad);
 }
 
-static void write_plane(const kernels *k, const table *t, const lanes *c, const uint8_t *plane, int places,
-                        int groups, uint8_t *out) {
+static void write_lane_header(const lanes *c, uint8_t *out) {
   store16(out, (uint16_t)c->shortest);
   out[2] = c->shift;
   out[3] = 0;
   for (int l = 0; l < TPDE_LANES; l++) out[4 + l] = (uint8_t)((c->bits[l] - c->shortest) >> c->shift);
-  store32(out + c->size - 4, 0); /* the last bytes may be beyond the lanes' bits */
-  k->write_lanes(t, plane, places, groups, c->bits, out + LANE_HEADER);
+}
+
+/* Bytes of a coded plane at most: an escape takes 20 bits, or 28 for two words. */
+static size_t coded_bytes(const tpde_layout *l) { return LANE_HEADER + 3u * (size_t)l->chunk_words + 16; }
+
+/* What a thread needs to encode a chunk: its planes, and those with one table coded. */
+static size_t scratch_bytes(const tpde_layout *l) {
+  size_t bytes = (size_t)l->word_bytes * l->chunk_words;
+  for (int p = 0; p < l->word_bytes; p++) bytes += l->table_count[p] == 1 ? coded_bytes(l) : 0;
+  return bytes;
 }
 
 /* Encode one chunk; returns its bytes. */
@@ -88,10 +95,17 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
   uint32_t padded = (uint32_t)(groups * TPDE_LANES * places), variants = 1, best = 0;
   uint64_t best_size = UINT64_MAX;
   const uint8_t *words = e->words + (start - e->words_start) * (uint64_t)b;
-  uint8_t *planes[TPDE_MAX_PLANES], *at = out, fill = 0;
+  uint8_t *planes[TPDE_MAX_PLANES], *coded[TPDE_MAX_PLANES] = {0}, *at = out, fill = 0;
   lanes sized[TPDE_MAX_PLANES], kept[TPDE_MAX_PLANES]; /* of this variant, and of the best */
+  uint32_t counted[TPDE_MAX_PLANES][TABLES_AT_ONCE][TPDE_LANES]; /* for the tables that share these lengths: */
+  const uint32_t *lengths[TPDE_MAX_PLANES] = {0};
 
-  for (int p = 0; p < b; p++) planes[p] = scratch + (size_t)p * l->chunk_words;
+  for (int p = 0; p < b; p++, scratch += l->chunk_words) planes[p] = scratch;
+  for (int p = 0; p < b; p++) {
+    if (l->table_count[p] != 1) continue;
+    coded[p] = scratch;
+    scratch += coded_bytes(l);
+  }
   e->k->split(b, l->rotate, words, n, planes);
   for (int p = 0, filled = 0; p < b; p++) {
     if (memcmp(planes[p], planes[p] + 1, n - 1)) continue;
@@ -107,7 +121,16 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
       if (v < l->table_count[p]) { /* else as with the variant before */
         const table *t = &tables[l->first_table[p] + v];
         pad_plane(t, planes[p], n, padded);
-        e->k->lane_bits(t, planes[p], places, groups, sized[p].bits);
+        if (coded[p]) { /* nothing to choose from: bits are counted as they are written */
+          memset(sized[p].bits, 0, sizeof sized[p].bits);
+          e->k->write_lanes(t, planes[p], places, groups, sized[p].bits, coded[p] + LANE_HEADER);
+        } else {
+          if (t->lengths != lengths[p] || padded != n) { /* what it is padded with may differ */
+            e->k->lane_bits(t, planes[p], places, groups, counted[p]);
+            lengths[p] = t->lengths;
+          }
+          memcpy(sized[p].bits, counted[p][t->counted], sizeof sized[p].bits);
+        }
         round_lanes(&sized[p]);
       }
       size += sized[p].size < raw ? sized[p].size : raw;
@@ -131,8 +154,13 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
   for (int p = 0; p < b; p++) {
     if ((modes >> (2 * p) & 3) != MODE_CODED) continue;
     const table *t = &tables[l->first_table[p] + (best < l->table_count[p] ? best : l->table_count[p] - 1u)];
-    pad_plane(t, planes[p], n, padded);
-    write_plane(e->k, t, &kept[p], planes[p], places, groups, at);
+    if (coded[p] && !kept[p].shift) { /* as it was written: lanes' lengths are not rounded */
+      memcpy(at + LANE_HEADER, coded[p] + LANE_HEADER, kept[p].size - LANE_HEADER);
+    } else {
+      pad_plane(t, planes[p], n, padded);
+      e->k->write_lanes(t, planes[p], places, groups, kept[p].bits, at + LANE_HEADER);
+    }
+    write_lane_header(&kept[p], at);
     at += kept[p].size;
     if (kept[p].size > *max_stream) *max_stream = kept[p].size;
   }
@@ -146,12 +174,12 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
 }
 
 /* Encode chunks i to stop, counted from the first, one after the other; returns their bytes. */
-static uint64_t encode_chunks(const encoding *e, uint64_t i, uint64_t stop, uint8_t *planes, uint8_t *out,
+static uint64_t encode_chunks(const encoding *e, uint64_t i, uint64_t stop, uint8_t *scratch, uint8_t *out,
                               uint32_t *max_chunk, uint32_t *max_stream) {
   uint64_t used = 0;
   for (; i < stop; i++) {
     uint8_t *record = e->index + TPDE_RECORD_BYTES * i;
-    uint32_t size = encode_chunk(e, e->first + i, planes, out + used, record, max_stream);
+    uint32_t size = encode_chunk(e, e->first + i, scratch, out + used, record, max_stream);
     store32(record, (uint32_t)(used >> e->codec->layout.unit_log2)); /* made absolute by set_offsets */
     used += size;
     if (size > *max_chunk) *max_chunk = size;
@@ -204,8 +232,8 @@ static void job(void *context, int thread) {
     uint64_t i = e->next++, size;
     uint8_t *made = e->made[i % e->held] = e->spare[--e->spares];
     pthread_mutex_unlock(&e->lock);
-    size = encode_chunks(e, batch_start(e, i), batch_start(e, i + 1), e->planes + (size_t)thread * e->planes_bytes,
-                         made, &max_chunk, &max_stream);
+    size = encode_chunks(e, batch_start(e, i), batch_start(e, i + 1),
+                         e->scratch + (size_t)thread * e->scratch_bytes, made, &max_chunk, &max_stream);
     pthread_mutex_lock(&e->lock);
     e->sizes[i % e->held] = size;
     place(e);
@@ -245,7 +273,7 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
   uint64_t bound = tpde_encode_bound(l, end - e.words_start, count);
   if (bound > out_bytes)
     return tpde_fail(error, TPDE_E_SPACE, "the output buffer is too small", UINT64_MAX, -1, out_bytes, bound);
-  e.planes_bytes = (size_t)l->word_bytes * l->chunk_words;
+  e.scratch_bytes = scratch_bytes(l);
   e.made_bytes = tpde_encode_bound(l, l->chunk_words, 1);
   e.batch = e.made_bytes < BATCH_BYTES ? BATCH_BYTES / e.made_bytes : 1;
   e.made_bytes *= e.batch;
@@ -255,19 +283,19 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
   e.held = threads == 1 ? 0 : (uint64_t)threads * HELD;
   if (e.held > e.batches) e.held = e.batches;
   size_t each = sizeof *e.sizes + sizeof *e.made + sizeof *e.spare + e.made_bytes;
-  size_t memory = (size_t)threads * e.planes_bytes + e.held * each;
+  size_t memory = (size_t)threads * e.scratch_bytes + e.held * each;
   e.sizes = malloc(memory);
   if (!e.sizes) return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, memory);
   e.made = (uint8_t **)(e.sizes + e.held);
   e.spare = e.made + e.held;
-  e.planes = (uint8_t *)(e.spare + e.held);
-  uint8_t *buffers = e.planes + (size_t)threads * e.planes_bytes;
+  e.scratch = (uint8_t *)(e.spare + e.held);
+  uint8_t *buffers = e.scratch + (size_t)threads * e.scratch_bytes;
   for (; e.spares < e.held; e.spares++) {
     e.sizes[e.spares] = NOT_MADE;
     e.spare[e.spares] = buffers + e.spares * e.made_bytes;
   }
   if (threads == 1) { /* straight to its place */
-    e.used = encode_chunks(&e, 0, count, e.planes, out, &e.max_chunk, &e.max_stream);
+    e.used = encode_chunks(&e, 0, count, e.scratch, out, &e.max_chunk, &e.max_stream);
     set_offsets(&e, 0, count, 0);
   } else {
     tpde_parallel(threads, job, &e);

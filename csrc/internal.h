@@ -33,13 +33,17 @@ _Static_assert(sizeof(size_t) == 8, "sizes have 64 bits");
 #define ENTRY_BITS(e) ((e) & 31u)
 #define ENTRY_ESCAPE 0x100u
 #define ANY_ESCAPE 0x700u   /* of a sum of four entries */
-#define BITS_OF_FOUR 127u
+#define TABLES_AT_ONCE 4
 
 typedef struct table {
   uint8_t kind, max_bits, raw_bits, escape_bits;
   uint8_t index_bits;
   uint32_t *decode; /* 1 << index_bits entries */
   uint32_t *encode; /* 256 or 65536 entries, or NULL */
+  /* Where that is there: the bits that a value takes, escapes included, in byte `counted` of as many entries. Up to four
+   * tables of a kind that follow each other share them, so that one pass over a plane counts for all. */
+  uint32_t *lengths;
+  uint8_t counted;
   uint16_t escape;  /* its codeword, as it is written */
   uint16_t pad;     /* what fills a lane beyond the chunk: a byte, or a pair (format.md 5.1) */
 } table;
@@ -65,12 +69,14 @@ typedef struct kernels {
   void (*split)(int word_bytes, int rotate, const uint8_t *words, size_t n, uint8_t *const planes[]);
   void (*merge)(int word_bytes, int rotate, uint8_t *const planes[], size_t n, uint8_t *words);
   uint32_t (*checksum)(const uint8_t *words, size_t bytes);
-  /* A plane has groups * 32 * places bytes (format.md 5.1). Bits that each lane takes under a table: */
+  /* A plane has groups * 32 * places bytes (format.md 5.1). Bits that each lane takes under the tables that share
+   * their `lengths` with this one: */
   void (*lane_bits)(const table *t, const uint8_t *plane, int places, int groups,
-                    uint32_t bits[TPDE_LANES]);
-  /* Write all lanes from out on, lane l padded with zeros to bits[l]; may touch 8 bytes more. */
-  void (*write_lanes)(const table *t, const uint8_t *plane, int places, int groups,
-                      const uint32_t bits[TPDE_LANES], uint8_t *out);
+                    uint32_t bits[TABLES_AT_ONCE][TPDE_LANES]);
+  /* Write all lanes from out on, lane l padded with zeros to bits[l], which becomes what it has if that is more;
+   * writes zeros to the end of the last byte, and 7 or 8 bytes beyond. */
+  void (*write_lanes)(const table *t, const uint8_t *plane, int places, int groups, uint32_t bits[TPDE_LANES],
+                      uint8_t *out);
   /* Read all lanes; lane l has the bits start[l] to start[l + 1] of the stream, which has LANE_SLACK
    * readable bytes after the last. Returns 0, or 1 + the first lane whose codewords end after its bits. */
   int (*read_lanes)(const table *t, const uint8_t *stream, const uint32_t start[TPDE_LANES + 1],

@@ -168,25 +168,29 @@ static uint32_t checksum(const uint8_t *words, size_t bytes) {
 
 static inline uint32_t value_at(const uint8_t *s, int kind) { return kind == 2 ? load16(s) : *s; }
 
-static inline void count_bits(const table *t, const uint8_t *plane, int groups, uint32_t *bits, int kind,
-                              int places) {
-  const uint32_t *enc = t->encode;
+static inline void count_bits(const table *t, const uint8_t *plane, int groups,
+                              uint32_t bits[TABLES_AT_ONCE][TPDE_LANES], int kind, int places) {
+  const uint32_t *const lengths = t->lengths, bytes = 0x00ff00ff;
   const int step = STEP(kind, places);
   for (int l = 0; l < TPDE_LANES; l++) {
     const uint8_t *s = plane + l * places;
-    uint32_t all = 0;
+    uint32_t even = 0, odd = 0; /* of two tables each: a lane of at most 1024 symbols has fewer than 2^16 bits */
     for (int g = 0; g < groups; g++, s += TPDE_LANES * places)
       for (int j = 0; j < places; j += step * kind) {
         uint32_t sum = 0;
-        for (int i = 0; i < step; i++) sum += enc[value_at(s + j + i * kind, kind)];
-        all += sum & BITS_OF_FOUR;
+        for (int i = 0; i < step; i++) sum += lengths[value_at(s + j + i * kind, kind)];
+        even += sum & bytes;
+        odd += sum >> 8 & bytes;
       }
-    bits[l] = all;
+    bits[0][l] = even & 0xffff;
+    bits[1][l] = odd & 0xffff;
+    bits[2][l] = even >> 16;
+    bits[3][l] = odd >> 16;
   }
 }
 
 static void lane_bits(const table *t, const uint8_t *plane, int places, int groups,
-                      uint32_t bits[TPDE_LANES]) {
+                      uint32_t bits[TABLES_AT_ONCE][TPDE_LANES]) {
   CALL_SHAPED(count_bits, t, plane, groups, bits);
 }
 
@@ -236,27 +240,25 @@ static inline void put_step(run *r, const table *t, const uint8_t *s, int kind, 
   else put(r, (uint64_t)(e[0] & codes) << 32, sum & 63);
 }
 
-static inline void put_lanes(const table *t, const uint8_t *plane, int groups, const uint32_t *bits,
-                             uint8_t *out, int kind, int places) {
+static inline void put_lanes(const table *t, const uint8_t *plane, int groups, uint32_t *bits, uint8_t *out,
+                             int kind, int places) {
   run r = {0, 0, out};
-  uint64_t end = 0;
   for (int l = 0; l < TPDE_LANES; l++) {
+    uint64_t begin = (uint64_t)(r.out - out) * 8 + r.n;
     const uint8_t *s = plane + l * places;
     for (int g = 0; g < groups; g++, s += TPDE_LANES * places)
       for (int j = 0; j < places; j += STEP(kind, places) * kind)
         put_step(&r, t, s + j, kind, STEP(kind, places));
-    end += bits[l];
-    for (;;) { /* zeros up to the lane's rounded length */
-      uint64_t rest = end - ((uint64_t)(r.out - out) * 8 + r.n);
-      if (!rest) break;
-      put(&r, 0, rest < 48 ? (uint32_t)rest : 48);
-    }
+    uint32_t have;
+    while ((have = (uint32_t)((uint64_t)(r.out - out) * 8 + r.n - begin)) < bits[l])
+      put(&r, 0, bits[l] - have < 48 ? bits[l] - have : 48);
+    bits[l] = have;
   }
   store64(r.out, r.n ? r.acc >> (64 - r.n) : 0);
 }
 
-static void write_lanes(const table *t, const uint8_t *plane, int places, int groups,
-                        const uint32_t bits[TPDE_LANES], uint8_t *out) {
+static void write_lanes(const table *t, const uint8_t *plane, int places, int groups, uint32_t bits[TPDE_LANES],
+                        uint8_t *out) {
   CALL_SHAPED(put_lanes, t, plane, groups, bits, out);
 }
 

@@ -99,6 +99,23 @@ static int expand(table *t, const uint8_t *values, int encode, uint64_t number, 
   return TPDE_OK;
 }
 
+/* Collect the lengths of all tables, for counting. */
+static int share_lengths(tpde_codec *c, tpde_error *error) {
+  for (int i = 0; i < c->layout.tables; i++) {
+    table *t = &c->tables[i];
+    const table *before = i ? t - 1 : NULL;
+    uint32_t symbols = t->kind == 2 ? 65536 : 256;
+    if (before && before->kind == t->kind && before->counted < TABLES_AT_ONCE - 1) {
+      t->lengths = before->lengths;
+      t->counted = before->counted + 1;
+    } else if (!(t->lengths = calloc(symbols, sizeof *t->lengths))) {
+      return tpde_fail(error, TPDE_E_MEMORY, "out of memory", (uint64_t)i, -1, 0, 4 * symbols);
+    }
+    for (uint32_t s = 0; s < symbols; s++) t->lengths[s] |= ENTRY_BITS(t->encode[s]) << 8 * t->counted;
+  }
+  return TPDE_OK;
+}
+
 int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t section_bytes, int encode,
                     tpde_codec **codec, tpde_error *error) {
   size_t at = 0;
@@ -121,6 +138,7 @@ int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t 
   if (!code && align_up((uint32_t)at, 16) != section_bytes)
     code = tpde_fail(error, TPDE_E_TABLE, "the section's size does not fit its tables", UINT64_MAX, -1,
                      section_bytes, align_up((uint32_t)at, 16));
+  if (!code && encode) code = share_lengths(c, error);
   if (code) {
     tpde_codec_close(c);
     return code;
@@ -145,6 +163,7 @@ void tpde_codec_close(tpde_codec *codec) {
   for (int i = 0; i < TPDE_MAX_TABLES; i++) {
     free(codec->tables[i].decode);
     free(codec->tables[i].encode);
+    if (!codec->tables[i].counted) free(codec->tables[i].lengths);
   }
   free(codec);
 }
