@@ -8,6 +8,7 @@ tensor's bytes to the packed file's, and back through the reader. GB/s count byt
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import sys
 import time
@@ -189,6 +190,17 @@ class Copy:
         return self._copy(coded, self._back, threads)
 
 
+def arithmetic(threads: int, rounds: int = 60_000) -> float:
+    """Seconds that some arithmetic takes that needs no memory: how processors scale at best."""
+    with ThreadPoolExecutor(threads) as pool:
+        start = time.perf_counter()
+        for part in [
+            pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", rounds // threads) for _ in range(threads)
+        ]:
+            part.result()
+        return time.perf_counter() - start
+
+
 @dataclass
 class Times:
     """What one contestant took with one number of threads, in seconds."""
@@ -206,11 +218,17 @@ def _timed(call: Callable[..., Any], *given: Any) -> tuple[float, Any]:
 
 def measure(
     contestants: Sequence[Contestant], data: Bytes, threads: Sequence[int], runs: int
-) -> dict[tuple[str, int], Times]:
-    """Run all in turns, once to warm up and `runs` times for the record; every result is compared."""
+) -> tuple[dict[tuple[str, int], Times], dict[int, list[float]]]:
+    """Run all in turns, once to warm up and `runs` times for the record; every result is compared.
+
+    Returns what each took, and `arithmetic` in the same turns.
+    """
     times = {(c.name, t): Times() for t in threads for c in contestants}
+    alone: dict[int, list[float]] = {count: [] for count in threads}
     for run in range(runs + 1):
         note(f"run {run} of {runs}" if run else "warm-up")
+        for count in threads if run else ():
+            alone[count].append(arithmetic(count))
         for contestant in contestants:
             for count in threads:  # one after the other: a machine's speed changes
                 contestant.prepare(data)
@@ -225,7 +243,7 @@ def measure(
                     record.decode.append(took_decode)
                     record.size = size
                 del coded, plain
-    return times
+    return times, alone
 
 
 def _speed(nbytes: int, seconds: list[float]) -> float:
@@ -237,7 +255,9 @@ def _with_range(nbytes: int, seconds: list[float]) -> list[str]:
     return [f"{_speed(nbytes, seconds):.3f}", f"{low:.2f}-{high:.2f}"]
 
 
-def report(times: dict[tuple[str, int], Times], nbytes: int, threads: Sequence[int]) -> str:
+def report(
+    times: dict[tuple[str, int], Times], alone: dict[int, list[float]], nbytes: int, threads: Sequence[int]
+) -> str:
     """The tables."""
     rows = []
     for (name, count), record in times.items():
@@ -260,17 +280,14 @@ def report(times: dict[tuple[str, int], Times], nbytes: int, threads: Sequence[i
     text = table([*columns, "encode x ZipNN", "decode x ZipNN"], rows)
     if len(threads) > 1:
         low, high = threads[0], threads[-1]
-        rows = []
+        limit = "{:.2f} ({:.2f})".format(*_ratios(alone[low], alone[high]))
+        rows = [["arithmetic alone, the limit", limit, limit]]
         for name in dict.fromkeys(name for name, _ in times):
             one, two = times[name, low], times[name, high]
-            rows.append(
-                [
-                    name,
-                    f"{statistics.median(one.encode) / statistics.median(two.encode):.2f}",
-                    f"{statistics.median(one.decode) / statistics.median(two.decode):.2f}",
-                ]
-            )
-        text += f"\nScaling from {low} to {high} threads:\n\n" + table(["codec", "encode", "decode"], rows)
+            ways = [_ratios(one.encode, two.encode), _ratios(one.decode, two.decode)]
+            rows.append([name, *("{:.2f} ({:.2f})".format(*it) for it in ways)])
+        text += f"\nScaling from {low} to {high} threads, by medians (and by the median of turns):\n\n"
+        text += table(["codec", "encode", "decode"], rows)
     return text
 
 
@@ -321,7 +338,7 @@ def main() -> int:
         Core(spec),
         Copy(data.size, reuse=True),
     ]
-    times = measure(contestants, data, options.threads, options.runs)
+    times, alone = measure(contestants, data, options.threads, options.runs)
     about = (
         f"Data: bf16, normal, per-row scale 0.02 * exp(0.3 * normal), {options.rows}x4096 "
         f"({data.size / 2**20:.0f} MiB), torch generator seed {options.seed}. Medians (and ranges) of "
@@ -329,7 +346,7 @@ def main() -> int:
         "bit by bit. Where buffers are not reused, each run's output is new memory, whose page faults count, "
         "as with the peers' interfaces. zstd's decoder has one thread.\n"
     )
-    text, met = report(times, data.size, options.threads), True
+    text, met = report(times, alone, data.size, options.threads), True
     if {1, 2} <= set(options.threads):
         verdict, met = bars(times)
         text += f"\nBars:\n\n{verdict}"
