@@ -338,7 +338,8 @@ class Materializer:
         self._others: list[tuple[PackedTensor, int, _Frames | None]] = []
         self._names: list[PackedTensor] = []
         self._verified = False
-        if device.type == "cuda":
+        self._on_gpu = device.type == "cuda"  # kept: a device makes a string of its type each time
+        if self._on_gpu:
             self._prepare()
 
     def _prepare(self) -> None:
@@ -380,7 +381,7 @@ class Materializer:
         Corrupt
             Naming tensor and chunk.
         """
-        if self.device.type != "cuda":
+        if not self._on_gpu:
             target = out.numpy()
             for packed, offset in self.items:
                 packed.decode_on_host(0, packed.nbytes, target[offset : offset + packed.nbytes])

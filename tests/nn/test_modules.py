@@ -117,7 +117,7 @@ def test_a_layer_that_is_no_blocks(own: bool, pair: tuple[Model, Model]) -> None
     if own:
         assert_same_bits(packed.head(x), plain.head(x))
         space = packed.head.tpde_slots["weight"].group.workspace
-        assert (space.thread, space.filled, space.scopes) == (0, None, [])
+        assert (space.thread, space.filled, space.depth) == (0, None, 0)
         return
     results = []
     for model in pair:
@@ -273,7 +273,7 @@ def test_damage_names_tensor_and_chunk() -> None:
         assert caught.value.chunk in (17, 18)
     blob[blob.numel() * 3 // 4] ^= 0x10
     assert model(IDS).shape == (2, 7, 500)
-    assert not model.blocks[1].up.tpde_group().workspace.scopes
+    assert not model.blocks[1].up.tpde_group().workspace.depth
     model.embed.weight_tpde[5000:] = 255
     with pytest.raises(Corrupt, match=r"`embed.weight`"):
         model(IDS)
@@ -291,7 +291,7 @@ def test_other_errors_leave_no_scope_open(pair: tuple[Model, Model]) -> None:
     with pytest.raises(KeyError, match="theirs"):
         packed(IDS)
     hook.remove()
-    assert not packed.blocks[0].up.tpde_group().workspace.scopes
+    assert not packed.blocks[0].up.tpde_group().workspace.depth
     assert_same_bits(packed(IDS), plain(IDS))
 
 
@@ -586,7 +586,7 @@ def test_a_workspace_is_not_given_back_before_another_stream_is_done(monkeypatch
 
     loading, computing = Stream(), Stream()
     monkeypatch.setattr("tpde.nn.group.allocate", Buffer)
-    monkeypatch.setattr("tpde.nn.group.capturing", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def enter(stream: Stream) -> None:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)

@@ -218,7 +218,7 @@ def test_blocks_beyond_the_compilers_limit_run_as_without_it(grad: bool, limit: 
         layer.compile(backend="eager")
     with torch._dynamo.config.patch(recompile_limit=limit), torch.set_grad_enabled(grad):
         assert_same_bits(model(**took).logits, expected)
-    assert not model.lm_head.tpde_group().workspace.scopes
+    assert not model.lm_head.tpde_group().workspace.depth
     torch._dynamo.reset()
 
 

@@ -31,6 +31,8 @@ class Workspace:
     ----------
     lock : RLock
         Held while a scope is open.
+    depth : int
+        How many are, one inside the other.
     thread : int
         Who holds it, 0 if nobody does.
     group : Group or None
@@ -52,7 +54,8 @@ class Workspace:
         self.group: Group | None = None
         self.filled: Group | None = None
         self.some: set[Slot] = set()
-        self.scopes: list[Any] = []
+        self.depth = 0
+        self._on_gpu = device.type == "cuda"  # kept: a device makes a string of its type each time
         self._stream: torch.cuda.Stream | None = None
         self._handle = -1  # of the stream
         self._several = False  # streams
@@ -99,7 +102,7 @@ class Workspace:
         if self._recorded or not self.lock.acquire(blocking=False):
             return 0
         try:
-            if self.scopes or capturing(self.device):
+            if self.depth or capturing(self.device):
                 return 0
             self._drop()
             return self._size
@@ -117,9 +120,9 @@ class Workspace:
 
     def order(self) -> None:
         """Make the current stream wait for the last one that used the buffer, if that was another."""
-        if self.device.type != "cuda":
+        if not self._on_gpu:
             return
-        if capturing(self.device):
+        if torch.cuda.is_current_stream_capturing():
             self._recorded = True
             return
         handle = stream_handle(self.device)
@@ -275,7 +278,8 @@ class Group:
             assert space.buffer is not None
             assert decode is not None
         space.filled = None
-        space.some.clear()
+        if space.some:
+            space.some.clear()
         space.order()
         decode(space.buffer)
         if self._viewed != space.made:

@@ -37,11 +37,13 @@ class Scope:
         Whether there was none before of this thread, so that the weights may be.
     """
 
+    __slots__ = ("_hooks", "outermost", "space")
+
     def __init__(self, group: Group) -> None:
-        self.space = space = group.workspace
+        self.space = space = group._workspace or group.workspace
         space.lock.acquire()
-        space.scopes.append(self)
-        self.outermost = len(space.scopes) == 1
+        self.outermost = not space.depth
+        space.depth += 1
         if self.outermost:
             space.thread, space.group = get_ident(), group
         self._hooks: saved_tensors_hooks | None = None
@@ -55,10 +57,12 @@ class Scope:
         space = self.space
         if self._hooks is not None:
             self._hooks.__exit__()
-        space.scopes.pop()
-        if not space.scopes:
-            space.filled, space.group, space.thread = None, None, 0
-            space.some.clear()
+        space.depth -= 1
+        if not space.depth:
+            space.filled = space.group = None
+            space.thread = 0
+            if space.some:
+                space.some.clear()
         space.lock.release()
 
 
