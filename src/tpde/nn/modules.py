@@ -12,7 +12,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +22,7 @@ from tpde.materialize import PackedTensor
 from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
 from tpde.nn.plain import PlainWeight
+from tpde.nn.saved import saves
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
 
@@ -102,7 +103,7 @@ class PackedModule(_Base):
 
     def _tpde_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass as the compiler sees it."""
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             slot = self.tpde_slots.get("weight")
             plain_linear = self.tpde_base.forward is nn.Linear.forward
             # Compiled code has casts where the compiler saw them, and it sees none inside of an operator.
@@ -265,25 +266,35 @@ class PackedModule(_Base):
 class PackedLinear(PackedModule):
     """A linear layer whose forward pass is `nn.Linear`'s, on the shortest way: models have hundreds."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, input: Tensor) -> Any:
         """As before, with the weight at hand."""
         slot = self.tpde_slots["weight"]
         if slot.tile_bytes:
-            return self._tpde_tiled(*args, **kwargs)
-        if is_compiling() or len(args) != 1:
-            return super().forward(*args, **kwargs)
-        group, own = slot.group, self._parameters
-        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - `self.bias` takes as long as the rest
-        if group is not None and group.live():
-            return functional.linear(args[0], slot.view, bias)  # type: ignore[arg-type]
-        if group is None or len(group.slots) > 1 or is_open(group):
-            return super().forward(*args, **kwargs)
+            return self._tpde_tiled(input)
+        if is_compiling():
+            return super().forward(input)
+        group = slot.group
+        if group is None:
+            return super().forward(input)
+        bias: Any = self._parameters.get("bias", self)  # `self.bias` takes as long as all the rest
+        if bias is self:  # not where layers have it
+            bias = self.bias
+        space = group._workspace
+        if (  # `group.live()`, without the call
+            space is not None
+            and space.filled is group
+            and space.thread == get_ident()
+            and (not is_grad_enabled() or saves(space))
+        ):
+            return functional.linear(input, slot.view, bias)  # type: ignore[arg-type]
+        if len(group.slots) > 1 or is_open(group):
+            return super().forward(input)
         scope = Scope(group)  # the layer is a block of its own, such as a model's last
         try:
             if not scope.outermost:
-                return super().forward(*args, **kwargs)
+                return super().forward(input)
             group.fill()
-            return functional.linear(args[0], slot.view, bias)  # type: ignore[arg-type]
+            return functional.linear(input, slot.view, bias)  # type: ignore[arg-type]
         finally:
             scope.close()
 
