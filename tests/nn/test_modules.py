@@ -15,7 +15,7 @@ import pytest
 from support.models import assert_same_bits, torch
 from torch import nn
 
-from tpde.errors import Corrupt, InvalidInput, PackedWeight
+from tpde.errors import Corrupt, InvalidInput, OutOfMemory, PackedWeight
 from tpde.nn import (
     PackedModule,
     finish,
@@ -128,6 +128,38 @@ def test_a_layer_that_is_no_blocks(own: bool, pair: tuple[Model, Model]) -> None
         results.append(found)
     for a, b in zip(*results, strict=True):
         assert_same_bits(a, b)
+
+
+def test_a_workspace_that_is_left_keeps_off_the_next_one(pair: tuple[Model, Model]) -> None:
+    """A block that moved has views elsewhere; what its last device gives up later are not those."""
+    plain, packed = pair
+    expected = plain(IDS)
+    assert_same_bits(packed(IDS), expected)
+    group = packed.blocks[1].up.tpde_slots["weight"].group
+    left, group.pool = group.workspace, copy.copy(group.pool)  # as if of another device
+    for slot in group.slots:
+        slot.changed()
+    assert_same_bits(packed(IDS), expected)
+    assert group.workspace is not left
+    assert left.release()
+    assert_same_bits(packed(IDS), expected)
+
+
+def test_no_room_for_the_workspace_at_first(
+    pair: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OutOfMemory("full")
+
+    plain, packed = pair
+    group = packed.head.tpde_slots["weight"].group
+    group.pool = copy.copy(group.pool)
+    group.changed()
+    with monkeypatch.context() as there_is_none:
+        there_is_none.setattr("tpde.nn.group.allocate", full)
+        with pytest.raises(OutOfMemory):
+            packed(IDS)
+    assert_same_bits(packed(IDS), plain(IDS))
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])

@@ -83,7 +83,8 @@ class Workspace:
 
     def _drop(self) -> None:
         for slot in self._viewed:
-            slot.view = slot.view_of = None
+            if slot.view_of is self.buffer:  # else it has moved to another device since, and is viewed there
+                slot.view = slot.view_of = None
         self._viewed.clear()
         if self.buffer is not None and self._several and self._stream is not None:
             self.buffer.record_stream(self._stream)
@@ -224,8 +225,9 @@ class Group:
             return
         always = [slot for slot in self.whole if slot not in self.routed]
         items = [(part, slot.offset + at) for slot in always for part, at in slot.parts]
-        self._materializer = materializer(items) if items else _nothing
+        decode = materializer(items) if items else _nothing
         self._workspace = self.pool.workspace(device, self.nbytes)
+        self._materializer = decode  # last: without room for the workspace, the next call tries again
         for slot in self.slots:
             if slot.tile_bytes:
                 slot.prepare_tiles()
