@@ -105,7 +105,7 @@ TPDE_API int tpde_plan(tpde_layout *layout, const void *sample, uint64_t sample_
                        uint8_t *section, uint32_t *section_bytes, uint64_t *estimate, tpde_error *error);
 
 /* Check a table section (format.md 3) and expand it. Allocates at most 16 KiB for each table, and with
- * `encode` nonzero 256 KiB more for each. */
+ * `encode` nonzero 512 KiB more for each. */
 TPDE_API int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t section_bytes,
                              int encode, tpde_codec **codec, tpde_error *error);
 TPDE_API void tpde_codec_close(tpde_codec *codec);
@@ -139,7 +139,7 @@ TPDE_API int tpde_decode(const tpde_codec *codec, const uint8_t *index, uint64_t
  * The encoded bytes, *used of them, go to the start of `out`, which has room for tpde_encode_bound bytes: they are
  * the blob's bytes from `offset` on, a multiple of the unit. What follows them in `out` is unspecified. Writes `count`
  * index records and the largest sizes seen, *max_chunk and *max_stream, which the caller initialises. Allocates at
- * most 4.5 MiB a thread. Nothing of this depends on `threads`. */
+ * most 5.1 MiB a thread. Nothing of this depends on `threads`. */
 TPDE_API int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint64_t count,
                          uint64_t offset, uint8_t *out, uint64_t out_bytes, uint64_t *used, uint8_t *index,
                          uint32_t *max_chunk, uint32_t *max_stream, int threads, tpde_error *error);

@@ -302,7 +302,7 @@ class Codec:
     section : bytes-like
         The table section (format.md 3).
     encode : bool
-        Expand the tables for encoding too: 256 KiB more for each.
+        Expand the tables for encoding too: up to 512 KiB more for each.
 
     Raises
     ------
