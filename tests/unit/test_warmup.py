@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig, MambaConfig, Qwen2Config, T5Config
 
-from tpde.integrations.transformers import warmup
+from tpde.errors import OutOfMemory
+from tpde.integrations.transformers import quantizer, warmup
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -61,3 +64,31 @@ def test_what_breaks_is_left_to_the_model(
     with caplog.at_level(logging.DEBUG, logger=warmup.__name__):
         warmup.Warmup(LlamaConfig(), torch.device("cuda", 0), torch.bfloat16).wait()
     assert "none left" in caplog.text
+
+
+@pytest.mark.parametrize("error", [None, OutOfMemory("full"), KeyboardInterrupt()])
+def test_no_thread_is_left_however_loading_ends(
+    error: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, ended = threading.Event(), []
+    join = warmup.Warmup.wait
+
+    def work(*args: Any) -> None:
+        held.wait(10)
+        ended.append(True)
+
+    def wait(self: warmup.Warmup) -> None:
+        held.set()
+        join(self)
+
+    monkeypatch.setattr(warmup, "run_typical", work)
+    monkeypatch.setattr(warmup.Warmup, "wait", wait)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    device = torch.device("cuda", 0)
+    with nullcontext() if error is None else pytest.raises(type(error)), quantizer.loading_to(device):
+        target = quantizer._target.get()
+        assert target is not None
+        target.warmup = warmup.Warmup(LlamaConfig(), device, torch.bfloat16)
+        if error is not None:
+            raise error
+    assert ended

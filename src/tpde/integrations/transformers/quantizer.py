@@ -59,6 +59,8 @@ def loading_to(device: torch.device, budget: Budget | None = None) -> Iterator[N
         raise
     finally:
         _target.reset(token)
+        if target.warmup is not None:
+            target.warmup.wait()  # however loading ends, no thread is left
 
 
 class TpdeHfQuantizer(HfQuantizer):

@@ -52,7 +52,7 @@ class ModelStreaming(Streaming):
     budget : Budget
         As asked for.
     warmup : Warmup, optional
-        What loads kernels meanwhile; `attach` waits for it.
+        What loads kernels meanwhile; whoever started it waits for it.
 
     Attributes
     ----------
@@ -122,8 +122,6 @@ class ModelStreaming(Streaming):
     def attach(self, model: Any) -> None:
         """Belong to a model that is loaded, and hold it to its numbers of tokens and sequences."""
         assert self._activations is not None
-        if self._warmup is not None:
-            self._warmup.wait()
         super().attach(model)
         model.register_forward_pre_hook(
             TokenLimit(model, self.budget.max_tokens, self._activations), with_kwargs=True, prepend=True
