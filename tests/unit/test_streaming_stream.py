@@ -603,13 +603,13 @@ def test_tables_and_index_maps_are_put_on_the_device_together(monkeypatch: pytes
 
     golden = Path(__file__).parent.parent / "golden" / "prefix_16.tpde.safetensors"
     uploads: list[int] = []
-    upload = tensors.upload
+    allocate = tensors.allocate
 
-    def counted(data: Any, device: torch.device) -> torch.Tensor:
-        uploads.append(data.size)
-        return upload(data, device)
+    def counted(size: int, device: torch.device, what: str) -> torch.Tensor:
+        uploads.append(size)
+        return allocate(size, device, what)
 
-    monkeypatch.setattr(tensors, "upload", counted)
+    monkeypatch.setattr(tensors, "allocate", counted)
     with Checkpoint([golden]) as checkpoint:
         stored = list(checkpoint.packed.values())
         found: list[Any] = [StreamedTensor(it.extent, None, torch.device("cpu"), None) for it in stored]

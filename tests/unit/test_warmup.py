@@ -92,3 +92,38 @@ def test_no_thread_is_left_however_loading_ends(
         if error is not None:
             raise error
     assert ended
+
+
+@pytest.mark.parametrize(("grown", "counts"), [(34 << 20, 0), (100 << 20, 52 << 20)])
+def test_what_a_load_in_vain_leaves_is_for_the_next(
+    grown: int, counts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries keep 34 MiB, say. More than plans have for them may be something else, and counts."""
+    reserved = 1 << 30
+    monkeypatch.setattr(warmup, "_left", {})
+    monkeypatch.setattr(warmup, "run_typical", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    device = torch.device("cuda", 0)
+
+    def begin() -> warmup.Warmup:
+        return warmup.Warmup(LlamaConfig(), device, torch.bfloat16)
+
+    def refused() -> None:
+        nonlocal reserved
+        with quantizer.loading_to(device):
+            target = quantizer._target.get()
+            assert target is not None
+            target.warmup = begin()
+            assert target.warmup.reserved == 1 << 30
+            reserved += grown
+            raise OutOfMemory("the least is 4 GiB")
+
+    with pytest.raises(OutOfMemory, match="the least"):
+        refused()
+    again = begin()
+    again.wait()
+    assert again.reserved == (1 << 30) + counts
+    last = begin()
+    last.wait()
+    assert last.reserved == reserved  # by now it is a model's

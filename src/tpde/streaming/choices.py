@@ -166,7 +166,7 @@ def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
     loading = at = 0
     for unit in sorted((it for it in units if it.name in choice.plain), key=lambda it: -it.plain):
         at += round_up(unit.plain)
-        loading = max(loading, at + unit.packed)
+        loading = max(loading, at + unit.packed + unit.index)
     return Tally(
         choice, plain, packed, maps, tuple(decoded), on_disk, rows + every, staging, least_ram, loading
     )

@@ -15,7 +15,8 @@ from tpde.errors import Corrupt, PackedWeight, Truncated, UnsupportedVersion
 from tpde.format.blob import align
 from tpde.format.constants import CODEC_CONSTANT
 from tpde.format.source import Extent
-from tpde.materialize import PackedTensor, Streams, named, upload
+from tpde.materialize import PackedTensor, Streams, named
+from tpde.memory import allocate
 
 _ADVICE = (
     "is streamed to the GPU under a VRAM budget, and stays in its file; load the model again without `vram=`"
@@ -171,7 +172,8 @@ def put_on_device(tensors: Iterable[StreamedTensor]) -> None:
         whole = np.zeros(starts.pop(), np.uint8)
         for at, row in zip(starts, rows, strict=True):
             whole[at : at + row.size] = row
-        there = upload(whole, new[0][0].device)
+        there = allocate(max(whole.size, 16), new[0][0].device, "the room for tables and index maps")
+        there[: whole.size].copy_(torch.from_numpy(whole))
         pieces = (there[at : at + row.size] for at, row in zip(starts, rows, strict=True))
         for it, tables in new:
             it._device_tables, it._device_index = (tables, next(pieces)), next(pieces)

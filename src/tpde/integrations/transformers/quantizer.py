@@ -56,11 +56,14 @@ def loading_to(device: torch.device, budget: Budget | None = None) -> Iterator[N
     except BaseException:
         if target.streaming is not None:
             target.streaming.close()
+        if target.warmup is not None:
+            target.warmup.abandon()
         raise
+    else:
+        if target.warmup is not None:
+            target.warmup.wait()
     finally:
         _target.reset(token)
-        if target.warmup is not None:
-            target.warmup.wait()  # however loading ends, no thread is left
 
 
 class TpdeHfQuantizer(HfQuantizer):

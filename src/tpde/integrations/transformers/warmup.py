@@ -14,7 +14,11 @@ import torch
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from tpde.integrations.streaming.demand import FIXED_BYTES, OUTSIDE_BYTES
+
 log = logging.getLogger(__name__)
+
+_left: dict[torch.device, int] = {}  # bytes, by those whose models were not loaded in the end
 
 TOKENS = 8  # of the pass: more than one, for which there are other kernels
 WIDTH = 512  # of a row: all that is allocated at a time fits the allocator's smallest segment
@@ -39,12 +43,13 @@ class Warmup:
     device : torch.device
         The same.
     reserved : int
-        Bytes that PyTorch's allocator held there before.
+        Bytes that PyTorch's allocator held there before, but for what a warm-up in vain has left.
     """
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
         torch.cuda.empty_cache()
-        self.device, self.reserved = device, torch.cuda.memory_reserved(device)
+        self.device = device
+        self.reserved = max(torch.cuda.memory_reserved(device) - _left.pop(device, 0), 0)
         # Libraries keep memory for each stream: it must be the one that the model will run on.
         self._stream = torch.cuda.current_stream(device)
         self._thread = threading.Thread(target=self._run, args=(config, device, dtype), name="tpde-warmup")
@@ -56,6 +61,17 @@ class Warmup:
                 run_typical(config, device, dtype)
         except Exception as error:  # nobody needs the results, and what is broken says so where it is needed
             log.debug("kernels were not loaded ahead: %s", error)
+
+    def abandon(self) -> None:
+        """Wait for it where loading has failed. What libraries keep now is for the next model on the device.
+
+        Otherwise it would count as what the process had allocated before, and a model would be refused in the
+        very budget that the error before had named.
+        """
+        self.wait()
+        torch.cuda.empty_cache()
+        kept = torch.cuda.memory_reserved(self.device) - self.reserved
+        _left[self.device] = min(max(kept, 0), FIXED_BYTES - OUTSIDE_BYTES)
 
     def wait(self) -> None:
         """Wait for it: then this thread gets the handles of libraries that the other one has made."""
