@@ -191,7 +191,7 @@ class Copy:
 
 
 def arithmetic(threads: int, rounds: int = 60_000) -> float:
-    """Seconds that some arithmetic takes that needs no memory: how processors scale at best."""
+    """Seconds that some arithmetic takes which needs no memory: how the processors alone scale."""
     with ThreadPoolExecutor(threads) as pool:
         start = time.perf_counter()
         for part in [
@@ -280,8 +280,8 @@ def report(
     text = table([*columns, "encode x ZipNN", "decode x ZipNN"], rows)
     if len(threads) > 1:
         low, high = threads[0], threads[-1]
-        limit = "{:.2f} ({:.2f})".format(*_ratios(alone[low], alone[high]))
-        rows = [["arithmetic alone, the limit", limit, limit]]
+        alike = "{:.2f} ({:.2f})".format(*_ratios(alone[low], alone[high]))
+        rows = [["arithmetic alone", alike, alike]]
         for name in dict.fromkeys(name for name, _ in times):
             one, two = times[name, low], times[name, high]
             ways = [_ratios(one.encode, two.encode), _ratios(one.decode, two.decode)]

@@ -21,7 +21,9 @@ from tpde.packing.writer import default_threads
 REPORTED = (
     1  # at the start of a status that is complete; while it is written, a kernel has something else there
 )
-_START_BYTES = 128 << 10  # of a blob: header, tables and index map, but for tensors of more than 1e8 words
+_START_BYTES = (
+    128 << 10
+)  # of a blob: header, tables and index map of up to 8e7 words of bf16, or there is a second copy
 _VERIFY_BYTES = 16 << 20  # of rows at a time while a matrix is verified
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tpde.errors import InvalidInput, OutOfMemory
-from tpde.streaming.choices import STAGING_LEAST, evenly
+from tpde.streaming import plan as plans
+from tpde.streaming.choices import STAGING_LEAST, Choice, evenly, tally
 from tpde.streaming.plan import MIB, Demand, Placement, Rates, StreamPlan, Unit, make_plan
 from tpde.streaming.sizes import parse_size
 
@@ -232,6 +233,17 @@ def test_a_layer_larger_than_the_device():
     assert made.tiled == ("linear",)
     assert 16 * MIB <= made.workspace <= 1 << 30
     assert made.seconds < 1.1 * giant[0].packed / RATES.copy
+
+
+def test_loading_has_room_for_index_maps():
+    """Those of what is streamed are there first, and those of a plain unit while it is decoded."""
+    near, far = unit("near", 800), unit("far", 800)
+    chosen = tally(Choice(frozenset({"near"}), frozenset()), [near, far], None)
+    assert chosen.loading == near.plain + near.packed + near.index
+    needs = Demand(plain=MIB, cache=0, activations=0, fixed=MIB)
+    layout = plans._Layout(chosen, tiled=0, workspace=0, slots=0, piece=0)
+    assert layout.used(needs) == 2 * MIB + near.plain + near.packed + near.index + chosen.maps
+    assert chosen.maps >= far.index
 
 
 def test_units_that_no_kernel_streams_stay_on_the_device():
