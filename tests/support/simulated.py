@@ -129,6 +129,9 @@ class SimulatedDevice:
         _wait(self.compute.record())
         _wait(self.copies.record())
 
+    def decoded(self) -> None:
+        _wait(self.compute.record())
+
     def recording(self) -> bool:
         return self.graph
 

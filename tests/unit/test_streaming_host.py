@@ -166,6 +166,7 @@ def test_refused_within_a_range(
 
     def bring() -> HostMemory:
         memory = HostMemory(wanted, 0)
+        memory.begin()
         assert gate.reached.wait(60)
         if used:
             early = wanted[0 if after == 3 else 3]

@@ -50,6 +50,28 @@ def assert_prints(code: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
+def test_nothing_is_brought_before_it_is_wanted(mode: str, fake: FakeLock, source: FileSource) -> None:
+    wanted = extents(source)
+    with_begin, asked, given_back = (HostMemory(wanted, 0, mode=mode) for _ in range(3))
+    assert not any(it.ready(wanted[0]) for it in (with_begin, asked, given_back))
+    assert not threads()
+    with_begin.begin()
+    with_begin.begin()  # as often as anybody likes
+    with_begin._bringing._thread.join(60)
+    assert with_begin.ready(wanted[3])
+    check(fake, asked, wanted)
+    bringing_ = given_back._bringing
+    given_back.close()
+    given_back.begin()
+    with pytest.raises(ReadError, match="was given back; load the model again"):
+        given_back.complete()
+    assert bringing_._thread.ident is None
+    with_begin.close()
+    asked.close()
+    assert not fake.locked
+
+
+@pytest.mark.parametrize("mode", ["mapped", "arena"])
 def test_a_range_is_used_before_the_next_is_there(
     mode: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +147,7 @@ def test_garbage_that_one_of_its_own_threads_collects(
 
     monkeypatch.setattr(lock, "lock", lock_)
     made.append(HostMemory(extents(source), 0))
+    made[0].begin()
     thread = made[0]._bringing._thread
     handed.set()
     thread.join(60)
@@ -154,6 +177,7 @@ source = Endless()
 arena.PIECE_BYTES = 4096
 atexit.register(look)  # called last
 memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="pageable")
+memory.begin()
 assert source.begun.wait(60)
 """
 
@@ -180,6 +204,7 @@ lock.device_address = lambda *args: None
 lock.STEP = 1 << 20
 locked, source = threading.Event(), Zeros()
 memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="arena")
+memory.begin()
 assert locked.wait(60)
 """
 
@@ -321,7 +346,7 @@ def test_ctrl_c_while_the_thread_starts(
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        HostMemory(extents(source), 0)
+        HostMemory(extents(source), 0).begin()
     gc.collect()
     assert not threads()
     assert not fake.locked

@@ -22,7 +22,7 @@ from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.materialize import RowReader  # noqa: E402
 from tpde.streaming.order import Order  # noqa: E402
-from tpde.streaming.pieces import Part, cut  # noqa: E402
+from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
 from tpde.streaming.stream import Streamer, Unit  # noqa: E402
 from tpde.streaming.tensor import StreamedTensor  # noqa: E402
 
@@ -227,11 +227,31 @@ def test_damage_is_named_at_first_use_and_later(tmp_path: Path) -> None:
         assert (caught.value.tensor, caught.value.chunk) == ("t2", 5)
         whole[at] ^= 1
         assert filled(other, 600_000)[:600_000] == made.data[2]
+        made.device.wait()  # copies ahead of the next use
         whole[at] ^= 1
         for _ in range(2):  # what is in the ring by now is sound, and damage is told at the next use
             filled(other, 600_000)
         with pytest.raises(Corrupt, match="was damaged since it was first read"):
             filled(other, 600_000)
+
+
+def test_first_use_waits_for_no_copies_ahead(tmp_path: Path) -> None:
+    """Only for its own decoding: the copies of what comes next go on meanwhile."""
+    with Fixture(tmp_path, SIZES) as made:
+        (one, expected), (other, _) = made.units((0,), (2,))
+        gate, copied, copy = threading.Event(), threading.Event(), made.device.copy
+
+        def late(place: int, address: int, piece: Piece) -> threading.Event:
+            if piece in other.pieces:
+                made.device.copies.put(lambda: gate.wait(60) and copied.set())
+            return copy(place, address, piece)
+
+        made.device.copy = late  # type: ignore[method-assign]
+        assert filled(one, len(expected)) == expected
+        assert one.verified
+        assert "t2" in made.device.copied
+        assert not copied.is_set()
+        gate.set()
 
 
 def damaged_later(made: Fixture) -> Unit:

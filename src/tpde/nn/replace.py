@@ -149,7 +149,8 @@ def finish(model: nn.Module) -> nn.Module:
         where = name if block is None else block
         for slot in module.tpde_slots.values():
             if isinstance(module, PackedEmbedding):  # rows are decoded as asked for, never all of them
-                if slot.together:
+                # Those that stay on the host may not be there yet: their first use waits for them.
+                if slot.together and slot.parts[0][0].streams is None:
                     slot.prepare_rows()
                 continue
             members.setdefault(where, []).append(slot)

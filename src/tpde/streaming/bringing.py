@@ -23,6 +23,10 @@ class _Stopped(Exception):
     """Nobody wants the rest."""
 
 
+def _not_wanted() -> ReadError:
+    return ReadError("the memory of the packed weights was given back; load the model again")
+
+
 class _Memory(Protocol):
     def close(self) -> None:
         """Unlock it and give it back."""
@@ -108,8 +112,13 @@ class Bringing:
     # ---- whoever uses it ----
 
     def start(self) -> None:
-        """Begin. Ctrl-C may come here: by now somebody must know that this is to be closed."""
-        self._thread.start()
+        """Begin, unless it has begun or was stopped. Whoever waits for bytes does so too.
+
+        Ctrl-C may come here: somebody must know that this is to be closed.
+        """
+        with self._changed:
+            if self._thread.ident is None and not self._stopped:
+                self._thread.start()
 
     def there(self, number: int, end: int) -> bool:
         """Whether a range is there, up to byte `end` of its pages."""
@@ -132,6 +141,7 @@ class Bringing:
     def _find(self, number: int, end: int) -> tuple[int, int | None]:
         kept = self._kept[number]
         with self._changed:
+            self.start()
             self._changed.wait_for(lambda: kept.there >= end or self._ended)
             if kept.there < end:
                 self._raise()
@@ -141,6 +151,7 @@ class Bringing:
     def wait(self) -> None:
         """Wait for all of them. Raises what `host` does."""
         with self._changed:
+            self.start()
             self._changed.wait_for(lambda: self._ended)
         if self._error is not None:
             self._raise()
@@ -160,6 +171,8 @@ class Bringing:
         """
         with self._changed:
             self._stopped = True
+            if self._thread.ident is None and not self._ended:
+                self._ended, self._error = True, _not_wanted()
         if self._thread.ident is not None and not threading.current_thread().name.startswith(NAME):
             self._thread.join()
 
@@ -188,7 +201,7 @@ class Bringing:
                 self._copy(first)
             self._report(self._total)
         except _Stopped:
-            self._error = ReadError("the memory of the packed weights was given back; load the model again")
+            self._error = _not_wanted()
         except BaseException as error:  # of the progress bar too
             self._error = error
             traceback.clear_frames(error.__traceback__)

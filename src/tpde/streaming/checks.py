@@ -99,7 +99,7 @@ class Checks:
         """
         if all(it.verified for it in its):
             return
-        self._device.wait()
+        self._device.decoded()
         for it in its:
             it.report()
             it.verified = True

@@ -57,6 +57,9 @@ class Device(Protocol):
     def wait(self) -> None:
         """Wait until all that was queued is done, from any stream."""
 
+    def decoded(self) -> None:
+        """Wait until what the caller's stream decodes is done; copies go on."""
+
     def recording(self) -> bool:
         """Whether the caller's stream is recording a CUDA graph."""
 
@@ -209,6 +212,10 @@ class CudaDevice:
     def wait(self) -> None:
         """Wait for all streams: kernels of others may read rows from memory that is given back next."""
         torch.cuda.synchronize(self.device)
+
+    def decoded(self) -> None:
+        """Wait for the current stream."""
+        torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         """Wait: the memory that copies read may be given back then."""

@@ -18,7 +18,8 @@ class HostMemory:
 
     The files are mapped and page-locked in place; from where that is refused on they are copied to an arena,
     which is page-locked; from where that is refused too, the arena stays pageable, with a warning. All of it
-    happens in the background, in the order of files and offsets. Whoever wants bytes waits for them.
+    happens in the background, in the order of files and offsets, from `begin` on, or from when any bytes are
+    wanted. Whoever wants bytes waits for them.
 
     Parameters
     ----------
@@ -58,6 +59,9 @@ class HostMemory:
         self._close = weakref.finalize(self, self._bringing.close)
         self._close.atexit = False  # the end of a process frees all of it, and the driver may have gone
         weakref.finalize(self, self._bringing.stop)  # but first the thread leaves the driver alone
+
+    def begin(self) -> None:
+        """Bring it from now on."""
         self._bringing.start()
 
     def complete(self) -> None:

@@ -189,6 +189,7 @@ def load(
             finish(model)
             if streaming is not None:
                 streaming.attach(model)
+                streaming.begin()
             undo.pop_all()
     return model
 

@@ -144,9 +144,9 @@ class Streaming:
     ) -> dict[str, list[tuple[PackedTensor, int]]]:
         """Bring all weights to where they were planned to be.
 
-        Host memory is filled and locked in the background; the first forward pass waits for what it needs. Of
-        what a device keeps, plain weights come first, the largest of them at the start: while they are
-        decoded, their packed form is on the device as well, and then there is room for it.
+        All but what stays in host memory, which comes from `begin` on. Of what a device keeps, plain weights
+        come first, the largest of them at the start: while they are decoded, their packed form is on the
+        device as well, and then there is room for it.
 
         Parameters
         ----------
@@ -219,6 +219,15 @@ class Streaming:
         self._readers[device] = readers
         return tensors
 
+    def begin(self) -> None:
+        """Fill and lock host memory from now on, in the background; the first use of any of it would, too.
+
+        Not before the rest is done: meanwhile, calls of the driver take several times as long, and so does
+        whatever reads files.
+        """
+        for memory in self._memories():
+            memory.begin()
+
     def wait(self) -> None:
         """Wait until all weights are where they stay: host memory is filled and locked in the background.
 
@@ -229,10 +238,12 @@ class Streaming:
         Truncated, ReadError, OutOfMemory, UnsupportedDevice
             If something cannot be brought there.
         """
-        for streamer in self.streamers.values():
-            for thing in streamer.owned:
-                if isinstance(thing, HostMemory):
-                    thing.complete()
+        for memory in self._memories():
+            memory.complete()
+
+    def _memories(self) -> list[HostMemory]:
+        owned = (thing for streamer in self.streamers.values() for thing in streamer.owned)
+        return [thing for thing in owned if isinstance(thing, HostMemory)]
 
     # ---- looking at it ----
 

@@ -24,8 +24,7 @@ READ_THREADS = 8  # between the 4 and 16 at which disks reach their rate
 class Supplies:
     """Files of packed tensors that are not kept on the device, and what brings their bytes from there.
 
-    Reads headers, tables and index maps; device memory has room for the last two. Host memory is filled, and
-    locked, in the background from now on.
+    Reads headers, tables and index maps; device memory has room for the last two.
 
     Parameters
     ----------
@@ -80,8 +79,6 @@ class Supplies:
                 }
 
             index = device.index or 0
-            # Headers, tables and index maps first: once threads lock memory, each call that lets them run, or
-            # that is one of the driver's, waits for its turn again, and all this takes three times as long.
             kept, read = opened(host), opened(disk)
             self._tensors = kept | read
             if device.type == "cuda":

@@ -53,15 +53,16 @@ def loading_to(device: torch.device, budget: Budget | None = None) -> Iterator[N
     token = _target.set(target)
     try:
         yield
+        if target.warmup is not None:
+            target.warmup.wait()
+        if target.streaming is not None:
+            target.streaming.begin()
     except BaseException:
         if target.streaming is not None:
             target.streaming.close()
         if target.warmup is not None:
             target.warmup.abandon()
         raise
-    else:
-        if target.warmup is not None:
-            target.warmup.wait()
     finally:
         _target.reset(token)
 
