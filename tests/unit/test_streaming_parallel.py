@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 
-from tpde.streaming.parallel import staged
+from tpde.streaming.parallel import for_each, staged
 
 
 class Failed(Exception):
@@ -74,4 +75,22 @@ def test_what_follows_fails() -> None:
         staged([[number] for number in range(9)], before.append, 1, then)
     assert before == list(range(len(before)))
     assert after == [0, 1, 2]
+    assert not threads()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_begins_when_all_threads_are_there(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside threads at work, each start would take long; where one cannot be started, none is left."""
+    started, seen, start = list[threading.Thread](), list[int](), threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        if len(started) == 4 and fails:
+            raise Failed
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    with pytest.raises(Failed) if fails else nullcontext():
+        for_each(range(9), lambda piece: seen.append(len(started)), 5)
+    assert seen == ([] if fails else [5] * 9)
     assert not threads()
