@@ -202,6 +202,7 @@ def test_a_streamed_unet_has_the_plain_ones_bits(streamed: Callable[..., Opened]
     assert same_bits(found, expected)
     (stats,) = model.tpde_streamer.stats().values()
     assert stats["copied_bytes"] > 0
+    assert opened.memory[0].begun == 1
     model.tpde_streamer.close()
     assert opened.memory[0].closed
 

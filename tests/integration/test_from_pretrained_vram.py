@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.card import Card
 from support.checkpoints import Pair, checkpoint, write
 from support.locking import FakeLock
 from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
+from support.simulated import MemorySupply
 
 import tpde
 from tpde import nn as packed_nn
@@ -32,6 +34,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 from tpde.integrations.streaming import loading as loading_under  # noqa: E402
 from tpde.integrations.streaming import opening  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
+from tpde.integrations.transformers import quantizer  # noqa: E402
 
 
 @pytest.fixture(params=[("host",), ("disk",), MIXED], ids=["host", "disk", "mixed"])
@@ -654,8 +657,60 @@ def _host_memory(monkeypatch: pytest.MonkeyPatch, lock_: Callable[..., None]) ->
     fake = FakeLock(monkeypatch)
     monkeypatch.setattr(lock, "lock", lock_)
     monkeypatch.setenv("TPDE_HOST_MEMORY", "arena")
-    monkeypatch.setattr(opening, "HostMemory", HostMemory)
+    for module in (opening, loading_under):
+        monkeypatch.setattr(module, "HostMemory", HostMemory)
     return fake
+
+
+def test_host_memory_begins_when_all_else_is_there(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    """It would be in the way of all else; embeddings are read in place, so that they are waited for."""
+    log: list[str] = []
+
+    class Kernels:
+        device, reserved = torch.device("cpu"), 0
+
+        def wait(self) -> None:
+            log.append("kernels")
+
+        def abandon(self) -> None:
+            log.append("abandoned")
+
+    def logged(owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any) -> Any:
+            log.append(what)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def begin(memory: MemorySupply) -> None:
+        log.append("host memory")
+        if fails:
+            raise OutOfMemory("full")
+
+    logged(packed_nn.group.Group, "prepare", "block")
+    logged(packed_nn.slot.Slot, "prepare_rows", "rows")
+    monkeypatch.setattr(MemorySupply, "begin", begin)
+    target = quantizer.TpdeHfQuantizer.update_attn_implementation
+
+    def warmed(self: Any, config: Any) -> Any:
+        self._target.warmup = Kernels()
+        return target(self, config)
+
+    for name in ("update_attn_implementation", "update_tp_plan"):
+        monkeypatch.setattr(quantizer.TpdeHfQuantizer, name, warmed)
+    for fails in (False, True):
+        log.clear()
+        with simulated(monkeypatch, every("host")) as opened:
+            with pytest.raises(OutOfMemory, match="full") if fails else nullcontext():
+                load(llama.packed)
+            assert opened.memory[0].closed == fails
+        first = log.index("host memory")
+        assert "kernels" in log[:first]
+        assert "block" in log[:first]
+        assert "rows" not in log[:first]
+        assert log[first + 1] == ("abandoned" if fails else "rows")
 
 
 def test_a_model_is_there_before_its_host_memory_is(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:

@@ -75,7 +75,7 @@ def simulated(
     **fields: Any,
 ) -> Iterator[Opened]:
     """Let models load under a budget to the CPU, which stands for a GPU; `fields` are those of plans."""
-    from tpde.integrations.streaming import opening
+    from tpde.integrations.streaming import loading, opening
     from tpde.integrations.transformers import streamed
 
     opened = Opened()
@@ -97,6 +97,7 @@ def simulated(
     monkeypatch.setattr(opening, "CudaDevice", device)
     monkeypatch.setattr(streamed, "CudaDevice", device)
     monkeypatch.setattr(opening, "HostMemory", memory)
+    monkeypatch.setattr(loading, "HostMemory", MemorySupply)
     monkeypatch.setattr(opening, "ReadAhead", disk)
     if choose is not None:
         placed(monkeypatch, choose, **fields)

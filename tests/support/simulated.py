@@ -151,7 +151,7 @@ class MemorySupply:
     def __init__(self, *, ahead: int = 0, late: bool = False) -> None:
         self.ahead, self.late = ahead, late
         self.requested: list[Extent] = []
-        self.cancelled = self.closed = 0
+        self.cancelled = self.begun = self.closed = 0
         self._whole: dict[str, np.ndarray] = {}
 
     def _bytes(self, extent: Extent) -> np.ndarray:
@@ -180,6 +180,12 @@ class MemorySupply:
 
     def device_address(self, extent: Extent) -> int | None:
         return None
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def complete(self) -> None:
+        pass
 
     def close(self) -> None:
         self.closed += 1

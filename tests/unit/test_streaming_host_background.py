@@ -231,6 +231,7 @@ def use():
 
 main_has_ended, source = threading.Event(), Late()
 memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="pageable")
+memory.begin()
 threading.Thread(target=use).start()
 """
 
@@ -350,6 +351,30 @@ def test_ctrl_c_while_the_thread_starts(
     gc.collect()
     assert not threads()
     assert not fake.locked
+
+
+def test_ctrl_c_before_the_thread_has_a_number(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing knows of no thread then; one that runs all the same must not touch files that are closed."""
+    late: list[threading.Thread] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    memory, start = HostMemory(extents(source), 0), threading.Thread.start
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            memory.begin()
+    memory.close()
+    monkeypatch.setattr(bringing, "Mapping", lambda *_: pytest.fail("it is at work"))
+    start(late[0])
+    late[0].join(60)
+    with pytest.raises(ReadError, match="was given back"):
+        memory.complete()
+    assert not fake.attempts
 
 
 def test_too_little_memory(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,8 +149,7 @@ def finish(model: nn.Module) -> nn.Module:
         where = name if block is None else block
         for slot in module.tpde_slots.values():
             if isinstance(module, PackedEmbedding):  # rows are decoded as asked for, never all of them
-                # Those that stay on the host may not be there yet: their first use waits for them.
-                if slot.together and slot.parts[0][0].streams is None:
+                if slot.together and slot.parts[0][0].streams is None:  # else they may not be there yet
                     slot.prepare_rows()
                 continue
             members.setdefault(where, []).append(slot)
@@ -168,6 +167,22 @@ def finish(model: nn.Module) -> nn.Module:
         else:  # somebody must hold it, and copy it with the module
             holder.__dict__["tpde_own_group"] = group
     return model
+
+
+def prepare_rows(model: nn.Module) -> None:
+    """Put on the devices what looking up rows needs, also of embeddings that stay in the host's memory.
+
+    Waits until those are there. A CUDA graph may be recorded afterwards.
+
+    Parameters
+    ----------
+    model : nn.Module
+        After `finish`.
+    """
+    for _, module in packed_modules(model):
+        for slot in module.tpde_slots.values() if isinstance(module, PackedEmbedding) else ():
+            if slot.together:
+                slot.prepare_rows()
 
 
 def ungroup(model: nn.Module) -> None:

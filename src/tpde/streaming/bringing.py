@@ -23,7 +23,8 @@ class _Stopped(Exception):
     """Nobody wants the rest."""
 
 
-def _not_wanted() -> ReadError:
+def not_there_any_more() -> ReadError:
+    """What whoever wants bytes is told then."""
     return ReadError("the memory of the packed weights was given back; load the model again")
 
 
@@ -80,8 +81,6 @@ class Bringing:
         The only mode that will do.
     total : int
         Bytes to report.
-    progress : callable, optional
-        Called with numbers of bytes, in the thread.
 
     Attributes
     ----------
@@ -97,7 +96,6 @@ class Bringing:
         device: int,
         forced: str | None,
         total: int,
-        progress: Callable[[int], None] | None,
     ) -> None:
         self.kind, self.locked_bytes, self.private_bytes = forced or "mapped", 0, 0
         self._ranges, self._device, self._forced = ranges, device, forced
@@ -106,18 +104,25 @@ class Bringing:
         self._error: BaseException | None = None
         self._ended = self._stopped = self._given_back = False
         self._changed = threading.Condition()
-        self._total, self._progress, self._told = total, progress, 0
+        self._total, self._told = total, 0
+        self._progress: Callable[[int], None] | None = None
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
 
     # ---- whoever uses it ----
 
-    def start(self) -> None:
-        """Begin, unless it has begun or was stopped. Whoever waits for bytes does so too.
+    def start(self, progress: Callable[[int], None] | None) -> None:
+        """Begin, unless it has begun or was stopped.
 
-        Ctrl-C may come here: somebody must know that this is to be closed.
+        Ctrl-C may come here: by now somebody must know that this is to be closed.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called with numbers of bytes, in the thread.
         """
         with self._changed:
             if self._thread.ident is None and not self._stopped:
+                self._progress = progress
                 self._thread.start()
 
     def there(self, number: int, end: int) -> bool:
@@ -125,7 +130,7 @@ class Bringing:
         return self._kept[number].there >= end
 
     def host(self, number: int, end: int) -> int:
-        """Where a range is, once it is there up to byte `end` of its pages.
+        """Where a range is, once it is there up to byte `end` of its pages: only if this has begun.
 
         Raises
         ------
@@ -141,7 +146,6 @@ class Bringing:
     def _find(self, number: int, end: int) -> tuple[int, int | None]:
         kept = self._kept[number]
         with self._changed:
-            self.start()
             self._changed.wait_for(lambda: kept.there >= end or self._ended)
             if kept.there < end:
                 self._raise()
@@ -149,9 +153,8 @@ class Bringing:
             return kept.host, kept.device if kept.locked >= end else None
 
     def wait(self) -> None:
-        """Wait for all of them. Raises what `host` does."""
+        """Wait for all of them, if this has begun. Raises what `host` does."""
         with self._changed:
-            self.start()
             self._changed.wait_for(lambda: self._ended)
         if self._error is not None:
             self._raise()
@@ -170,9 +173,10 @@ class Bringing:
         At once in one of these threads: where garbage is collected there, this one may be waiting for it.
         """
         with self._changed:
+            if self._thread.ident is None:  # or not yet: then it finds that it was stopped
+                self._error = self._error or not_there_any_more()
+                self._ended = True
             self._stopped = True
-            if self._thread.ident is None and not self._ended:
-                self._ended, self._error = True, _not_wanted()
         if self._thread.ident is not None and not threading.current_thread().name.startswith(NAME):
             self._thread.join()
 
@@ -194,6 +198,8 @@ class Bringing:
 
     def _run(self) -> None:
         try:
+            with self._changed:  # after `stop`, if that came first
+                self._report(0)
             if self._forced in {None, "mapped"}:
                 self._in_place()
             first = next((i for i, it in enumerate(self._kept) if it.there < it.range.size), None)
@@ -201,7 +207,7 @@ class Bringing:
                 self._copy(first)
             self._report(self._total)
         except _Stopped:
-            self._error = _not_wanted()
+            self._error = not_there_any_more()
         except BaseException as error:  # of the progress bar too
             self._error = error
             traceback.clear_frames(error.__traceback__)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpde.format.source import Extent, Source
-from tpde.streaming.bringing import Bringing
+from tpde.streaming.bringing import Bringing, not_there_any_more
 from tpde.streaming.modes import forced_mode
 from tpde.streaming.ranges import merge, require
 
@@ -53,16 +53,16 @@ class HostMemory:
         self._files: dict[Source, tuple[list[int], int]] = {}
         for i, it in enumerate(self._ranges):
             self._files.setdefault(it.source, ([], i))[0].append(it.first)
-        total = sum(it.size for it in extents)
+        total, self._progress = sum(it.size for it in extents), progress
         # The thread knows this, not the memory: that can be collected meanwhile.
-        self._bringing = Bringing(self._ranges, device, forced_mode(mode), total, progress)
+        self._bringing = Bringing(self._ranges, device, forced_mode(mode), total)
         self._close = weakref.finalize(self, self._bringing.close)
         self._close.atexit = False  # the end of a process frees all of it, and the driver may have gone
         weakref.finalize(self, self._bringing.stop)  # but first the thread leaves the driver alone
 
     def begin(self) -> None:
-        """Bring it from now on."""
-        self._bringing.start()
+        """Bring it from now on. Beginning again does nothing."""
+        self._bringing.start(self._progress)
 
     def complete(self) -> None:
         """Wait until everything is there.
@@ -72,6 +72,7 @@ class HostMemory:
         Truncated, ReadError, OutOfMemory, UnsupportedDevice
             If something cannot be brought; and whatever `progress` has raised.
         """
+        self.begin()
         self._bringing.wait()
 
     @property
@@ -102,7 +103,7 @@ class HostMemory:
                 f"(`{extent.name}`) were not asked for"
             )
         if not self._close.alive:
-            raise ValueError("the memory was given back")
+            raise not_there_any_more()
         return i, extent.offset - self._ranges[i].begin
 
     def address(self, extent: Extent) -> int:
@@ -111,11 +112,13 @@ class HostMemory:
         Waits for them. Only a device may read there when the files are mapped: see `tpde.streaming.mapping`.
         """
         i, at = self._find(extent)
+        self.begin()
         return self._bringing.host(i, at + extent.size) + at
 
     def device_address(self, extent: Extent) -> int | None:
         """Where kernels read the same bytes over the bus; None if they are not locked. Waits for them."""
         i, at = self._find(extent)
+        self.begin()
         start = self._bringing.device(i, at + extent.size)
         return None if start is None else start + at
 

@@ -189,7 +189,7 @@ def load(
             finish(model)
             if streaming is not None:
                 streaming.attach(model)
-                streaming.begin()
+                streaming.begin(model)
             undo.pop_all()
     return model
 

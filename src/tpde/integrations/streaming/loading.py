@@ -22,6 +22,7 @@ from tpde.integrations.streaming.units import unit_of
 from tpde.materialize import PackedTensor
 from tpde.memory import gib
 from tpde.nn.modules import PackedModule
+from tpde.nn.replace import prepare_rows
 from tpde.streaming.host import HostMemory
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stats import Summary, summarize_spans
@@ -219,14 +220,25 @@ class Streaming:
         self._readers[device] = readers
         return tensors
 
-    def begin(self) -> None:
-        """Fill and lock host memory from now on, in the background; the first use of any of it would, too.
+    def begin(self, model: torch.nn.Module) -> None:
+        """Fill and lock host memory from now on, in the background; wait for embeddings that stay there.
 
         Not before the rest is done: meanwhile, calls of the driver take several times as long, and so does
         whatever reads files.
+
+        Parameters
+        ----------
+        model : nn.Module
+            With all of its weights.
+
+        Raises
+        ------
+        Truncated, ReadError, OutOfMemory, UnsupportedDevice
+            If an embedding cannot be brought there.
         """
         for memory in self._memories():
             memory.begin()
+        prepare_rows(model)
 
     def wait(self) -> None:
         """Wait until all weights are where they stay: host memory is filled and locked in the background.

@@ -53,16 +53,15 @@ def loading_to(device: torch.device, budget: Budget | None = None) -> Iterator[N
     token = _target.set(target)
     try:
         yield
-        if target.warmup is not None:
-            target.warmup.wait()
-        if target.streaming is not None:
-            target.streaming.begin()
     except BaseException:
         if target.streaming is not None:
             target.streaming.close()
         if target.warmup is not None:
             target.warmup.abandon()
         raise
+    else:
+        if target.warmup is not None:
+            target.warmup.wait()
     finally:
         _target.reset(token)
 
@@ -304,13 +303,17 @@ class TpdeHfQuantizer(HfQuantizer):
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
         show_blobs(model)
-        streaming, self._target = self._target.streaming, _Target()
+        streaming, warmup = self._target.streaming, self._target.warmup
+        self._target = _Target()
         if streaming is not None:
             streaming.cut(model)
             streaming.route(model)
         finish(model)
         if streaming is not None:
             streaming.attach(model)
+            if warmup is not None:  # kernels first: the first token needs all of them
+                warmup.wait()
+            streaming.begin(model)
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
