@@ -74,7 +74,8 @@ class Decoder:
     def __init__(self, blobs: Sequence[Blob], out: Any, *, check: bool = False) -> None:
         import torch
 
-        from tpde.cuda.decode import Item, WorkList, lookup_tables
+        from tpde.cuda.decode import WorkList
+        from tpde.cuda.items import Item, lookup_tables
 
         self._out, self._check = out, check
         tables, images, items = {}, {}, []

@@ -29,7 +29,8 @@ def prepare() -> None:
 
     torch.zeros(1, device="cuda")
     from tpde.cuda import compile as nvrtc
-    from tpde.cuda.decode import SOURCE, max_warps
+    from tpde.cuda.decode import SOURCE
+    from tpde.cuda.geometry import max_warps
 
     start = time.perf_counter()
     import cuda.core  # noqa: F401

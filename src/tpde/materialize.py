@@ -184,7 +184,7 @@ class PackedTensor:
 
     def device_tables(self) -> tuple[Any, torch.Tensor] | None:
         """Expanded tables, and their image on the blob's device; None if the kernels cannot decode it."""
-        from tpde.cuda.decode import lookup_tables
+        from tpde.cuda.items import lookup_tables
 
         if self._device_tables is None:
             tables = lookup_tables(self.header, self._section)
@@ -195,7 +195,7 @@ class PackedTensor:
 
     def item(self, offset: int, chunks: Any = None) -> Any:
         """What the kernels take: an `Item`, of some chunks or all; None if they cannot decode it there."""
-        from tpde.cuda.decode import Item
+        from tpde.cuda.items import Item
 
         tables = self.device_tables()
         if tables is None:
@@ -425,7 +425,8 @@ class _Chunks:
         begin, end = header.chunk_range(first, last)
         self._begin, self._size = begin * header.word_bytes, (end - begin) * header.word_bytes
         if packed.device.type == "cuda" and header.codec != CODEC_CONSTANT:
-            from tpde.cuda.decode import Chunks, WorkList
+            from tpde.cuda.decode import WorkList
+            from tpde.cuda.items import Chunks
 
             part = Chunks(first, last, 0, header.blob_bytes)
             item = packed.item(offset - self._begin, part)

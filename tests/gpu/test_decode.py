@@ -22,12 +22,12 @@ pytestmark = needs_cuda
 @pytest.fixture(params=["staged", "rings"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Decode as on this card; and as where shared memory is small, with rings wherever they fit."""
-    from tpde.cuda import decode
+    from tpde.cuda import decode, geometry
 
     if request.param == "rings":
-        facts, staged = decode.facts, decode._staged
+        facts, staged = decode.facts, geometry.staged
         monkeypatch.setattr(decode, "facts", lambda device: facts(device)._replace(shared_bytes=99 << 10))
-        monkeypatch.setattr(decode, "_staged", lambda *wanted: staged(*wanted)._replace(most=1))
+        monkeypatch.setattr(geometry, "staged", lambda *wanted: staged(*wanted)._replace(most=1))
     return str(request.param)
 
 

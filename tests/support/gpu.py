@@ -15,7 +15,8 @@ class Batch:
     """Blobs on the device with what decodes them."""
 
     def __init__(self, packed: list[Packed], device: int = 0, misalign: int = 0) -> None:
-        from tpde.cuda.decode import Item, WorkList, lookup_tables
+        from tpde.cuda.decode import WorkList
+        from tpde.cuda.items import Item, lookup_tables
 
         self.packed, self.device = packed, device
         self.tables = [lookup_tables(p.header, p.section) for p in packed]

@@ -21,7 +21,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core, of `tpde[cuda]`")
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde[cuda]`")
 
 from tpde.cuda import compile as nvrtc
-from tpde.cuda import decode, nvcomp, scatter
+from tpde.cuda import decode, geometry, items, nvcomp, scatter
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -84,7 +84,7 @@ def of_kind(kind: str) -> dict[str, list[tuple[int, bytes, str]]]:
         if arch in LEAST_ARCHITECTURES:  # without checksums below, as they are chosen
             ways.append((1, PIECES.get(kind, 16)))
         for check, piece in ways:
-            warps.append(decode.max_warps(word, bool(check)))
+            warps.append(geometry.max_warps(word, bool(check)))
             defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs, "PIECE": piece}
             defines |= {"CHECK": check, "WINDOW": 1 if arch == "sm_120" else 8, "THREADS": 32 * warps[-1]}
             work.append((defines, arch))
@@ -112,10 +112,10 @@ def test_scattering_and_merging_compile_without_spills(word: int, arch: str) -> 
         assert_no_spills(nvrtc.cubin(source, defines, arch)[1])
 
 
-def item(packed: Packed) -> decode.Item:
-    tables = decode.lookup_tables(packed.header, packed.section)
+def item(packed: Packed) -> items.Item:
+    tables = items.lookup_tables(packed.header, packed.section)
     assert tables is not None
-    return decode.Item(packed.header, tables, 0, 0, 0)
+    return items.Item(packed.header, tables, 0, 0, 0)
 
 
 @functools.cache
@@ -144,11 +144,11 @@ def weights(layout: str) -> Packed:
 def test_cards_with_little_shared_memory_keep_24_warps(layout: str) -> None:
     """Registers and shared memory of the very kernel that a packed tensor is decoded with."""
     one = item(weights(layout))
-    chosen = decode.geometry(decode.need([one]), LEAST_SHARED)
+    chosen = geometry.geometry(geometry.need([one]), LEAST_SHARED)
     warps = WARPS_OF_F64 if layout == "F64" else WARPS
     assert chosen.warps >= warps
     assert chosen.table_room
-    defines = decode.kernel_defines(decode._defines(one.header, one.tables), chosen, check=False)
+    defines = geometry.kernel_defines(items.kind_defines(one.header, one.tables), chosen, check=False)
     assert defines["THREADS"] >= 32 * warps
     for _, log in compiled([(defines, arch) for arch in LEAST_ARCHITECTURES]):
         assert_no_spills(log)
@@ -160,7 +160,7 @@ def test_cards_with_little_shared_memory_keep_24_warps(layout: str) -> None:
 def test_staged_planes_seldom_exceed_their_room() -> None:
     """Chunks that do not fit take the slow way: few may."""
     packed = weights("BF16")
-    chosen, header = decode.geometry(decode.need([item(packed)]), LEAST_SHARED), packed.header
+    chosen, header = geometry.geometry(geometry.need([item(packed)]), LEAST_SHARED), packed.header
     assert not chosen.piece
     at = packed.blob[header.index_at : header.index_at + 12 * header.chunks].view("<u4")[::3].astype(np.int64)
     sizes = np.diff(np.append(at << header.unit_log2, header.blob_bytes)) - header.chunk_words
@@ -170,7 +170,7 @@ def test_staged_planes_seldom_exceed_their_room() -> None:
 @pytest.mark.parametrize("shared", [163 << 10, 227 << 10])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_planes_are_staged_where_shared_memory_is_large(layout: str, shared: int) -> None:
-    chosen = decode.geometry(decode.need([item(weights(layout))]), shared)
+    chosen = geometry.geometry(geometry.need([item(weights(layout))]), shared)
     assert chosen.piece == 0
 
 
@@ -180,9 +180,9 @@ def test_geometry_fits(dtype: str, shared: int) -> None:
     spec = TensorSpec(dtype, (300, 1000))
     packed = pack(spec, fill("normal", spec))
     assert packed is not None
-    wanted = decode.need([item(packed)])
+    wanted = geometry.need([item(packed)])
     for chunks in (0, 1, 7, 100, 249, 10**9):
-        chosen = decode.geometry(wanted, shared, chunks)
+        chosen = geometry.geometry(wanted, shared, chunks)
         windows = 2 * wanted.raw * chosen.window
         used = chosen.warps * (windows + (1 + chosen.ahead) * chosen.room) + chosen.table_room
         used += 0 if chosen.piece else wanted.slack
@@ -195,16 +195,16 @@ def test_geometry_fits(dtype: str, shared: int) -> None:
 
 
 def test_one_round_has_no_warps_to_spare() -> None:
-    wanted = decode.need([item(weights("BF16"))])
+    wanted = geometry.need([item(weights("BF16"))])
     for chunks, warps in ((1, 8), (8, 8), (11, 11), (wanted.warps, wanted.warps)):
-        chosen = decode.geometry(wanted, 227 << 10, chunks)
+        chosen = geometry.geometry(wanted, 227 << 10, chunks)
         assert (chosen.warps, chosen.ahead) == (warps, 0)
-    assert decode.geometry(wanted, 227 << 10, wanted.warps + 1).ahead == 1
+    assert geometry.geometry(wanted, 227 << 10, wanted.warps + 1).ahead == 1
 
 
 def test_tables_too_large_for_shared_memory_stay_outside() -> None:
-    wanted = decode.need([item(weights("BF16"))])._replace(tables=256 << 10, room=200 << 10, fair=200 << 10)
-    chosen = decode.geometry(wanted, LEAST_SHARED)
+    wanted = geometry.need([item(weights("BF16"))])._replace(tables=256 << 10, room=200 << 10, fair=200 << 10)
+    chosen = geometry.geometry(wanted, LEAST_SHARED)
     assert chosen.table_room == chosen.room == 0
     assert chosen.shared <= LEAST_SHARED
 

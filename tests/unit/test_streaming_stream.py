@@ -618,7 +618,7 @@ def test_what_follows_what() -> None:
 
 def test_tables_and_index_maps_are_put_on_the_device_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one copy for all that are not there, and never again."""
-    from tpde.cuda.decode import lookup_tables
+    from tpde.cuda.items import lookup_tables
     from tpde.streaming import tensor as tensors
 
     golden = Path(__file__).parent.parent / "golden" / "prefix_16.tpde.safetensors"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tpde.cuda.decode import ALIGNMENT, Chunks
+from tpde.cuda.items import ALIGNMENT, Chunks
 from tpde.errors import InvalidInput
 from tpde.format.source import Extent
 

@@ -132,7 +132,7 @@ class StreamedTensor(PackedTensor):
 
     def span_item(self, out: int, chunks: Any, at: int) -> Any:
         """What the kernels take for some chunks, the blob's start being `at` bytes from a launch's base."""
-        from tpde.cuda.decode import Item
+        from tpde.cuda.items import Item
 
         tables = self.device_tables()
         assert tables is not None
@@ -142,7 +142,7 @@ class StreamedTensor(PackedTensor):
 
     def item(self, offset: int, chunks: Any = None) -> Any:
         """What the kernels take to read the blob over the bus, where it lies; None if they cannot."""
-        from tpde.cuda.decode import ALIGNMENT
+        from tpde.cuda.items import ALIGNMENT
 
         if not self.decodable():
             return None
@@ -156,7 +156,7 @@ def put_on_device(tensors: Iterable[StreamedTensor]) -> None:
     Each copy is a call of the driver that takes 0.1 ms, or 0.5 ms while pages are locked. One thread does it
     at a time: what another has put there must not be replaced, and freed, while a launch knows its address.
     """
-    from tpde.cuda.decode import ALIGNMENT, lookup_tables
+    from tpde.cuda.items import ALIGNMENT, lookup_tables
 
     with _PUTTING:
         new: list[tuple[StreamedTensor, Any]] = []
