@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from tpde.errors import UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
-from tpde.materialize import RowReader  # noqa: E402
+from tpde.rows import RowReader  # noqa: E402
 from tpde.streaming import lock  # noqa: E402
 from tpde.streaming.device import CudaDevice  # noqa: E402
 from tpde.streaming.disk import ReadAhead  # noqa: E402

@@ -15,10 +15,11 @@ from tpde.errors import Corrupt, UnsupportedDevice
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink
 from tpde.frameworks import to_torch
-from tpde.materialize import Materializer, PackedTensor, RowReader
+from tpde.materialize import Materializer, PackedTensor
 from tpde.nn import pack_tensor
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
+from tpde.rows import RowReader
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

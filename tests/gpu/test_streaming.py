@@ -19,8 +19,9 @@ from support.streamed import stream_model, write_blobs
 from tpde.errors import Corrupt, UnsupportedDevice
 from tpde.format.container import TensorSpec
 from tpde.format.source import Extent, FileSource
-from tpde.materialize import PackedTensor, RowReader, chunk_decoder
+from tpde.materialize import PackedTensor, chunk_decoder
 from tpde.nn import pack_module
+from tpde.rows import RowReader
 from tpde.streaming.device import CudaDevice
 from tpde.streaming.stream import Streamer, Unit
 from tpde.streaming.tensor import StreamedTensor

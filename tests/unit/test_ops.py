@@ -18,9 +18,10 @@ from tpde import ops
 from tpde.errors import Corrupt, InvalidInput, Truncated
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_torch
-from tpde.materialize import Materializer, PackedTensor, RowReader, raise_damage
+from tpde.materialize import Materializer, PackedTensor, raise_damage
 from tpde.nn import pack_module, pack_tensor
 from tpde.nn.slot import Slot
+from tpde.rows import RowReader
 
 CPU = torch.device("cpu")
 

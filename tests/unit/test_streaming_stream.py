@@ -20,7 +20,7 @@ from tpde.errors import Corrupt, InvalidInput, PackedWeight, ReadError, Unsuppor
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.materialize import RowReader  # noqa: E402
+from tpde.rows import RowReader  # noqa: E402
 from tpde.streaming.order import Order  # noqa: E402
 from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
 from tpde.streaming.stream import Streamer, Unit  # noqa: E402

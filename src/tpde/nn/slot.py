@@ -11,9 +11,10 @@ from torch import Tensor
 from tpde import ops
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.blob import align
-from tpde.materialize import PackedTensor, RowReader, chunk_decoder, materializer
+from tpde.materialize import PackedTensor, chunk_decoder, materializer
 from tpde.nn.ranges import covering
 from tpde.nn.tiles import RowTiles
+from tpde.rows import RowReader
 
 if TYPE_CHECKING:
     from tpde.nn.experts import ExpertSource

@@ -7,18 +7,11 @@ that, what a device has found by then is raised when the same thing is wanted ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from tpde.errors import Corrupt
+from tpde.materialize import Watched
 from tpde.streaming.device import Device
 from tpde.streaming.pieces import Piece
-
-
-class Watched(Protocol):
-    """Something whose damage shows only after it was used."""
-
-    def report(self) -> None:
-        """Raise `Corrupt` if its last use was of damaged bytes, as far as that is known by now."""
 
 
 class Decoded:

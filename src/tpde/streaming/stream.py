@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tpde.errors import PackedWeight, ReadError, UnsupportedDevice
 from tpde.format.constants import CODEC_CONSTANT
-from tpde.materialize import Materializer
-from tpde.streaming.checks import Checks, Decoded, Watched
+from tpde.materialize import Materializer, Watched
+from tpde.streaming.checks import Checks, Decoded
 from tpde.streaming.device import Device
 from tpde.streaming.order import Order
 from tpde.streaming.pieces import Part, Piece, cut

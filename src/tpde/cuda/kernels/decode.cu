@@ -28,7 +28,7 @@ typedef unsigned long long u64;
 #define GOLDEN 0x9E3779B1u
 #define IS(mask, plane) ((mask) >> (plane) & 1)
 
-// One blob; src/tpde/cuda/decode.py writes these.
+// One blob; src/tpde/cuda/items.py writes these.
 struct Item {
   u64 blob, index, tables;  // addresses: of the blob, from the launch's base; of its index map and expanded tables
   u64 out;                  // offset of its first word in the output
@@ -257,7 +257,7 @@ struct Lane {
 #define NV ((V + 3) / 4)  // u32 that hold V bytes
 #define RAW_PLANES (WORD - IS(CODED, 0) - IS(CODED, 1) - IS(CODED, 2) - IS(CODED, 3) - IS(CODED, 4) - IS(CODED, 5) - \
                     IS(CODED, 6) - IS(CODED, 7))
-#define WINDOW_BYTES (RAW_PLANES * 32 * V * WINDOW)  // src/tpde/cuda/decode.py knows it too
+#define WINDOW_BYTES (RAW_PLANES * 32 * V * WINDOW)  // src/tpde/cuda/geometry.py knows it too
 
 __device__ __forceinline__ u32 unrotate16(u32 x) {  // both halves
   return ROTATE ? (x >> 1 & 0x7fff7fffu) | (x << 15 & ~0x7fff7fffu) : x;

@@ -1,0 +1,167 @@
+"""Rebuilding only those rows of packed matrices that are asked for, on CPU or GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpde.codec.native import Bytes
+from tpde.format.constants import CODEC_CONSTANT
+from tpde.materialize import PackedTensor, capturing, on_device, raise_damage, repeat, stream_handle, upload
+
+_VERIFY_BYTES = 16 << 20  # of rows at a time while a matrix is verified
+
+
+class RowReader:
+    """Rebuilds only the rows of a packed matrix that are asked for.
+
+    Parameters
+    ----------
+    packed : PackedTensor
+        A matrix.
+    """
+
+    def __init__(self, packed: PackedTensor) -> None:
+        self.packed, self.device = packed, packed.device
+        self._count, self._width = packed.header.spec.shape
+        self._row_bytes = packed.nbytes // max(self._count, 1)
+        self._rows: Any = None
+        self._verified = False
+        if self.device.type == "cuda" and packed.header.codec != CODEC_CONSTANT:
+            item = packed.item(0)
+            if item is not None:
+                self._prepare(item)
+
+    def _prepare(self, item: Any) -> None:
+        from tpde.cuda.decode import Rows
+
+        assert self.device.index is not None
+        self._rows = Rows(item, self.device.index)
+        self._descriptors = upload(self._rows.descriptors, self.device)
+        if self.packed.streams is None:
+            self._status = upload(np.zeros(16, np.uint8), self.device)
+        else:  # so that nobody needs to wait to look at it
+            with torch.inference_mode(False):
+                self._status = torch.zeros(16, dtype=torch.uint8, pin_memory=True)
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` of the matrix: a tensor of shape `(*ids.shape, columns)`.
+
+        Raises
+        ------
+        RuntimeError
+            If `ids` are not integers on the matrix's device.
+        IndexError
+            On the CPU, if a number is not a row's. On a GPU the kernel traps, as the framework's own does.
+        Corrupt
+            Naming tensor and chunk. Of rows that a GPU reads in the host's memory, what was damaged after the
+            first use is reported at the next one.
+        ReadError
+            If the rows are read where they are streamed from, and that was closed.
+        """
+        streams = self.packed.streams
+        # Kernels read the host's memory, whether it is there or not.
+        with contextlib.nullcontext() if streams is None else streams.opened():
+            return self._look_up(ids)
+
+    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        streams = self.packed.streams
+        if ids.device != self.device or ids.dtype not in (torch.int64, torch.int32):
+            raise RuntimeError(
+                f"rows of `{self.packed.name}` on {self.device} are asked for by {ids.dtype} on "
+                f"{ids.device}; integers of 32 or 64 bits on the same device are needed"
+            )
+        shape = (*ids.shape, self._width)
+        if self.packed.header.codec == CODEC_CONSTANT:
+            return self._constant(shape, ids)
+        if self._rows is None:
+            rows = self._on_host(ids.detach().reshape(-1).cpu().numpy().astype(np.int64))
+            return torch.from_numpy(rows).to(self.device).view(self.packed.dtype).view(shape)
+        flat = ids.detach().reshape(-1).to(torch.int64).contiguous()
+        if not self._verified and not capturing(self.device):
+            self._verify()
+        if streams is not None:
+            streams.watch(self)
+        out = torch.empty(shape, dtype=self.packed.dtype, device=self.device)
+        # What is on the device stays as it is; the host's memory may be a file that somebody overwrites.
+        self._launch(flat, out, check=streams is not None or not self._verified)
+        return out
+
+    def report(self) -> None:
+        """Raise what looking up rows in the host's memory has found so far.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk.
+        """
+        raise_damage(self._status, [self.packed])
+
+    def _launch(self, ids: torch.Tensor, out: torch.Tensor, check: bool) -> None:
+        stream = stream_handle(self.device)
+        with on_device(self.device):
+            self._rows.launch(
+                self._descriptors.data_ptr(),
+                ids.data_ptr(),
+                ids.numel(),
+                out.data_ptr(),
+                self._status.data_ptr(),
+                stream,
+                check,
+            )
+
+    def _verify(self) -> None:
+        """Compare the checksums of all chunks and wait for the result: looking up rows then waits no more."""
+        chunk, row = self.packed.header.chunk_words, self._row_bytes // self.packed.header.word_bytes
+        step = chunk // row if row and chunk % row == 0 else 1  # a row of each chunk decodes all of them
+        piece = max(_VERIFY_BYTES // max(self._row_bytes, 1), 1)
+        with torch.inference_mode(False):
+            ids = torch.arange(0, self._count, step, dtype=torch.int64, device=self.device)
+            out = torch.empty(
+                (min(piece, ids.numel()), self._width), dtype=self.packed.dtype, device=self.device
+            )
+            for at in range(0, ids.numel(), piece):
+                self._launch(ids[at : at + piece], out, check=True)
+            torch.cuda.current_stream(self.device).synchronize()
+        raise_damage(self._status, [self.packed])
+        self._verified = True
+
+    def _constant(self, shape: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            self._check(ids.numpy().reshape(-1))
+        out = torch.empty(shape, dtype=self.packed.dtype, device=self.device)
+        repeat(self.packed, out)
+        return out
+
+    def _check(self, ids: Any) -> None:
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._count:
+            bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise IndexError(
+                f"index out of range: row {bad} of `{self.packed.name}`, which has {self._count}"
+            )
+
+    def _on_host(self, ids: Any) -> Bytes:
+        """Decode runs of adjacent chunks that hold the rows, each once."""
+        self._check(ids)
+        header, size = self.packed.header, self._row_bytes
+        out = np.empty((ids.size, size), np.uint8)
+        if not out.size:
+            return out.reshape(-1)
+        rows, places = np.unique(ids, return_inverse=True)
+        unique = np.empty((rows.size, size), np.uint8)
+        step = header.chunk_words * header.word_bytes
+        firsts, lasts = rows * size // step, ((rows + 1) * size - 1) // step
+        # A run ends before a row whose first chunk does not touch the last one decoded.
+        ends = np.append(np.flatnonzero(firsts[1:] > lasts[:-1] + 1) + 1, rows.size)
+        begin = 0
+        for end in ends.tolist():
+            low, high = int(rows[begin]), int(rows[end - 1]) + 1
+            part = np.empty((high - low, size), np.uint8)
+            self.packed.decode_on_host(low * size, high * size, part.reshape(-1))
+            unique[begin:end] = part[rows[begin:end] - low]
+            begin = end
+        np.take(unique, places.reshape(-1), axis=0, out=out)
+        return out.reshape(-1)
