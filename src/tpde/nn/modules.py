@@ -22,7 +22,6 @@ from tpde.materialize import PackedTensor
 from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
 from tpde.nn.plain import PlainWeight
-from tpde.nn.saved import saves
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
 
@@ -279,13 +278,7 @@ class PackedLinear(PackedModule):
         bias: Any = self._parameters.get("bias", self)  # `self.bias` takes as long as all the rest
         if bias is self:  # not where layers have it
             bias = self.bias
-        space = group._workspace
-        if (  # `group.live()`, without the call
-            space is not None
-            and space.filled is group
-            and space.thread == get_ident()
-            and (not is_grad_enabled() or saves(space))
-        ):
+        if group.live():
             return functional.linear(input, slot.view, bias)  # type: ignore[arg-type]
         if len(group.slots) > 1 or is_open(group):
             return super().forward(input)

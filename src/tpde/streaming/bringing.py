@@ -120,6 +120,8 @@ class Bringing:
         progress : callable, optional
             Called with numbers of bytes, in the thread.
         """
+        if self._thread.ident is not None:  # asked again for each piece that is copied
+            return
         with self._changed:
             if self._thread.ident is None and not self._stopped:
                 self._progress = progress

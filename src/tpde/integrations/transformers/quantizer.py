@@ -303,16 +303,13 @@ class TpdeHfQuantizer(HfQuantizer):
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
         show_blobs(model)
-        streaming, warmup = self._target.streaming, self._target.warmup
-        self._target = _Target()
+        streaming, self._target = self._target.streaming, _Target()
         if streaming is not None:
             streaming.cut(model)
             streaming.route(model)
         finish(model)
         if streaming is not None:
             streaming.attach(model)
-            if warmup is not None:  # kernels first: the first token needs all of them
-                warmup.wait()
             streaming.begin(model)
         return model
 

@@ -52,7 +52,7 @@ class ModelStreaming(Streaming):
     budget : Budget
         As asked for.
     warmup : Warmup, optional
-        What loads kernels meanwhile; whoever started it waits for it.
+        What loads kernels meanwhile; `begin` waits for it.
 
     Attributes
     ----------
@@ -126,6 +126,12 @@ class ModelStreaming(Streaming):
         model.register_forward_pre_hook(
             TokenLimit(model, self.budget.max_tokens, self._activations), with_kwargs=True, prepend=True
         )
+
+    def begin(self, model: Any) -> None:
+        """Bring what stays in host memory when kernels are there: the first token needs all of those."""
+        if self._warmup is not None:
+            self._warmup.wait()
+        super().begin(model)
 
     def record(self) -> None:
         """Start to note when things happen: see `Streaming.record`."""
