@@ -6,10 +6,7 @@ import copy
 import gc
 import pickle
 import re
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +14,18 @@ import pytest
 from support.budgets import MIXED, PIECE, Opened, every, load, simulated
 from support.card import Card
 from support.checkpoints import Pair, checkpoint, write
-from support.locking import FakeLock
 from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
-from support.simulated import MemorySupply
 
 import tpde
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, InvalidInput, OutOfMemory, PackedWeight, ReadError, UnsupportedDevice
 from tpde.nn.experts import fused
-from tpde.streaming import lock
 from tpde.streaming.experts import expert_room
-from tpde.streaming.host import HostMemory
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.integrations.streaming import loading as loading_under  # noqa: E402
-from tpde.integrations.streaming import opening  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
-from tpde.integrations.transformers import quantizer  # noqa: E402
 
 
 @pytest.fixture(params=[("host",), ("disk",), MIXED], ids=["host", "disk", "mixed"])
@@ -646,153 +637,3 @@ def test_no_room_for_plain_weights(card: Card, monkeypatch: pytest.MonkeyPatch, 
         card.exhaust(monkeypatch, 4096)
         with pytest.raises(OutOfMemory, match=r"needs .* on cpu, .* are free"):
             load(llama.packed)
-
-
-def _host_threads() -> list[str]:
-    return [it.name for it in threading.enumerate() if it.name.startswith("tpde-host")]
-
-
-def _host_memory(monkeypatch: pytest.MonkeyPatch, lock_: Callable[..., None]) -> FakeLock:
-    """Let models load to real host memory, an arena; no device locks it."""
-    fake = FakeLock(monkeypatch)
-    monkeypatch.setattr(lock, "lock", lock_)
-    monkeypatch.setenv("TPDE_HOST_MEMORY", "arena")
-    for module in (opening, loading_under):
-        monkeypatch.setattr(module, "HostMemory", HostMemory)
-    return fake
-
-
-def test_host_memory_begins_when_all_else_is_there(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
-    """It would be in the way of all else; embeddings are read in place, so that they are waited for."""
-    log: list[str] = []
-
-    class Kernels:
-        device, reserved = torch.device("cpu"), 0
-
-        def wait(self) -> None:
-            log.append("kernels")
-
-        def abandon(self) -> None:
-            log.append("abandoned")
-
-    def logged(owner: Any, name: str, what: str) -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any) -> Any:
-            log.append(what)
-            return original(*args)
-
-        monkeypatch.setattr(owner, name, call)
-
-    def begin(memory: MemorySupply) -> None:
-        log.append("host memory")
-        if fails:
-            raise OutOfMemory("full")
-
-    logged(packed_nn.group.Group, "prepare", "block")
-    logged(packed_nn.slot.Slot, "prepare_rows", "rows")
-    monkeypatch.setattr(MemorySupply, "begin", begin)
-    target = quantizer.TpdeHfQuantizer.update_attn_implementation
-
-    def warmed(self: Any, config: Any) -> Any:
-        self._target.warmup = Kernels()
-        return target(self, config)
-
-    for name in ("update_attn_implementation", "update_tp_plan"):
-        monkeypatch.setattr(quantizer.TpdeHfQuantizer, name, warmed)
-    for fails in (False, True):
-        log.clear()
-        with simulated(monkeypatch, every("host")) as opened:
-            with pytest.raises(OutOfMemory, match="full") if fails else nullcontext():
-                load(llama.packed)
-            assert opened.memory[0].closed == fails
-        first = log.index("host memory")
-        assert "kernels" in log[:first]
-        assert "block" in log[:first]
-        assert "rows" not in log[:first]
-        assert log[first + 1] == ("abandoned" if fails else "rows")
-
-
-def test_a_model_is_there_before_its_host_memory_is(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
-    """Locking waits here until the model has been loaded; its first forward pass waits for that."""
-    loaded, reached = threading.Event(), threading.Event()
-
-    def lock_(*args: Any, **kwargs: Any) -> None:
-        reached.set()
-        assert loaded.wait(60), "loading waits for host memory"
-        fake.lock(*args, **kwargs)
-
-    with simulated(monkeypatch, every("host")):
-        fake = _host_memory(monkeypatch, lock_)
-        model = load(llama.packed)
-        assert reached.wait(60)
-        assert not fake.locked
-        with ThreadPoolExecutor() as pool:
-            made = pool.submit(outputs, "llama", model, 1)
-            assert not made.done()
-            loaded.set()
-            model.tpde_streamer.wait()
-            assert fake.locked
-            assert_same_bits(
-                made.result(60), outputs("llama", llama.kind.from_pretrained(llama.plain), 1), ""
-            )
-        model.tpde_streamer.close()
-        assert not fake.locked
-        assert not _host_threads()
-
-
-def test_host_memory_that_fails_is_told_by_the_first_forward_pass(
-    monkeypatch: pytest.MonkeyPatch, llama: Pair
-) -> None:
-    def lock_(*args: Any, **kwargs: Any) -> None:
-        raise UnsupportedDevice("page-locking failed: CUDA_ERROR_DEINITIALIZED")
-
-    with simulated(monkeypatch, every("host")):
-        _host_memory(monkeypatch, lock_)
-        model = load(llama.packed)
-        for _ in range(2):
-            with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
-                outputs("llama", model, 1)
-        with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
-            model.tpde_streamer.wait()
-        model.tpde_streamer.close()
-        assert not _host_threads()
-
-
-@pytest.mark.parametrize("error", [OutOfMemory("full"), KeyboardInterrupt()], ids=["memory", "interrupt"])
-def test_opening_that_fails_gives_locked_memory_back(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch, llama: Pair
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise error
-
-    with simulated(monkeypatch, every("host")) as opened:
-        monkeypatch.setattr(opening, "Streamer", fail)
-        with pytest.raises(type(error)):
-            load(llama.packed)
-        assert opened.memory[0].closed
-
-
-@pytest.mark.parametrize("error", [Corrupt("damaged"), KeyboardInterrupt()], ids=["damage", "interrupt"])
-def test_nothing_is_locked_before_headers_are_read(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch, llama: Pair
-) -> None:
-    def fail(*_: Any) -> Any:
-        raise error
-
-    with simulated(monkeypatch, every("host")) as opened:
-        monkeypatch.setattr(opening, "StreamedTensor", fail)
-        with pytest.raises(type(error)):
-            load(llama.packed)
-        assert not opened.memory
-
-
-def test_progress(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
-    sizes: list[int] = []
-    with simulated(monkeypatch, every("host", "packed", "plain")):
-        load(llama.packed, progress=sizes.append)
-    from tpde.packing.reader import PackedFile
-
-    with PackedFile(llama.packed / "model.safetensors") as file:
-        packed = sum(e.end - e.begin for n, e in file.container.entries.items() if n.endswith("_tpde"))
-    assert sum(sizes) == packed
