@@ -134,6 +134,7 @@ def _measure(folder: Path, how: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.whole_card
 def test_memory(tmp_path: Path) -> None:
     """Blocks of 96 MiB: large beside the context's own noise, and beside the 64 MiB of pinned buffers."""
     config = transformers.LlamaConfig(

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 from tpde.streaming.rates import DECODE_SHARE, measure_rates  # noqa: E402
 
 
+@pytest.mark.whole_card
 def test_rates_are_plausible_and_memory_is_given_back():
     device = torch.device("cuda", torch.cuda.current_device())
     measure_rates(device)  # whatever is made only once
