@@ -13,9 +13,10 @@
 typedef struct encoding {
   const tpde_codec *codec;
   const kernels *k;
-  const uint8_t *words;
+  const uint8_t *words, *words_end;
   uint64_t first, count, words_start, offset;
   uint8_t *out, *index;
+  const uint8_t *out_end; /* where chunks go straight to their place, else NULL */
   uint64_t batch, batches, held; /* chunks in one, how many there are, how many may be taken and not placed */
   uint8_t *scratch;              /* of each thread */
   size_t scratch_bytes, made_bytes;
@@ -84,6 +85,20 @@ static size_t scratch_bytes(const tpde_layout *l) {
   return bytes;
 }
 
+/* What is asked for while the first of `planes` planes is written: a part of what follows a chunk of so many bytes. */
+static upcoming after(const encoding *e, const uint8_t *words, const uint8_t *out, size_t bytes, uint32_t planes) {
+  upcoming next = {words + bytes, NULL, (size_t)(e->words_end - words) - bytes};
+  if (next.bytes > bytes) next.bytes = bytes;
+  if (e->out_end && (size_t)(e->out_end - out) >= 2 * bytes) next.write = out + bytes;
+  if (planes) next.bytes /= planes;
+  return next;
+}
+
+static void move_on(upcoming *next) {
+  next->read += next->bytes;
+  if (next->write) next->write += next->bytes;
+}
+
 /* Encode one chunk; returns its bytes. */
 static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, uint8_t *out, uint8_t *record,
                              uint32_t *max_stream) {
@@ -112,8 +127,12 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
     if (!filled++) fill = planes[p][0];
     if (planes[p][0] == fill) modes |= MODE_FILL << (2 * p);
   }
-  for (int p = 0; p < b; p++)
+  uint32_t coding = 0;
+  for (int p = 0; p < b; p++) {
     if (l->table_count[p] > variants) variants = l->table_count[p];
+    coding += l->table_count[p] && (modes >> (2 * p) & 3) != MODE_FILL;
+  }
+  upcoming next = after(e, words, out, (size_t)n * b, coding);
   for (uint32_t v = 0; v < variants; v++) {
     uint64_t size = 0;
     for (int p = 0; p < b; p++) {
@@ -123,7 +142,8 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
         pad_plane(t, planes[p], n, padded);
         if (coded[p]) { /* nothing to choose from: bits are counted as they are written */
           memset(sized[p].bits, 0, sizeof sized[p].bits);
-          e->k->write_lanes(t, planes[p], places, groups, sized[p].bits, coded[p] + LANE_HEADER);
+          e->k->write_lanes(t, planes[p], places, groups, sized[p].bits, coded[p] + LANE_HEADER, &next);
+          move_on(&next);
         } else {
           if (t->lengths != lengths[p] || padded != n) { /* what it is padded with may differ */
             e->k->lane_bits(t, planes[p], places, groups, counted[p]);
@@ -158,7 +178,9 @@ static uint32_t encode_chunk(const encoding *e, uint64_t i, uint8_t *scratch, ui
       memcpy(at + LANE_HEADER, coded[p] + LANE_HEADER, kept[p].size - LANE_HEADER);
     } else {
       pad_plane(t, planes[p], n, padded);
-      e->k->write_lanes(t, planes[p], places, groups, kept[p].bits, at + LANE_HEADER);
+      if (coded[p]) next.bytes = 0; /* this plane's part was asked for */
+      e->k->write_lanes(t, planes[p], places, groups, kept[p].bits, at + LANE_HEADER, &next);
+      move_on(&next);
     }
     write_lane_header(&kept[p], at);
     at += kept[p].size;
@@ -270,6 +292,7 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
   if (!count) return TPDE_OK;
   tpde_chunk_words(l, first, &e.words_start);
   uint64_t end = tpde_chunk_words(l, first + count - 1, &start) + start;
+  e.words_end = e.words + (end - e.words_start) * l->word_bytes;
   uint64_t bound = tpde_encode_bound(l, end - e.words_start, count);
   if (bound > out_bytes)
     return tpde_fail(error, TPDE_E_SPACE, "the output buffer is too small", UINT64_MAX, -1, out_bytes, bound);
@@ -295,6 +318,7 @@ int tpde_encode(const tpde_codec *codec, const void *words, uint64_t first, uint
     e.spare[e.spares] = buffers + e.spares * e.made_bytes;
   }
   if (threads == 1) { /* straight to its place */
+    e.out_end = out + out_bytes;
     e.used = encode_chunks(&e, 0, count, e.scratch, out, &e.max_chunk, &e.max_stream);
     set_offsets(&e, 0, count, 0);
   } else {

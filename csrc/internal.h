@@ -63,6 +63,13 @@ typedef struct halves {
   uint32_t checksum; /* of the words: the result */
 } halves;
 
+/* What is read and written next, as many bytes, or NULL: asked for while lanes are written. By itself a processor asks
+ * for lines of one page, as they are read; with this one thread of a Xeon of 2023 encodes bf16 by a quarter faster. */
+typedef struct upcoming {
+  const uint8_t *read, *write;
+  size_t bytes;
+} upcoming;
+
 /* The paths that differ by instruction set; every function gives the same results in all of them. */
 typedef struct kernels {
   const char *name;
@@ -76,7 +83,7 @@ typedef struct kernels {
   /* Write all lanes from out on, lane l padded with zeros to bits[l], which becomes what it has if that is more;
    * writes zeros to the end of the last byte, and 7 or 8 bytes beyond. */
   void (*write_lanes)(const table *t, const uint8_t *plane, int places, int groups, uint32_t bits[TPDE_LANES],
-                      uint8_t *out);
+                      uint8_t *out, const upcoming *next);
   /* Read all lanes; lane l has the bits start[l] to start[l + 1] of the stream, which has LANE_SLACK
    * readable bytes after the last. Returns 0, or 1 + the first lane whose codewords end after its bits. */
   int (*read_lanes)(const table *t, const uint8_t *stream, const uint32_t start[TPDE_LANES + 1],

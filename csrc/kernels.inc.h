@@ -240,10 +240,19 @@ static inline void put_step(run *r, const table *t, const uint8_t *s, int kind, 
   else put(r, (uint64_t)(e[0] & codes) << 32, sum & 63);
 }
 
+/* A lane's share of the lines. */
+static inline void ask_for(const upcoming *next, int lane) {
+  for (size_t at = 64u * (size_t)lane; at < next->bytes; at += 64u * TPDE_LANES) {
+    if (next->read) __builtin_prefetch(next->read + at);
+    if (next->write) __builtin_prefetch(next->write + at, 1);
+  }
+}
+
 static inline void put_lanes(const table *t, const uint8_t *plane, int groups, uint32_t *bits, uint8_t *out,
-                             int kind, int places) {
+                             const upcoming *next, int kind, int places) {
   run r = {0, 0, out};
   for (int l = 0; l < TPDE_LANES; l++) {
+    ask_for(next, l);
     uint64_t begin = (uint64_t)(r.out - out) * 8 + r.n;
     const uint8_t *s = plane + l * places;
     for (int g = 0; g < groups; g++, s += TPDE_LANES * places)
@@ -258,8 +267,8 @@ static inline void put_lanes(const table *t, const uint8_t *plane, int groups, u
 }
 
 static void write_lanes(const table *t, const uint8_t *plane, int places, int groups, uint32_t bits[TPDE_LANES],
-                        uint8_t *out) {
-  CALL_SHAPED(put_lanes, t, plane, groups, bits, out);
+                        uint8_t *out, const upcoming *next) {
+  CALL_SHAPED(put_lanes, t, plane, groups, bits, out, next);
 }
 
 /* One look-up that may be an escape, which takes 8 or 16 more bits, at any position. */

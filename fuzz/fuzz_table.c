@@ -22,7 +22,7 @@ static void check_table(const table *t, const kernels *k, int places, uint32_t f
   size_t size = stream + LANE_SLACK((uint32_t)(places * groups));
   uint8_t *out = exact(size);
   memset(out, 0xff, size);
-  k->write_lanes(t, plane, places, groups, found, out);
+  k->write_lanes(t, plane, places, groups, found, out, &(upcoming){0});
   CHECK(!memcmp(bits, found, sizeof found));
   CHECK(!k->read_lanes(t, out, start, places, groups, back));
   CHECK(!memcmp(plane, back, n));
