@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from support.card import DEVICE, GIB, Card  # noqa: E402
 from tpde import pack, unpack  # noqa: E402
 from tpde.errors import InvalidInput, NotPacked, OutOfMemory, PackedWeight  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.integrations.diffusers import load  # noqa: E402
+from tpde.integrations.diffusers import load, loading  # noqa: E402
 from tpde.integrations.runs import Run  # noqa: E402
 from tpde.nn import packed_modules, plain_state_dict  # noqa: E402
 from tpde.streaming.units import Placement  # noqa: E402
@@ -135,6 +136,20 @@ def test_what_a_class_keeps_in_32_bits(tmp_path: Path, monkeypatch: pytest.Monke
         n: it.dtype for n, it in plain.state_dict().items()
     }
     assert torch.float32 in {it.dtype for it in packed.parameters()}
+
+
+def test_no_pass_over_all_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is not collected while a model is loaded."""
+    seen, build = [], loading.build
+
+    def built(*args: Any) -> Any:
+        seen.append(gc.isenabled())
+        return build(*args)
+
+    monkeypatch.setattr(loading, "build", built)
+    assert gc.isenabled()
+    load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path))
+    assert (seen, gc.isenabled()) == ([False], True)
 
 
 def test_another_dtype_is_decoded_and_cast(tmp_path: Path) -> None:

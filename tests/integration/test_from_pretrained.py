@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +387,28 @@ def test_experts_some_of_which_are_plain(
     assert not info["missing_keys"]
     packed.save_pretrained(tmp_path / "again")
     _same("mixtral", Pair(pair.plain, tmp_path / "again", pair.kind))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("error", [None, OSError("nothing there")])
+def test_no_pass_over_all_objects(error: OSError | None, enabled: bool, tmp_path: Path) -> None:
+    """Garbage is not collected while a model is loaded, and then again as before, whatever happened."""
+    pair = checkpoint(tmp_path, "llama")
+    seen = []
+
+    class Kind:
+        @staticmethod
+        def from_pretrained(*args: Any, **options: Any) -> Any:
+            seen.append(gc.isenabled())
+            if error is not None:
+                raise error
+            return pair.kind.from_pretrained(*args, **options)
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with nullcontext() if error is None else pytest.raises(OSError, match="nothing there"):
+            tpde.from_pretrained(pair.packed, model_class=Kind)
+        assert (seen, gc.isenabled()) == ([False], enabled)
+    finally:
+        (gc.enable if before else gc.disable)()

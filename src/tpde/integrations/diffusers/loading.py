@@ -18,6 +18,7 @@ from tpde.frameworks import torch_dtype
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.device import checked_device
 from tpde.integrations.diffusers.streamed import check_gpu, planned
+from tpde.integrations.garbage import collecting_later
 from tpde.integrations.runs import Run
 from tpde.nn import finish, replace_parameter, supports
 from tpde.packing.directory import INDEX_SUFFIX
@@ -150,7 +151,7 @@ def load(
     if vram is not None:
         check_gpu(target)
     files = weight_files(folder, variant)
-    with Checkpoint(files) as checkpoint:
+    with collecting_later(), Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:
             raise NotPacked(
                 f"`{folder}` is not packed; pack it with `tpde pack {folder} {folder.name}-packed`, and name "

@@ -11,6 +11,7 @@ import torch
 
 from tpde.errors import InvalidInput
 from tpde.integrations.device import checked_device
+from tpde.integrations.garbage import collecting_later
 from tpde.integrations.transformers.folder import packed_directory, read_config
 
 MAX_TOKENS = 8192  # of a budget that names none
@@ -163,6 +164,6 @@ def from_pretrained(
             device_map = device = "cuda" if device is None else device
         _check_gpus(device_map)
     target = checked_device(device)
-    with loading_to(target, budget):
+    with collecting_later(), loading_to(target, budget):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
     return model
