@@ -42,7 +42,8 @@ def llama(tmp_path_factory):
 
 
 def test_text(llama):
-    made = process("plan", llama, "--vram", "256MiB", "--max-tokens", "100", *RATES, CUDA_VISIBLE_DEVICES="")
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    made = process("plan", llama, "--vram", "256MiB", "--max-tokens", "100", *RATES, env=env)
     assert made.returncode == 0, made.stderr
     assert "plain:  model.layers 0-2, lm_head" in made.stdout
     assert "tokens/s, for up to 100 tokens; limited by" in made.stdout

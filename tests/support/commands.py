@@ -17,14 +17,13 @@ def invoke(*args: object) -> Any:
     return CliRunner().invoke(app, [*map(str, args)])
 
 
-def process(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user would, with what libraries print when they are imported."""
+def process(*args: object, code: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user would, or code that does; with what libraries print when they are imported.
+
+    `options` are those of `subprocess.run`.
+    """
+    how = ["-c", code] if code is not None else ["-m", "tpde"]
+    defaults = {"capture_output": True, "timeout": 300, "env": os.environ | {"PYTHONIOENCODING": "utf-8"}}
     return subprocess.run(
-        [sys.executable, "-m", "tpde", *map(str, args)],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        env=os.environ | {"PYTHONIOENCODING": "utf-8"} | env,
-        timeout=300,
+        [sys.executable, *how, *map(str, args)], encoding="utf-8", check=False, **(defaults | options)
     )

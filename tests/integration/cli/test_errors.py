@@ -1,0 +1,313 @@
+"""Exit codes and messages: damage, input that cannot be, and what the system refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from support.cli import Outcome, Run, damage, names, weights
+from support.commands import process
+
+# ---- exit code 1: damage
+
+
+def test_verify_names_tensor_and_chunk(run: Run, packed: Path) -> None:
+    damage(packed)
+    done = run("verify", packed)
+    assert (done.code, done.err) == (1, "")
+    first, last = done.out.splitlines()
+    assert first.startswith(f"{packed}: tensor `layers.0.weight`, chunk 2: ")
+    assert last == "1 problem found"
+
+
+def test_verify_against_another_source(run: Run, packed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    tensors = weights()
+    tensors["layers.1.bias"][3] = 7
+    safetensors.torch.save_file(tensors, other, metadata={"format": "pt"})
+    done = run("verify", packed, "--against", other)
+    assert done.code == 1
+    assert "tensor `layers.1.bias`: byte 24 is 0x03, but 0x07 in the source" in done.out
+
+
+# ---- exit codes 2 and 3: messages
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def with_header(path: Path, header: dict[str, Any], data: bytes) -> Path:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_not_safetensors(run: Run, tmp_path: Path) -> None:
+    source, target = tmp_path / "s.safetensors", tmp_path / "p"
+    source.write_text("This is a text, and a long one.")
+    run("pack", source, target).failed(
+        2, "s.safetensors` is not a safetensors file: its first 8 bytes", "`tpde` packs safetensors"
+    )
+    source.write_bytes(struct.pack("<Q", 16) + b"neither is this.")
+    run("pack", source, target).failed(2, "header is not JSON", "safetensors files, state dicts")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 100, -1])
+def test_truncated(run: Run, plain: Path, packed: Path, tmp_path: Path, size: int) -> None:
+    for path, command in ((plain, "pack"), (packed, "unpack"), (packed, "inspect"), (packed, "verify")):
+        short = tmp_path / "short.safetensors"
+        short.write_bytes(path.read_bytes()[:size])
+        targets = [tmp_path / "t"] if command in ("pack", "unpack") else []
+        run(command, short, *targets).failed(3, "`.*short.safetensors` ", "incomplete, fetch the rest")
+        assert not (tmp_path / "t").exists()
+
+
+def test_bytes_at_the_end(run: Run, plain: Path, tmp_path: Path) -> None:
+    plain.write_bytes(plain.read_bytes() + b"x")
+    run("pack", plain, tmp_path / "t").failed(3, "its header describes only", "fetch it again")
+
+
+def test_unpack_refuses_damage(run: Run, packed: Path, tmp_path: Path) -> None:
+    damage(packed)
+    before = names(tmp_path)
+    run("unpack", packed, tmp_path / "t").failed(
+        3, f"`{packed}`: tensor `layers.0.weight`, chunk 2: ", "fetch the file again"
+    )
+    assert names(tmp_path) == before
+
+
+def test_already_packed(run: Run, packed: Path, model: Path, tmp_path: Path) -> None:
+    run("pack", packed, tmp_path / "t").failed(2, "is packed already", "`tpde unpack`")
+    assert run("pack", model, tmp_path / "d").code == 0
+    run("pack", tmp_path / "d", tmp_path / "t").failed(2, "is packed already", "`tpde unpack`|unpack it")
+
+
+def test_not_packed(run: Run, plain: Path, model: Path, tmp_path: Path) -> None:
+    run("unpack", plain, tmp_path / "t").failed(2, "is not packed", "use it as it is")
+    run("verify", plain).failed(2, "is not packed", "pack it with")
+    run("unpack", model, tmp_path / "t").failed(2, "not a packed model directory", "pack it with")
+
+
+def test_unknown_version(run: Run, packed: Path, tmp_path: Path) -> None:
+    header, data = header_of(packed)
+    header["__metadata__"]["tpde"] = "7"
+    newer = with_header(tmp_path / "n.safetensors", header, data)
+    for args in (["unpack", newer, tmp_path / "t"], ["verify", newer], ["inspect", newer]):
+        run(*args).failed(2, "has format version 7; this tpde reads version 1", "upgrade tpde")
+
+
+def test_unknown_dtype(run: Run, plain: Path, tmp_path: Path) -> None:
+    header, data = header_of(plain)
+    header["layers.0.weight"]["dtype"] = "BF17"
+    source = with_header(tmp_path / "s.safetensors", header, data)
+    run("pack", source, tmp_path / "t").failed(2, "`layers.0.weight` has dtype `BF17`", "upgrade tpde")
+
+
+def test_missing_source(run: Run, tmp_path: Path) -> None:
+    gone = tmp_path / "gone.safetensors"
+    for args in (["pack", gone, "t"], ["unpack", gone, "t"], ["verify", gone], ["inspect", gone]):
+        run(*args).failed(2, "gone.safetensors` does not exist", "check the path")
+
+
+def test_unreadable_source(run: Run, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:  # root may read everything
+        if os.fspath(path) == str(plain):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opener(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    run("pack", plain, tmp_path / "t").failed(2, "may not be read by this user", "change its permissions")
+
+
+def test_permissions_of_other_files(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # of `config.json` and the index
+    run("pack", model, tmp_path / "t").failed(
+        2, "(config|index).json`: Permission denied", "change its permissions"
+    )
+
+
+def test_a_pipe_is_refused_at_once(run: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for command in ("verify", "inspect"):
+        run(command, tmp_path / "pipe.safetensors").failed(2, "is not a regular file", "name one")
+
+
+def test_what_is_no_safetensors_file_has_a_hint(run: Run, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"\xff" * 100)
+    for command in ("verify", "inspect"):
+        run(command, other).failed(2, "is not a safetensors file", "name a safetensors file")
+
+
+@pytest.mark.parametrize("command", [("run", "--embed", "x"), ("plan", "--vram", "1GiB")])
+@pytest.mark.parametrize("package", ["torch", "transformers"])
+def test_running_without_its_packages(tmp_path: Path, package: str, command: tuple[str, ...]) -> None:
+    code = (
+        f"import sys; sys.modules['{package}'] = None; sys.argv = {['tpde', command[0], 'm', *command[1:]]}; "
+        "from tpde.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"error: running models needs {package}.*\nhint: run `pip install \"tpde\[transformers\]\"`\n",
+        done.stderr,
+    )
+
+
+def test_hub_id_without_the_hub(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    run("pack", "org/no-such-model", tmp_path / "t").failed(
+        2, "is no path here", r'pip install "tpde\[hub\]"'
+    )
+
+
+def test_plot_without_matplotlib(run: Run, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run("inspect", plain, "--plot", "x.png").failed(2, "needs matplotlib", r'pip install "tpde\[plot\]"')
+
+
+def test_destinations_that_cannot_be(run: Run, plain: Path, model: Path, tmp_path: Path) -> None:
+    cases: list[tuple[list[object], str, str]] = [
+        (["pack", plain, model], "exists already", "`--force`"),
+        (["pack", plain, plain, "--force"], "is the source itself", "choose another"),
+        (["pack", plain, tmp_path / "no" / "t"], "cannot be written", "create the folder first"),
+        (["pack", plain, plain / "t"], "cannot be written: Not a directory", "choose another"),
+        (["pack", plain, "/proc/t"], "`/proc/t` cannot be written", "."),
+        (["pack", model, model / "t"], "lies inside the source", "outside it"),
+        (["pack", model, plain / "t"], "cannot be written: Not a directory", "choose another"),
+        (["inspect", plain, "--plot", "/proc/x.png"], "`/proc/x.png` cannot be written", "choose another"),
+    ]
+    before = names(tmp_path)
+    for args, error, hint in cases:
+        run(*args).failed(2, error, hint)
+    assert names(tmp_path) == before
+
+
+def test_read_only_folder(run: Run, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opener(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    run("pack", plain, tmp_path / "t").failed(
+        2, "cannot be written: Permission denied", "change its permissions"
+    )
+
+
+def test_missing_shard(run: Run, model: Path, tmp_path: Path) -> None:
+    (model / "model-00002-of-00002.safetensors").unlink()
+    run("pack", model, tmp_path / "t").failed(
+        2, "names the shard `model-00002-of-00002.safetensors`, which is missing", "2 shards are needed"
+    )
+    assert not (tmp_path / "t").exists()
+
+
+def test_directory_without_weights(run: Run, tmp_path: Path) -> None:
+    for args in (["pack", tmp_path, tmp_path.parent / "t"], ["inspect", tmp_path]):
+        run(*args).failed(2, r"has no `\*.safetensors` file", ".")
+
+
+class _Code:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("executed",)
+
+
+def test_pickle_with_code_is_not_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": torch.zeros(3), "b": _Code()}, "model.pt")
+    run("pack", "model.pt", "t").failed(2, "code from files is never run", "convert it to safetensors")
+    assert names(tmp_path) == {"model.pt"}
+    (tmp_path / "raw.bin").write_bytes(pickle.dumps({"a": 1}, protocol=2))
+    assert run("pack", "raw.bin", "t").code == 2
+    assert names(tmp_path) == {"model.pt", "raw.bin"}
+
+
+def test_another_dtype_in_the_source(run: Run, packed: Path, plain: Path, tmp_path: Path) -> None:
+    header, data = header_of(plain)
+    header["layers.0.weight"]["dtype"] = "F16"
+    other = with_header(tmp_path / "other.safetensors", header, data)
+    done = run("verify", packed, "--against", other)
+    assert done.code == 1
+    assert re.search(r"tensor `layers.0.weight` is BF16 \[.*\], but F16 \[.*\] in the source", done.out)
+
+
+def test_compare_like_with_like(run: Run, packed: Path, model: Path, tmp_path: Path) -> None:
+    run("verify", packed, "--against", model).failed(
+        2, "is a file, .* is a directory", "compare like with like"
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["no-such-command"], "No such command"),
+        (["pack"], "Missing argument"),
+        (["pack", "a", "b", "--threads", "0"], "--threads"),
+        (["pack", "a", "b", "--codec", "lz4"], "lz4"),
+        (["verify", "a", "--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_usage(run: Run, args: list[str], error: str) -> None:
+    run(*args).failed(2, error, "--help` shows what there is")
+
+
+@pytest.mark.parametrize("args", [[], ["bench"]])
+def test_no_arguments_show_help(run: Run, args: list[str]) -> None:
+    done = run(*args)
+    assert "Commands:" in done.out + done.err
+    assert done.code in (0, 2)  # by the version of click
+
+
+# ---- exit code 4: input and output
+
+
+@pytest.mark.parametrize("source", ["plain", "model"])
+def test_full_disk(
+    run: Run, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(source)
+    before = names(tmp_path)
+
+    def full(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    run("pack", path, tmp_path / "t").failed(4, "t.*No space left on device", "make room")
+    assert names(tmp_path) == before
+
+
+def test_file_size_limit(plain: Path, tmp_path: Path) -> None:
+    code = (
+        "import resource as r; from tpde.cli import main; r.setrlimit(r.RLIMIT_FSIZE, (20000, 20000)); main()"
+    )
+    before = names(tmp_path)
+    done = process("pack", plain, tmp_path / "t", code=code)
+    Outcome(done.returncode, done.stdout, done.stderr).failed(4, "File too large", "nothing was left behind")
+    assert names(tmp_path) == before

@@ -1,0 +1,190 @@
+"""Commands as processes: signals, terminals, pipes, what they import, completion."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from support.cli import Run, names
+from support.commands import process
+
+import tpde
+
+# ---- signals
+
+INTERRUPT = """
+import os, signal, sys
+from tpde.format.sink import FileSink
+write, calls = FileSink.write, 0
+
+def interrupted(self, offset, buffers):
+    global calls
+    write(self, offset, buffers)
+    calls += 1
+    if calls == 2:
+        os.kill(os.getpid(), {signal})
+
+FileSink.write = interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+from tpde.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["pack", "unpack"])
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_interrupt_leaves_nothing(command: str, what: str, plain: Path, model: Path, tmp_path: Path) -> None:
+    source = plain if what == "file" else model
+    if command == "unpack":
+        tpde.pack(source, tmp_path / "packed")
+        source = tmp_path / "packed"
+    before = names(tmp_path)
+    done = process(command, source, tmp_path / "t", code=INTERRUPT.format(signal="signal.SIGINT"))
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "interrupted; no half-written file is left\n"
+    assert names(tmp_path) == before
+
+
+def test_termination_leaves_nothing(plain: Path, tmp_path: Path) -> None:
+    before = names(tmp_path)
+    done = process("pack", plain, tmp_path / "t", code=INTERRUPT.format(signal="signal.SIGTERM"))
+    assert done.returncode == 128 + signal.SIGTERM
+    assert names(tmp_path) == before
+
+
+# ---- streams
+
+
+def terminal(*args: object, **env: str) -> tuple[int, str, str]:
+    """Run with a terminal as stderr: exit code, stdout, and what the terminal got."""
+    ours, theirs = pty.openpty()
+    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    done = process(
+        *args,
+        env=clean | {"TERM": "xterm"} | env,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        capture_output=False,
+    )
+    os.close(theirs)
+    got = b""
+    try:
+        while part := os.read(ours, 4096):
+            got += part
+    except OSError:  # Linux gives EIO at the end
+        pass
+    os.close(ours)
+    return done.returncode, done.stdout, got.decode()
+
+
+def test_progress_only_on_a_terminal(plain: Path, tmp_path: Path) -> None:
+    code, out, err = terminal("pack", plain, tmp_path / "a")
+    assert (code, out.count("\n")) == (0, 1)
+    assert "packing" in err
+    assert "MB/s" in err or "kB/s" in err or "?" in err
+    assert "packing" not in out
+    done = process("pack", plain, tmp_path / "b")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_colour(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    assert terminal("pack", gone, "t")[2].startswith("\x1b[1;31merror:\x1b[0m `")
+    for env in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        err = terminal("pack", gone, "t", **env)[2]
+        assert err.startswith("error: `")
+        assert "\x1b" not in err
+    assert "\x1b" not in process("pack", gone, "t").stderr
+
+
+def test_bar_without_colour(plain: Path, tmp_path: Path) -> None:
+    colours = re.compile("\x1b\\[[0-9;]*3[0-9][0-9;]*m")
+    assert colours.search(terminal("pack", plain, tmp_path / "a")[2])
+    err = terminal("pack", plain, tmp_path / "b", NO_COLOR="1")[2]
+    assert "packing" in err
+    assert not colours.search(err)
+    assert terminal("pack", plain, tmp_path / "c", TERM="dumb")[2] == ""
+
+
+def test_reader_that_goes_away(packed: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = process("inspect", packed, stdout=writer, stderr=subprocess.PIPE, capture_output=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+    source = tmp_path / "s.safetensors"
+    safetensors.torch.save_file({"a\x1b[2Jb": torch.zeros(3)}, source)
+    done = run("inspect", source)
+    assert done.code == 0
+    assert "a\\x1b[2Jb" in done.out
+    assert "\x1b" not in done.out
+
+
+def test_names_that_the_locale_cannot_write(tmp_path: Path) -> None:
+    source = tmp_path / "s.safetensors"
+    safetensors.torch.save_file({"größe": torch.zeros(3)}, source)
+    done = process("inspect", source, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gr\\xf6\\xdfe" in done.stdout
+
+
+# ---- imports and completion
+
+
+def imported(*args: object) -> set[str]:
+    """Run a command; which of the heavy packages did it import?"""
+    heavy = {"numpy", "torch", "matplotlib", "safetensors", "huggingface_hub", "zstandard"}
+    code = (
+        "import sys, contextlib, io\nfrom tpde.cli import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n    main()\n"
+        f"print(*sorted({heavy!r} & set(sys.modules)))"
+    )
+    done = process(*args, code=code)
+    assert done.stderr == ""
+    return set(done.stdout.split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert imported("--help") == set()
+    assert imported("pack", "--help") == set()
+
+
+def test_no_command_imports_torch(plain: Path, packed: Path, tmp_path: Path) -> None:
+    for args in (
+        ["pack", plain, tmp_path / "p"],
+        ["unpack", packed, tmp_path / "u"],
+        ["verify", packed],
+        ["inspect", packed],
+        ["doctor"],
+        ["bench", "codec", "--size", "1", "--threads", "1"],
+    ):
+        found = imported(*args)
+        assert "numpy" in found  # the command ran
+        assert "torch" not in found, args
+
+
+def test_completion() -> None:
+    env = os.environ | {"_TPDE_COMPLETE": "complete_bash", "COMP_WORDS": "tpde ver", "COMP_CWORD": "1"}
+    assert process(env=env).stdout.split() == ["verify"]
+    env = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    for shell in ("bash", "zsh", "fish"):
+        done = process("--show-completion", shell, env=env)
+        assert done.returncode == 0
+        assert "_TPDE_COMPLETE" in done.stdout
+
+
+def test_install_completion(tmp_path: Path) -> None:
+    env = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "HOME": str(tmp_path)}
+    done = process("--install-completion", "bash", env=env)
+    assert done.returncode == 0, done.stderr
+    assert "_TPDE_COMPLETE" in (tmp_path / ".bash_completions" / "tpde.sh").read_text()

@@ -1,0 +1,57 @@
+"""Command lines on small files: what they printed, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+Run = Callable[..., "Outcome"]
+
+
+class Outcome:
+    """What a command printed, and its exit code."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def failed(self, code: int, error: str, hint: str) -> None:
+        """Check that it ended with one `error:` line and one `hint:` line, and printed no data."""
+        assert self.code == code, self.err
+        lines = self.err.splitlines()
+        assert len(lines) == 2, self.err
+        assert re.fullmatch(f"error: .*{error}.*", lines[0]), lines[0]
+        assert re.fullmatch(f"hint: .*{hint}.*", lines[1]), lines[1]
+        assert self.out == ""
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Give a small model: BF16 and F16 that shrink, and what stays plain."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "layers.0.weight": (0.02 * torch.randn(300, 128, generator=random)).bfloat16(),
+        "layers.1.weight": (0.02 * torch.randn(200, 128, generator=random)).half(),
+        "layers.1.bias": torch.arange(5, dtype=torch.int64),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def names(folder: Path) -> set[str]:
+    """Give everything below a folder."""
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*")}
+
+
+def damage(packed: Path) -> None:
+    """Flip a bit in the last chunk that holds weights, of three in `layers.0.weight`."""
+    data = bytearray(packed.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    start = 8 + int.from_bytes(data[:8], "little") + header["layers.0.weight_tpde"]["data_offsets"][0]
+    shape_end = start + 128 + 16 + 8 + 8  # format.md 2: header, shape, planes, padding
+    (tables,) = struct.unpack_from("<I", data, start + 104)
+    (offset,) = struct.unpack_from("<I", data, shape_end + tables + 12 * 2)
+    data[start + offset * 16 + 40] ^= 1
+    packed.write_bytes(data)
