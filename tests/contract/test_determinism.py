@@ -114,8 +114,11 @@ def test_vectors_find_a_cut_where_the_portable_path_does(dtype: str, path: str, 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_fill_an_output_of_many_huge_pages(threads: int) -> None:
     codec, records, coded, data = _encoded("BF16", 900)  # 14 MiB
-    room = np.full(data.size + 4096, 0xA5, np.uint8)
-    for at in (0, 1, 4094):
+    page = 2 << 20
+    room = np.full(data.size + 2 * page, 0xA5, np.uint8)
+    first = -room.ctypes.data % page
+    for after in (0, 1, 8192, page - 1):  # of a page's first byte: chunks of 16 KiB reach over, or do not
+        at = first + after
         out = room[at : at + data.size]
         out[:] = 0xA5
         codec.decode(records, 0, coded, 0, coded.size, out, threads)
