@@ -275,6 +275,8 @@ def measure(given: dict[str, Any], use: Any, found: dict[str, Any], say: Callabl
         found["load_s"], found["plan"] = time.perf_counter() - start, loaded.plan()
         generate(loaded.model, 0, 0)
         found["first_s"] = time.perf_counter() - start
+        if given["first_only"]:
+            return
         # As many tokens as are timed: up to each new length, libraries load kernels, for 0.4 s in all.
         logits: list[Any] = []
         before, count = loaded.copied(), given["tokens"]
