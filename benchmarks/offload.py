@@ -110,8 +110,12 @@ class Results:
             self.predicted = dict(row["predicted"])
         elif "budget" in row:
             kept = self.ours.setdefault(row["budget"], {"turns": {}})
-            kept |= row["ours"]
             kept["turns"][row["turn"]] = row["ours"]
+            for key, value in row["ours"].items():  # the plan and all else that belongs to it: of the first
+                if key in {"peak", "private", "locked"}:
+                    kept[key] = max(kept.get(key, value), value)
+                else:
+                    kept[key] = kept.get(key) or value
             for key in ("token_s", "first_s"):
                 if found := [it[key] for it in kept["turns"].values() if key in it]:
                     kept[key] = statistics.median(found)
@@ -295,8 +299,8 @@ def text(options: Any, found: Results) -> str:
         f"{options.host}. {hold}Batch 1, greedy, {options.tokens} timed tokens after {WARM}, the "
         "median of several runs of less than a second, and as many tokens before, whose logits are compared "
         "as integers with the plain model's of the same run; the median of three processes from "
-        f"{FITS} GiB on, and of all first tokens. Copy rate from `cuMemHostAlloc`, 256 MiB at a time: "
-        f"{measured}. Limits: (bytes read for a token - (budget - {FIXED / GB} GB)) / rate.\n"
+        f"{FITS} GiB on, and of first tokens under a budget. Copy rate from `cuMemHostAlloc`, 256 MiB at a "
+        f"time: {measured}. Limits: (bytes read for a token - (budget - {FIXED / GB} GB)) / rate.\n"
     )
     rows_ = [
         [what, got, need, verdict(met)] for what, got, need, met in checks(found, options.host == "mapped")

@@ -128,8 +128,8 @@ static uint64_t chunk_bytes(const decoding *d) {
   return (uint64_t)d->codec->layout.chunk_words * d->codec->layout.word_bytes;
 }
 
-/* Where the batch of chunks ends that begins with chunk i: before the one that reaches into the output's next huge page,
- * and after a few chunks at the end, so that no thread waits long. The first may reach over from the page before. */
+/* Where the batch of chunks ends that begins with chunk i: before the one that reaches into the output's next huge
+ * page, and after a few chunks at the end, so that no thread waits long. The first may reach over from the page before. */
 static uint64_t batch_end(const decoding *d, uint64_t i) {
   const uint64_t page = HUGE_PAGE;
   uint64_t chunk = chunk_bytes(d), left = d->count - i, end = in_page(d, i) + chunk;
