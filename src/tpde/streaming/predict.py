@@ -9,7 +9,7 @@ from tpde.streaming.units import Rates
 COPY_SHARE = 0.98  # of the rate of single large copies that many of them one after the other reach
 COPY_SECONDS = 4e-6  # for each copy: 1, 4, 16 and 64 MiB take 3 to 9 us more than their bytes
 DECODE_SECONDS = 20e-6  # for each decode: the last warps run alone
-UNIT_CALLS = 3  # 16 packed blocks take 1.8 ms more of the host than plain ones: 112 us each, a call 38 us
+UNIT_CALLS = 1.7  # 29 packed blocks take 2.0 ms more of the host than plain ones: 69 us each, a call 42 us
 PIECE_CALLS = 1  # a copy, two events and a launch take about as long as a module's call
 LATE_SECONDS = 1e-3  # by which the host is late at some point of each unit, as when Python collects garbage
 END_SECONDS = 1.5e-3  # sampling, and whatever else is between two forward passes
