@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -561,6 +562,44 @@ def test_a_model_that_is_dropped_gives_all_back(hosted: Opened, llama: Pair) -> 
     del model
     gc.collect()
     assert hosted.memory[0].closed
+
+
+def test_what_was_dropped_is_gone_before_the_next_load(
+    hosted: Opened, llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What streams is in cycles, and collection is put off while a model is loaded."""
+    gone, passes, collect, make = [], [], gc.collect, Streaming.decide
+
+    def counted() -> int:
+        passes.append(len(gone))
+        return collect()
+
+    def decide(self: Streaming, *args: Any, **options: Any) -> None:
+        gone.append(streamer() is None)
+        make(self, *args, **options)
+
+    assert gc.isenabled()
+    model = load(llama.packed)
+    with torch.no_grad():
+        model(**inputs("llama", 1, 4))
+    gc.collect()  # what other tests have dropped
+    load(llama.packed)  # and what is noted of it
+    monkeypatch.setattr(gc, "collect", counted)
+    monkeypatch.setattr(Streaming, "decide", decide)
+    (made,) = model.tpde_streamer.streamers.values()
+    streamer, weights = weakref.ref(made), weakref.ref(model.model.layers[0])
+    gc.disable()
+    del model, made
+    assert weights() is None
+    assert streamer() is not None
+    gc.enable()
+    model = load(llama.packed)
+    (made,) = model.tpde_streamer.streamers.values()
+    streamer = weakref.ref(made)
+    other = load(llama.packed)
+    assert gone == [True, False]
+    assert passes == [0]  # nothing was dropped before the last
+    del model, other
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import io
 import pickle
 import threading
@@ -216,6 +217,52 @@ def test_copy_of_a_blob_that_is_a_piece_of_a_larger_tensor(pair: tuple[Model, Mo
     assert other.embed.weight_tpde is other.head.weight_tpde
     assert_same_bits(other(IDS), plain(IDS))
     assert_same_bits(copy.deepcopy(packed)(IDS), plain(IDS))
+
+
+@pytest.mark.parametrize("how", ["packed", "called", "copied"])
+def test_a_model_that_is_dropped_is_freed_at_once(how: str, pair: tuple[Model, Model]) -> None:
+    """As a plain one: its weights are in no cycle that garbage collection would have to find."""
+    _, packed = pair
+    model = copy.deepcopy(packed) if how == "copied" else pack_module(Model().to(torch.bfloat16), min_bytes=0)
+    if how != "packed":
+        model(IDS)
+    refs = [weakref.ref(module) for module in model.modules()]
+    refs += [weakref.ref(module.tpde_group()) for name, module in packed_modules(model) if name != "embed"]
+    refs += [weakref.ref(blob) for blob in model.buffers()] if how != "copied" else []
+    gc.disable()
+    try:
+        del model
+        assert [ref() for ref in refs if ref() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_pass_whose_gradients_nobody_wants_leaves_nothing(pair: tuple[Model, Model]) -> None:
+    """An operator that saves its result would keep it, were that what the hooks return."""
+    _, packed = pair
+    results: list[Any] = []
+    for block in packed.blocks:
+        block.down.register_forward_pre_hook(lambda _, x: results.append(weakref.ref(x[0].untyped_storage())))
+    assert packed(IDS).requires_grad
+    assert [it() for it in results] == [None] * 3
+
+
+def test_what_is_kept_of_a_model_that_is_dropped(pair: tuple[Model, Model]) -> None:
+    plain, _ = pair
+    packed = pack_module(copy.deepcopy(plain), min_bytes=0)
+    block, up, forward = packed.blocks[0], packed.blocks[1].up, packed.blocks[2].forward
+    del packed
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    assert_same_bits(block(x), plain.blocks[0](x))
+    assert_same_bits(up(x), plain.blocks[1].up(x))
+    assert up.tpde_group() is up.tpde_group()  # made once
+    with pytest.raises(ReferenceError, match=r"was deleted, with the model; keep one of them"):
+        forward(x)
+
+
+def test_a_blocks_forward_has_its_own_signature(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    assert inspect.signature(packed.blocks[0].forward) == inspect.signature(plain.blocks[0].forward)
 
 
 def test_parts_called_on_their_own(pair: tuple[Model, Model]) -> None:

@@ -111,11 +111,13 @@ def load(
     path: Any, *, max_tokens: int = 256, vram: int = 1 << 30, ram: int | None = None, **options: Any
 ) -> Any:
     """Load a packed model as `tpde.from_pretrained` would to a GPU with a budget."""
+    from tpde.integrations.garbage import collecting_later
     from tpde.integrations.transformers.loading import model_class_of
     from tpde.integrations.transformers.quantizer import loading_to
     from tpde.integrations.transformers.streamed import Budget
 
     progress = options.pop("progress", None)
     kind = options.pop("model_class", None) or model_class_of(path)
-    with loading_to(torch.device("cpu"), Budget(vram, ram, max_tokens, progress)):
+    budget = Budget(vram, ram, max_tokens, progress)
+    with collecting_later(), loading_to(torch.device("cpu"), budget):
         return kind.from_pretrained(path, dtype="auto", **options)

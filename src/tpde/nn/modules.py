@@ -95,10 +95,11 @@ class PackedModule(_Base):
     def tpde_group(self) -> Group:
         """The group of the module's weights; a module copied out of its block gets one of its own."""
         for slot in self.tpde_slots.values():
-            if slot.group is not None:
-                return slot.group
+            if (group := slot.group) is not None:
+                return group
         slots = list(self.tpde_slots.values())
-        return Group(slots[0].parts[0][0].name, slots, Pool())
+        made = self.__dict__["tpde_own_group"] = Group(slots[0].parts[0][0].name, slots, Pool())
+        return made
 
     def _tpde_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass as the compiler sees it."""
@@ -196,8 +197,8 @@ class PackedModule(_Base):
         self.tpde_sync()
         for slot in self.tpde_slots.values():
             slot.refresh()
-            if slot.group is not None:
-                slot.group.prepare()
+            if (group := slot.group) is not None:
+                group.prepare()
             elif isinstance(self, PackedEmbedding):
                 slot.prepare_rows()
         return self

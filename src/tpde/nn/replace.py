@@ -162,7 +162,7 @@ def finish(model: nn.Module) -> nn.Module:
         group.prepare()
         holder = model.get_submodule(name)
         if name in blocks:
-            holder.__dict__["tpde_forward"] = BlockForward(group, holder.forward)
+            holder.__dict__["tpde_forward"] = BlockForward(group, holder)
             holder.__dict__["forward"] = holder.__dict__["tpde_forward"]
         else:  # somebody must hold it, and copy it with the module
             holder.__dict__["tpde_own_group"] = group

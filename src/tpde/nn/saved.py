@@ -62,7 +62,8 @@ class Saver:
                     return _Again(slot, tensor.dtype, tensor.shape, tensor.stride(), offset)
         if self._before is not None:
             return _Passed(self._before[0](tensor), self._before[1])
-        return tensor
+        # Not the tensor itself: an operator that saves its result would be in a cycle that nothing breaks.
+        return tensor.detach()
 
     @staticmethod
     def unpack(saved: Any) -> Tensor:

@@ -11,11 +11,14 @@ While gradients are recorded, a scope also keeps views of the workspace out of a
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 
@@ -92,8 +95,8 @@ class BlockForward:
     ----------
     group : Group
         The block's weights.
-    forward : callable
-        What was there.
+    block : nn.Module
+        Not held, as long as its forward pass is its class's: were it, a model that nobody uses would stay.
 
     Attributes
     ----------
@@ -102,28 +105,70 @@ class BlockForward:
     """
 
     # Apart from the attributes that others copy to what they put in its place: `functools.update_wrapper`.
-    __slots__ = ("__dict__", "__weakref__", "forward", "group")
+    __slots__ = ("__dict__", "__weakref__", "_block", "_forward", "group")
 
-    def __init__(self, group: Group, forward: Callable[..., Any]) -> None:
+    def __init__(self, group: Group, block: nn.Module) -> None:
         self.group: Group | None = group
-        self.forward = forward
-        functools.update_wrapper(self, forward)  # transformers looks at the arguments' names
+        forward: Any = block.forward
+        functools.update_wrapper(self, forward)
+        del self.__dict__["__wrapped__"]
+        own = getattr(forward, "__self__", None) is block and forward.__func__ is type(block).forward
+        self._adopt(block if own else None, forward)
+
+    def _adopt(self, block: nn.Module | None, forward: Callable[..., Any] | None) -> None:
+        self._block = None if block is None else weakref.ref(block)
+        self._forward: Any = forward if block is None else type(block).forward
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What was there."""
+        return cast(Any, self._forward) if self._block is None else MethodType(self._forward, self._owner())
+
+    def _owner(self) -> nn.Module:
+        assert self._block is not None
+        block = self._block()
+        if block is None:
+            raise ReferenceError(
+                "the block whose forward pass this is was deleted, with the model; keep one of them"
+            )
+        return block
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._block is None:
+            return self._forward(*args, **kwargs)
+        return self._forward(self._owner(), *args, **kwargs)  # a method made for this could not be compiled
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """For transformers, which looks at the arguments' names."""
+        return inspect.signature(self.forward)
+
+    def __getstate__(self) -> dict[str, Any]:
+        forward: Any = self.forward
+        own = self._block is not None
+        kept = {"block": forward.__self__, "forward": None} if own else {"block": None, "forward": forward}
+        return kept | {"group": self.group, "attributes": self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["attributes"])
+        self.group = state["group"]
+        self._adopt(state["block"], state["forward"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weights at hand."""
         group = self.group
         if group is None:
-            return self.forward(*args, **kwargs)
+            return self._run(args, kwargs)
         if is_compiling():
             if group.whole and not is_grad_enabled():
                 group.flat = group.materialize(first_tensor(args, kwargs))
-            result = self.forward(*args, **kwargs)
+            result = self._run(args, kwargs)
             group.flat = None
             return result
         scope = Scope(group)
         try:
             if scope.outermost:
                 group.fill()
-            return self.forward(*args, **kwargs)
+            return self._run(args, kwargs)
         finally:
             scope.close()

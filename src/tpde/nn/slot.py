@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from tpde.nn.group import Group
 
 ALIGN = 512  # the allocator's own: matrix libraries choose other kernels for addresses that are less round
+
+
+def _no_group() -> None:
+    """What a weight without a group is given for a reference to it."""
 
 
 class Slot:
@@ -46,6 +51,7 @@ class Slot:
     ----------
     group : Group or None
         The weights decoded together with it. A copy of a single module has none, until one is made for it.
+        The block, or the module, holds it: were it held here, a model that nobody uses would stay.
     offset : int
         Of its bytes in the group's buffer.
     tile_bytes : int
@@ -68,7 +74,7 @@ class Slot:
         self.parts = sorted(parts, key=lambda part: part[1])
         self.requires_grad = requires_grad
         self.nbytes = torch.Size(self.shape).numel() * dtype.itemsize
-        self.group: Group | None = None
+        self._group: Callable[[], Group | None] = _no_group
         self.offset = self.tile_bytes = 0
         self.experts: ExpertSource | None = None
         self._check()
@@ -95,6 +101,15 @@ class Slot:
                 f"`{packed.name}` has shape {list(packed.header.spec.shape)}, `{self.name}` needs "
                 f"{list(self.shape)}"
             )
+
+    @property
+    def group(self) -> Group | None:
+        """See `Slot`."""
+        return self._group()
+
+    @group.setter
+    def group(self, group: Group) -> None:
+        self._group = weakref.ref(group)
 
     @property
     def device(self) -> torch.device:
@@ -131,8 +146,8 @@ class Slot:
         self.view: Tensor | None = None  # in the workspace whose buffer is `view_of`
         self.view_of: Tensor | None = None
         self.key = ops.register(self)
-        if self.group is not None:
-            self.group.changed()
+        if (group := self.group) is not None:
+            group.changed()
 
     def prepare(self) -> None:
         """Put on the device what `decode_into` needs.
@@ -166,7 +181,8 @@ class Slot:
 
     def release(self) -> int:
         """Give the model's workspace up for a moment: see `Workspace.release`."""
-        return 0 if self.group is None else self.group.release()
+        group = self.group
+        return 0 if group is None else group.release()
 
     def instead(self) -> Tensor:
         """The weight in memory of its own, which takes the place of the workspace: for a moment."""
@@ -197,7 +213,8 @@ class Slot:
     def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
         """Tiles of a matrix, in turn in one buffer: first row, row after the last, and the rows."""
         made = self.prepare_tiles()
-        buffer = None if self.group is None else self.group.tile_room()
+        group = self.group
+        buffer = None if group is None else group.tile_room()
         if buffer is None:
             size = max(self.tile_bytes, self.release())
             buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -227,5 +244,5 @@ class Slot:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.group = self.experts = None
+        self._group, self.experts = _no_group, None
         self.changed()

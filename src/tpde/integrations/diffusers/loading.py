@@ -18,7 +18,7 @@ from tpde.frameworks import torch_dtype
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.device import checked_device
 from tpde.integrations.diffusers.streamed import check_gpu, planned
-from tpde.integrations.garbage import collect_when_dropped, collecting_later
+from tpde.integrations.garbage import collecting_later
 from tpde.integrations.runs import Run
 from tpde.nn import finish, replace_parameter, supports
 from tpde.packing.directory import INDEX_SUFFIX
@@ -192,7 +192,6 @@ def load(
                 streaming.attach(model)
                 streaming.begin(model)
             undo.pop_all()
-    collect_when_dropped(model)
     return model
 
 

@@ -14,6 +14,7 @@ import torch
 from tpde.errors import OutOfMemory, PackedWeight
 from tpde.integrations.allowance import Allowance
 from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.garbage import collect_when_dropped
 from tpde.integrations.runs import Run
 from tpde.integrations.streaming.demand import OUTSIDE_BYTES
 from tpde.integrations.streaming.opening import Supplies
@@ -209,6 +210,7 @@ class Streaming:
     def attach(self, model: Any) -> None:
         """Belong to a model that is loaded: while it lives, so does this."""
         model.tpde_streamer = self
+        collect_when_dropped(self)
 
     def _read(self, nbytes: int) -> None:
         if self._progress is not None:
