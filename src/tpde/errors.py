@@ -91,11 +91,13 @@ class OutOfMemory(TpdeError):
     ----------
     least : int or None
         Bytes of a budget that would do, where one was too small.
+    budget : {"vram", "ram"}
+        Which one that is.
     """
 
-    def __init__(self, message: str, *, least: int | None = None) -> None:
+    def __init__(self, message: str, *, least: int | None = None, budget: str = "vram") -> None:
         super().__init__(message)
-        self.least = least
+        self.least, self.budget = least, budget
 
 
 class UnsupportedDevice(TpdeError):

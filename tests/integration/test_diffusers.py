@@ -23,6 +23,8 @@ from tpde.errors import InvalidInput, NotPacked, OutOfMemory, PackedWeight  # no
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.integrations.diffusers import load, loading  # noqa: E402
 from tpde.integrations.runs import Run  # noqa: E402
+from tpde.integrations.streaming.demand import plain_bytes  # noqa: E402
+from tpde.integrations.streaming.units import TABLES_BYTES  # noqa: E402
 from tpde.nn import packed_modules, plain_state_dict  # noqa: E402
 from tpde.streaming.units import Placement  # noqa: E402
 
@@ -272,6 +274,7 @@ def test_other_components_come_on_top(tmp_path: Path, monkeypatch: pytest.Monkey
         runs = {name: Run(it.spec.shape, it.dtype, [it]) for name, it in checkpoint.packed.items()}
         streaming = planned(model, runs, DEVICE, "4GiB", None, "1GiB")
         assert streaming.plans[DEVICE].vram == 4 * GIB
+        assert streaming.plans[DEVICE].parts["plain"] == plain_bytes(model, runs) + TABLES_BYTES * len(runs)
         assert card.fraction == 1.0
         streaming.close()
         assert card.fraction == 1.0

@@ -26,6 +26,8 @@ from tpde.packing.writer import PackedWriter
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
+from tpde.integrations.transformers import loading  # noqa: E402
+
 
 def _same(name: str, pair: Pair, batch: int = 2, **options: Any) -> Any:
     """Compare outputs, state, buffers and classes; gives the packed model."""
@@ -413,6 +415,25 @@ def test_no_pass_over_all_objects(error: OSError | None, enabled: bool, tmp_path
         assert (seen, gc.isenabled()) == ([False], enabled)
     finally:
         (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_before_the_next_load_garbage_is_collected_where_accelerate_has_put_hooks(
+    hooks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in cycles with the model: nobody is told when it is dropped."""
+    hooked = pytest.importorskip("accelerate.hooks", reason="needs accelerate")
+    pair, asked = checkpoint(tmp_path, "llama"), []
+
+    class Kind:
+        @staticmethod
+        def from_pretrained(*args: Any, **options: Any) -> Any:
+            made = pair.kind.from_pretrained(*args, **options)
+            return hooked.add_hook_to_module(made, hooked.ModelHook()) if hooks else made
+
+    monkeypatch.setattr(loading, "collect_first", lambda: asked.append(True))
+    tpde.from_pretrained(pair.packed, model_class=Kind)
+    assert asked == [True] * hooks
 
 
 def test_a_model_that_is_dropped_is_freed_at_once(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.budgets import MIXED, PIECE, Opened, every, load, simulated
-from support.card import Card
+from support.card import DEVICE, GIB, Card
 from support.checkpoints import Pair, checkpoint, write
 from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
 
@@ -27,6 +27,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 from tpde.integrations.streaming import loading as loading_under  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
+from tpde.streaming.trace import Trace  # noqa: E402
 
 
 @pytest.fixture(params=[("host",), ("disk",), MIXED], ids=["host", "disk", "mixed"])
@@ -602,6 +603,46 @@ def test_what_was_dropped_is_gone_before_the_next_load(
     del model, other
 
 
+def test_a_device_that_has_crashed_leaves_nothing_open(
+    hosted: Opened, experts: tuple[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, pair = experts
+    model = load(pair.packed)
+    with torch.no_grad():
+        model(**inputs(name, 1, 4))
+    (streamer,) = model.tpde_streamer.streamers.values()
+    owned = [*streamer.owned]
+    assert len(owned) > 2  # a cache of experts, memory, files
+
+    def crashed(*_: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        for device in hosted.devices:
+            patch.setattr(device, "wait", crashed)
+            patch.setattr(device, "close", crashed)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            model.tpde_streamer.close()
+    assert hosted.memory[0].closed
+    assert not streamer.owned
+
+
+def test_what_was_dropped_before_recording_does_not_count(
+    hosted: Opened, llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading_under, "start_trace", lambda _: Trace(None, 0))
+    model = load(llama.packed)
+    with torch.no_grad():
+        for _ in range(3):
+            model(**inputs("llama", 1, 4))
+            model.lm_head(torch.zeros(1, model.config.hidden_size, dtype=model.dtype))
+    (stats,) = model.tpde_streamer.stats().values()
+    assert stats["dropped_pieces"] > 0
+    model.tpde_streamer.record()
+    (device,) = model.tpde_streamer.streamers
+    assert model.tpde_streamer.summary(device).dropped == 0
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_loading_that_is_interrupted_gives_all_back(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch, llama: Pair
@@ -615,6 +656,57 @@ def test_loading_that_is_interrupted_gives_all_back(
             load(llama.packed)
         assert opened.memory[0].closed
         assert opened.disks[0].closed
+
+
+# ---- budgets that cannot work ----
+
+
+@pytest.mark.parametrize("ram", [None, 1 << 30])
+def test_a_budget_for_a_model_none_of_whose_weights_stays_packed(
+    ram: int | None, monkeypatch: pytest.MonkeyPatch, llama: Pair
+) -> None:
+    with simulated(monkeypatch):
+        with pytest.raises(OutOfMemory, match="the least that works") as caught:
+            load(llama.packed, dtype=torch.float64, vram=1 << 20, ram=ram)
+        assert caught.value.budget == "vram"
+        model = load(llama.packed, dtype=torch.float64, ram=ram)
+        assert list(model.tpde_streamer.plans) == [torch.device("cpu")]
+        load(llama.packed, dtype=torch.float64, vram=caught.value.least, ram=ram)
+
+
+def test_too_little_ram_beside_what_is_allocated(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process has allocated on the device counts towards `vram`, not towards `ram`."""
+    from tpde.integrations import allowance
+    from tpde.streaming.plan import too_little_ram
+
+    monkeypatch.setattr(allowance, "_budgets", {})
+    card.reserved = 3 * GIB
+
+    def plan(vram: int) -> Any:
+        raise too_little_ram(656 << 20, 256 << 20)
+
+    with pytest.raises(OutOfMemory, match=r"^`ram` is 256 MiB, the least that works is 656 MiB") as caught:
+        Streaming(8 * GIB).decide(DEVICE, plan)
+    assert (caught.value.least, caught.value.budget) == (656 << 20, "ram")
+
+
+def test_too_little_ram_for_several_devices(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    """Each has a share of `ram`; what would do is that of all."""
+    from tpde.integrations.transformers import streamed
+    from tpde.integrations.transformers.shape import opened_shape
+    from tpde.streaming.plan import too_little_ram
+
+    def plan(*_: Any, ram: int, **__: Any) -> Any:
+        raise too_little_ram(656 << 20, ram)
+
+    monkeypatch.setattr(streamed, "plan_streaming", plan)
+    made = streamed.ModelStreaming(streamed.Budget(GIB, 512 << 20, 64))
+    with opened_shape(llama.packed) as (model, checkpoint, weights):
+        where = dict.fromkeys(weights.runs, torch.device("cpu"))
+        where["lm_head.weight"] = torch.device("meta")
+        with pytest.raises(OutOfMemory, match=r"`ram` is 512 MiB, the least .* is 1312 MiB") as caught:
+            made.plan(model, checkpoint, weights, where)
+    assert caught.value.least == 1312 << 20
 
 
 # ---- memory that runs out all the same ----

@@ -120,4 +120,4 @@ def load(
     kind = options.pop("model_class", None) or model_class_of(path)
     budget = Budget(vram, ram, max_tokens, progress)
     with collecting_later(), loading_to(torch.device("cpu"), budget):
-        return kind.from_pretrained(path, dtype="auto", **options)
+        return kind.from_pretrained(path, **({"dtype": "auto"} | options))

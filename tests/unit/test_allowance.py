@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
 from tpde.errors import OutOfMemory
@@ -37,6 +40,37 @@ def test_budgets_add_up_and_end(card: Card) -> None:
     assert card.allowed == 2 * GIB - OUTSIDE
     second.close()
     assert card.fraction == 1.0
+
+
+@pytest.mark.parametrize("while_", ["a budget ends", "a budget starts", "a budget is made"])
+def test_garbage_that_is_collected_meanwhile_may_hold_a_budget(
+    while_: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever allocates may set a collection off, which closes the budget of a dropped model."""
+    dropped, other = Allowance(DEVICE, 2 * GIB, OUTSIDE), Allowance(DEVICE, 3 * GIB, OUTSIDE)
+    dropped.start()
+    if while_ == "a budget ends":
+        other.start()
+    theirs = allowance._Budgets.theirs
+
+    def collecting(self: Any) -> float:
+        dropped.close()
+        return theirs(self)
+
+    def work() -> None:
+        monkeypatch.setattr(allowance._Budgets, "theirs", collecting)
+        if while_ == "a budget ends":
+            other.close()
+        elif while_ == "a budget starts":
+            other.start()
+        else:
+            Allowance(DEVICE, GIB, OUTSIDE)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert card.allowed == (3 * GIB - OUTSIDE if while_ == "a budget starts" else card.total)
 
 
 def test_what_was_allocated_before_counts(card: Card) -> None:

@@ -9,6 +9,9 @@ for one model, and others come on top: then nothing holds the process.
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -61,6 +64,34 @@ class _Budgets:
 
 _lock = threading.Lock()
 _budgets: dict[torch.device, _Budgets] = {}
+_ended: deque[Allowance] = deque()  # whose limits are still there
+
+
+def _settle() -> None:
+    """Lift the limits of budgets that have ended, unless a thread is at it: then that does.
+
+    It may be this one, in which garbage is collected, and a budget with it, while it holds the lock.
+    """
+    while _ended and _lock.acquire(blocking=False):
+        try:
+            _lift()
+        finally:
+            _lock.release()
+
+
+def _lift() -> None:
+    while _ended:
+        _ended.popleft()._end()
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    try:
+        with _lock:
+            _lift()
+            yield
+    finally:
+        _settle()
 
 
 class Allowance:
@@ -109,7 +140,7 @@ class Allowance:
         reserved = now if reserved is None else min(reserved, now)
         free, total = torch.cuda.mem_get_info(device)
         free += now - reserved
-        with _lock:
+        with _locked():
             if device not in _budgets:
                 _budgets[device] = _Budgets(device)
             self._budgets = _budgets[device]
@@ -132,7 +163,7 @@ class Allowance:
 
     def start(self) -> None:
         """Let PyTorch allocate no more, if the budget is for the whole process."""
-        with _lock:
+        with _locked():
             self._budgets.shares[id(self)] = self._share
             if self._whole:
                 self._budgets.holding.add(id(self))
@@ -140,7 +171,10 @@ class Allowance:
 
     def close(self) -> None:
         """Lift the limit: to that of the other budgets, or what it was before. Closing again does nothing."""
-        with _lock:
-            if self._budgets.shares.pop(id(self), None) is not None:
-                self._budgets.holding.discard(id(self))
-                self._budgets.apply()
+        _ended.append(self)
+        _settle()
+
+    def _end(self) -> None:
+        if self._budgets.shares.pop(id(self), None) is not None:
+            self._budgets.holding.discard(id(self))
+            self._budgets.apply()

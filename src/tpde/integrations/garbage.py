@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Dropped:
-    """Whether something was dropped that leaves garbage in cycles, and memory in it."""
+class _Next:
+    """Whether the next load begins with collecting garbage."""
 
-    any = False
-
-
-def _note() -> None:
-    _Dropped.any = True
+    collects = False
 
 
-def collect_when_dropped(thing: object) -> None:
-    """Let the next load collect garbage first, if this is no longer there by then."""
-    weakref.finalize(thing, _note).atexit = False
+def collect_first() -> None:
+    """Let the next load collect garbage first: there is some in cycles, and memory in it."""
+    _Next.collects = True
 
 
 @contextmanager
@@ -30,8 +25,9 @@ def collecting_later() -> Iterator[None]:
     Building a model makes tens of thousands of objects that stay. One by one they set off a pass over all
     objects there are: 440,000 after PyTorch and transformers are imported, 0.35 s on the host of an H200, in
     which no thread runs Python. What is in no cycle is freed as ever. What streams weights is in cycles with
-    what it has read ahead: where it was dropped before, garbage is collected first. With several loads at a
-    time, the end of one may let collection begin again before the others are done.
+    what it has read ahead, what accelerate spreads over devices with its hooks, and what a load has left that
+    failed may be: after those, garbage is collected first (`collect_first`). With several loads at a time,
+    the end of one may let collection begin again before the others are done.
 
     Examples
     --------
@@ -41,11 +37,14 @@ def collecting_later() -> Iterator[None]:
     """
     enabled = gc.isenabled()
     try:
-        if enabled and _Dropped.any:
+        if enabled and _Next.collects:
             gc.collect()
-            _Dropped.any = False  # now: what was only found to be dropped just then is gone, too
+            _Next.collects = False  # now: what was only found to be dropped just then is gone, too
         gc.disable()
         yield
+    except BaseException:
+        collect_first()
+        raise
     finally:
         if enabled:
             gc.enable()

@@ -218,7 +218,7 @@ def make_plan(
     without = [it for it in every if it.used(demand) <= vram]
     if without:
         assert ram is not None
-        raise _too_little_ram(min(it.tally.least_ram for it in without), ram)
+        raise too_little_ram(min(it.tally.least_ram for it in without), ram)
     working = (it for it in every if ram is None or it.tally.least_ram <= ram)
     raise _too_little_vram(min(working, key=lambda it: it.used(demand)), demand, vram)
 
@@ -301,9 +301,11 @@ def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
     )
 
 
-def _too_little_ram(least: int, ram: int) -> OutOfMemory:
+def too_little_ram(least: int, ram: int) -> OutOfMemory:
+    """What says that no plan works with so much host memory, in bytes."""
     return OutOfMemory(
         f"`ram` is {_given(ram)}, the least that works is {mib(least)}: the embeddings, and the "
         f"buffers through which files are read; use `{mib(least).replace(' ', '')}` or more, or more `vram`",
         least=least,
+        budget="ram",
     )

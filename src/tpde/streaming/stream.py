@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -376,5 +376,6 @@ class Streamer:
             try:
                 self._forget()
             finally:  # a device that has crashed cannot be waited for, and copies nothing
-                while self.owned:
-                    self.owned.pop(0).close()
+                with ExitStack() as rest:  # all of them, whichever fails
+                    while self.owned:
+                        rest.callback(self.owned.pop().close)  # first added, last closed

@@ -12,7 +12,7 @@ from tpde.integrations.checkpoint import Stored
 from tpde.integrations.runs import Run
 from tpde.integrations.streaming.demand import FIXED_BYTES, TYPICAL, module_calls, plain_bytes
 from tpde.integrations.streaming.loading import Streaming
-from tpde.integrations.streaming.units import units_of
+from tpde.integrations.streaming.units import TABLES_BYTES, units_of
 from tpde.streaming.plan import Demand, make_plan
 from tpde.streaming.sizes import parse_size
 
@@ -61,7 +61,8 @@ def planned(
         If a budget is not free, or cannot work.
     """
     host = None if ram is None else parse_size(ram)
-    plain = plain_bytes(model, runs)
+    tables = TABLES_BYTES * len({part.name for run in runs.values() for part in run.parts})
+    plain = plain_bytes(model, runs) + tables
     demand = Demand(plain, 0, parse_size(activations), FIXED_BYTES, argument="activations")
     units, calls = units_of(model, runs), module_calls(model)
     streaming = Streaming(parse_size(vram), whole=False)

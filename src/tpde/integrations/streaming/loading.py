@@ -14,7 +14,7 @@ import torch
 from tpde.errors import OutOfMemory, PackedWeight
 from tpde.integrations.allowance import Allowance
 from tpde.integrations.checkpoint import Checkpoint, Stored
-from tpde.integrations.garbage import collect_when_dropped
+from tpde.integrations.garbage import collect_first
 from tpde.integrations.runs import Run
 from tpde.integrations.streaming.demand import OUTSIDE_BYTES
 from tpde.integrations.streaming.opening import Supplies
@@ -93,6 +93,7 @@ class Streaming:
         self._vram, self._progress, self._whole = vram, _one_at_a_time(progress), whole
         self._readers: dict[torch.device, list[Any]] = {}
         self._traces: dict[torch.device, Trace] = {}
+        self._dropped: dict[torch.device, int] = {}  # pieces, before recording began
         self._finalizers: list[Any] = []
         self._closed = False
 
@@ -125,7 +126,7 @@ class Streaming:
         try:
             self.plans[device] = planner(max(vram - allowance.others, 0))
         except OutOfMemory as error:
-            if error.least is None or not allowance.others:
+            if error.least is None or error.budget != "vram" or not allowance.others:
                 raise
             least = error.least + allowance.others
             raise OutOfMemory(
@@ -210,7 +211,7 @@ class Streaming:
     def attach(self, model: Any) -> None:
         """Belong to a model that is loaded: while it lives, so does this."""
         model.tpde_streamer = self
-        collect_when_dropped(self)
+        weakref.finalize(self, collect_first).atexit = False
 
     def _read(self, nbytes: int) -> None:
         if self._progress is not None:
@@ -269,6 +270,7 @@ class Streaming:
         for device, streamer in self.streamers.items():
             trace = self._traces[device] = start_trace(device)
             streamer.record(trace)
+            self._dropped[device] = streamer.dropped_pieces
             for reader in self._readers[device]:
                 reader.trace = trace
 
@@ -293,7 +295,8 @@ class Streaming:
 
     def summary(self, device: torch.device) -> Summary:
         """How well a device's copies were hidden since `record`."""
-        return summarize_spans(self._traces[device].spans(), self.streamers[device].dropped_pieces)
+        dropped = self.streamers[device].dropped_pieces - self._dropped[device]
+        return summarize_spans(self._traces[device].spans(), dropped)
 
     # ---- the end ----
 

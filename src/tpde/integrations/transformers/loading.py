@@ -11,7 +11,7 @@ import torch
 
 from tpde.errors import InvalidInput
 from tpde.integrations.device import checked_device
-from tpde.integrations.garbage import collecting_later
+from tpde.integrations.garbage import collect_first, collecting_later
 from tpde.integrations.transformers.folder import packed_directory, read_config
 
 MAX_TOKENS = 8192  # of a budget that names none
@@ -166,4 +166,6 @@ def from_pretrained(
     target = checked_device(device)
     with collecting_later(), loading_to(target, budget):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
+    if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
+        collect_first()
     return model

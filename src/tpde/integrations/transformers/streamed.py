@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from tpde.errors import OutOfMemory
 from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.streaming.loading import Streaming
 from tpde.integrations.transformers.activations import Activations, activations_of
@@ -20,7 +21,7 @@ from tpde.nn import packed_modules, route_experts
 from tpde.nn.experts import fused
 from tpde.streaming.device import CudaDevice
 from tpde.streaming.experts import ExpertStore
-from tpde.streaming.plan import StreamPlan
+from tpde.streaming.plan import StreamPlan, too_little_ram
 
 
 class Budget(NamedTuple):
@@ -88,7 +89,7 @@ class ModelStreaming(Streaming):
         """
         budget = self.budget
         self._activations = activations_of(model, activation_dtype(model.parameters()).itemsize)
-        devices = sorted({where[name] for name in plan.runs}, key=str)
+        devices = sorted(set(where.values()), key=str)  # also those that keep all of theirs plain
         names = [
             name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
         ]
@@ -102,7 +103,12 @@ class ModelStreaming(Streaming):
                 )
 
             warmup = self._warmup if self._warmup is not None and self._warmup.device == device else None
-            self.decide(device, decide, None if warmup is None else warmup.reserved)
+            try:
+                self.decide(device, decide, None if warmup is None else warmup.reserved)
+            except OutOfMemory as error:
+                if error.budget != "ram" or error.least is None or budget.ram is None:
+                    raise
+                raise too_little_ram(error.least * len(devices), budget.ram) from None
 
     def route(self, model: torch.nn.Module) -> None:
         """Let experts in host memory be fetched as routed to, through what memory is left for a cache."""
