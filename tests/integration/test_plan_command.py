@@ -24,7 +24,7 @@ from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
 from tpde.integrations.transformers.streamed import Budget, ModelStreaming  # noqa: E402
 from tpde.nn.replace import block_path  # noqa: E402
 from tpde.streaming.plan import MIB, Demand, Placement, Unit, make_plan  # noqa: E402
-from tpde.streaming.rates import disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
+from tpde.streaming.rates import CALL_SECONDS, disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
 
 RATES = ("--copy-rate", "55", "--memory-rate", "4200")
 
@@ -57,6 +57,10 @@ def test_json(llama):
     assert found["vram"] == 512 * MIB
     assert found["used_bytes"] == sum(found["device_bytes"].values()) <= found["vram"]
     assert found["rates"]["disk"] == 6e9
+    assert found["rates"]["launch_seconds"] == CALL_SECONDS
+    slower = invoke("plan", llama, "--vram", "512MiB", "--json", *RATES, "--call-time", "500")
+    assert json.loads(slower.stdout)["rates"]["launch_seconds"] == pytest.approx(500e-6)
+    assert json.loads(slower.stdout)["seconds"]["host"] > 2 * found["seconds"]["host"]
     units = [name for place in found["placements"] for name in place["units"]]
     assert sorted(units) == ["lm_head", "model.embed_tokens", *(f"model.layers.{i}" for i in range(3))]
 
@@ -106,6 +110,8 @@ def test_too_small_a_budget_names_the_least(llama):
         (("--vram", "16GiB"), "`--copy-rate`"),
         (("--vram", "16G", *RATES), "`16GiB` or `16GB`"),
         (("--vram", "16GiB", "--device", "cpu"), "not on `cpu`"),
+        (("--vram", "16GiB", "--device", "cuda:0"), "`tpde doctor`"),
+        (("--vram", "16GiB", "--device", "cuda:0", *RATES), "leave it out"),
     ],
 )
 def test_what_cannot_work(llama, args, says, monkeypatch):

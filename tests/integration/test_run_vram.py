@@ -128,6 +128,8 @@ def test_commands_that_cannot_be(llama: Pair) -> None:
         (("--ram", "1GiB"), "`ram` is a part of a budget"),
         (("--max-tokens", "9"), "`max_tokens` is a part of a budget"),
         (("--trace", "x.json"), "`--trace` is of weights that are streamed"),
+        (("--vram", "1GiB", "--trace", "nowhere/x.json"), "`nowhere/x.json` cannot be written"),
+        (("--vram", "1GiB", "--trace", "."), "`.` cannot be written: Is a directory"),
         (("--vram", "a lot"), "is no size"),
         (("--vram", "1GiB", "--device", "cpu"), "goes to `cpu`"),
     ):

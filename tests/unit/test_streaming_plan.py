@@ -252,6 +252,8 @@ def test_units_that_no_kernel_streams_stay_on_the_device():
     made = make_plan(units, Demand(0, 0, 0, 128 * MIB), 700 * MIB, None, RATES, calls=100)
     assert made.placements["embed"] is made.placements["odd"] is Placement.PACKED
     assert made.units(Placement.HOST)
+    with pytest.raises(OutOfMemory, match=r"; 135 MiB are packed otherwise, and only what `--codec prefix`"):
+        make_plan(units, Demand(0, 0, 0, 128 * MIB), 300 * MIB, None, RATES, calls=100)
 
 
 def test_predictions_meet_measurements():

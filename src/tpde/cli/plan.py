@@ -70,6 +70,15 @@ def plan(
     disk_rate: Annotated[
         float | None, typer.Option(metavar="GB/S", min=0.001, help="Of the disk, instead of measuring.")
     ] = None,
+    call_time: Annotated[
+        float | None,
+        typer.Option(
+            metavar="US",
+            min=0.001,
+            help="Of the host, for each module that a model calls, instead of measuring.",
+            show_default="42 where the first two rates are named, so that no GPU is measured",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     r"""Show where each part of a packed model would be kept under a memory budget, and how fast it would run.
@@ -96,7 +105,7 @@ def plan(
     device_bytes, host_bytes = parse_size(vram), None if ram is None else parse_size(ram)
     folder = packed_directory(model)
     files = weight_files(folder) if ram is not None else []
-    rates = _rates(device, copy_rate, memory_rate, disk_rate, files)
+    rates = _rates(device, copy_rate, memory_rate, disk_rate, call_time, files)
     with opened_shape(folder) as (shape, checkpoint, weights):
         made = plan_streaming(
             shape, checkpoint, weights, vram=device_bytes, ram=host_bytes, max_tokens=max_tokens
@@ -113,6 +122,7 @@ def _rates(
     copy: float | None,
     memory: float | None,
     disk: float | None,
+    call: float | None,
     files: Sequence[Path],
 ) -> Rates:
     """Those that were given, the others measured."""
@@ -129,10 +139,15 @@ def _rates(
                 "and `--memory-rate` (of the GPU's memory, 4200 on an H200), both in GB/s"
             )
         rates = measure_rates(checked_device(device or "cuda"), to_read)
+    elif device is not None:
+        raise InvalidInput(
+            "`--device` is what is measured, and with `--copy-rate` and `--memory-rate` none is; leave it out"
+        )
     else:
         rates = given_rates(copy * _GB, memory * _GB, disk_rate(to_read) if to_read else None)
     given = {"copy": copy, "memory": memory, "disk": disk}
-    return replace(rates, **{key: value * _GB for key, value in given.items() if value is not None})
+    rates = replace(rates, **{key: value * _GB for key, value in given.items() if value is not None})
+    return rates if call is None else replace(rates, launch=call / 1e6)
 
 
 def ranges(names: Iterable[str]) -> str:

@@ -84,6 +84,10 @@ def run(
         raise InvalidInput(
             "`--trace` is of weights that are streamed; pass `--vram` as well, or leave it out"
         )
+    if trace is not None:
+        from tpde.format.sink import require_writable
+
+        require_writable(trace)  # now, not when all has been generated
     from tpde.integrations.transformers.require import require_transformers
 
     require_transformers()  # before torch is imported

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Sequence
@@ -52,6 +53,23 @@ def unwritable(path: Path, error: OSError) -> InvalidDestination:
     elif isinstance(error, FileNotFoundError):
         hint = "create the folder first"
     return InvalidDestination(f"`{path}` cannot be written: {error.strerror or error}; {hint}")
+
+
+def require_writable(path: Path) -> None:
+    """Refuse a destination whose folder takes no files.
+
+    Raises
+    ------
+    InvalidDestination
+        If it cannot be written.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise unwritable(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    if not folder.is_dir():
+        raise unwritable(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise unwritable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 class FileSink:

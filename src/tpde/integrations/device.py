@@ -26,7 +26,8 @@ def checked_device(device: str | int | torch.device | None) -> torch.device:
     if found.type == "cuda":
         if not torch.cuda.is_available():
             raise UnsupportedDevice(
-                "there is no CUDA device that PyTorch can use; use `cpu`, or see what `tpde doctor` finds"
+                "there is no CUDA device that PyTorch can use; see what `tpde doctor` finds (without `vram`, "
+                "packed models run on `cpu`, too)"
             )
         index = torch.cuda.current_device() if found.index is None else found.index
         if index >= torch.cuda.device_count():

@@ -200,7 +200,7 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     if path.exists():
         return path
     parts = os.fspath(source).split("/")
-    if len(parts) != 2 or not all(parts) or path.suffix in (".safetensors", *PICKLES):
+    if len(parts) != 2 or not all(parts) or parts[0][0] in ".~" or path.suffix in (".safetensors", *PICKLES):
         raise InvalidInput(f"`{path}` does not exist; check the path")
     try:
         from huggingface_hub import snapshot_download

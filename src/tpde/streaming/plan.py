@@ -220,7 +220,8 @@ def make_plan(
         assert ram is not None
         raise too_little_ram(min(it.tally.least_ram for it in without), ram)
     working = (it for it in every if ram is None or it.tally.least_ram <= ram)
-    raise _too_little_vram(min(working, key=lambda it: it.used(demand)), demand, vram)
+    pinned = sum(it.packed for it in units if it.resident)
+    raise _too_little_vram(min(working, key=lambda it: it.used(demand)), demand, vram, pinned)
 
 
 def _rank(times: Mapping[str, float], layout: _Layout) -> tuple[float, int, int]:
@@ -289,14 +290,16 @@ def _given(size: int) -> str:
     return f"{size / MIB:.0f} MiB" if size >= MIB else f"{size} bytes"
 
 
-def _too_little_vram(layout: _Layout, demand: Demand, vram: int) -> OutOfMemory:
+def _too_little_vram(layout: _Layout, demand: Demand, vram: int, pinned: int) -> OutOfMemory:
     parts = {key: size for key, size in _parts(layout, demand).items() if size}
     least = layout.used(demand)
     made = ", ".join(f"{mib(size)} {_WHAT[key]}" for key, size in parts.items())
     fewer = f", or a smaller `{demand.argument}`" if demand.cache or demand.activations else ""
+    other = "only what `--codec prefix` packs can be streamed"
+    packed = f"; {mib(pinned)} are packed otherwise, and {other}: pack the model again" if pinned else ""
     return OutOfMemory(
         f"`vram` is {_given(vram)}, the least that works is {mib(least)}: {made}; "
-        f"use `{mib(least).replace(' ', '')}` or more{fewer}",
+        f"use `{mib(least).replace(' ', '')}` or more{fewer}{packed}",
         least=least,
     )
 

@@ -23,7 +23,7 @@ COPY_BYTES = 256 << 20  # of one copy: larger ones are no faster
 REPEATS = 5
 DECODE_SHARE = 0.48  # of the memory's rate: 2.0 of 4.2 TB/s of bf16 on an H200
 MODEL_SHARE = 1.15  # models' own code takes more than that of the layers here: 43 to 45 us a call, not 38.5
-CALL_SECONDS = 33e-6  # of a host with an H200
+CALL_SECONDS = 42e-6  # of hosts with an H200: 31 to 49 us
 LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits for the host
 PASSES = 80  # of it, in 0.3 s: on a busy host, medians of 5 were 20 % off, of 40 7 %
 DISK_BYTES, DISK_PIECE, DISK_THREADS = 512 << 20, 16 << 20, 4
@@ -49,7 +49,8 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
     """
     if device.type != "cuda":
         raise UnsupportedDevice(
-            f"rates are measured on CUDA devices, not on `{device}`; name one, or name the rates"
+            f"rates are measured on CUDA devices, not on `{device}`; name one, or name the rates "
+            "(`--copy-rate` and `--memory-rate` of `tpde plan`)"
         )
     facts(device.index or 0)  # says what is missing, if anything is
     disk = disk_rate(files) if files else _UNLIMITED
@@ -58,7 +59,7 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
 
 
 def given_rates(copy: float, memory: float, disk: float | None = None) -> Rates:
-    """Rates of a machine that is not here; its host takes as long as that of an H200 for each call."""
+    """Rates of a machine that is not here. Its host takes as long as those of H200s for a call."""
     return Rates(copy, _UNLIMITED if disk is None else disk, memory, DECODE_SHARE * memory, CALL_SECONDS)
 
 
