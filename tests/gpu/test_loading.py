@@ -85,6 +85,26 @@ def test_too_large_for_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert torch.cuda.memory_allocated() == before
 
 
+def test_a_model_that_is_dropped_is_freed_at_once(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama")
+
+    def used() -> int:
+        model = tpde.from_pretrained(pair.packed, device="cuda")
+        model(**inputs("llama", 2, 9, "cuda"))  # with gradients on
+        assert torch.cuda.memory_allocated() > before
+        del model
+        return torch.cuda.memory_allocated()
+
+    gc.collect()
+    before = 0
+    before = used()  # what libraries keep
+    gc.disable()
+    try:
+        assert used() == before
+    finally:
+        gc.enable()
+
+
 MEASURE = """
 import json, re, sys, threading, time
 import torch, transformers, safetensors.torch

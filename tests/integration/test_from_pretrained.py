@@ -268,6 +268,15 @@ def test_a_config_that_lies(tmp_path: Path) -> None:
         tpde.from_pretrained(pair.packed)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00002-of-*.safetensors"])
+def test_a_weight_file_is_missing(name: str, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama", **({"max_shard_size": "100KB"} if "*" in name else {}))
+    (gone,) = pair.packed.glob(name)
+    gone.unlink()
+    with pytest.raises(InvalidInput, match=rf"{gone.name}` does not exist, so that weights are missing"):
+        tpde.from_pretrained(pair.packed)
+
+
 def test_another_shape(tmp_path: Path) -> None:
     pair = checkpoint(tmp_path, "llama")
     config = json.loads((pair.packed / "config.json").read_text())

@@ -79,6 +79,19 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / "model.safetensors"]
 
 
+def require_weights(folder: Path) -> None:
+    """Make sure that the weight files are there.
+
+    Raises
+    ------
+    InvalidInput
+        Naming the first that is not.
+    """
+    for file in weight_files(folder):
+        if not file.exists():
+            raise InvalidInput(f"`{file}` does not exist, so that weights are missing; fetch it again")
+
+
 def stored_dtype(folder: Path) -> torch.dtype:
     """The dtype of a model whose `config.json` names none: that of its first floating-point tensor."""
     with Checkpoint(weight_files(folder)[:1]) as checkpoint:

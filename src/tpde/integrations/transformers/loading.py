@@ -12,7 +12,7 @@ import torch
 from tpde.errors import InvalidInput
 from tpde.integrations.device import checked_device
 from tpde.integrations.garbage import collect_first, collecting_later
-from tpde.integrations.transformers.folder import packed_directory, read_config
+from tpde.integrations.transformers.folder import packed_directory, read_config, require_weights
 
 MAX_TOKENS = 8192  # of a budget that names none
 
@@ -37,8 +37,8 @@ def model_class_of(folder: Path) -> Any:
     if found is None:
         lacks = f"names {names[:1]}, which transformers {transformers.__version__} lacks"
         raise InvalidInput(
-            f"`{folder / 'config.json'}` {lacks if names else 'names no class'}; pass `model_class=`, "
-            "such as `transformers.AutoModelForCausalLM`"
+            f"`{folder / 'config.json'}` {lacks if names else 'names no class'}; upgrade transformers, or "
+            "pass `model_class=` to `tpde.from_pretrained`, such as `transformers.AutoModelForCausalLM`"
         )
     return found
 
@@ -137,7 +137,7 @@ def from_pretrained(
     MissingDependency
         If torch or transformers 5 is missing.
     NotPacked, InvalidInput
-        If it is not a packed model.
+        If it is not a packed model, or a weight file is missing.
     Truncated, Corrupt, UnsupportedVersion
         If a file is damaged, or newer than this version. Chunks are checked when they are decoded first.
     OutOfMemory
@@ -155,6 +155,8 @@ def from_pretrained(
 
     budget = checked_budget(vram, ram, max_tokens, progress)
     folder = packed_directory(path)
+    if kwargs.get("variant") is None:  # else the files have other names
+        require_weights(folder)
     kind = model_class_of(folder) if model_class is None else model_class
     if device is not None and "device_map" in kwargs:
         raise InvalidInput("`device` and `device_map` both say where the model goes; pass one of them")
