@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import checkpoint, write
+from support.garbage import uncollected
 from support.gpu import needs_cuda
 from support.models import NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
 
@@ -88,21 +89,16 @@ def test_too_large_for_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_model_that_is_dropped_is_freed_at_once(tmp_path: Path) -> None:
     pair = checkpoint(tmp_path, "llama")
 
-    def used() -> int:
+    def use() -> None:
         model = tpde.from_pretrained(pair.packed, device="cuda")
         model(**inputs("llama", 2, 9, "cuda"))  # with gradients on
-        assert torch.cuda.memory_allocated() > before
-        del model
-        return torch.cuda.memory_allocated()
 
+    use()
     gc.collect()
-    before = 0
-    before = used()  # what libraries keep
-    gc.disable()
-    try:
-        assert used() == before
-    finally:
-        gc.enable()
+    before = torch.cuda.memory_allocated()  # what libraries keep
+    with uncollected():
+        use()
+        assert torch.cuda.memory_allocated() == before
 
 
 MEASURE = """

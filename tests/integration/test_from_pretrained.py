@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.checkpoints import Pair, checkpoint, write
+from support.garbage import alive, uncollected
 from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, make, outputs, torch
 
 import tpde
@@ -451,9 +452,6 @@ def test_a_model_that_is_dropped_is_freed_at_once(tmp_path: Path) -> None:
     with torch.no_grad():
         outputs("llama", model, 2)
     refs = [weakref.ref(it) for it in (*model.modules(), *model.buffers())]
-    gc.disable()
-    try:
+    with uncollected():
         del model
-        assert [ref() for ref in refs if ref() is not None] == []
-    finally:
-        gc.enable()
+        assert alive(refs) == []

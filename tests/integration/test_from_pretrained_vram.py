@@ -15,6 +15,7 @@ import pytest
 from support.budgets import MIXED, PIECE, Opened, every, load, simulated
 from support.card import DEVICE, GIB, Card
 from support.checkpoints import Pair, checkpoint, write
+from support.garbage import uncollected
 from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
 
 import tpde
@@ -589,11 +590,10 @@ def test_what_was_dropped_is_gone_before_the_next_load(
     monkeypatch.setattr(Streaming, "decide", decide)
     (made,) = model.tpde_streamer.streamers.values()
     streamer, weights = weakref.ref(made), weakref.ref(model.model.layers[0])
-    gc.disable()
-    del model, made
-    assert weights() is None
-    assert streamer() is not None
-    gc.enable()
+    with uncollected():
+        del model, made
+        assert weights() is None
+        assert streamer() is not None
     model = load(llama.packed)
     (made,) = model.tpde_streamer.streamers.values()
     streamer = weakref.ref(made)
@@ -691,12 +691,13 @@ def test_too_little_ram_beside_what_is_allocated(card: Card, monkeypatch: pytest
 
 
 def test_too_little_ram_for_several_devices(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
-    """Each has a share of `ram`; what would do is that of all."""
+    """Each that has packed weights has a share of `ram`; what would do is that of all."""
     from tpde.integrations.transformers import streamed
     from tpde.integrations.transformers.shape import opened_shape
     from tpde.streaming.plan import too_little_ram
 
     def plan(*_: Any, ram: int, **__: Any) -> Any:
+        assert ram == 256 << 20
         raise too_little_ram(656 << 20, ram)
 
     monkeypatch.setattr(streamed, "plan_streaming", plan)
@@ -704,6 +705,7 @@ def test_too_little_ram_for_several_devices(monkeypatch: pytest.MonkeyPatch, lla
     with opened_shape(llama.packed) as (model, checkpoint, weights):
         where = dict.fromkeys(weights.runs, torch.device("cpu"))
         where["lm_head.weight"] = torch.device("meta")
+        where["model.norm.weight"] = torch.device("cpu", 1)
         with pytest.raises(OutOfMemory, match=r"`ram` is 512 MiB, the least .* is 1312 MiB") as caught:
             made.plan(model, checkpoint, weights, where)
     assert caught.value.least == 1312 << 20

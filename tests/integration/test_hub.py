@@ -18,18 +18,7 @@ SPEC = spec_of("BF16", 2_000)
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "nothing",
-        "a/b/c",
-        "/a/b",
-        "a/",
-        "/b",
-        "org/model.safetensors",
-        "org/model.bin",
-        "../x/y",
-        "./x",
-        "~/x",
-    ],
+    ["nothing", "a/b/c", "/a/b", "a/", "/b", "org/x.safetensors", "org/x.bin", "../x/y", "./x", "~/x"],
 )
 def test_what_cannot_be_an_id_is_a_path_that_is_not_there(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="does not exist; check the path"):

@@ -42,14 +42,6 @@ def plain(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def packed(tmp_path: Path, plain: Path) -> Path:
-    """Give the same file packed."""
-    path = tmp_path / "packed.safetensors"
-    tpde.pack(plain, path)
-    return path
-
-
 def test_sizes_and_codecs(plain: Path, packed: Path) -> None:
     report = inspect(packed)
     found = {t.name: t for t in report.tensors}

@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import pytest
+from support.garbage import alive, uncollected
 from support.models import assert_same_bits, torch
 from torch import nn
 
@@ -229,12 +230,9 @@ def test_a_model_that_is_dropped_is_freed_at_once(how: str, pair: tuple[Model, M
     refs = [weakref.ref(module) for module in model.modules()]
     refs += [weakref.ref(module.tpde_group()) for name, module in packed_modules(model) if name != "embed"]
     refs += [weakref.ref(blob) for blob in model.buffers()] if how != "copied" else []
-    gc.disable()
-    try:
+    with uncollected():
         del model
-        assert [ref() for ref in refs if ref() is not None] == []
-    finally:
-        gc.enable()
+        assert alive(refs) == []
 
 
 def test_a_pass_whose_gradients_nobody_wants_leaves_nothing(pair: tuple[Model, Model]) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 
+from support.garbage import uncollected
+
 from tpde.integrations.garbage import collect_first, collecting_later
 
 
@@ -48,12 +50,9 @@ def test_after_a_failure(error: type[BaseException], passes: list[Any]) -> None:
 
 def test_not_where_the_user_has_switched_it_off(passes: list[Any]) -> None:
     collect_first()
-    gc.disable()
-    try:
+    with uncollected():
         with collecting_later():
             assert not passes
         assert not gc.isenabled()
-    finally:
-        gc.enable()
     with collecting_later():
         assert len(passes) == 1

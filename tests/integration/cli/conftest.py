@@ -12,7 +12,6 @@ import pytest
 import safetensors.torch
 from support.cli import Outcome, Run, weights
 
-import tpde
 from tpde.cli import main
 
 
@@ -36,14 +35,6 @@ def plain(tmp_path: Path) -> Path:
     """A safetensors file."""
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file(weights(), path, metadata={"format": "pt"})
-    return path
-
-
-@pytest.fixture
-def packed(tmp_path: Path, plain: Path) -> Path:
-    """Give the same file packed."""
-    path = tmp_path / "packed.safetensors"
-    tpde.pack(plain, path)
     return path
 
 

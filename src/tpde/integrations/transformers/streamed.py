@@ -93,7 +93,8 @@ class ModelStreaming(Streaming):
         names = [
             name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
         ]
-        ram = None if budget.ram is None else budget.ram // len(devices)
+        shares = max(len({where[name] for name in plan.runs}), 1)  # others need no host memory
+        ram = None if budget.ram is None else budget.ram // shares
         for device in devices:
             only = {name for name in names if where.get(name, device) == device}
 
@@ -108,7 +109,7 @@ class ModelStreaming(Streaming):
             except OutOfMemory as error:
                 if error.budget != "ram" or error.least is None or budget.ram is None:
                     raise
-                raise too_little_ram(error.least * len(devices), budget.ram) from None
+                raise too_little_ram(error.least * shares, budget.ram) from None
 
     def route(self, model: torch.nn.Module) -> None:
         """Let experts in host memory be fetched as routed to, through what memory is left for a cache."""
