@@ -10,6 +10,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,21 @@ def timed(model: Any, count: int) -> float:
     return statistics.median(took)
 
 
+def timed_beside_calls(model: Any, count: int) -> tuple[float, float]:
+    """The same, and seconds of the host for a call of a module, measured before and after.
+
+    Which is what `tpde plan` measures, but hosts with other work take half as long again, or not, from one
+    second to the next.
+    """
+    import torch
+
+    from tpde.streaming.rates import launch_seconds
+
+    where = torch.device(device())
+    before = launch_seconds(where)
+    return timed(model, count), (before + launch_seconds(where)) / 2
+
+
 def prefill(model: Any, length: int, runs: int) -> float:
     """Seconds of one forward pass over a long prompt."""
     import torch
@@ -130,14 +146,16 @@ def plain(given: dict[str, Any]) -> None:
     wait()
     start = time.perf_counter()
     generate(model, 0, 0)  # the first of a process, as ours: libraries are loaded for it
-    first = time.perf_counter() - start
+    found = {"first_s": time.perf_counter() - start}
     logits: list[Any] = []
     generate(model, WARM, given["tokens"], logits)
-    np.save(checked_logits(given), np.stack(logits))
-    found = {"token_s": timed(model, given["tokens"]), "first_s": first, "private": private_bytes()}
-    tell(plain=found)
-    if given["prefill"]:
-        tell(plain=found | {"prefill_s": prefill(model, PREFILL, 3)})
+    if not given["turn"]:
+        np.save(checked_logits(given), np.stack(logits))
+    found |= {"token_s": timed(model, given["tokens"]), "private": private_bytes()}
+    note(f"plain: {found['token_s'] * 1e3:.1f} ms/token, first token {found['first_s']:.2f} s")
+    tell(turn=given["turn"], plain=found)
+    if given["prefill"] and not given["turn"]:
+        tell(turn=0, plain=found | {"prefill_s": prefill(model, PREFILL, 3)})
 
 
 class Loaded:
@@ -160,6 +178,13 @@ class Loaded:
             for made in self._streaming.plans.values()
         ]
         return hashlib.sha256(repr(plans).encode()).hexdigest()[:16]
+
+    def predicted(self, copy: float, memory: float, call: float) -> float:
+        """Seconds a token as `tpde plan` prints them, of a machine with such rates and seconds of a call."""
+        from tpde.streaming.rates import given_rates
+
+        rates = replace(given_rates(copy, memory), launch=call)
+        return max(float(made.on(rates).seconds) for made in self._streaming.plans.values())
 
     def copied(self) -> int:
         """Bytes copied so far."""
@@ -186,35 +211,6 @@ class Loaded:
             torch.cuda.empty_cache()
 
 
-def predictions(given: dict[str, Any]) -> list[tuple[float, float]]:
-    """What `tpde plan` says of each budget: seconds a token, with the rates of this machine."""
-    import torch
-
-    from tpde.errors import OutOfMemory
-    from tpde.integrations.transformers.budget import plan_streaming
-    from tpde.integrations.transformers.shape import opened_shape
-    from tpde.streaming.rates import measure_rates
-
-    rates, made = measure_rates(torch.device("cuda", 0), []), []
-    note(f"measured: {rates}")
-    with opened_shape(Path(given["packed"])) as (shape, checkpoint, weights):
-        for budget in given["budgets"]:
-            try:
-                plan = plan_streaming(
-                    shape,
-                    checkpoint,
-                    weights,
-                    vram=int(budget * 2**30),
-                    ram=None,
-                    max_tokens=1024,
-                ).on(rates)
-            except OutOfMemory as error:
-                note(f"{budget:g} GiB: {error}")
-            else:
-                made.append((budget, plan.seconds))
-    return made
-
-
 def start(given: dict[str, Any]) -> None:
     """Make and pack the model if it is not there, measure the machine, and say what it is."""
     import torch
@@ -231,11 +227,9 @@ def start(given: dict[str, Any]) -> None:
         torch.cuda.empty_cache()
         tell(rate=copy_rate())
     if torch.cuda.is_available() and given["budgets"]:
-        try:
-            tell(predicted=predictions(given))
-        except Exception as error:
-            traceback.print_exc()
-            tell(problem=f"predictions: {reason(error)}")
+        from tpde.streaming.rates import copy_rates
+
+        tell(measured=copy_rates(torch.device("cuda", 0)))
         guarded("first of all, not counted", {}, lambda: warm(given))
 
 
@@ -290,12 +284,14 @@ def measure(given: dict[str, Any], use: Any, found: dict[str, Any], say: Callabl
         if use is not None:
             use.pause()
             found["peak"] = use.peak
-        found["token_s"] = timed(loaded.model, count)
+        found["token_s"], call = timed_beside_calls(loaded.model, count)
         found["private"] = private_bytes()
         if use is not None:
             found["peak"] = max(found["peak"], use.now())
         if loaded.streamers:
             found["locked"], found["dropped"] = loaded.locked(), loaded.dropped()
+        if given["measured"] and budget is not None:
+            found["predicted_s"] = loaded.predicted(*given["measured"], call)
         say()
         if loaded.streamers and given["serial"]:
             for streamer in loaded.streamers:
@@ -332,9 +328,9 @@ def ours(given: dict[str, Any]) -> None:
 
     def say() -> None:
         if budget is None:
-            tell(resident=found)
+            tell(turn=given["turn"], resident=found)
         else:
-            tell(budget=budget, turn=given["turn"], ours=found)
+            tell(turn=given["turn"], budget=budget, ours=found)
 
     name = "packed, resident" if budget is None else f"{budget:g} GiB"
     guarded(name, found, lambda: measure(given, use_of(given), found, say))

@@ -11,12 +11,13 @@ model in host memory besides.
 from __future__ import annotations
 
 import json
+import operator
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ PRIVATE_BAR, LOCKED_BAR = 256 << 20, 64 << 20
 FIRST_BAR = 1.0  # s
 PREDICTED_BAR = 0.15
 FITS = 12  # from so many GiB on, budgets are run again, in turn; below, to the first token only
-TURNS = 4  # the card's memory is looked at in the first, and first tokens are timed in the others
+TURNS = 4  # the card's memory is looked at in the first, and first tokens of ours are timed in the others
 SERIAL = 4  # budgets that are run with prefetch off as well
 GB = 1e9
 Found = dict[str, Any]
@@ -48,12 +49,6 @@ Found = dict[str, Any]
 def limit(streamed: float, budget: float, rate: float) -> float:
     """Seconds a token that no system beats which streams what does not fit into a budget of GiB."""
     return max(streamed - max(0.0, budget * 2**30 - FIXED), 0.0) / rate
-
-
-def bar(made: Found, budget: float, rate: float, resident: float | None) -> float | None:
-    """Seconds a token allowed; None where all fits, and what that takes is not known."""
-    streamed = limit(made["streamed_packed"], budget, rate) / EFFICIENCY
-    return max(streamed, 0.0 if resident is None else resident + RESIDENT_SPARE) or None
 
 
 def ms(seconds: float | None) -> str:
@@ -77,21 +72,26 @@ class Results:
         Sizes of the model.
     rates : list of float
         Bytes a second of copies, before and after.
+    measured : list of float
+        What `tpde plan` measures of a device: bytes a second that are copied to it, and of its memory.
     plain, resident, prefill : dict
         The plain model, ours packed and resident, ours with a long prompt.
-    ours, predicted, peers : dict
-        By budget, by budget, by name.
+    ours, peers : dict
+        By budget, by name.
+
+    What is run in turns has `turns`, what each of them found by its number, besides medians of their seconds,
+    the most memory, and all else as the first has it.
     """
 
     def __init__(self) -> None:
         self.head = ""
         self.made: Found = {}
         self.rates: list[float] = []
+        self.measured: list[float] = []
         self.plain: Found = {}
         self.resident: Found = {}
         self.prefill: Found = {}
         self.ours: dict[float, Found] = {}
-        self.predicted: dict[float, float] = {}
         self.peers: dict[str, Found] = {}
         self.problems: list[str] = []
 
@@ -107,27 +107,20 @@ class Results:
         elif "rate" in row:
             self.rates.append(row["rate"])
             note(f"copy rate: {row['rate'] / GB:.2f} GB/s")
-        elif "predicted" in row:
-            self.predicted = dict(row["predicted"])
+        elif "measured" in row:
+            self.measured = row["measured"]
         elif "budget" in row:
-            kept = self.ours.setdefault(row["budget"], {"turns": {}})
-            kept["turns"][row["turn"]] = row["ours"]
-            for key, value in row["ours"].items():  # the plan and all else that belongs to it: of the first
-                if key in {"private", "locked"}:
-                    kept[key] = max(kept.get(key, value), value)
-                else:
-                    kept[key] = kept.get(key) or value
-            for key in ("token_s", "first_s"):
-                if found := [it[key] for it in kept["turns"].values() if key in it]:
-                    kept[key] = statistics.median(found)
+            _add_turn(self.ours.setdefault(row["budget"], {}), row["turn"], row["ours"])
             if "problem" in row["ours"]:
                 self.problems.append(f"{row['budget']:g} GiB: {row['ours']['problem']}")
+        elif "plain" in row:
+            _add_turn(self.plain, row["turn"], row["plain"])
+        elif "resident" in row:
+            _add_turn(self.resident, row["turn"], row["resident"])
         elif "peer" in row:
             self.peers[row["peer"]] = row["found"]
-        else:
-            for name in ("plain", "resident", "prefill"):
-                if name in row:
-                    setattr(self, name, row[name])
+        elif "prefill" in row:
+            self.prefill = row["prefill"]
 
     @property
     def rate(self) -> float:
@@ -135,14 +128,56 @@ class Results:
         return max(self.rates, default=0.0)
 
 
+def _add_turn(kept: Found, turn: int, found: Found) -> None:
+    kept.setdefault("turns", {})[turn] = found
+    for key, value in found.items():
+        if key in {"private", "locked"}:
+            kept[key] = max(kept.get(key, value), value)
+        else:
+            kept[key] = kept.get(key) or value
+    for key in ("token_s", "first_s", "predicted_s"):
+        if several := [it[key] for it in kept["turns"].values() if key in it]:
+            kept[key] = statistics.median(several)
+
+
+def paired(
+    one: Found, other: Found, compare: Callable[[float, float], float], what: str = "token_s"
+) -> float | None:
+    """The median over turns that have both: the host, which may make a whole turn slow, is in both."""
+    both = one["turns"].keys() & other.get("turns", {}).keys()
+    seconds = [tuple(it["turns"][turn].get(what) for it in (one, other)) for turn in both]
+    compared = [compare(a, b) for a, b in seconds if a and b]
+    return statistics.median(compared) if compared else None
+
+
+def above_resident(row: Found, found: Results) -> float | None:
+    """Seconds a token more than when all is packed and resident."""
+    return paired(row, found.resident, operator.sub)
+
+
+def predicted_share(row: Found) -> float | None:
+    """Predicted over found seconds a token."""
+    turns = [it for it in row["turns"].values() if "predicted_s" in it]
+    return statistics.median(it["predicted_s"] / it["token_s"] for it in turns) if turns else None
+
+
+def bar(found: Results, budget: float) -> float | None:
+    """Seconds a token allowed; None where all fits, and what that takes is not known."""
+    if not found.rate:
+        return None
+    row = found.ours[budget]
+    streamed = limit(found.made["streamed_packed"], budget, found.rate) / EFFICIENCY
+    above = above_resident(row, found)
+    return max(streamed, 0.0 if above is None else row["token_s"] - above + RESIDENT_SPARE) or None
+
+
 def main_table(found: Results) -> str:
     """One row a budget."""
     made = found.made
-    lines, resident = [], found.resident.get("token_s")
+    lines = []
     for budget, row in sorted(found.ours.items()):
         bits = {"": "yes", None: ""}.get(row.get("difference"), "NO")
-        predicted, took = found.predicted.get(budget), row.get("token_s")
-        allowed = bar(made, budget, found.rate, resident) if found.rate else None
+        took, allowed = row.get("token_s"), bar(found, budget)
         lines.append(
             [
                 f"{budget:g}",
@@ -151,7 +186,7 @@ def main_table(found: Results) -> str:
                 verdict(took <= allowed) if took is not None and allowed is not None else "",
                 ms(limit(made["streamed_packed"], budget, found.rate)) if found.rate else "",
                 ms(limit(made["streamed_plain"], budget, found.rate)) if found.rate else "",
-                ms(predicted),
+                ms(row.get("predicted_s")),
                 ms(row.get("serial_s")),
                 f"{row.get('copied_a_token', 0) / GB:.2f}",
                 gib(row.get("peak")),
@@ -193,11 +228,10 @@ def checks(found: Results, mapped: bool) -> list[tuple[str, str, str, bool]]:
         if "token_s" not in row:
             out.append((f"{budget:g} GiB", str(row.get("problem")), "runs", False))
             continue
-        if rate:
-            allowed = bar(made, budget, rate, found.resident.get("token_s"))
-            if allowed is not None:
-                met = row["token_s"] <= allowed
-                out.append((f"{budget:g} GiB, ms/token", ms(row["token_s"]), ms(allowed), met))
+        allowed = bar(found, budget)
+        if allowed is not None:
+            met = row["token_s"] <= allowed
+            out.append((f"{budget:g} GiB, ms/token", ms(row["token_s"]), ms(allowed), met))
         if "peak" in row:
             met = row["peak"] <= budget * 2**30
             out.append((f"{budget:g} GiB, card peak, GiB", gib(row["peak"]), f"{budget:g}", met))
@@ -205,12 +239,11 @@ def checks(found: Results, mapped: bool) -> list[tuple[str, str, str, bool]]:
             out.append(
                 (f"{budget:g} GiB, bits", row["difference"] or "equal", "equal", not row["difference"])
             )
-        if budget in found.predicted:
-            off = found.predicted[budget] / row["token_s"] - 1
-            met = abs(off) <= PREDICTED_BAR
-            out.append(
-                (f"{budget:g} GiB, predicted", f"{100 * off:+.1f} %", f"{100 * PREDICTED_BAR:.0f} %", met)
-            )
+        share = predicted_share(row)
+        if share is not None:
+            met = abs(share - 1) <= PREDICTED_BAR
+            said = f"{100 * (share - 1):+.1f} %"
+            out.append((f"{budget:g} GiB, predicted", said, f"{100 * PREDICTED_BAR:.0f} %", met))
         locked = row.get("locked")
         if locked is not None:
             over = (locked - made["packed_bytes"]) / 2**20
@@ -220,20 +253,21 @@ def checks(found: Results, mapped: bool) -> list[tuple[str, str, str, bool]]:
         differs = found.resident["difference"]
         out.append(("packed, resident, bits", differs or "equal", "equal", not differs))
     best: Found | None = None
+    plans: set[str] = set()
     for budget, row in good.items():
-        if best is not None and row["plan"] == best["plan"]:  # which differ as processes do
+        if row["plan"] in plans:  # processes differ, and nothing else does
             out.append((f"{budget:g} GiB against less", "same plan", f"{SLOWER}", True))
         elif best is not None:
-            more = row["token_s"] / best["token_s"]
+            more = paired(row, best, operator.truediv) or row["token_s"] / best["token_s"]
             out.append((f"{budget:g} GiB against less", f"{more:.3f}", f"{SLOWER}", more <= SLOWER))
         if best is None or row["token_s"] < best["token_s"]:
             best = row
-    firsts = [row["first_s"] for row in good.values() if "first_s" in row]
-    if firsts and found.plain:
-        first = max(firsts) - found.plain["first_s"]
-        out.append(
-            ("load to first token above plain's, s", f"{first:.2f}", f"{FIRST_BAR:g}", first <= FIRST_BAR)
-        )
+        plans.add(row["plan"])
+    firsts = [paired(row, found.plain, operator.sub, "first_s") for row in good.values()]
+    if more := [it for it in firsts if it is not None]:
+        first = max(more)
+        met = first <= FIRST_BAR
+        out.append(("load to first token above plain's, s", f"{first:.2f}", f"{FIRST_BAR:g}", met))
     if mapped and good and found.plain:
         private = (max(row["private"] for row in good.values()) - found.plain["private"]) / 2**20
         met = private <= PRIVATE_BAR >> 20
@@ -301,8 +335,10 @@ def text(options: Any, found: Results) -> str:
         f"{options.host}. {hold}Batch 1, greedy, {options.tokens} timed tokens after {WARM}, the "
         "median of several runs of less than a second, and as many tokens before, whose logits are compared "
         "as integers with the plain model's of the same run; "
-        f"the median of {TURNS} processes from {FITS} GiB on. First tokens: the median of {TURNS - 1} "
-        "processes that do not look at the card's memory meanwhile. Copy rate from `cuMemHostAlloc`, 256 MiB "
+        f"from {FITS} GiB on, and resident, medians of {TURNS} processes in turns, also of what one takes "
+        "more than another. Predicted: by the plan, with rates measured in this run, that of the host before "
+        "and after the tokens. First tokens: as many turns, but ours are not timed in the first, where the "
+        "card's memory is looked at all the while. Copy rate from `cuMemHostAlloc`, 256 MiB "
         f"at a time: {measured}. Limits: (bytes read for a token - (budget - {FIXED / GB} GB)) / rate.\n"
     )
     rows_ = [
@@ -315,18 +351,24 @@ def text(options: Any, found: Results) -> str:
 
 def tasks(options: Any, given: Found) -> Iterator[tuple[str, Found]]:
     """What is to be done, in its order; a run that has to end early has had what says most."""
-    if "plain" in options.only and options.shape != "llama-70b":  # 141 GB fit on one card only just
+    plain = "plain" in options.only and options.shape != "llama-70b"  # 141 GB fit on one card only just
+    ours = "ours" in options.only
+    if plain:
         yield "plain", given
-    if "ours" in options.only:
+    if ours:
         for number, budget in enumerate(options.budgets):
             yield "ours", given | {"budget": budget, "serial": given["serial"] and number < SERIAL}
-        for turn in range(1, TURNS):  # where all fits, the host decides, and processes differ by 5 %
-            for budget in options.budgets:  # elsewhere it decides on first tokens
-                yield "ours", given | {"budget": budget, "turn": turn, "first_only": budget < FITS}
-        if given["resident"]:
-            yield "ours", given | {"budget": None}
         if given["prefill"]:
             yield "prefill", given
+    for turn in range(TURNS):  # where all fits, the host decides, and processes differ by 5 % and more
+        now = given | {"turn": turn}
+        if turn and plain:
+            yield "plain", now
+        for budget in options.budgets if turn and ours else []:  # elsewhere it decides on first tokens
+            yield "ours", now | {"budget": budget, "first_only": budget < FITS}
+        if given["resident"] and ours:
+            yield "ours", now | {"budget": None}
+    if ours:
         yield "rate", given
     if options.peers:
         for name in PEERS:
@@ -349,7 +391,7 @@ def run(options: Any, given: Found, found: Results, began: float) -> None:
         if not found.made or (options.seconds and took > options.seconds):
             note(f"{took:.0f} s: no more rows are started")
             return
-        go(task, more)
+        go(task, more | {"measured": found.measured})
 
 
 def main() -> int:
@@ -407,6 +449,7 @@ def main() -> int:
             "budgets": options.budgets if "ours" in options.only else [],
             "holder": holder.ends if holder is not None else None,
             "turn": 0,
+            "measured": [],
             "first_only": False,
             "prefill": not options.no_prefill and options.shape == "llama-8b",
             "serial": not options.no_serial,

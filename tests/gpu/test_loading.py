@@ -17,6 +17,7 @@ from support.gpu import needs_cuda
 from support.models import NAMES, VOCAB, assert_same_bits, inputs, outputs, torch
 
 import tpde
+import tpde.integrations.transformers  # registers the format: tests may run in any order
 from tpde.errors import Corrupt, OutOfMemory
 from tpde.packing.reader import PackedFile
 
