@@ -15,12 +15,6 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Give a tiny Llama, plain and packed."""
-    return checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Give a tiny BERT with what sentence-transformers would keep beside it."""
     pair = checkpoint(tmp_path_factory.mktemp("bert"), "bert", torch.float32)

@@ -21,11 +21,6 @@ pytest.importorskip("transformers", minversion="5.0", reason="needs transformers
 from tpde.integrations.streaming import loading as loading_under
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Run the command with the simulated device for `cuda`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.budgets import every, load, simulated
-from support.checkpoints import Pair, checkpoint
+from support.checkpoints import Pair
 from support.locking import FakeLock
 from support.models import assert_same_bits, outputs, torch
 from support.simulated import MemorySupply
@@ -25,11 +25,6 @@ pytest.importorskip("transformers", minversion="5.0", reason="needs transformers
 from tpde.integrations.streaming import loading as loading_under
 from tpde.integrations.streaming import opening
 from tpde.integrations.transformers import quantizer
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return checkpoint(tmp_path_factory.mktemp("llama"), "llama")
 
 
 def _host_threads() -> list[str]:
