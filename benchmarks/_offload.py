@@ -142,6 +142,7 @@ def difference(found: list[Any], path: Path) -> str:
 def plain(given: dict[str, Any]) -> None:
     """The plain model in device memory: its speed, its logits, its memory."""
     import_everything()
+    use_of(given)  # nobody holds the card
     model = plain_model(config_of(given["shape"], given["layers"]), given["seed"])
     wait()
     start = time.perf_counter()
@@ -211,6 +212,33 @@ class Loaded:
             torch.cuda.empty_cache()
 
 
+def predict(given: dict[str, Any]) -> None:
+    """What `tpde plan` says of a budget: seconds a token, with what it measures of this machine."""
+    import torch
+
+    from tpde.errors import OutOfMemory
+    from tpde.integrations.transformers.budget import plan_streaming
+    from tpde.integrations.transformers.shape import opened_shape
+    from tpde.streaming.rates import measure_rates
+
+    use_of(given)  # nobody holds the card
+    budget, rates = given["budget"], measure_rates(torch.device("cuda", 0), [])
+    note(f"measured: {rates}")
+    with opened_shape(Path(given["packed"])) as (shape, checkpoint, weights):
+        try:
+            plan = plan_streaming(
+                shape, checkpoint, weights, vram=int(budget * 2**30), ram=None, max_tokens=1024
+            )
+        except OutOfMemory as error:
+            note(f"{budget:g} GiB: {error}")
+        else:
+            tell(
+                turn=given["turn"],
+                predicted=[budget, plan.on(rates).seconds],
+                measured=[rates.copy, rates.memory],
+            )
+
+
 def start(given: dict[str, Any]) -> None:
     """Make and pack the model if it is not there, measure the machine, and say what it is."""
     import torch
@@ -227,9 +255,6 @@ def start(given: dict[str, Any]) -> None:
         torch.cuda.empty_cache()
         tell(rate=copy_rate())
     if torch.cuda.is_available() and given["budgets"]:
-        from tpde.streaming.rates import copy_rates
-
-        tell(measured=copy_rates(torch.device("cuda", 0)))
         guarded("first of all, not counted", {}, lambda: warm(given))
 
 
@@ -245,8 +270,24 @@ def rate(given: dict[str, Any]) -> None:
     tell(rate=copy_rate())
 
 
+def copy_then_decode(streamer: Any) -> None:
+    """Let no copy begin before all is computed that was asked for earlier, as where nothing is prefetched."""
+    import torch
+
+    streamer.prefetch, copy = False, streamer.device.copy
+
+    def later(place: int, address: int, piece: Any) -> Any:
+        streamer.device.hold(torch.cuda.current_stream().record_event())
+        return copy(place, address, piece)
+
+    streamer.device.copy = later
+
+
 def use_of(given: dict[str, Any]) -> Any:
-    """What looks at the card's memory; None without a card. What is imported only here is not timed later."""
+    """What looks at the card's memory, of which nobody holds any; None without a card.
+
+    What is imported only here is not timed later.
+    """
     import torch
     from _hold import Use
 
@@ -291,11 +332,11 @@ def measure(given: dict[str, Any], use: Any, found: dict[str, Any], say: Callabl
         if loaded.streamers:
             found["locked"], found["dropped"] = loaded.locked(), loaded.dropped()
         if given["measured"] and budget is not None:
-            found["predicted_s"] = loaded.predicted(*given["measured"], call)
+            found["beside_s"] = loaded.predicted(*given["measured"], call)
         say()
         if loaded.streamers and given["serial"]:
             for streamer in loaded.streamers:
-                streamer.prefetch = False
+                copy_then_decode(streamer)
             found["serial_s"], _ = generate(loaded.model, 0, 2)
             say()
     finally:
@@ -376,7 +417,7 @@ def peer(given: dict[str, Any]) -> None:
         if use is not None:
             use.pause()
             found["peak"] = use.peak
-        found["token_s"], _ = generate(model, 0, 2)
+        found["token_s"] = statistics.median(generate(model, 0, 1)[0] for _ in range(3))
         found["private"] = private_bytes()
 
     guarded(given["peer"], found, work)
@@ -416,6 +457,7 @@ PEERS: dict[str, Callable[[], Callable[[Any], Any]]] = {
 
 TASKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "start": start,
+    "predict": predict,
     "plain": plain,
     "ours": ours,
     "prefill": our_prefill,

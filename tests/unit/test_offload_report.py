@@ -1,0 +1,138 @@
+"""What `benchmarks/offload.py` makes of its rows: medians, pairs, bars, and what is missing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+GIB = 1 << 30
+MADE = {
+    "streamed_packed": 10.03e9,
+    "streamed_plain": 15e9,
+    "packed_bytes": 10.7e9,
+    "plain_bytes": 16e9,
+    "layers": 32,
+    "pack_s": 1.0,
+}
+
+
+@pytest.fixture(scope="module")
+def offload() -> Iterator[Any]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import offload
+
+        yield offload
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def _row(token_s: float, **more: Any) -> dict[str, Any]:
+    return {"token_s": token_s, "plan": "all", "private": 0, "peak": GIB, "difference": ""} | more
+
+
+@pytest.fixture
+def found(offload: Any) -> Any:
+    """Two budgets in three turns, of which the second is slow: for all that runs in it."""
+    made = offload.Results()
+    made.take({"made": MADE})
+    made.take({"rate": 55e9})
+    for turn, slow in enumerate((1.0, 2.0, 1.0)):
+        made.take({"turn": turn, "plain": {"token_s": 0.02 * slow, "first_s": 0.3 * slow, "private": 0}})
+        made.take({"turn": turn, "resident": _row(0.022 * slow)})
+        first = {"first_s": 0.9 + 0.3 * slow} if turn else {}
+        made.take({"turn": turn, "budget": 12.0, "ours": _row(0.023 * slow, beside_s=0.024 * slow) | first})
+        made.take({"turn": turn, "predicted": [12.0, 0.021], "measured": [55e9, 4e12]})
+        four = _row(0.138, plan="some") if not turn else {"plan": "some"}
+        made.take({"turn": turn, "budget": 4.0, "ours": four | first})
+    made.take({"turn": 0, "predicted": [4.0, 0.140], "measured": [55e9, 4e12]})
+    return made
+
+
+def _checks(offload: Any, found: Any) -> dict[str, tuple[str, bool]]:
+    return {what: (said, met) for what, said, _, met in offload.checks(found, True)}
+
+
+def test_turns_are_compared_in_pairs(offload: Any, found: Any) -> None:
+    checks = _checks(offload, found)
+    assert all(met for _, met in checks.values()), checks
+    assert checks["12 GiB, ms/token"][0] == "23.0"
+    assert offload.bar(found, 12.0) == pytest.approx(0.023 - 0.001 + 0.003)
+    assert checks["12 GiB, predicted"][0] == "-8.7 %, beside +4.3 %"
+    assert checks["4 GiB, predicted"][0] == "+1.4 %"
+    assert checks["load to first token above plain's, s"][0] == "0.90"
+    assert checks["12 GiB against less"][0] == "0.167"
+    found.take({"turn": 1, "budget": 12.0, "ours": _row(0.023)})
+    assert offload.bar(found, 12.0) == pytest.approx(0.023 - 0.001 + 0.003), "one turn decides nothing"
+
+
+def test_bars_can_be_missed(offload: Any, found: Any) -> None:
+    for turn in range(3):
+        slow = _row(0.029, peak=(13 if turn == 2 else 1) * GIB, first_s=2.0)
+        slow["difference"] = "step 1" if turn == 1 else ""
+        found.take({"turn": turn, "budget": 12.0, "ours": slow})
+    missed = {what for what, (_, met) in _checks(offload, found).items() if not met}
+    assert missed == {
+        "12 GiB, ms/token",
+        "12 GiB, card peak, GiB",
+        "12 GiB, bits",
+        "12 GiB, predicted",
+        "load to first token above plain's, s",
+    }
+
+
+def test_more_memory_that_is_slower(offload: Any, found: Any) -> None:
+    found.take({"turn": 0, "budget": 16.0, "ours": _row(0.05, plan="other")})
+    found.take({"turn": 0, "budget": 24.0, "ours": _row(0.05)})
+    checks = _checks(offload, found)
+    assert checks["16 GiB against less"] == ("2.174", False)
+    assert checks["24 GiB against less"] == ("2.174, same plan", True)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"turn": 0, "budget": 4.0, "ours": {"problem": "no room"}},
+        {"turn": 0, "resident": {"problem": "no room"}},
+        {"prefill": {"problem": "no room"}},
+        {"peer": "accelerate cpu_offload", "found": {"problem": "no room"}},
+        {"problem": "no room"},
+    ],
+)
+def test_what_fails_is_in_the_report(offload: Any, found: Any, row: dict[str, Any]) -> None:
+    options = SimpleNamespace(hold=True, shape="llama-8b", seed=0, host="mapped", tokens=12)
+    assert "Problems" not in offload.text(options, found)
+    found.take(row)
+    assert "no room" in offload.text(options, found).split("Problems:")[1]
+    assert len(found.problems) == 1
+
+
+def test_what_is_left_out_is_a_problem(
+    offload: Any, found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[str] = []
+
+    def rows(_: str, task: str, *more: Any) -> list[dict[str, Any]]:
+        done.append(task)
+        return []
+
+    monkeypatch.setattr(offload, "rows", rows)
+    options = SimpleNamespace(
+        host="mapped", limit=9, out=None, only=["plain", "ours"], shape="llama-8b", budgets=[4.0, 12.0]
+    )
+    options.peers, options.seconds = False, None
+    given = {"turn": 0, "serial": True, "prefill": True, "resident": True}
+    offload.run(options, given, found, 0.0)
+    assert not found.problems
+    turn = ["plain", "ours", "predict", "ours", "ours"]
+    begin = ["start", "plain", "predict", "ours", "predict", "ours", "prefill", "ours"]
+    assert done == begin + turn * (offload.TURNS - 1) + ["rate"]
+    options.seconds = 1.0
+    offload.run(options, given, found, 0.0)
+    assert "left out, from `plain` on" in found.problems[0]
