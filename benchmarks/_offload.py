@@ -222,13 +222,13 @@ def predict(given: dict[str, Any]) -> None:
     from tpde.streaming.rates import measure_rates
 
     use_of(given)  # nobody holds the card
-    budget, rates = given["budget"], measure_rates(torch.device("cuda", 0), [])
+    budget, packed, ram = given["budget"], Path(given["packed"]), given.get("ram")
+    rates = measure_rates(torch.device("cuda", 0), sorted(packed.glob("*.safetensors")) if ram else [])
     note(f"measured: {rates}")
-    with opened_shape(Path(given["packed"])) as (shape, checkpoint, weights):
+    limits = {"vram": int(budget * 2**30), "ram": None if ram is None else int(ram * 2**30)}
+    with opened_shape(packed) as (shape, checkpoint, weights):
         try:
-            plan = plan_streaming(
-                shape, checkpoint, weights, vram=int(budget * 2**30), ram=None, max_tokens=1024
-            )
+            plan = plan_streaming(shape, checkpoint, weights, max_tokens=1024, **limits)
         except OutOfMemory as error:
             note(f"{budget:g} GiB: {error}")
         else:

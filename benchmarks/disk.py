@@ -22,6 +22,7 @@ from _rows import rows, tell
 
 BAR = 0.85  # of the best rate of plain reading
 MEMORY_BAR = 1 << 30  # above `ram`
+PREDICTED_BAR = 0.15
 THREADS = (1, 4, 16)
 READ_BYTES = 6 << 30  # for each number of threads, or
 READ_SECONDS = 4.0
@@ -43,7 +44,6 @@ def use(given: dict[str, Any]) -> None:
         ram=f"{given['ram']:g}GiB",
         max_tokens=1024,
     )
-    plan = next(iter(model.tpde_streamer.plans.values()))
     generate(model, 0, 0)
     wait()
     start = time.perf_counter()
@@ -58,7 +58,6 @@ def use(given: dict[str, Any]) -> None:
             "rate": read / (1 + count) / seconds,
             "a_token": read / (1 + count),
             "memory": resident.close(),
-            "predicted_s": plan.seconds,
         }
     )
     model.tpde_streamer.close()
@@ -110,6 +109,8 @@ def main() -> int:
         "ram": options.ram,
         "vram": options.vram,
         "tokens": options.tokens,
+        "budget": options.vram,
+        "turn": 0,
     }
     first: dict[str, Any] = {}
     for row in rows(__file__, "start", given, options.limit, perform):
@@ -118,32 +119,44 @@ def main() -> int:
         raise SystemExit(f"error: the model could not be made: {first.get('problem')}")
     head, made = first["head"], first["made"]
     files = sorted((base / "packed").glob("*.safetensors"))
-    plain: dict[int, float] = {}
-    for threads in THREADS:
-        drop(files)
-        plain[threads] = direct_rate(files, threads, READ_BYTES, READ_SECONDS)
-        note(f"O_DIRECT, {threads} threads: {plain[threads] / 1e9:.2f} GB/s")
-    drop(files)
-    found = list(rows(__file__, "use", given, options.limit, perform))
+    plain = dict.fromkeys(THREADS, 0.0)
+
+    def read() -> None:
+        """As fast as plain reading was so far: disks of virtual machines are faster at times."""
+        for threads in THREADS:
+            drop(files)
+            rate = direct_rate(files, threads, READ_BYTES, READ_SECONDS)
+            note(f"O_DIRECT, {threads} threads: {rate / 1e9:.2f} GB/s")
+            plain[threads] = max(plain[threads], rate)
+
+    read()
+    found = [
+        row for task in ("predict", "use") for row in rows(__file__, task, given, options.limit, perform)
+    ]
+    read()
     used = next((row["used"] for row in found if "used" in row), None)
+    predicted = next((row["predicted"][1] for row in found if "predicted" in row), None)
     lines = [[f"O_DIRECT, {n} threads, GB/s", f"{rate / 1e9:.2f}", "", ""] for n, rate in plain.items()]
-    met = used is not None
-    if used is not None:
+    met = used is not None and predicted is not None
+    if used is not None and predicted is not None:
         least, most = BAR * max(plain.values()), int(options.ram * 2**30) + MEMORY_BAR
-        good = used["rate"] >= least, used["memory"] <= most
+        off = predicted / used["token_s"] - 1
+        good = used["rate"] >= least, used["memory"] <= most, abs(off) <= PREDICTED_BAR
         met = all(good)
         lines.append(["tpde, GB/s", f"{used['rate'] / 1e9:.2f}", f">= {least / 1e9:.2f}", verdict(good[0])])
         held = f"{used['memory'] / 2**30:.2f}"
         lines.append(["memory, GiB", held, f"{most / 2**30:.2f}", verdict(good[1])])
         lines.append(["s/token", f"{used['token_s']:.3f}", "", ""])
-        lines.append(["predicted with typical rates, s/token", f"{used['predicted_s']:.3f}", "", ""])
+        said = f"{predicted:.3f}, {100 * off:+.1f} %"
+        lines.append(["predicted, s/token", said, f"{100 * PREDICTED_BAR:.0f} %", verdict(good[2])])
         lines.append(["read, GB/token", f"{used['a_token'] / 1e9:.2f}", "", ""])
     lines += [["problem", row["problem"], "", verdict(False)] for row in found if "problem" in row]
     about = (
         f"{options.shape} shape, {made['layers']} layers, {made['packed_bytes'] / 1e9:.2f} GB packed, in "
         f"{options.vram:g} GiB of device memory and {options.ram:g} GiB of host memory. Memory is what is "
         "resident (private, mapped, locked), without libraries mapped at the start. Plain reading: blocks of "
-        "8 MiB past the page cache.\n"
+        "8 MiB past the page cache, the faster of before and after. Predicted: what `tpde plan` says right "
+        "before.\n"
     )
     emit(f"{head}\n{about}\n{table(['what', 'found', 'bar', ''], lines)}", options.out)
     return 0 if met else 1
