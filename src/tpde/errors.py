@@ -7,6 +7,11 @@ needed, and what to do.
 from __future__ import annotations
 
 
+def printable(name: object) -> str:
+    """A name out of a file as it may be shown or logged: in one line, and steering no terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(name))
+
+
 class TpdeError(Exception):
     """Base class of all errors that tpde raises on purpose."""
 

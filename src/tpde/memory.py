@@ -71,7 +71,13 @@ def allocate(nbytes: int, device: torch.device, what: str) -> Tensor:
     try:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as error:
+        if device.type == "cpu":
+            raise OutOfMemory(
+                f"{what} needs {gib(nbytes)} of host memory, and the system refused; free some"
+            ) from None
+        if not isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
         free = free_bytes(device)
         raise OutOfMemory(
             f"{what} needs {gib(nbytes)} on {device}, {gib(free)} are free"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -19,6 +20,7 @@ from tpde.errors import (
     MissingShard,
     NotPacked,
 )
+from tpde.format.constants import MANIFEST
 from tpde.format.sink import FileSink
 from tpde.packing.api import pack, unpack, verify
 
@@ -210,6 +212,27 @@ def test_verify_names_damaged_files_tensors_and_chunks(model: Path, tmp_path: Pa
     assert problems == {(path.name, "a.1.w", 0), ("tokenizer.json", None, None), ("empty", None, None)}
     (model / "config.json").write_text("{}")
     assert "config.json" in {Path(p.file).name for p in verify(packed, against=model)}
+
+
+@pytest.mark.parametrize("what", ["config.json", "model.safetensors.index.json"])
+def test_verify_compares_the_files_that_packing_changes(what: str, model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    pack(model, packed)
+    assert verify(packed) == verify(packed, against=model) == []
+    sound, manifest = (packed / what).read_text("utf-8"), (packed / MANIFEST).read_text("utf-8")
+    for text in (sound.replace("1", "2", 1), sound.replace("}", ""), ""):
+        assert text != sound
+        (packed / what).write_text(text, "utf-8", newline="\n")
+        assert [Path(p.file).name for p in verify(packed)] == [what]
+    (packed / what).write_text(sound, "utf-8", newline="\n")
+    for original in ("{}", "[" * 5000, ""):
+        value = json.loads(manifest)
+        value["files"][what]["original"] = original
+        (packed / MANIFEST).write_text(json.dumps(value), "utf-8")
+        assert [Path(p.file).name for p in verify(packed)] == [what]
+        value["files"][what]["sha256"] = hashlib.sha256(original.encode()).hexdigest()  # made to fit
+        (packed / MANIFEST).write_text(json.dumps(value), "utf-8")
+        assert [Path(p.file).name for p in verify(packed)] == [what]
 
 
 def test_components_may_have_tensors_of_the_same_name(tmp_path: Path) -> None:

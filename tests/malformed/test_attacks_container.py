@@ -209,6 +209,14 @@ def test_a11_bombs_in_the_source_header() -> None:
         outer["__metadata__"] = meta | {"tpde.source": text}
         with bounded(8), pytest.raises(Corrupt, match="source's header"):
             _open(outer, data)
+    honest = b'{"x":[' + b"{}," * (2 << 20) + b"0]}"  # it holds what it claims: some kB, but parsed 400 MB
+    text = base64.b64encode(zstandard.compress(honest)).decode()
+    outer["__metadata__"] = meta | {
+        "tpde.source": text,
+        "tpde.source_hash": xxhash.xxh3_128_hexdigest(honest),
+    }
+    with bounded(16), pytest.raises(Corrupt, match="far larger than that of the packed file"):
+        _open(outer, data)
     for change in ({"tpde.source_hash": "0" * 32}, {"tpde.source_hash": ""}):
         outer["__metadata__"] = meta | change
         with pytest.raises(Corrupt, match="source's header"):

@@ -79,7 +79,7 @@ def test_a39_manifest_paths_that_leave_the_directory(name: str, packed: Path) ->
     _refused(packed)
 
 
-@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "a" * 256, "\u00e9" * 128, "a/" * 100_000 + "b"])
 def test_a40_manifest_paths_that_are_no_file_names(name: str, packed: Path) -> None:
     _set_files(packed, {name: {"sha256": _sha(b"evil"), "original": "evil"}})
     _refused(packed)

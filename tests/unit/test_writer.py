@@ -15,6 +15,7 @@ from support.contents import fill, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
 
 from tpde.codec import blob, native, plan
+from tpde.errors import TpdeError
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec, canonical_header, parse_header
 from tpde.format.sink import BytesSink
@@ -189,3 +190,12 @@ def test_tensors_may_come_in_any_order() -> None:
         order = rng("order", seed).permutation(names)
         file = _write({str(n): MIXED[str(n)] for n in order}, [])
         assert unpack_bytes(file) == _restored(MIXED)
+
+
+def test_a_source_header_that_readers_would_take_for_a_bomb_is_refused() -> None:
+    header = canonical_header({n: s for n, (s, _) in MIXED.items()}, {})
+    padded = header.rstrip() + b" " * (8 << 20)  # padding may be as long as it likes
+    with PackedFile(_write(MIXED, [], source_header=padded)) as file:
+        assert len(file.source_header()) == len(padded)
+    with pytest.raises(TpdeError, match="blanks between its values"):
+        _write(MIXED, [], source_header=b"{" + b" " * (8 << 20) + header[1:])

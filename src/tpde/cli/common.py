@@ -20,6 +20,7 @@ from typing import Any, ParamSpec
 import typer
 
 from tpde import errors
+from tpde.errors import printable
 
 OK, DAMAGE, USAGE, DAMAGED_INPUT, IO_ERROR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -57,8 +58,8 @@ class CodecChoice(str, enum.Enum):
 
 
 def clean(text: str) -> str:
-    """Escape control characters: a name in a file must not steer the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+    """Lines without control characters: a name in a file must not steer the terminal."""
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def terminal(stream: Any) -> bool:
@@ -200,7 +201,7 @@ def plural(count: int, noun: str) -> str:
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Lay out a table in plain text; the first `left` columns are aligned left, the others right."""
-    lines = [list(titles), *([clean(cell).replace("\n", "\\n") for cell in row] for row in rows)]
+    lines = [list(titles), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
     return "\n".join(
         "  ".join(

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from tpde.cli.common import DAMAGE, OK, clean, guard, plural, print_json, progress_bar
+from tpde.cli.common import DAMAGE, OK, guard, plural, print_json, progress_bar
 from tpde.cli.unpack import original_bytes
+from tpde.errors import printable
 
 
 @guard
@@ -53,7 +54,7 @@ def verify(
         )
     elif problems:
         for problem in problems:
-            print(clean(f"{problem.file}: {problem.message}"))
+            print(printable(f"{problem.file}: {problem.message}"))
         print(f"{plural(len(problems), 'problem')} found")
     else:
         than = " and equal to its source" if against is not None else ""

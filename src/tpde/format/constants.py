@@ -18,7 +18,10 @@ ALIGN_LARGE: Final = 4096
 ALIGN_BLOB: Final = 256
 LARGE_BYTES: Final = 4 << 20
 
-MAX_CONTAINER_HEADER: Final = 100_000_000  # format.md 1.7
+# format.md 7
+MAX_CONTAINER_HEADER: Final = 100_000_000
+SOURCE_HEADER_BYTES: Final = 4 << 20  # and as much for each byte of the container's header as
+SOURCE_HEADER_TIMES: Final = 32
 
 # format.md 2
 MAGIC: Final = b"\x89TPDE\r\n\x1a"

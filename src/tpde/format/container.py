@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
-from tpde.format.constants import DTYPES, MAX_BYTES, MAX_CONTAINER_HEADER, MAX_DIMS
+from tpde.format.constants import (
+    DTYPES,
+    MAX_BYTES,
+    MAX_CONTAINER_HEADER,
+    MAX_DIMS,
+    SOURCE_HEADER_BYTES,
+    SOURCE_HEADER_TIMES,
+)
 from tpde.format.source import Source, read
 
 
@@ -156,6 +163,14 @@ def _entry(name: str, info: Any, where: str) -> Entry:
             tensor=name,
         )
     return Entry(spec, begin, end)
+
+
+def max_source_header(container_header: int) -> int:
+    """Most bytes of a source's header, without its padding, beside a container's header (format.md 7).
+
+    It names the same tensors and metadata. A bomb of 100 MB takes some kB in its frame, and gigabytes parsed.
+    """
+    return SOURCE_HEADER_BYTES + SOURCE_HEADER_TIMES * container_header
 
 
 def parse_header(header: bytes, where: str) -> Container:

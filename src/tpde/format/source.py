@@ -80,6 +80,8 @@ class FileSource:
             raise InvalidInput(
                 f"`{self.name}` may not be read by this user; change its permissions"
             ) from None
+        except (ValueError, OSError) as error:  # what can be no file's name
+            raise InvalidInput(f"`{self.name[:200]!a}` cannot be opened ({error}); check the path") from None
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
             self.close()

@@ -17,6 +17,7 @@ from tpde.format.source import Extent
 from tpde.frameworks import to_torch, torch_dtype
 from tpde.integrations.reading import read_extents
 from tpde.materialize import Materializer, PackedTensor
+from tpde.memory import allocate
 from tpde.packing.reader import PackedFile
 
 P = TypeVar("P", bound=PackedTensor)
@@ -156,7 +157,7 @@ class Checkpoint:
         if stored.nbytes <= SMALL_BYTES:
             return stored.on_host().to(device)
         (packed,) = self.read([stored], device)
-        out = torch.empty(align(max(stored.nbytes, 1), ALIGN_BLOB), dtype=torch.uint8, device=device)
+        out = allocate(align(max(stored.nbytes, 1), ALIGN_BLOB), device, f"`{stored.name}`, decoded,")
         Materializer([(packed, 0)], device)(out)
         return out[: stored.nbytes].view(stored.dtype).view(stored.spec.shape)
 

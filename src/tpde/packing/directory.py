@@ -40,6 +40,7 @@ from tpde.packing.sources import shards
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 INDEX_SUFFIX = ".safetensors.index.json"
+MAX_PATH, MAX_NAME = 4096, 255  # no file system has longer paths, or names in them (bytes)
 
 
 @contextlib.contextmanager
@@ -150,10 +151,12 @@ def is_packed_directory(folder: Path) -> bool:
 
 def json_object(path: Path) -> tuple[str, dict[str, Any]]:
     """The text of a JSON file, and the object that it holds."""
+    if not path.is_file():  # a pipe would be waited for
+        raise InvalidInput(f"`{path}` is not a regular file; fetch it again")
     try:
         text = path.read_bytes().decode("utf-8")
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"`{path}` is not JSON ({error}); mend it, or fetch it again") from None
     if not isinstance(value, dict):
         raise InvalidInput(f"`{path}` holds no JSON object; mend it, or fetch it again")
@@ -277,6 +280,9 @@ def _is_text(value: object) -> bool:
 
 def _is_inside(name: str) -> bool:
     """Whether a manifest's name is a plain relative path that cannot leave its directory."""
+    parts = name.split("/")
+    if len(name) > MAX_PATH or any(len(part.encode("utf-8", "replace")) > MAX_NAME for part in parts):
+        return False
     path = PurePosixPath(name)
     plain = path.as_posix() == name and name != "." and not path.is_absolute() and ".." not in path.parts
     return plain and _is_text(name) and not set("\\\0:") & set(name)
@@ -316,7 +322,8 @@ def verify_directory(
 ) -> list[Problem]:
     """Check every file of a packed directory."""
     problems: list[Problem] = []
-    for name, info in read_manifest(folder).items():
+    files = read_manifest(folder)
+    for name, info in files.items():
         path, other = folder / name, against / name if against is not None else None
         if not path.is_file():
             problems.append(Problem(str(path), None, None, f"`{path}` is missing"))
@@ -328,10 +335,33 @@ def verify_directory(
             except TpdeError as error:  # one bad shard must not hide the others'
                 problems.append(Problem(str(path), None, None, str(error)))
         else:
-            compare = [] if "original" in info else [path]
-            for candidate in compare + ([other] if other is not None else []):
-                if sha256(candidate) != info.get("sha256"):
-                    problems.append(
-                        Problem(str(candidate), None, None, f"`{candidate}` differs from what was packed")
-                    )
+            wrong = [] if _is_as_packed(folder, files, name) else [path]
+            if other is not None and sha256(other) != info["sha256"]:
+                wrong.append(other)
+            for it in wrong:
+                problems.append(Problem(str(it), None, None, f"`{it}` differs from what was packed"))
     return problems
+
+
+def _is_as_packed(folder: Path, files: dict[str, dict[str, str]], name: str) -> bool:
+    """Whether a file is what was packed, or what packing makes of that: the manifest holds it then."""
+    text = files[name].get("original")
+    if text is None:
+        return sha256(folder / name) == files[name]["sha256"]
+    if hashlib.sha256(text.encode("utf-8")).hexdigest() != files[name]["sha256"]:
+        return False
+    try:
+        value = json.loads(text)
+        if name == "config.json":
+            made = _packed_config(value)
+        else:
+            where, packed = PurePosixPath(name).parent, {}
+            for shard in {(where / file).as_posix() for file in value["weight_map"].values()} & files.keys():
+                with PackedFile(folder / shard) as file:
+                    packed[shard] = set(file.packed_names())
+            made = _packed_index(value, where, packed)
+    except TpdeError:
+        return True  # of a shard, which is reported for itself
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # hashes can be made to fit
+        return False
+    return (folder / name).read_bytes() == made.encode("utf-8")

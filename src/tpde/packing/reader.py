@@ -31,6 +31,7 @@ from tpde.format.container import (
     Entry,
     TensorSpec,
     canonical_header,
+    max_source_header,
     parse_header,
     read_container,
 )
@@ -195,6 +196,8 @@ class PackedFile:
             if not 0 <= size <= MAX_CONTAINER_HEADER:
                 raise ValueError(f"it claims {size} bytes")
             header = zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
+            if len(header.rstrip(b" ")) > max_source_header(len(self.container.header)):
+                raise ValueError("it is far larger than that of the packed file")
             if xxhash.xxh3_128_hexdigest(header) != metadata[KEY_SOURCE_HASH]:
                 raise ValueError("its hash differs")
         except (KeyError, ValueError, binascii.Error, zstandard.ZstdError) as error:

@@ -234,10 +234,10 @@ def shards(folder: Path) -> list[Path]:
     for index in sorted(folder.rglob("*.safetensors.index.json")):
         try:
             names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise InvalidInput(f"`{index}` is not an index of shards: no `weight_map`") from None
         for name in sorted(map(str, names)):
-            if not (index.parent / name).is_file():
+            if not os.path.isfile(index.parent / name):
                 raise MissingShard(
                     f"`{index}` names the shard `{name}`, which is missing; {len(names)} shards are needed, "
                     "fetch it"

@@ -34,6 +34,7 @@ from tpde.format.container import (
     canonical_header,
     entry_json,
     join_header,
+    max_source_header,
     metadata_json,
 )
 from tpde.format.sink import FileSink, Sink
@@ -118,6 +119,11 @@ class PackedWriter:
             raise TpdeError(
                 f"{len(self._specs)} tensors need a header of {self._start - 8} bytes; a safetensors "
                 f"file allows {MAX_CONTAINER_HEADER}; write them to several files"
+            )
+        if len(header.rstrip(b" ")) > max_source_header(self._start - 8):
+            raise TpdeError(
+                f"the source's header has {len(header)} bytes, far more than its tensors and metadata need; "
+                "write it without the blanks between its values"
             )
         # One thread may do everything; with more, hashing and writing go on beside encoding.
         self._background = ThreadPoolExecutor(1, "tpde") if self._threads > 1 else None

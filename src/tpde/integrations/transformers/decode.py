@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
+from tpde.errors import InvalidInput, TpdeError, printable
 from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.place import place
 from tpde.integrations.transformers.plan import Plan, Source
@@ -20,7 +22,7 @@ LOUD_BYTES = 1 << 20  # less than this, such as a few biases, is no loss worth a
 def some(names: Sequence[str]) -> str:
     """A few names, and how many more there are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(f"`{name}`" for name in names[:4]) + more
+    return ", ".join(f"`{printable(name)}`" for name in names[:4]) + more
 
 
 def load_plain(
@@ -39,7 +41,15 @@ def load_plain(
             return checkpoint.decode(checkpoint.packed[name], device).to(dtype)
         return checkpoint.plain_tensor(name, device).to(dtype)
 
-    made = source.convert(model, take)
+    try:
+        made = source.convert(model, take)
+    except (TpdeError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:  # of transformers or torch, about tensors that do not go together
+        raise InvalidInput(
+            f"{some(list(chain(*source.names.values())))} cannot become `{source.target}` of the model "
+            f"({type(error).__name__}: {error}); fetch the model again"
+        ) from error
     for name, tensor in made.items():
         place(model, name, tensor)
     return list(made)

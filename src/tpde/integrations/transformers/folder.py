@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from tpde.errors import InvalidInput, NotPacked
+from tpde.errors import InvalidInput, NotPacked, printable
 from tpde.frameworks import torch_dtype
 from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.transformers.config import METHOD
-from tpde.packing.directory import INDEX_SUFFIX
+from tpde.packing.directory import INDEX_SUFFIX, json_object
 from tpde.packing.sources import resolve
 
 INDEX = "model" + INDEX_SUFFIX
@@ -56,15 +56,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         If there is none, or it cannot be read.
     """
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise InvalidInput(f"`{folder}` has no `config.json`, so it is no model; check the path") from None
-    except ValueError as error:
-        raise InvalidInput(f"`{path}` is not JSON ({error}); mend it, or fetch it again") from None
-    if not isinstance(config, dict):
-        raise InvalidInput(f"`{path}` holds no JSON object; mend it, or fetch it again")
-    return config
+    if not path.exists():
+        raise InvalidInput(f"`{folder}` has no `config.json`, so it is no model; check the path")
+    return json_object(path)[1]
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -72,24 +66,34 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise InvalidInput(f"`{index}` is not an index of shards: no `weight_map`") from None
-        return [folder / str(name) for name in sorted(names)]
+            value = json.loads(index.read_text("utf-8"))
+            names = set(value["weight_map"].values())
+            value["metadata"].keys()  # which transformers takes for granted
+            if not names or not all(isinstance(name, str) for name in names):
+                raise TypeError
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise InvalidInput(
+                f"`{index}` is not an index of shards, with `metadata` and a `weight_map` of names; fetch it "
+                "again"
+            ) from None
+        return [folder / name for name in sorted(names)]
     return [folder / "model.safetensors"]
 
 
-def require_weights(folder: Path) -> None:
-    """Make sure that the weight files are there.
+def require_files(folder: Path) -> None:
+    """Make sure that the weight files are there, and that what else transformers reads is JSON.
 
     Raises
     ------
     InvalidInput
-        Naming the first that is not.
+        Naming the first file that is not.
     """
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        json_object(generation)
     for file in weight_files(folder):
-        if not file.exists():
-            raise InvalidInput(f"`{file}` does not exist, so that weights are missing; fetch it again")
+        if not os.path.isfile(file):  # `Path.is_file` raises for what can be no file's name
+            raise InvalidInput(f"`{printable(file)}` is no file, so that weights are missing; fetch it again")
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -12,7 +12,7 @@ import torch
 from tpde.errors import InvalidInput
 from tpde.integrations.device import checked_device
 from tpde.integrations.garbage import collect_first, collecting_later
-from tpde.integrations.transformers.folder import packed_directory, read_config, require_weights
+from tpde.integrations.transformers.folder import packed_directory, read_config, require_files
 
 MAX_TOKENS = 8192  # of a budget that names none
 
@@ -33,8 +33,9 @@ def model_class_of(folder: Path) -> Any:
     import transformers
 
     names = read_config(folder).get("architectures") or []
+    names = names if isinstance(names, list) else [names]
     found = getattr(transformers, str(names[0]), None) if names else None
-    if found is None:
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         lacks = f"names {names[:1]}, which transformers {transformers.__version__} lacks"
         raise InvalidInput(
             f"`{folder / 'config.json'}` {lacks if names else 'names no class'}; upgrade transformers, or "
@@ -156,7 +157,7 @@ def from_pretrained(
     budget = checked_budget(vram, ram, max_tokens, progress)
     folder = packed_directory(path)
     if kwargs.get("variant") is None:  # else the files have other names
-        require_weights(folder)
+        require_files(folder)
     kind = model_class_of(folder) if model_class is None else model_class
     if device is not None and "device_map" in kwargs:
         raise InvalidInput("`device` and `device_map` both say where the model goes; pass one of them")

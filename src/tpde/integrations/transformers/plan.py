@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,13 @@ def _sources(
     prefix, state = model.base_model_prefix, model.state_dict()
     sources: dict[str, Source] = {}
     unexpected = []
-    for name in sorted([*checkpoint.packed, *checkpoint.plain], key=dot_natural_key):
+    try:
+        names = sorted([*checkpoint.packed, *checkpoint.plain], key=dot_natural_key)
+    except ValueError as error:
+        raise InvalidInput(
+            f"a tensor has a name that transformers cannot sort ({error}); fetch the files again"
+        ) from None
+    for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], base_model_prefix=prefix, meta_state_dict=state)
@@ -141,14 +147,15 @@ def _refusal(model: nn.Module, name: str, made: Any, expected: torch.dtype) -> s
     except AttributeError:
         return "has no place in the model under its converted name"
     parameter = module._parameters.get(leaf)
-    if parameter is None or not supports(module, leaf):
-        return f"belongs to a {type(module).__name__}, which cannot hold packed weights"
-    if made.shape != parameter.shape:
+    held = module._buffers.get(leaf) if parameter is None else parameter
+    if held is not None and made.shape != held.shape:  # before anything of that shape is decoded
         raise InvalidInput(
             f"`{name}` has shape {list(made.shape)} in the packed files, the model needs "
-            f"{list(parameter.shape)}; load it with the configuration that it was packed with, or unpack it "
+            f"{list(held.shape)}; load it with the configuration that it was packed with, or unpack it "
             "and pass `ignore_mismatched_sizes=True`"
         )
+    if parameter is None or not supports(module, leaf):
+        return f"belongs to a {type(module).__name__}, which cannot hold packed weights"
     if made.dtype is not expected:
         return f"is stored as {made.dtype} and loaded as {expected}"
     return None
@@ -199,22 +206,33 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
             origin.update(dict.fromkeys(made, source))
         else:
             decoded.append((source, reason))
-    _loosen_ties(model, runs, origin, decoded)
+    _loosen_ties(model, runs, origin, decoded, sources)
     return Plan(runs, decoded, unexpected)
 
 
 def _loosen_ties(
-    model: Any, runs: dict[str, Run[Stored]], origin: Mapping[str, Source], decoded: list[tuple[Source, str]]
+    model: Any,
+    runs: dict[str, Run[Stored]],
+    origin: Mapping[str, Source],
+    decoded: list[tuple[Source, str]],
+    there: Container[str],
 ) -> None:
-    """Decode what is tied to a parameter that cannot be packed."""
+    """Decode what is tied to a parameter that cannot be packed, or that is `there` and is not."""
     for target, tied in model.all_tied_weights_keys.items():
         for name, other in ((target, tied), (tied, target)):
+            if name not in runs or other in runs:
+                continue
             path, _, leaf = other.rpartition(".")
-            if name in runs and other not in runs and not supports(model.get_submodule(path), leaf):
-                source = origin[name]
-                for key in [key for key, it in origin.items() if it is source]:
-                    runs.pop(key, None)
-                decoded.append((source, f"is tied to `{other}`, which cannot hold packed weights"))
+            if not supports(model.get_submodule(path), leaf):
+                reason = f"is tied to `{other}`, which cannot hold packed weights"
+            elif other in there:
+                reason = f"is tied to `{other}`, which is plain in the files"
+            else:
+                continue
+            source = origin[name]
+            for key in [key for key, it in origin.items() if it is source]:
+                runs.pop(key, None)
+            decoded.append((source, reason))
 
 
 def same_bytes(a: Run[Stored], b: Run[Stored]) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from tpde.errors import InvalidInput, TpdeError
 from tpde.integrations.checkpoint import Checkpoint
-from tpde.integrations.transformers.folder import stored_dtype, weight_files
+from tpde.integrations.transformers.folder import require_files, stored_dtype, weight_files
 from tpde.integrations.transformers.loading import model_class_of
 from tpde.integrations.transformers.plan import Plan, make_plan
 
@@ -35,9 +36,18 @@ def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, Plan]]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     kind = model_class_of(folder)
-    config = AutoConfig.from_pretrained(folder)
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else stored_dtype(folder)
-    with torch.device("meta"):
-        model = kind._from_config(config, dtype=dtype)
+    require_files(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else stored_dtype(folder)
+        with torch.device("meta"):
+            model = kind._from_config(config, dtype=dtype)
+    except TpdeError:
+        raise
+    except Exception as error:
+        raise InvalidInput(
+            f"transformers makes no model of `{folder / 'config.json'}` ({type(error).__name__}: {error}); "
+            "mend it, or fetch it again"
+        ) from error
     with Checkpoint(weight_files(folder)) as checkpoint:
         yield model, checkpoint, make_plan(model, checkpoint, get_model_conversion_mapping(model), dtype)
