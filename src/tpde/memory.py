@@ -71,17 +71,17 @@ def allocate(nbytes: int, device: torch.device, what: str) -> Tensor:
     try:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        if device.type == "cpu":
-            raise OutOfMemory(
-                f"{what} needs {gib(nbytes)} of host memory, and the system refused; free some"
-            ) from None
-        if not isinstance(error, torch.cuda.OutOfMemoryError):
-            raise
+    except torch.cuda.OutOfMemoryError:
         free = free_bytes(device)
         raise OutOfMemory(
             f"{what} needs {gib(nbytes)} on {device}, {gib(free)} are free"
             f"{' but not in one piece' if free >= nbytes else ''} of the {gib(memory_limit(device))} that "
             "PyTorch may allocate there; free some, or load the model with another `vram`: a larger one if "
             "its budget is what is used up, a smaller one if others have the memory"
+        ) from None
+    except RuntimeError:
+        if device.type != "cpu":
+            raise
+        raise OutOfMemory(
+            f"{what} needs {gib(nbytes)} of host memory, and the system refused; free some"
         ) from None

@@ -93,7 +93,8 @@ def require_files(folder: Path) -> None:
         json_object(generation)
     for file in weight_files(folder):
         if not os.path.isfile(file):  # `Path.is_file` raises for what can be no file's name
-            raise InvalidInput(f"`{printable(file)}` is no file, so that weights are missing; fetch it again")
+            what = "is no file" if os.path.exists(file) else "does not exist"
+            raise InvalidInput(f"`{printable(file)}` {what}, so that weights are missing; fetch it again")
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
