@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 
 import xxhash
@@ -63,7 +64,7 @@ class BlobHeader:
     constant: bytes = bytes(8)
     meta_hash: int = 0
 
-    @property
+    @cached_property
     def word_bytes(self) -> int:
         """Bytes of a word."""
         return DTYPES[self.spec.dtype].word_bytes
@@ -73,12 +74,12 @@ class BlobHeader:
         """Whether words are rotated before they are split into planes."""
         return DTYPES[self.spec.dtype].rotate
 
-    @property
+    @cached_property
     def words(self) -> int:
         """Number of words."""
         return self.spec.nbytes // self.word_bytes
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Number of chunks (format.md 4.1)."""
         if self.codec == CODEC_CONSTANT or not self.words:
@@ -104,18 +105,18 @@ class BlobHeader:
         segment, inside = divmod(word, self.segment_words)
         return segment * per + inside // self.chunk_words
 
-    @property
+    @cached_property
     def tables_at(self) -> int:
         """Where the table section starts."""
         planes = 0 if self.codec == CODEC_CONSTANT else 4 * self.word_bytes
         return align(HEADER_BYTES + 8 * len(self.spec.shape) + planes, 16)
 
-    @property
+    @cached_property
     def index_at(self) -> int:
         """Where the index map starts."""
         return self.tables_at + self.tables_bytes
 
-    @property
+    @cached_property
     def chunks_at(self) -> int:
         """Where the first chunk starts, or the blob ends if it has none."""
         if self.codec == CODEC_CONSTANT:
