@@ -19,7 +19,7 @@ from support.models import assert_same_bits, outputs, torch
 import tpde
 from tpde.codec import reference
 from tpde.errors import InvalidInput, OutOfMemory, TpdeError
-from tpde.integrations.transformers import decode
+from tpde.integrations.transformers import quantizer
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
@@ -190,7 +190,7 @@ def test_shapes_are_compared_before_anything_is_decoded(
     tensors = tensors_of(folder)
     tensors["model.norm.weight"] = constant((1 << 40,))
     write_tensors(folder, tensors)
-    monkeypatch.setattr(decode, "load_plain", lambda *_: pytest.fail("it is decoded"))
+    monkeypatch.setattr(quantizer, "load_plain", lambda *_: pytest.fail("it is decoded"))
     _refused(folder, r"has shape \[1099511627776\] in the packed files")
 
 

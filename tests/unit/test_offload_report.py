@@ -1,4 +1,4 @@
-"""What `benchmarks/offload.py` makes of its rows: medians, pairs, bars, and what is missing."""
+"""What `benchmarks/offload.py` runs, and makes of its rows: medians, pairs, bars, and what is missing."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ MADE = {
 }
 
 
-@pytest.fixture(scope="module")
-def offload() -> Iterator[Any]:
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks() -> Iterator[None]:
     sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import offload
+    yield
+    sys.path.remove(str(BENCHMARKS))
 
-        yield offload
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+
+@pytest.fixture
+def report(benchmarks: None) -> Any:
+    import _offload_report
+
+    return _offload_report
 
 
 def _row(token_s: float, **more: Any) -> dict[str, Any]:
@@ -38,9 +41,9 @@ def _row(token_s: float, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def found(offload: Any) -> Any:
+def found(report: Any) -> Any:
     """Two budgets in three turns, of which the second is slow: for all that runs in it."""
-    made = offload.Results()
+    made = report.Results()
     made.take({"made": MADE})
     made.take({"rate": 55e9})
     for turn, slow in enumerate((1.0, 2.0, 1.0)):
@@ -55,29 +58,29 @@ def found(offload: Any) -> Any:
     return made
 
 
-def _checks(offload: Any, found: Any) -> dict[str, tuple[str, bool]]:
-    return {what: (said, met) for what, said, _, met in offload.checks(found, True)}
+def _checks(report: Any, found: Any) -> dict[str, tuple[str, bool]]:
+    return {what: (said, met) for what, said, _, met in report.checks(found, True)}
 
 
-def test_turns_are_compared_in_pairs(offload: Any, found: Any) -> None:
-    checks = _checks(offload, found)
+def test_turns_are_compared_in_pairs(report: Any, found: Any) -> None:
+    checks = _checks(report, found)
     assert all(met for _, met in checks.values()), checks
     assert checks["12 GiB, ms/token"][0] == "23.0"
-    assert offload.bar(found, 12.0) == pytest.approx(0.023 - 0.001 + 0.003)
+    assert report.bar(found, 12.0) == pytest.approx(0.023 - 0.001 + 0.003)
     assert checks["12 GiB, predicted"][0] == "-8.7 %, beside +4.3 %"
     assert checks["4 GiB, predicted"][0] == "+1.4 %"
     assert checks["load to first token above plain's, s"][0] == "0.90"
     assert checks["12 GiB against less"][0] == "0.167"
     found.take({"turn": 1, "budget": 12.0, "ours": _row(0.023)})
-    assert offload.bar(found, 12.0) == pytest.approx(0.023 - 0.001 + 0.003), "one turn decides nothing"
+    assert report.bar(found, 12.0) == pytest.approx(0.023 - 0.001 + 0.003), "one turn decides nothing"
 
 
-def test_bars_can_be_missed(offload: Any, found: Any) -> None:
+def test_bars_can_be_missed(report: Any, found: Any) -> None:
     for turn in range(3):
         slow = _row(0.029, peak=(13 if turn == 2 else 1) * GIB, first_s=2.0)
         slow["difference"] = "step 1" if turn == 1 else ""
         found.take({"turn": turn, "budget": 12.0, "ours": slow})
-    missed = {what for what, (_, met) in _checks(offload, found).items() if not met}
+    missed = {what for what, (_, met) in _checks(report, found).items() if not met}
     assert missed == {
         "12 GiB, ms/token",
         "12 GiB, card peak, GiB",
@@ -87,10 +90,10 @@ def test_bars_can_be_missed(offload: Any, found: Any) -> None:
     }
 
 
-def test_more_memory_that_is_slower(offload: Any, found: Any) -> None:
+def test_more_memory_that_is_slower(report: Any, found: Any) -> None:
     found.take({"turn": 0, "budget": 16.0, "ours": _row(0.05, plan="other")})
     found.take({"turn": 0, "budget": 24.0, "ours": _row(0.05)})
-    checks = _checks(offload, found)
+    checks = _checks(report, found)
     assert checks["16 GiB against less"] == ("2.174", False)
     assert checks["24 GiB against less"] == ("2.174, same plan", True)
 
@@ -105,17 +108,17 @@ def test_more_memory_that_is_slower(offload: Any, found: Any) -> None:
         {"problem": "no room"},
     ],
 )
-def test_what_fails_is_in_the_report(offload: Any, found: Any, row: dict[str, Any]) -> None:
+def test_what_fails_is_in_the_report(report: Any, found: Any, row: dict[str, Any]) -> None:
     options = SimpleNamespace(hold=True, shape="llama-8b", seed=0, host="mapped", tokens=12)
-    assert "Problems" not in offload.text(options, found)
+    assert "Problems" not in report.text(options, found)
     found.take(row)
-    assert "no room" in offload.text(options, found).split("Problems:")[1]
+    assert "no room" in report.text(options, found).split("Problems:")[1]
     assert len(found.problems) == 1
 
 
-def test_what_is_left_out_is_a_problem(
-    offload: Any, found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_left_out_is_a_problem(found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import offload
+
     done: list[str] = []
 
     def rows(_: str, task: str, *more: Any) -> list[dict[str, Any]]:
