@@ -135,65 +135,6 @@ def test_any_order(places: int, tmp_path: Path) -> None:
             check(out, expected)
 
 
-def stress(folder: Path, rounds: int, seed: int, without: str = "") -> int:
-    """Fills with random delays on both streams, compared on the device; how many were wrong."""
-    draw = random.Random(seed)
-    # Cycles. Where a wait is missing, one delay must outlast the host, however busy that is.
-    longest = 20_000_000 if without else 200_000
-    with Fixture(folder, bf16(*SIZES), places=3) as made:
-        units = [made.unit(0, 1), made.unit(2, 3), made.unit(4)]
-        good = []
-        for unit, expected, size in units:
-            unit.verified = True  # the first use would wait for everything
-            image = np.zeros(size, np.uint8)
-            mask = np.zeros(size, np.uint8)
-            for at, data in expected:
-                image[at : at + len(data)] = np.frombuffer(data, np.uint8)
-                mask[at : at + len(data)] = 1
-            good.append((torch.from_numpy(image).to(DEVICE), torch.from_numpy(mask).to(DEVICE)))
-        copy_piece, decode = made.device.copy, made.device.decode
-
-        def late_copy(*args: Any) -> Any:
-            if draw.random() < 0.3:
-                with torch.cuda.stream(made.device._copies):
-                    torch.cuda._sleep(draw.randrange(longest))
-            return copy_piece(*args)
-
-        def late_decode(handle: Any, number: int, place: int, out: Any, copied: Any) -> Any:
-            if without == "copied":
-                copied = torch.cuda.Event()  # was never recorded: nobody waits for it
-            if draw.random() < 0.3:
-                torch.cuda._sleep(draw.randrange(longest))
-            return decode(handle, number, place, out, copied)
-
-        made.device.copy, made.device.decode = late_copy, late_decode  # type: ignore[method-assign]
-        if without == "hold":
-            made.device.hold = lambda event: None  # type: ignore[method-assign]
-        out = torch.empty(max(size for _, _, size in units), dtype=torch.uint8, device=DEVICE)
-        wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
-        damaged = 0
-        for turn in range(rounds):
-            unit, _, size = units[turn % 3]
-            image, mask = good[turn % 3]
-            try:
-                unit(out)
-            except Corrupt:
-                damaged += 1
-                continue
-            wrong += ((out[:size] ^ image) * mask).any()
-        return int(wrong) + damaged
-
-
-def test_delays_change_nothing(tmp_path: Path) -> None:
-    assert stress(tmp_path, 1000, 0) == 0
-
-
-@pytest.mark.parametrize("event", ["hold", "copied"])
-def test_without_an_event_the_bytes_are_wrong(tmp_path: Path, event: str) -> None:
-    """The stress test would notice if either wait were missing."""
-    assert stress(tmp_path, 150, 1, without=event) > 0
-
-
 def test_chunks(tmp_path: Path) -> None:
     with Fixture(tmp_path, bf16(1_000_000)) as made:
         (tensor,), (data,) = made.tensors, made.data

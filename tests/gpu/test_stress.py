@@ -28,6 +28,7 @@ pytestmark = [
 FORWARDS = 1000
 DELAYED = 0.3  # of all copies, and of all decodes
 SHORT, LONG = 200_000, 20_000_000  # cycles, at most; a delay that must show has to outlast the host
+SLOTS = 3  # llama's pieces are four: with as many slots, each would always hold the same piece
 PLACES = 3  # of the cache of experts, which are more
 
 
@@ -54,8 +55,8 @@ def _delay(device: Any, draw: random.Random, without: str) -> None:
         device.hold = lambda event: None
 
 
-def _small_cache(name: str, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans with few places for experts."""
+def _small(name: str, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans with few slots, and few places for experts."""
     fields: dict[str, Any] = {}
     if name == "mixtral":
         with pytest.MonkeyPatch.context() as first:
@@ -65,7 +66,7 @@ def _small_cache(name: str, packed: Path, monkeypatch: pytest.MonkeyPatch) -> No
         model.tpde_streamer.close()
         nothing = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0}
         fields = {"parts": nothing | {"experts": size}, "vram": size}
-    placed(monkeypatch, every("host"), **fields)
+    placed(monkeypatch, every("host"), slots=SLOTS, **fields)
 
 
 def stress(
@@ -75,7 +76,7 @@ def stress(
     pair = checkpoint(folder, name)
     plain = pair.kind.from_pretrained(pair.plain).to("cuda")
     monkeypatch.setenv("TPDE_HOST_MEMORY", host)
-    _small_cache(name, pair.packed, monkeypatch)
+    _small(name, pair.packed, monkeypatch)
     model: Any = tpde.from_pretrained(pair.packed, vram="1GiB", max_tokens=256)
     draw, streaming = random.Random(0), model.tpde_streamer
     took = [inputs(name, 1, length, "cuda") for length in (1, 5)]
