@@ -22,6 +22,7 @@ from _rows import tell
 from _synthetic import CHECKED_LOGITS, plain_model, write_packed
 
 WARM = 2  # tokens before those that are timed
+TIMED_SECONDS, BESIDE_SECONDS = 2.0, 0.3
 PREFILL, PREFILL_BUDGET = 4096, 4.0
 COPY_BYTES = 256 << 20
 FACTS = "facts.json"
@@ -81,9 +82,9 @@ def generate(model: Any, warm: int, count: int, keep: list[Any] | None = None) -
 
 
 def timed(model: Any, count: int) -> float:
-    """Seconds a token: the median of up to 7 runs, in 2 seconds or little more."""
+    """Seconds a token: the median of as many runs as begin in two seconds."""
     took: list[float] = []
-    while not took or (len(took) < 7 and sum(took) * count < 2):
+    while sum(took) * count < TIMED_SECONDS:
         took.append(generate(model, WARM, count)[0])
     return statistics.median(took)
 
@@ -99,8 +100,8 @@ def timed_beside_calls(model: Any, count: int) -> tuple[float, float]:
     from tpde.streaming.rates import launch_seconds
 
     where = torch.device(device())
-    before = launch_seconds(where)
-    return timed(model, count), (before + launch_seconds(where)) / 2
+    before = launch_seconds(where, BESIDE_SECONDS)
+    return timed(model, count), (before + launch_seconds(where, BESIDE_SECONDS)) / 2
 
 
 def prefill(model: Any, length: int, runs: int) -> float:

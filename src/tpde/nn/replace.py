@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,9 +114,12 @@ def block_path(model: nn.Module, path: str) -> str | None:
     """
     parts = path.split(".")
     for i, part in enumerate(parts):
-        prefix = ".".join(parts[: i + 1])
-        if part.isdecimal() and not isinstance(model.get_submodule(prefix), _CONTAINERS):
-            return prefix
+        if part.isdecimal():
+            module: Any = model
+            for name in parts[: i + 1]:  # `get_submodule` takes three times as long
+                module = module._modules[name]
+            if not isinstance(module, _CONTAINERS):
+                return ".".join(parts[: i + 1])
     return None
 
 

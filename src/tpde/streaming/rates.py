@@ -1,4 +1,4 @@
-"""Measuring how fast a machine is, in about a second."""
+"""Measuring how fast a machine is, in about two seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ DECODE_SHARE = 0.48  # of the memory's rate: 2.0 of 4.2 TB/s of bf16 on an H200
 MODEL_SHARE = 1.15  # models' own code takes more than that of the layers here: 43 to 45 us a call, not 38.5
 CALL_SECONDS = 42e-6  # of hosts with an H200: 31 to 54 us (docs/streaming.md)
 LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits for the host
-PASSES = 80  # of it, in 0.3 s: on a busy host, medians of 5 were 20 % off, of 40 7 %
+# Seconds of it, some 250 passes: hosts with other work are half as fast again, or not, from one second to the
+# next, and a median of 0.3 s was up to 25 % off from what tokens took a few seconds later.
+TIMED = 1.0
 DISK_BYTES, DISK_PIECE, DISK_THREADS = 512 << 20, 16 << 20, 4
 _BLOCK = 4096  # what O_DIRECT wants offsets and sizes to be multiples of
 _UNLIMITED = float("inf")
@@ -161,15 +163,23 @@ class _Layer(nn.Module):
         return made
 
 
-def launch_seconds(device: torch.device) -> float:
-    """Seconds of the host for each call of a module, in a small decoder that is run for one token."""
+def launch_seconds(device: torch.device, seconds: float = TIMED) -> float:
+    """Seconds of the host for each call of a module, in a small decoder that is run for one token.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where.
+    seconds : float
+        How long it is run: the median of all passes counts.
+    """
     layers = nn.ModuleList(_Layer() for _ in range(LAYERS)).to(device, torch.bfloat16).eval()
     x = torch.zeros(1, 1, WIDTH, dtype=torch.bfloat16, device=device)
     past = torch.zeros(1, 4, 32, 16, dtype=torch.bfloat16, device=device)
     calls = sum(not isinstance(it, nn.ModuleList) for it in layers.modules())
-    found = []
+    found: list[float] = []
     with torch.no_grad():
-        for _ in range(REPEATS + PASSES):
+        while len(found) <= REPEATS or sum(found[REPEATS:]) < seconds:
             _synchronize(device)
             start = time.perf_counter()
             for layer in layers:
