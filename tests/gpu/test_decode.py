@@ -13,7 +13,7 @@ from support.packed import opened, pack
 
 from tpde.codec import reference
 from tpde.codec.plan import PREFIX_CHUNK_WORDS
-from tpde.format.constants import DTYPES
+from tpde.format.constants import DTYPES, RECORD_BYTES
 from tpde.format.container import TensorSpec
 
 pytestmark = needs_cuda
@@ -180,6 +180,14 @@ def test_rows(shape: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatc
     assert np.array_equal(out[: 217 * width].cpu().numpy().reshape(217, width), expected)
     assert bool((out[217 * width :] == 0xA5).all())
     assert batch.status.tolist() == [0, 0, 0, 0]
+    everything = torch.arange(shape[0], device="cuda")
+    where = (descriptors.data_ptr(), everything.data_ptr(), shape[0], 0, batch.status.data_ptr(), stream)
+    rows.launch(*where, check=True)  # writes nothing
+    assert batch.status.tolist() == [0, 0, 0, 0]
+    last = packed.header.index_at + RECORD_BYTES * (packed.header.chunks - 1)
+    batch.blobs[0][last + 4] ^= 1  # its checksum: format.md 4.3
+    rows.launch(*where, check=True)
+    assert batch.status.tolist() != [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "BF16", "F32", "F64"])

@@ -12,6 +12,7 @@ from support.models import assert_same_bits, torch
 
 from tpde import ops
 from tpde.errors import Corrupt, UnsupportedDevice
+from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink
 from tpde.frameworks import to_torch
@@ -88,6 +89,23 @@ def test_rows(shape: tuple[int, int], content: str, monkeypatch: pytest.MonkeyPa
         assert_same_bits(rows(ids), torch.nn.functional.embedding(ids, tensor), f"{size}")
     ids = torch.tensor([shape[0] - 1, 0], dtype=torch.int32, device="cuda")
     assert_same_bits(rows(ids), tensor[ids.long()])
+
+
+@pytest.mark.parametrize("shape", [(300, 64), (410, 1000), (5000, 12), (6, 8192), (7, 20000)])
+def test_the_first_rows_verify_all_chunks(shape: tuple[int, int]) -> None:
+    packed = pack_tensor(_tensor("normal", "BF16", shape), "w")
+    assert packed is not None
+    header = packed.header
+    assert header.chunks > 2
+    zero = torch.zeros(1, dtype=torch.long, device="cuda")
+    for chunk in range(header.chunks):
+        checksum = header.index_at + RECORD_BYTES * chunk + 4  # format.md 4.3
+        packed.blob[checksum] ^= 1
+        rows = RowReader(packed)
+        with pytest.raises(Corrupt, match=f"`w`: chunk {chunk}:"):
+            rows(zero)
+        packed.blob[checksum] ^= 1
+        assert rows(zero).shape == (1, shape[1])
 
 
 def test_damage_is_found_when_asked_for() -> None:

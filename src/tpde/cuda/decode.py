@@ -200,8 +200,9 @@ class Rows:
     ) -> None:
         """Decode rows `ids[0]` to `ids[count - 1]`, 64-bit integers on the device, to rows of `out`.
 
-        A number that is not a row's ends in a trap, as in the framework's own kernel. For the other
-        parameters see `WorkList.launch`.
+        Where `out` is 0, nothing is written: with `check`, all chunks that hold these rows are verified. A
+        number that is not a row's ends in a trap, as in the framework's own kernel. For the other parameters
+        see `WorkList.launch`.
         """
         if not count or not self._row_words:
             return

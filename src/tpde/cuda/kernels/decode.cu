@@ -674,8 +674,8 @@ decode_items(const Item* __restrict__ items, u32 count, u64 total, u64 base, u64
   }
 }
 
-// Rows `ids[0 .. count - 1]` of a matrix of one segment to rows 0 to count - 1 of `out`. A warp takes a chunk of
-// a row; `per_row` is the most chunks that a row can touch.
+// Rows `ids[0 .. count - 1]` of a matrix of one segment to rows 0 to count - 1 of `out`; where that is 0, their chunks
+// are checked only. A warp takes a chunk of a row; `per_row` is the most chunks that a row can touch.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 decode_rows(const Item* __restrict__ items, u64 rows, u64 row_words, const long long* __restrict__ ids, u64 count,
             u64 per_row, u64 out, u32* status, u32 room, u32 table_room) {
@@ -696,7 +696,7 @@ decode_rows(const Item* __restrict__ items, u64 rows, u64 row_words, const long 
     Chunk c = open_chunk(t, k, load_record(t, k));
     stage(t, c, buffer, room, lane);
     wait_staged<0>();
-    u32 lo = (u32)(max(begin, c.word) - c.word), hi = (u32)(min(end, c.word + c.n) - c.word);
+    u32 lo = (u32)(max(begin, c.word) - c.word), hi = out ? (u32)(min(end, c.word + c.n) - c.word) : lo;
     u8* to = (u8*)(out + (row * row_words + c.word + lo - begin) * WORD);
     if (!decode_part(t, c, buffer, shared, room, table_room, to, lo, hi, lane) && lane == 0) report(status, t.number, k);
     __syncwarp();
