@@ -1,0 +1,110 @@
+"""Copies of packed modules, and what is left of those that are dropped."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+from support.garbage import alive, uncollected
+from support.models import assert_same_bits
+from support.small import IDS, Model, torch
+
+from tpde.nn import pack_module, packed_modules, unpack_module
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies(pair: tuple[Model, Model], how: str) -> None:
+    plain, packed = pair
+    packed(IDS)
+    if how == "deepcopy":
+        other = copy.deepcopy(packed)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(packed))
+    else:
+        file = io.BytesIO()
+        torch.save(packed, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    del pair, packed
+    assert_same_bits(other(IDS), plain(IDS))
+    assert other.embed._buffers["weight_tpde"] is other.head._buffers["weight_tpde"]
+    spaces = {id(module.tpde_group().workspace) for name, module in packed_modules(other) if name != "embed"}
+    assert len(spaces) == 1
+    assert other.blocks[0].forward.group is other.blocks[0].up.tpde_group()
+    unpack_module(other)
+    assert other.embed.weight is other.head.weight
+    assert_same_bits(list(other.state_dict().values()), list(plain.state_dict().values()))
+
+
+def test_a_pickle_holds_no_workspace_and_no_plain_weight() -> None:
+    torch.manual_seed(0)
+    model = pack_module(Model(128, 1000).to(torch.bfloat16))
+    blobs = sum(blob.numel() for blob in {id(b): b for b in model.buffers()}.values())
+    rest = sum(p.numel() * 2 for p in model.parameters())
+    assert len(pickle.dumps(model)) < blobs + rest + 30_000
+
+
+def test_copy_of_one_module(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    other = copy.deepcopy(packed.blocks[1].up)
+    assert len(pickle.dumps(other)) < 20_000  # not its whole block
+    assert_same_bits(other(x), plain.blocks[1].up(x))
+    assert_same_bits(copy.deepcopy(packed.embed)(IDS), plain.embed(IDS))
+
+
+def test_copy_of_a_blob_that_is_a_piece_of_a_larger_tensor(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    names = {id(packed.get_buffer(name)): name for name in packed.state_dict() if name.endswith("_tpde")}
+    blobs = {id(blob): blob for blob in packed.buffers()}
+    arena = torch.cat(list(blobs.values()))
+    places = dict(zip(blobs, arena.split([blob.numel() for blob in blobs.values()]), strict=True))
+    packed.load_state_dict({names[i]: part for i, part in places.items()}, assign=True, strict=False)
+    assert packed.blocks[0].up.weight_tpde.untyped_storage().nbytes() == arena.numel()
+    assert len(pickle.dumps(packed.blocks[1].up)) < 20_000
+    other = pickle.loads(pickle.dumps(packed))
+    assert other.embed.weight_tpde is other.head.weight_tpde
+    assert_same_bits(other(IDS), plain(IDS))
+    assert_same_bits(copy.deepcopy(packed)(IDS), plain(IDS))
+
+
+@pytest.mark.parametrize("how", ["packed", "called", "copied"])
+def test_a_model_that_is_dropped_is_freed_at_once(how: str, pair: tuple[Model, Model]) -> None:
+    """As a plain one: its weights are in no cycle that garbage collection would have to find."""
+    _, packed = pair
+    model = copy.deepcopy(packed) if how == "copied" else pack_module(Model().to(torch.bfloat16), min_bytes=0)
+    if how != "packed":
+        model(IDS)
+    refs = [weakref.ref(module) for module in model.modules()]
+    refs += [weakref.ref(module.tpde_group()) for name, module in packed_modules(model) if name != "embed"]
+    refs += [weakref.ref(blob) for blob in model.buffers()] if how != "copied" else []
+    with uncollected():
+        del model
+        assert alive(refs) == []
+
+
+def test_a_pass_whose_gradients_nobody_wants_leaves_nothing(pair: tuple[Model, Model]) -> None:
+    """An operator that saves its result would keep it, were that what the hooks return."""
+    _, packed = pair
+    results: list[Any] = []
+    for block in packed.blocks:
+        block.down.register_forward_pre_hook(lambda _, x: results.append(weakref.ref(x[0].untyped_storage())))
+    assert packed(IDS).requires_grad
+    assert [it() for it in results] == [None] * 3
+
+
+def test_what_is_kept_of_a_model_that_is_dropped(pair: tuple[Model, Model]) -> None:
+    plain, _ = pair
+    packed = pack_module(copy.deepcopy(plain), min_bytes=0)
+    block, up, forward = packed.blocks[0], packed.blocks[1].up, packed.blocks[2].forward
+    del packed
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    assert_same_bits(block(x), plain.blocks[0](x))
+    assert_same_bits(up(x), plain.blocks[1].up(x))
+    assert up.tpde_group() is up.tpde_group()  # made once
+    with pytest.raises(ReferenceError, match=r"was deleted, with the model; keep one of them"):
+        forward(x)
