@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-#define TPDE_ABI 2          /* raised with every change of this header that breaks callers */
+#define TPDE_ABI 3          /* raised with every change of this header that breaks callers */
 #define TPDE_LANES 32       /* format.md 5.1 */
 #define TPDE_MAX_PLANES 8   /* bytes of the largest word, format.md 2.1 */
 #define TPDE_MAX_TABLES 16  /* format.md 7 */
@@ -152,6 +152,11 @@ TPDE_API int tpde_merge(const tpde_layout *layout, const uint8_t *planes, uint64
 
 /* The checksum of a chunk's `bytes` decoded bytes (format.md 4.5). */
 TPDE_API uint32_t tpde_checksum(const void *words, uint64_t bytes);
+
+/* Beside chunks: bring mapped pages, from `address` on, which is one's start, into memory and into the process's page
+ * tables, and let other threads map memory meanwhile. Returns 0, or what madvise(2) says: EFAULT where a file has
+ * become shorter or cannot be read, others where the system does not know how. */
+TPDE_API int tpde_populate(void *address, uint64_t bytes);
 
 #ifdef __cplusplus
 }

@@ -389,7 +389,7 @@ def test_too_little_memory(fake: FakeLock, source: FileSource, monkeypatch: pyte
 def test_old_kernels_do_not_populate(
     fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapping, "_POPULATE_READ", 9999)
+    monkeypatch.setattr(mapping.native, "populate", lambda *_: errno.ENOSYS)
     memory = HostMemory(extents(source), 0)
     check(fake, memory, extents(source))
     memory.close()

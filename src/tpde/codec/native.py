@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tpde.errors import Corrupt, NativeError
 from tpde.format.constants import RECORD_BYTES
 
-ABI = 2
+ABI = 3
 MAX_TABLE_SECTION = 20480
 NO_CHUNK = (1 << 64) - 1
 
@@ -91,6 +91,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_split": (_int, [_layout, _ptr, _u64, _u8p, _u64]),
     "tpde_merge": (_int, [_layout, _u8p, _u64, _u64, _ptr]),
     "tpde_checksum": (_u32, [_ptr, _u64]),
+    "tpde_populate": (_int, [_ptr, _u64]),
 }
 
 
@@ -110,13 +111,13 @@ def _core() -> ctypes.CDLL:
             f"the native core `{path.name}` could not be loaded from `{path.parent}`: {error}; "
             "install tpde from a wheel, or from source with a C compiler"
         ) from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(core, name)
-        function.restype, function.argtypes = result, arguments
-    if core.tpde_abi() != ABI:
+    if core.tpde_abi() != ABI:  # before names are looked up that another version may not have
         raise NativeError(
             f"the native core at `{path}` has ABI {core.tpde_abi()}, this package needs {ABI}; reinstall tpde"
         )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(core, name)
+        function.restype, function.argtypes = result, arguments
     return core
 
 
@@ -195,6 +196,19 @@ def checksum(words: Any) -> int:
     """Checksum of a chunk's decoded bytes (format.md 4.5)."""
     data = as_bytes(words)
     return int(_core().tpde_checksum(_address(data), data.size))
+
+
+def populate(address: int, size: int) -> int:
+    """Bring mapped pages into memory and into the process's page tables; 0, or an `errno`.
+
+    Not for the pages' bytes to be read here: a file that becomes shorter takes them away again.
+
+    Parameters
+    ----------
+    address, size : int
+        Of the pages.
+    """
+    return int(_core().tpde_populate(address, size))
 
 
 def split(layout: CoreLayout, words: Any) -> Bytes:

@@ -9,9 +9,7 @@ checksums of chunks notice.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import functools
 import mmap
 import os
 from collections.abc import Sequence
@@ -19,14 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tpde.codec import native
 from tpde.errors import Truncated
 from tpde.format.source import FileSource
 from tpde.streaming import lock
 from tpde.streaming.ranges import Range, read_error
 
 THREADS = 8  # that populate; the driver faults pages in one by one, on one thread
-_PIECE_BYTES = 8 << 20  # what the system does meanwhile with this process's memory waits for one
-_POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14: an error where a touch would kill
+_PIECE_BYTES = 8 << 20
 
 
 class Pages(NamedTuple):
@@ -136,16 +134,12 @@ def populate(pages: Pages) -> None:
     assert isinstance(it.source, FileSource)
     descriptor = it.source.fileno()
     os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)  # in large reads, if it is on the disk
-    madvise = _libc().madvise
-    if not madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_READ):
-        return
-    code = ctypes.get_errno()
-    if code == errno.EFAULT:  # no such bytes: the file has become shorter, or cannot be read
+    if native.populate(address, size) == errno.EFAULT:  # the file has become shorter, or cannot be read
         found, last = os.fstat(descriptor).st_size, min(offset + size, it.last)
         if found < last:
             raise _shrunk(it.source.name, found, last)
         raise read_error(it.source.name, offset, size, OSError(errno.EIO, ""))
-    # Any other error says that the kernel does not know how: locking will fault the pages in.
+    # Any other error says that the system does not know how: locking will fault the pages in.
 
 
 def _shrunk(name: str, size: int, last: int) -> Truncated:
@@ -153,8 +147,3 @@ def _shrunk(name: str, size: int, last: int) -> Truncated:
         f"`{name}` ends at byte {size}, but bytes up to {last} are needed; it has become shorter since it "
         "was opened: fetch it again"
     )
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
