@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.budgets import every, load, simulated
-from support.checkpoints import Pair
+from support.checkpoints import Pair, checkpoint
 from support.locking import FakeLock
 from support.models import assert_same_bits, outputs, torch
 from support.simulated import MemorySupply
 
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, OutOfMemory, UnsupportedDevice
+from tpde.format.source import Extent
+from tpde.packing.order import forward_order
 from tpde.streaming import lock
 from tpde.streaming.host import HostMemory
 
@@ -39,6 +42,28 @@ def _host_memory(monkeypatch: pytest.MonkeyPatch, lock_: Callable[..., None]) ->
     for module in (opening, loading_under):
         monkeypatch.setattr(module, "HostMemory", HostMemory)
     return fake
+
+
+def test_host_memory_is_filled_in_the_order_of_a_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first pass waits for it, file by file; by name, the head would come before the embedding."""
+    packed = checkpoint(tmp_path, "llama", max_shard_size="60kB").packed
+    wanted: list[Extent] = []
+
+    def memory(extents: Sequence[Extent], *_: Any, **__: Any) -> MemorySupply:
+        wanted.extend(extents)
+        return MemorySupply()
+
+    with simulated(monkeypatch, every("host")):
+        monkeypatch.setattr(opening, "HostMemory", memory)
+        load(packed).tpde_streamer.close()
+    files = list(dict.fromkeys(Path(it.source.name).name for it in wanted))
+    assert len(files) > 3
+    assert files == sorted(files)
+    names = [it.name for it in wanted]
+    assert names == forward_order(names)
+    assert (names[0], names[-1]) == ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def test_host_memory_begins_when_all_else_is_there(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:

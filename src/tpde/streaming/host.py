@@ -18,13 +18,13 @@ class HostMemory:
 
     The files are mapped and page-locked in place; from where that is refused on they are copied to an arena,
     which is page-locked; from where that is refused too, the arena stays pageable, with a warning. All of it
-    happens in the background, in the order of files and offsets, from `begin` on, or from when any bytes are
-    wanted. Whoever wants bytes waits for them.
+    happens in the background, from `begin` on, or from when any bytes are wanted: file by file, in the order
+    of the extents, and each file in the order of offsets. Whoever wants bytes waits for them.
 
     Parameters
     ----------
     extents : sequence of Extent
-        What is wanted. Sources must stay open.
+        What is wanted, of what is wanted first at the start. Sources must stay open.
     device : int
         Number of the device. Memory is locked for all of them.
     mode : {"mapped", "arena", "pageable"}, optional

@@ -24,6 +24,7 @@ from tpde.materialize import PackedTensor
 from tpde.memory import gib
 from tpde.nn.modules import PackedModule
 from tpde.nn.replace import prepare_rows
+from tpde.packing.order import forward_order
 from tpde.streaming.host import HostMemory
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stats import Summary, summarize_spans
@@ -169,8 +170,8 @@ class Streaming:
         """
         parts: dict[str, list[tuple[PackedTensor, int]]] = {}
         homes: dict[torch.device, _Homes] = {}
-        for name, run in runs.items():
-            home = homes.setdefault(where[name], _Homes())
+        for name in forward_order(runs):  # the first forward pass waits for files that come to host memory
+            run, home = runs[name], homes.setdefault(where[name], _Homes())
             kept = self.plans[where[name]].placements[unit_of(model, name)]
             home.runs[name] = run
             home.stored[kept] |= {part.name: part for part in run.parts}
