@@ -121,7 +121,9 @@ def main() -> int:
 
     parser = arguments(__doc__)
     parser.add_argument("--gib", type=int, default=2, help="size of the file")
-    parser.add_argument("--threads", type=int, default=max((os.cpu_count() or 2) - 1, 1))
+    parser.add_argument(
+        "--threads", type=int, default=max((os.cpu_count() or 2) - 1, 1), help="that bring pages in"
+    )
     parser.add_argument("--runs", type=int, default=5, help="of each way, after one that does not count")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="where the file is made")
     options = parser.parse_args()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.models import assert_same_bits, torch
 from support.simulated import MemorySupply, SimulatedDevice
+from support.small import Model
 from support.streamed import stream_model, write_blobs
 from torch import nn
 
@@ -117,27 +118,17 @@ def test_no_more_memory_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 700), nn.Linear(700, 64)
+        self.up, self.down = nn.Linear(width, 700), nn.Linear(700, width)
 
     def forward(self, x: Any) -> Any:
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(400, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(64, 400, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Any) -> Any:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def model_of_blocks() -> Any:
+    """Whose first layers and head are large."""
+    return Model(64, 400, 2, Block).to(torch.bfloat16)
 
 
 ROOM = 32 << 10
@@ -148,7 +139,7 @@ IDS = torch.arange(10).reshape(2, 5)
 def pair() -> tuple[Any, Any]:
     """A plain model whose large layers multiply by tiles, and a packed one that must do so."""
     torch.manual_seed(2)
-    model = Model().to(torch.bfloat16)
+    model = model_of_blocks()
     packed = pack_module(copy.deepcopy(model), min_bytes=0)
     for layer in (*(block.up for block in model.blocks), model.head):
         layer.forward = lambda x, layer=layer: by_tiles(layer, x, ROOM)
@@ -204,7 +195,7 @@ def test_what_is_refused(pair: tuple[Any, Any]) -> None:
         with pytest.raises(PackedWeight, match=r"`blocks\.0\.up\.weight` has 89600 bytes.*with more `vram`"):
             read()
     with pytest.raises(OutOfMemory, match="a row of 64 columns"):
-        tile(pack_module(Model().to(torch.bfloat16), min_bytes=0), 100, "head")
+        tile(pack_module(model_of_blocks(), min_bytes=0), 100, "head")
 
 
 def test_embeddings_give_rows_and_refuse_the_rest(pair: tuple[Any, Any]) -> None:

@@ -26,10 +26,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Tied embedding and head around blocks."""
 
-    def __init__(self, width: int = 64, words: int = 200, blocks: int = 3) -> None:
+    def __init__(self, width: int = 64, words: int = 200, blocks: int = 3, block: Any = Block) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(block(width) for _ in range(blocks))
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embed.weight
 

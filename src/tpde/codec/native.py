@@ -199,7 +199,7 @@ def checksum(words: Any) -> int:
 
 
 def populate(address: int, size: int) -> int:
-    """Bring mapped pages into memory and into the process's page tables; 0, or an `errno`.
+    """Bring mapped pages into memory and into the process's page tables.
 
     Not for the pages' bytes to be read here: a file that becomes shorter takes them away again.
 
@@ -207,6 +207,11 @@ def populate(address: int, size: int) -> int:
     ----------
     address, size : int
         Of the pages.
+
+    Returns
+    -------
+    int
+        0, or an `errno`: `EFAULT` where a file has become shorter, or cannot be read.
     """
     return int(_core().tpde_populate(address, size))
 

@@ -26,7 +26,7 @@ MODEL_SHARE = 1.15  # models' own code takes more than that of the layers here: 
 CALL_SECONDS = 42e-6  # of hosts with an H200: 31 to 54 us (docs/streaming.md)
 LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits for the host
 # Seconds of it, some 250 passes: hosts with other work are half as fast again, or not, from one second to the
-# next, and a median of 0.3 s was up to 25 % off from what tokens took a few seconds later.
+# next, and a median of 0.3 s was up to 24 % off from what tokens took a few seconds later.
 TIMED = 1.0
 DISK_BYTES, DISK_PIECE, DISK_THREADS = 512 << 20, 16 << 20, 4
 _BLOCK = 4096  # what O_DIRECT wants offsets and sizes to be multiples of
