@@ -176,7 +176,7 @@ class Loaded:
         if self._streaming is None:
             return ""
         plans = [
-            (sorted((name, it.value) for name, it in made.placements.items()), made.workspace, made.ring)
+            (sorted((name, it.value) for name, it in made.placements.items()), made.workspace, made.parts)
             for made in self._streaming.plans.values()
         ]
         return hashlib.sha256(repr(plans).encode()).hexdigest()[:16]

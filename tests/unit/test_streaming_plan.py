@@ -98,6 +98,7 @@ def check(made: StreamPlan, units, needs, vram, ram):
             needs.total,
             made.workspace,
             made.ring,
+            made.kept,
             needs.experts if streamed else 0,
             total("index", Placement.HOST, Placement.DISK),
             total("packed", Placement.PACKED),
@@ -105,6 +106,9 @@ def check(made: StreamPlan, units, needs, vram, ram):
         )
     )
     assert made.used <= vram
+    assert not made.kept or (streamed and not needs.experts)
+    assert made.kept <= sum(it.packed for it in streamed) + len(streamed) * 2 * MIB
+    assert made.work.copied >= 0 <= made.work.disk
     on_host = [it for it in units if made.placements[it.name] is Placement.HOST]
     assert made.host == sum(it.packed for it in on_host)
     assert bool(made.staging) == bool(made.units(Placement.DISK))

@@ -21,6 +21,7 @@ from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.rows import RowReader  # noqa: E402
+from tpde.streaming.kept import Kept  # noqa: E402
 from tpde.streaming.order import Order  # noqa: E402
 from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
 from tpde.streaming.stream import Streamer, Unit  # noqa: E402
@@ -40,7 +41,13 @@ class Fixture:
     """A file of packed tensors, and a streamer over it."""
 
     def __init__(
-        self, folder: Path, sizes: list[int], places: int = 4, offset: int = 0, **device: object
+        self,
+        folder: Path,
+        sizes: list[int],
+        places: int = 4,
+        offset: int = 0,
+        keep: int = 0,
+        **device: object,
     ) -> None:
         self.data, extents, at = [], [], offset
         self.path = folder / "model.bin"
@@ -55,8 +62,8 @@ class Fixture:
                 at += -(-packed.blob.size // 256) * 256
         self.source = FileSource(self.path)
         self.supply = MemorySupply()
-        self.device = SimulatedDevice(places * ROOM, **device)  # type: ignore[arg-type]
-        self.streamer = Streamer(self.device, places, ROOM)
+        self.device = SimulatedDevice(places * ROOM + keep, **device)  # type: ignore[arg-type]
+        self.streamer = Streamer(self.device, places, ROOM, keep=keep)
         self.streamer.own(self.supply, self.source, self.device)
         self.tensors = [
             StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
@@ -156,11 +163,16 @@ def test_without_prefetch_nothing_runs_ahead(tmp_path: Path) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.sampled_from([2, 3, 8]), st.booleans())
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.sampled_from([2, 3, 8]),
+    st.booleans(),
+    st.sampled_from([0, 200_000, 500_000, 900_000, 4_000_000]),
+)
 def test_any_order_gives_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, order: list[int], places: int, late: bool
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], places: int, late: bool, keep: int
 ) -> None:
-    with Fixture(tmp_path_factory.mktemp("order"), SIZES, places=places) as made:
+    with Fixture(tmp_path_factory.mktemp("order"), SIZES, places=places, keep=keep) as made:
         made.supply.late, made.supply.ahead = late, 512 << 10
         units = made.units((0, 1), (2,), (3, 4), (5,))
         for i in order:
@@ -177,9 +189,10 @@ def test_chunks_of_a_tensor(tmp_path: Path) -> None:
             assert made.streamer.chunks(tensor, first, last, 512) is unit
 
 
-def stress(folder: Path, rounds: int, without: str = "", seed: int = 0) -> int:
+def stress(folder: Path, rounds: int, without: str = "", seed: int = 0, keep: int = 0) -> int:
     """Fill units again and again, checked behind the decodes in their own stream; how many were wrong."""
-    with Fixture(folder, SIZES, places=3, delay=2e-4, seed=seed, without=without, blocking=False) as made:
+    late: dict[str, Any] = {"delay": 2e-4, "seed": seed, "without": without, "blocking": False}
+    with Fixture(folder, SIZES, places=3, keep=keep, **late) as made:
         units = made.units((0, 1), (2,), (4, 5))
         for unit, _ in units:
             unit.verified = True  # the first use would wait for everything
@@ -205,8 +218,76 @@ def stress(folder: Path, rounds: int, without: str = "", seed: int = 0) -> int:
         return len(wrong)
 
 
-def test_delays_change_nothing(tmp_path: Path) -> None:
-    assert stress(tmp_path, 1000) == 0
+@pytest.mark.parametrize("keep", [0, 500_000])
+def test_delays_change_nothing(tmp_path: Path, keep: int) -> None:
+    assert stress(tmp_path, 1000, keep=keep) == 0
+
+
+def passes(made: Fixture, units: list[tuple[Unit, bytes]], count: int) -> list[int]:
+    """Bytes that each of so many passes over all units copies, every one of them right."""
+    found = []
+    for _ in range(count):
+        before = made.streamer.copied_bytes
+        for unit, expected in units:
+            assert filled(unit, len(expected)) == expected
+        found.append(made.streamer.copied_bytes - before)
+    return found
+
+
+def test_what_is_kept_is_copied_once(tmp_path: Path) -> None:
+    room, groups = 600_000, ((0, 1), (2,), (4, 5))
+    with Fixture(tmp_path, SIZES) as without:
+        total = passes(without, without.units(*groups), 4)[-1]
+    with Fixture(tmp_path, SIZES, keep=room) as made:
+        units = made.units(*groups)
+        later = passes(made, units, 5)[-1]
+        kept = [
+            piece
+            for unit, _ in units
+            for i, piece in enumerate(unit.pieces)
+            if made.streamer._kept.find(unit, i)
+        ]
+        assert later == total - sum(it.extent.size for it in kept)
+        assert room - ROOM < sum(it.pad + it.extent.size for it in kept) <= room
+        assert kept[:3] == [it for unit, _ in units for it in unit.pieces][:3], "those that come first"
+        assert not made.streamer.dropped_pieces
+    with Fixture(tmp_path, SIZES, keep=10 * total) as made:
+        assert passes(made, made.units(*groups), 3)[1:] == [0, 0]
+
+
+def test_small_models_are_read_ahead_more_than_once(tmp_path: Path) -> None:
+    """What was requested twice before it came to stay is given back."""
+    with Fixture(tmp_path, [30_000, 40_000, 150_000], keep=4_000_000) as made:
+        made.supply.ahead, made.supply.late = 4 << 20, True
+        assert passes(made, made.units((0,), (1,), (2,)), 3)[1:] == [0, 0]
+        assert made.supply.cancelled
+
+
+def test_only_one_supplys_pieces_are_kept(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
+        other = MemorySupply()
+        for tensor in made.tensors[2:]:
+            tensor.bind(made.streamer, other)
+        made.streamer._kept = Kept(4 * ROOM, 4_000_000, other)
+        units = made.units((0,), (2,), (4,))
+        steady = passes(made, units, 3)[-1]
+        assert steady == sum(it.extent.size for it in units[0][0].pieces)
+
+
+def test_after_a_failure_nothing_is_kept(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
+        units = made.units((0,), (2,))
+        passes(made, units, 2)
+        copy, made.device.copy = made.device.copy, broken  # type: ignore[method-assign]
+        (more, expected) = made.units((4,))[0]
+        with pytest.raises(RuntimeError, match="broken"):
+            filled(more, len(expected))
+        made.device.copy = copy  # type: ignore[method-assign]
+        assert passes(made, [*units, (more, expected)], 2)[1] == 0
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("broken")
 
 
 @pytest.mark.parametrize("event", ["hold", "copied"])

@@ -27,6 +27,7 @@ _PARTS = {
     "fixed": "kernels and libraries",
     "workspace": "workspace, to decode to",
     "ring": "ring, to copy to",
+    "kept": "packed weights copied once",
     "experts": "cache of packed experts, at least",
     "index": "index maps of streamed weights",
     "packed": "packed weights",

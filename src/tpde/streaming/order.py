@@ -46,6 +46,9 @@ class Order(Generic[T]):
         """What will be wanted after it; None if nobody knows."""
         return self._next.get(it)
 
+    def __len__(self) -> int:
+        return len(self._next)
+
     @property
     def first(self) -> T | None:
         """What is wanted first; None if nothing was named."""

@@ -26,6 +26,8 @@ RINGS = tuple(
     for slots, size in ((10, 32), (8, 32), (6, 32), (5, 32), (4, 32), (6, 16), (4, 16), (4, 8), (4, 4))
 )
 TILES = tuple(size * MIB for size in (64, 128, 256, 512, 1024))  # larger ones are no faster
+# What is left over is for pieces that are copied once, in steps of what the allocator gives.
+KEPT_STEP, KEPT_LEAST, LEFT_FREE = 2 * MIB, 64 * MIB, 32 * MIB
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class StreamPlan:
         Bytes of units in page-locked host memory.
     parts : mapping of str to int
         What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`;
-        `ring` and `experts`, if units are streamed; `index`, of streamed units; `packed` and `decoded`, of
-        the units on the device.
+        `ring`, `kept` (parts of streamed units that are copied once) and `experts`, if units are streamed;
+        `index`, of streamed units; `packed` and `decoded`, of the units on the device.
     vram, ram : int
         The budgets; `ram` is None if there is none.
     work : Work
@@ -75,6 +77,11 @@ class StreamPlan:
     def ring(self) -> int:
         """Bytes of the ring."""
         return self.slots * self.piece
+
+    @property
+    def kept(self) -> int:
+        """Bytes behind the ring for what is copied once."""
+        return self.parts["kept"]
 
     @property
     def used(self) -> int:
@@ -134,6 +141,29 @@ def _layouts(tallies: Iterable[Tally], tile: bool) -> Iterator[_Layout]:
             for workspace in _workspaces(made.decoded, tiled):
                 for slots, piece in RINGS if streams else ((0, 0),):
                     yield _Layout(made, tiled, workspace, slots, piece)
+
+
+def _kept(layout: _Layout, work: Work, demand: Demand, vram: int) -> int:
+    """Bytes for pieces that are copied once, of what is left over; where there are experts, they have it."""
+    if not layout.slots or demand.experts:
+        return 0
+    wanted = work.disk or work.copied
+    left = min(vram - layout.used(demand) - LEFT_FREE, wanted + 512 * work.pieces)
+    return left // KEPT_STEP * KEPT_STEP if left >= KEPT_LEAST else 0
+
+
+def _without(work: Work, kept: int) -> Work:
+    """What a token takes if so many bytes are not copied again: those that come from a disk, if any do."""
+    if not kept:
+        return work
+    once = min(kept, work.disk or work.copied)
+    share = once / work.copied
+    return work._replace(
+        copied=work.copied - once,
+        disk=max(work.disk - once, 0),
+        pieces=work.pieces - int(work.pieces * share),
+        passing=work.passing - int(work.passing * share),
+    )
 
 
 def _work(layout: _Layout, read: int, calls: int) -> Work:
@@ -207,13 +237,14 @@ def make_plan(
     for tile in (False, True):
         fitting = [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
         fewest = min((it.tiled for it in fitting), default=0)
-        rated = [
-            (predict(work, rates), work, it)
-            for work, it in _works((it for it in fitting if it.tiled == fewest), read, calls)
-        ]
+        rated = []
+        for every_time, it in _works((it for it in fitting if it.tiled == fewest), read, calls):
+            kept = _kept(it, every_time, demand, vram)
+            work = _without(every_time, kept)
+            rated.append((predict(work, rates), work, it, kept))
         if rated:
-            times, work, layout = min(rated, key=lambda it: _rank(it[0], it[2]))
-            return _finished(layout, work, times, units, demand, vram, ram)
+            times, work, layout, kept = min(rated, key=lambda it: _rank(it[0], it[2]))
+            return _finished(layout, kept, work, times, units, demand, vram, ram)
     every = [*_layouts(tallies, False), *_layouts(tallies, True)]
     without = [it for it in every if it.used(demand) <= vram]
     if without:
@@ -230,7 +261,7 @@ def _rank(times: Mapping[str, float], layout: _Layout) -> tuple[float, int, int]
     return max(times.values()), -(made.plain + made.packed), -layout.slots * layout.piece
 
 
-def _parts(layout: _Layout, demand: Demand) -> dict[str, int]:
+def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
     return {
         "plain": demand.plain,
         "cache": demand.cache,
@@ -238,6 +269,7 @@ def _parts(layout: _Layout, demand: Demand) -> dict[str, int]:
         "fixed": demand.fixed,
         "workspace": layout.workspace,
         "ring": layout.slots * layout.piece,
+        "kept": kept,
         "experts": demand.experts if layout.slots else 0,
         "index": layout.tally.maps,
         "packed": layout.tally.packed,
@@ -247,6 +279,7 @@ def _parts(layout: _Layout, demand: Demand) -> dict[str, int]:
 
 def _finished(
     layout: _Layout,
+    kept: int,
     work: Work,
     times: Mapping[str, float],
     units: Sequence[Unit],
@@ -263,7 +296,7 @@ def _finished(
         piece=layout.piece,
         staging=made.staging,
         host=made.host,
-        parts=_parts(layout, demand),
+        parts=_parts(layout, demand, kept),
         vram=vram,
         ram=ram,
         work=work,
@@ -278,6 +311,7 @@ _WHAT = {
     "fixed": "of kernels and libraries",
     "workspace": "to decode to",
     "ring": "to copy to",
+    "kept": "of packed weights that are copied once",
     "experts": "of packed experts",
     "index": "of index maps",
     "packed": "of packed weights",

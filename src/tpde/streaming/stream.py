@@ -3,7 +3,8 @@
 A piece is *requested* of its supply, *copied* to a place of the ring, and *decoded* from there to the buffer
 of the unit that asks for it. Copies run as far ahead as the ring has places: in the order in which units were
 wanted before, and when another unit is wanted, from that one on. Two events keep a place safe: decoding waits
-for the end of the copy, and the next copy to the place for the end of decoding.
+for the end of the copy, and the next copy to the place for the end of decoding. Where memory is left over,
+pieces that come first stay there, and are copied once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tpde.format.constants import CODEC_CONSTANT
 from tpde.materialize import Materializer, Watched
 from tpde.streaming.checks import Checks, Decoded
 from tpde.streaming.device import Device
+from tpde.streaming.kept import Kept
 from tpde.streaming.order import Order
 from tpde.streaming.pieces import Part, Piece, cut
 from tpde.streaming.tensor import StreamedTensor
@@ -98,6 +100,10 @@ class Streamer:
         Of the ring.
     room : int
         Bytes of a place; pieces are at most as large.
+    keep : int
+        Bytes behind the ring, for pieces that stay.
+    keeps : Supply, optional
+        Whose pieces these are; by default, anybody's.
 
     Attributes
     ----------
@@ -109,13 +115,14 @@ class Streamer:
         What was copied so far, and how much of it in vain, another unit being wanted than was expected.
     """
 
-    def __init__(self, device: Device, places: int, room: int) -> None:
+    def __init__(self, device: Device, places: int, room: int, *, keep: int = 0, keeps: Any = None) -> None:
         self.device, self.prefetch = device, True
         self.copied_bytes = self.copied_pieces = self.dropped_pieces = 0
         self._places, self._room = places, room
         self._ahead = 0  # bytes that supplies want to know ahead
         self._lock = threading.RLock()
         self._order: Order[Unit] = Order()
+        self._kept: Kept[Unit] = Kept(places * room, keep, keeps)
         self._checks = Checks(device)
         self._used = self._closed = False
         self._chunks: dict[tuple[int, int, int, int], Unit] = {}
@@ -256,32 +263,47 @@ class Streamer:
         self._seek(unit)
         self._order.saw(unit)
         for number in range(len(unit.pieces)):
-            if not self._flying:
+            stay = self._kept.find(unit, number)
+            if stay is None and not self._flying:
                 self._plan(unit, number)
                 self._launch()
-            flight = self._flying.popleft()
-            freed = self.device.decode(unit.handle, number, flight.place, out, flight.copied)
-            self._free.append((flight.place, freed))
+                stay = self._kept.find(unit, number)
+            if stay is None:
+                flight = self._flying.popleft()
+                freed = self.device.decode(unit.handle, number, flight.place, out, flight.copied)
+                self._free.append((flight.place, freed))
+            else:
+                self.device.decode(unit.handle, number, stay.place, out, stay.copied)
             self._advance()
 
     # ---- running ahead ----
 
     def _seek(self, unit: Unit) -> None:
-        """Drop what was copied or requested before the first piece of a unit."""
-        while self._flying and not (self._flying[0].unit is unit and self._flying[0].number == 0):
+        """Make the first piece of a unit that has to be copied the next one; drop what was before it."""
+        first = self._kept.missing(unit, len(unit.pieces))
+        if first is None:
+            return
+        while self._flying and not (self._flying[0].unit is unit and self._flying[0].number == first):
             # Copies are done in order: the next one to this place need not wait for this one.
             self._free.append((self._flying.popleft().place, None))
             self.dropped_pieces += 1
         if not self._flying:
-            while self._planned and not (self._planned[0].unit is unit and self._planned[0].number == 0):
+            while self._planned and not (self._planned[0].unit is unit and self._planned[0].number == first):
                 self._cancel()
+            self._plan(unit, first)
 
     def _plan(self, unit: Unit, number: int) -> None:
         """Make a piece the next one to be copied."""
+        self._skip()
         if not (self._planned and self._planned[0].unit is unit and self._planned[0].number == number):
             while self._planned:
                 self._cancel()
             self._request(unit, number)
+
+    def _skip(self) -> None:
+        """Cancel what has come to stay since it was requested: small models are read ahead more than once."""
+        while self._planned and self._kept.find(self._planned[0].unit, self._planned[0].number):
+            self._cancel()
 
     def _request(self, unit: Unit, number: int) -> None:
         piece = unit.pieces[number]
@@ -313,14 +335,20 @@ class Streamer:
         if self._cursor is None:
             return False
         unit, number = self._cursor
-        if number + 1 < len(unit.pieces):
-            self._request(unit, number + 1)
+        following = self._kept.missing(unit, len(unit.pieces), number + 1)
+        if following is not None:
+            self._request(unit, following)
             return True
         after = self._order.after(unit) if self.prefetch else None
-        if after is None:
-            return False
-        self._request(after, 0)
-        return True
+        for _ in range(len(self._order)):  # past units that stay
+            if after is None:
+                break
+            following = self._kept.missing(after, len(after.pieces))
+            if following is not None:
+                self._request(after, following)
+                return True
+            after = self._order.after(after)
+        return False
 
     def _launch(self) -> None:
         """Copy the next piece, waiting for its supply."""
@@ -332,19 +360,26 @@ class Streamer:
             begin = time.perf_counter_ns()
             address = piece.supply.wait(step.ticket)
             self.device.trace.wait(begin, time.perf_counter_ns(), piece.extent.name)
-        place, freed = self._free.popleft()
+        stay = self._kept.take(piece)
+        place, freed = self._free.popleft() if stay is None else (stay, None)
         if freed is not None:
             self.device.hold(freed)
         copied = self.device.copy(place, address, piece)
         piece.supply.copied(step.ticket, copied)
         self._next()  # whatever fails before, `_forget` gives its bytes back to the supply
-        self._flying.append(_Flight(step.unit, step.number, place, copied))
+        if stay is None:
+            self._flying.append(_Flight(step.unit, step.number, place, copied))
+        else:
+            self._kept.put(step.unit, step.number, place, copied)
         self.copied_bytes += piece.extent.size
         self.copied_pieces += 1
 
     def _advance(self) -> None:
         """Copy as far ahead as there are places, without waiting for a supply."""
-        while self._free and (self._planned or self._extend()):
+        while self._free:
+            self._skip()
+            if not (self._planned or self._extend()):
+                break
             step = self._planned[0]
             if not step.unit.pieces[step.number].supply.ready(step.ticket):
                 break
@@ -365,6 +400,7 @@ class Streamer:
 
     def _empty(self) -> None:
         self._flying.clear()
+        self._kept.clear()
         self._reading = 0
         self._free = deque((i * self._room, None) for i in range(self._places))
         self._cursor = None

@@ -110,7 +110,10 @@ class Supplies:
         OutOfMemory
             If there is no room for the ring.
         """
-        streamer = Streamer(CudaDevice(self._device, self._plan.ring), self._plan.slots, self._plan.piece)
+        plan, supplies = self._plan, [supply for supply, _ in self._supplies]
+        from_disk = next((it for it in supplies if it.ahead), None)  # what takes longest is kept first
+        device = CudaDevice(self._device, plan.ring + plan.kept)
+        streamer = Streamer(device, plan.slots, plan.piece, keep=plan.kept, keeps=from_disk)
         for supply, tensors in self._supplies:
             for tensor in tensors:
                 tensor.bind(streamer, supply)
