@@ -167,13 +167,49 @@ def test_experts_are_fetched_as_routed_to(hosted: Opened, experts: tuple[str, Pa
         slots[0].experts.fetch([0], torch.empty(1 << 20, dtype=torch.uint8))
 
 
+def test_what_is_left_over_keeps_weights(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    """The same bits, and so many bytes less to copy."""
+    plain = llama.kind.from_pretrained(llama.plain)
+    with torch.no_grad():
+        expected = outputs("llama", plain, 2)
+    copied = []
+    for kept in (0, 2 * PIECE, 100 * PIECE):
+        parts = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0, "experts": 0, "kept": kept}
+        with simulated(monkeypatch, every("host"), parts=parts) as opened, torch.no_grad():
+            model = load(llama.packed)
+            assert len(opened.devices[0].memory) == 4 * PIECE + kept
+            assert_same_bits(outputs("llama", model, 2), expected)
+            before = _stats(model)["copied_bytes"]
+            assert_same_bits(outputs("llama", model, 2), expected)
+            copied.append(_stats(model)["copied_bytes"] - before)
+            model.tpde_streamer.close()
+    assert copied[0] > copied[1] > copied[2] == 0
+
+
+def test_weights_from_a_disk_are_kept_first(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+    plain = llama.kind.from_pretrained(llama.plain)
+    with torch.no_grad():
+        expected = outputs("llama", plain, 2)
+    parts = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0, "experts": 0, "kept": 100 * PIECE}
+    with simulated(monkeypatch, every("host", "disk"), parts=parts) as opened, torch.no_grad():
+        model = load(llama.packed)
+        for _ in range(2):
+            assert_same_bits(outputs("llama", model, 2), expected)
+        (disk,) = opened.disks
+        read, copied = len(disk.requested), _stats(model)["copied_bytes"]
+        assert_same_bits(outputs("llama", model, 2), expected)
+        assert len(disk.requested) == read
+        assert _stats(model)["copied_bytes"] > copied, "of the others"
+        model.tpde_streamer.close()
+
+
 def test_small_caches(monkeypatch: pytest.MonkeyPatch, experts: tuple[str, Pair]) -> None:
     """A cache takes what the budget leaves, in whole places; what it evicts is copied again."""
     name, pair = experts
     plain = pair.kind.from_pretrained(pair.plain)
     with torch.no_grad():
         expected = outputs(name, plain, 2)
-    nothing = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0}
+    nothing = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0, "kept": 0}
     parts = nothing | {"experts": 1 << 16}
     with simulated(monkeypatch, every("host"), parts=parts, vram=1 << 16) as opened:
         model = load(pair.packed)

@@ -167,7 +167,7 @@ def test_host_memory_that_fails_is_told_by_the_first_forward_pass(
 def test_opening_that_fails_gives_locked_memory_back(
     error: BaseException, monkeypatch: pytest.MonkeyPatch, llama: Pair
 ) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise error
 
     with simulated(monkeypatch, every("host")) as opened:
