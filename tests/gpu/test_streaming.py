@@ -23,6 +23,7 @@ from tpde.materialize import PackedTensor, chunk_decoder
 from tpde.nn import pack_module
 from tpde.rows import RowReader
 from tpde.streaming.device import CudaDevice
+from tpde.streaming.kept import Kept
 from tpde.streaming.stream import Streamer, Unit
 from tpde.streaming.tensor import StreamedTensor
 
@@ -52,7 +53,9 @@ class PinnedSupply(MemorySupply):
 class Fixture:
     """A file of packed tensors on page-locked memory, and a streamer over it."""
 
-    def __init__(self, folder: Path, tensors: list[tuple[TensorSpec, bytes]], places: int = 4) -> None:
+    def __init__(
+        self, folder: Path, tensors: list[tuple[TensorSpec, bytes]], places: int = 4, keep: int = 0
+    ) -> None:
         extents, at = [], 0
         with (folder / "blobs").open("wb") as file:
             for spec, data in tensors:
@@ -64,8 +67,8 @@ class Fixture:
                 at += -(-packed.blob.size // 256) * 256
         self.data = [data for _, data in tensors]
         self.source, self.supply = FileSource(folder / "blobs"), PinnedSupply()
-        self.device = CudaDevice(DEVICE, places * ROOM)
-        self.streamer = Streamer(self.device, places, ROOM)
+        self.device = CudaDevice(DEVICE, places * ROOM + keep)
+        self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
         self.streamer.own(self.supply, self.source)
         self.tensors = [
             StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, DEVICE, self.supply)
@@ -123,10 +126,11 @@ def test_every_dtype(name: str, dtype: torch.dtype | None, tmp_path: Path) -> No
             check(out, expected)
 
 
+@pytest.mark.parametrize("keep", [0, 4 * ROOM])
 @pytest.mark.parametrize("places", [2, 5])
-def test_any_order(places: int, tmp_path: Path) -> None:
+def test_any_order(places: int, keep: int, tmp_path: Path) -> None:
     draw = random.Random(places)
-    with Fixture(tmp_path, bf16(*SIZES), places) as made:
+    with Fixture(tmp_path, bf16(*SIZES), places, keep) as made:
         units = [made.unit(0, 1), made.unit(2, 3), made.unit(4)]
         out = torch.empty(max(size for _, _, size in units), dtype=torch.uint8, device=DEVICE)
         for _ in range(40):

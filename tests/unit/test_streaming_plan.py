@@ -236,7 +236,9 @@ def test_a_layer_larger_than_the_device():
     made = make_plan(giant, Demand(0, 0, 4 * MIB, 128 * MIB), 16 << 30, None, RATES, calls=1)
     assert made.tiled == ("linear",)
     assert 16 * MIB <= made.workspace <= 1 << 30
-    assert made.seconds < 1.1 * giant[0].packed / RATES.copy
+    assert made.kept > 14 << 30, "what is left over beside the largest ring"
+    assert made.work.copied == giant[0].packed - giant[0].index - made.kept
+    assert made.seconds < 1.1 * made.work.copied / RATES.copy
 
 
 def test_loading_has_room_for_index_maps():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class Fixture:
         self.source = FileSource(self.path)
         self.supply = MemorySupply()
         self.device = SimulatedDevice(places * ROOM + keep, **device)  # type: ignore[arg-type]
-        self.streamer = Streamer(self.device, places, ROOM, keep=keep)
+        self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
         self.streamer.own(self.supply, self.source, self.device)
         self.tensors = [
             StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
@@ -240,16 +241,18 @@ def test_what_is_kept_is_copied_once(tmp_path: Path) -> None:
         total = passes(without, without.units(*groups), 4)[-1]
     with Fixture(tmp_path, SIZES, keep=room) as made:
         units = made.units(*groups)
+        pieces = [(unit, i, it) for unit, _ in units for i, it in enumerate(unit.pieces)]
+
+        def kept() -> list[tuple[int, Piece]]:
+            return [(n, it) for n, (unit, i, it) in enumerate(pieces) if made.streamer._kept.find(unit, i)]
+
+        passes(made, units, 1)
+        between = [b - a for (a, _), (b, _) in itertools.pairwise(kept())]
+        assert max(between) <= -(-total // room) + 1, "evenly spread"
+        assert kept()[-1][0] >= len(pieces) - 4
         later = passes(made, units, 5)[-1]
-        kept = [
-            piece
-            for unit, _ in units
-            for i, piece in enumerate(unit.pieces)
-            if made.streamer._kept.find(unit, i)
-        ]
-        assert later == total - sum(it.extent.size for it in kept)
-        assert room - ROOM < sum(it.pad + it.extent.size for it in kept) <= room
-        assert kept[:3] == [it for unit, _ in units for it in unit.pieces][:3], "those that come first"
+        assert later == total - sum(it.extent.size for _, it in kept())
+        assert room - ROOM < sum(it.pad + it.extent.size for _, it in kept()) <= room
         assert not made.streamer.dropped_pieces
     with Fixture(tmp_path, SIZES, keep=10 * total) as made:
         assert passes(made, made.units(*groups), 3)[1:] == [0, 0]
@@ -268,7 +271,7 @@ def test_only_one_supplys_pieces_are_kept(tmp_path: Path) -> None:
         other = MemorySupply()
         for tensor in made.tensors[2:]:
             tensor.bind(made.streamer, other)
-        made.streamer._kept = Kept(4 * ROOM, 4_000_000, other)
+        made.streamer._kept = Kept(4 * ROOM, 4_000_000, 1, other)
         units = made.units((0,), (2,), (4,))
         steady = passes(made, units, 3)[-1]
         assert steady == sum(it.extent.size for it in units[0][0].pieces)

@@ -1,4 +1,8 @@
-"""Pieces that stay on the device once they were copied, in what memory the plan has left over."""
+"""Pieces that stay on the device once they were copied, in what memory the plan has left over.
+
+They are spread evenly: while one is decoded the ring fills, but it holds only so much, and where many of them
+come in a row copies would wait.
+"""
 
 from __future__ import annotations
 
@@ -20,39 +24,45 @@ class Stay(NamedTuple):
 
 
 class Kept(Generic[T]):
-    """Room for pieces: those that are copied first stay, as many as fit.
+    """Room for pieces: of those that are copied, as many stay as fit.
 
     Parameters
     ----------
     start, room : int
         Where the room starts, behind the ring's places, and its bytes.
+    wanted : int
+        Bytes of all pieces that may stay: of each so many, so many do.
     supply : object, optional
         Whose pieces stay; by default, anybody's.
 
     Examples
     --------
     >>> from tpde.format.source import Extent
-    >>> kept = Kept(0, 1024)
-    >>> piece = Piece(Extent(None, 0, 600, "w"), None, 0, ())
-    >>> place = kept.take(piece)
-    >>> kept.put("layer", 0, place, None)
-    >>> kept.find("layer", 0)
+    >>> kept = Kept(0, 1024, 2048)
+    >>> piece = Piece(Extent(None, 0, 512, "w"), None, 0, ())
+    >>> [kept.take(piece) for _ in range(6)]
+    [None, 0, None, 512, None, None]
+    >>> kept.put("layer", 1, 0, None)
+    >>> kept.find("layer", 1)
     Stay(place=0, copied=None)
-    >>> kept.missing("layer", 3), kept.take(piece)
-    (1, None)
+    >>> kept.missing("layer", 4, 1)
+    2
     """
 
-    def __init__(self, start: int, room: int, supply: Any = None) -> None:
-        self._start, self._end, self._supply = start, start + room, supply
-        self._at = start
+    def __init__(self, start: int, room: int, wanted: int, supply: Any = None) -> None:
+        self._start, self._room, self._wanted, self._supply = start, room, wanted, supply
+        self._taken = self._seen = 0
         self._stays: dict[T, dict[int, Stay]] = {}
 
     def take(self, piece: Piece) -> int | None:
-        """Room for a piece; None if it is not to stay, or does not fit."""
-        end = self._at + align(piece.pad + piece.extent.size, _ALIGN)
-        if end > self._end or self._supply not in (None, piece.supply):
+        """Room for a piece that is copied now; None if it is not to stay, or does not fit."""
+        if self._supply not in (None, piece.supply):
             return None
-        place, self._at = self._at, end
+        self._seen += piece.extent.size
+        taken = self._taken + align(piece.pad + piece.extent.size, _ALIGN)
+        if taken > self._room or taken * self._wanted > self._seen * self._room:
+            return None
+        place, self._taken = self._start + self._taken, taken
         return place
 
     def put(self, unit: T, number: int, place: int, copied: Any) -> None:
@@ -72,4 +82,4 @@ class Kept(Generic[T]):
     def clear(self) -> None:
         """Nothing stays: all copies have ended, or failed."""
         self._stays.clear()
-        self._at = self._start
+        self._taken = self._seen = 0

@@ -237,14 +237,15 @@ def make_plan(
     for tile in (False, True):
         fitting = [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
         fewest = min((it.tiled for it in fitting), default=0)
-        rated = []
-        for every_time, it in _works((it for it in fitting if it.tiled == fewest), read, calls):
-            kept = _kept(it, every_time, demand, vram)
-            work = _without(every_time, kept)
-            rated.append((predict(work, rates), work, it, kept))
+        rated = [
+            (predict(work, rates), work, it)
+            for work, it in _works((it for it in fitting if it.tiled == fewest), read, calls)
+        ]
         if rated:
-            times, work, layout, kept = min(rated, key=lambda it: _rank(it[0], it[2]))
-            return _finished(layout, kept, work, times, units, demand, vram, ram)
+            _, work, layout = min(rated, key=lambda it: _rank(it[0], it[2]))
+            kept = _kept(layout, work, demand, vram)
+            work = _without(work, kept)
+            return _finished(layout, kept, work, predict(work, rates), units, demand, vram, ram)
     every = [*_layouts(tallies, False), *_layouts(tallies, True)]
     without = [it for it in every if it.used(demand) <= vram]
     if without:

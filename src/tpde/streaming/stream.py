@@ -4,7 +4,7 @@ A piece is *requested* of its supply, *copied* to a place of the ring, and *deco
 of the unit that asks for it. Copies run as far ahead as the ring has places: in the order in which units were
 wanted before, and when another unit is wanted, from that one on. Two events keep a place safe: decoding waits
 for the end of the copy, and the next copy to the place for the end of decoding. Where memory is left over,
-pieces that come first stay there, and are copied once.
+some pieces stay there, and are copied once.
 """
 
 from __future__ import annotations
@@ -100,10 +100,8 @@ class Streamer:
         Of the ring.
     room : int
         Bytes of a place; pieces are at most as large.
-    keep : int
-        Bytes behind the ring, for pieces that stay.
-    keeps : Supply, optional
-        Whose pieces these are; by default, anybody's.
+    kept : Kept, optional
+        Room behind the ring, for pieces that stay.
 
     Attributes
     ----------
@@ -115,14 +113,14 @@ class Streamer:
         What was copied so far, and how much of it in vain, another unit being wanted than was expected.
     """
 
-    def __init__(self, device: Device, places: int, room: int, *, keep: int = 0, keeps: Any = None) -> None:
+    def __init__(self, device: Device, places: int, room: int, kept: Kept[Unit] | None = None) -> None:
         self.device, self.prefetch = device, True
         self.copied_bytes = self.copied_pieces = self.dropped_pieces = 0
         self._places, self._room = places, room
         self._ahead = 0  # bytes that supplies want to know ahead
         self._lock = threading.RLock()
         self._order: Order[Unit] = Order()
-        self._kept: Kept[Unit] = Kept(places * room, keep, keeps)
+        self._kept: Kept[Unit] = kept or Kept(0, 0, 0)
         self._checks = Checks(device)
         self._used = self._closed = False
         self._chunks: dict[tuple[int, int, int, int], Unit] = {}

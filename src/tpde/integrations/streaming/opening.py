@@ -14,8 +14,9 @@ from tpde.integrations.checkpoint import Stored
 from tpde.streaming.device import CudaDevice
 from tpde.streaming.disk import ReadAhead
 from tpde.streaming.host import HostMemory
+from tpde.streaming.kept import Kept
 from tpde.streaming.plan import StreamPlan
-from tpde.streaming.stream import Streamer
+from tpde.streaming.stream import Streamer, Unit
 from tpde.streaming.tensor import StreamedTensor, put_on_device
 
 READ_THREADS = 8  # between the 4 and 16 at which disks reach their rate
@@ -112,8 +113,10 @@ class Supplies:
         """
         plan, supplies = self._plan, [supply for supply, _ in self._supplies]
         from_disk = next((it for it in supplies if it.ahead), None)  # what takes longest is kept first
+        wanted = plan.kept + (plan.work.disk if from_disk else plan.work.copied)
+        kept: Kept[Unit] = Kept(plan.ring, plan.kept, wanted, from_disk)
         device = CudaDevice(self._device, plan.ring + plan.kept)
-        streamer = Streamer(device, plan.slots, plan.piece, keep=plan.kept, keeps=from_disk)
+        streamer = Streamer(device, plan.slots, plan.piece, kept)
         for supply, tensors in self._supplies:
             for tensor in tensors:
                 tensor.bind(streamer, supply)
