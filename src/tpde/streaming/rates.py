@@ -1,4 +1,4 @@
-"""Measuring how fast a machine is, in about two seconds."""
+"""Measuring how fast a machine is, in two to three seconds."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DECODE_SHARE = 0.48  # of the memory's rate: 2.0 of 4.2 TB/s of bf16 on an H200
 MODEL_SHARE = 1.15  # models' own code takes more than that of the layers here: 43 to 45 us a call, not 38.5
 CALL_SECONDS = 42e-6  # of hosts with an H200: 31 to 54 us (docs/streaming.md)
 LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits for the host
-# Seconds of it, some 250 passes: hosts with other work are half as fast again, or not, from one second to the
-# next, and a median of 0.3 s was up to 24 % off from what tokens took a few seconds later.
-TIMED = 1.0
+# Seconds of it, some 120 passes, at each of three times of which the fastest counts: hosts with other work take
+# up to twice as long for seconds on end, and one second of it was up to 45 % off from what tokens took soon after.
+TIMED = 0.5
 DISK_BYTES, DISK_PIECE, DISK_THREADS = 512 << 20, 16 << 20, 4
 _BLOCK = 4096  # what O_DIRECT wants offsets and sizes to be multiples of
 _UNLIMITED = float("inf")
@@ -55,9 +55,11 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
             "(`--copy-rate` and `--memory-rate` of `tpde plan`)"
         )
     facts(device.index or 0)  # says what is missing, if anything is
+    launch = launch_seconds(device)
     disk = disk_rate(files) if files else _UNLIMITED
+    launch = min(launch, launch_seconds(device))
     copy, memory = copy_rates(device)
-    return Rates(copy, disk, memory, DECODE_SHARE * memory, launch_seconds(device))
+    return Rates(copy, disk, memory, DECODE_SHARE * memory, min(launch, launch_seconds(device)))
 
 
 def given_rates(copy: float, memory: float, disk: float | None = None) -> Rates:
