@@ -52,7 +52,8 @@ def tasks(options: Any, given: Found, found: Results) -> Iterator[tuple[str, Fou
             fits = found.fits(budget)
             if fits:
                 yield "predict", now | {"budget": budget}
-            yield "ours", now | {"budget": budget, "first_only": not fits}
+            if fits or plain or turn == 1:  # first tokens are compared with the plain model's
+                yield "ours", now | {"budget": budget, "first_only": not fits}
         if given["resident"] and ours:
             yield "ours", now | {"budget": None}
     if ours:
