@@ -64,8 +64,7 @@ def _small(name: str, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             model: Any = tpde.from_pretrained(packed, vram="1GiB", max_tokens=256)
         size = PLACES * max(expert_room(fused(it), PIECE) for _, it in packed_modules(model) if fused(it))
         model.tpde_streamer.close()
-        nothing = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0, "kept": 0}
-        fields = {"parts": nothing | {"experts": size}, "vram": size}
+        fields = {"parts": {"experts": size}, "vram": size}
     placed(monkeypatch, every("host"), slots=SLOTS, **fields)
 
 

@@ -174,8 +174,7 @@ def test_what_is_left_over_keeps_weights(monkeypatch: pytest.MonkeyPatch, llama:
         expected = outputs("llama", plain, 2)
     copied = []
     for kept in (0, 2 * PIECE, 100 * PIECE):
-        parts = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0, "experts": 0, "kept": kept}
-        with simulated(monkeypatch, every("host"), parts=parts) as opened, torch.no_grad():
+        with simulated(monkeypatch, every("host"), parts={"kept": kept}) as opened, torch.no_grad():
             model = load(llama.packed)
             assert len(opened.devices[0].memory) == 4 * PIECE + kept
             assert_same_bits(outputs("llama", model, 2), expected)
@@ -190,8 +189,10 @@ def test_weights_from_a_disk_are_kept_first(monkeypatch: pytest.MonkeyPatch, lla
     plain = llama.kind.from_pretrained(llama.plain)
     with torch.no_grad():
         expected = outputs("llama", plain, 2)
-    parts = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0, "experts": 0, "kept": 100 * PIECE}
-    with simulated(monkeypatch, every("host", "disk"), parts=parts) as opened, torch.no_grad():
+    with (
+        simulated(monkeypatch, every("host", "disk"), parts={"kept": 100 * PIECE}) as opened,
+        torch.no_grad(),
+    ):
         model = load(llama.packed)
         for _ in range(2):
             assert_same_bits(outputs("llama", model, 2), expected)
@@ -209,17 +210,17 @@ def test_small_caches(monkeypatch: pytest.MonkeyPatch, experts: tuple[str, Pair]
     plain = pair.kind.from_pretrained(pair.plain)
     with torch.no_grad():
         expected = outputs(name, plain, 2)
-    nothing = {"plain": 0, "fixed": 0, "index": 0, "decoded": 0, "kept": 0}
-    parts = nothing | {"experts": 1 << 16}
-    with simulated(monkeypatch, every("host"), parts=parts, vram=1 << 16) as opened:
+    with simulated(monkeypatch, every("host"), parts={"experts": 1 << 16}, vram=1 << 16) as opened:
         model = load(pair.packed)
         modules = [module for _, module in packed_nn.packed_modules(model) if fused(module)]
         room = max(expert_room(fused(module), PIECE) for module in modules)
         assert len(opened.devices[1].memory) == (1 << 16) // room * room > 0
     for places in (2, 0):
         size = places * room + room // 2
-        parts = nothing | {"experts": size}
-        with simulated(monkeypatch, every("host"), parts=parts, vram=size) as opened, torch.no_grad():
+        with (
+            simulated(monkeypatch, every("host"), parts={"experts": size}, vram=size) as opened,
+            torch.no_grad(),
+        ):
             model = load(pair.packed)
             assert_same_bits(outputs(name, model, 2), expected, name)
             if places:

@@ -179,6 +179,20 @@ def test_too_little_ram_beside_what_is_allocated(card: Card, monkeypatch: pytest
     assert (caught.value.least, caught.value.budget) == (656 << 20, "ram")
 
 
+def test_page_tables_are_not_left_to_pytorch(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.integrations import allowance
+    from tpde.integrations.streaming.demand import FIXED_BYTES, OUTSIDE_BYTES, TYPICAL
+    from tpde.streaming.plan import make_plan
+    from tpde.streaming.units import Demand, Unit
+
+    monkeypatch.setattr(allowance, "_budgets", {})
+    units, needs = [Unit("linear", 40 * GIB, 60 * GIB, 1 << 20, tile=1 << 24)], Demand(0, 0, 0, FIXED_BYTES)
+    streaming = Streaming(8 * GIB)
+    streaming.decide(DEVICE, lambda vram: make_plan(units, needs, vram, None, TYPICAL, calls=1))
+    assert card.allowed == 8 * GIB - OUTSIDE_BYTES - (80 << 20)
+    streaming.close()
+
+
 def test_too_little_ram_for_several_devices(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
     """Each that has packed weights has a share of `ram`; what would do is that of all."""
     from tpde.integrations.transformers import streamed

@@ -53,7 +53,7 @@ def every(*kinds: str) -> Callable[[Sequence[str]], dict[str, str]]:
 def placed(
     monkeypatch: pytest.MonkeyPatch, choose: Callable[[Sequence[str]], dict[str, str]], **fields: Any
 ) -> None:
-    """Let a test say where units go, and what other fields of plans are."""
+    """Let a test say where units go, and what other fields of plans are; of `parts`, the others are 0."""
     from tpde.integrations.transformers import streamed
     from tpde.streaming.units import Placement
 
@@ -63,7 +63,8 @@ def placed(
         made = plan(*args, **kwargs)
         chosen = {name: Placement(kind) for name, kind in choose(list(made.placements)).items()}
         ring = {"slots": SLOTS, "piece": PIECE, "staging": 4 * PIECE}
-        return dataclasses.replace(made, placements=chosen, **(ring | fields))
+        more = {"parts": dict.fromkeys(made.parts, 0) | fields["parts"]} if "parts" in fields else {}
+        return dataclasses.replace(made, placements=chosen, **(ring | fields | more))
 
     monkeypatch.setattr(streamed, "plan_streaming", planned)
 

@@ -33,11 +33,11 @@ def test_budgets_add_up_and_end(card: Card) -> None:
     card.reserved, card.free = 3 * GIB, 12 * GIB
     second = Allowance(DEVICE, 2 * GIB, OUTSIDE)
     assert second.others == 0  # they are the first one's
-    second.start()
-    assert card.allowed == 6 * GIB - 2 * OUTSIDE
+    second.start(GIB // 16)  # of which others take more, as its plan says
+    assert card.allowed == 6 * GIB - 2 * OUTSIDE - GIB // 16
     first.close()
     first.close()
-    assert card.allowed == 2 * GIB - OUTSIDE
+    assert card.allowed == 2 * GIB - OUTSIDE - GIB // 16
     second.close()
     assert card.fraction == 1.0
 

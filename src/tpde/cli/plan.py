@@ -29,6 +29,7 @@ _PARTS = {
     "ring": "ring, to copy to",
     "kept": "packed weights copied once",
     "experts": "cache of packed experts, at least",
+    "pages": "page tables for host memory",
     "index": "index maps of streamed weights",
     "packed": "packed weights",
     "decoded": "weights decoded once",

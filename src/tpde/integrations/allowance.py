@@ -161,8 +161,15 @@ class Allowance:
                 "are for what it does not allocate; pass a smaller `vram`, or raise that limit"
             )
 
-    def start(self) -> None:
-        """Let PyTorch allocate no more, if the budget is for the whole process."""
+    def start(self, outside: int = 0) -> None:
+        """Let PyTorch allocate no more, if the budget is for the whole process.
+
+        Parameters
+        ----------
+        outside : int
+            Bytes that others than PyTorch's allocator will take beyond what was known at first.
+        """
+        self._share -= outside
         with _locked():
             self._budgets.shares[id(self)] = self._share
             if self._whole:

@@ -25,8 +25,8 @@ DECODE_SHARE = 0.48  # of the memory's rate: 2.0 of 4.2 TB/s of bf16 on an H200
 MODEL_SHARE = 1.15  # models' own code takes more than that of the layers here: 43 to 45 us a call, not 38.5
 CALL_SECONDS = 42e-6  # of hosts with an H200: 31 to 54 us (docs/streaming.md)
 LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits for the host
-# Seconds of it, some 120 passes, at each of three times of which the fastest counts: hosts with other work take
-# up to twice as long for seconds on end, and one second of it was up to 45 % off from what tokens took soon after.
+# Seconds of it, some 120 passes, at each of three times, of which the fastest counts: hosts with other work
+# take up to twice as long for seconds on end, and one second of it was up to 45 % off from tokens soon after.
 TIMED = 0.5
 DISK_BYTES, DISK_PIECE, DISK_THREADS = 512 << 20, 16 << 20, 4
 _BLOCK = 4096  # what O_DIRECT wants offsets and sizes to be multiples of

@@ -62,6 +62,9 @@ class Demand:
         Kernels, and what libraries keep.
     experts : int
         Of the least cache of packed experts that is of use; needed only if units are streamed.
+    elsewhere : int
+        Not of this device: packed weights of others. What of them is in page-locked host memory is mapped
+        for all devices, and each has page tables for it.
     argument : str
         What the user may pass less of, so that cache and activations are smaller; for messages.
     """
@@ -71,6 +74,7 @@ class Demand:
     activations: int
     fixed: int
     experts: int = 0
+    elsewhere: int = 0
     argument: str = "max_tokens"
 
     @property

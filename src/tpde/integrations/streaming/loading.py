@@ -135,7 +135,7 @@ class Streaming:
                 f"`vram`: without them {error}; and as much more as is allocated, or free that",
                 least=least,
             ) from None
-        allowance.start()
+        allowance.start(self.plans[device].parts["pages"])
         self._finalizers.append(weakref.finalize(self, allowance.close))
         self._finalizers[-1].atexit = False
 

@@ -55,10 +55,15 @@ def plan_streaming(
     """
     units = units_of(model, plan.runs, only)
     demand = demand_of(model, plan.runs, max_tokens, activation_dtype(model.parameters()), only)
+    sizes = {part.name: part.extent.size for run in plan.runs.values() for part in run.parts}
     here = {
         part.name for name, run in plan.runs.items() if only is None or name in only for part in run.parts
     }
     tables = TABLES_BYTES * len(here)  # of tensors on the device; those of others are in `index`
-    experts = cache_least(model, plan.runs, only)
-    demand = replace(demand, plain=demand.plain + tables, experts=experts)
+    demand = replace(
+        demand,
+        plain=demand.plain + tables,
+        experts=cache_least(model, plan.runs, only),
+        elsewhere=sum(size for name, size in sizes.items() if name not in here),
+    )
     return make_plan(units, demand, vram, ram, TYPICAL, calls=module_calls(model))
