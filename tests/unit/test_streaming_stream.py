@@ -165,19 +165,26 @@ def test_without_prefetch_nothing_runs_ahead(tmp_path: Path) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=20),
     st.sampled_from([2, 3, 8]),
     st.booleans(),
-    st.sampled_from([0, 200_000, 500_000, 900_000, 4_000_000]),
+    st.integers(0, 900_000),
+    st.sampled_from([1, 2, 5]),
 )
 def test_any_order_gives_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, order: list[int], places: int, late: bool, keep: int
+    tmp_path_factory: pytest.TempPathFactory,
+    order: list[tuple[int, int]],
+    places: int,
+    late: bool,
+    keep: int,
+    more: int,
 ) -> None:
     with Fixture(tmp_path_factory.mktemp("order"), SIZES, places=places, keep=keep) as made:
+        made.streamer._kept = Kept(places * ROOM, keep, more * made.source.size)
         made.supply.late, made.supply.ahead = late, 512 << 10
         units = made.units((0, 1), (2,), (3, 4), (5,))
-        for i in order:
-            assert filled(units[i][0], len(units[i][1])) == units[i][1]
+        for unit, expected in (units[i] for i, times in order for _ in range(times)):
+            assert filled(unit, len(expected)) == expected
 
 
 def test_chunks_of_a_tensor(tmp_path: Path) -> None:
@@ -264,6 +271,15 @@ def test_small_models_are_read_ahead_more_than_once(tmp_path: Path) -> None:
         made.supply.ahead, made.supply.late = 4 << 20, True
         assert passes(made, made.units((0,), (1,), (2,)), 3)[1:] == [0, 0]
         assert made.supply.cancelled
+
+
+def test_a_piece_comes_to_stay_while_it_is_in_flight(tmp_path: Path) -> None:
+    """A unit that follows itself is copied to the ring for its next use, and once more, to stay."""
+    with Fixture(tmp_path, [300_000, 150_000], places=6, keep=346_614) as made:
+        made.streamer._kept = Kept(6 * ROOM, 346_614, 5_000_000)  # other units have not been used yet
+        large, small = made.units((0,), (1,))
+        for unit, expected in (small, small, large, large, large, large):
+            assert filled(unit, len(expected)) == expected
 
 
 def test_only_one_supplys_pieces_are_kept(tmp_path: Path) -> None:

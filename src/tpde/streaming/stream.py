@@ -261,8 +261,11 @@ class Streamer:
         self._seek(unit)
         self._order.saw(unit)
         for number in range(len(unit.pieces)):
-            stay = self._kept.find(unit, number)
-            if stay is None and not self._flying:
+            # In flight first: small models are read ahead more than once, and a piece may have come to stay
+            # since its copy to the ring was queued.
+            flies = bool(self._flying) and self._flying[0][:2] == (unit, number)
+            stay = None if flies else self._kept.find(unit, number)
+            if not flies and stay is None:
                 self._plan(unit, number)
                 self._launch()
                 stay = self._kept.find(unit, number)
