@@ -139,6 +139,14 @@ def test_any_order(places: int, keep: int, tmp_path: Path) -> None:
             check(out, expected)
 
 
+def test_closing_frees_the_places(tmp_path: Path) -> None:
+    room = 64 << 20
+    with Fixture(tmp_path, bf16(1000), keep=room) as made:
+        made.unit(0)
+        there = torch.cuda.memory_allocated()
+    assert torch.cuda.memory_allocated() <= there - room
+
+
 def test_chunks(tmp_path: Path) -> None:
     with Fixture(tmp_path, bf16(1_000_000)) as made:
         (tensor,), (data,) = made.tensors, made.data

@@ -55,7 +55,7 @@ class Routed:
         self.places, self.supply = places, MemorySupply()
         self.device = SimulatedDevice(RING * ROOM + (16 << 20), delay=delay)  # large enough for any cache
         self.streamer = Streamer(self.device, RING, ROOM)
-        self.streamer.own(self.supply, source, self.device)
+        self.streamer.own(self.supply, source)
         self.model = stream_model(
             packed, extents, self.streamer, self.supply, torch.device("cpu"), self._route
         )

@@ -29,7 +29,7 @@ class Streamed:
         source, extents = write_blobs(model, folder / "blobs")
         self.device = SimulatedDevice(places * ROOM, delay=delay)
         self.streamer, self.supply = Streamer(self.device, places, ROOM), MemorySupply()
-        self.streamer.own(self.supply, source, self.device)
+        self.streamer.own(self.supply, source)
         self.model = stream_model(model, extents, self.streamer, self.supply, torch.device("cpu"))
 
     def __enter__(self) -> Streamed:

@@ -223,7 +223,7 @@ def test_streamed(tmp_path: Path) -> None:
     source, extents = write_blobs(packed, tmp_path / "blobs")
     device, supply = SimulatedDevice(4 * ROOM, delay=1e-4), MemorySupply()
     streamer = Streamer(device, 4, ROOM)
-    streamer.own(supply, source, device)
+    streamer.own(supply, source)
     room = 128 << 10
     for module in (packed[0], packed[2]):
         module.tpde_slots["weight"].tile_bytes = room

@@ -65,7 +65,7 @@ class Fixture:
         self.supply = MemorySupply()
         self.device = SimulatedDevice(places * ROOM + keep, **device)  # type: ignore[arg-type]
         self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
-        self.streamer.own(self.supply, self.source, self.device)
+        self.streamer.own(self.supply, self.source)
         self.tensors = [
             StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
             for i, (at, size) in enumerate(extents)
@@ -303,6 +303,19 @@ def test_after_a_failure_nothing_is_kept(tmp_path: Path) -> None:
             filled(more, len(expected))
         made.device.copy = copy  # type: ignore[method-assign]
         assert passes(made, [*units, (more, expected)], 2)[1] == 0
+
+
+def test_what_was_damaged_is_not_kept(tmp_path: Path) -> None:
+    """Once the bytes are right again, they are copied again."""
+    with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
+        ((unit, expected),) = made.units((2,))
+        tensor = made.tensors[2]
+        data, at = made.supply._bytes(tensor.extent), tensor.extent.offset + int(tensor.offsets[5]) + 40
+        data[at] ^= 1
+        with pytest.raises(Corrupt):
+            filled(unit, len(expected))
+        data[at] ^= 1
+        assert filled(unit, len(expected)) == expected
 
 
 def broken(*_: Any) -> Any:
@@ -658,6 +671,7 @@ def test_closing_gives_everything_back_once(tmp_path: Path) -> None:
         made.streamer.close()
         made.streamer.device = SimulatedDevice(ROOM)
         assert made.supply.closed == 1
+        assert not made.device.copies._thread.is_alive()
 
 
 def test_what_was_closed_is_not_read(tmp_path: Path) -> None:

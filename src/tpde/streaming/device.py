@@ -60,6 +60,9 @@ class Device(Protocol):
     def decoded(self) -> None:
         """Wait until what the caller's stream decodes is done; copies go on."""
 
+    def close(self) -> None:
+        """Wait, and free the places. Closing again does nothing."""
+
     def recording(self) -> bool:
         """Whether the caller's stream is recording a CUDA graph."""
 
@@ -121,13 +124,14 @@ class CudaDevice:
         self.trace: Any = None
         # Since when, on the weights of what: one, or none.
         self._computing: list[tuple[Any, str]] = [] if beside is None else beside._computing
-        self._ring = allocate(ring, device, "the room that packed weights are copied to")
+        made = allocate(ring, device, "the room that packed weights are copied to")
+        self._ring: torch.Tensor | None = made
         with torch.cuda.device(device):
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._copies.wait_stream(
                 torch.cuda.current_stream(device)
             )  # the memory may still be in use there
-        self._base = self._ring.data_ptr()
+        self._base = made.data_ptr()
         self._statuses = _Statuses()
 
     def prepare(self, pieces: Sequence[Piece]) -> _Handle:
@@ -218,8 +222,11 @@ class CudaDevice:
         torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
-        """Wait: the memory that copies read may be given back then."""
-        self.wait()
+        """Wait, and free the places: the memory that copies read may be given back then."""
+        try:
+            self.wait()
+        finally:
+            self._ring = None
 
     def recording(self) -> bool:
         """Whether the current stream is recording a CUDA graph."""

@@ -160,7 +160,10 @@ def _kept(layout: _Layout, work: Work, demand: Demand, vram: int) -> int:
 
 
 def _without(work: Work, kept: int) -> Work:
-    """What a token takes if so many bytes are not copied again: those that come from a disk, if any do."""
+    """What a token takes if so many bytes are not copied again: those that come from a disk, if any do.
+
+    The host has to launch what decodes them all the same, and their pieces count in full.
+    """
     if not kept:
         return work
     once = min(kept, work.disk or work.copied)
@@ -168,7 +171,6 @@ def _without(work: Work, kept: int) -> Work:
     return work._replace(
         copied=work.copied - once,
         disk=max(work.disk - once, 0),
-        pieces=work.pieces - int(work.pieces * share),
         passing=work.passing - int(work.passing * share),
     )
 
@@ -265,7 +267,7 @@ def make_plan(
 
 
 def page_tables(nbytes: int) -> int:
-    """Device memory that the driver takes for so many bytes of page-locked memory, at most.
+    """Device memory that the driver takes for so many bytes of page-locked memory.
 
     A layer of 53.8 GB on the host of an H200 was seen to need 90 MiB beside what any model does.
     """

@@ -55,11 +55,11 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
             "(`--copy-rate` and `--memory-rate` of `tpde plan`)"
         )
     facts(device.index or 0)  # says what is missing, if anything is
-    launch = launch_seconds(device)
-    disk = disk_rate(files) if files else _UNLIMITED
-    launch = min(launch, launch_seconds(device))
+    before = launch_seconds(device)
     copy, memory = copy_rates(device)
-    return Rates(copy, disk, memory, DECODE_SHARE * memory, min(launch, launch_seconds(device)))
+    between = launch_seconds(device)
+    disk = disk_rate(files) if files else _UNLIMITED
+    return Rates(copy, disk, memory, DECODE_SHARE * memory, min(before, between, launch_seconds(device)))
 
 
 def given_rates(copy: float, memory: float, disk: float | None = None) -> Rates:

@@ -295,7 +295,6 @@ class Streamer:
 
     def _plan(self, unit: Unit, number: int) -> None:
         """Make a piece the next one to be copied."""
-        self._skip()
         if not (self._planned and self._planned[0].unit is unit and self._planned[0].number == number):
             while self._planned:
                 self._cancel()
@@ -407,12 +406,13 @@ class Streamer:
         self._cursor = None
 
     def close(self) -> None:
-        """Wait for copies, and give host memory and files back. The model cannot be used any more."""
+        """Wait for copies, and give ring, host memory and files back. The model cannot be used any more."""
         with self._lock:
             self._closed = True
             try:
                 self._forget()
             finally:  # a device that has crashed cannot be waited for, and copies nothing
                 with ExitStack() as rest:  # all of them, whichever fails
+                    rest.callback(self.device.close)
                     while self.owned:
                         rest.callback(self.owned.pop().close)  # first added, last closed

@@ -187,7 +187,9 @@ class Streaming:
             for device, home in homes.items():
                 # What the plan keeps for all that is not there yet.
                 plan = self.plans[device]
-                room = plan.vram - sum(plan.parts[it] for it in ("plain", "fixed", "index", "decoded"))
+                room = plan.vram - sum(
+                    plan.parts[it] for it in ("plain", "fixed", "pages", "index", "decoded")
+                )
                 decode_runs(model, home.plain, device, self._progress, room)
                 resident = list(home.stored[Placement.PACKED].values())
                 for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):
