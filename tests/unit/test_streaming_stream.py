@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.packed import pack
 from support.simulated import MemorySupply, Probe, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
+
+from support.ring import CPU, ROOM, SIZES, Fixture, filled  # noqa: E402
 
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, ReadError, UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
@@ -28,78 +28,9 @@ from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
 from tpde.streaming.stream import Streamer, Unit  # noqa: E402
 from tpde.streaming.tensor import StreamedTensor  # noqa: E402
 
-CPU = torch.device("cpu")
-ROOM = 128 << 10
-
-
-def weights(words: int, seed: int) -> bytes:
-    """Normal numbers in bf16."""
-    values = np.random.default_rng(seed).normal(size=words).astype(np.float32)
-    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-
-
-class Fixture:
-    """A file of packed tensors, and a streamer over it."""
-
-    def __init__(
-        self,
-        folder: Path,
-        sizes: list[int],
-        places: int = 4,
-        offset: int = 0,
-        keep: int = 0,
-        **device: object,
-    ) -> None:
-        self.data, extents, at = [], [], offset
-        self.path = folder / "model.bin"
-        with self.path.open("wb") as file:
-            for i, size in enumerate(sizes):
-                self.data.append(weights(size, i))
-                packed = pack(TensorSpec("BF16", (size,)), self.data[-1])
-                assert packed is not None
-                file.seek(at)
-                file.write(packed.blob.tobytes())
-                extents.append((at, packed.blob.size))
-                at += -(-packed.blob.size // 256) * 256
-        self.source = FileSource(self.path)
-        self.supply = MemorySupply()
-        self.device = SimulatedDevice(places * ROOM + keep, **device)  # type: ignore[arg-type]
-        self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
-        self.streamer.own(self.supply, self.source)
-        self.tensors = [
-            StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
-            for i, (at, size) in enumerate(extents)
-        ]
-
-    def units(self, *groups: tuple[int, ...]) -> list[tuple[Unit, bytes]]:
-        """Units of tensors by their numbers, and the bytes that each must give."""
-        made = []
-        for group in groups:
-            items, expected = [], b""
-            for i in group:
-                items.append((self.tensors[i], len(expected)))
-                expected += self.data[i].ljust(-(-len(self.data[i]) // 512) * 512, b"\xa5")
-            made.append((self.streamer.unit(items), expected))
-        return made
-
-    def __enter__(self) -> Fixture:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.streamer.close()
-
 
 def replace_shape(header: Any, shape: tuple[int, ...]) -> Any:
     return dataclasses.replace(header, spec=TensorSpec(header.spec.dtype, shape))
-
-
-def filled(unit: Unit, size: int) -> bytes:
-    out = torch.full((size,), 0xA5, dtype=torch.uint8)
-    unit(out)
-    return bytes(out.numpy().tobytes())
-
-
-SIZES = [150_000, 40_000, 300_000, 3000, 90_000, 250_000]
 
 
 @settings(max_examples=30, deadline=None)
@@ -229,97 +160,6 @@ def stress(folder: Path, rounds: int, without: str = "", seed: int = 0, keep: in
 @pytest.mark.parametrize("keep", [0, 500_000])
 def test_delays_change_nothing(tmp_path: Path, keep: int) -> None:
     assert stress(tmp_path, 1000, keep=keep) == 0
-
-
-def passes(made: Fixture, units: list[tuple[Unit, bytes]], count: int) -> list[int]:
-    """Bytes that each of so many passes over all units copies, every one of them right."""
-    found = []
-    for _ in range(count):
-        before = made.streamer.copied_bytes
-        for unit, expected in units:
-            assert filled(unit, len(expected)) == expected
-        found.append(made.streamer.copied_bytes - before)
-    return found
-
-
-def test_what_is_kept_is_copied_once(tmp_path: Path) -> None:
-    room, groups = 600_000, ((0, 1), (2,), (4, 5))
-    with Fixture(tmp_path, SIZES) as without:
-        total = passes(without, without.units(*groups), 4)[-1]
-    with Fixture(tmp_path, SIZES, keep=room) as made:
-        units = made.units(*groups)
-        pieces = [(unit, i, it) for unit, _ in units for i, it in enumerate(unit.pieces)]
-
-        def kept() -> list[tuple[int, Piece]]:
-            return [(n, it) for n, (unit, i, it) in enumerate(pieces) if made.streamer._kept.find(unit, i)]
-
-        passes(made, units, 1)
-        between = [b - a for (a, _), (b, _) in itertools.pairwise(kept())]
-        assert max(between) <= -(-total // room) + 1, "evenly spread"
-        assert kept()[-1][0] >= len(pieces) - 4
-        later = passes(made, units, 5)[-1]
-        assert later == total - sum(it.extent.size for _, it in kept())
-        assert room - ROOM < sum(it.pad + it.extent.size for _, it in kept()) <= room
-        assert not made.streamer.dropped_pieces
-    with Fixture(tmp_path, SIZES, keep=10 * total) as made:
-        assert passes(made, made.units(*groups), 3)[1:] == [0, 0]
-
-
-def test_small_models_are_read_ahead_more_than_once(tmp_path: Path) -> None:
-    """What was requested twice before it came to stay is given back."""
-    with Fixture(tmp_path, [30_000, 40_000, 150_000], keep=4_000_000) as made:
-        made.supply.ahead, made.supply.late = 4 << 20, True
-        assert passes(made, made.units((0,), (1,), (2,)), 3)[1:] == [0, 0]
-        assert made.supply.cancelled
-
-
-def test_a_piece_comes_to_stay_while_it_is_in_flight(tmp_path: Path) -> None:
-    """A unit that follows itself is copied to the ring for its next use, and once more, to stay."""
-    with Fixture(tmp_path, [300_000, 150_000], places=6, keep=346_614) as made:
-        made.streamer._kept = Kept(6 * ROOM, 346_614, 5_000_000)  # other units have not been used yet
-        large, small = made.units((0,), (1,))
-        for unit, expected in (small, small, large, large, large, large):
-            assert filled(unit, len(expected)) == expected
-
-
-def test_only_one_supplys_pieces_are_kept(tmp_path: Path) -> None:
-    with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
-        other = MemorySupply()
-        for tensor in made.tensors[2:]:
-            tensor.bind(made.streamer, other)
-        made.streamer._kept = Kept(4 * ROOM, 4_000_000, 1, other)
-        units = made.units((0,), (2,), (4,))
-        steady = passes(made, units, 3)[-1]
-        assert steady == sum(it.extent.size for it in units[0][0].pieces)
-
-
-def test_after_a_failure_nothing_is_kept(tmp_path: Path) -> None:
-    with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
-        units = made.units((0,), (2,))
-        passes(made, units, 2)
-        copy, made.device.copy = made.device.copy, broken  # type: ignore[method-assign]
-        (more, expected) = made.units((4,))[0]
-        with pytest.raises(RuntimeError, match="broken"):
-            filled(more, len(expected))
-        made.device.copy = copy  # type: ignore[method-assign]
-        assert passes(made, [*units, (more, expected)], 2)[1] == 0
-
-
-def test_what_was_damaged_is_not_kept(tmp_path: Path) -> None:
-    """Once the bytes are right again, they are copied again."""
-    with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
-        ((unit, expected),) = made.units((2,))
-        tensor = made.tensors[2]
-        data, at = made.supply._bytes(tensor.extent), tensor.extent.offset + int(tensor.offsets[5]) + 40
-        data[at] ^= 1
-        with pytest.raises(Corrupt):
-            filled(unit, len(expected))
-        data[at] ^= 1
-        assert filled(unit, len(expected)) == expected
-
-
-def broken(*_: Any) -> Any:
-    raise RuntimeError("broken")
 
 
 @pytest.mark.parametrize("event", ["hold", "copied"])

@@ -1,0 +1,85 @@
+"""A file of packed tensors, and a streamer over it on a simulated device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from support.models import torch
+from support.packed import pack
+from support.simulated import MemorySupply, SimulatedDevice
+from tpde.format.container import TensorSpec
+from tpde.format.source import Extent, FileSource
+from tpde.streaming.kept import Kept
+from tpde.streaming.stream import Streamer, Unit
+from tpde.streaming.tensor import StreamedTensor
+
+CPU = torch.device("cpu")
+ROOM = 128 << 10
+
+
+def weights(words: int, seed: int) -> bytes:
+    """Normal numbers in bf16."""
+    values = np.random.default_rng(seed).normal(size=words).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+class Fixture:
+    """A file of packed tensors, and a streamer over it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        sizes: list[int],
+        places: int = 4,
+        offset: int = 0,
+        keep: int = 0,
+        **device: object,
+    ) -> None:
+        self.data, extents, at = [], [], offset
+        self.path = folder / "model.bin"
+        with self.path.open("wb") as file:
+            for i, size in enumerate(sizes):
+                self.data.append(weights(size, i))
+                packed = pack(TensorSpec("BF16", (size,)), self.data[-1])
+                assert packed is not None
+                file.seek(at)
+                file.write(packed.blob.tobytes())
+                extents.append((at, packed.blob.size))
+                at += -(-packed.blob.size // 256) * 256
+        self.source = FileSource(self.path)
+        self.supply = MemorySupply()
+        self.device = SimulatedDevice(places * ROOM + keep, **device)  # type: ignore[arg-type]
+        self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
+        self.streamer.own(self.supply, self.source)
+        self.tensors = [
+            StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
+            for i, (at, size) in enumerate(extents)
+        ]
+
+    def units(self, *groups: tuple[int, ...]) -> list[tuple[Unit, bytes]]:
+        """Units of tensors by their numbers, and the bytes that each must give."""
+        made = []
+        for group in groups:
+            items, expected = [], b""
+            for i in group:
+                items.append((self.tensors[i], len(expected)))
+                expected += self.data[i].ljust(-(-len(self.data[i]) // 512) * 512, b"\xa5")
+            made.append((self.streamer.unit(items), expected))
+        return made
+
+    def __enter__(self) -> Fixture:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.streamer.close()
+
+
+def filled(unit: Unit, size: int) -> bytes:
+    out = torch.full((size,), 0xA5, dtype=torch.uint8)
+    unit(out)
+    return bytes(out.numpy().tobytes())
+
+
+SIZES = [150_000, 40_000, 300_000, 3000, 90_000, 250_000]
