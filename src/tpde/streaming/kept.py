@@ -31,7 +31,7 @@ class Kept(Generic[T]):
     start, room : int
         Where the room starts, behind the ring's places, and its bytes.
     wanted : int
-        Bytes of all pieces that may stay: of each so many, so many do.
+        Bytes of all pieces that may stay. Of those that are copied, a share of `room / wanted` stays.
     supply : object, optional
         Whose pieces stay; by default, anybody's.
 
