@@ -66,26 +66,43 @@ def bytes_read() -> int:
 
 
 def memory(field: str) -> int:
-    """A field of `/proc/self/status`, in bytes, such as `VmRSS` (private, mapped and locked) or `RssFile`."""
+    """A field of `/proc/self/status`, in bytes, such as `VmRSS` (all that is resident) or `RssFile`."""
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found.group(1)) * 1024 if found else 0  # some systems tell no more than `VmRSS`
 
 
-class Resident:
-    """The most memory that was resident, from a thread, without what was mapped at the start: libraries."""
+def mapped(folder: Path) -> int:
+    """Resident bytes of the files in a folder that this process has mapped."""
+    name, total = "", 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Rss:") and name.startswith(f"{folder}/"):
+            total += int(line.split()[1]) * 1024
+        elif re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            name = line.split(maxsplit=5)[5] if len(line.split(maxsplit=5)) > 5 else ""
+    return total
 
-    def __init__(self) -> None:
-        self._start, self.peak = memory("RssFile"), 0
+
+class Resident:
+    """The most memory that was resident, from a thread.
+
+    Private and locked pages at a time, and those of the mapped files of a folder when it is closed; but not
+    those of mapped libraries, which other processes share and which are read again when they are wanted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._private, self.all = folder.resolve(), 0, 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY):
-            self.peak = max(self.peak, memory("VmRSS") - self._start)
+            everything = memory("VmRSS")
+            self.all = max(self.all, everything)
+            self._private = max(self._private, everything - memory("RssFile"))
 
     def close(self) -> int:
-        """Stop looking; returns the peak."""
+        """Stop looking; returns the peak. `all` has that of all pages, libraries' too."""
         self._stop.set()
         self._thread.join()
-        return self.peak
+        return self._private + mapped(self._folder)

@@ -36,7 +36,7 @@ def use(given: dict[str, Any]) -> None:
     import tpde
 
     import_everything()
-    resident = Resident()
+    resident = Resident(Path(given["packed"]))
     model: Any = tpde.from_pretrained(
         given["packed"],
         device="cuda",
@@ -58,6 +58,7 @@ def use(given: dict[str, Any]) -> None:
             "rate": read / (1 + count) / seconds,
             "a_token": read / (1 + count),
             "memory": resident.close(),
+            "resident": resident.all,
         }
     )
     model.tpde_streamer.close()
@@ -146,6 +147,7 @@ def main() -> int:
         lines.append(["tpde, GB/s", f"{used['rate'] / 1e9:.2f}", f">= {least / 1e9:.2f}", verdict(good[0])])
         held = f"{used['memory'] / 2**30:.2f}"
         lines.append(["memory, GiB", held, f"{most / 2**30:.2f}", verdict(good[1])])
+        lines.append(["with libraries, GiB", f"{used['resident'] / 2**30:.2f}", "", ""])
         lines.append(["s/token", f"{used['token_s']:.3f}", "", ""])
         said = f"{predicted:.3f}, {100 * off:+.1f} %"
         lines.append(["predicted, s/token", said, f"{100 * PREDICTED_BAR:.0f} %", verdict(good[2])])
@@ -153,10 +155,10 @@ def main() -> int:
     lines += [["problem", row["problem"], "", verdict(False)] for row in found if "problem" in row]
     about = (
         f"{options.shape} shape, {made['layers']} layers, {made['packed_bytes'] / 1e9:.2f} GB packed, in "
-        f"{options.vram:g} GiB of device memory and {options.ram:g} GiB of host memory. Memory is what is "
-        "resident (private, mapped, locked), without libraries mapped at the start. Plain reading: blocks of "
-        "8 MiB past the page cache, the faster of before and after. Predicted: what `tpde plan` says right "
-        "before.\n"
+        f"{options.vram:g} GiB of device memory and {options.ram:g} GiB of host memory. Memory: pages that "
+        "are private, of the mapped packed files, or locked; with libraries: and those of mapped libraries. "
+        "Plain reading: blocks of 8 MiB past the page cache, the faster of before and after. Predicted: what "
+        "`tpde plan` says right before.\n"
     )
     emit(f"{head}\n{about}\n{table(['what', 'found', 'bar', ''], lines)}", options.out)
     return 0 if met else 1

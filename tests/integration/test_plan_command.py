@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import threading
 
 import pytest
 from support.checkpoints import checkpoint
@@ -14,7 +15,7 @@ from support.models import make, torch
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.cli.plan import ranges, render  # noqa: E402
-from tpde.errors import InvalidInput, OutOfMemory  # noqa: E402
+from tpde.errors import InvalidInput, OutOfMemory, ReadError  # noqa: E402
 from tpde.integrations.streaming.demand import FIXED_BYTES  # noqa: E402
 from tpde.integrations.streaming.units import unit_of, units_of  # noqa: E402
 from tpde.integrations.transformers.budget import plan_streaming  # noqa: E402
@@ -301,5 +302,47 @@ def test_a_disk_that_refuses_direct_reads_only_when_it_reads(tmp_path, monkeypat
         return preadv(handle, *args)
 
     monkeypatch.setattr(os, "preadv", refuse)
+    forgotten = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda handle, *range_: forgotten.append(range_))
     (tmp_path / "file").write_bytes(bytes(100_000))
     assert disk_rate([tmp_path / "file"]) > 1e6
+    # A block is tried, and dropped; then all, before it is timed: else the page cache would be.
+    assert forgotten[:2] == [(0, 4096, os.POSIX_FADV_DONTNEED), (0, 0, os.POSIX_FADV_DONTNEED)]
+
+
+def test_a_disk_is_read_as_streaming_reads_it(tmp_path, monkeypatch):
+    """By the same threads, in reads of the same size: until there is enough, and time is over."""
+    from tpde.streaming import direct, rates
+    from tpde.streaming.disk import READ_BYTES
+
+    read, sizes = direct.Files.read, []
+
+    def counted(self, source, offset, out, size):
+        if threading.current_thread().name == "tpde-disk":
+            sizes.append(size)
+        read(self, source, offset, out, size)
+
+    monkeypatch.setattr(direct.Files, "read", counted)
+    monkeypatch.setattr(rates, "DISK_PIECE", 3 * READ_BYTES)
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(10 * READ_BYTES + 5))
+    files = [tmp_path / "a", tmp_path / "b"]
+    disk_rate(files)
+    assert sum(sizes) == sum(it.stat().st_size for it in files)
+    assert max(sizes) == READ_BYTES
+    sizes.clear()
+    monkeypatch.setattr(rates, "DISK_LEAST", 3 * READ_BYTES)
+    monkeypatch.setattr(rates, "DISK_SECONDS", 0.0)
+    monkeypatch.setattr(rates, "DISK_BUFFERS", 1)
+    disk_rate(files)
+    assert sum(sizes) == 3 * READ_BYTES
+
+
+def test_a_disk_that_fails_while_it_is_measured(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ReadError, match="the disk failed"):
+        disk_rate([tmp_path / "file"])

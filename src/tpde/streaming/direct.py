@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import threading
 
@@ -48,12 +49,26 @@ class Files:
             self._direct[source] = None
             _read_cached(source, offset, out[:size])
 
+    def direct(self, source: Source) -> bool:
+        """Whether a file is read past the page cache: some file systems tell only when it is read.
+
+        Raises
+        ------
+        Truncated
+            If it is empty.
+        OSError
+            If it cannot be read.
+        """
+        block = mmap.mmap(-1, BLOCK)  # not closed here: the traceback of an error has views of it
+        self.read(source, 0, memoryview(block), min(source.size, BLOCK))
+        return self._direct[source] is not None
+
     def _open(self, source: Source) -> int | None:
         """A descriptor that reads past the page cache; None if the file system has no such."""
         with self._lock:
             if source not in self._direct:
                 self._direct[source] = None
-                if isinstance(source, FileSource):
+                if isinstance(source, FileSource) and hasattr(os, "O_DIRECT"):
                     with contextlib.suppress(OSError):
                         # Not by its name, which may be another file's by now.
                         name = f"/proc/self/fd/{source.fileno()}"
@@ -93,5 +108,5 @@ def _read_direct(descriptor: int, name: str, offset: int, out: memoryview, size:
 def _read_cached(source: Source, offset: int, out: memoryview) -> None:
     """Read through the page cache, and drop from it what this brought there."""
     source.read_into(offset, out)
-    if isinstance(source, FileSource):
+    if isinstance(source, FileSource) and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(source.fileno(), offset, out.nbytes, os.POSIX_FADV_DONTNEED)

@@ -21,6 +21,7 @@ SLACK = 2 * BLOCK  # of a buffer: a piece starts and ends anywhere
 # Of a read. With 1 MiB a disk reached 0.9 GB/s, with 4 or 8 MiB 2.5, with 32 MiB 2.0. Several threads that
 # share a piece have it ready sooner than one, too.
 READ_BYTES = 4 << 20
+READERS = 8  # threads: between the 4 and 16 at which disks reach their rate
 
 
 class _Ticket:
@@ -37,8 +38,8 @@ class _Ticket:
         self.began = 0
 
 
-def _lock(arena: Arena, device: int, forced: str | None) -> None:
-    if forced == "pageable":
+def _lock(arena: Arena, device: int | None, forced: str | None) -> None:
+    if device is None or forced == "pageable":
         return
     try:
         arena.lock(device)
@@ -63,8 +64,9 @@ class ReadAhead:
         Bytes of a piece, at most.
     threads : int
         How many read.
-    device : int
+    device : int, optional
         Number of the device that copies. The buffers are page-locked, unless that is refused, with a warning.
+        With None nothing copies, and they are not.
 
     Raises
     ------
@@ -79,7 +81,7 @@ class ReadAhead:
         Of the buffers.
     """
 
-    def __init__(self, buffers: int, piece: int, threads: int, device: int) -> None:
+    def __init__(self, buffers: int, piece: int, threads: int, device: int | None) -> None:
         if min(buffers, piece, threads) < 1:
             raise InvalidInput(f"{buffers} buffers of {piece} bytes and {threads} threads read nothing")
         self._room = -(-piece // BLOCK) * BLOCK + SLACK

@@ -1,14 +1,13 @@
-"""Measuring how fast a machine is, in two to three seconds."""
+"""Measuring how fast a machine is, in three seconds."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,7 +15,11 @@ from torch import nn
 
 from tpde.cuda.device import facts
 from tpde.errors import InvalidInput, UnsupportedDevice
+from tpde.format.source import Extent, FileSource
 from tpde.materialize import on_device
+from tpde.streaming.direct import Files
+from tpde.streaming.disk import READERS, ReadAhead
+from tpde.streaming.ranges import read_error
 from tpde.streaming.units import Rates
 
 COPY_BYTES = 256 << 20  # of one copy: larger ones are no faster
@@ -28,8 +31,10 @@ LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits 
 # Seconds of it, some 120 passes, at each of three times, of which the fastest counts: hosts with other work
 # take up to twice as long for seconds on end, and one second of it was up to 45 % off from tokens soon after.
 TIMED = 0.5
-DISK_BYTES, DISK_PIECE, DISK_THREADS = 512 << 20, 16 << 20, 4
-_BLOCK = 4096  # what O_DIRECT wants offsets and sizes to be multiples of
+# Of a disk: so many bytes at least, then until so many seconds are over. Disks of virtual machines are faster
+# at times, and half a gigabyte is read in 0.1 to 0.4 s.
+DISK_LEAST, DISK_MOST, DISK_SECONDS = 512 << 20, 4 << 30, 1.0
+DISK_BUFFERS, DISK_PIECE = 8, 32 << 20
 _UNLIMITED = float("inf")
 
 
@@ -197,69 +202,72 @@ def _synchronize(device: torch.device) -> None:
 
 
 def disk_rate(files: Sequence[str | os.PathLike[str]]) -> float:
-    """Bytes a second that threads read from files, past the page cache where the file system allows it.
+    """Bytes a second that come from files, read as weights are that stay there (`tpde.streaming.disk`).
 
     Raises
     ------
     InvalidInput
         If there is nothing to read.
+    ReadError
+        If a file cannot be read.
     """
-    work = list(_pieces(files))
-    if not work:
-        raise InvalidInput("the files are empty, so that their disk cannot be measured; name others")
     with contextlib.ExitStack() as stack:
-        handles = {path: stack.enter_context(_opened(path)) for path in {path for path, _, _ in work}}
-        buffers = [stack.enter_context(mmap.mmap(-1, DISK_PIECE)) for _ in range(DISK_THREADS)]
+        sources = [stack.enter_context(contextlib.closing(FileSource(os.fspath(file)))) for file in files]
+        work = list(_pieces(sources))
+        if not work:
+            raise InvalidInput("the files are empty, so that their disk cannot be measured; name others")
+        read = {it.name for it in work}
+        _forget([it for it in sources if it.name in read])
+        ahead = ReadAhead(DISK_BUFFERS, DISK_PIECE, READERS, None)
+        stack.callback(ahead.close)
+        waiting: deque[Any] = deque()
+        done, start = 0, time.perf_counter()
 
-        def read(number: int) -> int:
-            view = memoryview(buffers[number])
-            try:
-                mine = work[number::DISK_THREADS]
-                return sum(os.preadv(handles[path], [view[:size]], at) for path, at, size in mine)
-            finally:
-                view.release()
+        def take() -> int:
+            ticket = waiting.popleft()
+            ahead.wait(ticket)
+            ahead.copied(ticket, _Copied())
+            size: int = ticket.extent.size
+            return size
 
-        with ThreadPoolExecutor(DISK_THREADS, "tpde-rates") as pool:
-            start = time.perf_counter()
-            done = sum(pool.map(read, range(DISK_THREADS)))
-            seconds = time.perf_counter() - start
+        for extent in work:
+            if done >= DISK_LEAST and time.perf_counter() - start > DISK_SECONDS:
+                break
+            waiting.append(ahead.request(extent))
+            if len(waiting) == DISK_BUFFERS:
+                done += take()
+        while waiting:
+            done += take()
+        seconds = time.perf_counter() - start
     return done / max(seconds, 1e-9)
 
 
-def _pieces(files: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[str, int, int]]:
-    """Ranges of the files, at most `DISK_BYTES` in all."""
-    left = DISK_BYTES
-    for file in files:
-        path = os.fspath(file)
-        for at in range(0, os.path.getsize(path), DISK_PIECE):
-            size = min(DISK_PIECE, -(-(os.path.getsize(path) - at) // _BLOCK) * _BLOCK, left)
-            if size <= 0:
+class _Copied:
+    """The event of a copy that has ended."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+def _pieces(sources: Sequence[FileSource]) -> Iterator[Extent]:
+    """Ranges of the files, at most `DISK_MOST` bytes in all."""
+    left = DISK_MOST
+    for source in sources:
+        for at in range(0, source.size, DISK_PIECE):
+            size = min(DISK_PIECE, source.size - at, left)
+            if not size:
                 return
             left -= size
-            yield path, at, size
+            yield Extent(source, at, size, source.name)
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
-    """A descriptor for direct reads; where these are refused, of a file whose pages were dropped."""
-    handle = _opened_direct(path)
-    if handle is None:
-        handle = os.open(path, os.O_RDONLY)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def _opened_direct(path: str) -> int | None:
-    """A descriptor for direct reads; None if the file system has none, or finds out when it reads."""
-    with contextlib.suppress(OSError), contextlib.ExitStack() as undo:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-        undo.callback(os.close, handle)
-        with mmap.mmap(-1, _BLOCK) as block:
-            os.preadv(handle, [block], 0)
-        undo.pop_all()
-        return handle
-    return None
+def _forget(sources: Sequence[FileSource]) -> None:
+    """Drop what the page cache has of files, where reading does not go past it."""
+    with contextlib.closing(Files()) as files:
+        for source in sources:
+            try:
+                direct = files.direct(source)
+            except OSError as error:
+                raise read_error(source.name, 0, source.size, error) from error
+            if not direct and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

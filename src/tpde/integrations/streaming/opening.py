@@ -12,14 +12,12 @@ import torch
 from tpde.format.source import FileSource
 from tpde.integrations.checkpoint import Stored
 from tpde.streaming.device import CudaDevice
-from tpde.streaming.disk import ReadAhead
+from tpde.streaming.disk import READERS, ReadAhead
 from tpde.streaming.host import HostMemory
 from tpde.streaming.kept import Kept
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stream import Streamer, Unit
 from tpde.streaming.tensor import StreamedTensor, put_on_device
-
-READ_THREADS = 8  # between the 4 and 16 at which disks reach their rate
 
 
 class Supplies:
@@ -89,7 +87,7 @@ class Supplies:
                 self.owned.insert(0, memory)
                 self._supplies += [(memory, list(kept.values()))]
             if read:
-                ahead = ReadAhead(plan.staging // plan.piece, plan.piece, READ_THREADS, index)
+                ahead = ReadAhead(plan.staging // plan.piece, plan.piece, READERS, index)
                 self.owned.insert(0, ahead)
                 self._supplies += [(ahead, list(read.values()))]
         except BaseException:
