@@ -18,11 +18,13 @@ import numpy as np
 from _gpu import need_cuda, reason
 from _machine import header, note
 from _model import PROMPT, config_of, device, import_everything, private_bytes, prompt, wait
+from _quiet import PATIENCE, calibrate, quiet, settle
 from _rows import tell
 from _synthetic import CHECKED_LOGITS, plain_model, write_packed
 
 WARM = 2  # tokens before those that are timed
 TIMED_SECONDS, BESIDE_SECONDS = 2.0, 0.3
+AGAIN_SECONDS = 4.0  # more, where others slow the processor down; after that, all counts
 PREFILL, PREFILL_BUDGET = 4096, 4.0
 COPY_BYTES = 256 << 20
 FACTS = "facts.json"
@@ -81,27 +83,29 @@ def generate(model: Any, warm: int, count: int, keep: list[Any] | None = None) -
         return took, torch.cat(made, 1)[0].tolist()
 
 
-def timed(model: Any, count: int) -> float:
-    """Seconds a token: the median of as many runs as begin in two seconds."""
-    took: list[float] = []
-    while sum(took) * count < TIMED_SECONDS:
-        took.append(generate(model, WARM, count)[0])
-    return statistics.median(took)
+def timed(model: Any, count: int) -> dict[str, Any]:
+    """Seconds a token: the median of as many runs as begin in two seconds; and how many do not count.
 
-
-def timed_beside_calls(model: Any, count: int) -> tuple[float, float]:
-    """The same, and seconds of the host for a call of a module, measured before and after.
-
-    Which is what `tpde plan` measures, but hosts with other work take half as long again, or not, from one
-    second to the next.
+    These are the runs after which the processor is slowed down by others.
     """
+    took: list[float] = []
+    lost: list[float] = []
+    end = time.perf_counter() + TIMED_SECONDS + AGAIN_SECONDS
+    while sum(took) * count < TIMED_SECONDS:
+        settle(max(min(PATIENCE, end - time.perf_counter()), 0.0))
+        seconds = generate(model, WARM, count)[0]
+        (took if quiet() or time.perf_counter() > end else lost).append(seconds)
+    return {"token_s": statistics.median(took), "runs": len(took), "lost": len(lost)}
+
+
+def call_seconds() -> float:
+    """Seconds of the host for a call of a module: what `tpde plan` measures, for a shorter time."""
     import torch
 
     from tpde.streaming.rates import launch_seconds
 
-    where = torch.device(device())
-    before = launch_seconds(where, BESIDE_SECONDS)
-    return timed(model, count), (before + launch_seconds(where, BESIDE_SECONDS)) / 2
+    settle()
+    return launch_seconds(torch.device(device()), BESIDE_SECONDS)
 
 
 def prefill(model: Any, length: int, runs: int) -> float:
@@ -146,6 +150,7 @@ def plain(given: dict[str, Any]) -> None:
     use_of(given)  # nobody holds the card
     model = plain_model(config_of(given["shape"], given["layers"]), given["seed"])
     wait()
+    settle()
     start = time.perf_counter()
     generate(model, 0, 0)  # the first of a process, as ours: libraries are loaded for it
     found = {"first_s": time.perf_counter() - start}
@@ -153,7 +158,7 @@ def plain(given: dict[str, Any]) -> None:
     generate(model, WARM, given["tokens"], logits)
     if not given["turn"]:
         np.save(checked_logits(given), np.stack(logits))
-    found |= {"token_s": timed(model, given["tokens"]), "private": private_bytes()}
+    found |= timed(model, given["tokens"]) | {"private": private_bytes()}
     note(f"plain: {found['token_s'] * 1e3:.1f} ms/token, first token {found['first_s']:.2f} s")
     tell(turn=given["turn"], plain=found)
     if given["prefill"] and not given["turn"]:
@@ -223,6 +228,7 @@ def predict(given: dict[str, Any]) -> None:
 
     use_of(given)  # nobody holds the card
     budget, packed, ram = given["budget"], Path(given["packed"]), given.get("ram")
+    settle()
     rates = measure_rates(torch.device("cuda", 0), sorted(packed.glob("*.safetensors")) if ram else [])
     note(f"measured: {rates}")
     limits = {"vram": int(budget * 2**30), "ram": None if ram is None else int(ram * 2**30)}
@@ -244,6 +250,7 @@ def start(given: dict[str, Any]) -> None:
         made = write_packed(Path(given["packed"]), config_of(given["shape"], given["layers"]), given["seed"])
         facts.write_text(json.dumps(made | {"layers": given["layers"]}))
     tell(made=json.loads(facts.read_text()))
+    calibrate()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         tell(rate=copy_rate())
@@ -297,6 +304,7 @@ def measure(given: dict[str, Any], use: Any, found: dict[str, Any], say: Callabl
             use.limit(int(budget * 2**30))
         if not given["turn"]:
             use.watch()
+    settle()
     start = time.perf_counter()
     loaded = Loaded(given, budget)
     try:
@@ -318,13 +326,16 @@ def measure(given: dict[str, Any], use: Any, found: dict[str, Any], say: Callabl
         if use is not None:
             use.pause()
             found["peak"] = use.peak
-        found["token_s"], call = timed_beside_calls(loaded.model, count)
+        before_them = call_seconds()
+        found |= timed(loaded.model, count)
+        call = (before_them + call_seconds()) / 2
         found["private"] = private_bytes()
         if use is not None:
             found["peak"] = max(found["peak"], use.now())
         if loaded.streamers:
             found["locked"], found["dropped"] = loaded.locked(), loaded.dropped()
         if given["measured"] and budget is not None:
+            # Hosts with other work take half as long again, or not, from one second to the next.
             found["beside_s"] = loaded.predicted(*given["measured"], call)
         say()
         if loaded.streamers and given["serial"]:
@@ -410,6 +421,7 @@ def peer(given: dict[str, Any]) -> None:
         if use is not None:
             use.pause()
             found["peak"] = use.peak
+        settle()
         found["token_s"] = statistics.median(generate(model, 0, 1)[0] for _ in range(3))
         found["private"] = private_bytes()
 

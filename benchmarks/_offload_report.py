@@ -10,6 +10,7 @@ from typing import Any
 
 from _machine import note, table, verdict
 from _offload import PREFILL, PREFILL_BUDGET, WARM
+from _quiet import PATIENCE, SLOW
 
 FIXED = 2.1e9  # bytes of a budget that hold no streamed weights: ring, workspace, cache, libraries
 EFFICIENCY = 0.93  # of the copy rate
@@ -132,6 +133,10 @@ def _add_turn(kept: Found, turn: int, found: Found) -> None:
     for key in ("token_s", "first_s", "beside_s"):
         if several := [it[key] for it in kept["turns"].values() if key in it]:
             kept[key] = statistics.median(several)
+
+
+def _turns(kept: Found) -> list[Found]:
+    return list(kept.get("turns", {}).values())
 
 
 def paired(
@@ -343,6 +348,8 @@ def text(options: Any, found: Results) -> str:
     plain_gb, packed_gb, read_gb = (
         f"{made[key] / GB:.2f} GB" for key in ("plain_bytes", "packed_bytes", "streamed_packed")
     )
+    timed = [turn for row in (found.plain, found.resident, *found.ours.values()) for turn in _turns(row)]
+    lost, runs = (sum(turn.get(key, 0) for turn in timed) for key in ("lost", "runs"))
     about = (
         f"Model: {options.shape} shape, {made['layers']} layers, bf16, random weights with per-row scale "
         f"0.02 * exp(0.3 * normal), seed {options.seed}; {plain_gb} plain, {packed_gb} packed, of which "
@@ -356,7 +363,10 @@ def text(options: Any, found: Results) -> str:
         "from the call that loads on, with a CUDA context, modules imported and our kernels compiled; the "
         "plain model's is that of its first call. As many turns, but ours are not timed in the first, where "
         "the card's memory is looked at all the while. No overlap: copies wait for all that was asked for "
-        "before. Peers: the median of three tokens. Copy rate from `cuMemHostAlloc`, 256 MiB "
+        "before. Peers: the median of three tokens. Before all that is timed, a thread waits up to "
+        f"{PATIENCE:g} s for a processor on which fixed arithmetic takes at most {SLOW:g} times its fastest, "
+        f"and moves there; runs of tokens after which it takes longer do not count ({lost} of {lost + runs} "
+        "here): others use such a processor. Copy rate from `cuMemHostAlloc`, 256 MiB "
         f"at a time: {measured}. Limits: (bytes read for a token - (budget - {FIXED / GB} GB)) / rate.\n"
     )
     rows_ = [

@@ -139,3 +139,56 @@ def test_what_is_left_out_is_a_problem(found: Any, monkeypatch: pytest.MonkeyPat
     options.seconds = 1.0
     offload.run(options, given, found, 0.0)
     assert "left out, from `plain` on" in found.problems[0]
+
+
+def test_runs_that_do_not_count_are_said(found: Any, report: Any) -> None:
+    found.take({"turn": 0, "plain": {"token_s": 0.02, "first_s": 0.3, "private": 0, "runs": 5, "lost": 2}})
+    options = SimpleNamespace(shape="llama-8b", hold=False, host="mapped", tokens=12, seed=0)
+    assert "do not count (2 of 7 here)" in " ".join(report.text(options, found).split())
+
+
+class TestQuiet:
+    """`_quiet`: arithmetic that takes as long as a test says, by processor."""
+
+    @pytest.fixture
+    def quiet(self, benchmarks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+        import math
+        import multiprocessing
+        import os
+
+        import _quiet
+
+        self.at, self.slow, self.moves = 0, {0}, []
+
+        def move(_: int, to: set[int]) -> None:
+            self.moves.append(to)
+            self.at = min(to) if len(to) == 1 else self.at
+
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+        monkeypatch.setattr(os, "sched_setaffinity", move, raising=False)
+        monkeypatch.setattr(_quiet, "_fastest", multiprocessing.Value("d", math.inf))
+        monkeypatch.setattr(_quiet, "arithmetic", lambda: 2.0 if self.at in self.slow else 1.0)
+        return _quiet
+
+    def test_all_processors_are_tried_first(self, quiet: Any) -> None:
+        assert quiet.quiet()  # as far as is known
+        quiet.calibrate()
+        assert self.moves == [{0}, {1}, {2}, {0, 1, 2}]
+        self.at = 0
+        assert not quiet.quiet()
+
+    def test_a_thread_moves_to_a_quiet_one_and_may_go_anywhere(self, quiet: Any) -> None:
+        quiet.calibrate()
+        self.at, self.moves = 0, []
+        assert quiet.settle()
+        assert self.at == 1
+        assert self.moves[-1] == {0, 1, 2}
+        self.moves = []
+        assert quiet.settle()
+        assert not self.moves  # it stays
+
+    def test_none_is_quiet(self, quiet: Any) -> None:
+        quiet.calibrate()
+        self.slow = {0, 1, 2}
+        assert not quiet.settle(0.0)
+        assert self.moves[-1] == {0, 1, 2}
