@@ -58,6 +58,8 @@ class Results:
         The plain model, ours packed and resident, ours with a long prompt.
     ours, predicted, peers : dict
         By budget, by budget and turn, by name.
+    again : int
+        First tokens that were taken once more.
     problems : list of str
         What failed, or was left out.
 
@@ -76,6 +78,7 @@ class Results:
         self.ours: dict[float, Found] = {}
         self.predicted: dict[float, dict[int, float]] = {}
         self.peers: dict[str, Found] = {}
+        self.again = 0
         self.problems: list[str] = []
 
     def take(self, row: Found) -> None:
@@ -113,6 +116,11 @@ class Results:
             self.problems.append(said)
             note(f"error: {said}")
 
+    def slow(self, task: str, given: Found) -> bool:
+        """Whether a first token that counts was taken on a processor that others use, too."""
+        row = {"plain": self.plain, "ours": self.ours.get(given.get("budget"), {})}.get(task, {})
+        return bool(given["turn"] and row.get("turns", {}).get(given["turn"], {}).get("slow"))
+
     def fits(self, budget: float) -> bool:
         """Whether all packed weights do, beside what holds none."""
         return not limit(self.made["streamed_packed"], budget, 1.0)
@@ -124,7 +132,7 @@ class Results:
 
 
 def _add_turn(kept: Found, turn: int, found: Found) -> None:
-    kept.setdefault("turns", {})[turn] = found
+    kept.setdefault("turns", {}).setdefault(turn, {}).update(found)
     for key, value in found.items():
         if key in {"peak", "private", "locked"}:
             kept[key] = max(kept.get(key, value), value)
@@ -365,8 +373,9 @@ def text(options: Any, found: Results) -> str:
         "the card's memory is looked at all the while. No overlap: copies wait for all that was asked for "
         "before. Peers: the median of three tokens. Before all that is timed, a thread waits up to "
         f"{PATIENCE:g} s for a processor on which fixed arithmetic takes at most {SLOW:g} times its fastest, "
-        f"and moves there; runs of tokens after which it takes longer do not count ({lost} of {lost + runs} "
-        "here): others use such a processor. Copy rate from `cuMemHostAlloc`, 256 MiB "
+        "and moves there. Where it takes longer afterwards, others use the processor: runs of tokens do not "
+        f"count then ({lost} of {lost + runs} here); first tokens ({found.again} here) and predictions are "
+        "taken again, at most twice. Copy rate from `cuMemHostAlloc`, 256 MiB "
         f"at a time: {measured}. Limits: (bytes read for a token - (budget - {FIXED / GB} GB)) / rate.\n"
     )
     rows_ = [

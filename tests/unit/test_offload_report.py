@@ -144,7 +144,37 @@ def test_what_is_left_out_is_a_problem(found: Any, monkeypatch: pytest.MonkeyPat
 def test_runs_that_do_not_count_are_said(found: Any, report: Any) -> None:
     found.take({"turn": 0, "plain": {"token_s": 0.02, "first_s": 0.3, "private": 0, "runs": 5, "lost": 2}})
     options = SimpleNamespace(shape="llama-8b", hold=False, host="mapped", tokens=12, seed=0)
-    assert "do not count (2 of 7 here)" in " ".join(report.text(options, found).split())
+    assert "do not count then (2 of 7 here)" in " ".join(report.text(options, found).split())
+
+
+def test_first_tokens_on_a_slow_processor_are_taken_again(
+    report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice at most; what else the turn has found stays."""
+    import offload
+
+    took, options = [], SimpleNamespace(limit=1, out=None, seconds=None, host="mapped")
+    given = {"turn": 1, "first_only": False, "budget": 12.0}
+    found = report.Results()
+    found.take({"made": MADE})
+
+    def rows(script: Any, task: str, more: dict[str, Any], *_: Any) -> Iterator[dict[str, Any]]:
+        if task == "ours":
+            took.append(more["first_only"])
+            row = {"first_s": 2.0 / len(took), "slow": len(took) < slow}
+            yield {"turn": 1, "budget": 12.0, "ours": row | ({} if more["first_only"] else _row(0.023))}
+
+    monkeypatch.setattr(offload, "rows", rows)
+    monkeypatch.setattr(offload, "tasks", lambda *_: [("ours", given)])
+    slow = 2
+    offload.run(options, given, found, 0.0)
+    assert took == [False, True]
+    assert found.again == 1
+    assert found.ours[12.0]["turns"][1]["first_s"] == 1.0
+    assert found.ours[12.0]["turns"][1]["token_s"] == 0.023
+    slow, took[:] = 9, []
+    offload.run(options, given, found, 0.0)
+    assert took == [False, True, True]
 
 
 class TestQuiet:
