@@ -99,6 +99,24 @@ def test_all_fits(monkeypatch: pytest.MonkeyPatch, llama: Pair, tmp_path: Path) 
         assert_same_bits(outputs("llama", model, 2), outputs("llama", plain, 2))
 
 
+def test_plain_weights_are_decoded_in_what_the_rest_leaves(
+    monkeypatch: pytest.MonkeyPatch, llama: Pair
+) -> None:
+    """Beside them, other plain weights, libraries, page tables and index maps are there by then, or come."""
+    decode, rooms = loading_under.decode_runs, []
+
+    def decoded(*args: Any) -> None:
+        rooms.append(args[4])
+        decode(*args)
+
+    monkeypatch.setattr(loading_under, "decode_runs", decoded)
+    sizes = {"plain": 1, "fixed": 20, "pages": 300, "index": 4000, "decoded": 50000}
+    parts = sizes | {"ring": 600000, "kept": 600000, "cache": 600000}  # these come later
+    with simulated(monkeypatch, every("plain"), parts=parts):
+        load(llama.packed, vram=1 << 30)
+    assert rooms == [(1 << 30) - 54321]
+
+
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize("how", ["dynamic", "static", "beams", "sample"])
 def test_generation(name: str, how: str, hosted: Opened, tmp_path: Path) -> None:
