@@ -97,12 +97,16 @@ class Resident:
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY):
-            everything = memory("VmRSS")
-            self.all = max(self.all, everything)
-            self._private = max(self._private, everything - memory("RssFile"))
+            self._look()
+
+    def _look(self) -> None:
+        everything = memory("VmRSS")
+        self.all = max(self.all, everything)
+        self._private = max(self._private, everything - memory("RssFile"))
 
     def close(self) -> int:
-        """Stop looking; returns the peak. `all` has that of all pages, libraries' too."""
+        """Look once more, and stop; returns the peak. `all` has that of all pages, libraries' too."""
         self._stop.set()
         self._thread.join()
+        self._look()
         return self._private + mapped(self._folder)

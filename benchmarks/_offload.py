@@ -99,6 +99,12 @@ def timed(model: Any, count: int) -> dict[str, Any]:
     return {"token_s": statistics.median(took), "runs": len(took), "lost": len(lost)}
 
 
+def one_token(model: Any) -> float:
+    """Seconds of one token after a prompt."""
+    settle()
+    return generate(model, 0, 1)[0]
+
+
 def call_seconds() -> float:
     """Seconds of the host for a call of a module: what `tpde plan` measures, for a shorter time."""
     import torch
@@ -118,6 +124,7 @@ def prefill(model: Any, length: int, runs: int) -> float:
     with torch.no_grad():
         for _ in range(runs + 1):
             cache = DynamicCache(config=model.config)
+            settle()
             wait()
             start = time.perf_counter()
             forward(model, ids, cache)
@@ -348,6 +355,7 @@ def measure(given: dict[str, Any], use: Any, found: dict[str, Any], say: Callabl
         if loaded.streamers and given["serial"]:
             for streamer in loaded.streamers:
                 copy_then_decode(streamer)
+            settle()
             found["serial_s"], _ = generate(loaded.model, 0, 2)
             say()
     finally:
@@ -428,8 +436,7 @@ def peer(given: dict[str, Any]) -> None:
         if use is not None:
             use.pause()
             found["peak"] = use.peak
-        settle()
-        found["token_s"] = statistics.median(generate(model, 0, 1)[0] for _ in range(3))
+        found["token_s"] = statistics.median(one_token(model) for _ in range(3))
         found["private"] = private_bytes()
 
     guarded(given["peer"], found, work)

@@ -1,8 +1,8 @@
 """Processors that others use, too: waiting for one on which fixed arithmetic takes no longer than it can.
 
-Virtual machines share cores with others: while one has the other thread of a core, whatever runs on it takes
-1.7 to 2 times as long, for seconds on end, and nothing in `/proc/stat` says so (a host of an H200, where
-arithmetic, Python and launches of kernels all did).
+In an idle virtual machine with an H200, arithmetic, Python and launches of kernels all took 1.7 to 2 times as
+long at the same times, for seconds on end, and then not; neither the GPU's clocks nor `/proc/stat` said so.
+What explains it is another machine that has the other thread of the core.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zlib
 SLOW = 1.3  # times the fastest that was seen
 PATIENCE = 3.0  # s
 _PAUSE = 0.1  # s
-_BYTES, _ROUNDS, _REPEATS = bytes(1 << 16), 20, 3  # in the first cache; 0.4 ms each time
+_BYTES, _ROUNDS, _REPEATS = bytes(1 << 16), 20, 3  # near the core; 0.3 to 0.7 ms each time
 
 _fastest = multiprocessing.Value("d", math.inf)  # of this process and its forks
 

@@ -158,7 +158,7 @@ def main() -> int:
         f"{options.vram:g} GiB of device memory and {options.ram:g} GiB of host memory. Memory: pages that "
         "are private, of the mapped packed files, or locked; with libraries: and those of mapped libraries. "
         "Plain reading: blocks of 8 MiB past the page cache, the faster of before and after. Predicted: what "
-        "`tpde plan` says right before.\n"
+        "`tpde plan` says right before; again, at most twice, where others use the processor (`_quiet.py`).\n"
     )
     emit(f"{head}\n{about}\n{table(['what', 'found', 'bar', ''], lines)}", options.out)
     return 0 if met else 1

@@ -310,6 +310,13 @@ def test_a_disk_that_refuses_direct_reads_only_when_it_reads(tmp_path, monkeypat
     assert forgotten[:2] == [(0, 4096, os.POSIX_FADV_DONTNEED), (0, 0, os.POSIX_FADV_DONTNEED)]
 
 
+def test_a_system_without_direct_reads(tmp_path, monkeypatch):
+    for name in ("O_DIRECT", "posix_fadvise"):
+        monkeypatch.delattr(os, name, raising=False)
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    assert disk_rate([tmp_path / "file"]) > 1e6
+
+
 def test_a_disk_is_read_as_streaming_reads_it(tmp_path, monkeypatch):
     """By the same threads, in reads of the same size: until there is enough, and time is over."""
     from tpde.streaming import direct, rates

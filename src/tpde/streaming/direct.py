@@ -55,7 +55,7 @@ class Files:
         Raises
         ------
         Truncated
-            If it is empty.
+            If it has become shorter since it was opened.
         OSError
             If it cannot be read.
         """

@@ -1,4 +1,4 @@
-"""Measuring how fast a machine is, in three seconds."""
+"""Measuring how fast a machine is, in two to three seconds, and a disk in one more or as 512 MiB take."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits 
 # Seconds of it, some 120 passes, at each of three times, of which the fastest counts: hosts with other work
 # take up to twice as long for seconds on end, and one second of it was up to 45 % off from tokens soon after.
 TIMED = 0.5
-# Of a disk: so many bytes at least, then until so many seconds are over. Disks of virtual machines are faster
-# at times, and half a gigabyte is read in 0.1 to 0.4 s.
+# Of a disk: so many bytes at least, then until so many seconds are over. Fast disks read these in 0.1 s.
 DISK_LEAST, DISK_MOST, DISK_SECONDS = 512 << 20, 4 << 30, 1.0
 DISK_BUFFERS, DISK_PIECE = 8, 32 << 20
 _UNLIMITED = float("inf")
@@ -204,12 +203,16 @@ def _synchronize(device: torch.device) -> None:
 def disk_rate(files: Sequence[str | os.PathLike[str]]) -> float:
     """Bytes a second that come from files, read as weights are that stay there (`tpde.streaming.disk`).
 
+    Takes a second, or as long as 512 MiB do, and 256 MiB of host memory.
+
     Raises
     ------
     InvalidInput
         If there is nothing to read.
-    ReadError
-        If a file cannot be read.
+    Truncated, ReadError
+        If a file becomes shorter meanwhile, or cannot be read.
+    OutOfMemory
+        If the system has too little memory.
     """
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(contextlib.closing(FileSource(os.fspath(file)))) for file in files]
