@@ -373,9 +373,9 @@ def text(options: Any, found: Results) -> str:
         "the card's memory is looked at all the while. No overlap: copies wait for all that was asked for "
         "before. Peers: the median of three tokens. Before anything but copies is timed, a thread waits up "
         f"to {PATIENCE:g} s for a processor on which fixed arithmetic takes at most {SLOW:g} times its "
-        "fastest, and moves there. Where it takes longer afterwards, others use the processor: runs of tokens "
-        f"do not count then ({lost} of {lost + runs} here); first tokens ({found.again} here) and predictions "
-        "are taken again, at most twice. Copy rate from `cuMemHostAlloc`, 256 MiB "
+        "fastest, and moves there. Where it takes longer afterwards, others use the processor: runs of "
+        f"tokens do not count then ({lost} of {lost + runs} here); first tokens ({found.again} here) and "
+        "predictions are taken again, at most twice. Copy rate from `cuMemHostAlloc`, 256 MiB "
         f"at a time: {measured}. Limits: (bytes read for a token - (budget - {FIXED / GB} GB)) / rate.\n"
     )
     rows_ = [
