@@ -185,6 +185,8 @@ def test_what_is_not_such_a_component(tmp_path: Path) -> None:
 def test_a_budget_is_of_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="a budget of GPU memory"):
         load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path), vram="1GiB", activations="64MiB")
+    with pytest.raises(InvalidInput, match="`ram` is a part of a budget"):
+        load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path / "other"), ram="1GiB")
 
 
 @pytest.fixture

@@ -313,15 +313,27 @@ def test_arguments(llama: Pair) -> None:
         ({"vram": "1GiB", "device_map": "cpu"}, "goes to `cpu`"),
         ({"vram": "1GiB", "device_map": {"model": 0, "lm_head": "disk"}}, "goes to `disk`"),
         ({"vram": "1GiB", "max_tokens": 0}, "at least one token"),
+        ({"vram": "1GiB", "max_tokens": "12"}, "give a whole number"),
+        ({"vram": "1GiB", "max_tokens": 12.5}, "give a whole number"),
         ({"vram": "much"}, "`much` is no size"),
+        ({"vram": "9" * 5000}, "is no size"),
+        ({"vram": "9" * 400 + ".5GiB"}, "is no size"),
         ({"vram": 0}, "above zero"),
         ({"vram": "1GiB", "ram": "-1"}, "is no size"),
     ):
         with pytest.raises(InvalidInput, match=match):
             tpde.from_pretrained(llama.packed, **options)
     if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedDevice, match="no CUDA device"):
-            tpde.from_pretrained(llama.packed, vram="1GiB")
+        for options in (
+            {"vram": "1GiB"},
+            {"vram": "1GiB", "device_map": "auto"},
+            {"vram": "1GiB", "device_map": {"": 0}},
+            {"device_map": {"": 0}},
+            {"device_map": "cuda"},
+            {"device": 0},
+        ):
+            with pytest.raises(UnsupportedDevice, match="no CUDA device"):
+                tpde.from_pretrained(llama.packed, **options)
 
 
 def test_a_streamed_model_stays_where_it_is(hosted: Opened, llama: Pair, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 from tpde.cli.plan import ranges, render  # noqa: E402
 from tpde.errors import InvalidInput, OutOfMemory, ReadError  # noqa: E402
-from tpde.integrations.streaming.demand import FIXED_BYTES  # noqa: E402
+from tpde.integrations.streaming.demand import FIXED_BYTES, TYPICAL  # noqa: E402
 from tpde.integrations.streaming.units import unit_of, units_of  # noqa: E402
 from tpde.integrations.transformers.budget import plan_streaming  # noqa: E402
 from tpde.integrations.transformers.demand import cache_bytes  # noqa: E402
@@ -103,6 +103,17 @@ def test_too_small_a_budget_names_the_least(llama):
     assert "the least that works is" in made.stderr
     least = made.stderr.split("hint: use `")[1].split("`")[0]
     assert invoke("plan", llama, "--vram", least, "--max-tokens", "100", *RATES).exit_code == 0
+
+
+def test_a_budget_just_below_the_least_is_not_written_as_the_least():
+    units = [Unit("layers.0", 1 << 20, 3 << 19, 1 << 12)]
+    demand = Demand(plain=1 << 20, cache=0, activations=0, fixed=FIXED_BYTES)
+    with pytest.raises(OutOfMemory) as found:
+        make_plan(units, demand, 1 << 20, None, TYPICAL, calls=10)
+    least = found.value.least
+    assert least is not None
+    with pytest.raises(OutOfMemory, match=f"`vram` is {(least - 1) // MIB} MiB"):
+        make_plan(units, demand, least - 1, None, TYPICAL, calls=10)
 
 
 @pytest.mark.parametrize(

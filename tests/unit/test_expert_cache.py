@@ -340,3 +340,22 @@ def test_what_is_refused(tmp_path: Path) -> None:
             small.module(it.slots).fetch([1], it.out)
     finally:
         it.close()
+
+
+def test_interrupted_again_while_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    it = Fixture(tmp_path, 6, 3)
+    for expert in range(6):  # verified: nobody waits for checksums from now on
+        it.experts.fetch([expert], it.out)
+    it.store._forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(it.supply, "wait", interrupted)
+        patch.setattr(it.device, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            it.experts.fetch([0, 1], it.out)
+    it.out.fill_(0xFF)
+    it.experts.fetch([2, 3], it.out)
+    assert not it.wrong([2, 3])
+    it.close()

@@ -64,7 +64,7 @@ def clean(text: str) -> str:
 
 def terminal(stream: Any) -> bool:
     """Whether a stream is a terminal that can redraw a line."""
-    return bool(stream.isatty() and os.environ.get("TERM", "dumb") != "dumb")
+    return bool(stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb")
 
 
 def coloured(stream: Any) -> bool:
@@ -88,6 +88,8 @@ def exit_code(error: BaseException) -> int:
     """The exit code that an error stands for."""
     if isinstance(error, (errors.Truncated, errors.Corrupt)):
         return DAMAGED_INPUT
+    if isinstance(error, errors.ReadError):
+        return IO_ERROR
     if isinstance(error, (errors.TpdeError, PermissionError)):
         return USAGE
     return IO_ERROR
@@ -119,7 +121,8 @@ def guard(command: Callable[P, int | None]) -> Callable[P, None]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             code = command(*args, **kwargs) or OK
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by the caller
+                sys.stdout.flush()
         except KeyboardInterrupt:
             print("interrupted; no half-written file is left", file=sys.stderr, flush=True)
             code = INTERRUPTED

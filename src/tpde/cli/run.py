@@ -37,7 +37,7 @@ def run(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 takes the likeliest token; more draws, the higher the wilder.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of the draws.")] = 0,
     device: Annotated[
         str | None,
         typer.Option(help="`cpu`, `cuda` or `cuda:N`.", show_default="the GPU if there is one"),

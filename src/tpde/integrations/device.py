@@ -15,8 +15,9 @@ def checked_device(device: str | int | torch.device | None) -> torch.device:
     UnsupportedDevice
         If packed weights cannot be on such a device, or it is not there.
     """
+    name = "cpu" if device is None else f"cuda:{device}" if isinstance(device, int) else device
     try:
-        found = torch.device("cpu" if device is None else device)
+        found = torch.device(name)  # a number alone is refused where there is no GPU
     except RuntimeError:
         raise UnsupportedDevice(f"`{device}` is no device; use `cpu`, `cuda` or `cuda:N`") from None
     if found.type not in ("cpu", "cuda"):

@@ -247,12 +247,14 @@ class ExpertStore:
 
     def _forget(self) -> None:
         """After a failure: wait for what was queued, and start anew."""
-        self.device.wait()
-        while self._asked:
-            piece, ticket = self._asked.popleft()
-            piece.supply.cancel(ticket)
-        self.cache.clear()
-        self._freed.clear()
+        try:
+            self.device.wait()
+            self._freed.clear()  # else places are still waited for
+        finally:  # Ctrl-C again, meanwhile: the next fetch must not take these requests for its own
+            while self._asked:
+                piece, ticket = self._asked.popleft()
+                piece.supply.cancel(ticket)
+            self.cache.clear()
 
 
 class ModuleExperts:

@@ -340,8 +340,8 @@ _WHAT = {
 
 
 def _given(size: int) -> str:
-    """Write a size as it was given: one below 1 MiB mostly lacks its unit."""
-    return f"{size / MIB:.0f} MiB" if size >= MIB else f"{size} bytes"
+    """Write a size as it was given, rounded down (the least: up); below 1 MiB it mostly lacks a unit."""
+    return f"{size // MIB} MiB" if size >= MIB else f"{size} bytes"
 
 
 def _too_little_vram(layout: _Layout, demand: Demand, vram: int, pinned: int) -> OutOfMemory:

@@ -14,7 +14,7 @@ from support.cli import Run, damage, names, weights
 
 import tpde
 from tpde.cli import common, doctor
-from tpde.errors import UnsupportedDevice
+from tpde.errors import ReadError, UnsupportedDevice
 
 
 def test_pack_verify_unpack_a_file(run: Run, plain: Path, tmp_path: Path) -> None:
@@ -261,3 +261,7 @@ def test_synthetic_e4m3_is_rounded_to_nearest() -> None:
     theirs = array.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     assert np.mean(ours != theirs) < 0.01  # ties, and what halves round first
     assert not np.isnan(words.view(ml_dtypes.float8_e4m3fn).astype(np.float32)).any()
+
+
+def test_a_failed_disk_is_no_mistake_of_use() -> None:
+    assert common.exit_code(ReadError("the disk failed")) == common.IO_ERROR

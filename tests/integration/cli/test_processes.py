@@ -188,3 +188,10 @@ def test_install_completion(tmp_path: Path) -> None:
     done = process("--install-completion", "bash", env=env)
     assert done.returncode == 0, done.stderr
     assert "_TPDE_COMPLETE" in (tmp_path / ".bash_completions" / "tpde.sh").read_text()
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_closed_streams(plain: Path, tmp_path: Path, closed: str) -> None:
+    code = f"import sys; sys.{closed} = None; from tpde.cli import main; main()"  # as Python starts without
+    assert process("pack", plain, tmp_path / "t", code=code).returncode == 0
+    assert process("verify", tmp_path / "t", code=code).returncode == 0

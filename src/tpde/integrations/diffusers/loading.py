@@ -150,6 +150,8 @@ def load(
     folder, target = Path(path), checked_device(device)
     if vram is not None:
         check_gpu(target)
+    elif ram is not None:
+        raise InvalidInput("`ram` is a part of a budget of GPU memory; pass `vram` as well, or leave it out")
     files = weight_files(folder, variant)
     with collecting_later(), Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:

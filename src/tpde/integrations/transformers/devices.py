@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tpde.errors import InvalidInput
+from tpde.integrations.device import checked_device
 from tpde.packing.order import block_of
 
 
@@ -19,6 +20,8 @@ def device_of(name: str, device_map: Mapping[str, Any] | None) -> torch.device:
     ------
     InvalidInput
         If it says nothing of the parameter, or would have it moved before each use.
+    UnsupportedDevice
+        If it names a GPU without a number, and there is none.
     """
     device_map = device_map or {"": "cpu"}
     path = _entry(name, device_map)
@@ -33,7 +36,7 @@ def device_of(name: str, device_map: Mapping[str, Any] | None) -> torch.device:
         )
     device = torch.device(f"cuda:{found}" if isinstance(found, int) else found)
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = checked_device(device)
     return device
 
 
@@ -49,7 +52,7 @@ def devices_of(model: nn.Module, device_map: Mapping[str, Any] | None) -> dict[s
 
     Raises
     ------
-    InvalidInput
+    InvalidInput, UnsupportedDevice
         As `device_of`.
     """
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

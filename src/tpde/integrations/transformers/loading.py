@@ -55,7 +55,7 @@ def checked_budget(
     Raises
     ------
     InvalidInput
-        If a part of it is no size, or is given without `vram`.
+        If a part of it is no size or number, or is given without `vram`.
     """
     from tpde.integrations.transformers.streamed import Budget
     from tpde.streaming.sizes import parse_size
@@ -67,6 +67,8 @@ def checked_budget(
                     f"`{name}` is a part of a budget of GPU memory; pass `vram` as well, or leave it out"
                 )
         return None
+    if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool)):
+        raise InvalidInput(f"`max_tokens` is {max_tokens!r}; give a whole number")
     if max_tokens is not None and max_tokens < 1:
         raise InvalidInput(f"`max_tokens` is {max_tokens}; keep memory for at least one token")
     limit = MAX_TOKENS if max_tokens is None else max_tokens
@@ -166,6 +168,7 @@ def from_pretrained(
         if device_map is None:
             device_map = device = "cuda" if device is None else device
         _check_gpus(device_map)
+        checked_device("cuda")
     target = checked_device(device)
     with collecting_later(), loading_to(target, budget):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)

@@ -17,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from tpde.errors import InvalidInput, NotPacked, PackedWeight
 from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.device import checked_device
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
 from tpde.integrations.transformers.devices import device_of, devices_of, largest_block, spread
@@ -193,6 +194,8 @@ class TpdeHfQuantizer(HfQuantizer):
         try:
             where = devices_of(model, self._device_map)
             where |= {name: device_of(name, self._device_map) for name in plan.runs}
+            for device in set(where.values()):
+                checked_device(device)
             if self._target.budget is None:
                 self._parts = self._read(plan, checkpoint, where)
                 decoded = self._decode(plan, checkpoint)
