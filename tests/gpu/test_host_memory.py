@@ -16,14 +16,14 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from tpde.errors import UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
-from tpde.rows import RowReader  # noqa: E402
 from tpde.streaming import lock  # noqa: E402
 from tpde.streaming.device import CudaDevice  # noqa: E402
 from tpde.streaming.disk import ReadAhead  # noqa: E402
 from tpde.streaming.host import HostMemory  # noqa: E402
 from tpde.streaming.pieces import Piece  # noqa: E402
 from tpde.streaming.stream import Streamer  # noqa: E402
-from tpde.streaming.tensor import StreamedTensor  # noqa: E402
+from tpde.streaming.tensor import Streamed  # noqa: E402
+from tpde.weights.rows import RowReader  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MIB = 1 << 20
@@ -140,7 +140,7 @@ def test_kernels_read_it_in_place(mode: str, tmp_path: Path, monkeypatch: pytest
     memory, device = lock_in(mode, [extent]), torch.device("cuda", 0)
     streamer = Streamer(CudaDevice(device, 4 * MIB), 4, MIB)
     streamer.own(memory, source)
-    reader = RowReader(StreamedTensor(extent, streamer, device, memory))
+    reader = RowReader(Streamed(extent, streamer, device, memory))
     assert reader._rows is not None, "read by the kernel, not by the CPU"
     ids = torch.tensor([[5, 2999, 0], [7, 7, 1234]], device=device)
     found = reader(ids).view(torch.int16).cpu()

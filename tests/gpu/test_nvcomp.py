@@ -63,7 +63,8 @@ def test_another_stream() -> None:
 
 @pytest.mark.parametrize("usable", [True, False])
 def test_zstd_blobs_among_others(usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.materialize import Materializer, PackedTensor
+    from tpde.weights.decoder import Materializer
+    from tpde.weights.resident import Resident
 
     monkeypatch.setattr(nvcomp, "_given_up", not usable)
     calls, original = [], nvcomp.decode_frames
@@ -75,7 +76,7 @@ def test_zstd_blobs_among_others(usable: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(nvcomp, "decode_frames", counted)
     specs = [TensorSpec("BF16", (300, 1000)), TensorSpec("I32", (70_000,)), TensorSpec("F32", (200, 200))]
     packed = [pack(spec, fill("normal", spec), codec) for spec in specs for codec in ("zstd", "prefix")]
-    blobs = [PackedTensor(torch.from_numpy(p.blob.copy()).cuda(), str(i)) for i, p in enumerate(packed)]
+    blobs = [Resident(torch.from_numpy(p.blob.copy()).cuda(), str(i)) for i, p in enumerate(packed)]
     offsets, at = [], 0
     for p in packed:
         offsets.append(at)

@@ -10,17 +10,18 @@ from support.codecs import pack_everything
 from support.contents import CONTENTS, fill
 from support.models import assert_same_bits, torch
 
-from tpde import ops
 from tpde.errors import Corrupt, UnsupportedDevice
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink
 from tpde.frameworks import to_torch
-from tpde.materialize import Materializer, PackedTensor
 from tpde.nn import pack_tensor
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
-from tpde.rows import RowReader
+from tpde.weights import operators as ops
+from tpde.weights.decoder import Materializer
+from tpde.weights.resident import Resident
+from tpde.weights.rows import RowReader
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,7 +31,7 @@ def _tensor(content: str, dtype: str, shape: tuple[int, ...]) -> Any:
     return to_torch(np.frombuffer(fill(content, spec), np.uint8).copy(), spec).cuda()
 
 
-def _zstd(tensor: Any) -> PackedTensor:
+def _zstd(tensor: Any) -> Resident:
     """Pack as files may be, but `pack_tensor` never does."""
     data = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
     sink = BytesSink()
@@ -38,7 +39,7 @@ def _zstd(tensor: Any) -> PackedTensor:
     writer = TensorWriter(spec, sink, 0, threads=1, codec="zstd", may_pack=True, background=None)
     writer.write(data)
     assert writer.finish().packed
-    return PackedTensor(torch.frombuffer(bytearray(sink.data), dtype=torch.uint8).cuda(), "zstd")
+    return Resident(torch.frombuffer(bytearray(sink.data), dtype=torch.uint8).cuda(), "zstd")
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2"])

@@ -19,13 +19,13 @@ from support.streamed import stream_model, write_blobs
 from tpde.errors import Corrupt, UnsupportedDevice
 from tpde.format.container import TensorSpec
 from tpde.format.source import Extent, FileSource
-from tpde.materialize import PackedTensor, chunk_decoder
 from tpde.nn import pack_module
-from tpde.rows import RowReader
 from tpde.streaming.device import CudaDevice
 from tpde.streaming.kept import Kept
 from tpde.streaming.stream import Streamer, Unit
-from tpde.streaming.tensor import StreamedTensor
+from tpde.streaming.tensor import Streamed
+from tpde.weights.resident import Resident
+from tpde.weights.rows import RowReader
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -71,7 +71,7 @@ class Fixture:
         self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
         self.streamer.own(self.supply, self.source)
         self.tensors = [
-            StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, DEVICE, self.supply)
+            Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, DEVICE, self.supply)
             for i, (at, size) in enumerate(extents)
         ]
 
@@ -151,14 +151,14 @@ def test_chunks(tmp_path: Path) -> None:
     with Fixture(tmp_path, bf16(1_000_000)) as made:
         (tensor,), (data,) = made.tensors, made.data
         blob = torch.from_numpy(made.supply._bytes(tensor.extent)[: tensor.extent.size].copy()).to(DEVICE)
-        resident = PackedTensor(blob, "t0")
+        resident = Resident(blob, "t0")
         last = tensor.header.chunks - 1
         for packed in (tensor, resident):
             for first, stop in ((0, 0), (3, 57), (last, last), (0, last)):
                 begin, end = (2 * it for it in tensor.header.chunk_range(first, stop))
                 out = torch.full((512 + end - begin,), 0xA5, dtype=torch.uint8, device=DEVICE)
                 for _ in range(2):
-                    chunk_decoder(packed, first, stop, 512)(out)
+                    packed.chunks(first, stop, 512)(out)
                 found = out.cpu().numpy().tobytes()
                 assert found == b"\xa5" * 512 + data[begin:end]
 

@@ -185,7 +185,7 @@ def test_nothing_is_locked_before_headers_are_read(
         raise error
 
     with simulated(monkeypatch, every("host")) as opened:
-        monkeypatch.setattr(opening, "StreamedTensor", fail)
+        monkeypatch.setattr(opening, "Streamed", fail)
         with pytest.raises(type(error)):
             load(llama.packed)
         assert not opened.memory

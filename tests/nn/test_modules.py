@@ -389,13 +389,13 @@ def test_embeddings(kind: type, shape: tuple[int, int], dtype: torch.dtype) -> N
 
 
 def test_an_embedding_decodes_only_the_rows_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.materialize import PackedTensor
+    from tpde.weights.resident import Resident
 
     table = pack_module(nn.Embedding(4000, 256).to(torch.bfloat16))
     spans: list[int] = []
-    decode = PackedTensor.decode_on_host
+    decode = Resident.decode_on_host
     monkeypatch.setattr(
-        PackedTensor, "decode_on_host", lambda self, a, b, out: spans.append(b - a) or decode(self, a, b, out)
+        Resident, "decode_on_host", lambda self, a, b, out: spans.append(b - a) or decode(self, a, b, out)
     )
     table(torch.tensor([[3, 2000, 3, 3999]]))
     assert sum(spans) == 3 * 512

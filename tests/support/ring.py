@@ -13,7 +13,7 @@ from tpde.format.container import TensorSpec
 from tpde.format.source import Extent, FileSource
 from tpde.streaming.kept import Kept
 from tpde.streaming.stream import Streamer, Unit
-from tpde.streaming.tensor import StreamedTensor
+from tpde.streaming.tensor import Streamed
 
 CPU = torch.device("cpu")
 ROOM = 128 << 10
@@ -54,7 +54,7 @@ class Fixture:
         self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
         self.streamer.own(self.supply, self.source)
         self.tensors = [
-            StreamedTensor(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
+            Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
             for i, (at, size) in enumerate(extents)
         ]
 

@@ -11,7 +11,7 @@ import torch
 from tpde.format.source import Extent, FileSource
 from tpde.nn import finish, packed_modules
 from tpde.streaming.stream import Streamer
-from tpde.streaming.tensor import StreamedTensor
+from tpde.streaming.tensor import Streamed
 
 
 def write_blobs(model: Any, path: Path) -> tuple[FileSource, dict[int, Extent]]:
@@ -40,13 +40,13 @@ def stream_model(
     prepare: Callable[[Any], None] = lambda model: None,
 ) -> Any:
     """Replace the packed weights of a model by streamed ones, prepare it, and finish."""
-    made: dict[int, StreamedTensor] = {}
+    made: dict[int, Streamed] = {}
     for _, module in packed_modules(model):
         for slot in module.tpde_slots.values():
             parts = []
             for packed, at in slot.parts:
                 if id(packed) not in made:
-                    made[id(packed)] = StreamedTensor(extents[id(packed)], streamer, device, supply)
+                    made[id(packed)] = Streamed(extents[id(packed)], streamer, device, supply)
                 parts.append((made[id(packed)], at))
             slot.parts = parts
             slot.changed()

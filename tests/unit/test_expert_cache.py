@@ -24,7 +24,7 @@ from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.nn.slot import Slot  # noqa: E402
 from tpde.streaming.cache import ExpertCache  # noqa: E402
 from tpde.streaming.experts import ExpertStore, expert_ranges, expert_room  # noqa: E402
-from tpde.streaming.tensor import StreamedTensor  # noqa: E402
+from tpde.streaming.tensor import Streamed  # noqa: E402
 
 CPU = torch.device("cpu")
 PIECE = 32 << 10
@@ -207,7 +207,7 @@ class Fixture:
         self.source, self.supply = FileSource(path), MemorySupply()
         self.device = SimulatedDevice(4 << 20, **device)
         made = [
-            StreamedTensor(Extent(self.source, *place, f"e{i}"), None, CPU, self.supply)  # type: ignore[arg-type]
+            Streamed(Extent(self.source, *place, f"e{i}"), None, CPU, self.supply)  # type: ignore[arg-type]
             for i, place in enumerate(blobs)
         ]
         shape, size = (experts, 100, 200), 40_000

@@ -14,14 +14,16 @@ from support.contents import CONTENTS, fill
 from support.models import assert_same_bits, inputs, make, torch
 from torch import nn
 
-from tpde import ops
 from tpde.errors import Corrupt, InvalidInput, Truncated
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_torch
-from tpde.materialize import Materializer, PackedTensor, raise_damage
 from tpde.nn import pack_module, pack_tensor
 from tpde.nn.slot import Slot
-from tpde.rows import RowReader
+from tpde.weights import operators as ops
+from tpde.weights.decoder import Materializer
+from tpde.weights.launch import raise_damage
+from tpde.weights.resident import Resident
+from tpde.weights.rows import RowReader
 
 CPU = torch.device("cpu")
 
@@ -52,15 +54,15 @@ def test_every_content_in_one_buffer(dtype: str, monkeypatch: pytest.MonkeyPatch
 def test_blobs_that_are_none() -> None:
     good = pack_tensor(torch.randn(100, 100), "w").blob
     with pytest.raises(InvalidInput, match="`w`: a blob is one-dimensional"):
-        PackedTensor(good.view(2, -1), "w")
+        Resident(good.view(2, -1), "w")
     with pytest.raises(InvalidInput, match="meta"):
-        PackedTensor(good.to("meta"), "w")
+        Resident(good.to("meta"), "w")
     with pytest.raises(Truncated, match="`w`"):
-        PackedTensor(good[:-1000].clone(), "w")
+        Resident(good[:-1000].clone(), "w")
     bad = good.clone()
     bad[200] ^= 1  # in a table
     with pytest.raises(Corrupt, match="`w`") as caught:
-        PackedTensor(bad, "w")
+        Resident(bad, "w")
     assert caught.value.tensor == "w"
 
 
@@ -154,7 +156,7 @@ def test_a_key_dies_with_its_unit(slot: tuple[Slot, Any]) -> None:
     key = other.key
     del other
     with pytest.raises(InvalidInput, match="compile the model again"):
-        torch.ops.tpde.materialize(torch.empty(0), key, 48 * 64, torch.float32)
+        torch.ops.tpde.weights.decoder(torch.empty(0), key, 48 * 64, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
@@ -206,7 +208,7 @@ def test_blocks_compiled_one_by_one_share_a_program(how: str) -> None:
             assert_same_bits(model(**took).logits, expected)
     assert len(graphs) == 2  # of the first block; and with the key as an input
     for graph in graphs:
-        assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.tpde.materialize)) == 1
+        assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.tpde.weights.decoder)) == 1
     torch._dynamo.reset()
 
 

@@ -21,12 +21,12 @@ from tpde.errors import Corrupt, InvalidInput, PackedWeight, ReadError, Unsuppor
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.rows import RowReader  # noqa: E402
 from tpde.streaming.kept import Kept  # noqa: E402
 from tpde.streaming.order import Order  # noqa: E402
 from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
 from tpde.streaming.stream import Streamer, Unit  # noqa: E402
-from tpde.streaming.tensor import StreamedTensor  # noqa: E402
+from tpde.streaming.tensor import Streamed  # noqa: E402
+from tpde.weights.rows import RowReader  # noqa: E402
 
 
 def replace_shape(header: Any, shape: tuple[int, ...]) -> Any:
@@ -272,7 +272,7 @@ def test_checking_tells_of_all_damage_one_after_the_other(tmp_path: Path) -> Non
 class Rows(RowReader):
     """One whose kernel says that chunk 7 is damaged, if it is to look, and the device has come so far."""
 
-    def __init__(self, packed: StreamedTensor) -> None:
+    def __init__(self, packed: Streamed) -> None:
         super().__init__(packed)
         self._rows, self._verified, self.checked = object(), True, list[bool]()
         self._status = torch.zeros(16, dtype=torch.uint8)
@@ -555,7 +555,7 @@ def test_a_damaged_index_is_refused_on_opening(tmp_path: Path) -> None:
         broken.write_bytes(data)
         source = FileSource(broken)
         with pytest.raises(Corrupt, match="`t0`: header, tables or index map are damaged"):
-            StreamedTensor(Extent(source, 0, source.size, "t0"), made.streamer, CPU, made.supply)
+            Streamed(Extent(source, 0, source.size, "t0"), made.streamer, CPU, made.supply)
         source.close()
 
 
@@ -586,7 +586,7 @@ def test_tables_and_index_maps_are_put_on_the_device_together(monkeypatch: pytes
     monkeypatch.setattr(tensors, "allocate", counted)
     with Checkpoint([golden]) as checkpoint:
         stored = list(checkpoint.packed.values())
-        found: list[Any] = [StreamedTensor(it.extent, None, torch.device("cpu"), None) for it in stored]
+        found: list[Any] = [Streamed(it.extent, None, torch.device("cpu"), None) for it in stored]
     coded = [it for it in found if lookup_tables(it.header, it._section) is not None]
     assert len(coded) > 1
     tensors.put_on_device(coded[:1])

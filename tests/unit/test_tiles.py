@@ -16,8 +16,8 @@ from tpde.errors import OutOfMemory
 from tpde.format.blob import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
-from tpde.nn.ranges import covering
 from tpde.nn.tiles import START, least_tile_bytes, row_tiles
+from tpde.weights.span import covering
 
 SHAPES = {
     "rows": st.integers(1, 5000),

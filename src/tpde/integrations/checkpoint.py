@@ -16,11 +16,12 @@ from tpde.format.container import TensorSpec
 from tpde.format.source import Extent
 from tpde.frameworks import to_torch, torch_dtype
 from tpde.integrations.reading import read_extents
-from tpde.materialize import Materializer, PackedTensor
 from tpde.memory import allocate
 from tpde.packing.reader import PackedFile
+from tpde.weights.resident import Resident
+from tpde.weights.source import Source, decoder
 
-P = TypeVar("P", bound=PackedTensor)
+P = TypeVar("P", bound=Source)
 
 SMALL_BYTES = 1 << 20  # plain: reading and decoding on a GPU takes 2 ms whatever the size, the CPU less then
 
@@ -134,7 +135,7 @@ class Checkpoint:
         self.packed.update(stored)
         self.plain.update(plain)
 
-    def read(self, stored: Sequence[Stored], device: torch.device) -> list[PackedTensor]:
+    def read(self, stored: Sequence[Stored], device: torch.device) -> list[Source]:
         """Read blobs to a device.
 
         Raises
@@ -144,10 +145,10 @@ class Checkpoint:
         OutOfMemory
             If they do not fit.
         """
-        opened: dict[int, PackedTensor] = {}
+        opened: dict[int, Source] = {}
 
         def use(i: int, blob: torch.Tensor) -> None:
-            opened[i] = stored[i].checked(PackedTensor(blob, stored[i].name))
+            opened[i] = stored[i].checked(Resident(blob, stored[i].name))
 
         read_extents([it.extent for it in stored], device, use)
         return [opened[i] for i in range(len(stored))]
@@ -158,7 +159,7 @@ class Checkpoint:
             return stored.on_host().to(device)
         (packed,) = self.read([stored], device)
         out = allocate(align(max(stored.nbytes, 1), ALIGN_BLOB), device, f"`{stored.name}`, decoded,")
-        Materializer([(packed, 0)], device)(out)
+        decoder([(packed, 0)])(out)
         return out[: stored.nbytes].view(stored.dtype).view(stored.spec.shape)
 
     def plain_tensor(self, name: str, device: torch.device) -> torch.Tensor:

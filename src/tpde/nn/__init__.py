@@ -1,6 +1,5 @@
 """Modules that hold packed weights and decode them just in time: see docs/nn.md."""
 
-from tpde.materialize import PackedTensor
 from tpde.nn.api import pack_module, pack_tensor, plain_state_dict, unpack_module
 from tpde.nn.experts import ExpertSource, route_experts
 from tpde.nn.modules import PackedModule
@@ -9,7 +8,6 @@ from tpde.nn.replace import finish, packed_modules, replace_parameter, supports
 __all__ = [
     "ExpertSource",
     "PackedModule",
-    "PackedTensor",
     "finish",
     "pack_module",
     "pack_tensor",

@@ -7,21 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpde.errors import PackedWeight
 from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.sink import BytesSink
 from tpde.frameworks import torch_bytes, torch_spec
-from tpde.materialize import PackedTensor
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
 from tpde.packing.writer import check_threads
+from tpde.weights.resident import Resident
 
 MIN_BYTES = 16384  # smaller weights add more host work than they save memory
 
 
-def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> PackedTensor | None:
+def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Resident | None:
     """Pack a tensor; the blob is on its device.
 
     Parameters
@@ -35,7 +34,7 @@ def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Packed
 
     Returns
     -------
-    PackedTensor or None
+    Resident or None
         None if it would not shrink.
     """
     spec = torch_spec(name, tensor)
@@ -55,7 +54,7 @@ def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Packed
         return None
     blob = torch.zeros(align(stored.size, ALIGN_BLOB), dtype=torch.uint8)
     blob[: stored.size] = torch.frombuffer(sink.data, dtype=torch.uint8)[: stored.size]
-    return PackedTensor(blob.to(tensor.device), name)
+    return Resident(blob.to(tensor.device), name)
 
 
 def _packable(parameter: nn.Parameter, min_bytes: int) -> bool:
@@ -141,11 +140,7 @@ def unpack_module(model: nn.Module) -> nn.Module:
     for _, module in packed_modules(model):
         for slot in module.tpde_slots.values():
             for packed, _ in slot.parts:
-                if packed.streams is not None:
-                    raise PackedWeight(
-                        f"`{packed.name}` is streamed under a VRAM budget, which plain weights would break; "
-                        "load the model without `vram=`, and unpack that"
-                    )
+                packed.require_restorable()
     ungroup(model)
     made: dict[tuple[Any, ...], nn.Parameter] = {}  # by parts: tied weights share them
 

@@ -11,13 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, is_grad_enabled
 
-from tpde import ops
 from tpde.errors import InvalidInput
 from tpde.format.blob import align
-from tpde.materialize import capturing, materializer, stream_handle
 from tpde.memory import allocate
 from tpde.nn.saved import saves
 from tpde.nn.slot import ALIGN, Slot
+from tpde.weights import operators as ops
+from tpde.weights.launch import capturing, stream_handle
+from tpde.weights.source import decoder
 
 
 def _nothing(out: Tensor) -> None:
@@ -225,13 +226,13 @@ class Group:
             return
         always = [slot for slot in self.whole if slot not in self.routed]
         items = [(part, slot.offset + at) for slot in always for part, at in slot.parts]
-        decode = materializer(items) if items else _nothing
+        decode = decoder(items) if items else _nothing
         self._workspace = self.pool.workspace(device, self.nbytes)
         self._materializer = decode  # last: without room for the workspace, the next call tries again
         for slot in self.slots:
             if slot.tile_bytes:
                 slot.prepare_tiles()
-            elif slot.parts[0][0].streams is None:  # a graph may record it; what streams, none can
+            elif slot.parts[0][0].settled:  # a graph may record it; what streams, none can
                 slot.prepare()
 
     @property

@@ -18,12 +18,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tpde.errors import PackedWeight, TpdeError
-from tpde.materialize import PackedTensor
 from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
 from tpde.nn.plain import PlainWeight
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
+from tpde.weights.source import Source
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -165,7 +165,7 @@ class PackedModule(_Base):
             )
         return super().requires_grad_(False)
 
-    def _packed(self) -> dict[str, PackedTensor]:
+    def _packed(self) -> dict[str, Source]:
         """Packed tensors by the names of the buffers that hold their blobs."""
         return {
             name: part

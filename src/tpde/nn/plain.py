@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tpde.errors import PackedWeight
-from tpde.materialize import PackedTensor
 from tpde.nn.slot import Slot
+from tpde.weights.source import Source
 
 
 class PlainWeight(Tensor):
@@ -21,7 +21,7 @@ class PlainWeight(Tensor):
 
     _is_param = True  # `isinstance(module.weight, nn.Parameter)` holds, as it did before
     _is_hf_initialized = True  # transformers leaves it alone
-    tpde_parts: list[tuple[PackedTensor, int]]
+    tpde_parts: list[tuple[Source, int]]
 
     @classmethod
     def of(cls, slot: Slot) -> PlainWeight:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from tpde.errors import InvalidInput
-from tpde.materialize import PackedTensor
 from tpde.nn.group import Group, Pool
 from tpde.nn.modules import PackedEmbedding, PackedModule, is_conv1d, packed_class
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
+from tpde.weights.source import Source
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -53,12 +53,10 @@ def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:
         raise InvalidInput(f"the model has no parameter `{name}`") from None
 
 
-def replace_parameter(
-    model: nn.Module, name: str, parts: PackedTensor | Iterable[tuple[PackedTensor, int]]
-) -> None:
+def replace_parameter(model: nn.Module, name: str, parts: Source | Iterable[tuple[Source, int]]) -> None:
     """Replace a plain parameter, which may be on the `meta` device, by a packed one.
 
-    Tied parameters are given the same `PackedTensor`. When all are replaced, call `finish`.
+    Tied parameters are given the same `Source`. When all are replaced, call `finish`.
 
     Parameters
     ----------
@@ -66,7 +64,7 @@ def replace_parameter(
         What the name is relative to.
     name : str
         The parameter's qualified name, such as `model.layers.0.mlp.up_proj.weight`.
-    parts : PackedTensor, or iterable of (PackedTensor, int)
+    parts : Source, or iterable of (Source, int)
         The blob; or several with their byte offsets in the weight, which they must cover one after the other,
         such as the experts of a fused tensor.
 
@@ -84,7 +82,7 @@ def replace_parameter(
             f"`{name}` of a {type(module).__name__} cannot be packed: linear layers, embeddings, "
             "convolutions and fused experts can; leave it plain"
         )
-    pieces = [(parts, 0)] if isinstance(parts, PackedTensor) else list(parts)
+    pieces = [(parts, 0)] if isinstance(parts, Source) else list(parts)
     slot = Slot(leaf, pieces, parameter.dtype, parameter.shape, requires_grad=parameter.requires_grad)
     if isinstance(module, PackedModule):
         slots = module.tpde_slots
@@ -153,7 +151,7 @@ def finish(model: nn.Module) -> nn.Module:
         where = name if block is None else block
         for slot in module.tpde_slots.values():
             if isinstance(module, PackedEmbedding):  # rows are decoded as asked for, never all of them
-                if slot.together and slot.parts[0][0].streams is None:  # else they may not be there yet
+                if slot.together and slot.parts[0][0].settled:  # else they may not be there yet
                     slot.prepare_rows()
                 continue
             members.setdefault(where, []).append(slot)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from tpde import ops
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.blob import align
-from tpde.materialize import PackedTensor, chunk_decoder, materializer
-from tpde.nn.ranges import covering
 from tpde.nn.tiles import RowTiles
-from tpde.rows import RowReader
+from tpde.weights import operators as ops
+from tpde.weights.rows import RowReader
+from tpde.weights.source import Source, decoder
+from tpde.weights.span import covering
 
 if TYPE_CHECKING:
     from tpde.nn.experts import ExpertSource
@@ -35,7 +35,7 @@ class Slot:
     ----------
     name : str
         The parameter's name in its module.
-    parts : iterable of (PackedTensor, int)
+    parts : iterable of (Source, int)
         Blobs with their byte offsets in the weight. They must cover it without overlaps.
     dtype, shape
         Of the weight.
@@ -64,7 +64,7 @@ class Slot:
     def __init__(
         self,
         name: str,
-        parts: Iterable[tuple[PackedTensor, int]],
+        parts: Iterable[tuple[Source, int]],
         dtype: torch.dtype,
         shape: Iterable[int],
         *,
@@ -164,7 +164,7 @@ class Slot:
                 "works, its `weight` cannot be read; load the model with more `vram`"
             )
         if self._materializer is None:
-            self._materializer = materializer(self.parts)
+            self._materializer = decoder(self.parts)
 
     def decode_into(self, out: Tensor) -> None:
         """Decode the weight to the start of a buffer of bytes."""
@@ -200,7 +200,7 @@ class Slot:
         size = at + ranges[-1].stop - begin
         flat = torch.empty(max(size, self.release()), dtype=torch.uint8, device=self.device)
         for it in ranges:
-            chunk_decoder(it.packed, it.first, it.last, it.offset - begin + at)(flat)
+            it.packed.chunks(it.first, it.last, it.offset - begin + at)(flat)
         return flat[at : at + end - begin]
 
     def prepare_tiles(self) -> RowTiles:

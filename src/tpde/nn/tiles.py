@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tpde.errors import OutOfMemory
 from tpde.format.blob import align
-from tpde.materialize import PackedTensor, chunk_decoder
-from tpde.nn.ranges import covering
+from tpde.weights.source import Source
+from tpde.weights.span import covering
 
 START = 512  # rows start at multiples of it in a buffer, as whole weights do
 
@@ -106,7 +106,7 @@ class RowTiles:
 
     Parameters
     ----------
-    parts : sequence of (PackedTensor, int)
+    parts : sequence of (Source, int)
         What makes it up, with byte offsets.
     shape : tuple of int
         Of the matrix.
@@ -123,7 +123,7 @@ class RowTiles:
 
     def __init__(
         self,
-        parts: Sequence[tuple[PackedTensor, int]],
+        parts: Sequence[tuple[Source, int]],
         shape: tuple[int, ...],
         dtype: torch.dtype,
         tile_bytes: int,
@@ -138,9 +138,7 @@ class RowTiles:
             begin, end = tile.begin * row, tile.end * row
             ranges = covering(parts, begin, end)
             start = align(begin - ranges[0].offset, START)
-            decoders = [
-                chunk_decoder(it.packed, it.first, it.last, it.offset - begin + start) for it in ranges
-            ]
+            decoders = [it.packed.chunks(it.first, it.last, it.offset - begin + start) for it in ranges]
             self._prepared.append(_Prepared(tile, start, decoders))
 
     def __call__(self, buffer: Tensor) -> Iterator[tuple[int, int, Tensor]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tpde.errors import Corrupt
-from tpde.materialize import Watched
 from tpde.streaming.device import Device
 from tpde.streaming.pieces import Piece
+from tpde.weights.source import Watched
 
 
 class Decoded:

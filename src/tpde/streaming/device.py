@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from tpde.materialize import REPORTED, capturing, on_device, upload
 from tpde.memory import allocate
 from tpde.streaming.lock import steps
 from tpde.streaming.pieces import Piece
 from tpde.streaming.tensor import put_on_device
+from tpde.weights.launch import REPORTED, capturing, on_device, upload
 
 _STATUSES = 4096  # 64 KiB: an 8 B model has 400 pieces
 

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.format.blob import align
-from tpde.materialize import chunk_decoder
-from tpde.nn.ranges import ChunkRange, covering
 from tpde.nn.slot import Slot
 from tpde.streaming.cache import ExpertCache
 from tpde.streaming.checks import Checks, Decoded
 from tpde.streaming.device import Device
 from tpde.streaming.pieces import Part, Piece, cut
-from tpde.streaming.stream import streams
+from tpde.weights.span import ChunkRange, covering
 
 _ALIGN = 256  # of pieces in a place
 
@@ -47,7 +45,7 @@ def expert_pieces(slots: Sequence[Slot], number: int, piece: int) -> list[Piece]
     parts = []
     for slot in slots:
         for it in expert_ranges(slot, number):
-            if streams(it.packed):
+            if it.packed.travels:
                 begin = it.packed.header.chunk_range(it.first, it.first)[0]
                 out = it.offset - begin * it.packed.header.word_bytes
                 parts.append(Part(it.packed, out, it.first, it.last))
@@ -81,7 +79,7 @@ class Expert(Decoded):
         self.copied: list[Any] = []
         ranges = [it for slot in slots for it in expert_ranges(slot, number)]
         self.rest: list[Callable[[Tensor], None]] = [
-            chunk_decoder(it.packed, it.first, it.last, it.offset) for it in ranges if not streams(it.packed)
+            it.packed.chunks(it.first, it.last, it.offset) for it in ranges if not it.packed.travels
         ]
 
 
@@ -283,9 +281,7 @@ class ModuleExperts:
         """
         with ExitStack() as opened:
             for slot in self._slots:
-                source = slot.parts[0][0].streams
-                if source is not None:
-                    opened.enter_context(source.opened())
+                opened.enter_context(slot.parts[0][0].opened())
             self._fetch(numbers, out)
 
     def _fetch(self, numbers: Sequence[int], out: Tensor) -> None:

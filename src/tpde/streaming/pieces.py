@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
     Attributes
     ----------
-    tensor : StreamedTensor
+    tensor : Streamed
         Which.
     out : int
         Where the tensor's first byte lies in the buffer that is decoded to.

@@ -16,11 +16,11 @@ from torch import nn
 from tpde.cuda.device import facts
 from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.format.source import Extent, FileSource
-from tpde.materialize import on_device
 from tpde.streaming.direct import Files
 from tpde.streaming.disk import READERS, ReadAhead
 from tpde.streaming.ranges import read_error
 from tpde.streaming.units import Rates
+from tpde.weights.launch import on_device
 
 COPY_BYTES = 256 << 20  # of one copy: larger ones are no faster
 REPEATS = 5

@@ -19,21 +19,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tpde.errors import PackedWeight, ReadError, UnsupportedDevice
-from tpde.format.constants import CODEC_CONSTANT
-from tpde.materialize import Materializer, Watched
 from tpde.streaming.checks import Checks, Decoded
 from tpde.streaming.device import Device
 from tpde.streaming.kept import Kept
 from tpde.streaming.order import Order
 from tpde.streaming.pieces import Part, Piece, cut
-from tpde.streaming.tensor import StreamedTensor
+from tpde.weights.decoder import Materializer
+from tpde.weights.source import Watched
 
 _MOST_PLANNED = 1024  # pieces: where only a few of a model's come from a disk, looking on would end nowhere
-
-
-def streams(packed: Any) -> bool:
-    """Whether a packed tensor has chunks that travel."""
-    return isinstance(packed, StreamedTensor) and packed.header.codec != CODEC_CONSTANT
 
 
 class Unit(Decoded):
@@ -174,14 +168,14 @@ class Streamer:
 
     def unit(self, items: Sequence[tuple[Any, int]]) -> Unit:
         """What decodes tensors, each at its byte offset, into a buffer."""
-        rest = [(packed, out) for packed, out in items if not streams(packed)]
+        rest = [(packed, out) for packed, out in items if not packed.travels]
         if len(rest) < len(items) and not self._places:
-            name = next(packed.name for packed, _ in items if streams(packed))
+            name = next(packed.name for packed, _ in items if packed.travels)
             raise PackedWeight(
                 f"`{name}` stays on the host, and only rows of it are read under the VRAM budget; load the "
                 "model without `vram=` to read all of it"
             )
-        parts = [Part(packed, out, 0, packed.header.chunks - 1) for packed, out in items if streams(packed)]
+        parts = [Part(packed, out, 0, packed.header.chunks - 1) for packed, out in items if packed.travels]
         made = Unit(self, cut(parts, self._room), Materializer(rest, rest[0][0].device) if rest else None)
         if not self._used and made.pieces:
             self._order.expect(made)

@@ -1,11 +1,12 @@
-"""A packed tensor whose chunks stay in its file, or in host memory, and travel when they are wanted."""
+"""Blobs whose chunks stay in their file, or in host memory, and travel when they are wanted."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from tpde.errors import Corrupt, PackedWeight, Truncated, UnsupportedVersion
 from tpde.format.blob import align
 from tpde.format.constants import CODEC_CONSTANT
 from tpde.format.source import Extent
-from tpde.materialize import PackedTensor, Streams, named
 from tpde.memory import allocate
+from tpde.weights.decoder import ChunkDecoder
+from tpde.weights.source import Decoder, Source, Watched, named
 
 _ADVICE = (
     "is streamed to the GPU under a VRAM budget, and stays in its file; load the model again without `vram=`"
@@ -26,38 +28,23 @@ _ADVICE = (
 _PUTTING = threading.Lock()
 
 
-class Absent(torch.Tensor):
-    """Stands for a blob that is in a file: has a size, and refuses what needs its bytes.
+class Streams(Protocol):
+    """What brings chunks to a device, and decodes them there: see `tpde.streaming.stream`."""
 
-    So state dicts can be looked at, but not saved or moved, by whatever library.
-    """
+    def unit(self, items: Sequence[tuple[Any, int]]) -> Decoder:
+        """What rebuilds sources, each at its byte offset, into a buffer."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do what needs no bytes."""
-        if func in _NEEDS_BYTES:
-            raise PackedWeight(
-                f"a weight {_ADVICE} to save, copy or move it, or to put accelerate's hooks on it"
-            )
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+    def chunks(self, packed: Any, first: int, last: int, offset: int) -> Decoder:
+        """What rebuilds chunks `first` to `last` of a source into a buffer, from byte `offset` on."""
 
+    def opened(self) -> contextlib.AbstractContextManager[None]:
+        """Raise `ReadError` if the chunks were given up; inside, nobody gives them up."""
 
-_NEEDS_BYTES = {
-    torch.Tensor.to,
-    torch.Tensor.cpu,
-    torch.Tensor.cuda,
-    torch.Tensor.clone,
-    torch.Tensor.copy_,
-    torch.Tensor.data_ptr,
-    torch.Tensor.numpy,
-    torch.Tensor.tolist,
-    torch.Tensor.untyped_storage,
-    torch.Tensor.__deepcopy__,
-    torch.Tensor.__reduce_ex__,
-}
+    def watch(self, reader: Watched) -> None:
+        """Raise what a reader of rows has found so far; somebody will ask it again."""
 
 
-class StreamedTensor(PackedTensor):
+class Streamed(Source):
     """A blob in a file.
 
     Header, tables and index map are read and checked here, with `pread`; tables and index map are put on the
@@ -82,41 +69,89 @@ class StreamedTensor(PackedTensor):
 
     Attributes
     ----------
-    blob : torch.Tensor
-        On the `meta` device, as large as the blob.
     offsets : ndarray of int64
         Where in the blob each chunk starts, and where the last one ends.
     """
 
+    lead = 1  # decodes what is resident, too
+    settled = False
+
     def __init__(self, extent: Extent, streams: Streams | None, device: torch.device, supply: Any) -> None:
-        self.name, self.version, self.extent, self._device = extent.name, 0, extent, device
+        self.name, self.version, self.extent, self._device = extent.name, 1, extent, device
         self.bind(streams, supply)
         try:
             reader = BlobReader(extent.source, extent.offset, extent.size)
         except (Corrupt, Truncated, UnsupportedVersion) as error:
             raise named(error, self.name) from error
         self.header, self.offsets = reader.header, reader.offsets
-        self._section = reader.section
+        self._section, self._host = reader.section, reader
+        self.travels = self.header.codec != CODEC_CONSTANT  # which has no chunks
         self._device_index: torch.Tensor | None = None
-        self._place(torch.empty(extent.size, dtype=torch.uint8, device="meta").as_subclass(Absent), reader)
 
     def bind(self, streams: Streams | None, supply: Any) -> None:
         """Say what brings the chunks."""
-        self.streams, self.supply = streams, supply
+        self._streams, self.supply = streams, supply
 
     @property
     def device(self) -> torch.device:
         """Where the tensor is rebuilt."""
         return self._device
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the blob."""
+        return self.extent.size
+
+    @property
+    def blob(self) -> torch.Tensor:
+        """Refuse: it stays in the file."""
+        raise PackedWeight(f"`{self.name}` {_ADVICE} to save or copy it, or to load a state dict into it")
+
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Refuse to move elsewhere."""
         if fn(torch.empty(0, dtype=torch.uint8, device=self._device)).device != self._device:
             raise PackedWeight(f"`{self.name}` {_ADVICE} to move it from {self._device}")
 
-    def load(self, blob: torch.Tensor, *, assign: bool = False) -> None:
+    def load(self, other: Source, *, assign: bool = False) -> None:
         """Refuse other blobs."""
         raise PackedWeight(f"`{self.name}` {_ADVICE} to load a state dict into it")
+
+    def clone(self) -> Source:
+        """Refuse."""
+        raise PackedWeight(f"`{self.name}` {_ADVICE} to copy, pickle or save it")
+
+    def require_restorable(self) -> None:
+        """Refuse."""
+        raise PackedWeight(
+            f"`{self.name}` is streamed under a VRAM budget, which plain weights would break; load the model "
+            "without `vram=`, and unpack that"
+        )
+
+    def in_host_memory(self, streamer: Any) -> bool:
+        """Whether this streamer brings the chunks, and they all lie in host memory."""
+        return self._streams is streamer and not self.supply.ahead
+
+    def opened(self) -> contextlib.AbstractContextManager[None]:
+        """Raise `ReadError` if the chunks were given up; inside, nobody gives them up."""
+        assert self._streams is not None
+        return self._streams.opened()
+
+    def watch(self, reader: Watched) -> None:
+        """Raise what a reader of rows has found so far; the streamer will ask it again."""
+        assert self._streams is not None
+        self._streams.watch(reader)
+
+    def together(self, items: Sequence[tuple[Source, int]]) -> Decoder:
+        """What brings all that travels, and rebuilds it with the rest."""
+        assert self._streams is not None
+        return self._streams.unit(items)
+
+    def chunks(self, first: int, last: int, offset: int) -> Decoder:
+        """What brings and rebuilds some chunks."""
+        if not self.travels:
+            return ChunkDecoder(self, first, last, offset)
+        assert self._streams is not None
+        return self._streams.chunks(self, first, last, offset)
 
     def __getstate__(self) -> dict[str, Any]:
         raise PackedWeight(f"`{self.name}` {_ADVICE} to copy, pickle or save it")
@@ -128,7 +163,7 @@ class StreamedTensor(PackedTensor):
 
     def decodable(self) -> bool:
         """Whether the kernels can decode the blob."""
-        return self.header.codec != CODEC_CONSTANT and self.device_tables() is not None
+        return self.travels and self.device_tables() is not None
 
     def span_item(self, out: int, chunks: Any, at: int) -> Any:
         """What the kernels take for some chunks, the blob's start being `at` bytes from a launch's base."""
@@ -150,7 +185,7 @@ class StreamedTensor(PackedTensor):
         return None if at is None or at % ALIGNMENT else self.span_item(offset, chunks, at)
 
 
-def put_on_device(tensors: Iterable[StreamedTensor]) -> None:
+def put_on_device(tensors: Iterable[Streamed]) -> None:
     """Put tables and index maps there, unless they are: one copy for all of these tensors, of one device.
 
     Each copy is a call of the driver that takes 0.1 ms, or 0.5 ms while pages are locked. One thread does it
@@ -159,7 +194,7 @@ def put_on_device(tensors: Iterable[StreamedTensor]) -> None:
     from tpde.cuda.items import ALIGNMENT, lookup_tables
 
     with _PUTTING:
-        new: list[tuple[StreamedTensor, Any]] = []
+        new: list[tuple[Streamed, Any]] = []
         rows: list[np.ndarray] = []
         for it in tensors:
             tables = lookup_tables(it.header, it._section) if it._device_tables is None else None

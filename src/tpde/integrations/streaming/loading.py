@@ -20,7 +20,6 @@ from tpde.integrations.streaming.demand import OUTSIDE_BYTES
 from tpde.integrations.streaming.opening import Supplies
 from tpde.integrations.streaming.plain import decode_runs
 from tpde.integrations.streaming.units import unit_of
-from tpde.materialize import PackedTensor
 from tpde.memory import gib
 from tpde.nn.modules import PackedModule
 from tpde.nn.replace import prepare_rows
@@ -31,6 +30,7 @@ from tpde.streaming.stats import Summary, summarize_spans
 from tpde.streaming.stream import Streamer
 from tpde.streaming.trace import Trace, start_trace, write_trace
 from tpde.streaming.units import Placement
+from tpde.weights.source import Source
 
 
 class _Homes:
@@ -42,7 +42,7 @@ class _Homes:
         Its parameters, and those of them that it keeps plain.
     stored : dict of Placement to dict of str to Stored
         The tensors that they are made of, by where these stay.
-    found : dict of str to PackedTensor
+    found : dict of str to Source
         Those that have been opened.
     """
 
@@ -50,7 +50,7 @@ class _Homes:
         self.runs: dict[str, Run[Stored]] = {}
         self.plain: dict[str, Run[Stored]] = {}
         self.stored: dict[Placement, dict[str, Stored]] = {it: {} for it in Placement}
-        self.found: dict[str, PackedTensor] = {}
+        self.found: dict[str, Source] = {}
 
 
 def _one_at_a_time(progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
@@ -145,7 +145,7 @@ class Streaming:
         checkpoint: Checkpoint,
         runs: Mapping[str, Run[Stored]],
         where: Mapping[str, torch.device],
-    ) -> dict[str, list[tuple[PackedTensor, int]]]:
+    ) -> dict[str, list[tuple[Source, int]]]:
         """Bring all weights to where they were planned to be.
 
         All but what stays in host memory, which comes from `begin` on. Of what a device keeps, plain weights
@@ -165,10 +165,10 @@ class Streaming:
 
         Returns
         -------
-        dict of str to list of (PackedTensor, int)
+        dict of str to list of (Source, int)
             The parts of those parameters that are packed. The others are plain parameters of the model now.
         """
-        parts: dict[str, list[tuple[PackedTensor, int]]] = {}
+        parts: dict[str, list[tuple[Source, int]]] = {}
         homes: dict[torch.device, _Homes] = {}
         for name in forward_order(runs):  # the first forward pass waits for files that come to host memory
             run, home = runs[name], homes.setdefault(where[name], _Homes())
@@ -220,7 +220,7 @@ class Streaming:
         if self._progress is not None:
             self._progress(nbytes)
 
-    def _open(self, device: torch.device, supplies: Supplies) -> Mapping[str, PackedTensor]:
+    def _open(self, device: torch.device, supplies: Supplies) -> Mapping[str, Source]:
         readers = [it for it in supplies.owned if hasattr(it, "trace")]
         self.streamers[device], tensors = supplies.open()
         self._readers[device] = readers

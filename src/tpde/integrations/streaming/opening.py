@@ -17,7 +17,7 @@ from tpde.streaming.host import HostMemory
 from tpde.streaming.kept import Kept
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stream import Streamer, Unit
-from tpde.streaming.tensor import StreamedTensor, put_on_device
+from tpde.streaming.tensor import Streamed, put_on_device
 
 
 class Supplies:
@@ -60,8 +60,8 @@ class Supplies:
     ) -> None:
         self._device, self._plan = device, plan
         self.owned: list[Any] = []
-        self._tensors: dict[str, StreamedTensor] = {}
-        self._supplies: list[tuple[Any, list[StreamedTensor]]] = []  # each with those whose chunks it brings
+        self._tensors: dict[str, Streamed] = {}
+        self._supplies: list[tuple[Any, list[Streamed]]] = []  # each with those whose chunks it brings
         try:
             files: dict[str, FileSource] = {}
             for it in (*host, *disk):
@@ -70,10 +70,10 @@ class Supplies:
                     files[path] = FileSource(path)
                     self.owned.append(files[path])
 
-            def opened(stored: Sequence[Stored]) -> dict[str, StreamedTensor]:
+            def opened(stored: Sequence[Stored]) -> dict[str, Streamed]:
                 extents = [it.extent._replace(source=files[it.extent.source.name]) for it in stored]
                 return {
-                    it.name: it.checked(StreamedTensor(extent, None, device, None))
+                    it.name: it.checked(Streamed(extent, None, device, None))
                     for it, extent in zip(stored, extents, strict=True)
                 }
 
@@ -94,14 +94,14 @@ class Supplies:
             self.close()
             raise
 
-    def open(self) -> tuple[Streamer, dict[str, StreamedTensor]]:
+    def open(self) -> tuple[Streamer, dict[str, Streamed]]:
         """Take the room on the device that pieces are copied to.
 
         Returns
         -------
         streamer : Streamer
             Owns files and host memory from now on.
-        tensors : dict of str to StreamedTensor
+        tensors : dict of str to Streamed
             By their names in the files.
 
         Raises

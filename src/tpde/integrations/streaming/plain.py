@@ -17,9 +17,11 @@ from tpde.integrations.checkpoint import Stored
 from tpde.integrations.place import place
 from tpde.integrations.reading import Reader, Reading
 from tpde.integrations.runs import Run
-from tpde.materialize import Materializer, PackedTensor, on_device, raise_damage, stream_handle, upload
 from tpde.memory import allocate
-from tpde.streaming.tensor import StreamedTensor, put_on_device
+from tpde.streaming.tensor import Streamed, put_on_device
+from tpde.weights.launch import on_device, raise_damage, stream_handle, upload
+from tpde.weights.resident import Resident
+from tpde.weights.source import decoder
 
 SCRATCH_BYTES = 512 << 20  # packed, on the device at a time, where there is room: half is read, half decoded
 _NOTHING = np.zeros(16, np.uint8)  # a status
@@ -119,7 +121,7 @@ class _Decoder:
         self._model, self._runs, self._device = model, runs, device
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)  # of a parameter that is not complete
         parts = [it.part for batch in batches for it in batch] if device.type == "cuda" else []
-        self._opened = {part: part.checked(StreamedTensor(part.extent, None, device, None)) for part in parts}
+        self._opened = {part: part.checked(Streamed(part.extent, None, device, None)) for part in parts}
 
     def __call__(self, batch: Sequence[_Wanted], blobs: Sequence[torch.Tensor]) -> None:
         rooms = [self._room(it) for it in batch]
@@ -130,8 +132,8 @@ class _Decoder:
             if tensor is not None and tensor.decodable():
                 together.append((it.part, tensor, blob, room))
             else:
-                packed = it.part.checked(PackedTensor(blob, it.part.name))
-                Materializer([(packed, 0)], self._device)(room)
+                packed = it.part.checked(Resident(blob, it.part.name))
+                decoder([(packed, 0)])(room)
         if together:
             self._launch(*zip(*together, strict=True))
 
@@ -149,7 +151,7 @@ class _Decoder:
     def _launch(
         self,
         parts: Sequence[Stored],
-        tensors: Sequence[StreamedTensor],
+        tensors: Sequence[Streamed],
         blobs: Sequence[torch.Tensor],
         rooms: Sequence[torch.Tensor],
     ) -> None:

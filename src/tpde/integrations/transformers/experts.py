@@ -14,7 +14,6 @@ from tpde.integrations.streaming.units import is_routed
 from tpde.nn import PackedModule, packed_modules
 from tpde.nn.experts import fused, routes
 from tpde.streaming.experts import expert_room
-from tpde.streaming.tensor import StreamedTensor
 
 SEGMENT = 2 << 20  # of the caching allocator: what large memory is rounded up to
 PLACES = 2  # at least: one is copied to while the other is decoded
@@ -47,8 +46,8 @@ def routed_modules(model: nn.Module, streamer: Any) -> list[PackedModule]:
     found = []
     for _, module in packed_modules(model):
         parts: list[Any] = [part for slot in fused(module) for part, _ in slot.parts]
-        here = all(isinstance(it, StreamedTensor) and it.streams is streamer for it in parts)
-        if parts and here and not any(it.supply.ahead for it in parts) and routes(module.tpde_base):
+        here = all(it.in_host_memory(streamer) for it in parts)
+        if parts and here and routes(module.tpde_base):
             found.append(module)
     return found
 

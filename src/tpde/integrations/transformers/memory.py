@@ -60,7 +60,7 @@ def weight_bytes(model: torch.nn.Module) -> dict[str, int]:
     blobs: dict[int, tuple[Any, int]] = {}
     for _, module in packed_modules(model):
         for slot in module.tpde_slots.values():
-            blobs.update({id(part): (part.blob.numel(), part.nbytes) for part, _ in slot.parts})
+            blobs.update({id(part): (part.packed_bytes, part.nbytes) for part, _ in slot.parts})
     return {
         "packed_bytes": sum(packed for packed, _ in blobs.values()),
         "unpacked_bytes": sum(plain for _, plain in blobs.values()),

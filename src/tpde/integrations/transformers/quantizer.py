@@ -27,9 +27,9 @@ from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan
 from tpde.integrations.transformers.save import state_to_save
 from tpde.integrations.transformers.streamed import Budget, ModelStreaming, hide_blobs, show_blobs
 from tpde.integrations.transformers.warmup import Warmup
-from tpde.materialize import PackedTensor
 from tpde.memory import require
 from tpde.nn import finish, replace_parameter
+from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
 
@@ -93,7 +93,7 @@ class TpdeHfQuantizer(HfQuantizer):
         self._checkpoint: Checkpoint | None = None
         self._plan: Plan | None = None
         self._placeholders: Placeholders | None = None
-        self._parts: dict[str, list[tuple[PackedTensor, int]]] = {}
+        self._parts: dict[str, list[tuple[Source, int]]] = {}
         self._target = _target.get() or _Target()
         self.streamed = False
 
@@ -220,12 +220,12 @@ class TpdeHfQuantizer(HfQuantizer):
 
     def _read(
         self, plan: Plan, checkpoint: Checkpoint, where: dict[str, torch.device]
-    ) -> dict[str, list[tuple[PackedTensor, int]]]:
+    ) -> dict[str, list[tuple[Source, int]]]:
         """Read every blob to its device; gives the parts of each parameter."""
         wanted: dict[torch.device, dict[str, Stored]] = {}
         for name, run in plan.runs.items():
             wanted.setdefault(where[name], {}).update({part.name: part for part in run.parts})
-        packed: dict[tuple[torch.device, str], PackedTensor] = {}
+        packed: dict[tuple[torch.device, str], Source] = {}
         for device, stored in wanted.items():
             self._require(device, stored)
             tensors = checkpoint.read(list(stored.values()), device)

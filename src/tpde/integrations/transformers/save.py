@@ -10,7 +10,8 @@ from torch import nn
 
 from tpde.format.constants import SUFFIX
 from tpde.integrations.runs import NotARun, Run
-from tpde.nn import PackedTensor, pack_tensor, packed_modules
+from tpde.nn import pack_tensor, packed_modules
+from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
 
@@ -95,7 +96,7 @@ def _is_converted(name: str, conversions: list[Any]) -> bool:
     return any(it.rename_source_key(name)[1] is not None for it in converters)
 
 
-def _whole(name: str, run: Run[PackedTensor]) -> PackedTensor | None:
+def _whole(name: str, run: Run[Source]) -> Source | None:
     """The packed tensor that a run is; made anew if it is not exactly one."""
     first = run.parts[0]
     if len(run.parts) == 1 and first.header.spec.shape == tuple(run.shape):
@@ -103,7 +104,7 @@ def _whole(name: str, run: Run[PackedTensor]) -> PackedTensor | None:
     return pack_tensor(_decoded(run), name)
 
 
-def _decoded(run: Run[PackedTensor]) -> torch.Tensor:
+def _decoded(run: Run[Source]) -> torch.Tensor:
     """A run as a plain tensor."""
     from tpde.nn.slot import Slot
 

@@ -167,7 +167,7 @@ def hide_blobs(model: torch.nn.Module) -> None:
     """
     for _, module in packed_modules(model):
         for key, packed in module._packed().items():
-            if packed.streams is not None:
+            if not packed.settled:
                 module._buffers.pop(key, None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tpde.materialize import PackedTensor
+from tpde.weights.source import Source
 
 
 class ChunkRange(NamedTuple):
@@ -19,14 +19,14 @@ class ChunkRange(NamedTuple):
         Byte of the weight where chunk `last` ends.
     """
 
-    packed: PackedTensor
+    packed: Source
     first: int
     last: int
     offset: int
     stop: int
 
 
-def covering(parts: Iterable[tuple[PackedTensor, int]], begin: int, end: int) -> list[ChunkRange]:
+def covering(parts: Iterable[tuple[Source, int]], begin: int, end: int) -> list[ChunkRange]:
     """The chunks that hold bytes `begin` to `end` of a weight.
 
     The first may start before `begin`, and the last end behind `end`; between them nothing is left out, and
@@ -34,7 +34,7 @@ def covering(parts: Iterable[tuple[PackedTensor, int]], begin: int, end: int) ->
 
     Parameters
     ----------
-    parts : iterable of (PackedTensor, int)
+    parts : iterable of (Source, int)
         What makes up the weight, each with its byte offset in it, one after the other.
     begin, end : int
         Bytes of the weight.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,9 @@ import torch
 
 from tpde.codec.native import Bytes
 from tpde.format.constants import CODEC_CONSTANT
-from tpde.materialize import PackedTensor, capturing, on_device, raise_damage, repeat, stream_handle, upload
+from tpde.weights.decoder import repeat
+from tpde.weights.launch import capturing, on_device, raise_damage, stream_handle, upload
+from tpde.weights.source import Source
 
 
 class RowReader:
@@ -18,11 +19,11 @@ class RowReader:
 
     Parameters
     ----------
-    packed : PackedTensor
+    packed : Source
         A matrix.
     """
 
-    def __init__(self, packed: PackedTensor) -> None:
+    def __init__(self, packed: Source) -> None:
         self.packed, self.device = packed, packed.device
         self._count, self._width = packed.header.spec.shape
         self._row_bytes = packed.nbytes // max(self._count, 1)
@@ -39,7 +40,7 @@ class RowReader:
         assert self.device.index is not None
         self._rows = Rows(item, self.device.index)
         self._descriptors = upload(self._rows.descriptors, self.device)
-        if self.packed.streams is None:
+        if self.packed.settled:
             self._status = upload(np.zeros(16, np.uint8), self.device)
         else:  # so that nobody needs to wait to look at it
             with torch.inference_mode(False):
@@ -60,13 +61,10 @@ class RowReader:
         ReadError
             If the rows are read where they are streamed from, and that was closed.
         """
-        streams = self.packed.streams
-        # Kernels read the host's memory, whether it is there or not.
-        with contextlib.nullcontext() if streams is None else streams.opened():
+        with self.packed.opened():  # kernels read the host's memory, whether it is there or not
             return self._look_up(ids)
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        streams = self.packed.streams
         if ids.device != self.device or ids.dtype not in (torch.int64, torch.int32):
             raise RuntimeError(
                 f"rows of `{self.packed.name}` on {self.device} are asked for by {ids.dtype} on "
@@ -81,11 +79,10 @@ class RowReader:
         flat = ids.detach().reshape(-1).to(torch.int64).contiguous()
         if not self._verified and not capturing(self.device):
             self._verify()
-        if streams is not None:
-            streams.watch(self)
+        self.packed.watch(self)
         out = torch.empty(shape, dtype=self.packed.dtype, device=self.device)
         # What is on the device stays as it is; the host's memory may be a file that somebody overwrites.
-        self._launch(flat, out, check=streams is not None or not self._verified)
+        self._launch(flat, out, check=not (self.packed.settled and self._verified))
         return out
 
     def report(self) -> None:

@@ -1,0 +1,1 @@
+"""Packed weights: where their bytes are, and how they are decoded on the CPU or a GPU."""

@@ -1,0 +1,212 @@
+"""Rebuilding many packed tensors that are on one device with one call, on CPU or GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tpde.errors import Corrupt, InvalidInput, UnsupportedDevice
+from tpde.format.constants import CODEC_CONSTANT, CODEC_ZSTD
+from tpde.weights.launch import capturing, on_device, raise_damage, stream_handle, upload
+from tpde.weights.source import Source, named
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Frames:
+    """A zstd blob on a CUDA device, whose frames nvCOMP decodes there."""
+
+    def __init__(self, packed: Source) -> None:
+        from tpde.cuda.nvcomp import ZstdBlob
+
+        self._packed, device = packed, packed.blob.device
+        try:
+            self._blob = ZstdBlob(packed.header, packed.blob.cpu().numpy(), device.index)
+        except Corrupt as error:
+            raise named(error, packed.name) from error
+        self._descriptors = upload(self._blob.descriptors, device)
+        self._status = upload(np.zeros(16, np.uint8), device)
+
+    def __call__(self, out: torch.Tensor) -> bool:
+        """Decode into `out` on the current stream, and wait for it; False if nvCOMP cannot."""
+        blob = self._packed.blob
+        scratch = torch.empty(self._blob.scratch_bytes, dtype=torch.uint8, device=blob.device)
+        done = self._blob.launch(
+            blob.data_ptr(),
+            self._descriptors.data_ptr(),
+            scratch.data_ptr(),
+            out.data_ptr(),
+            self._status.data_ptr(),
+            stream_handle(blob.device),
+        )
+        if done:
+            raise_damage(self._status, [self._packed])
+        return done
+
+
+def _frames(packed: Source) -> _Frames | None:
+    """What decodes a zstd blob on its device; None, after one warning a process, without nvCOMP."""
+    from tpde.cuda import nvcomp
+
+    return _Frames(packed) if packed.header.codec == CODEC_ZSTD and nvcomp.available() else None
+
+
+def repeat(packed: Source, out: torch.Tensor) -> None:
+    """Fill a buffer with the word of a constant tensor."""
+    b = packed.header.word_bytes
+    word = int.from_bytes(packed.header.constant[:b], "little", signed=b > 1)
+    out.view(_WORDS[b]).fill_(word)
+
+
+class Materializer:
+    """Rebuilds a fixed list of packed tensors, all on one device, into one buffer.
+
+    Parameters
+    ----------
+    items : sequence of (Source, int)
+        Each with its byte offset in the buffer; none may overlap.
+    device : torch.device
+        Where all blobs are.
+
+    Notes
+    -----
+    On a CUDA device everything that a call needs is put there now, and kernels are compiled: a call allocates
+    nothing, synchronizes nothing and may be recorded in a CUDA graph. Exceptions are blobs that the kernels
+    cannot decode (zstd): nvCOMP decodes those, or without it the CPU, from which they are copied.
+    """
+
+    def __init__(self, items: Sequence[tuple[Source, int]], device: torch.device) -> None:
+        self.items, self.device = tuple(items), device
+        for packed, _ in items:
+            if packed.device != device:
+                raise InvalidInput(
+                    f"`{packed.name}` is on {packed.device}, the weights decoded with it on {device}; "
+                    "move the whole block to one device"
+                )
+        self._fills: list[tuple[Source, int]] = []
+        self._others: list[tuple[Source, int, _Frames | None]] = []
+        self._names: list[Source] = []
+        self._verified = False
+        self._on_gpu = device.type == "cuda"  # kept: a device makes a string of its type each time
+        if self._on_gpu:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        from tpde.cuda.decode import WorkList
+
+        index = self.device.index
+        assert index is not None
+        work = []
+        for packed, offset in self.items:
+            if packed.header.codec == CODEC_CONSTANT:
+                self._fills.append((packed, offset))
+                continue
+            item = packed.item(offset)
+            if item is None:
+                self._others.append((packed, offset, _frames(packed)))
+                continue
+            self._names.append(packed)
+            work.append(item)
+        self._work = WorkList(work, index) if work else None
+        if self._work is not None:
+            self._work.prepare()
+            with torch.inference_mode(False):
+                self._status = torch.zeros(16, dtype=torch.uint8, device=self.device)
+            self._descriptors = upload(self._work.descriptors, self.device)  # which waits for both
+
+    def __call__(self, out: torch.Tensor, check: bool | None = None) -> None:
+        """Decode everything into a buffer, on the current stream.
+
+        Parameters
+        ----------
+        out : torch.Tensor
+            One-dimensional, uint8, contiguous, on the device.
+        check : bool, optional
+            Compare checksums on the GPU, and wait to see the result unless a graph is being recorded. By
+            default on the first call only: what is in device memory stays as it is. The CPU always compares.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk.
+        """
+        if not self._on_gpu:
+            target = out.numpy()
+            for packed, offset in self.items:
+                packed.decode_on_host(0, packed.nbytes, target[offset : offset + packed.nbytes])
+            return
+        check = not self._verified if check is None else check
+        recording = bool(check or self._others) and capturing(self.device)
+        for packed, offset in self._fills:
+            repeat(packed, out[offset : offset + packed.nbytes])
+        for packed, offset, frames in self._others:
+            if recording:
+                raise UnsupportedDevice(
+                    f"`{packed.name}` is packed with zstd, which cannot be decoded in a CUDA graph: pack "
+                    "it with `--codec prefix`, or run without graphs"
+                )
+            with on_device(self.device):
+                if frames is not None and frames(out[offset : offset + packed.nbytes]):
+                    continue
+            host = np.empty(packed.nbytes, np.uint8)
+            packed.decode_on_host(0, host.size, host)
+            out[offset : offset + host.size].copy_(torch.from_numpy(host))
+        if self._work is None:
+            return
+        stream = stream_handle(self.device)
+        with on_device(self.device):
+            self._work.launch(
+                self._descriptors.data_ptr(), out.data_ptr(), self._status.data_ptr(), stream, check
+            )
+        if check and not recording:
+            raise_damage(self._status, self._names)
+            self._verified = True
+
+
+class ChunkDecoder:
+    """Rebuilds some chunks of a packed tensor that is where it is decoded."""
+
+    def __init__(self, packed: Source, first: int, last: int, offset: int) -> None:
+        self._packed, self._first, self._last, self._offset = packed, first, last, offset
+        header, self._work = packed.header, None
+        begin, end = header.chunk_range(first, last)
+        self._begin, self._size = begin * header.word_bytes, (end - begin) * header.word_bytes
+        if packed.device.type == "cuda" and header.codec != CODEC_CONSTANT:
+            from tpde.cuda.decode import WorkList
+            from tpde.cuda.items import Chunks
+
+            part = Chunks(first, last, 0, header.blob_bytes)
+            item = packed.item(offset - self._begin, part)
+            if item is not None:
+                assert packed.device.index is not None
+                self._work = WorkList([item], packed.device.index)
+                self._descriptors = upload(self._work.descriptors, packed.device)
+                self._status = upload(np.zeros(16, np.uint8), packed.device)
+                self._verified = False
+
+    def __call__(self, out: torch.Tensor) -> None:
+        """Decode them, on the current stream: see `Materializer`."""
+        target = out[self._offset : self._offset + self._size]
+        if self._packed.header.codec == CODEC_CONSTANT:
+            repeat(self._packed, target)
+            return
+        if self._work is None:
+            host = target.numpy() if out.device.type == "cpu" else np.empty(self._size, np.uint8)
+            self._packed.decode_on_host(self._begin, self._begin + self._size, host)
+            if out.device.type != "cpu":
+                target.copy_(torch.from_numpy(host))
+            return
+        stream = stream_handle(out.device)
+        with on_device(out.device):
+            self._work.launch(
+                self._descriptors.data_ptr(),
+                out.data_ptr(),
+                self._status.data_ptr(),
+                stream,
+                not self._verified,
+            )
+        if not self._verified and not capturing(out.device):
+            raise_damage(self._status, [self._packed])
+            self._verified = True

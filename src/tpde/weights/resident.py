@@ -1,0 +1,175 @@
+"""Blobs that are on the device on which they are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tpde.codec.blob import BlobReader
+from tpde.codec.native import Bytes
+from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated, UnsupportedVersion
+from tpde.format.blob import MAX_FIXED_BYTES, parse_blob_header
+from tpde.format.source import BytesSource
+from tpde.weights.decoder import ChunkDecoder, Materializer
+from tpde.weights.source import Decoder, Source, named
+
+# Of a blob: header, tables and index map of up to 8e7 words of bf16, or there is a second copy.
+_START_BYTES = 128 << 10
+
+
+class Resident(Source):
+    """A blob in a tensor.
+
+    Parameters
+    ----------
+    blob : torch.Tensor
+        One-dimensional, uint8, contiguous, on a CPU or CUDA device; at an address divisible by 16.
+    name : str
+        What errors call it.
+
+    Raises
+    ------
+    InvalidInput
+        If `blob` is not such a tensor.
+    Truncated, UnsupportedVersion, Corrupt
+        If header, tables or index map are not valid. They are checked here, on the host; chunks are when they
+        are decoded.
+    """
+
+    def __init__(self, blob: torch.Tensor, name: str) -> None:
+        self.name, self.version = name, 0
+        self._open(blob)
+
+    def _open(self, blob: torch.Tensor) -> None:
+        if blob.dtype is not torch.uint8 or blob.dim() != 1 or not blob.is_contiguous():
+            raise InvalidInput(
+                f"`{self.name}`: a blob is one-dimensional, contiguous and uint8; this is {blob.dtype} "
+                f"of shape {list(blob.shape)}"
+            )
+        if blob.device.type == "meta":
+            raise InvalidInput(
+                f"`{self.name}`: the blob is on the `meta` device and has no data; load it first"
+            )
+        start = blob[:_START_BYTES].cpu().numpy()
+        try:
+            header = parse_blob_header(start[:MAX_FIXED_BYTES].tobytes(), blob.numel())
+            if header.chunks_at > start.size:
+                start = blob[: header.chunks_at].cpu().numpy()
+            if blob.device.type == "cpu":
+                reader = BlobReader(BytesSource(blob.numpy(), self.name), 0, blob.numel())
+            else:  # checks header, tables and index map; chunks stay on the device
+                reader = BlobReader(_Start(start, self.name, blob.numel()), 0, blob.numel())
+        except (Corrupt, Truncated, UnsupportedVersion) as error:
+            raise named(error, self.name) from error
+        self.header = header
+        self._section = reader.section
+        self._place(blob, reader if blob.device.type == "cpu" else None)
+
+    def _place(self, blob: torch.Tensor, reader: BlobReader | None) -> None:
+        self._blob, self._host, self._address = blob, reader, blob.data_ptr()
+        self._device_tables = None
+        self.version += 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blob is."""
+        return self._blob.device
+
+    @property
+    def blob(self) -> torch.Tensor:
+        """The blob now."""
+        return self._blob
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the blob."""
+        return self._blob.numel()
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take the same blob where a function moves it.
+
+        Raises
+        ------
+        PackedWeight
+            If the function gives other bytes, as `torch.empty_like` does.
+        """
+        probe = self._blob[:16].clone()  # where the blob says what it is
+        moved = fn(probe.clone())
+        if moved.dtype is not torch.uint8 or moved.is_meta or not torch.equal(moved.cpu(), probe.cpu()):
+            raise PackedWeight(
+                f"`{self.name}` is packed, and would lose its bytes; packed weights move to `cpu` and "
+                "CUDA devices, call `tpde.unpack_module(model)` to do anything else"
+            )
+        blob = fn(self._blob)
+        if blob is self._blob and blob.data_ptr() == self._address:
+            return
+        if blob.device.type == "cpu":
+            self._open(blob)
+        else:
+            self._place(blob, None)
+
+    def load(self, other: Source, *, assign: bool = False) -> None:
+        """Take another blob: see `Source.load`."""
+        blob = other.blob
+        if blob is self._blob:
+            return
+        if other.header.spec != self.header.spec:
+            raise InvalidInput(
+                f"`{self.name}` is {self.header.spec.dtype} of shape {list(self.header.spec.shape)}, the "
+                f"blob holds {other.header.spec.dtype} of shape {list(other.header.spec.shape)}"
+            )
+        if not assign:
+            if blob.numel() == self._blob.numel() and torch.equal(blob.to(self._blob.device), self._blob):
+                return  # a tied weight, the second time
+            blob = blob.to(self._blob.device, copy=True)
+        self._open(blob)
+
+    def clone(self) -> Resident:
+        """The same in memory of its own."""
+        return Resident(self._blob.clone(), self.name)
+
+    def together(self, items: Sequence[tuple[Source, int]]) -> Decoder:
+        """What rebuilds resident sources with one launch."""
+        return Materializer(items, self.device)
+
+    def chunks(self, first: int, last: int, offset: int) -> Decoder:
+        """What rebuilds some chunks."""
+        return ChunkDecoder(self, first, last, offset)
+
+    def host_reader(self) -> BlobReader:
+        """A reader of the blob in host memory; the bytes of one on a GPU are copied once and kept."""
+        if self._blob.data_ptr() != self._address:
+            self._open(self._blob)  # moved to shared memory, where it is: sent to another process, maybe
+        if self._host is None:
+            self._host = BlobReader(BytesSource(self._blob.cpu().numpy(), self.name), 0, self._blob.numel())
+        return self._host
+
+    def item(self, offset: int, chunks: Any = None) -> Any:
+        """What the kernels take to read the blob: see `Source.item`."""
+        from tpde.cuda.items import Item
+
+        tables = self.device_tables()
+        if tables is None:
+            return None
+        at = self._blob.data_ptr()
+        return Item(self.header, tables[0], at, tables[1].data_ptr(), offset, chunks=chunks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        blob = self._blob
+        if blob.untyped_storage().nbytes() > blob.numel():  # a piece of a larger one, which stays behind
+            blob = blob.clone()
+        return {"blob": blob, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.name, self.version = state["name"], 0
+        self._open(state["blob"])
+
+
+class _Start(BytesSource):
+    """The first bytes of a blob whose rest is elsewhere: enough for a `BlobReader` that decodes nothing."""
+
+    def __init__(self, data: Bytes, name: str, size: int) -> None:
+        super().__init__(data, name)
+        self.size = size

@@ -1,0 +1,231 @@
+"""What a packed weight comes from: a blob, wherever its bytes are.
+
+All that is above takes sources as they are. What differs between bytes on the device and bytes elsewhere is
+a method here, and nobody asks which kind one is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tpde.codec.blob import BlobReader
+from tpde.codec.native import Bytes
+from tpde.errors import Corrupt, Truncated, UnsupportedVersion
+from tpde.format.blob import BlobHeader
+from tpde.frameworks import torch_dtype
+from tpde.packing.writer import default_threads
+from tpde.weights.launch import upload
+
+Decoder = Callable[[torch.Tensor], None]  # rebuilds something into a buffer of bytes, on the current stream
+
+_HERE = contextlib.nullcontext()
+
+
+class Watched(Protocol):
+    """Something whose damage shows only after it was used."""
+
+    def report(self) -> None:
+        """Raise `Corrupt` if its last use was of damaged bytes, as far as that is known by now."""
+
+
+class Source(ABC):
+    """One tensor of a packed file (docs/format.md 2), of which a weight consists, or a part of one.
+
+    Attributes
+    ----------
+    name : str
+        What errors call it.
+    header : BlobHeader
+        What the blob says of its tensor.
+    version : int
+        Counts the blobs so far: what was derived from another one is invalid.
+    lead : int
+        Of sources that are decoded together, the one with the highest decodes all of them.
+    settled : bool
+        Whether its bytes are on the device by now, and stay as they are there.
+    travels : bool
+        Whether it has chunks that are brought to the device each time.
+    """
+
+    name: str
+    header: BlobHeader
+    version: int
+    lead = 0
+    settled = True
+    travels = False
+    _section: bytes
+    _host: BlobReader | None = None
+    _device_tables: tuple[Any, torch.Tensor] | None = None
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the tensor is rebuilt."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        return torch_dtype(self.header.spec.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return self.header.spec.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, plain."""
+        return self.header.spec.nbytes
+
+    @property
+    @abstractmethod
+    def packed_bytes(self) -> int:
+        """Bytes of the blob."""
+
+    # ---- its bytes ----
+
+    @property
+    @abstractmethod
+    def blob(self) -> torch.Tensor:
+        """The blob, uint8.
+
+        Raises
+        ------
+        PackedWeight
+            If it is in a file, and stays there.
+        """
+
+    @abstractmethod
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take the same blob where a function moves it.
+
+        Raises
+        ------
+        PackedWeight
+            If it cannot be moved, or the function changes its bytes.
+        """
+
+    @abstractmethod
+    def load(self, other: Source, *, assign: bool = False) -> None:
+        """Take another blob of the same dtype and shape.
+
+        Parameters
+        ----------
+        other : Source
+            On any device.
+        assign : bool
+            Take its blob as it is, instead of a copy on the device of the one before.
+
+        Raises
+        ------
+        InvalidInput
+            If it holds a tensor of another dtype or shape; the one before is kept.
+        PackedWeight
+            If one of the two is in a file, and stays there.
+        """
+
+    @abstractmethod
+    def clone(self) -> Source:
+        """The same in memory of its own.
+
+        Raises
+        ------
+        PackedWeight
+            If it is in a file, and stays there.
+        """
+
+    def require_restorable(self) -> None:
+        """Refuse to be turned into a plain weight that stays.
+
+        Raises
+        ------
+        PackedWeight
+            If that would break a budget.
+        """
+        return
+
+    def in_host_memory(self, streamer: Any) -> bool:
+        """Whether a streamer can ask for any of the chunks at any time, all being in host memory."""
+        return False
+
+    def opened(self) -> contextlib.AbstractContextManager[None]:
+        """Let the bytes be read where they lie; inside, nobody gives them up.
+
+        Raises
+        ------
+        ReadError
+            If they were given up.
+        """
+        return _HERE
+
+    def watch(self, reader: Watched) -> None:
+        """Raise what a reader of rows has found so far; somebody will ask it again."""
+        return
+
+    # ---- decoding ----
+
+    @abstractmethod
+    def together(self, items: Sequence[tuple[Source, int]]) -> Decoder:
+        """What rebuilds sources, each at its byte offset, into a buffer. Of all, this one leads."""
+
+    @abstractmethod
+    def chunks(self, first: int, last: int, offset: int) -> Decoder:
+        """What rebuilds chunks `first` to `last` into a buffer, from byte `offset` on."""
+
+    def host_reader(self) -> BlobReader:
+        """A reader of the blob in host memory."""
+        assert self._host is not None
+        return self._host
+
+    def decode_on_host(self, begin: int, end: int, out: Bytes) -> None:
+        """Decode bytes `begin` to `end` of the tensor with the CPU core, all processors taking part.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk.
+        """
+        try:
+            self.host_reader().read(begin, end, out, default_threads())
+        except Corrupt as error:
+            raise named(error, self.name) from error
+
+    def device_tables(self) -> tuple[Any, torch.Tensor] | None:
+        """Expanded tables, and their image on the device; None if the kernels cannot decode the blob."""
+        from tpde.cuda.items import lookup_tables
+
+        if self._device_tables is None:
+            tables = lookup_tables(self.header, self._section)
+            if tables is None:
+                return None
+            self._device_tables = tables, upload(tables.image, self.device)
+        return self._device_tables
+
+    @abstractmethod
+    def item(self, offset: int, chunks: Any = None) -> Any:
+        """What the kernels take: an `Item`, of some chunks or all; None if they cannot decode it there."""
+
+
+def decoder(items: Sequence[tuple[Source, int]]) -> Decoder:
+    """What rebuilds sources, each at its byte offset, into a buffer on their device.
+
+    Raises
+    ------
+    InvalidInput
+        If they are on several devices.
+    """
+    lead = max((source for source, _ in items), key=lambda source: source.lead)
+    return lead.together(items)
+
+
+def named(error: Corrupt | Truncated | UnsupportedVersion, name: str) -> Exception:
+    """The same error with the tensor's name, and its chunk if it has one."""
+    if not isinstance(error, Corrupt):
+        return type(error)(f"`{name}`: {error}")
+    where = "" if error.chunk is None else f" chunk {error.chunk}:"
+    return Corrupt(f"`{name}`:{where} {error}", tensor=name, chunk=error.chunk)
