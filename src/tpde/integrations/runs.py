@@ -13,6 +13,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from tpde.weights.source import Source
+from tpde.weights.tensor import PackedTensor
+
 
 class Part(Protocol):
     """What a run is made of: something that has a name and a number of plain bytes."""
@@ -29,7 +32,6 @@ class NotARun(Exception):
 
 
 P = TypeVar("P", bound=Part)
-T = TypeVar("T")
 
 
 class Run(Generic[P]):
@@ -53,13 +55,9 @@ class Run(Generic[P]):
         """Bytes of the tensor, plain."""
         return sum(part.nbytes for part in self.parts)
 
-    def placed(self, by_name: Mapping[str, T]) -> list[tuple[T, int]]:
-        """For each part, what its name stands for, and its byte offset."""
-        at, out = 0, []
-        for part in self.parts:
-            out.append((by_name[part.name], at))
-            at += part.nbytes
-        return out
+    def opened(self, by_name: Mapping[str, Source]) -> PackedTensor:
+        """The packed weight that it is, by what the parts' names stand for."""
+        return PackedTensor([by_name[part.name] for part in self.parts], self.shape)
 
     @property
     def ndim(self) -> int:

@@ -4,10 +4,17 @@ from tpde.nn.api import pack_module, pack_tensor, plain_state_dict, unpack_modul
 from tpde.nn.experts import ExpertSource, route_experts
 from tpde.nn.modules import PackedModule
 from tpde.nn.replace import finish, packed_modules, replace_parameter, supports
+from tpde.weights.parameter import PackedParameter
+from tpde.weights.resident import Resident
+from tpde.weights.tensor import PackedTensor, Span
 
 __all__ = [
     "ExpertSource",
     "PackedModule",
+    "PackedParameter",
+    "PackedTensor",
+    "Resident",
+    "Span",
     "finish",
     "pack_module",
     "pack_tensor",

@@ -15,12 +15,14 @@ from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, 
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
 from tpde.packing.writer import check_threads
+from tpde.weights.parameter import PackedParameter
 from tpde.weights.resident import Resident
+from tpde.weights.tensor import PackedTensor
 
 MIN_BYTES = 16384  # smaller weights add more host work than they save memory
 
 
-def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Resident | None:
+def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> PackedTensor | None:
     """Pack a tensor; the blob is on its device.
 
     Parameters
@@ -34,7 +36,7 @@ def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Reside
 
     Returns
     -------
-    Resident or None
+    PackedTensor or None
         None if it would not shrink.
     """
     spec = torch_spec(name, tensor)
@@ -54,7 +56,7 @@ def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Reside
         return None
     blob = torch.zeros(align(stored.size, ALIGN_BLOB), dtype=torch.uint8)
     blob[: stored.size] = torch.frombuffer(sink.data, dtype=torch.uint8)[: stored.size]
-    return Resident(blob.to(tensor.device), name)
+    return PackedTensor(Resident(blob.to(tensor.device), name))
 
 
 def _packable(parameter: nn.Parameter, min_bytes: int) -> bool:
@@ -88,8 +90,7 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     Returns
     -------
     nn.Module
-        `model`. Parameters are replaced by buffers named like them with `_tpde` at the end; `unpack_module`
-        is the inverse.
+        `model`. Its weights are `PackedParameter`s now, under their names; `unpack_module` is the inverse.
 
     Examples
     --------
@@ -111,8 +112,9 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
             continue
         packed = pack_tensor(parameter.data, uses[0][0], threads)
         if packed is not None:
+            made = PackedParameter(packed, parameter.requires_grad)
             for full, _, _ in uses:
-                replace_parameter(model, full, packed)
+                replace_parameter(model, full, made)
         uses.clear()
     return finish(model)
 
@@ -139,15 +141,15 @@ def unpack_module(model: nn.Module) -> nn.Module:
     """
     for _, module in packed_modules(model):
         for slot in module.tpde_slots.values():
-            for packed, _ in slot.parts:
-                packed.require_restorable()
+            for source in slot.packed.sources:
+                source.require_restorable()
     ungroup(model)
-    made: dict[tuple[Any, ...], nn.Parameter] = {}  # by parts: tied weights share them
+    made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights share them
 
     def plain(slot: Slot) -> nn.Parameter:
-        key = tuple((id(packed), at) for packed, at in slot.parts)
+        key = id(slot.packed)
         if key not in made:
-            made[key] = nn.Parameter(_own(slot), requires_grad=slot.requires_grad)
+            made[key] = nn.Parameter(_own(slot), requires_grad=slot.parameter.plain_requires_grad)
         return made[key]
 
     for _, module in list(packed_modules(model)):
@@ -158,13 +160,13 @@ def unpack_module(model: nn.Module) -> nn.Module:
 def _own(slot: Slot) -> Tensor:
     """A slot's weight in memory of exactly its size."""
     with torch.no_grad():
-        return slot.fresh().clone()
+        return slot.packed.decoded().clone()
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict that the model would have if it were plain.
 
-    `model.state_dict()` gives packed weights.
+    `model.state_dict()` has the same names, and packed weights.
 
     Parameters
     ----------
@@ -174,28 +176,16 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     Returns
     -------
     dict of str to torch.Tensor
-        Names in the order of the plain model's. Tied weights share memory.
+        Tied weights share memory.
     """
-    state = model.state_dict()
-    made: dict[tuple[Any, ...], Tensor] = {}
-    for path, module in packed_modules(model):
-        prefix = f"{path}." if path else ""
-        for name, slot in module.tpde_slots.items():
-            key = tuple((id(packed), at) for packed, at in slot.parts)
-            if key not in made:
-                made[key] = _own(slot)
-            names = slot.buffer_names()
-            for other in names:
-                del state[prefix + other]
-            state[prefix + name] = made[key]
-    return {name: state[name] for name in _plain_order(model, state)}
+    made: dict[int, Tensor] = {}
 
+    def plain(value: Any) -> Any:
+        if not isinstance(value, PackedParameter):
+            return value
+        if id(value.packed) not in made:
+            with torch.no_grad():
+                made[id(value.packed)] = value.packed.decoded().clone()
+        return made[id(value.packed)]
 
-def _plain_order(model: nn.Module, state: dict[str, Any]) -> list[str]:
-    """Keys of a plain state dict in its order: each module's parameters, then its buffers."""
-    order: list[str] = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        own = module.__dict__.get("tpde_order", list(module._parameters))
-        order += [prefix + name for name in (*own, *module._buffers) if prefix + name in state]
-    return list(dict.fromkeys([*order, *state]))
+    return {name: plain(value) for name, value in model.state_dict().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from tpde.nn.slot import ALIGN, Slot
 from tpde.weights import operators as ops
 from tpde.weights.launch import capturing, stream_handle
 from tpde.weights.source import decoder
+
+log = logging.getLogger("tpde")
 
 
 def _nothing(out: Tensor) -> None:
@@ -62,7 +65,10 @@ class Workspace:
         self._several = False  # streams
         self._recorded = False  # by a CUDA graph, which will write here again
         self._size = ALIGN
+        self._storage: Any = None  # of the buffer
+        self._known = 0  # how many tensors of ours are in it
         self._viewed: set[Slot] = set()
+        self._told = False  # that weights are kept
         self.made = 0  # buffers so far
 
     def reserve(self, nbytes: int) -> None:
@@ -78,6 +84,8 @@ class Workspace:
             self._drop()  # two of them need not fit
             self.buffer = allocate(self._size, self.device, "the workspace that weights are decoded to")
             self.made += 1
+            self._storage = self.buffer.untyped_storage()
+            self.note_uses()
             self.start = self.buffer.data_ptr()
             self.end = self.start + self.buffer.numel()
             self.order()  # to this stream the memory goes back, whoever uses it
@@ -87,10 +95,36 @@ class Workspace:
             if slot.view_of is self.buffer:  # else it has moved to another device since, and is viewed there
                 slot.view = slot.view_of = None
         self._viewed.clear()
+        self._storage = None
         if self.buffer is not None and self._several and self._stream is not None:
             self.buffer.record_stream(self._stream)
         self.buffer = self.filled = None
         self.start = self.end = 0
+
+    def _uses(self) -> int:
+        """How many tensors are in the buffer's memory."""
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
+
+    def note_uses(self) -> None:
+        """Take the tensors that are in the buffer's memory now for ours."""
+        if self._storage is not None:
+            self._known = self._uses()
+
+    def give_up_kept(self) -> None:
+        """Leave the buffer to whoever has kept a weight in it, such as a hook: the next one gets new memory.
+
+        Called when a scope is closed, for each block of each token.
+        """
+        if self._storage is None or self._recorded or self._uses() <= self._known:
+            return
+        if not self._told:
+            self._told = True
+            log.warning(
+                "a weight of `%s` was kept after its forward pass: the memory of all weights decoded with it "
+                "is kept, too; keep `weight.clone()` instead",
+                self.group.name if self.group is not None else "a packed model",
+            )
+        self._drop()
 
     def release(self) -> int:
         """Give the buffer up for one that compiled code or the backward pass needs for a moment.
@@ -115,9 +149,10 @@ class Workspace:
         """A weight in the buffer."""
         if slot.view is None or slot.view_of is not self.buffer:
             assert self.buffer is not None
-            with torch.inference_mode(False):
-                slot.view, slot.view_of = slot.in_buffer(self.buffer), self.buffer
+            before = self._uses()
+            slot.view, slot.view_of = slot.viewed(self.buffer), self.buffer
             self._viewed.add(slot)
+            self._known += self._uses() - before
         return slot.view
 
     def order(self) -> None:
@@ -185,17 +220,17 @@ class Group:
         self.name, self.slots, self.pool = name, list(slots), pool
         at = 0
         for slot in self.slots:
-            if not slot.tile_bytes:
+            if not slot.packed.tile_bytes:
                 slot.offset = at
                 at += align(slot.nbytes, ALIGN)
         self.tiles_at = at  # those too large to be here whole take turns in the same room
-        at += max(align(slot.tile_bytes, ALIGN) for slot in self.slots)
+        at += max(align(slot.packed.tile_bytes, ALIGN) for slot in self.slots)
         self.nbytes = at
         pool.capacity = max(pool.capacity, at)
         self._adopt()
 
     def _adopt(self) -> None:
-        self.whole = [slot for slot in self.slots if not slot.tile_bytes]
+        self.whole = [slot for slot in self.slots if not slot.packed.tile_bytes]
         self.routed = [slot for slot in self.whole if slot.experts is not None]
         dtypes = {slot.dtype for slot in self.slots}
         # A buffer of the weights' own dtype needs no casts in compiled code.
@@ -217,23 +252,29 @@ class Group:
         self.flat: Tensor | None = None  # the weights, while a block is being compiled
         self.key = ops.register(self)
 
+    def forget_views(self) -> None:
+        """Make views anew: what they say of gradients has changed."""
+        self._viewed = 0
+        if self._workspace is not None and self._workspace.filled is self:
+            self._workspace.filled = None
+
     def prepare(self) -> None:
         """Put on the device what decoding needs, if all blobs are on one device by now."""
         if self._materializer is not None or not self.slots:
             return
         device = self.slots[0].device
-        if not all(slot.together and slot.device == device for slot in self.slots):
+        if not all(slot.packed.together and slot.device == device for slot in self.slots):
             return
         always = [slot for slot in self.whole if slot not in self.routed]
-        items = [(part, slot.offset + at) for slot in always for part, at in slot.parts]
+        items = [(source, slot.offset + at) for slot in always for source, at in slot.packed.parts]
         decode = decoder(items) if items else _nothing
         self._workspace = self.pool.workspace(device, self.nbytes)
         self._materializer = decode  # last: without room for the workspace, the next call tries again
         for slot in self.slots:
-            if slot.tile_bytes:
+            if slot.packed.tile_bytes:
                 slot.prepare_tiles()
-            elif slot.parts[0][0].settled:  # a graph may record it; what streams, none can
-                slot.prepare()
+            elif slot.packed.settled:  # a graph may record it; what streams, none can
+                slot.packed.prepare()
 
     @property
     def workspace(self) -> Workspace:
@@ -241,7 +282,7 @@ class Group:
         if self._workspace is None:
             self.prepare()
         if self._workspace is None:
-            devices = sorted({str(part.device) for slot in self.slots for part, _ in slot.parts})
+            devices = sorted({str(source.device) for slot in self.slots for source in slot.packed.sources})
             raise InvalidInput(
                 f"the packed weights of `{self.name}` are on {', '.join(devices)}; move the whole block to "
                 "one device that holds data"

@@ -1,13 +1,15 @@
 """Modules with packed weights: subclasses, made as needed, of the modules' own classes.
 
-A weight is a property. Inside a forward pass it is a view of the workspace; read from outside, it is a fresh
-copy that refuses to be changed.
+A packed weight stays a parameter. Inside a forward pass, the module's attribute is the decoded tensor, a view
+of the workspace; read from outside, it is the `PackedParameter`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from tpde.errors import PackedWeight, TpdeError
 from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
-from tpde.nn.plain import PlainWeight
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
-from tpde.weights.source import Source
+from tpde.weights.frozen import alias
+from tpde.weights.parameter import PackedParameter
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -55,14 +57,11 @@ class PackedModule(_Base):
     Attributes
     ----------
     tpde_slots : dict of str to Slot
-        The packed weights by the names of the parameters they replace.
-    tpde_order : list of str
-        The names of all of the module's parameters, in the order in which unpacking restores them.
+        The packed weights by the names of their parameters.
     """
 
     tpde_base: type[nn.Module]  # the class that the module had
     tpde_slots: dict[str, Slot]
-    tpde_order: list[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weights at hand."""
@@ -98,7 +97,7 @@ class PackedModule(_Base):
             if (group := slot.group) is not None:
                 return group
         slots = list(self.tpde_slots.values())
-        made = self.__dict__["tpde_own_group"] = Group(slots[0].parts[0][0].name, slots, Pool())
+        made = self.__dict__["tpde_own_group"] = Group(slots[0].packed.name, slots, Pool())
         return made
 
     def _tpde_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,77 +129,81 @@ class PackedModule(_Base):
         return self.tpde_base.forward(_Twin(self, weights), *args, **kwargs)
 
     def tpde_weight(self, name: str) -> Tensor:
-        """A packed weight, for whoever asks."""
+        """A packed weight, for whoever asks: decoded within a forward pass, else the parameter."""
         slot = self.tpde_slots[name]
-        if isinstance(self, PackedEmbedding):
-            return PlainWeight.of(slot)
-        group = self.tpde_group()
         if is_compiling():
-            if group.flat is None:  # read by other code, often only for its dtype: then it is never computed
-                nothing = torch.empty(0, device=slot.device)
+            group = None if isinstance(self, PackedEmbedding) else self.tpde_group()
+            if group is None or group.flat is None:  # read by other code, often only for its dtype: then it
+                nothing = torch.empty(0, device=slot.device)  # is never computed
                 return slot.materialize(nothing).view(slot.shape)
             return slot.in_buffer(group.flat)
-        if slot.together:
-            space = group.workspace
-            if space.thread == get_ident():
-                return group.view(slot) if space.group is group else slot.fresh()
-        return PlainWeight.of(slot)
+        if isinstance(self, PackedEmbedding) or not slot.packed.together:
+            return slot.parameter
+        group = self.tpde_group()
+        space = group.workspace
+        if space.thread != get_ident():
+            return slot.parameter
+        return alias(group.view(slot)) if space.group is group else slot.parameter.plain()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("tpde_slots", ()):
-            if isinstance(value, PlainWeight) and value.tpde_parts == self.tpde_slots[name].parts:
+        slot = self.__dict__.get("tpde_slots", {}).get(name)
+        if slot is not None:
+            if isinstance(value, PackedParameter) and value.packed is slot.packed:
                 return  # tying what is tied
             raise PackedWeight(
-                f"`{name}` of {type(self).__name__} is packed and cannot be replaced; call "
-                "`tpde.unpack_module(module)` first"
+                f"`{slot.packed.name}`, the `{name}` of a {type(self).__name__}, is packed and cannot be "
+                "replaced; call `tpde.unpack_module(module)` first"
             )
         super().__setattr__(name, value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Refuse to train a packed weight."""
-        if requires_grad:
+    def __delattr__(self, name: str) -> None:
+        slot = self.__dict__.get("tpde_slots", {}).get(name)
+        if slot is not None:
             raise PackedWeight(
-                f"the weights of {type(self).__name__} are packed and cannot be trained; call "
-                "`tpde.unpack_module(module)` first, or train an adapter"
+                f"`{slot.packed.name}`, the `{name}` of a {type(self).__name__}, is packed and cannot be "
+                "removed, or parametrized; call `tpde.unpack_module(module)` first"
             )
-        return super().requires_grad_(False)
+        super().__delattr__(name)
 
-    def _packed(self) -> dict[str, Source]:
-        """Packed tensors by the names of the buffers that hold their blobs."""
-        return {
-            name: part
-            for slot in self.tpde_slots.values()
-            for name, (part, _) in zip(slot.buffer_names(), slot.parts, strict=True)
-        }
+    @contextmanager
+    def _without_packed(self) -> Iterator[None]:
+        """PyTorch's own code passes over packed weights meanwhile."""
+        packed = {name: self._parameters[name] for name in self.tpde_slots}
+        self._parameters.update(dict.fromkeys(packed))
+        try:
+            yield
+        finally:
+            self._parameters.update(packed)
 
-    def tpde_sync(self) -> None:
-        """Name the blobs in the buffers, after the packed tensors got new ones."""
-        for name, packed in self._packed().items():
-            self._buffers[name] = packed.blob
+    def tpde_check(self, fn: Any) -> None:
+        """Refuse what would cast a packed weight.
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move. Blobs move once for all modules that share them; casts are refused."""
+        Raises
+        ------
+        PackedWeight
+            Naming the weight.
+        """
         for slot in self.tpde_slots.values():
             found = fn(torch.empty(0, dtype=slot.dtype, device=slot.device)).dtype
             if found is not slot.dtype:
                 raise PackedWeight(
-                    f"`{slot.parts[0][0].name}` is packed as {slot.dtype} and cannot be cast to {found}; "
+                    f"`{slot.packed.name}` is packed as {slot.dtype} and cannot be cast to {found}; "
                     "call `tpde.unpack_module(model)` first, cast, and pack again"
                 )
-        blobs = {name: self._buffers.pop(name) for name in self._packed()}
-        try:
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move. Blobs move once for all modules that share them; casts are refused."""
+        self.tpde_check(fn)
+        with self._without_packed():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            self._buffers.update(blobs)
-        for packed in self._packed().values():
-            packed.apply(fn)
-        self.tpde_sync()
         for slot in self.tpde_slots.values():
-            slot.refresh()
+            slot.packed.apply(fn)
+            slot.parameter.sync()
+        for slot in self.tpde_slots.values():
             if (group := slot.group) is not None:
                 group.prepare()
             elif isinstance(self, PackedEmbedding):
-                slot.prepare_rows()
+                slot.packed.prepare_rows()
         return self
 
     def _load_from_state_dict(
@@ -213,16 +216,12 @@ class PackedModule(_Base):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take other blobs, whose sizes may differ."""
-        packed = self._packed()
-        blobs = {name: self._buffers.pop(name) for name in packed}
-        try:
+        """Take other packed weights, whose sizes may differ, and plain ones that have the same values."""
+        with self._without_packed():
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
-        finally:
-            self._buffers.update(blobs)
-        for name, tensor in packed.items():
+        for name, slot in self.tpde_slots.items():
             key = prefix + name
             if key not in state_dict:
                 if strict:
@@ -230,37 +229,26 @@ class PackedModule(_Base):
                 continue
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
+            value = state_dict[key]
             try:
-                tensor.load(
-                    state_dict[key], assign=bool(local_metadata.get("assign_to_params_buffers", False))
-                )
+                if isinstance(value, PackedParameter) and local_metadata.get("assign_to_params_buffers"):
+                    slot.packed.load(value.packed, assign=True)
+                    slot.parameter.sync()
+                else:
+                    with torch.no_grad():
+                        slot.parameter.copy_(value)
             except TpdeError as error:
-                error_msgs.append(str(error))
-        for name, slot in self.tpde_slots.items():
-            if prefix + name in state_dict:
-                error_msgs.append(
-                    f"`{prefix}{name}` is plain, the model's is packed: call `tpde.unpack_module(model)` "
-                    "before loading, or load a packed state dict"
-                )
-            slot.refresh()
-        self.tpde_sync()
+                error_msgs.append(f"{key}: {error}")
 
     def extra_repr(self) -> str:
         """As before, and how large the packed weights are."""
         plain = sum(slot.nbytes for slot in self.tpde_slots.values())
-        packed = sum(part.blob.numel() for part in self._packed().values())
+        packed = sum(slot.packed.packed_bytes for slot in self.tpde_slots.values())
         return f"{super().extra_repr()}, packed={packed / max(plain, 1):.3f}".removeprefix(", ")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
-        state = dict(reduced[2])
-        blobs = self._packed()  # which the slots bring along
-        state["_buffers"] = {name: value for name, value in self._buffers.items() if name not in blobs}
-        return (_new, (self.tpde_base, tuple(self.tpde_slots)), state, *reduced[3:])
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.tpde_sync()
+        return (_new, (self.tpde_base, tuple(self.tpde_slots)), *reduced[2:])
 
 
 class PackedLinear(PackedModule):
@@ -269,14 +257,14 @@ class PackedLinear(PackedModule):
     def forward(self, input: Tensor) -> Any:
         """As before, with the weight at hand."""
         slot = self.tpde_slots["weight"]
-        if slot.tile_bytes:
+        if slot.packed.tile_bytes:
             return self._tpde_tiled(input)
         if is_compiling():
             return super().forward(input)
-        group = slot.group
-        if group is None:
+        group, parameters = slot.group, self._parameters
+        if group is None or parameters["weight"] is not slot.parameter:  # `torch.func.functional_call`
             return super().forward(input)
-        bias: Any = self._parameters.get("bias", self)  # `self.bias` takes as long as all the rest
+        bias: Any = parameters.get("bias", self)  # `self.bias` takes as long as all the rest
         if bias is self:  # not where layers have it
             bias = self.bias
         if group.live():
@@ -337,16 +325,21 @@ class PackedEmbedding(nn.Embedding):
         slot = self.tpde_slots["weight"]
         if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
+        if self._parameters["weight"] is not slot.parameter:
+            return super().forward(input)
         return slot.rows(input)
 
 
 def _weight(name: str) -> property:
     def read(self: PackedModule) -> Tensor:
+        slot = self.tpde_slots[name]
+        held = self._parameters[name]
+        if held is not None and held is not slot.parameter and not is_compiling():
+            return held  # somebody has put it there for a moment, as `torch.func.functional_call` does
         if not is_compiling():
-            slot = self.tpde_slots[name]
             group = slot.group
             if group is not None and group.live() and slot.experts is None:
-                return cast(Tensor, slot.view)
+                return alias(cast(Tensor, slot.view))
         return self.tpde_weight(name)
 
     return property(read, doc=f"The packed `{name}`: see `PackedModule`.")

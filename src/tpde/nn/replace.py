@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from tpde.nn.group import Group, Pool
 from tpde.nn.modules import PackedEmbedding, PackedModule, is_conv1d, packed_class
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
-from tpde.weights.source import Source
+from tpde.weights.parameter import PackedParameter
+from tpde.weights.tensor import PackedTensor
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -53,10 +54,10 @@ def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:
         raise InvalidInput(f"the model has no parameter `{name}`") from None
 
 
-def replace_parameter(model: nn.Module, name: str, parts: Source | Iterable[tuple[Source, int]]) -> None:
+def replace_parameter(model: nn.Module, name: str, packed: PackedTensor | PackedParameter) -> None:
     """Replace a plain parameter, which may be on the `meta` device, by a packed one.
 
-    Tied parameters are given the same `Source`. When all are replaced, call `finish`.
+    Tied parameters are given the same `PackedParameter`. When all are replaced, call `finish`.
 
     Parameters
     ----------
@@ -64,14 +65,13 @@ def replace_parameter(model: nn.Module, name: str, parts: Source | Iterable[tupl
         What the name is relative to.
     name : str
         The parameter's qualified name, such as `model.layers.0.mlp.up_proj.weight`.
-    parts : Source, or iterable of (Source, int)
-        The blob; or several with their byte offsets in the weight, which they must cover one after the other,
-        such as the experts of a fused tensor.
+    packed : PackedTensor or PackedParameter
+        The weight. A tensor becomes a parameter that says of gradients what the one before says.
 
     Raises
     ------
     InvalidInput
-        If there is no such parameter, it cannot be packed (see `supports`), or the parts do not make it up.
+        If there is no such parameter, it cannot be packed (see `supports`), or has another dtype or shape.
     """
     module, leaf = _find(model, name)
     parameter = module._parameters.get(leaf)
@@ -82,20 +82,21 @@ def replace_parameter(model: nn.Module, name: str, parts: Source | Iterable[tupl
             f"`{name}` of a {type(module).__name__} cannot be packed: linear layers, embeddings, "
             "convolutions and fused experts can; leave it plain"
         )
-    pieces = [(parts, 0)] if isinstance(parts, Source) else list(parts)
-    slot = Slot(leaf, pieces, parameter.dtype, parameter.shape, requires_grad=parameter.requires_grad)
+    made = PackedParameter(packed, parameter.requires_grad) if isinstance(packed, PackedTensor) else packed
+    if made.dtype != parameter.dtype or made.shape != parameter.shape:
+        raise InvalidInput(
+            f"`{name}` is {parameter.dtype} of shape {list(parameter.shape)}, the packed weight "
+            f"{made.dtype} of shape {list(made.shape)}; pass one that is alike"
+        )
     if isinstance(module, PackedModule):
         slots = module.tpde_slots
     else:
         slots = {}
         module.__dict__["tpde_base"] = type(module)
-        module.__dict__["tpde_order"] = list(module._parameters)
         module.__dict__["tpde_slots"] = slots
-    slots[leaf] = slot
-    del module._parameters[leaf]
+    slots[leaf] = Slot(leaf, made)
+    module._parameters[leaf] = made
     module.__class__ = packed_class(module.__dict__["tpde_base"], tuple(slots))
-    for key, (packed, _) in zip(slot.buffer_names(), slot.parts, strict=True):
-        module.register_buffer(key, packed.blob)
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
@@ -151,8 +152,8 @@ def finish(model: nn.Module) -> nn.Module:
         where = name if block is None else block
         for slot in module.tpde_slots.values():
             if isinstance(module, PackedEmbedding):  # rows are decoded as asked for, never all of them
-                if slot.together and slot.parts[0][0].settled:  # else they may not be there yet
-                    slot.prepare_rows()
+                if slot.packed.together and slot.packed.settled:  # else they may not be there yet
+                    slot.packed.prepare_rows()
                 continue
             members.setdefault(where, []).append(slot)
             if block is not None:
@@ -183,8 +184,8 @@ def prepare_rows(model: nn.Module) -> None:
     """
     for _, module in packed_modules(model):
         for slot in module.tpde_slots.values() if isinstance(module, PackedEmbedding) else ():
-            if slot.together:
-                slot.prepare_rows()
+            if slot.packed.together:
+                slot.packed.prepare_rows()
 
 
 def ungroup(model: nn.Module) -> None:
@@ -201,14 +202,8 @@ def ungroup(model: nn.Module) -> None:
 
 
 def restore(module: PackedModule, plain: dict[str, torch.nn.Parameter]) -> None:
-    """Give a module its class and parameters back: the inverse of `replace_parameter`."""
-    for slot in module.tpde_slots.values():
-        for key in slot.buffer_names():
-            del module._buffers[key]
-    order, now = module.tpde_order, dict(module._parameters)
+    """Give a packed module back the class that it had, and plain parameters: undoes `replace_parameter`."""
     module.__class__ = module.tpde_base  # type: ignore[assignment]
-    for key in ("tpde_base", "tpde_order", "tpde_slots"):
+    for key in ("tpde_base", "tpde_slots"):
         del module.__dict__[key]
-    module._parameters.clear()
-    module._parameters.update({name: plain.get(name, now.get(name)) for name in order})
-    module._parameters.update({name: value for name, value in now.items() if name not in order})
+    module._parameters.update(plain)

@@ -18,10 +18,12 @@ from threading import get_ident
 from types import MethodType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 
+from tpde.errors import PackedWeight
 from tpde.nn.group import Group
 from tpde.nn.saved import Saver, saves
 
@@ -43,12 +45,18 @@ class Scope:
     __slots__ = ("_hooks", "outermost", "space")
 
     def __init__(self, group: Group) -> None:
+        if torch._C._get_tracing_state() is not None:
+            raise PackedWeight(
+                f"the packed weights of `{group.name}` would be constants of what `torch.jit.trace` makes; "
+                "call `tpde.unpack_module(model)` first"
+            )
         self.space = space = group._workspace or group.workspace
         space.lock.acquire()
         self.outermost = not space.depth
         space.depth += 1
         if self.outermost:
             space.thread, space.group = get_ident(), group
+            space.note_uses()
         self._hooks: saved_tensors_hooks | None = None
         if is_grad_enabled():
             saver = Saver(self.space)
@@ -62,6 +70,7 @@ class Scope:
             self._hooks.__exit__()
         space.depth -= 1
         if not space.depth:
+            space.give_up_kept()
             space.filled = space.group = None
             space.thread = 0
             if space.some:

@@ -6,17 +6,16 @@ bits of results change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from tpde.errors import OutOfMemory
 from tpde.format.blob import align
-from tpde.weights.source import Source
-from tpde.weights.span import covering
+from tpde.weights.source import Decoder
+from tpde.weights.tensor import PackedTensor
 
 START = 512  # rows start at multiples of it in a buffer, as whole weights do
 
@@ -98,7 +97,7 @@ class _Prepared(NamedTuple):
 
     tile: Tile
     start: int
-    decoders: list[Callable[[Tensor], None]]
+    decoders: list[Decoder]
 
 
 class RowTiles:
@@ -106,14 +105,8 @@ class RowTiles:
 
     Parameters
     ----------
-    parts : sequence of (Source, int)
-        What makes it up, with byte offsets.
-    shape : tuple of int
-        Of the matrix.
-    dtype : torch.dtype
-        Of the matrix.
-    tile_bytes : int
-        Of the buffer.
+    packed : PackedTensor
+        The matrix. Its `tile_bytes` are those of the buffer.
 
     Raises
     ------
@@ -121,25 +114,17 @@ class RowTiles:
         If the buffer has not room for a single row.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[Source, int]],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        tile_bytes: int,
-    ) -> None:
-        self._columns, self._dtype = shape[1], dtype
-        row = shape[1] * dtype.itemsize
-        header = parts[0][0].header
-        chunk_words = max(packed.header.chunk_words for packed, _ in parts)
+    def __init__(self, packed: PackedTensor) -> None:
+        rows, self._columns = packed.shape
+        self._dtype, room = packed.dtype, packed.tile_bytes
+        row, headers = self._columns * self._dtype.itemsize, [source.header for source in packed.sources]
+        header, chunk_words = headers[0], max(header.chunk_words for header in headers)
         self._prepared = []
-        even = len(parts) == 1 and header.segment_words >= header.words
-        for tile in row_tiles(shape[0], shape[1], header.word_bytes, chunk_words, tile_bytes, even=even):
-            begin, end = tile.begin * row, tile.end * row
-            ranges = covering(parts, begin, end)
-            start = align(begin - ranges[0].offset, START)
-            decoders = [it.packed.chunks(it.first, it.last, it.offset - begin + start) for it in ranges]
-            self._prepared.append(_Prepared(tile, start, decoders))
+        even = len(headers) == 1 and header.segment_words >= header.words
+        for tile in row_tiles(rows, self._columns, header.word_bytes, chunk_words, room, even=even):
+            span = packed.span(tile.begin * row, tile.end * row)
+            start = align(span.begin - span.chunks()[0].offset, START)
+            self._prepared.append(_Prepared(tile, start, span.decoders(start)))
 
     def __call__(self, buffer: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Tiles in their order: first row, row after the last, and the rows; each overwrites the last."""

@@ -22,7 +22,7 @@ from tpde.streaming.cache import ExpertCache
 from tpde.streaming.checks import Checks, Decoded
 from tpde.streaming.device import Device
 from tpde.streaming.pieces import Part, Piece, cut
-from tpde.weights.span import ChunkRange, covering
+from tpde.weights.span import ChunkRange
 
 _ALIGN = 256  # of pieces in a place
 
@@ -33,10 +33,9 @@ def expert_ranges(slot: Slot, number: int) -> list[ChunkRange]:
     Where chunks do not start anew with each expert, as in small tensors, those at the ends hold words of its
     neighbours too.
     """
-    step = slot.nbytes // slot.shape[0]
     return [
         it._replace(offset=slot.offset + it.offset, stop=slot.offset + it.stop)
-        for it in covering(slot.parts, number * step, (number + 1) * step)
+        for it in slot.packed.expert(number).chunks()
     ]
 
 
@@ -45,10 +44,10 @@ def expert_pieces(slots: Sequence[Slot], number: int, piece: int) -> list[Piece]
     parts = []
     for slot in slots:
         for it in expert_ranges(slot, number):
-            if it.packed.travels:
-                begin = it.packed.header.chunk_range(it.first, it.first)[0]
-                out = it.offset - begin * it.packed.header.word_bytes
-                parts.append(Part(it.packed, out, it.first, it.last))
+            if it.source.travels:
+                begin = it.source.header.chunk_range(it.first, it.first)[0]
+                out = it.offset - begin * it.source.header.word_bytes
+                parts.append(Part(it.source, out, it.first, it.last))
     return cut(parts, piece, gap=0)  # between tensors of an expert lie those of others
 
 
@@ -79,7 +78,7 @@ class Expert(Decoded):
         self.copied: list[Any] = []
         ranges = [it for slot in slots for it in expert_ranges(slot, number)]
         self.rest: list[Callable[[Tensor], None]] = [
-            it.packed.chunks(it.first, it.last, it.offset) for it in ranges if not it.packed.travels
+            it.source.chunks(it.first, it.last, it.offset) for it in ranges if not it.source.travels
         ]
 
 
@@ -164,7 +163,7 @@ class ExpertStore:
         made = Expert(slots, number, self.device, self._piece)
         if made.room > self._room:
             raise InvalidInput(
-                f"expert {number} of `{slots[0].parts[0][0].name}` takes {made.room} bytes, a place of the "
+                f"expert {number} of `{slots[0].packed.name}` takes {made.room} bytes, a place of the "
                 f"cache has {self._room}; make the cache for all modules"
             )
         return made
@@ -281,7 +280,7 @@ class ModuleExperts:
         """
         with ExitStack() as opened:
             for slot in self._slots:
-                opened.enter_context(slot.parts[0][0].opened())
+                opened.enter_context(slot.packed.opened())
             self._fetch(numbers, out)
 
     def _fetch(self, numbers: Sequence[int], out: Tensor) -> None:

@@ -116,6 +116,10 @@ class Streamed(Source):
         """Refuse other blobs."""
         raise PackedWeight(f"`{self.name}` {_ADVICE} to load a state dict into it")
 
+    def stored(self) -> torch.Tensor:
+        """Refuse."""
+        raise PackedWeight(f"`{self.name}` {_ADVICE} to copy, pickle or save it")
+
     def clone(self) -> Source:
         """Refuse."""
         raise PackedWeight(f"`{self.name}` {_ADVICE} to copy, pickle or save it")
@@ -152,9 +156,6 @@ class Streamed(Source):
             return ChunkDecoder(self, first, last, offset)
         assert self._streams is not None
         return self._streams.chunks(self, first, last, offset)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise PackedWeight(f"`{self.name}` {_ADVICE} to copy, pickle or save it")
 
     def device_tables(self) -> tuple[Any, torch.Tensor] | None:
         """Expanded tables, and their image on the device; None if the kernels cannot decode the blob."""

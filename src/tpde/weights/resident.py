@@ -126,6 +126,11 @@ class Resident(Source):
             blob = blob.to(self._blob.device, copy=True)
         self._open(blob)
 
+    def stored(self) -> torch.Tensor:
+        """The blob, without the rest of a larger tensor that it may be a piece of."""
+        blob = self._blob
+        return blob.clone() if blob.untyped_storage().nbytes() > blob.numel() else blob
+
     def clone(self) -> Resident:
         """The same in memory of its own."""
         return Resident(self._blob.clone(), self.name)
@@ -155,16 +160,6 @@ class Resident(Source):
             return None
         at = self._blob.data_ptr()
         return Item(self.header, tables[0], at, tables[1].data_ptr(), offset, chunks=chunks)
-
-    def __getstate__(self) -> dict[str, Any]:
-        blob = self._blob
-        if blob.untyped_storage().nbytes() > blob.numel():  # a piece of a larger one, which stays behind
-            blob = blob.clone()
-        return {"blob": blob, "name": self.name}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.name, self.version = state["name"], 0
-        self._open(state["blob"])
 
 
 class _Start(BytesSource):

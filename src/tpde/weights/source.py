@@ -130,6 +130,16 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def stored(self) -> torch.Tensor:
+        """The blob, in a tensor that holds nothing else, as it is saved.
+
+        Raises
+        ------
+        PackedWeight
+            If it is in a file, and stays there.
+        """
+
+    @abstractmethod
     def clone(self) -> Source:
         """The same in memory of its own.
 

@@ -9,7 +9,7 @@ from tpde.weights.source import Source
 
 
 class ChunkRange(NamedTuple):
-    """Chunks `first` to `last` of a packed tensor.
+    """Chunks `first` to `last` of a source.
 
     Attributes
     ----------
@@ -19,7 +19,7 @@ class ChunkRange(NamedTuple):
         Byte of the weight where chunk `last` ends.
     """
 
-    packed: Source
+    source: Source
     first: int
     last: int
     offset: int
@@ -40,12 +40,12 @@ def covering(parts: Iterable[tuple[Source, int]], begin: int, end: int) -> list[
         Bytes of the weight.
     """
     found = []
-    for packed, at in parts:
-        low, high = max(begin - at, 0), min(end - at, packed.nbytes)
+    for source, at in parts:
+        low, high = max(begin - at, 0), min(end - at, source.nbytes)
         if low >= high:
             continue
-        header, size = packed.header, packed.header.word_bytes
+        header, size = source.header, source.header.word_bytes
         first, last = header.chunk_of(low // size), header.chunk_of((high - 1) // size)
         start, stop = header.chunk_range(first, last)
-        found.append(ChunkRange(packed, first, last, at + start * size, at + stop * size))
+        found.append(ChunkRange(source, first, last, at + start * size, at + stop * size))
     return found

@@ -22,6 +22,7 @@ from tpde.integrations.garbage import collecting_later
 from tpde.integrations.runs import Run
 from tpde.nn import finish, replace_parameter, supports
 from tpde.packing.directory import INDEX_SUFFIX
+from tpde.weights.tensor import PackedTensor
 
 WEIGHTS = "diffusion_pytorch_model"
 
@@ -177,11 +178,11 @@ def load(
                     _place(model, name, checkpoint.decode(stored, target).to(wanted))
             if streaming is None:
                 read = checkpoint.read([run.parts[0] for run in packed.values()], target)
-                parts = {name: [(tensor, 0)] for name, tensor in zip(packed, read, strict=True)}
+                parts = {name: PackedTensor(source) for name, source in zip(packed, read, strict=True)}
             else:
                 parts = streaming.load(model, checkpoint, packed, dict.fromkeys(packed, target))
-            for name, pieces in parts.items():
-                replace_parameter(model, name, pieces)
+            for name, weight in parts.items():
+                replace_parameter(model, name, weight)
             # What is in no file: buffers that models compute.
             for module in model.modules():
                 for name, buffer in module._buffers.items():

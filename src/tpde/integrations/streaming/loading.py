@@ -31,6 +31,7 @@ from tpde.streaming.stream import Streamer
 from tpde.streaming.trace import Trace, start_trace, write_trace
 from tpde.streaming.units import Placement
 from tpde.weights.source import Source
+from tpde.weights.tensor import PackedTensor
 
 
 class _Homes:
@@ -145,7 +146,7 @@ class Streaming:
         checkpoint: Checkpoint,
         runs: Mapping[str, Run[Stored]],
         where: Mapping[str, torch.device],
-    ) -> dict[str, list[tuple[Source, int]]]:
+    ) -> dict[str, PackedTensor]:
         """Bring all weights to where they were planned to be.
 
         All but what stays in host memory, which comes from `begin` on. Of what a device keeps, plain weights
@@ -165,10 +166,10 @@ class Streaming:
 
         Returns
         -------
-        dict of str to list of (Source, int)
-            The parts of those parameters that are packed. The others are plain parameters of the model now.
+        dict of str to PackedTensor
+            Those parameters that are packed. The others are plain parameters of the model now.
         """
-        parts: dict[str, list[tuple[Source, int]]] = {}
+        parts: dict[str, PackedTensor] = {}
         homes: dict[torch.device, _Homes] = {}
         for name in forward_order(runs):  # the first forward pass waits for files that come to host memory
             run, home = runs[name], homes.setdefault(where[name], _Homes())
@@ -199,7 +200,7 @@ class Streaming:
                 homes[device].found.update(self._open(device, supplies))
             for home in homes.values():
                 plain = home.plain
-                parts |= {name: it.placed(home.found) for name, it in home.runs.items() if name not in plain}
+                parts |= {name: it.opened(home.found) for name, it in home.runs.items() if name not in plain}
         return parts
 
     def cut(self, model: torch.nn.Module) -> None:
@@ -209,7 +210,7 @@ class Streaming:
                 module = model.get_submodule(unit)
                 assert isinstance(module, PackedModule)
                 for slot in module.tpde_slots.values():
-                    slot.tile_bytes = plan.workspace
+                    slot.packed.tile_bytes = plan.workspace
 
     def attach(self, model: Any) -> None:
         """Belong to a model that is loaded: while it lives, so does this."""

@@ -45,7 +45,7 @@ def routed_modules(model: nn.Module, streamer: Any) -> list[PackedModule]:
     """
     found = []
     for _, module in packed_modules(model):
-        parts: list[Any] = [part for slot in fused(module) for part, _ in slot.parts]
+        parts = [source for slot in fused(module) for source in slot.packed.sources]
         here = all(it.in_host_memory(streamer) for it in parts)
         if parts and here and routes(module.tpde_base):
             found.append(module)

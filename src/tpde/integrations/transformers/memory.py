@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from tpde.errors import OutOfMemory
 from tpde.memory import free_bytes, gib
-from tpde.nn import packed_modules
+from tpde.nn import PackedParameter
 
 
 class Peak:
@@ -57,12 +56,10 @@ def explained(device: torch.device, what: str) -> Iterator[None]:
 
 def weight_bytes(model: torch.nn.Module) -> dict[str, int]:
     """Bytes of a model's packed weights, of the same ones plain, and of those that are stored plain."""
-    blobs: dict[int, tuple[Any, int]] = {}
-    for _, module in packed_modules(model):
-        for slot in module.tpde_slots.values():
-            blobs.update({id(part): (part.packed_bytes, part.nbytes) for part, _ in slot.parts})
+    packed = {id(it.packed): it.packed for it in model.parameters() if isinstance(it, PackedParameter)}
+    plain = [it for it in model.parameters() if not isinstance(it, PackedParameter)]
     return {
-        "packed_bytes": sum(packed for packed, _ in blobs.values()),
-        "unpacked_bytes": sum(plain for _, plain in blobs.values()),
-        "plain_bytes": sum(it.numel() * it.element_size() for it in model.parameters()),
+        "packed_bytes": sum(it.packed_bytes for it in packed.values()),
+        "unpacked_bytes": sum(it.nbytes for it in packed.values()),
+        "plain_bytes": sum(it.numel() * it.element_size() for it in plain),
     }

@@ -25,10 +25,10 @@ from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
-from tpde.integrations.transformers.streamed import Budget, ModelStreaming, hide_blobs, show_blobs
+from tpde.integrations.transformers.streamed import Budget, ModelStreaming
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.memory import require
-from tpde.nn import finish, replace_parameter
+from tpde.nn import PackedParameter, PackedTensor, finish, replace_parameter
 from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
@@ -93,7 +93,7 @@ class TpdeHfQuantizer(HfQuantizer):
         self._checkpoint: Checkpoint | None = None
         self._plan: Plan | None = None
         self._placeholders: Placeholders | None = None
-        self._parts: dict[str, list[tuple[Source, int]]] = {}
+        self._parts: dict[str, PackedTensor] = {}
         self._target = _target.get() or _Target()
         self.streamed = False
 
@@ -220,8 +220,8 @@ class TpdeHfQuantizer(HfQuantizer):
 
     def _read(
         self, plan: Plan, checkpoint: Checkpoint, where: dict[str, torch.device]
-    ) -> dict[str, list[tuple[Source, int]]]:
-        """Read every blob to its device; gives the parts of each parameter."""
+    ) -> dict[str, PackedTensor]:
+        """Read every blob to its device; gives the packed weight of each parameter."""
         wanted: dict[torch.device, dict[str, Stored]] = {}
         for name, run in plan.runs.items():
             wanted.setdefault(where[name], {}).update({part.name: part for part in run.parts})
@@ -231,7 +231,7 @@ class TpdeHfQuantizer(HfQuantizer):
             tensors = checkpoint.read(list(stored.values()), device)
             packed.update({(device, name): it for name, it in zip(stored, tensors, strict=True)})
         return {
-            name: run.placed({part.name: packed[where[name], part.name] for part in run.parts})
+            name: run.opened({part.name: packed[where[name], part.name] for part in run.parts})
             for name, run in plan.runs.items()
         }
 
@@ -286,16 +286,17 @@ class TpdeHfQuantizer(HfQuantizer):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             uses.setdefault(id(parameter), []).append(name)
         done = set[str]()
-        for name, parts in self._parts.items():
+        for name, packed in self._parts.items():
             path, _, leaf = name.rpartition(".")
             if name in done:
                 continue
-            for use in uses[id(getattr(model.get_submodule(path), leaf))]:
+            held = getattr(model.get_submodule(path), leaf)
+            made = PackedParameter(packed, held.requires_grad)
+            for use in uses[id(held)]:
                 owner, _, key = use.rpartition(".")
                 if key in model.get_submodule(owner)._parameters:  # not a second path to the same module
-                    replace_parameter(model, use, parts)
+                    replace_parameter(model, use, made)
                 done.add(use)
-        hide_blobs(model)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._placeholders is not None:
@@ -305,7 +306,6 @@ class TpdeHfQuantizer(HfQuantizer):
         self.conversions, model._weight_conversions = getattr(model, "_weight_conversions", None) or [], []
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
-        show_blobs(model)
         streaming, self._target = self._target.streaming, _Target()
         if streaming is not None:
             streaming.cut(model)

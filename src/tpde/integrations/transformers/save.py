@@ -10,7 +10,7 @@ from torch import nn
 
 from tpde.format.constants import SUFFIX
 from tpde.integrations.runs import NotARun, Run
-from tpde.nn import pack_tensor, packed_modules
+from tpde.nn import PackedTensor, pack_tensor, packed_modules
 from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
@@ -49,20 +49,19 @@ def _with_runs(model: nn.Module) -> dict[str, Any]:
     """The model's state dict with runs in the place of blobs; of tied weights, the one they are tied to."""
     state: dict[str, Any] = model.state_dict()
     tied = getattr(model, "all_tied_weights_keys", {})
-    kept: dict[tuple[int, ...], str] = {}
+    kept: dict[int, str] = {}
     for path, module in packed_modules(model):
         prefix = f"{path}." if path else ""
         for name, slot in module.tpde_slots.items():
-            for buffer in slot.buffer_names():
-                state.pop(prefix + buffer, None)
-            key, full = tuple(id(part) for part, _ in slot.parts), prefix + name
+            key, full = id(slot.packed), prefix + name
+            state.pop(full, None)
             before = kept.get(key)
             if before is not None and before not in tied:
                 continue
             if before is not None:
                 del state[before]
             kept[key] = full
-            state[full] = Run(slot.shape, slot.dtype, [part for part, _ in slot.parts])
+            state[full] = Run(slot.shape, slot.dtype, slot.packed.sources)
     return state
 
 
@@ -83,7 +82,7 @@ def _revert(model: Any, state: dict[str, Any], conversions: list[Any]) -> dict[s
             for name in [name for name in made if name not in plain and isinstance(made[name], torch.Tensor)]:
                 packed = pack_tensor(made[name].contiguous(), name)
                 if packed is not None:
-                    made[name] = Run(made[name].shape, made[name].dtype, [packed])
+                    made[name] = Run(made[name].shape, made[name].dtype, packed.sources)
             return made
     finally:
         model._weight_conversions = before
@@ -97,22 +96,16 @@ def _is_converted(name: str, conversions: list[Any]) -> bool:
 
 
 def _whole(name: str, run: Run[Source]) -> Source | None:
-    """The packed tensor that a run is; made anew if it is not exactly one."""
+    """The source that a run is; made anew if it is not exactly one."""
     first = run.parts[0]
-    if len(run.parts) == 1 and first.header.spec.shape == tuple(run.shape):
+    if len(run.parts) == 1 and first.shape == tuple(run.shape):
         return first
-    return pack_tensor(_decoded(run), name)
+    packed = pack_tensor(_decoded(run), name)
+    return None if packed is None else packed.sources[0]
 
 
 def _decoded(run: Run[Source]) -> torch.Tensor:
     """A run as a plain tensor."""
-    from tpde.nn.slot import Slot
-
-    at, parts = 0, []
-    for part in run.parts:
-        parts.append((part, at))
-        at += part.nbytes
-    if len(parts) == 1:  # whatever its shape was
-        (packed, _), shape = parts[0], parts[0][0].header.spec.shape
-        return Slot("", [(packed, 0)], run.dtype, shape).fresh().reshape(run.shape)
-    return Slot("", parts, run.dtype, run.shape).fresh()
+    only = len(run.parts) == 1
+    weight = PackedTensor(run.parts, run.parts[0].shape if only else run.shape)
+    return weight.decoded().reshape(run.shape)

@@ -17,7 +17,7 @@ from tpde.integrations.transformers.experts import cache_size, routed_modules
 from tpde.integrations.transformers.plan import Plan
 from tpde.integrations.transformers.tokens import TokenLimit
 from tpde.integrations.transformers.warmup import Warmup
-from tpde.nn import packed_modules, route_experts
+from tpde.nn import route_experts
 from tpde.nn.experts import fused
 from tpde.streaming.device import CudaDevice
 from tpde.streaming.experts import ExpertStore
@@ -158,20 +158,3 @@ class ModelStreaming(Streaming):
         for device, store in self.experts.items():
             found[str(device)] |= store.stats()
         return found
-
-
-def hide_blobs(model: torch.nn.Module) -> None:
-    """Take the blobs of streamed weights out of a model's buffers.
-
-    They have no data, and nothing to move: where a model is spread over devices, accelerate would try to.
-    """
-    for _, module in packed_modules(model):
-        for key, packed in module._packed().items():
-            if not packed.settled:
-                module._buffers.pop(key, None)
-
-
-def show_blobs(model: torch.nn.Module) -> None:
-    """Put them back."""
-    for _, module in packed_modules(model):
-        module.tpde_sync()

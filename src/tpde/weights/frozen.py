@@ -1,0 +1,86 @@
+"""Making decoded weights look to PyTorch as the plain ones do, without their being trained.
+
+PyTorch chooses kernels by whether a weight requires a gradient, even where none is computed: `at::matmul`
+folds a strided input's batch into its rows then, and else does not. So a decoded weight says what the plain
+one says. But no gradient of it may be computed, which would take time and come to nothing. What does both is
+a view that was made while gradients were off, of a tensor that requires one: it says that it requires a
+gradient, and autograd finds no edge to follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def as_weight(flat: Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad: bool) -> Tensor:
+    """Bytes as a weight that says whether it requires a gradient, and gets none.
+
+    Parameters
+    ----------
+    flat : torch.Tensor
+        One-dimensional, uint8, of the weight's size.
+    dtype, shape
+        Of the weight.
+    requires_grad : bool
+        What the plain weight says.
+
+    Examples
+    --------
+    >>> weight = as_weight(torch.zeros(8, dtype=torch.uint8), torch.float32, torch.Size((1, 2)), True)
+    >>> weight.requires_grad
+    True
+    >>> out = torch.nn.functional.linear(torch.ones(1, 2, requires_grad=True), weight)
+    >>> out.sum().backward()
+    >>> weight.grad is None
+    True
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        weight = flat.view(dtype).view(shape)
+        if not requires_grad:
+            return weight
+        # `.data`: writing to the buffer must not count as changing the view, which then gets an edge.
+        leaf = weight.data.requires_grad_(True)
+        return leaf.view_as(leaf)
+
+
+def alias(weight: Tensor) -> Tensor:
+    """The same memory in a tensor of its own, which says the same of gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        return weight.view_as(weight)
+
+
+class _Given(torch.autograd.Function):
+    """Values that depend on nothing, and say that they do."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
+        return None, None
+
+
+_leaves: dict[torch.device, Tensor] = {}
+
+
+def as_looked_up(values: Tensor, requires_grad: bool) -> Tensor:
+    """Values that were looked up in a weight, as the plain one gives them while gradients are recorded.
+
+    Parameters
+    ----------
+    values : torch.Tensor
+        Of a floating-point dtype, in memory of its own.
+    requires_grad : bool
+        What the plain weight says.
+    """
+    if not (requires_grad and torch.is_grad_enabled()):
+        return values
+    leaf = _leaves.get(values.device)
+    if leaf is None:
+        with torch.inference_mode(False):
+            leaf = _leaves[values.device] = torch.zeros((), device=values.device, requires_grad=True)
+    return cast(Tensor, _Given.apply(leaf, values))  # type: ignore[no-untyped-call]

@@ -1,0 +1,101 @@
+"""Views of decoded copies: what is computed from them is ordinary, what would change them is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpde.errors import PackedWeight
+
+
+def refuse_change(name: str, how: str) -> PackedWeight:
+    """The error for a change that would be lost."""
+    return PackedWeight(
+        f"`{name}` is packed, and `{how}` would change a copy of it that is then lost; call "
+        "`tpde.unpack_module(module)` first. (Adapters cannot be merged into packed weights.)"
+    )
+
+
+def function_name(func: Any) -> str:
+    """What a function is called, for errors and rules."""
+    owner = getattr(func, "__self__", None)
+    name = str(getattr(func, "__name__", func))
+    return f"{getattr(owner, '__name__', '')} =".strip() if name == "__set__" else name
+
+
+def changes_first(func: Any) -> bool:
+    """Whether a function changes its first argument, by PyTorch's convention for names."""
+    name = str(getattr(func, "__name__", ""))
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _DUNDERS or name == "__set__"
+
+
+_DUNDERS = {
+    "__setitem__",
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")),
+    *(f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "concat")),
+}
+
+
+class ReadOnly(Tensor):
+    """Memory of a decoded copy: `weight[0]`, `weight.t()`.
+
+    Attributes
+    ----------
+    tpde_name : str
+        Of the weight.
+    """
+
+    tpde_name: str
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str) -> ReadOnly:
+        """A tensor that refuses to be changed."""
+        made = tensor.as_subclass(cls)
+        made.tpde_name = name
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run what does not change the copy, on the tensor beneath."""
+        kwargs = kwargs or {}
+        ours = [it for it in (*args, *kwargs.values()) if isinstance(it, cls)]
+        first = next(iter((*args, *kwargs.values())), None)
+        if isinstance(first, cls) and changes_first(func) and func not in _HARMLESS:
+            raise refuse_change(first.tpde_name, function_name(func))
+        if isinstance(kwargs.get("out"), cls):
+            raise refuse_change(kwargs["out"].tpde_name, function_name(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = {it.untyped_storage().data_ptr(): it.tpde_name for it in ours}
+            result = func(*args, **kwargs)
+            return guarded(result, memory)
+
+
+def guarded(result: Any, memory: dict[int, str]) -> Any:
+    """Results, those of them read-only that lie in memory of decoded copies, by address and name."""
+    if isinstance(result, (tuple, list)):
+        made = [guarded(it, memory) for it in result]
+        if isinstance(result, tuple):
+            return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
+        return made
+    if not isinstance(result, Tensor):
+        return result
+    if type(result) is ReadOnly:
+        result = result.as_subclass(Tensor)
+    if type(result) is not Tensor or result.device.type == "meta" or result.layout is not torch.strided:
+        return result
+    name = memory.get(result.untyped_storage().data_ptr())
+    return result if name is None or not result.numel() else ReadOnly.of(result, name)
+
+
+_HARMLESS = {
+    Tensor.grad.__set__,  # type: ignore[union-attr]
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_,
+    Tensor.retain_grad,
+    Tensor.detach_,
+}

@@ -1,0 +1,310 @@
+"""A packed weight at rest: what it is made of, and rebuilding all or some of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tpde.errors import InvalidInput, PackedWeight
+from tpde.format.blob import align
+from tpde.weights.resident import Resident
+from tpde.weights.rows import RowReader
+from tpde.weights.source import Decoder, Source, decoder
+from tpde.weights.span import ChunkRange, covering
+
+ALIGN = 512  # the allocator's own: matrix libraries choose other kernels for addresses that are less round
+
+
+class User(Protocol):
+    """What keeps something that was derived from a packed weight."""
+
+    def changed(self) -> None:
+        """Forget it: the weight's blobs are others, or elsewhere."""
+
+    def frozen(self) -> None:
+        """Forget what says that the weight requires a gradient: it does not any more."""
+
+
+class PackedTensor:
+    """A packed weight at rest: sources whose tensors follow each other in its memory.
+
+    Parameters
+    ----------
+    sources : Source or iterable of Source
+        What it is made of, in the order of its memory: one, or several, as the experts of a fused weight.
+    shape : iterable of int, optional
+        Of the weight; by default that of its only source.
+    name : str, optional
+        What errors call it; by default the first source's name.
+
+    Raises
+    ------
+    InvalidInput
+        If the sources do not make up such a weight.
+
+    Attributes
+    ----------
+    parts : list of (Source, int)
+        The sources with their byte offsets in the weight.
+    dtype : torch.dtype
+        Of the weight.
+    shape : torch.Size
+        Of the weight.
+    nbytes : int
+        Of the weight, plain.
+    tile_bytes : int
+        Room for tiles of its rows, if it is a matrix larger than any buffer; 0 if it is decoded whole.
+        Whoever loads a model sets it.
+
+    Examples
+    --------
+    >>> blob = torch.frombuffer(data, dtype=torch.uint8)  # doctest: +SKIP
+    >>> weight = PackedTensor(Resident(blob, "layers.0.up.weight"))  # doctest: +SKIP
+    >>> weight.decoded().shape  # doctest: +SKIP
+    torch.Size([11008, 4096])
+    """
+
+    def __init__(
+        self, sources: Source | Iterable[Source], shape: Iterable[int] | None = None, name: str | None = None
+    ) -> None:
+        found = [sources] if isinstance(sources, Source) else list(sources)
+        if not found:
+            raise InvalidInput("a packed weight is made of one source at least; none was given")
+        first = found[0]
+        self.name = first.name if name is None else name
+        self.dtype = first.dtype
+        self.shape = torch.Size(first.shape if shape is None else tuple(shape))
+        self.parts: list[tuple[Source, int]] = []
+        self.nbytes = self.tile_bytes = 0
+        for source in found:
+            if source.dtype != self.dtype:
+                raise InvalidInput(
+                    f"`{source.name}` holds {source.dtype}, `{first.name}` {self.dtype}; the parts of a "
+                    "weight are of one dtype"
+                )
+            self.parts.append((source, self.nbytes))
+            self.nbytes += source.nbytes
+        if self.nbytes != self.shape.numel() * self.dtype.itemsize:
+            raise InvalidInput(
+                f"`{self.name}` of shape {list(self.shape)} has {self.shape.numel() * self.dtype.itemsize} "
+                f"bytes, its parts have {self.nbytes}"
+            )
+        if len(found) == 1 and first.shape != tuple(self.shape):
+            raise InvalidInput(f"`{first.name}` has shape {list(first.shape)}, {list(self.shape)} is needed")
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._forget()
+
+    # ---- what it is ----
+
+    @property
+    def sources(self) -> list[Source]:
+        """What it is made of."""
+        return [source for source, _ in self.parts]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first source is decoded."""
+        return self.parts[0][0].device
+
+    @property
+    def together(self) -> bool:
+        """Whether all sources are decoded on one device."""
+        return all(source.device == self.device for source, _ in self.parts)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all bytes are on the device by now, and stay as they are there."""
+        return all(source.settled for source, _ in self.parts)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of all blobs."""
+        return sum(source.packed_bytes for source, _ in self.parts)
+
+    def span(self, begin: int, end: int) -> Span:
+        """Bytes `begin` to `end` of the weight."""
+        return Span(self, begin, end)
+
+    def expert(self, number: int) -> Span:
+        """One of the first dimension: an expert of a fused weight, or a row."""
+        step = self.nbytes // self.shape[0]
+        return Span(self, number * step, (number + 1) * step)
+
+    def __repr__(self) -> str:
+        return f"PackedTensor({self.name!r}, {list(self.shape)}, {self.dtype}, {self.packed_bytes} bytes)"
+
+    # ---- changing ----
+
+    def watch(self, user: User) -> None:
+        """Tell a user, which is not held, when the weight is another, elsewhere, or frozen."""
+        self._users.add(user)
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Take the same blobs where a function moves them.
+
+        Raises
+        ------
+        PackedWeight
+            If they cannot be moved, or would be changed.
+        """
+        for source in self.sources:
+            source.apply(fn)
+        self.refresh()
+
+    def load(self, other: PackedTensor, *, assign: bool = False) -> None:
+        """Take the blobs of another weight of the same dtype and shape: see `Source.load`.
+
+        Raises
+        ------
+        InvalidInput, PackedWeight
+            If it is made of other tensors, or of what stays in a file. Then all is as before.
+        """
+        pairs = list(zip(self.sources, other.sources, strict=False))
+        specs = [source.header.spec for source in self.sources]
+        if specs != [source.header.spec for source in other.sources]:
+            raise InvalidInput(
+                f"`{self.name}` is {self.dtype} of shape {list(self.shape)} in {len(self.parts)} blobs, "
+                f"`{other.name}` is {other.dtype} of shape {list(other.shape)} in {len(other.parts)}; a "
+                "packed weight takes one that is packed alike"
+            )
+        for mine, theirs in pairs:
+            mine.load(theirs, assign=assign)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Tell users if a blob is another, or elsewhere, than when they were told last."""
+        if self._versions != [source.version for source, _ in self.parts]:
+            self._forget()
+            for user in list(self._users):
+                user.changed()
+
+    def tell_frozen(self) -> None:
+        """Tell users that the weight was frozen."""
+        for user in list(self._users):
+            user.frozen()
+
+    def _forget(self) -> None:
+        self._versions = [source.version for source, _ in self.parts]
+        self._decoder: Decoder | None = None
+        self._rows: RowReader | None = None
+
+    def clone(self) -> PackedTensor:
+        """The same in memory of its own."""
+        made = PackedTensor([source.clone() for source in self.sources], self.shape, self.name)
+        made.tile_bytes = self.tile_bytes
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedTensor:
+        made = memo[id(self)] = self.clone()
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of plain types, so that `torch.load(weights_only=True)` takes it.
+        blobs = [source.stored() for source in self.sources]
+        names = [source.name for source in self.sources]
+        return rebuild_tensor, (blobs, names, tuple(self.shape), self.name, self.tile_bytes)
+
+    # ---- decoding ----
+
+    def prepare(self) -> None:
+        """Put on the device what `decode_into` needs.
+
+        Raises
+        ------
+        PackedWeight
+            If the weight is larger than any buffer.
+        """
+        if self.tile_bytes:
+            raise PackedWeight(
+                f"`{self.name}` has {self.nbytes} bytes, and is decoded in tiles of its rows since no more "
+                f"than {self.tile_bytes} fit under the VRAM budget: the layer's forward pass works, its "
+                "`weight` cannot be read; load the model with more `vram`"
+            )
+        if self._decoder is None:
+            self._decoder = decoder(self.parts)
+
+    def decode_into(self, out: Tensor) -> None:
+        """Decode the weight to the start of a buffer of bytes, on the current stream.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk.
+        """
+        self.prepare()
+        assert self._decoder is not None
+        self._decoder(out)
+
+    def decoded(self, room: int = 0) -> Tensor:
+        """The weight in memory of its own, of at least `room` bytes."""
+        self.prepare()
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.empty(max(align(self.nbytes, ALIGN), room, 1), dtype=torch.uint8, device=self.device)
+            self.decode_into(flat)
+            return flat[: self.nbytes].view(self.dtype).view(self.shape)
+
+    def prepare_rows(self) -> None:
+        """Put on the device what `rows` needs."""
+        if self._rows is None:
+            self._rows = RowReader(self.parts[0][0])
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of a matrix of one source: a tensor of shape `(*ids.shape, columns)`. See `RowReader`."""
+        self.prepare_rows()
+        assert self._rows is not None
+        return self._rows(ids)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let the bytes be read where they lie: see `Source.opened`."""
+        with ExitStack() as opened:
+            for source, _ in self.parts:
+                opened.enter_context(source.opened())
+            yield
+
+
+class Span(NamedTuple):
+    """Bytes `begin` to `end` of a packed weight, decoded without the rest as far as chunks allow."""
+
+    tensor: PackedTensor
+    begin: int
+    end: int
+
+    def chunks(self) -> list[ChunkRange]:
+        """The chunks that hold it: the first may start before it, and the last end behind it."""
+        return covering(self.tensor.parts, self.begin, self.end)
+
+    def decoders(self, at: int) -> list[Decoder]:
+        """What decodes its chunks to a buffer, its own first byte to byte `at`."""
+        return [it.source.chunks(it.first, it.last, it.offset - self.begin + at) for it in self.chunks()]
+
+    def decoded(self, room: int = 0) -> Tensor:
+        """Its bytes, in memory of their own of at least `room` bytes, at an address as round as in it."""
+        ranges = self.chunks()
+        at = align(self.begin - ranges[0].offset, ALIGN) + self.begin % ALIGN
+        size = at + ranges[-1].stop - self.begin
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.empty(max(size, room), dtype=torch.uint8, device=self.tensor.device)
+            for decode in self.decoders(at):
+                decode(flat)
+            return flat[at : at + self.end - self.begin]
+
+
+def rebuild_tensor(
+    blobs: list[Tensor], names: list[str], shape: tuple[int, ...], name: str, tile_bytes: int
+) -> PackedTensor:
+    """A packed weight from what `pickle` kept of it; the blobs are checked as those of a file are.
+
+    Raises
+    ------
+    InvalidInput, Truncated, UnsupportedVersion, Corrupt
+        If they are not valid.
+    """
+    made = PackedTensor([Resident(blob, it) for blob, it in zip(blobs, names, strict=True)], shape, name)
+    made.tile_bytes = tile_bytes
+    return made
