@@ -13,7 +13,7 @@ from support.garbage import alive, uncollected
 from support.models import assert_same_bits
 from support.small import IDS, Model, torch
 
-from tpde.nn import pack_module, packed_modules, unpack_module
+from tpde.nn import PackedParameter, PackedTensor, Resident, pack_module, packed_modules, unpack_module
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
@@ -29,9 +29,11 @@ def test_copies(pair: tuple[Model, Model], how: str) -> None:
         torch.save(packed, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
+    packed_embedding = packed.embed.weight.packed
     del pair, packed
     assert_same_bits(other(IDS), plain(IDS))
-    assert other.embed._buffers["weight_tpde"] is other.head._buffers["weight_tpde"]
+    assert other.embed.weight is other.head.weight
+    assert other.embed.weight.packed is not packed_embedding
     spaces = {id(module.tpde_group().workspace) for name, module in packed_modules(other) if name != "embed"}
     assert len(spaces) == 1
     assert other.blocks[0].forward.group is other.blocks[0].up.tpde_group()
@@ -43,9 +45,10 @@ def test_copies(pair: tuple[Model, Model], how: str) -> None:
 def test_a_pickle_holds_no_workspace_and_no_plain_weight() -> None:
     torch.manual_seed(0)
     model = pack_module(Model(128, 1000).to(torch.bfloat16))
-    blobs = sum(blob.numel() for blob in {id(b): b for b in model.buffers()}.values())
-    rest = sum(p.numel() * 2 for p in model.parameters())
-    assert len(pickle.dumps(model)) < blobs + rest + 30_000
+    packed = [it.packed.packed_bytes for it in model.parameters() if isinstance(it, PackedParameter)]
+    rest = [it.numel() * 2 for it in model.parameters() if not isinstance(it, PackedParameter)]
+    assert len(packed) == 7
+    assert len(pickle.dumps(model)) < sum(packed) + sum(rest) + 30_000
 
 
 def test_copy_of_one_module(pair: tuple[Model, Model]) -> None:
@@ -59,15 +62,19 @@ def test_copy_of_one_module(pair: tuple[Model, Model]) -> None:
 
 def test_copy_of_a_blob_that_is_a_piece_of_a_larger_tensor(pair: tuple[Model, Model]) -> None:
     plain, packed = pair
-    names = {id(packed.get_buffer(name)): name for name in packed.state_dict() if name.endswith("_tpde")}
-    blobs = {id(blob): blob for blob in packed.buffers()}
-    arena = torch.cat(list(blobs.values()))
-    places = dict(zip(blobs, arena.split([blob.numel() for blob in blobs.values()]), strict=True))
-    packed.load_state_dict({names[i]: part for i, part in places.items()}, assign=True, strict=False)
-    assert packed.blocks[0].up.weight_tpde.untyped_storage().nbytes() == arena.numel()
+    weights = {name: it for name, it in packed.named_parameters() if isinstance(it, PackedParameter)}
+    blobs = [it.packed.sources[0].blob for it in weights.values()]
+    pieces = torch.cat(blobs).split([blob.numel() for blob in blobs])
+    state = {
+        name: PackedParameter(PackedTensor(Resident(piece, name)))
+        for name, piece in zip(weights, pieces, strict=True)
+    }
+    packed.load_state_dict(state, assign=True, strict=False)
+    ours, theirs = (it["blocks.0.up.weight"].packed.sources[0].blob for it in (weights, state))
+    assert ours is theirs
     assert len(pickle.dumps(packed.blocks[1].up)) < 20_000
     other = pickle.loads(pickle.dumps(packed))
-    assert other.embed.weight_tpde is other.head.weight_tpde
+    assert other.embed.weight is other.head.weight
     assert_same_bits(other(IDS), plain(IDS))
     assert_same_bits(copy.deepcopy(packed)(IDS), plain(IDS))
 
@@ -81,7 +88,7 @@ def test_a_model_that_is_dropped_is_freed_at_once(how: str, pair: tuple[Model, M
         model(IDS)
     refs = [weakref.ref(module) for module in model.modules()]
     refs += [weakref.ref(module.tpde_group()) for name, module in packed_modules(model) if name != "embed"]
-    refs += [weakref.ref(blob) for blob in model.buffers()] if how != "copied" else []
+    refs += [weakref.ref(parameter) for parameter in model.parameters()] if how != "copied" else []
     with uncollected():
         del model
         assert alive(refs) == []

@@ -15,7 +15,15 @@ from support.streamed import stream_model, write_blobs
 from torch import nn
 
 from tpde.errors import Corrupt, InvalidInput, ReadError
-from tpde.nn import finish, pack_module, pack_tensor, packed_modules, replace_parameter, route_experts
+from tpde.nn import (
+    PackedTensor,
+    finish,
+    pack_module,
+    pack_tensor,
+    packed_modules,
+    replace_parameter,
+    route_experts,
+)
 from tpde.nn.experts import fused
 from tpde.streaming.experts import ExpertStore, expert_room
 from tpde.streaming.stream import Streamer
@@ -32,14 +40,13 @@ def by_expert(model: Any) -> Any:
         for name, parameter in list(module._parameters.items()):
             if parameter is None or parameter.dim() != 3:
                 continue
-            parts, at = [], 0
+            sources = []
             for e, expert in enumerate(parameter.data):
                 for i, half in enumerate(expert.chunk(2) if name == "gate_up_proj" else [expert]):
                     packed = pack_tensor(half.contiguous(), f"{path}.{e}.{name}.{i}")
                     assert packed is not None
-                    parts.append((packed, at))
-                    at += packed.nbytes
-            replace_parameter(model, f"{path}.{name}", parts)
+                    sources += packed.sources
+            replace_parameter(model, f"{path}.{name}", PackedTensor(sources, parameter.shape))
     return pack_module(model, min_bytes=1024)
 
 
@@ -284,7 +291,7 @@ def test_damage_is_named_and_not_kept(tmp_path: Path) -> None:
     plain = make("mixtral")
     with Routed(copy.deepcopy(plain), tmp_path, split=True) as ours, torch.no_grad():
         experts = ours.model.model.layers[0].mlp.experts
-        packed = experts.tpde_slots["down_proj"].parts[2][0]
+        packed = experts.down_proj.packed.sources[2]
         whole = ours.supply._bytes(packed.extent)
         at = packed.extent.offset + packed.header.chunks_at + 40
         whole[at] ^= 0x10

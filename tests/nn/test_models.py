@@ -7,7 +7,7 @@ import copy
 import pytest
 from support.models import CAUSAL, NAMES, assert_same_bits, inputs, make, outputs, torch
 
-from tpde.nn import pack_module, packed_modules, plain_state_dict, unpack_module
+from tpde.nn import PackedParameter, pack_module, packed_modules, plain_state_dict, unpack_module
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -76,4 +76,4 @@ def test_plain_state_dict(name: str) -> None:
     assert list(found) == list(expected)
     for key, value in expected.items():
         assert_same_bits(found[key], value, key)
-    assert any(key.endswith("_tpde") for key in model.state_dict())
+    assert any(isinstance(value, PackedParameter) for value in model.state_dict().values())

@@ -18,6 +18,8 @@ from torch import nn
 from tpde.errors import Corrupt, InvalidInput, OutOfMemory, PackedWeight
 from tpde.nn import (
     PackedModule,
+    PackedParameter,
+    PackedTensor,
     finish,
     pack_module,
     pack_tensor,
@@ -31,23 +33,32 @@ from tpde.nn.group import Workspace
 
 
 def test_what_is_packed(pair: tuple[Model, Model]) -> None:
-    _, packed = pair
+    plain, packed = pair
     names = [name for name, _ in packed_modules(packed)]
     assert names == ["embed", *(f"blocks.{i}.{n}" for i in range(3) for n in ("up", "down")), "head"]
     assert isinstance(packed.blocks[0].up, nn.Linear)
     assert isinstance(packed.embed, nn.Embedding)
     assert "packed=0." in repr(packed.blocks[0].up)
-    assert [name for name, _ in packed.named_parameters()] == [
+    kinds = {name: type(parameter) for name, parameter in packed.named_parameters()}
+    assert [name for name, kind in kinds.items() if kind is nn.Parameter] == [
         f"blocks.{i}.{name}" for i in range(3) for name in ("norm.weight", "norm.bias", "up.bias")
     ]
-    assert "blocks.1.down.weight_tpde" in packed.state_dict()
+    assert list(kinds) == [name for name, _ in plain.named_parameters()]
+    assert list(packed.state_dict()) == list(plain.state_dict())
+    assert set(kinds.values()) == {nn.Parameter, PackedParameter}
 
 
 def test_tied_weights_are_one_blob(pair: tuple[Model, Model]) -> None:
     _, packed = pair
-    assert packed.embed._buffers["weight_tpde"] is packed.head._buffers["weight_tpde"]
-    blobs = {id(tensor) for tensor in packed.buffers()}
+    assert packed.embed.weight is packed.head.weight
+    blobs = {id(it.packed) for it in packed.parameters() if isinstance(it, PackedParameter)}
     assert len(blobs) == 7
+
+
+def blob_of(parameter: Any) -> Any:
+    """The blob of a weight of one source."""
+    (source,) = parameter.packed.sources
+    return source.blob
 
 
 class _Twice(nn.Module):
@@ -169,10 +180,13 @@ def test_state_dicts(pair: tuple[Model, Model]) -> None:
     assert not torch.equal(other(IDS), plain(IDS))
     other.load_state_dict(packed.state_dict())
     assert_same_bits(other(IDS), plain(IDS))
-    assert other.embed._buffers["weight_tpde"] is other.head._buffers["weight_tpde"]
-    assert other.embed.weight_tpde is not packed.embed.weight_tpde
+    assert other.embed.weight is other.head.weight
+    assert blob_of(other.embed.weight) is not blob_of(packed.embed.weight)
     other.load_state_dict(packed.state_dict(), assign=True)
+    assert blob_of(other.embed.weight) is blob_of(packed.embed.weight)
     assert_same_bits(other(IDS), plain(IDS))
+    packed.load_state_dict(plain.state_dict())  # the same values
+    assert_same_bits(packed(IDS), plain(IDS))
     found = plain_state_dict(packed)
     assert list(found) == list(plain.state_dict())
     assert found["embed.weight"] is found["head.weight"]
@@ -180,21 +194,20 @@ def test_state_dicts(pair: tuple[Model, Model]) -> None:
 
 def test_state_dicts_that_do_not_fit(pair: tuple[Model, Model]) -> None:
     plain, packed = pair
-    with pytest.raises(RuntimeError, match=r"(?s)blocks.0.up.weight` is plain.*unpack_module"):
-        packed.load_state_dict(plain.state_dict())
+    state = dict(plain.state_dict())
+    state["blocks.0.up.weight"] = state["blocks.0.up.weight"].clone()
+    state["blocks.0.up.weight"].view(torch.int16)[3, 5] ^= 1
+    with pytest.raises(RuntimeError, match=r"(?s)`blocks.0.up.weight` is packed, and other .*unpack_module"):
+        packed.load_state_dict(state)
     state = packed.state_dict()
-    state["blocks.0.up.weight_tpde"], state["blocks.0.down.weight_tpde"] = (
-        state["blocks.0.down.weight_tpde"],
-        state["blocks.0.up.weight_tpde"],
+    state["blocks.0.up.weight"], state["blocks.0.down.weight"] = (
+        state["blocks.0.down.weight"],
+        state["blocks.0.up.weight"],
     )
-    with pytest.raises(RuntimeError, match=r"the blob holds BF16 of shape \[64, 192\]"):
+    with pytest.raises(RuntimeError, match=r"`blocks.0.down.weight` is torch.bfloat16 of shape \[64, 192\]"):
         packed.load_state_dict(state)
-    state = packed.state_dict()
-    state["blocks.0.up.weight_tpde"] = state["blocks.0.up.weight_tpde"][:-300]
-    with pytest.raises(RuntimeError, match=r"`blocks.0.up.weight`.*the blob has"):
-        packed.load_state_dict(state)
-    del state["blocks.0.up.weight_tpde"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.0.up.weight_tpde"):
+    del state["blocks.0.up.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*blocks.0.up.weight"):
         packed.load_state_dict(state)
     assert_same_bits(packed(IDS), plain(IDS))
 
@@ -202,7 +215,7 @@ def test_state_dicts_that_do_not_fit(pair: tuple[Model, Model]) -> None:
 def test_damage_names_tensor_and_chunk() -> None:
     torch.manual_seed(0)
     model = pack_module(Model(256, 500).to(torch.bfloat16))
-    blob = model.blocks[1].down.weight_tpde
+    blob = blob_of(model.blocks[1].down.weight)
     blob[blob.numel() * 3 // 4] ^= 0x10
     for _ in range(2):  # the lock is left as it was
         with pytest.raises(Corrupt, match=r"blocks.1.down.weight") as caught:
@@ -212,7 +225,7 @@ def test_damage_names_tensor_and_chunk() -> None:
     blob[blob.numel() * 3 // 4] ^= 0x10
     assert model(IDS).shape == (2, 7, 500)
     assert not model.blocks[1].up.tpde_group().workspace.depth
-    model.embed.weight_tpde[5000:] = 255
+    blob_of(model.embed.weight)[5000:] = 255
     with pytest.raises(Corrupt, match=r"`embed.weight`"):
         model(IDS)
 
@@ -447,22 +460,20 @@ def test_replacing_on_the_meta_device() -> None:
     plain = nn.ModuleDict({"experts": Experts(), "out": nn.Linear(64, 64)})
     with torch.device("meta"):
         model = nn.ModuleDict({"experts": Experts(), "out": nn.Linear(64, 64, bias=False)})
-    parts = []
+    sources = []
     for number in range(4):
         for half in range(2):
             piece = plain["experts"].gate_up_proj[number, 48 * half : 48 * (half + 1)].detach().contiguous()
             packed = pack_tensor(piece, f"experts.{number}.w{half}")
             assert packed is not None
-            parts.append((packed, (number * 2 + half) * piece.numel() * 4))
-    replace_parameter(model, "experts.gate_up_proj", parts[::-1])
+            sources += packed.sources
+    replace_parameter(model, "experts.gate_up_proj", PackedTensor(sources, (4, 96, 64)))
     replace_parameter(model, "out.weight", pack_tensor(plain["out"].weight.detach(), "out.weight"))
     finish(model)
     x = torch.randn(3, 64)
     for number in range(4):
         assert_same_bits(model["experts"](x, number), plain["experts"](x, number))
-    assert [key for key in model.state_dict() if key.startswith("experts")] == [
-        f"experts.gate_up_proj_{i}_tpde" for i in range(8)
-    ]
+    assert list(model.state_dict()) == ["experts.gate_up_proj", "out.weight"]
     again = copy.deepcopy(model)
     again.load_state_dict(model.state_dict())
     assert_same_bits(again["experts"](x, 2), plain["experts"](x, 2))
@@ -472,7 +483,7 @@ def test_replacing_on_the_meta_device() -> None:
 def test_replacing_what_does_not_fit() -> None:
     model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(64))
     packed = pack_tensor(torch.randn(64, 32), "it")
-    with pytest.raises(InvalidInput, match=r"shape \[64, 32\].*needs \[32, 64\]"):
+    with pytest.raises(InvalidInput, match=r"shape \[32, 64\], the packed weight .*shape \[64, 32\]"):
         replace_parameter(model, "0.weight", packed)
     with pytest.raises(InvalidInput, match=r"no parameter `2.weight`"):
         replace_parameter(model, "2.weight", packed)
@@ -480,11 +491,14 @@ def test_replacing_what_does_not_fit() -> None:
         replace_parameter(model, "0.wight", packed)
     with pytest.raises(InvalidInput, match="LayerNorm cannot be packed"):
         replace_parameter(model, "1.weight", packed)
-    with pytest.raises(InvalidInput, match="parts must follow each other"):
-        replace_parameter(model, "0.weight", [(packed, 64)])
     half = pack_tensor(torch.randn(16, 64), "half")
     with pytest.raises(InvalidInput, match="has 8192 bytes, its parts have 4096"):
-        replace_parameter(model, "0.weight", [(half, 0)])
+        PackedTensor(half.sources, (32, 64))
+    with pytest.raises(InvalidInput, match="one source at least"):
+        PackedTensor([])
+    other = pack_tensor(torch.randn(160, 64).half(), "other")
+    with pytest.raises(InvalidInput, match=r"`other` holds torch.float16, `half` torch.float32"):
+        PackedTensor([*half.sources, *other.sources], (32, 64))
     with pytest.raises(InvalidInput, match=r"torch.float64"):
         replace_parameter(model, "0.weight", pack_tensor(torch.randn(32, 64).double(), "double"))
     assert type(model[0]) is nn.Linear
@@ -518,6 +532,9 @@ def test_a_workspace_is_not_given_back_before_another_stream_is_done(monkeypatch
 
         def data_ptr(self) -> int:
             return 1 << 20
+
+        def untyped_storage(self) -> Any:
+            return torch.empty(0).untyped_storage()
 
         def record_stream(self, stream: Any) -> None:
             self.recorded.append(stream)

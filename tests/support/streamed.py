@@ -9,24 +9,24 @@ from typing import Any
 import torch
 
 from tpde.format.source import Extent, FileSource
-from tpde.nn import finish, packed_modules
+from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
 from tpde.streaming.stream import Streamer
 from tpde.streaming.tensor import Streamed
 
 
 def write_blobs(model: Any, path: Path) -> tuple[FileSource, dict[int, Extent]]:
-    """Write the blobs of a packed model to a file; gives their extents by the ids of the packed tensors."""
+    """Write the blobs of a packed model to a file; gives their extents by the ids of the sources."""
     places: dict[int, tuple[int, int, str]] = {}
     with path.open("wb") as file:
         for _, module in packed_modules(model):
             for slot in module.tpde_slots.values():
-                for packed, _ in slot.parts:
-                    if id(packed) in places:
+                for it in slot.packed.sources:
+                    if id(it) in places:
                         continue
                     at = -(-file.tell() // 256) * 256
                     file.seek(at)
-                    file.write(packed.blob.cpu().numpy().tobytes())
-                    places[id(packed)] = (at, packed.blob.numel(), packed.name)
+                    file.write(it.blob.cpu().numpy().tobytes())
+                    places[id(it)] = (at, it.packed_bytes, it.name)
     source = FileSource(path)
     return source, {key: Extent(source, *place) for key, place in places.items()}
 
@@ -40,16 +40,14 @@ def stream_model(
     prepare: Callable[[Any], None] = lambda model: None,
 ) -> Any:
     """Replace the packed weights of a model by streamed ones, prepare it, and finish."""
-    made: dict[int, Streamed] = {}
-    for _, module in packed_modules(model):
-        for slot in module.tpde_slots.values():
-            parts = []
-            for packed, at in slot.parts:
-                if id(packed) not in made:
-                    made[id(packed)] = Streamed(extents[id(packed)], streamer, device, supply)
-                parts.append((made[id(packed)], at))
-            slot.parts = parts
-            slot.changed()
-        module.tpde_sync()
+    weights: dict[int, PackedParameter] = {}
+    for path, module in list(packed_modules(model)):
+        for name, slot in list(module.tpde_slots.items()):
+            packed = slot.packed
+            if id(packed) not in weights:
+                sources = [Streamed(extents[id(it)], streamer, device, supply) for it in packed.sources]
+                made = PackedTensor(sources, packed.shape)
+                weights[id(packed)] = PackedParameter(made, slot.parameter.plain_requires_grad)
+            replace_parameter(model, f"{path}.{name}".lstrip("."), weights[id(packed)])
     prepare(model)
     return finish(model)

@@ -21,6 +21,7 @@ from tpde.format.blob import BlobHeader  # noqa: E402
 from tpde.format.constants import CODEC_PREFIX  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
+from tpde.nn import PackedParameter, PackedTensor  # noqa: E402
 from tpde.nn.slot import Slot  # noqa: E402
 from tpde.streaming.cache import ExpertCache  # noqa: E402
 from tpde.streaming.experts import ExpertStore, expert_ranges, expert_room  # noqa: E402
@@ -168,8 +169,10 @@ def test_inserting_twice() -> None:
 def fused_slot(experts: int, words: int, segment: int) -> Any:
     spec = TensorSpec("BF16", (experts, words))
     header = BlobHeader(spec, CODEC_PREFIX, segment, 8192)
-    parts = [(SimpleNamespace(header=header, nbytes=spec.nbytes), 0)]
-    return SimpleNamespace(parts=parts, nbytes=spec.nbytes, shape=spec.shape, offset=512)
+    source = SimpleNamespace(header=header, nbytes=spec.nbytes)
+    fused = SimpleNamespace(parts=[(source, 0)], nbytes=spec.nbytes, shape=spec.shape)
+    fused.expert = lambda number: PackedTensor.expert(fused, number)
+    return SimpleNamespace(packed=fused, offset=512)
 
 
 @given(experts=st.integers(1, 6), words=st.integers(1, 50_000), number=st.integers(0, 5))
@@ -210,9 +213,9 @@ class Fixture:
             Streamed(Extent(self.source, *place, f"e{i}"), None, CPU, self.supply)  # type: ignore[arg-type]
             for i, place in enumerate(blobs)
         ]
-        shape, size = (experts, 100, 200), 40_000
+        shape = (experts, 100, 200)
         self.slots = [
-            Slot(name, [(made[2 * e + i], e * size) for e in range(experts)], torch.bfloat16, shape)
+            Slot(name, PackedParameter(PackedTensor([made[2 * e + i] for e in range(experts)], shape)))
             for i, name in enumerate(("up", "down"))
         ]
         self.slots[1].offset = 1 << 20
@@ -312,9 +315,9 @@ def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:
         it.store.check()
         it.experts.fetch([0, 1], it.out)
         it.store.check()
-        extent = it.slots[0].parts[1][0].extent
+        extent = it.slots[0].packed.sources[1].extent
         whole = it.supply._bytes(extent)
-        whole[extent.offset + int(it.slots[0].parts[1][0].offsets[1]) + 40] ^= 1
+        whole[extent.offset + int(it.slots[0].packed.sources[1].offsets[1]) + 40] ^= 1
         it.experts.fetch([0], it.out)
         it.store.check()
         it.experts.fetch([1], it.out)

@@ -17,7 +17,7 @@ from torch import nn
 from tpde.errors import Corrupt, InvalidInput, Truncated
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_torch
-from tpde.nn import pack_module, pack_tensor
+from tpde.nn import PackedParameter, pack_module, pack_tensor
 from tpde.nn.slot import Slot
 from tpde.weights import operators as ops
 from tpde.weights.decoder import Materializer
@@ -41,7 +41,7 @@ def test_every_content_in_one_buffer(dtype: str, monkeypatch: pytest.MonkeyPatch
     items, at = [], 0
     for it, tensor in zip(packed, tensors, strict=True):
         assert it is not None
-        items.append((it, at))
+        items.append((it.sources[0], at))
         at += tensor.nbytes + 512
     out = torch.full((at,), 0xA5, dtype=torch.uint8)
     Materializer(items, CPU)(out)
@@ -52,7 +52,7 @@ def test_every_content_in_one_buffer(dtype: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_blobs_that_are_none() -> None:
-    good = pack_tensor(torch.randn(100, 100), "w").blob
+    good = pack_tensor(torch.randn(100, 100), "w").sources[0].blob
     with pytest.raises(InvalidInput, match="`w`: a blob is one-dimensional"):
         Resident(good.view(2, -1), "w")
     with pytest.raises(InvalidInput, match="meta"):
@@ -69,7 +69,7 @@ def test_blobs_that_are_none() -> None:
 def test_pickled_blob() -> None:
     tensor = torch.randn(100, 100)
     packed = pickle.loads(pickle.dumps(pack_tensor(tensor, "w")))
-    assert_same_bits(Slot("w", [(packed, 0)], tensor.dtype, tensor.shape).fresh(), tensor)
+    assert_same_bits(packed.decoded(), tensor)
 
 
 def test_a_report_that_is_being_written_is_not_read() -> None:
@@ -86,7 +86,7 @@ def test_a_report_that_is_being_written_is_not_read() -> None:
 
 
 def test_rows_refuse_other_indices() -> None:
-    rows = RowReader(pack_tensor(torch.randn(100, 64), "w"))
+    rows = RowReader(pack_tensor(torch.randn(100, 64), "w").sources[0])
     with pytest.raises(RuntimeError, match="integers of 32 or 64 bits"):
         rows(torch.zeros(3))
 
@@ -98,7 +98,7 @@ def slot() -> tuple[Slot, Any]:
     weight = torch.randn(48, 64)
     packed = pack_tensor(weight, "w")
     assert packed is not None
-    return Slot("weight", [(packed, 0)], weight.dtype, weight.shape), weight
+    return Slot("weight", PackedParameter(packed)), weight
 
 
 def test_operators_are_well_formed(slot: tuple[Slot, Any]) -> None:
@@ -124,7 +124,7 @@ def test_what_the_compiler_keeps_does_not_depend_on_units() -> None:
 
 
 def test_gradients_of_gradients_are_refused() -> None:
-    slot = Slot("w", [(pack_tensor(torch.randn(48, 64), "w"), 0)], torch.float32, (48, 64))
+    slot = Slot("w", PackedParameter(pack_tensor(torch.randn(48, 64), "w")))
     x = torch.randn(2, 64, requires_grad=True)
     y = ops.linear(x, None, slot.key, 48, False)
     (first,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
@@ -152,11 +152,11 @@ def test_a_key_dies_with_its_unit(slot: tuple[Slot, Any]) -> None:
     old = packed.key
     packed.changed()
     assert packed.key != old
-    other = Slot("weight", packed.parts, packed.dtype, packed.shape)
+    other = Slot("weight", packed.parameter)
     key = other.key
     del other
     with pytest.raises(InvalidInput, match="compile the model again"):
-        torch.ops.tpde.weights.decoder(torch.empty(0), key, 48 * 64, torch.float32)
+        torch.ops.tpde.materialize(torch.empty(0), key, 48 * 64, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
@@ -208,7 +208,7 @@ def test_blocks_compiled_one_by_one_share_a_program(how: str) -> None:
             assert_same_bits(model(**took).logits, expected)
     assert len(graphs) == 2  # of the first block; and with the key as an input
     for graph in graphs:
-        assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.tpde.weights.decoder)) == 1
+        assert len(graph.graph.find_nodes(op="call_function", target=torch.ops.tpde.materialize)) == 1
     torch._dynamo.reset()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
 from tpde.streaming.stream import Streamer, Unit  # noqa: E402
 from tpde.streaming.tensor import Streamed  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
+from tpde.weights.tensor import PackedTensor  # noqa: E402
 
 
 def replace_shape(header: Any, shape: tuple[int, ...]) -> Any:
@@ -534,17 +537,20 @@ def test_a_ring_without_places_streams_rows_only(tmp_path: Path) -> None:
 
 
 def test_a_streamed_tensor_stays_where_it_is(tmp_path: Path) -> None:
-    import pickle
-
     with Fixture(tmp_path, [5000]) as made:
         tensor = made.tensors[0]
         tensor.apply(lambda it: it.to("cpu"))
         with pytest.raises(PackedWeight, match=r"`t0` is streamed .* without `vram=` to move it"):
             tensor.apply(lambda it: it.to("meta"))
+        weight = PackedTensor(tensor)
         with pytest.raises(PackedWeight, match="to copy, pickle or save it"):
-            pickle.dumps(tensor)
+            pickle.dumps(weight)
+        with pytest.raises(PackedWeight, match="to copy, pickle or save it"):
+            copy.deepcopy(weight)
         with pytest.raises(PackedWeight, match="to load a state dict"):
-            tensor.load(torch.zeros(1, dtype=torch.uint8))
+            weight.load(PackedTensor(tensor))
+        with pytest.raises(PackedWeight, match="to save or copy it"):
+            tensor.blob  # noqa: B018
 
 
 def test_a_damaged_index_is_refused_on_opening(tmp_path: Path) -> None:

@@ -97,11 +97,11 @@ def test_covering_chunks(shapes: list[tuple[int, int]], segments: bool, ends: tu
     for it, outer in ((found[0], begin), (found[-1], end - 2)):
         assert it.offset <= outer < it.stop
     first, last = found[0], found[-1]
-    size = first.packed.header.chunk_range(first.first, first.first)
+    size = first.source.header.chunk_range(first.first, first.first)
     assert begin < first.offset + 2 * (size[1] - size[0])
-    size = last.packed.header.chunk_range(last.last, last.last)
+    size = last.source.header.chunk_range(last.last, last.last)
     assert end > last.stop - 2 * (size[1] - size[0])
     assert all(one.stop == other.offset for one, other in itertools.pairwise(found))
     for it in found:
-        low, high = it.packed.header.chunk_range(it.first, it.last)
+        low, high = it.source.header.chunk_range(it.first, it.last)
         assert it.stop - it.offset == 2 * (high - low)

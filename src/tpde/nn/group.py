@@ -289,6 +289,11 @@ class Group:
             )
         return self._workspace
 
+    def open_workspace(self) -> Workspace | None:
+        """The workspace, if this thread has a scope of any group open there."""
+        space = self._workspace
+        return space if space is not None and space.thread == get_ident() else None
+
     def decode_into(self, out: Tensor) -> None:
         """Decode all weights, but those in tiles, into a buffer of bytes, on the current stream."""
         self._decode_always(out)

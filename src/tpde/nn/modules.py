@@ -10,7 +10,6 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -137,11 +136,9 @@ class PackedModule(_Base):
                 nothing = torch.empty(0, device=slot.device)  # is never computed
                 return slot.materialize(nothing).view(slot.shape)
             return slot.in_buffer(group.flat)
-        if isinstance(self, PackedEmbedding) or not slot.packed.together:
-            return slot.parameter
-        group = self.tpde_group()
-        space = group.workspace
-        if space.thread != get_ident():
+        group = slot.group  # none of embeddings
+        space = None if group is None else group.open_workspace()
+        if group is None or space is None:
             return slot.parameter
         return alias(group.view(slot)) if space.group is group else slot.parameter.plain()
 

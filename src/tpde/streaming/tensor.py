@@ -137,8 +137,7 @@ class Streamed(Source):
 
     def opened(self) -> contextlib.AbstractContextManager[None]:
         """Raise `ReadError` if the chunks were given up; inside, nobody gives them up."""
-        assert self._streams is not None
-        return self._streams.opened()
+        return contextlib.nullcontext() if self._streams is None else self._streams.opened()
 
     def watch(self, reader: Watched) -> None:
         """Raise what a reader of rows has found so far; the streamer will ask it again."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -259,13 +259,9 @@ class PackedTensor:
         assert self._rows is not None
         return self._rows(ids)
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Let the bytes be read where they lie: see `Source.opened`."""
-        with ExitStack() as opened:
-            for source, _ in self.parts:
-                opened.enter_context(source.opened())
-            yield
+    def opened(self) -> AbstractContextManager[None]:
+        """Let the bytes be read where they lie: see `Source.opened`. One brings all of a weight."""
+        return self.parts[0][0].opened()
 
 
 class Span(NamedTuple):
