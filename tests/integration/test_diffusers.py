@@ -231,7 +231,7 @@ def test_a_layer_larger_than_the_workspace(streamed: Callable[..., Opened], tmp_
     folder, kind = packed_folder(transformer(), tmp_path), diffusers.PixArtTransformer2DModel
     model = load(kind, folder, vram="1GiB", activations="64MiB")
     (slot,) = model.proj_out.tpde_slots.values()
-    assert slot.tile_bytes == 40 << 10
+    assert slot.packed.tile_bytes == 40 << 10
     with pytest.raises(PackedWeight):
         model.proj_out.weight.sum()
 

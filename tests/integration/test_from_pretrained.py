@@ -56,16 +56,16 @@ def test_bits(name: str, tmp_path: Path) -> None:
     assert packed.hf_quantizer.decoded == 0
     with PackedFile(pair.packed / "model.safetensors") as file:
         names = {
-            slot.parts[0][0].name
+            slot.packed.name
             for _, it in packed_nn.packed_modules(packed)
             for slot in it.tpde_slots.values()
         }
         assert names <= set(file.packed_names())
         parts = {
-            part.name
+            source.name
             for _, it in packed_nn.packed_modules(packed)
             for slot in it.tpde_slots.values()
-            for part, _ in slot.parts
+            for source in slot.packed.sources
         }
         assert parts == set(file.packed_names())  # every one, and nothing was decoded
 
@@ -88,18 +88,18 @@ def test_sharded(name: str, tmp_path: Path) -> None:
 
 def test_experts_are_many_parts_of_one_weight(tmp_path: Path) -> None:
     packed = tpde.from_pretrained(checkpoint(tmp_path, "mixtral").packed)
-    slots = packed.model.layers[0].mlp.experts.tpde_slots
-    names = [part.name.rpartition("experts.")[2] for part, _ in slots["gate_up_proj"].parts]
+    experts = packed.model.layers[0].mlp.experts
+    names = [it.name.rpartition("experts.")[2] for it in experts.gate_up_proj.packed.sources]
     assert names == [f"{i}.{w}.weight" for i in range(4) for w in ("w1", "w3")]
-    assert len(slots["down_proj"].parts) == 4
+    assert len(experts.down_proj.packed.sources) == 4
 
 
 def test_tied_weights_are_there_once(tmp_path: Path) -> None:
     packed = tpde.from_pretrained(checkpoint(tmp_path, "t5").packed)
     modules = [packed.shared, packed.encoder.embed_tokens, packed.decoder.embed_tokens, packed.lm_head]
-    assert len({module.tpde_slots["weight"].parts[0][0] for module in modules}) == 1
+    assert len({id(module.weight) for module in modules}) == 1
     packed.tie_weights()  # as some code does again later
-    assert len({module.tpde_slots["weight"].parts[0][0] for module in modules}) == 1
+    assert len({id(module.weight) for module in modules}) == 1
 
 
 def test_tied_by_the_model_but_not_by_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,10 +124,7 @@ def test_the_same_weight_twice_in_the_files_is_tied(tmp_path: Path) -> None:
     save_file(state, pair.plain / "model.safetensors", {"format": "pt"})
     tpde.pack(pair.plain, pair.packed, force=True)
     packed = _same("qwen2", pair)
-    blobs = {
-        module.tpde_slots["weight"].parts[0][0] for module in (packed.lm_head, packed.model.embed_tokens)
-    }
-    assert len(blobs) == 1
+    assert packed.lm_head.weight is packed.model.embed_tokens.weight
 
 
 def test_a_head_that_the_files_lack_is_initialised(tmp_path: Path) -> None:

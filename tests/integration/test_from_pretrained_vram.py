@@ -63,14 +63,14 @@ def test_where_units_are(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
     with simulated(monkeypatch, choose) as opened:
         model = load(llama.packed)
     slots = {n: s for n, m in packed_nn.packed_modules(model) for s in m.tpde_slots.values()}
-    parts = {name: slot.parts[0][0] for name, slot in slots.items()}
+    parts = {name: slot.packed.sources[0] for name, slot in slots.items()}
     assert not any(name.startswith("model.layers.2.") for name in parts)
     assert type(model.model.layers[2].mlp.up_proj) is torch.nn.Linear
-    assert parts["model.layers.0.mlp.up_proj"].streams is None
+    assert parts["model.layers.0.mlp.up_proj"].settled
     (streamer,) = model.tpde_streamer.streamers.values()
     for name in ("model.embed_tokens", "model.layers.1.mlp.up_proj", "lm_head"):
-        assert parts[name].streams is streamer
-        assert parts[name].blob.device.type == "meta"
+        assert not parts[name].settled
+        assert parts[name].in_host_memory(streamer) == (name != "model.layers.1.mlp.up_proj")
     assert parts["lm_head"].supply is opened.memory[0]
     assert parts["model.layers.1.mlp.up_proj"].supply is opened.disks[0]
 
@@ -80,7 +80,7 @@ def test_a_head_larger_than_the_workspace(monkeypatch: pytest.MonkeyPatch, llama
     with simulated(monkeypatch, every("host"), tiled=("lm_head",), workspace=20 << 10):
         model = load(llama.packed)
         slot = model.lm_head.tpde_slots["weight"]
-        assert slot.tile_bytes == 20 << 10 < slot.nbytes
+        assert slot.packed.tile_bytes == 20 << 10 < slot.nbytes
         with torch.no_grad():
             for found, expected in zip(outputs("llama", model, 2), outputs("llama", plain, 2), strict=True):
                 assert torch.allclose(found, expected, atol=1e-2)  # matrix libraries round tiles differently
@@ -159,7 +159,7 @@ def test_experts_are_fetched_as_routed_to(hosted: Opened, experts: tuple[str, Pa
     slots = [slot for _, it in packed_nn.packed_modules(model) for slot in it.tpde_slots.values()]
     slots = [slot for slot in slots if slot.experts is not None]
     assert {slot.name for slot in slots} == {"gate_up_proj", "down_proj"}
-    every = sum(part.extent.size for slot in slots for part, _ in slot.parts)
+    every = sum(slot.packed.packed_bytes for slot in slots)
     token = inputs(name, 1, 1)
     with torch.no_grad():
         assert_same_bits(model(**token).logits, plain(**token).logits)
@@ -298,7 +298,7 @@ def test_a_plan_has_room_for_two_experts(tmp_path: Path) -> None:
         assert cache_least(shape, plan.runs, []) == 0
     model = tpde.from_pretrained(pair.packed)
     (module,) = [module for _, module in packed_nn.packed_modules(model) if fused(module)]
-    one = sum(part.blob.numel() for slot in fused(module) for part, _ in slot.parts) // 4
+    one = sum(slot.packed.packed_bytes for slot in fused(module)) // 4
     assert 2 * one < least < 2.5 * one + SEGMENT
 
 
@@ -347,7 +347,7 @@ def test_a_streamed_model_stays_where_it_is(hosted: Opened, llama: Pair, tmp_pat
         lambda: tpde.unpack_module(model),
         lambda: model.to("meta"),
         lambda: torch.save(model.state_dict(), tmp_path / "state.pt"),
-        lambda: {name: it.to("cpu") for name, it in model.state_dict().items()},
+        lambda: {name: it.to("meta") for name, it in model.state_dict().items()},
     ):
         with pytest.raises(PackedWeight):
             refused()

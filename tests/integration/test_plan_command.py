@@ -158,14 +158,14 @@ def test_units_are_groups_of_the_loaded_model(packed):
     for path, module in packed_modules(model):
         for slot in module.tpde_slots.values():
             blobs = groups.setdefault(path if slot.group is None else slot.group.name, {})
-            blobs.update({id(part): part for part, _ in slot.parts})
+            blobs.update({id(source): source for source in slot.packed.sources})
     with opened_shape(packed) as (shape, checkpoint, plan):
         units = {unit.name: unit for unit in units_of(shape, plan.runs)}
         assert {unit_of(shape, name) for name in plan.runs} == set(units)
         total = sum(it.extent.size for it in checkpoint.packed.values())
     whole = {name: blobs for name, blobs in groups.items() if name in units}
     for name, blobs in whole.items():
-        assert units[name].packed == sum(it.blob.numel() for it in blobs.values())
+        assert units[name].packed == sum(it.packed_bytes for it in blobs.values())
         assert units[name].plain >= sum(it.nbytes for it in blobs.values())
     # What is not a unit of its own is an embedding tied to one.
     kept = {key for blobs in whole.values() for key in blobs}

@@ -34,7 +34,7 @@ def _damage(model: Any, part: Any) -> None:
 
 def test_damage_after_the_first_use_is_raised_by_a_check(hosted: Opened, llama: Pair) -> None:
     model, took = load(llama.packed), inputs("llama", 1, 4)
-    part = model.lm_head.tpde_slots["weight"].parts[0][0]
+    part = model.lm_head.weight.packed.sources[0]
     with torch.no_grad():
         sound = model(**took).logits
         _damage(model, part)
@@ -54,7 +54,7 @@ def test_damage_is_raised_by_closing(hosted: Opened, llama: Pair) -> None:
     model, took = load(llama.packed), inputs("llama", 1, 4)
     with torch.no_grad():
         model(**took)
-        _damage(model, model.lm_head.tpde_slots["weight"].parts[0][0])
+        _damage(model, model.lm_head.weight.packed.sources[0])
         model(**took)
     with pytest.raises(Corrupt, match="lm_head"):
         model.tpde_streamer.close()
@@ -70,7 +70,7 @@ def test_damage_of_experts_is_raised_by_a_check(hosted: Opened, experts: tuple[s
     with torch.no_grad():
         model(**took)
         store.cache.clear()
-        for part, _ in fused(module)[0].parts:
+        for part in fused(module)[0].packed.sources:
             _damage(model, part)
         model(**took)
     with pytest.raises(Corrupt, match="experts"):

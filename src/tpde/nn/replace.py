@@ -11,6 +11,7 @@ from torch import nn
 from tpde.errors import InvalidInput
 from tpde.nn.group import Group, Pool
 from tpde.nn.modules import PackedEmbedding, PackedModule, is_conv1d, packed_class
+from tpde.nn.moving import CheckedApply
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
 from tpde.weights.parameter import PackedParameter
@@ -144,6 +145,8 @@ def finish(model: nn.Module) -> nn.Module:
         If blobs are on a GPU that cannot decode them.
     """
     ungroup(model)
+    if not isinstance(model, PackedModule):  # which asks itself
+        model.__dict__["_apply"] = CheckedApply(model)
     pool = Pool()
     members: dict[str, list[Slot]] = {}
     blocks: dict[str, str] = {}
@@ -192,6 +195,8 @@ def ungroup(model: nn.Module) -> None:
     """Undo what `finish` did."""
     for module in model.modules():
         module.__dict__.pop("tpde_own_group", None)
+        if isinstance(module.__dict__.get("_apply"), CheckedApply):
+            del module.__dict__["_apply"]
         if "tpde_forward" in module.__dict__:
             ours: BlockForward = module.__dict__.pop("tpde_forward")
             ours.group = None  # whoever put something in its place may go on calling it
