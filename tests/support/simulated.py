@@ -15,8 +15,8 @@ import torch
 
 from tpde.errors import Corrupt
 from tpde.format.source import Extent
-from tpde.streaming.device import Damage
 from tpde.streaming.pieces import Piece
+from tpde.weights.launch import Damage
 
 
 class Stream:

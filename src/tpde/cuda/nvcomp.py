@@ -238,22 +238,22 @@ class ZstdBlob:
             self._contents.append(n)
             at += align(4 + size, 4)
 
-    def launch(self, blob: int, descriptors: int, scratch: int, out: int, status: int, stream: int) -> bool:
+    def launch(self, descriptors: int, status: int, stream: int, blob: int, scratch: int, out: int) -> bool:
         """Decode the blob. Waits for the stream; not for CUDA graphs.
 
         Parameters
         ----------
-        blob : int
-            Address of the blob, a multiple of 16.
-        descriptors, scratch : int
-            Addresses of `descriptors`, and of `scratch_bytes` bytes, multiples of 16.
-        out : int
-            Address of the tensor.
+        descriptors : int
+            Address of `descriptors` on the device, a multiple of 16.
         status : int
             Address of four uint32 on the device. They stay as they are, or if the first was 0 become 1, the
             blob's number, and the number of a chunk whose checksum does not match, lower half first.
         stream : int
             The stream's handle.
+        blob, scratch : int
+            Addresses of the blob, and of `scratch_bytes` bytes, multiples of 16.
+        out : int
+            Address of the tensor.
 
         Returns
         -------

@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from tpde.memory import allocate
 from tpde.streaming.lock import steps
 from tpde.streaming.pieces import Piece
 from tpde.streaming.tensor import put_on_device
-from tpde.weights.launch import REPORTED, capturing, on_device, upload
+from tpde.weights.launch import Damage, DecodeLaunch, Launch, capturing, locked_reports, on_device
 
-_STATUSES = 4096  # 64 KiB: an 8 B model has 400 pieces
-
-
-class Damage(NamedTuple):
-    """A chunk whose checksum does not match."""
-
-    piece: int
-    span: int
-    chunk: int
+_REPORTS = 4096  # 64 KiB: an 8 B model has 400 pieces
 
 
 class Device(Protocol):
@@ -68,34 +59,26 @@ class Device(Protocol):
 
 
 class _Handle(NamedTuple):
-    """Prepared pieces: launches, where their descriptors lie, and four words of host memory for each."""
+    """Prepared pieces: what launches them, and what a trace says of them."""
 
-    works: list[Any]
+    launch: DecodeLaunch
     names: list[str]
-    sizes: list[int]  # of the pieces
-    offsets: list[int]
-    descriptors: torch.Tensor
-    status: torch.Tensor
-    reports: Any  # the same memory as an array
+    sizes: list[int]
 
 
-class _Statuses:
+class _Reports:
     """Four words of locked host memory for each piece, which kernels write to.
 
     Many at a time: allocating such memory takes a call of the driver, which waits while pages are locked.
     """
 
     def __init__(self) -> None:
-        self._rows = self._zeros(_STATUSES)
-
-    def _zeros(self, count: int) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return torch.zeros((count, 4), dtype=torch.int32, pin_memory=True)
+        self._rows = locked_reports(_REPORTS)
 
     def take(self, count: int) -> torch.Tensor:
         """Zeros."""
         if len(self._rows) < count:
-            self._rows = self._zeros(max(count, _STATUSES))
+            self._rows = locked_reports(max(count, _REPORTS))
         taken, self._rows = self._rows[:count], self._rows[count:]
         return taken
 
@@ -132,7 +115,7 @@ class CudaDevice:
                 torch.cuda.current_stream(device)
             )  # the memory may still be in use there
         self._base = made.data_ptr()
-        self._statuses = _Statuses()
+        self._reports = _Reports()
 
     def prepare(self, pieces: Sequence[Piece]) -> _Handle:
         """Put index maps, tables and descriptors on the device, and compile the kernels."""
@@ -147,15 +130,8 @@ class CudaDevice:
         ]
         for work in works:
             work.prepare()
-        sizes = [-(-work.descriptors.size // 16) * 16 for work in works]
-        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        rows = np.zeros(max(sum(sizes), 16), np.uint8)
-        for work, at in zip(works, offsets, strict=True):
-            rows[at : at + work.descriptors.size] = work.descriptors
-        names, lengths = [it.extent.name for it in pieces], [it.extent.size for it in pieces]
-        status = self._statuses.take(len(works))
-        reports = status.numpy().view("<u4")
-        return _Handle(works, names, lengths, offsets, upload(rows, self.device), status, reports)
+        launch = Launch(works, self.device, self._reports.take(len(works)))
+        return _Handle(launch, [it.extent.name for it in pieces], [it.extent.size for it in pieces])
 
     def copy(self, place: int, address: int, piece: Piece) -> Any:
         """Queue a copy on the copy stream."""
@@ -187,31 +163,19 @@ class CudaDevice:
             since, name = self._computing.pop()
             self.trace.compute(since, self._mark(stream), name)
         stream.wait_event(copied)
-        work = handle.works[number]
         with on_device(self.device):
             start = self._mark(stream) if self.trace is not None else None
-            work.launch(
-                handle.descriptors.data_ptr() + handle.offsets[number],
-                out.data_ptr(),
-                handle.status.data_ptr() + 16 * number,
-                stream.cuda_stream,
-                check=True,
-                base=self._base + place,
-            )
+            handle.launch(number, out.data_ptr(), True, self._base + place)
             end = self._mark(stream)
         if self.trace is not None:
             self.trace.decode(start, end, handle.names[number], handle.sizes[number])
-            last = number == len(handle.works) - 1
+            last = number == len(handle.names) - 1
             self._computing[:] = [(self._mark(stream), handle.names[0])] if last else []
         return end
 
     def damage(self, handle: _Handle) -> Damage | None:
         """What the kernels have written to host memory."""
-        for piece in np.flatnonzero(handle.reports[:, 0] == REPORTED).tolist():
-            _, span, low, high = handle.reports[piece].tolist()
-            handle.reports[piece] = 0
-            return Damage(piece, span, high << 32 | low)
-        return None
+        return handle.launch.damage()
 
     def wait(self) -> None:
         """Wait for all streams: kernels of others may read rows from memory that is given back next."""
