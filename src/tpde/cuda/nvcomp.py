@@ -18,10 +18,11 @@ import zstandard
 
 from tpde.codec.blob import RECORD
 from tpde.codec.native import Bytes
+from tpde.codec.registry import Gpu, codec_of
 from tpde.cuda import compile as nvrtc
 from tpde.errors import Corrupt
 from tpde.format.blob import BlobHeader, align
-from tpde.format.constants import CODEC_ZSTD, MODE_CODED, MODE_RAW, RECORD_BYTES
+from tpde.format.constants import MODE_CODED, MODE_RAW, RECORD_BYTES
 
 SOURCE = "merge.cu"
 THREADS = 128  # as in the kernel
@@ -174,8 +175,9 @@ class ZstdBlob:
     """
 
     def __init__(self, header: BlobHeader, blob: Bytes, device: int, number: int = 0) -> None:
-        if header.codec != CODEC_ZSTD:
-            raise ValueError(f"codec {header.codec}; zstd ({CODEC_ZSTD}) is needed")
+        codec = codec_of(header)
+        if codec.gpu is not Gpu.NVCOMP:
+            raise ValueError(f"nvCOMP does not decode codec {codec.number} ({codec.name})")
         self._header, self._device = header, device
         self._offsets: list[int] = []
         self._sizes: list[int] = []

@@ -14,7 +14,6 @@ import torch
 from tpde.codec.blob import BlobReader
 from tpde.errors import Corrupt, PackedWeight, Truncated, UnsupportedVersion
 from tpde.format.blob import align
-from tpde.format.constants import CODEC_CONSTANT
 from tpde.format.source import Extent
 from tpde.memory import allocate
 from tpde.weights.decoder import ChunkDecoder
@@ -85,7 +84,7 @@ class Streamed(Source):
             raise named(error, self.name) from error
         self.header, self.offsets = reader.header, reader.offsets
         self._section, self._host = reader.section, reader
-        self.travels = self.header.codec != CODEC_CONSTANT  # which has no chunks
+        self.travels = self.codec.in_pieces
         self._device_index: torch.Tensor | None = None
 
     def bind(self, streams: Streams | None, supply: Any) -> None:

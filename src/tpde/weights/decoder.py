@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tpde.codec.registry import Gpu
 from tpde.errors import Corrupt, InvalidInput, UnsupportedDevice
-from tpde.format.constants import CODEC_CONSTANT, CODEC_ZSTD
 from tpde.weights.launch import DecodeLaunch, Launch, capturing
 from tpde.weights.source import Source, named
 
@@ -43,7 +43,7 @@ def _frames(packed: Source) -> _Frames | None:
     """What decodes a zstd blob on its device; None, after one warning a process, without nvCOMP."""
     from tpde.cuda import nvcomp
 
-    return _Frames(packed) if packed.header.codec == CODEC_ZSTD and nvcomp.available() else None
+    return _Frames(packed) if packed.codec.gpu is Gpu.NVCOMP and nvcomp.available() else None
 
 
 def repeat(packed: Source, out: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class Materializer:
         assert index is not None
         items = []
         for packed, offset in self.items:
-            if packed.header.codec == CODEC_CONSTANT:
+            if packed.codec.gpu is Gpu.FILL:
                 self._fills.append((packed, offset))
                 continue
             item = packed.item(offset)
@@ -162,7 +162,8 @@ class ChunkDecoder:
         self._verified = False
         begin, end = header.chunk_range(first, last)
         self._begin, self._size = begin * header.word_bytes, (end - begin) * header.word_bytes
-        if packed.device.type == "cuda" and header.codec != CODEC_CONSTANT:
+        self._fill = packed.codec.gpu is Gpu.FILL
+        if packed.device.type == "cuda" and not self._fill:
             from tpde.cuda.decode import WorkList
             from tpde.cuda.items import Chunks
 
@@ -175,7 +176,7 @@ class ChunkDecoder:
     def __call__(self, out: torch.Tensor) -> None:
         """Decode them, on the current stream: see `Materializer`."""
         target = out[self._offset : self._offset + self._size]
-        if self._packed.header.codec == CODEC_CONSTANT:
+        if self._fill:
             repeat(self._packed, target)
             return
         if self._launch is None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tpde.codec.native import Bytes
-from tpde.format.constants import CODEC_CONSTANT
+from tpde.codec.registry import Gpu
 from tpde.weights.decoder import repeat
 from tpde.weights.launch import Launch, RowsLaunch, capturing, locked_reports
 from tpde.weights.source import Source
@@ -29,7 +29,8 @@ class RowReader:
         self._row_bytes = packed.nbytes // max(self._count, 1)
         self._rows: RowsLaunch | None = None
         self._verified = False
-        if self.device.type == "cuda" and packed.header.codec != CODEC_CONSTANT:
+        self._fill = packed.codec.gpu is Gpu.FILL
+        if self.device.type == "cuda" and not self._fill:
             item = packed.item(0)
             if item is not None:
                 self._prepare(item)
@@ -67,7 +68,7 @@ class RowReader:
                 f"{ids.device}; integers of 32 or 64 bits on the same device are needed"
             )
         shape = (*ids.shape, self._width)
-        if self.packed.header.codec == CODEC_CONSTANT:
+        if self._fill:
             return self._constant(shape, ids)
         if self._rows is None:
             rows = self._on_host(ids.detach().reshape(-1).cpu().numpy().astype(np.int64))

@@ -15,6 +15,7 @@ import torch
 
 from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
+from tpde.codec.registry import Codec, codec_of
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.format.blob import BlobHeader
 from tpde.frameworks import torch_dtype
@@ -66,6 +67,11 @@ class Source(ABC):
     @abstractmethod
     def device(self) -> torch.device:
         """Where the tensor is rebuilt."""
+
+    @property
+    def codec(self) -> Codec:
+        """What its blob is, and how that is decoded."""
+        return codec_of(self.header)
 
     @property
     def dtype(self) -> torch.dtype:
