@@ -320,7 +320,7 @@ def test_the_number_of_bytes_that_are_read_ahead_is_kept(
         disk = MemorySupply(ahead=data.draw(st.integers(1, 1 << 20)), late=data.draw(st.booleans()))
         made.streamer.own(disk)
         for i in data.draw(st.sets(st.integers(0, len(SIZES) - 1))):
-            made.tensors[i].supply = disk
+            made.tensors[i].bind(made.streamer, disk)
         units = made.units((0,), (1, 2), (3, 4), (5,))
         copy = made.device.copy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from tpde.codec.registry import Gpu
 from tpde.weights.decoder import repeat
 from tpde.weights.launch import Launch, RowsLaunch, capturing, locked_reports
 from tpde.weights.source import Source
+
+if TYPE_CHECKING:
+    from tpde.cuda.items import Item
 
 
 class RowReader:
@@ -35,7 +38,7 @@ class RowReader:
             if item is not None:
                 self._prepare(item)
 
-    def _prepare(self, item: Any) -> None:
+    def _prepare(self, item: Item) -> None:
         from tpde.cuda.decode import Rows
 
         assert self.device.index is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,6 +21,9 @@ from tpde.format.blob import BlobHeader
 from tpde.frameworks import torch_dtype
 from tpde.packing.writer import default_threads
 from tpde.weights.launch import upload
+
+if TYPE_CHECKING:
+    from tpde.cuda.items import Chunks, Item, Tables
 
 Decoder = Callable[[torch.Tensor], None]  # rebuilds something into a buffer of bytes, on the current stream
 
@@ -61,7 +64,7 @@ class Source(ABC):
     travels = False
     _section: bytes
     _host: BlobReader | None = None
-    _device_tables: tuple[Any, torch.Tensor] | None = None
+    _device_tables: tuple[Tables, torch.Tensor] | None = None
 
     @property
     @abstractmethod
@@ -155,7 +158,7 @@ class Source(ABC):
         """
         return
 
-    def in_host_memory(self, streamer: Any) -> bool:
+    def in_host_memory(self, streamer: object) -> bool:
         """Whether a streamer can ask for any of the chunks at any time, all being in host memory."""
         return False
 
@@ -201,7 +204,7 @@ class Source(ABC):
         except Corrupt as error:
             raise named(error, self.name) from error
 
-    def device_tables(self) -> tuple[Any, torch.Tensor] | None:
+    def device_tables(self) -> tuple[Tables, torch.Tensor] | None:
         """Expanded tables, and their image on the device; None if the kernels cannot decode the blob."""
         from tpde.cuda.items import lookup_tables
 
@@ -213,7 +216,7 @@ class Source(ABC):
         return self._device_tables
 
     @abstractmethod
-    def item(self, offset: int, chunks: Any = None) -> Any:
+    def item(self, offset: int, chunks: Chunks | None = None) -> Item | None:
         """What the kernels take: an `Item`, of some chunks or all; None if they cannot decode it there."""
 
 
