@@ -104,9 +104,9 @@ class Decoder:
 
         self._work.launch(
             self._descriptors.data_ptr(),
-            self._out.data_ptr(),
             self.status.data_ptr(),
             torch.cuda.current_stream().cuda_stream,
+            self._out.data_ptr(),
             self._check,
         )
         return self._out

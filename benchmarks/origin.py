@@ -115,10 +115,10 @@ class Device:
 
         self.map.launch(
             self.descriptors.data_ptr(),
-            data.data_ptr(),
-            self.out.data_ptr(),
             self.status.data_ptr(),
             torch.cuda.current_stream().cuda_stream,
+            data.data_ptr(),
+            self.out.data_ptr(),
             first,
             count,
         )

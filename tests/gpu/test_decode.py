@@ -89,11 +89,11 @@ def test_tables_that_arrive_late(dtype: str, rows: bool) -> None:
     stream = torch.cuda.current_stream().cuda_stream
     for _ in range(20):
         batch.out.fill_(0xA5)
-        targets = (batch.out.data_ptr(), batch.status.data_ptr(), stream, True)
+        where, out = (descriptors.data_ptr(), batch.status.data_ptr(), stream), batch.out.data_ptr()
         if isinstance(made, Rows):
-            made.launch(descriptors.data_ptr(), ids.data_ptr(), 8, *targets)
+            made.launch(*where, ids.data_ptr(), 8, out, True)
         else:
-            made.launch(descriptors.data_ptr(), *targets)
+            made.launch(*where, out, True)
         batch.assert_equal()
         assert batch.status.tolist() == [0, 0, 0, 0]
 
@@ -165,28 +165,19 @@ def test_rows(shape: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatc
     ids = torch.randint(0, shape[0], (217,), device="cuda")
     width = shape[1] * DTYPES[dtype].word_bytes
     out = torch.full((217 * width + 64,), 0xA5, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.current_stream().cuda_stream
+    where = descriptors.data_ptr(), batch.status.data_ptr(), torch.cuda.current_stream().cuda_stream
     for check in (False, True):
-        rows.launch(
-            descriptors.data_ptr(),
-            ids.data_ptr(),
-            217,
-            out.data_ptr(),
-            batch.status.data_ptr(),
-            stream,
-            check,
-        )
+        rows.launch(*where, ids.data_ptr(), 217, out.data_ptr(), check)
     expected = np.frombuffer(packed.data, np.uint8).reshape(shape[0], width)[ids.cpu().numpy()]
     assert np.array_equal(out[: 217 * width].cpu().numpy().reshape(217, width), expected)
     assert bool((out[217 * width :] == 0xA5).all())
     assert batch.status.tolist() == [0, 0, 0, 0]
     everything = torch.arange(shape[0], device="cuda")
-    where = (descriptors.data_ptr(), everything.data_ptr(), shape[0], 0, batch.status.data_ptr(), stream)
-    rows.launch(*where, check=True)  # writes nothing
+    rows.launch(*where, everything.data_ptr(), shape[0], 0, check=True)  # writes nothing
     assert batch.status.tolist() == [0, 0, 0, 0]
     last = packed.header.index_at + RECORD_BYTES * (packed.header.chunks - 1)
     batch.blobs[0][last + 4] ^= 1  # its checksum: format.md 4.3
-    rows.launch(*where, check=True)
+    rows.launch(*where, everything.data_ptr(), shape[0], 0, check=True)
     assert batch.status.tolist() != [0, 0, 0, 0]
 
 

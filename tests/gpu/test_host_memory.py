@@ -121,7 +121,7 @@ def test_pieces_that_reach_over_what_was_locked_at_once(
     for offset in (0, 700_000, 3 * MIB - 8):
         size = 5 * MIB + 16
         piece = Piece(Extent(source, offset, size, "piece"), memory, 0, [])
-        device.copy(0, memory.wait(memory.request(piece.extent)), piece).synchronize()
+        device.copy(0, memory.request(piece.extent).wait(), piece).synchronize()
         assert np.array_equal(device._ring[:size].cpu().numpy(), data[offset : offset + size])
     device.close()
     memory.close()
@@ -197,13 +197,13 @@ def test_read_ahead(buffers: int, source: FileSource, data: np.ndarray) -> None:
     wanted = [Extent(source, at, min(piece - 5000, SIZE - at), "x") for at in range(0, SIZE, piece - 5000)]
     tickets = [supply.request(extent) for extent in wanted]
     for ticket, extent in zip(tickets, wanted, strict=True):
-        address = supply.wait(ticket)
+        address = ticket.wait()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(2_000_000)
             out.append(queue_copy(address, extent.size, stream))
             event = torch.cuda.Event()
             event.record()
-        supply.copied(ticket, event)
+        ticket.copied(event)
     stream.synchronize()
     for tensor, extent in zip(out, wanted, strict=True):
         expected = data[extent.offset : extent.offset + extent.size]

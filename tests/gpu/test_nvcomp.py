@@ -26,10 +26,11 @@ def _decode(packed: Packed, blob: np.ndarray | None = None) -> tuple[bytes, list
     scratch = torch.empty(opened.scratch_bytes, dtype=torch.uint8, device="cuda")
     out = torch.full((len(packed.data) + 16,), 0xA5, dtype=torch.uint8, device="cuda")
     status = torch.zeros(4, dtype=torch.int32, device="cuda")
-    addresses = (t.data_ptr() for t in (device, slots, scratch, out, status))
+    stream = torch.cuda.current_stream().cuda_stream
+    addresses = (t.data_ptr() for t in (device, scratch, out))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert opened.launch(*addresses, torch.cuda.current_stream().cuda_stream)
+        assert opened.launch(slots.data_ptr(), status.data_ptr(), stream, *addresses)
     found = out.cpu().numpy()
     assert (found[len(packed.data) :] == 0xA5).all()
     return found[: len(packed.data)].tobytes(), status.tolist()

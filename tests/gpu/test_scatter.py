@@ -46,9 +46,8 @@ class Case:
         out = torch.from_numpy(np.concatenate([self.base.view(np.uint8), guard])).cuda()
         data, records = torch.from_numpy(self.data).cuda(), torch.from_numpy(made.descriptors).cuda()
         status = torch.zeros(4, dtype=torch.int32, device="cuda")
-        stream = torch.cuda.current_stream().cuda_stream
-        addresses = (records.data_ptr(), data.data_ptr(), out.data_ptr(), status.data_ptr())
-        made.launch(*addresses, stream, **part)
+        where = records.data_ptr(), status.data_ptr(), torch.cuda.current_stream().cuda_stream
+        made.launch(*where, data.data_ptr(), out.data_ptr(), **part)
         found = out.cpu().numpy()
         assert (found[-64:] == 0xA5).all()
         return found[:-64].view(WORDS[self.b]), status.tolist()
@@ -99,12 +98,16 @@ def test_in_a_cuda_graph() -> None:
     out = torch.from_numpy(case.base.view(np.int32)).cuda()
     data, records = torch.from_numpy(case.data).cuda(), torch.from_numpy(made.descriptors).cuda()
     status = torch.zeros(4, dtype=torch.int32, device="cuda")
-    addresses = (records.data_ptr(), data.data_ptr(), out.data_ptr(), status.data_ptr())
-    made.launch(*addresses, torch.cuda.current_stream().cuda_stream)
+
+    def launch() -> None:
+        where = records.data_ptr(), status.data_ptr(), torch.cuda.current_stream().cuda_stream
+        made.launch(*where, data.data_ptr(), out.data_ptr())
+
+    launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        made.launch(*addresses, torch.cuda.current_stream().cuda_stream)
+        launch()
     out.copy_(torch.from_numpy(case.base.view(np.int32)))
     graph.replay()
     assert np.array_equal(out.cpu().numpy().view(np.uint32), case.expected(0, 4000))

@@ -56,9 +56,7 @@ def test_bits(name: str, tmp_path: Path) -> None:
     assert packed.hf_quantizer.decoded == 0
     with PackedFile(pair.packed / "model.safetensors") as file:
         names = {
-            slot.packed.name
-            for _, it in packed_nn.packed_modules(packed)
-            for slot in it.tpde_slots.values()
+            slot.packed.name for _, it in packed_nn.packed_modules(packed) for slot in it.tpde_slots.values()
         }
         assert names <= set(file.packed_names())
         parts = {

@@ -191,7 +191,7 @@ def test_compiled(pair: tuple[Any, Any], grad: bool) -> None:
 def test_what_is_refused(pair: tuple[Any, Any]) -> None:
     _, ours = pair
     layer = ours.blocks[0].up
-    for read in (lambda: layer.weight.clone(), lambda: plain_state_dict(ours), lambda: unpack_module(ours)):
+    for read in (layer.weight.clone, lambda: plain_state_dict(ours), lambda: unpack_module(ours)):
         with pytest.raises(PackedWeight, match=r"`(blocks\.0\.up|embed)\.weight` has \d+ bytes.*more `vram`"):
             read()
     with pytest.raises(OutOfMemory, match="a row of 64 columns"):

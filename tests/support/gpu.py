@@ -48,7 +48,7 @@ class Batch:
         """Decode everything."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         self.work.launch(
-            self.descriptors.data_ptr(), self.out.data_ptr(), self.status.data_ptr(), stream, check
+            self.descriptors.data_ptr(), self.status.data_ptr(), stream, self.out.data_ptr(), check
         )
 
     def assert_equal(self) -> None:

@@ -46,10 +46,10 @@ def at(address: int, size: int) -> bytes:
 def check(fake: FakeLock, memory: HostMemory, wanted: list[Extent]) -> None:
     """Bytes are compared, in mappings too: nothing truncates these files."""
     for extent in wanted:
-        address = memory.wait(memory.request(extent))
+        address = memory.request(extent).wait()
         assert at(address, extent.size) == content(extent.source, extent), extent.name
         assert (address - extent.offset) % PAGE == 0, "blobs are aligned as they are in the file"
-        assert memory.ready(extent)
+        assert memory.there(extent)
         device = memory.device_address(extent)
         assert device == (address + SHIFT if covered(fake, address, extent.size) else None)
 

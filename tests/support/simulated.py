@@ -8,15 +8,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tpde.errors import Corrupt
 from tpde.format.source import Extent
-from tpde.streaming.device import Damage
 from tpde.streaming.pieces import Piece
+from tpde.weights.launch import Damage
 
 
 class Stream:
@@ -145,10 +145,30 @@ def _wait(event: threading.Event) -> None:
         raise TimeoutError("the simulated device hangs")
 
 
+class Ticket(NamedTuple):
+    """Asks its supply, whose methods tests replace."""
+
+    supply: MemorySupply
+    extent: Extent
+
+    def wait(self) -> int:
+        return self.supply.wait(self.extent)
+
+    def ready(self) -> bool:
+        return self.supply.ready(self.extent)
+
+    def copied(self, event: Any) -> None:
+        self.supply.copied(self.extent, event)
+
+    def cancel(self) -> None:
+        self.supply.cancel(self.extent)
+
+
 class MemorySupply:
     """Files' bytes in memory. `late` pieces are ready only when they are waited for."""
 
     def __init__(self, *, ahead: int = 0, late: bool = False) -> None:
+        self.trace: Any = None
         self.ahead, self.late = ahead, late
         self.requested: list[Extent] = []
         self.cancelled = self.begun = self.closed = 0
@@ -162,20 +182,20 @@ class MemorySupply:
             self._whole[extent.source.name] = found
         return found
 
-    def request(self, extent: Extent) -> Extent:
+    def request(self, extent: Extent) -> Ticket:
         self.requested.append(extent)
-        return extent
+        return Ticket(self, extent)
 
-    def wait(self, ticket: Extent) -> int:
-        return int(self._bytes(ticket).ctypes.data) + ticket.offset
+    def wait(self, extent: Extent) -> int:
+        return int(self._bytes(extent).ctypes.data) + extent.offset
 
-    def ready(self, ticket: Extent) -> bool:
+    def ready(self, extent: Extent) -> bool:
         return not self.late
 
-    def copied(self, ticket: Extent, event: threading.Event) -> None:
+    def copied(self, extent: Extent, event: threading.Event) -> None:
         pass
 
-    def cancel(self, ticket: Extent) -> None:
+    def cancel(self, extent: Extent) -> None:
         self.cancelled += 1
 
     def device_address(self, extent: Extent) -> int | None:

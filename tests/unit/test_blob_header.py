@@ -12,7 +12,7 @@ from support.contents import spec_of
 from support.craft import FIELDS, constant_blob, prefix_blob, zstd_blob
 
 from tpde.codec import reference
-from tpde.codec.plan import base_header
+from tpde.codec.plan import ZSTD_CHUNK_WORDS, base_header
 from tpde.errors import Corrupt, TpdeError, Truncated, UnsupportedVersion
 from tpde.format.blob import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
 from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD, DTYPES, HEADER_BYTES, MAX_DIMS, RECORD_BYTES
@@ -86,7 +86,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 
 def test_the_most_dimensions_fit() -> None:
-    header = base_header(TensorSpec("F64", (1,) * MAX_DIMS), CODEC_ZSTD)
+    header = base_header(TensorSpec("F64", (1,) * MAX_DIMS), CODEC_ZSTD, ZSTD_CHUNK_WORDS)
     assert header.tables_at <= MAX_FIXED_BYTES
     assert header.tables_at > HEADER_BYTES + 8 * MAX_DIMS
 

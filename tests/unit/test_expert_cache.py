@@ -25,6 +25,7 @@ from tpde.nn import PackedParameter, PackedTensor  # noqa: E402
 from tpde.nn.slot import Slot  # noqa: E402
 from tpde.streaming.cache import ExpertCache  # noqa: E402
 from tpde.streaming.experts import ExpertStore, expert_ranges, expert_room  # noqa: E402
+from tpde.streaming.stream import Streamer  # noqa: E402
 from tpde.streaming.tensor import Streamed  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -209,8 +210,9 @@ class Fixture:
                 at += -(-packed.blob.size // 256) * 256
         self.source, self.supply = FileSource(path), MemorySupply()
         self.device = SimulatedDevice(4 << 20, **device)
+        streamer = Streamer(self.device, 0, 0)  # brings nothing
         made = [
-            Streamed(Extent(self.source, *place, f"e{i}"), None, CPU, self.supply)  # type: ignore[arg-type]
+            Streamed(Extent(self.source, *place, f"e{i}"), streamer, CPU, self.supply)
             for i, place in enumerate(blobs)
         ]
         shape = (experts, 100, 200)

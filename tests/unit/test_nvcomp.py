@@ -81,8 +81,8 @@ def _pack(spec: TensorSpec, data: bytes) -> tuple[BlobHeader, Bytes]:
 def _decode(header: BlobHeader, blob: Bytes, opened: nvcomp.ZstdBlob) -> tuple[bool, bytes, list[int]]:
     out = np.full(header.spec.nbytes + 16, 0xA5, np.uint8)
     scratch, status = np.empty(opened.scratch_bytes, np.uint8), np.zeros(4, np.uint32)
-    addresses = (a.ctypes.data for a in (blob, opened.descriptors, scratch, out, status))
-    done = opened.launch(*addresses, stream=7)
+    read, reports, *addresses = (a.ctypes.data for a in (opened.descriptors, status, blob, scratch, out))
+    done = opened.launch(read, reports, 7, *addresses)
     assert (out[header.spec.nbytes :] == 0xA5).all()
     return done, out[: header.spec.nbytes].tobytes(), status.tolist()
 

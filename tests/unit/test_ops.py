@@ -21,7 +21,6 @@ from tpde.nn import PackedParameter, pack_module, pack_tensor
 from tpde.nn.slot import Slot
 from tpde.weights import operators as ops
 from tpde.weights.decoder import Materializer
-from tpde.weights.launch import raise_damage
 from tpde.weights.resident import Resident
 from tpde.weights.rows import RowReader
 
@@ -70,19 +69,6 @@ def test_pickled_blob() -> None:
     tensor = torch.randn(100, 100)
     packed = pickle.loads(pickle.dumps(pack_tensor(tensor, "w")))
     assert_same_bits(packed.decoded(), tensor)
-
-
-def test_a_report_that_is_being_written_is_not_read() -> None:
-    """A kernel puts it into memory that the host may look at meanwhile."""
-    packed = pack_tensor(torch.randn(100, 64), "w")
-    report = np.array([2, 0, 7, 0], "<u4")
-    status = torch.from_numpy(report.view(np.uint8))
-    raise_damage(status, [packed])
-    assert report.tolist() == [2, 0, 7, 0]
-    report[0] = 1
-    with pytest.raises(Corrupt, match="`w`: chunk 7: its checksum does not match"):
-        raise_damage(status, [packed])
-    assert not report.any()
 
 
 def test_rows_refuse_other_indices() -> None:

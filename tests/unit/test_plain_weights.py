@@ -65,7 +65,7 @@ class Watched:
         self.log: list[tuple[str, str]] = []
         self.rooms: list[int] = []
         self._held: dict[str, tuple[int, int]] = {}
-        begin, decoder = plain.Reader.begin, plain.Materializer
+        begin, decoder = plain.Reader.begin, plain.decoder
 
         def begun(reader: Any, tensors: Sequence[Any], extents: Sequence[Extent]) -> Any:
             for tensor, extent in zip(tensors, extents, strict=True):
@@ -77,9 +77,9 @@ class Watched:
                 self.rooms.append(tensor.untyped_storage().nbytes())
             return begin(reader, tensors, extents)
 
-        def decoded(items: Any, device: Any) -> Any:
+        def decoded(items: Any) -> Any:
             ((packed, _),) = items
-            done = decoder(items, device)
+            done = decoder(items)
 
             def decode(out: Any) -> None:
                 done(out)
@@ -89,7 +89,7 @@ class Watched:
             return decode
 
         monkeypatch.setattr(plain.Reader, "begin", begun)
-        monkeypatch.setattr(plain, "Materializer", decoded)
+        monkeypatch.setattr(plain, "decoder", decoded)
 
     def ahead(self) -> int:
         """How many tensors were being read, at most, when one was decoded."""
@@ -141,13 +141,13 @@ def test_a_batch_is_read_while_the_one_before_is_decoded(
             read.set()
 
     monkeypatch.setattr(FileSource, "read_into", read_into)
-    decoder = plain.Materializer
+    decoder = plain.decoder
 
-    def decoded(items: Any, device: Any) -> Any:
+    def decoded(items: Any) -> Any:
         assert read.wait(60), "the second batch is not read before the first is decoded"
-        return decoder(items, device)
+        return decoder(items)
 
-    monkeypatch.setattr(plain, "Materializer", decoded)
+    monkeypatch.setattr(plain, "decoder", decoded)
     decode(model_of(weights), checkpoint, 2 * max(it.extent.size + 256 for it in checkpoint.packed.values()))
 
 
@@ -210,7 +210,7 @@ def test_decoding_that_fails(
 
     monkeypatch.setattr(reading._Work, "stop", stop_)
     monkeypatch.setattr(FileSource, "read_into", read_into)
-    monkeypatch.setattr(plain, "Materializer", decoded)
+    monkeypatch.setattr(plain, "decoder", decoded)
     room = 2 * max(it.extent.size + 256 for it in checkpoint.packed.values())
     with pytest.raises(type(error)):
         decode(model_of(weights), checkpoint, room)

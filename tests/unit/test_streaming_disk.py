@@ -68,9 +68,9 @@ def piece(source: Any, offset: int, size: int = PIECE) -> Extent:
 
 def check(supply: ReadAhead, ticket: Any, data: bytes) -> None:
     extent = ticket.extent
-    found = ctypes.string_at(supply.wait(ticket), extent.size)
+    found = ctypes.string_at(ticket.wait(), extent.size)
     assert found == data[extent.offset : extent.offset + extent.size], extent.name
-    assert supply.ready(ticket)
+    assert ticket.ready()
 
 
 class Copied:
@@ -114,7 +114,7 @@ def test_a_whole_file(buffers: int, count: int, source: FileSource, data: bytes,
     tickets = [supply.request(piece(source, at, min(PIECE, SIZE - at))) for at in range(0, SIZE, PIECE)]
     for ticket in tickets:
         check(supply, ticket, data)
-        supply.copied(ticket, Copied())
+        ticket.copied(Copied())
     assert supply.device_address(tickets[0].extent) is None
     supply.close()
     supply.close()
@@ -160,22 +160,22 @@ def test_any_order(
         for ticket in list(pending):
             if draw.random() < 0.1:
                 pending.remove(ticket)
-                supply.cancel(ticket)
-                supply.cancel(ticket)
+                ticket.cancel()
+                ticket.cancel()
         while len(pending) > draw.randint(0, 8):
             ticket = pending.pop(0)
             check(supply, ticket, data)
             if draw.random() < 0.1:
-                supply.cancel(ticket)
+                ticket.cancel()
                 continue
-            address, extent, event = supply.wait(ticket), ticket.extent, Copied(draw.choice((0, 0.004)))
+            address, extent, event = ticket.wait(), ticket.extent, Copied(draw.choice((0, 0.004)))
             copying.append((extent, address, ctypes.string_at(address, extent.size), event))
-            supply.copied(ticket, event)
-            supply.cancel(ticket)  # too late to change anything
+            ticket.copied(event)
+            ticket.cancel()  # too late to change anything
         check_copies()
     for ticket in pending:
         check(supply, ticket, data)
-        supply.cancel(ticket)
+        ticket.cancel()
     supply.close()
     if mode != "memory":
         assert reads["direct" if mode == "direct" else "cached"] > 100
@@ -185,10 +185,10 @@ def test_any_order(
 def test_a_buffer_waits_for_its_copy(source: FileSource, data: bytes) -> None:
     supply = ReadAhead(1, PIECE, 3, 0)
     first, second = supply.request(piece(source, 0)), supply.request(piece(source, PIECE))
-    address, event = supply.wait(first), Copied(None)
-    supply.copied(first, event)
+    address, event = first.wait(), Copied(None)
+    first.copied(event)
     time.sleep(0.1)
-    assert not supply.ready(second)
+    assert not second.ready()
     assert ctypes.string_at(address, PIECE) == data[:PIECE]
     event.passed.set()
     check(supply, second, data)
@@ -202,14 +202,14 @@ def test_requests_never_block_and_are_served_in_order(
     supply = ReadAhead(2, PIECE, 4, 0)
     tickets = [supply.request(piece(source, i * PIECE)) for i in range(8)]
     soon(lambda: slow.reading == 4, "all threads share the first piece")
-    assert not any(supply.ready(ticket) for ticket in tickets)
+    assert not any(ticket.ready() for ticket in tickets)
     slow.go.set()
-    soon(lambda: supply.ready(tickets[1]), "as many as there are buffers are read without being waited for")
+    soon(tickets[1].ready, "as many as there are buffers are read without being waited for")
     time.sleep(0.05)
-    assert not supply.ready(tickets[2])
+    assert not tickets[2].ready()
     for ticket in tickets:
         check(supply, ticket, data)
-        supply.cancel(ticket)
+        ticket.cancel()
     supply.close()
 
 
@@ -219,7 +219,7 @@ def test_cancelled_while_it_is_read(source: FileSource, data: bytes, monkeypatch
     supply = ReadAhead(1, PIECE, 2, 0)
     first, second = supply.request(piece(source, 0)), supply.request(piece(source, 3 * PIECE))
     soon(lambda: slow.reading == 2, "reading")
-    supply.cancel(first)
+    first.cancel()
     time.sleep(0.05)
     assert slow.reading == 2
     slow.go.set()
@@ -302,18 +302,18 @@ def test_truncated_while_open(
         monkeypatch.setattr(direct.os, "O_DIRECT", os.O_DIRECTORY)
     supply = ReadAhead(2, PIECE, 2, 0)
     check(supply, ticket := supply.request(piece(source, 4 * MIB)), data)
-    supply.cancel(ticket)
+    ticket.cancel()
     os.truncate(source.name, 4 * MIB + 5000)
     ticket = supply.request(piece(source, 4 * MIB))
     for _ in range(2):
         with pytest.raises(Truncated, match=r"`at 4194304`: `.*blobs` ends at byte 4199304"):
-            supply.wait(ticket)
-    assert not supply.ready(ticket)
-    supply.cancel(ticket)
+            ticket.wait()
+    assert not ticket.ready()
+    ticket.cancel()
     check(supply, supply.request(piece(source, 4 * MIB, 5000)), data)
     for _ in range(5):  # buffers come back
         with pytest.raises(Truncated):
-            supply.wait(supply.request(piece(source, 5 * MIB)))
+            supply.request(piece(source, 5 * MIB)).wait()
     supply.close()
 
 
@@ -341,14 +341,14 @@ def test_the_disk_fails(source: FileSource, data: bytes, monkeypatch: pytest.Mon
     for _ in range(4):  # more than there are buffers
         tickets = [supply.request(piece(source, at)) for at in (0, MIB, 2 * MIB)]
         check(supply, tickets[0], data)
-        supply.copied(tickets[0], Copied())
+        tickets[0].copied(Copied())
         with pytest.raises(
             ReadError, match=r"`at 1048576`: bytes \d+ to \d+ of .*: the disk failed; check it"
         ):
-            supply.wait(tickets[1])
+            tickets[1].wait()
         check(supply, tickets[2], data)
-        supply.cancel(tickets[1])
-        supply.cancel(tickets[2])
+        tickets[1].cancel()
+        tickets[2].cancel()
     failing = False
     check(supply, supply.request(piece(source, MIB)), data)
     supply.close()
@@ -368,13 +368,13 @@ def test_the_device_fails(
     supply = ReadAhead(1, PIECE, 2, 0)
     first = supply.request(piece(source, 0))
     if where == "event":
-        supply.wait(first)
+        first.wait()
         event = Copied()
         event.synchronize = broken  # type: ignore[method-assign]
-        supply.copied(first, event)
+        first.copied(event)
         first = supply.request(piece(source, PIECE))
     with pytest.raises(ReadError, match="an illegal memory access was encountered; load the model again"):
-        supply.wait(first)
+        first.wait()
     supply.close()
 
 
@@ -391,10 +391,10 @@ def test_ctrl_c(
     presser.start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        supply.wait(ticket)
+        ticket.wait()
     assert time.monotonic() - began < 5
     presser.join()
-    supply.cancel(ticket)
+    ticket.cancel()
     slow.go.set()
     check(supply, supply.request(piece(source, PIECE)), data)
     supply.close()
@@ -421,8 +421,8 @@ def test_ctrl_c_in_a_request_or_a_cancellation(
             with monkeypatch.context() as patch:
                 patch.setattr(getattr(state, where), "notify_all", interrupted)
                 with pytest.raises(KeyboardInterrupt):
-                    supply.cancel(ticket)
-            supply.cancel(ticket)
+                    ticket.cancel()
+            ticket.cancel()
             assert state._free == [0]
     finally:
         supply.close()
@@ -437,14 +437,14 @@ def test_the_end_while_reading(
     supply = ReadAhead(2, PIECE, 2, 0)
     first, second = supply.request(piece(source, 0)), supply.request(piece(source, MIB))
     event = Copied(None)
-    supply.wait(first)
-    supply.copied(first, event)
+    first.wait()
+    first.copied(event)
     soon(lambda: slow.reading == 2, "reading")
     failed: list[BaseException] = []
 
     def wait() -> None:
         try:
-            supply.wait(second)
+            second.wait()
         except BaseException as error:
             failed.append(error)
 

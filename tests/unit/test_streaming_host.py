@@ -67,9 +67,10 @@ def test_locked_in_place(fake: FakeLock, source: FileSource) -> None:
     inside = Extent(source, 5100, 300, "inside")
     across = Extent(source, 70_000, 20_000, "across")
     check(fake, memory, [inside, across])
-    memory.copied(memory.request(inside), None)
-    memory.cancel(memory.request(inside))
-    assert memory.ready(inside)
+    ticket = memory.request(inside)
+    ticket.copied(None)
+    ticket.cancel()
+    assert ticket.ready()
     assert not memory.ahead
     memory.close()
     memory.close()
@@ -170,7 +171,7 @@ def test_refused_within_a_range(
         assert gate.reached.wait(60)
         if used:
             early = wanted[0 if after == 3 else 3]
-            memory.wait(memory.request(early._replace(size=100)))
+            memory.request(early._replace(size=100)).wait()
         gate.open.set()
         memory.complete()
         return memory

@@ -53,12 +53,12 @@ def assert_prints(code: str, expected: str) -> None:
 def test_nothing_is_brought_before_it_is_wanted(mode: str, fake: FakeLock, source: FileSource) -> None:
     wanted = extents(source)
     with_begin, asked, given_back = (HostMemory(wanted, 0, mode=mode) for _ in range(3))
-    assert not any(it.ready(wanted[0]) for it in (with_begin, asked, given_back))
+    assert not any(it.there(wanted[0]) for it in (with_begin, asked, given_back))
     assert not threads()
     with_begin.begin()
     with_begin.begin()  # as often as anybody likes
     with_begin._bringing._thread.join(60)
-    assert with_begin.ready(wanted[3])
+    assert with_begin.there(wanted[3])
     check(fake, asked, wanted)
     bringing_ = given_back._bringing
     given_back.close()
@@ -79,9 +79,9 @@ def test_a_range_is_used_before_the_next_is_there(
     memory = HostMemory(wanted, 0, mode=mode)
     check(fake, memory, wanted[:3])
     assert gate.reached.wait(60)
-    assert not memory.ready(wanted[3])
+    assert not memory.there(wanted[3])
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(ask, wanted[3]) for ask in (memory.wait, memory.device_address)]
+        waiting = [pool.submit(ask, wanted[3]) for ask in (memory.address, memory.device_address)]
         assert not any(it.done() for it in waiting)
         gate.open.set()
         address, device = (it.result(60) for it in waiting)
@@ -105,8 +105,9 @@ def test_what_fails_later_leaves_what_is_there(mode: str, fake: FakeLock, source
     with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
         memory.complete()
     check(fake, memory, wanted[:3])
-    assert not memory.ready(wanted[3])
-    for ask in (memory.wait, memory.address, memory.device_address):
+    assert not memory.there(wanted[3])
+    ticket = memory.request(wanted[3])
+    for ask in (lambda _: ticket.wait(), memory.address, memory.device_address):
         with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
             ask(wanted[3])
     memory.close()

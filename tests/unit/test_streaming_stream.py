@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tpde.streaming.order import Order  # noqa: E402
 from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
 from tpde.streaming.stream import Streamer, Unit  # noqa: E402
 from tpde.streaming.tensor import Streamed  # noqa: E402
+from tpde.weights.launch import Launch  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
 from tpde.weights.tensor import PackedTensor  # noqa: E402
 
@@ -277,14 +279,16 @@ class Rows(RowReader):
 
     def __init__(self, packed: Streamed) -> None:
         super().__init__(packed)
-        self._rows, self._verified, self.checked = object(), True, list[bool]()
-        self._status = torch.zeros(16, dtype=torch.uint8)
+        self._verified, self.checked = True, list[bool]()
+        self._reports = torch.zeros(1, 4, dtype=torch.int32)
+        nothing = SimpleNamespace(descriptors=np.zeros(0, np.uint8), launch=None)
+        self._rows = Launch([nothing], CPU, self._reports)
 
     def _launch(self, ids: torch.Tensor, out: torch.Tensor, check: bool) -> None:
         self.checked.append(check)
 
     def find(self) -> None:
-        self._status.view(torch.int32)[:] = torch.tensor([1, 0, 7, 0], dtype=torch.int32)
+        self._reports[0] = torch.tensor([1, 0, 7, 0], dtype=torch.int32)
 
 
 def test_rows_that_a_device_reads_on_the_host_are_checked_each_time(
@@ -319,7 +323,7 @@ def test_the_number_of_bytes_that_are_read_ahead_is_kept(
         disk = MemorySupply(ahead=data.draw(st.integers(1, 1 << 20)), late=data.draw(st.booleans()))
         made.streamer.own(disk)
         for i in data.draw(st.sets(st.integers(0, len(SIZES) - 1))):
-            made.tensors[i].supply = disk
+            made.tensors[i].bind(made.streamer, disk)
         units = made.units((0,), (1, 2), (3, 4), (5,))
         copy = made.device.copy
 

@@ -158,13 +158,14 @@ class _Case:
 
     def result(self) -> dict[str, Any]:
         """What the runs came to."""
-        from tpde.format.constants import CODEC_NAMES, DTYPES
+        from tpde.codec.registry import codec_of
+        from tpde.format.constants import DTYPES
 
         nbytes = self.words.size
         return {
             "name": self.name,
             "dtype": self.spec.dtype,
-            "codec": CODEC_NAMES[self.plan.header.codec] if self.plan is not None else "plain",
+            "codec": codec_of(self.plan.header).name if self.plan is not None else "plain",
             "ratio": nbytes / self.stored,
             "bits_per_weight": DTYPES[self.spec.dtype].bits * self.stored / nbytes,
             "encode_gb_per_s": _rate(nbytes, self.encode_times),

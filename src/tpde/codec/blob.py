@@ -12,7 +12,7 @@ import xxhash
 from tpde.codec import native
 from tpde.codec.native import Bytes, Encoded
 from tpde.codec.plan import Plan, base_header, core_layout
-from tpde.codec.zstd import ZstdCodec
+from tpde.codec.registry import CONSTANT, codec_of
 from tpde.errors import Corrupt
 from tpde.format.blob import (
     MAX_FIXED_BYTES,
@@ -20,7 +20,7 @@ from tpde.format.blob import (
     parse_blob_header,
     with_results,
 )
-from tpde.format.constants import CODEC_CONSTANT, CODEC_ZSTD, RECORD_BYTES
+from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
 from tpde.format.sink import Sink
 from tpde.format.source import Source, read
@@ -31,13 +31,6 @@ MAX_PIECES = 4  # in one call of several threads, which starts them anew and wai
 RECORD = np.dtype(  # format.md 4.3
     [("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")]
 )
-
-
-def _open_codec(header: BlobHeader, section: bytes, *, encode: bool) -> native.Codec | ZstdCodec:
-    layout = core_layout(header)
-    if header.codec == CODEC_ZSTD:
-        return ZstdCodec(header, layout)
-    return native.Codec(layout, section, encode=encode)
 
 
 def repeat_word(word: Bytes, out: Bytes) -> None:
@@ -75,7 +68,9 @@ class BlobWriter:
     ) -> None:
         self._header, self._section = plan.header, plan.section
         self._sink, self._offset, self._threads = sink, offset, threads
-        self._codec = _open_codec(plan.header, plan.section, encode=True)
+        chunks = codec_of(plan.header).chunks
+        assert chunks is not None  # `write_constant` writes others
+        self._chunks = chunks(plan.header, plan.section, True)
         self._at = plan.header.chunks_at  # of the next chunk
         self._next = 0  # its number
         self._index: list[Bytes] = []
@@ -103,13 +98,13 @@ class BlobWriter:
             self._pending = piece.copy()
 
     def _encode(self, words: Bytes, count: int) -> None:
-        need = self._codec.bound(words.size // self._header.word_bytes, count)
+        need = self._chunks.bound(words.size // self._header.word_bytes, count)
         # A sink in memory is written directly.
         out = self._sink.room(self._offset + self._at, need)
         if out is None and self._out.size < need:
             self._out = np.empty(need, np.uint8)
         target = self._out if out is None else out
-        made: Encoded = self._codec.encode(words, self._next, count, self._at, target, self._threads)
+        made: Encoded = self._chunks.encode(words, self._next, count, self._at, target, self._threads)
         if out is not None or self._background is None:
             self._sink.write(self._offset + self._at, [made.data])
         else:  # the two buffers take turns
@@ -152,10 +147,10 @@ class BlobWriter:
 
 def write_constant(spec: TensorSpec, word: bytes, digest: bytes, sink: Sink, offset: int) -> int:
     """Write the blob of a tensor whose words are all equal; returns its size in bytes."""
-    header = base_header(spec, CODEC_CONSTANT)
+    header = base_header(spec, CONSTANT.number)
     header = BlobHeader(
         spec=spec,
-        codec=CODEC_CONSTANT,
+        codec=CONSTANT.number,
         segment_words=header.segment_words,
         chunk_words=header.chunk_words,
         hash=digest,
@@ -204,8 +199,8 @@ class BlobReader:
         self.index = np.frombuffer(
             meta, np.uint8, RECORD_BYTES * header.chunks, header.index_at if header.chunks else 0
         )
-        self._codec: native.Codec | ZstdCodec | None = None
-        if header.codec != CODEC_CONSTANT:
+        chunks = codec_of(header).chunks
+        if chunks is not None:
             native.index_check(
                 core_layout(header),
                 self.index,
@@ -213,7 +208,7 @@ class BlobReader:
                 header.blob_bytes,
                 header.max_chunk_bytes,
             )
-            self._codec = _open_codec(header, section, encode=False)
+        self._chunks = None if chunks is None else chunks(header, section, False)
         starts = self.index.view(RECORD)["offset"].astype(np.int64) << header.unit_log2
         self.offsets = np.append(starts, header.blob_bytes)
 
@@ -255,10 +250,10 @@ class BlobReader:
 
     def decode_bytes(self, first: int, last: int, data: Bytes, out: Bytes, threads: int = 1) -> None:
         """Decode chunks `first` to `last` from their bytes into exactly their words: see `decode`."""
-        assert self._codec is not None
+        assert self._chunks is not None
         begin, end = int(self.offsets[first]), int(self.offsets[last + 1])
         index = self.index[RECORD_BYTES * first : RECORD_BYTES * (last + 1)]
-        self._codec.decode(index, first, data, begin, end, out, threads)
+        self._chunks.decode(index, first, data, begin, end, out, threads)
 
     def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
         """Decode the tensor's bytes from `begin` to `end` into `out`, touching only their chunks.
@@ -267,7 +262,7 @@ class BlobReader:
         decoded in one call, so that threads wait for each other once.
         """
         header, b = self.header, self.header.word_bytes
-        if header.codec == CODEC_CONSTANT:
+        if self._chunks is None:
             word = np.frombuffer(header.constant[:b], np.uint8)
             repeat_word(np.roll(word, -(begin % b)), out)
             return
@@ -303,7 +298,7 @@ class BlobReader:
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Byte ranges that cover the tensor and are read well one after the other."""
         nbytes, b = self.header.spec.nbytes, self.header.word_bytes
-        if self.header.codec == CODEC_CONSTANT:
+        if self._chunks is None:
             for at in range(0, nbytes, PIECE_BYTES):
                 yield at, min(at + PIECE_BYTES, nbytes)
             return

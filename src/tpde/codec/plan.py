@@ -80,13 +80,13 @@ def unit_log2(nbytes: int) -> int:
     return unit
 
 
-def base_header(spec: TensorSpec, codec: int) -> BlobHeader:
+def base_header(spec: TensorSpec, codec: int, chunk_words: int = PREFIX_CHUNK_WORDS) -> BlobHeader:
     """A header with nothing decided but the codec."""
     return BlobHeader(
         spec=spec,
         codec=codec,
         segment_words=segment_words(spec),
-        chunk_words=ZSTD_CHUNK_WORDS if codec == CODEC_ZSTD else PREFIX_CHUNK_WORDS,
+        chunk_words=chunk_words,
         unit_log2=unit_log2(spec.nbytes),
         planes=((0, 0),) * DTYPES[spec.dtype].word_bytes,
     )
@@ -118,7 +118,7 @@ def _plan_prefix(spec: TensorSpec, sample: Bytes) -> Plan:
 
 
 def _plan_zstd(spec: TensorSpec, sample: Bytes) -> Plan:
-    header = base_header(spec, CODEC_ZSTD)
+    header = base_header(spec, CODEC_ZSTD, ZSTD_CHUNK_WORDS)
     part = sample[: ZSTD_SAMPLE // header.word_bytes * header.word_bytes]
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     size = sum(

@@ -117,7 +117,7 @@ class WorkList:
             self._ready(check)
 
     def launch(
-        self, descriptors: int, out: int, status: int, stream: int, check: bool = False, base: int = 0
+        self, descriptors: int, status: int, stream: int, out: int, check: bool = False, base: int = 0
     ) -> None:
         """Decode all items.
 
@@ -125,20 +125,20 @@ class WorkList:
         ----------
         descriptors : int
             Address of `descriptors` on the device.
-        out : int
-            Address of the output; items go to their offsets from it.
         status : int
             Address of four uint32 on the device. They stay as they are, or if the first was 0 become 1, the
             number of an item with a damaged chunk, and the chunk's number, lower half first. While the others
             are written, the first is 2.
         stream : int
             The stream's handle.
+        out : int
+            Address of the output; items go to their offsets from it.
         check : bool
             Compare checksums. Without, only bytes that cannot be decoded at all are reported.
         base : int
             What the items' blob addresses are counted from.
         """
-        wanted = (descriptors, out, status, stream, check, base)
+        wanted = (descriptors, status, stream, out, check, base)
         last, launches = self._last
         if wanted != last:
             places = (np.uint64(base), np.uint64(out), np.uint64(status))
@@ -196,7 +196,7 @@ class Rows:
         self._rest = np.uint32(self._fit.room), np.uint32(self._fit.table_room)
 
     def launch(
-        self, descriptors: int, ids: int, count: int, out: int, status: int, stream: int, check: bool = False
+        self, descriptors: int, status: int, stream: int, ids: int, count: int, out: int, check: bool = False
     ) -> None:
         """Decode rows `ids[0]` to `ids[count - 1]`, 64-bit integers on the device, to rows of `out`.
 

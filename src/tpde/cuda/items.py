@@ -10,8 +10,8 @@ import numpy.typing as npt
 from tpde.codec import native
 from tpde.codec.native import Bytes
 from tpde.codec.plan import core_layout
+from tpde.codec.registry import Gpu, codec_of
 from tpde.format.blob import BlobHeader, align
-from tpde.format.constants import CODEC_PREFIX
 
 ALIGNMENT = 16  # of blobs, tables and descriptors
 _WRAP = 1 << 64  # addresses before what is there may be negative, and add up modulo this
@@ -84,7 +84,7 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
     Corrupt
         If a table is damaged.
     """
-    if header.codec != CODEC_PREFIX:
+    if codec_of(header).gpu is not Gpu.KERNELS:
         return None
     tables = native.Codec(core_layout(header), section).tables()
     pairs = 0

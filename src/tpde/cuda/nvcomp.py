@@ -18,10 +18,11 @@ import zstandard
 
 from tpde.codec.blob import RECORD
 from tpde.codec.native import Bytes
+from tpde.codec.registry import Gpu, codec_of
 from tpde.cuda import compile as nvrtc
 from tpde.errors import Corrupt
 from tpde.format.blob import BlobHeader, align
-from tpde.format.constants import CODEC_ZSTD, MODE_CODED, MODE_RAW, RECORD_BYTES
+from tpde.format.constants import MODE_CODED, MODE_RAW, RECORD_BYTES
 
 SOURCE = "merge.cu"
 THREADS = 128  # as in the kernel
@@ -174,8 +175,9 @@ class ZstdBlob:
     """
 
     def __init__(self, header: BlobHeader, blob: Bytes, device: int, number: int = 0) -> None:
-        if header.codec != CODEC_ZSTD:
-            raise ValueError(f"codec {header.codec}; zstd ({CODEC_ZSTD}) is needed")
+        codec = codec_of(header)
+        if codec.gpu is not Gpu.NVCOMP:
+            raise ValueError(f"nvCOMP does not decode codec {codec.number} ({codec.name})")
         self._header, self._device = header, device
         self._offsets: list[int] = []
         self._sizes: list[int] = []
@@ -238,22 +240,22 @@ class ZstdBlob:
             self._contents.append(n)
             at += align(4 + size, 4)
 
-    def launch(self, blob: int, descriptors: int, scratch: int, out: int, status: int, stream: int) -> bool:
+    def launch(self, descriptors: int, status: int, stream: int, blob: int, scratch: int, out: int) -> bool:
         """Decode the blob. Waits for the stream; not for CUDA graphs.
 
         Parameters
         ----------
-        blob : int
-            Address of the blob, a multiple of 16.
-        descriptors, scratch : int
-            Addresses of `descriptors`, and of `scratch_bytes` bytes, multiples of 16.
-        out : int
-            Address of the tensor.
+        descriptors : int
+            Address of `descriptors` on the device, a multiple of 16.
         status : int
             Address of four uint32 on the device. They stay as they are, or if the first was 0 become 1, the
             blob's number, and the number of a chunk whose checksum does not match, lower half first.
         stream : int
             The stream's handle.
+        blob, scratch : int
+            Addresses of the blob, and of `scratch_bytes` bytes, multiples of 16.
+        out : int
+            Address of the tensor.
 
         Returns
         -------

@@ -95,10 +95,10 @@ class ChunkMap:
     def launch(
         self,
         descriptors: int,
-        data: int,
-        out: int,
         status: int,
         stream: int,
+        data: int,
+        out: int,
         first: int = 0,
         count: int | None = None,
     ) -> None:
@@ -108,16 +108,16 @@ class ChunkMap:
         ----------
         descriptors : int
             Address of `descriptors` on the device.
-        data : int
-            Address of the data, a multiple of 16.
-        out : int
-            Address of the tensor, a multiple of the word's size.
         status : int
             Address of four uint32 on the device. They stay as they are, or if the first was 0 become 1, 0 and
             the number of a chunk with a position outside the tensor, lower half first. All other positions
             are written.
         stream : int
             The stream's handle.
+        data : int
+            Address of the data, a multiple of 16.
+        out : int
+            Address of the tensor, a multiple of the word's size.
         first, count : int
             Which chunks.
         """

@@ -12,18 +12,14 @@ import xxhash
 
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.format.constants import (
-    CODEC_CONSTANT,
-    CODEC_NAMES,
-    CODEC_PREFIX,
+    CODEC_FACTS,
     DTYPE_BY_CODE,
     DTYPES,
     HEADER_BYTES,
     LAYOUT_LINEAR,
     MAGIC,
     MAX_BYTES,
-    MAX_CHUNK_WORDS,
     MAX_DIMS,
-    MAX_PREFIX_CHUNK_WORDS,
     MAX_TABLES,
     MAX_TABLES_BYTES,
     MAX_UNIT_LOG2,
@@ -80,9 +76,14 @@ class BlobHeader:
         return self.spec.nbytes // self.word_bytes
 
     @cached_property
+    def chunked(self) -> bool:
+        """Whether its codec has chunks; without, `constant` says all."""
+        return CODEC_FACTS[self.codec].chunks
+
+    @cached_property
     def chunks(self) -> int:
         """Number of chunks (format.md 4.1)."""
-        if self.codec == CODEC_CONSTANT or not self.words:
+        if not self.chunked or not self.words:
             return 0
         full, rest = divmod(self.words, self.segment_words)
         per = -(-self.segment_words // self.chunk_words)
@@ -108,7 +109,7 @@ class BlobHeader:
     @cached_property
     def tables_at(self) -> int:
         """Where the table section starts."""
-        planes = 0 if self.codec == CODEC_CONSTANT else 4 * self.word_bytes
+        planes = 4 * self.word_bytes if self.chunked else 0
         return align(HEADER_BYTES + 8 * len(self.spec.shape) + planes, 16)
 
     @cached_property
@@ -119,7 +120,7 @@ class BlobHeader:
     @cached_property
     def chunks_at(self) -> int:
         """Where the first chunk starts, or the blob ends if it has none."""
-        if self.codec == CODEC_CONSTANT:
+        if not self.chunked:
             return self.tables_at
         return align(self.index_at + RECORD_BYTES * self.chunks, 1 << self.unit_log2)
 
@@ -223,7 +224,8 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
     need(magic == MAGIC, "the magic bytes are missing")
     if version != VERSION:
         raise UnsupportedVersion(f"format version {version}; this tpde reads version {VERSION}; upgrade tpde")
-    need(codec in CODEC_NAMES, f"codec {codec} is unknown")
+    need(codec in CODEC_FACTS, f"codec {codec} is unknown")
+    facts = CODEC_FACTS[codec]
     need(layout == LAYOUT_LINEAR, f"layout {layout} is unknown")
     need(code in DTYPE_BY_CODE, f"dtype {code} is unknown")
     dtype = DTYPE_BY_CODE[code]
@@ -231,7 +233,7 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
     need((word_bytes, rotate) == (dtype.word_bytes, dtype.rotate), f"words do not fit {dtype.name}")
     need(words * word_bytes < MAX_BYTES, f"{words} words are too many")
     planes_at = HEADER_BYTES + 8 * ndim
-    planes_end = planes_at + (0 if codec == CODEC_CONSTANT else 4 * word_bytes)
+    planes_end = planes_at + (4 * word_bytes if facts.chunks else 0)
     if size < planes_end or len(data) < planes_end:
         raise Truncated(f"the blob's header needs {planes_end} bytes, here are {min(size, len(data))}")
     shape = struct.unpack(f"<{ndim}Q", data[HEADER_BYTES:planes_at])
@@ -241,15 +243,12 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
     )
     need(not any(base), "the blob is a delta, which version 1 does not have")
     need(context == 0 and not reserved and not any(more), "reserved bytes are not zero")
-    need(codec == CODEC_CONSTANT or not any(constant), "a constant without its codec")
+    need(not facts.chunks or not any(constant), "a constant without its codec")
     need(not any(constant[word_bytes:]), "a constant larger than a word")
     need(tables <= MAX_TABLES, f"{tables} tables, at most {MAX_TABLES} are allowed")
     need(MIN_UNIT_LOG2 <= unit_log2 <= MAX_UNIT_LOG2, f"a unit of 2^{unit_log2} bytes")
     need(
-        MIN_CHUNK_WORDS
-        <= chunk_words
-        <= (MAX_PREFIX_CHUNK_WORDS if codec == CODEC_PREFIX else MAX_CHUNK_WORDS)
-        and chunk_words & (chunk_words - 1) == 0,
+        MIN_CHUNK_WORDS <= chunk_words <= facts.max_chunk_words and chunk_words & (chunk_words - 1) == 0,
         f"chunks of {chunk_words} words",
     )
     need(1 <= segment_words <= max(words, 1), f"segments of {segment_words} words")
@@ -258,7 +257,7 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
         first, count, zero = struct.unpack("<BBH", data[at : at + 4])
         need(zero == 0, "reserved bytes of a plane are not zero")
         need(not count or first + count <= tables, f"a plane uses tables {first} to {first + count}")
-        need(codec == CODEC_PREFIX or (first, count) == (0, 0), "a plane's tables without their codec")
+        need(facts.tables or (first, count) == (0, 0), "a plane's tables without their codec")
         planes.append((first, count))
     header = BlobHeader(
         spec=TensorSpec(dtype.name, shape),
@@ -281,7 +280,7 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
     need(max_chunk <= limit, f"chunks of up to {max_chunk} bytes, {limit} are enough for any")
     whole = tables_bytes % 16 == 0 and tables_bytes <= MAX_TABLES_BYTES
     need(whole, f"a table section of {tables_bytes} bytes")
-    need(codec == CODEC_PREFIX or not tables_bytes + tables, "tables without their codec")
+    need(facts.tables or not tables_bytes + tables, "tables without their codec")
     need(header.chunks_at <= blob_bytes, f"the blob ends at {blob_bytes}, before its chunks")
     if blob_bytes > size:
         raise Truncated(f"the blob has {blob_bytes} bytes, here are {size}")

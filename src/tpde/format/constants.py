@@ -74,7 +74,6 @@ DTYPE_BY_CODE: Final = {d.code: d for d in DTYPES.values()}
 CODEC_PREFIX: Final = 1
 CODEC_ZSTD: Final = 2
 CODEC_CONSTANT: Final = 3
-CODEC_NAMES: Final = {CODEC_PREFIX: "prefix", CODEC_ZSTD: "zstd", CODEC_CONSTANT: "constant"}
 
 MAX_TABLES: Final = 16  # format.md 7
 MAX_TABLES_BYTES: Final = 131_584
@@ -87,5 +86,21 @@ MAX_CHUNK_WORDS: Final = 65536
 MAX_PREFIX_CHUNK_WORDS: Final = 32768
 MIN_UNIT_LOG2: Final = 4  # format.md 2
 MAX_UNIT_LOG2: Final = 12
+
+
+class CodecFacts(NamedTuple):
+    """A codec, and what a valid blob of it has."""
+
+    name: str
+    chunks: bool  # planes, an index map and chunks; without, the header's constant says all
+    tables: bool
+    max_chunk_words: int
+
+
+CODEC_FACTS: Final = {
+    CODEC_PREFIX: CodecFacts("prefix", True, True, MAX_PREFIX_CHUNK_WORDS),
+    CODEC_ZSTD: CodecFacts("zstd", True, False, MAX_CHUNK_WORDS),
+    CODEC_CONSTANT: CodecFacts("constant", False, False, MAX_CHUNK_WORDS),
+}
 
 MANIFEST: Final = "tpde_manifest.json"  # format.md 8

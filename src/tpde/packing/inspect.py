@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from tpde.codec import native
 from tpde.codec.plan import base_header, core_layout, sample_ranges
+from tpde.codec.registry import PREFIX, codec_of
 from tpde.errors import InvalidInput
-from tpde.format.constants import CODEC_NAMES, CODEC_PREFIX
 from tpde.packing.order import forward_order
 from tpde.packing.plot import plot
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
@@ -233,7 +233,7 @@ def safetensors_files(path: Path) -> Iterator[Path]:
 def symbol_counts(tensor: Tensor) -> Counts:
     """Count the symbols in the sample of a tensor's symbol plane: 256 numbers."""
     spec = tensor.spec
-    layout = core_layout(base_header(spec, CODEC_PREFIX))
+    layout = core_layout(base_header(spec, PREFIX.number))
     counts = np.zeros(256, np.int64)
     for begin, end in sample_ranges(spec):
         words = np.empty(end - begin, np.uint8)
@@ -258,7 +258,7 @@ def _ratio(source: int, stored: int) -> float:
 
 def _tensor_report(name: str, file: str, tensor: Tensor, counts: Counts | None) -> TensorReport:
     spec, stored = tensor.spec, tensor.stored_bytes
-    codec = CODEC_NAMES[tensor.blob.header.codec] if isinstance(tensor, PackedTensor) else PLAIN
+    codec = codec_of(tensor.blob.header).name if isinstance(tensor, PackedTensor) else PLAIN
     count = math.prod(spec.shape)
     return TensorReport(
         name,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tpde.errors import Corrupt
 from tpde.streaming.device import Device
 from tpde.streaming.pieces import Piece
+from tpde.weights.launch import mismatch
 from tpde.weights.source import Watched
 
 
@@ -46,14 +46,12 @@ class Decoded:
         found = self._device.damage(self.handle)
         if found is None:
             return
-        piece = self.pieces[found.piece]
-        name = piece.spans[found.span].tensor.name
+        piece = self.pieces[found.work]
         when = "is damaged" if not self.verified else "was damaged since it was first read"
-        raise Corrupt(
-            f"`{name}`: chunk {found.chunk}: its checksum does not match; `{piece.extent.source.name}` "
-            f"{when}: fetch the file again, and load the model again",
-            tensor=name,
-            chunk=found.chunk,
+        raise mismatch(
+            piece.spans[found.item].tensor.name,
+            found.chunk,
+            f"`{piece.extent.source.name}` {when}: fetch the file again, and load the model again",
         )
 
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
 
 from tpde.memory import allocate
 from tpde.streaming.lock import steps
 from tpde.streaming.pieces import Piece
+from tpde.streaming.supply import Event
 from tpde.streaming.tensor import put_on_device
-from tpde.weights.launch import REPORTED, capturing, on_device, upload
+from tpde.streaming.trace import Trace
+from tpde.weights.launch import Damage, DecodeLaunch, Launch, capturing, locked_reports, on_device
 
-_STATUSES = 4096  # 64 KiB: an 8 B model has 400 pieces
+_REPORTS = 4096  # 64 KiB: an 8 B model has 400 pieces
 
 
-class Damage(NamedTuple):
-    """A chunk whose checksum does not match."""
-
-    piece: int
-    span: int
-    chunk: int
+class Prepared:
+    """Pieces that a device is ready to decode: each device's own, and nobody else looks into it."""
 
 
 class Device(Protocol):
@@ -37,21 +35,21 @@ class Device(Protocol):
         What takes note of when things happen.
     """
 
-    trace: Any
+    trace: Trace | None
 
-    def prepare(self, pieces: Sequence[Piece]) -> Any:
+    def prepare(self, pieces: Sequence[Piece]) -> Prepared:
         """Put what decoding some pieces needs on the device; returns a handle."""
 
-    def copy(self, place: int, address: int, piece: Piece) -> Any:
+    def copy(self, place: int, address: int, piece: Piece) -> Event:
         """Queue the copy of a piece's bytes to a place; returns the event of its end."""
 
-    def hold(self, event: Any) -> None:
+    def hold(self, event: Event) -> None:
         """Let later copies wait for an event."""
 
-    def decode(self, handle: Any, number: int, place: int, out: torch.Tensor, copied: Any) -> Any:
+    def decode(self, handle: Prepared, number: int, place: int, out: torch.Tensor, copied: Event) -> Event:
         """Queue the decoding of a prepared piece after its copy; returns the event of its end."""
 
-    def damage(self, handle: Any) -> Damage | None:
+    def damage(self, handle: Prepared) -> Damage | None:
         """What decoding has reported so far, if anything."""
 
     def wait(self) -> None:
@@ -67,35 +65,28 @@ class Device(Protocol):
         """Whether the caller's stream is recording a CUDA graph."""
 
 
-class _Handle(NamedTuple):
-    """Prepared pieces: launches, where their descriptors lie, and four words of host memory for each."""
+@dataclass(frozen=True)
+class _Handle(Prepared):
+    """What launches them, and what a trace says of them."""
 
-    works: list[Any]
+    launch: DecodeLaunch
     names: list[str]
-    sizes: list[int]  # of the pieces
-    offsets: list[int]
-    descriptors: torch.Tensor
-    status: torch.Tensor
-    reports: Any  # the same memory as an array
+    sizes: list[int]
 
 
-class _Statuses:
+class _Reports:
     """Four words of locked host memory for each piece, which kernels write to.
 
     Many at a time: allocating such memory takes a call of the driver, which waits while pages are locked.
     """
 
     def __init__(self) -> None:
-        self._rows = self._zeros(_STATUSES)
-
-    def _zeros(self, count: int) -> torch.Tensor:
-        with torch.inference_mode(False):
-            return torch.zeros((count, 4), dtype=torch.int32, pin_memory=True)
+        self._rows = locked_reports(_REPORTS)
 
     def take(self, count: int) -> torch.Tensor:
         """Zeros."""
         if len(self._rows) < count:
-            self._rows = self._zeros(max(count, _STATUSES))
+            self._rows = locked_reports(max(count, _REPORTS))
         taken, self._rows = self._rows[:count], self._rows[count:]
         return taken
 
@@ -121,9 +112,9 @@ class CudaDevice:
 
     def __init__(self, device: torch.device, ring: int, *, beside: CudaDevice | None = None) -> None:
         self.device = device
-        self.trace: Any = None
+        self.trace: Trace | None = None
         # Since when, on the weights of what: one, or none.
-        self._computing: list[tuple[Any, str]] = [] if beside is None else beside._computing
+        self._computing: list[tuple[torch.cuda.Event, str]] = [] if beside is None else beside._computing
         made = allocate(ring, device, "the room that packed weights are copied to")
         self._ring: torch.Tensor | None = made
         with torch.cuda.device(device):
@@ -132,9 +123,9 @@ class CudaDevice:
                 torch.cuda.current_stream(device)
             )  # the memory may still be in use there
         self._base = made.data_ptr()
-        self._statuses = _Statuses()
+        self._reports = _Reports()
 
-    def prepare(self, pieces: Sequence[Piece]) -> _Handle:
+    def prepare(self, pieces: Sequence[Piece]) -> Prepared:
         """Put index maps, tables and descriptors on the device, and compile the kernels."""
         from tpde.cuda.decode import WorkList
 
@@ -147,22 +138,16 @@ class CudaDevice:
         ]
         for work in works:
             work.prepare()
-        sizes = [-(-work.descriptors.size // 16) * 16 for work in works]
-        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        rows = np.zeros(max(sum(sizes), 16), np.uint8)
-        for work, at in zip(works, offsets, strict=True):
-            rows[at : at + work.descriptors.size] = work.descriptors
-        names, lengths = [it.extent.name for it in pieces], [it.extent.size for it in pieces]
-        status = self._statuses.take(len(works))
-        reports = status.numpy().view("<u4")
-        return _Handle(works, names, lengths, offsets, upload(rows, self.device), status, reports)
+        launch = Launch(works, self.device, self._reports.take(len(works)))
+        return _Handle(launch, [it.extent.name for it in pieces], [it.extent.size for it in pieces])
 
-    def copy(self, place: int, address: int, piece: Piece) -> Any:
+    def copy(self, place: int, address: int, piece: Piece) -> Event:
         """Queue a copy on the copy stream."""
         from cuda.bindings import driver
 
+        trace = self.trace
         with on_device(self.device):
-            start = self._mark(self._copies) if self.trace is not None else None
+            start = None if trace is None else self._mark(self._copies)
             to, size, stream = self._base + place + piece.pad, piece.extent.size, self._copies.cuda_stream
             for at, part in steps(address, size):
                 (code,) = driver.cuMemcpyHtoDAsync(to + at, address + at, part, stream)
@@ -171,47 +156,40 @@ class CudaDevice:
                         f"copying {part} bytes of `{piece.extent.name}` to {self.device}: {code}"
                     )
             end = self._mark(self._copies)
-        if self.trace is not None:
-            self.trace.copy(start, end, piece.extent.name, size)
+        if trace is not None and start is not None:
+            trace.copy(start, end, piece.extent.name, size)
         return end
 
-    def hold(self, event: Any) -> None:
+    def hold(self, event: Event) -> None:
         """Let the copy stream wait."""
+        assert isinstance(event, torch.cuda.Event)
         self._copies.wait_event(event)
 
-    def decode(self, handle: _Handle, number: int, place: int, out: torch.Tensor, copied: Any) -> Any:
+    def decode(self, handle: Prepared, number: int, place: int, out: torch.Tensor, copied: Event) -> Event:
         """Launch on the current stream, checksums included."""
+        assert isinstance(handle, _Handle)
+        assert isinstance(copied, torch.cuda.Event)
         stream = torch.cuda.current_stream(self.device)
-        if self.trace is not None and number == 0 and self._computing:
+        trace = self.trace
+        if trace is not None and number == 0 and self._computing:
             # What follows the last unit's decoding ends before this one's copy is waited for.
             since, name = self._computing.pop()
-            self.trace.compute(since, self._mark(stream), name)
+            trace.compute(since, self._mark(stream), name)
         stream.wait_event(copied)
-        work = handle.works[number]
         with on_device(self.device):
-            start = self._mark(stream) if self.trace is not None else None
-            work.launch(
-                handle.descriptors.data_ptr() + handle.offsets[number],
-                out.data_ptr(),
-                handle.status.data_ptr() + 16 * number,
-                stream.cuda_stream,
-                check=True,
-                base=self._base + place,
-            )
+            start = None if trace is None else self._mark(stream)
+            handle.launch(number, out.data_ptr(), True, self._base + place)
             end = self._mark(stream)
-        if self.trace is not None:
-            self.trace.decode(start, end, handle.names[number], handle.sizes[number])
-            last = number == len(handle.works) - 1
+        if trace is not None and start is not None:
+            trace.decode(start, end, handle.names[number], handle.sizes[number])
+            last = number == len(handle.names) - 1
             self._computing[:] = [(self._mark(stream), handle.names[0])] if last else []
         return end
 
-    def damage(self, handle: _Handle) -> Damage | None:
+    def damage(self, handle: Prepared) -> Damage | None:
         """What the kernels have written to host memory."""
-        for piece in np.flatnonzero(handle.reports[:, 0] == REPORTED).tolist():
-            _, span, low, high = handle.reports[piece].tolist()
-            handle.reports[piece] = 0
-            return Damage(piece, span, high << 32 | low)
-        return None
+        assert isinstance(handle, _Handle)
+        return handle.launch.damage()
 
     def wait(self) -> None:
         """Wait for all streams: kernels of others may read rows from memory that is given back next."""

@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
 
 from tpde.errors import InvalidInput, ReadError, TpdeError
 from tpde.format.source import Extent
@@ -16,26 +15,14 @@ from tpde.streaming.arena import Arena
 from tpde.streaming.direct import BLOCK, Files
 from tpde.streaming.modes import forced_mode, not_locked
 from tpde.streaming.ranges import read_error
+from tpde.streaming.supply import Event, Ticket
+from tpde.streaming.trace import Trace
 
 SLACK = 2 * BLOCK  # of a buffer: a piece starts and ends anywhere
 # Of a read. With 1 MiB a disk reached 0.9 GB/s, with 4 or 8 MiB 2.5, with 32 MiB 2.0. Several threads that
 # share a piece have it ready sooner than one, too.
 READ_BYTES = 4 << 20
 READERS = 8  # threads: between the 4 and 16 at which disks reach their rate
-
-
-class _Ticket:
-    """A piece that was requested."""
-
-    def __init__(self, extent: Extent) -> None:
-        self.extent = extent
-        self.buffer = -1  # which holds it
-        self.left = 0  # reads that are not done
-        self.reading = 0  # reads that threads are at
-        self.error: TpdeError | None = None
-        self.dropped = False
-        self.done = False
-        self.began = 0
 
 
 def _lock(arena: Arena, device: int | None, forced: str | None) -> None:
@@ -100,16 +87,16 @@ class ReadAhead:
         self._state.start(threads)
 
     @property
-    def trace(self) -> Any:
+    def trace(self) -> Trace | None:
         """What takes note of reads (`tpde.streaming.trace.Trace`); None for nothing."""
         return self._state.trace
 
     @trace.setter
-    def trace(self, trace: Any) -> None:
+    def trace(self, trace: Trace | None) -> None:
         with self._state.lock:
             self._state.trace = trace
 
-    def request(self, extent: Extent) -> _Ticket:
+    def request(self, extent: Extent) -> Ticket:
         """Read a piece as soon as all that were requested before are being read, and a buffer is free.
 
         Raises
@@ -119,58 +106,15 @@ class ReadAhead:
         """
         if not 0 < extent.size <= self._piece:
             raise InvalidInput(f"`{extent.name}`: {extent.size} bytes, but a piece has 1 to {self._piece}")
-        ticket = _Ticket(extent)
+        ticket = _Ticket(self._state, extent)
         try:
             with self._state.lock:
                 self._state.waiting.append(ticket)
                 self._state.work.notify_all()
         except BaseException:  # after Ctrl-C nobody has the ticket, and a buffer would be lost
-            self.cancel(ticket)
+            ticket.cancel()
             raise
         return ticket
-
-    def wait(self, ticket: _Ticket) -> int:
-        """The host address of a piece, once it has been read.
-
-        Raises
-        ------
-        Truncated
-            If the file ends before the piece does.
-        ReadError
-            If the disk failed.
-        """
-        state = self._state
-        with state.lock:
-            while not (ticket.done or ticket.error or ticket.dropped or state.stopped):
-                state.there.wait()
-            if ticket.error is not None:
-                raise ticket.error
-            if state.stopped:
-                what = f"`{ticket.extent.name}` is not read any more"
-                if state.failed is None:
-                    raise ReadError(f"{what}: its model was closed; load it again")
-                raise ReadError(f"{what}: {state.failed}; load the model again") from state.failed
-            if not ticket.done:
-                raise ValueError(f"`{ticket.extent.name}` was cancelled, or copied already")
-            return state.address(ticket)
-
-    def ready(self, ticket: _Ticket) -> bool:
-        """Whether the piece is there. A failed one never is: whoever needs it learns why from `wait`."""
-        return ticket.done
-
-    def copied(self, ticket: _Ticket, event: Any) -> None:
-        """Read another piece to the same buffer once `event.synchronize()` returns."""
-        with self._state.lock:
-            buffer = ticket.buffer
-            # First, for Ctrl-C between the two must not have `cancel` free the buffer a second time.
-            ticket.done, ticket.dropped, ticket.buffer = False, True, -1
-            self._state.draining.append((buffer, event))
-            self._state.work.notify_all()
-
-    def cancel(self, ticket: _Ticket) -> None:
-        """Stop reading a piece, or let go of it."""
-        with self._state.lock:
-            self._state.drop(ticket)
 
     def device_address(self, extent: Extent) -> int | None:
         """None: nothing stays."""
@@ -182,6 +126,57 @@ class ReadAhead:
         self._state.join()
 
 
+class _Ticket:
+    """A piece that was requested."""
+
+    def __init__(self, state: _State, extent: Extent) -> None:
+        self.extent = extent
+        self.buffer = -1  # which holds it
+        self.left = 0  # reads that are not done
+        self.reading = 0  # reads that threads are at
+        self.error: TpdeError | None = None
+        self.dropped = False
+        self.done = False
+        self.began = 0
+        self._state = state  # and not the `ReadAhead`, which can be collected meanwhile
+
+    def ready(self) -> bool:
+        """Whether the piece is there. A failed one never is: whoever needs it learns why from `wait`."""
+        return self.done
+
+    def wait(self) -> int:
+        """The host address of the piece, once it has been read: see `Ticket`."""
+        state = self._state
+        with state.lock:
+            while not (self.done or self.error or self.dropped or state.stopped):
+                state.there.wait()
+            if self.error is not None:
+                raise self.error
+            if state.stopped:
+                what = f"`{self.extent.name}` is not read any more"
+                if state.failed is None:
+                    raise ReadError(f"{what}: its model was closed; load it again")
+                raise ReadError(f"{what}: {state.failed}; load the model again") from state.failed
+            if not self.done:
+                raise ValueError(f"`{self.extent.name}` was cancelled, or copied already")
+            return state.address(self)
+
+    def copied(self, event: Event) -> None:
+        """Read another piece to the same buffer once the device has passed the event."""
+        state = self._state
+        with state.lock:
+            buffer = self.buffer
+            # First, for Ctrl-C between the two must not have `cancel` free the buffer a second time.
+            self.done, self.dropped, self.buffer = False, True, -1
+            state.draining.append((buffer, event))
+            state.work.notify_all()
+
+    def cancel(self) -> None:
+        """Stop reading the piece, or let go of it."""
+        with self._state.lock:
+            self._state.drop(self)
+
+
 class _State:
     """What the threads share. Everything but `start`, `stop` and `join` is called with `lock` held."""
 
@@ -189,10 +184,10 @@ class _State:
         self.lock = threading.RLock()  # a finalizer may take it again, in the same thread
         self.work, self.there = threading.Condition(self.lock), threading.Condition(self.lock)
         self.waiting: deque[_Ticket] = deque()
-        self.draining: deque[tuple[int, Any]] = deque()  # buffers that are copied from
+        self.draining: deque[tuple[int, Event]] = deque()  # buffers that are copied from
         self.stopped = False
         self.failed: BaseException | None = None  # what no read is to blame for
-        self.trace: Any = None
+        self.trace: Trace | None = None
         self._arena, self._room, self._device = arena, room, device
         self._free = list(range(buffers))
         self._reads: deque[tuple[_Ticket, int, int]] = deque()  # not begun: ticket, offset, size

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +21,9 @@ from tpde.streaming.cache import ExpertCache
 from tpde.streaming.checks import Checks, Decoded
 from tpde.streaming.device import Device
 from tpde.streaming.pieces import Part, Piece, cut
+from tpde.streaming.supply import Event, Ticket
+from tpde.streaming.tensor import travelling
+from tpde.streaming.trace import Trace
 from tpde.weights.span import ChunkRange
 
 _ALIGN = 256  # of pieces in a place
@@ -44,7 +46,7 @@ def expert_pieces(slots: Sequence[Slot], number: int, piece: int) -> list[Piece]
     parts = []
     for slot in slots:
         for it in expert_ranges(slot, number):
-            if it.source.travels:
+            if travelling(it.source):
                 begin = it.source.header.chunk_range(it.first, it.first)[0]
                 out = it.offset - begin * it.source.header.word_bytes
                 parts.append(Part(it.source, out, it.first, it.last))
@@ -75,7 +77,7 @@ class Expert(Decoded):
         rooms = _room(self.pieces)
         self.offsets = [sum(rooms[:i]) for i in range(len(rooms))]
         self.room = sum(rooms)
-        self.copied: list[Any] = []
+        self.copied: list[Event] = []
         ranges = [it for slot in slots for it in expert_ranges(slot, number)]
         self.rest: list[Callable[[Tensor], None]] = [
             it.source.chunks(it.first, it.last, it.offset) for it in ranges if not it.source.travels
@@ -121,8 +123,8 @@ class ExpertStore:
         self._start = start
         self._lock = threading.RLock()
         self._checks = Checks(device)
-        self._freed: dict[int, Any] = {}  # by place, when it may be written again
-        self._asked: deque[tuple[Piece, Any]] = deque()  # of supplies, not yet waited for
+        self._freed: dict[int, Event] = {}  # by place, when it may be written again
+        self._asked: deque[Ticket] = deque()  # not yet waited for
 
     def module(self, slots: Sequence[Slot]) -> ModuleExperts:
         """The experts of a module with these fused weights, for `tpde.nn.route_experts`."""
@@ -136,7 +138,7 @@ class ExpertStore:
             "expert_bytes": self.copied_bytes,
         }
 
-    def record(self, trace: Any) -> None:
+    def record(self, trace: Trace | None) -> None:
         """Note what happens from now on: see `Streamer.record`."""
         with self._lock:
             self.device.trace = trace
@@ -204,7 +206,7 @@ class ExpertStore:
             elif it.pieces:
                 missing.append(it)
                 for piece in it.pieces:
-                    self._asked.append((piece, piece.supply.request(piece.extent)))
+                    self._asked.append(piece.supply.request(piece.extent))
         flying: deque[tuple[Expert, int]] = deque()
         self._copy(missing, flying)
         for it, place in here:
@@ -228,10 +230,9 @@ class ExpertStore:
                 self.device.hold(freed)
             it.copied = []
             for piece, offset in zip(it.pieces, it.offsets, strict=True):
-                ticket = self._asked[0][1]
-                address = piece.supply.wait(ticket)
-                it.copied.append(self.device.copy(at + offset, address, piece))
-                piece.supply.copied(ticket, it.copied[-1])
+                ticket = self._asked[0]
+                it.copied.append(self.device.copy(at + offset, ticket.wait(), piece))
+                ticket.copied(it.copied[-1])
                 self._asked.popleft()  # whatever fails before, `_forget` gives its bytes back to the supply
                 self.copied_bytes += piece.extent.size
             flying.append((it, place))
@@ -249,8 +250,7 @@ class ExpertStore:
             self._freed.clear()  # else places are still waited for
         finally:  # Ctrl-C again, meanwhile: the next fetch must not take these requests for its own
             while self._asked:
-                piece, ticket = self._asked.popleft()
-                piece.supply.cancel(ticket)
+                self._asked.popleft().cancel()
             self.cache.clear()
 
 

@@ -5,12 +5,33 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from tpde.format.source import Extent, Source
 from tpde.streaming.bringing import Bringing, not_there_any_more
 from tpde.streaming.modes import forced_mode
 from tpde.streaming.ranges import merge, require
+from tpde.streaming.supply import Event, Ticket
+from tpde.streaming.trace import Trace
+
+
+class _Ticket(NamedTuple):
+    """Bytes that come, and stay, whether they were asked for or not."""
+
+    memory: HostMemory
+    extent: Extent
+
+    def ready(self) -> bool:
+        return self.memory.there(self.extent)
+
+    def wait(self) -> int:
+        return self.memory.address(self.extent)
+
+    def copied(self, event: Event) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
 
 
 class HostMemory:
@@ -122,28 +143,19 @@ class HostMemory:
         start = self._bringing.device(i, at + extent.size)
         return None if start is None else start + at
 
+    def there(self, extent: Extent) -> bool:
+        """Whether `address` would return at once."""
+        i, at = self._find(extent)
+        return self._bringing.there(i, at + extent.size)
+
     # ---- a supply ----
 
     ahead = 0
+    trace: Trace | None = None  # nothing is read when it is asked for
 
-    def request(self, extent: Extent) -> Extent:
+    def request(self, extent: Extent) -> Ticket:
         """Nothing to do: everything comes anyway."""
-        return extent
-
-    def wait(self, ticket: Extent) -> int:
-        """The address: see `address`."""
-        return self.address(ticket)
-
-    def ready(self, ticket: Extent) -> bool:
-        """Whether the bytes are there."""
-        i, at = self._find(ticket)
-        return self._bringing.there(i, at + ticket.size)
-
-    def copied(self, ticket: Extent, event: Any) -> None:
-        """Nothing to do: the bytes stay."""
-
-    def cancel(self, ticket: Extent) -> None:
-        """Nothing to do."""
+        return _Ticket(self, extent)
 
     def close(self) -> None:
         """Unlock it and give it back; returns when the thread has ended, whoever closed it first."""

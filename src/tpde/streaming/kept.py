@@ -6,10 +6,11 @@ come in a row copies would wait.
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from tpde.format.blob import align
 from tpde.streaming.pieces import Piece
+from tpde.streaming.supply import Event, Supply
 
 T = TypeVar("T")  # what pieces belong to: a unit
 
@@ -20,7 +21,7 @@ class Stay(NamedTuple):
     """Where a piece stays, and the event of the end of its copy."""
 
     place: int
-    copied: Any
+    copied: Event
 
 
 class Kept(Generic[T]):
@@ -32,7 +33,7 @@ class Kept(Generic[T]):
         Where the room starts, behind the ring's places, and its bytes.
     wanted : int
         Bytes of all pieces that may stay. Of those that are copied, a share of `room / wanted` stays.
-    supply : object, optional
+    supply : Supply, optional
         Whose pieces stay; by default, anybody's.
 
     Examples
@@ -49,7 +50,7 @@ class Kept(Generic[T]):
     2
     """
 
-    def __init__(self, start: int, room: int, wanted: int, supply: Any = None) -> None:
+    def __init__(self, start: int, room: int, wanted: int, supply: Supply | None = None) -> None:
         self._start, self._room, self._wanted, self._supply = start, room, wanted, supply
         self._taken = self._seen = 0
         self._stays: dict[T, dict[int, Stay]] = {}
@@ -65,7 +66,7 @@ class Kept(Generic[T]):
         place, self._taken = self._start + self._taken, taken
         return place
 
-    def put(self, unit: T, number: int, place: int, copied: Any) -> None:
+    def put(self, unit: T, number: int, place: int, copied: Event) -> None:
         """A piece is being copied there."""
         self._stays.setdefault(unit, {})[number] = Stay(place, copied)
 

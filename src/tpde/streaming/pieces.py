@@ -8,28 +8,21 @@ follow it in the file, and the start of one more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from tpde.cuda.items import ALIGNMENT, Chunks
 from tpde.errors import InvalidInput
 from tpde.format.source import Extent
+from tpde.streaming.supply import Supply
+
+if TYPE_CHECKING:  # what brings bytes to host memory does without torch
+    from tpde.streaming.tensor import Streamed
 
 # Between two tensors lie header, tables and index map of the second, 0.2 % of it. Copying more than this in
 # vain takes longer than starting another copy.
 GAP_BYTES = 1 << 20
-
-
-class Tensor(Protocol):
-    """What is cut: a packed tensor in a file."""
-
-    extent: Extent
-    supply: Any  # what brings its bytes
-
-    @property
-    def offsets(self) -> Any:
-        """Where in the blob each chunk starts, and where the last one ends."""
 
 
 class Span(NamedTuple):
@@ -47,7 +40,7 @@ class Span(NamedTuple):
         Where the tensor's blob starts, in bytes from the first of the piece in the ring: before it, mostly.
     """
 
-    tensor: Any
+    tensor: Streamed
     out: int
     chunks: Chunks
     at: int
@@ -69,7 +62,7 @@ class Piece(NamedTuple):
     """
 
     extent: Extent
-    supply: Any
+    supply: Supply
     pad: int
     spans: tuple[Span, ...]
 
@@ -77,7 +70,7 @@ class Piece(NamedTuple):
 class Part(NamedTuple):
     """Chunks `first` to `last` of a tensor whose first byte goes to byte `out` of a buffer."""
 
-    tensor: Any
+    tensor: Streamed
     out: int
     first: int
     last: int

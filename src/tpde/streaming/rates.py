@@ -19,6 +19,7 @@ from tpde.format.source import Extent, FileSource
 from tpde.streaming.direct import Files
 from tpde.streaming.disk import READERS, ReadAhead
 from tpde.streaming.ranges import read_error
+from tpde.streaming.supply import Ticket
 from tpde.streaming.units import Rates
 from tpde.weights.launch import on_device
 
@@ -223,20 +224,19 @@ def disk_rate(files: Sequence[str | os.PathLike[str]]) -> float:
         _forget([it for it in sources if it.name in read])
         ahead = ReadAhead(DISK_BUFFERS, DISK_PIECE, READERS, None)
         stack.callback(ahead.close)
-        waiting: deque[Any] = deque()
+        waiting: deque[tuple[Ticket, int]] = deque()
         done, start = 0, time.perf_counter()
 
         def take() -> int:
-            ticket = waiting.popleft()
-            ahead.wait(ticket)
-            ahead.copied(ticket, _Copied())
-            size: int = ticket.extent.size
+            ticket, size = waiting.popleft()
+            ticket.wait()
+            ticket.copied(_Copied())
             return size
 
         for extent in work:
             if done >= DISK_LEAST and time.perf_counter() - start > DISK_SECONDS:
                 break
-            waiting.append(ahead.request(extent))
+            waiting.append((ahead.request(extent), extent.size))
             if len(waiting) == DISK_BUFFERS:
                 done += take()
         while waiting:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,10 +24,20 @@ from tpde.streaming.device import Device
 from tpde.streaming.kept import Kept
 from tpde.streaming.order import Order
 from tpde.streaming.pieces import Part, Piece, cut
+from tpde.streaming.supply import Event, Ticket
+from tpde.streaming.tensor import Streamed, travelling
+from tpde.streaming.trace import Trace
 from tpde.weights.decoder import Materializer
-from tpde.weights.source import Watched
+from tpde.weights.source import Source, Watched
 
 _MOST_PLANNED = 1024  # pieces: where only a few of a model's come from a disk, looking on would end nowhere
+
+
+class Closing(Protocol):
+    """What a streamer takes over: a supply, a file."""
+
+    def close(self) -> None:
+        """Give it back."""
 
 
 class Unit(Decoded):
@@ -70,7 +80,7 @@ class _Step(NamedTuple):
 
     unit: Unit
     number: int
-    ticket: Any
+    ticket: Ticket
     ahead: int  # its bytes, if its supply wants to know ahead
 
 
@@ -80,7 +90,7 @@ class _Flight(NamedTuple):
     unit: Unit
     number: int
     place: int
-    copied: Any
+    copied: Event
 
 
 class Streamer:
@@ -123,11 +133,11 @@ class Streamer:
         self._cursor: tuple[Unit, int] | None = None  # what was requested last
         self._flying: deque[_Flight] = deque()
         # Places with the event after which they may be written again.
-        self._free: deque[tuple[int, Any]] = deque()
+        self._free: deque[tuple[int, Event | None]] = deque()
         self._empty()
-        self.owned: list[Any] = []
+        self.owned: list[Closing] = []
 
-    def own(self, *things: Any) -> None:
+    def own(self, *things: Closing) -> None:
         """Take supplies and files over, to close them when the streamer is closed.
 
         In this order, and before those that it has.
@@ -142,13 +152,13 @@ class Streamer:
             "dropped_pieces": self.dropped_pieces,
         }
 
-    def record(self, trace: Any) -> None:
+    def record(self, trace: Trace | None) -> None:
         """Note what happens from now on; another thread may be in a forward pass.
 
         Parameters
         ----------
-        trace : tpde.streaming.trace.Trace
-            Where to.
+        trace : Trace or None
+            Where to; None to note nothing.
         """
         with self._lock:  # what is being copied is noted as a whole, or not at all
             self.device.trace = trace
@@ -166,22 +176,21 @@ class Streamer:
 
     # ---- what is wanted ----
 
-    def unit(self, items: Sequence[tuple[Any, int]]) -> Unit:
+    def unit(self, items: Sequence[tuple[Source, int]]) -> Unit:
         """What decodes tensors, each at its byte offset, into a buffer."""
-        rest = [(packed, out) for packed, out in items if not packed.travels]
-        if len(rest) < len(items) and not self._places:
-            name = next(packed.name for packed, _ in items if packed.travels)
+        rest = [(packed, out) for packed, out in items if not travelling(packed)]
+        parts = [Part(it, out, 0, it.header.chunks - 1) for it, out in items if travelling(it)]
+        if parts and not self._places:
             raise PackedWeight(
-                f"`{name}` stays on the host, and only rows of it are read under the VRAM budget; load the "
-                "model without `vram=` to read all of it"
+                f"`{parts[0].tensor.name}` stays on the host, and only rows of it are read under the VRAM "
+                "budget; load the model without `vram=` to read all of it"
             )
-        parts = [Part(packed, out, 0, packed.header.chunks - 1) for packed, out in items if packed.travels]
         made = Unit(self, cut(parts, self._room), Materializer(rest, rest[0][0].device) if rest else None)
         if not self._used and made.pieces:
             self._order.expect(made)
         return made
 
-    def chunks(self, packed: Any, first: int, last: int, offset: int) -> Unit:
+    def chunks(self, packed: Streamed, first: int, last: int, offset: int) -> Unit:
         """What decodes chunks `first` to `last` of a tensor into a buffer, from byte `offset` on."""
         key = (id(packed), first, last, offset)
         if key not in self._chunks:
@@ -306,7 +315,7 @@ class Streamer:
         try:
             self._planned.append(_Step(unit, number, ticket, ahead))
         except BaseException:  # Ctrl-C: `_forget` does not know of it
-            piece.supply.cancel(ticket)
+            ticket.cancel()
             raise
         self._reading += ahead
         self._cursor = unit, number
@@ -320,8 +329,7 @@ class Streamer:
 
     def _cancel(self) -> None:
         """Give up the first of the pieces that were requested."""
-        step = self._planned[0]
-        step.unit.pieces[step.number].supply.cancel(step.ticket)
+        self._planned[0].ticket.cancel()
         self._next()  # after Ctrl-C before, `_forget` gives it up
 
     def _extend(self) -> bool:
@@ -348,18 +356,18 @@ class Streamer:
         """Copy the next piece, waiting for its supply."""
         step = self._planned[0]
         piece = step.unit.pieces[step.number]
-        if self.device.trace is None or piece.supply.ready(step.ticket):
-            address = piece.supply.wait(step.ticket)
+        if self.device.trace is None or step.ticket.ready():
+            address = step.ticket.wait()
         else:
             begin = time.perf_counter_ns()
-            address = piece.supply.wait(step.ticket)
+            address = step.ticket.wait()
             self.device.trace.wait(begin, time.perf_counter_ns(), piece.extent.name)
         stay = self._kept.take(piece)
         place, freed = self._free.popleft() if stay is None else (stay, None)
         if freed is not None:
             self.device.hold(freed)
         copied = self.device.copy(place, address, piece)
-        piece.supply.copied(step.ticket, copied)
+        step.ticket.copied(copied)
         self._next()  # whatever fails before, `_forget` gives its bytes back to the supply
         if stay is None:
             self._flying.append(_Flight(step.unit, step.number, place, copied))
@@ -374,8 +382,7 @@ class Streamer:
             self._skip()
             if not (self._planned or self._extend()):
                 break
-            step = self._planned[0]
-            if not step.unit.pieces[step.number].supply.ready(step.ticket):
+            if not self._planned[0].ticket.ready():
                 break
             self._launch()
         self._read_ahead()

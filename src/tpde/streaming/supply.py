@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tpde.format.source import Extent
 
-Ticket = Any  # each supply's own; nobody else looks into it
+if TYPE_CHECKING:
+    from tpde.streaming.trace import Trace
 
 
-class Supply(Protocol):
-    """Bytes of files, asked for ahead of their use.
+class Event(Protocol):
+    """A mark on a stream, such as `torch.cuda.Event`."""
 
-    For each extent: `request`, then `wait` and `copied`, or `cancel` at any time before `copied`. Tickets are
-    waited for in the order of their requests, but for those that are cancelled.
+    def synchronize(self) -> None:
+        """Wait until the device has passed it."""
+
+
+class Ticket(Protocol):
+    """Bytes that were asked for: `wait` and `copied`, or `cancel` at any time before `copied`.
+
+    Tickets of a supply are waited for in the order of their requests, but for those that are cancelled.
     """
 
-    @property
-    def ahead(self) -> int:
-        """How many bytes it wants to be asked for ahead."""
+    def ready(self) -> bool:
+        """Whether `wait` would return an address at once."""
 
-    def request(self, extent: Extent) -> Ticket:
-        """Ask for bytes, in the order in which they will be wanted; never blocks."""
-
-    def wait(self, ticket: Ticket) -> int:
+    def wait(self) -> int:
         """The host address of the bytes, once they are there.
 
         Raises
@@ -34,14 +37,30 @@ class Supply(Protocol):
             If they cannot be read.
         """
 
-    def ready(self, ticket: Ticket) -> bool:
-        """Whether `wait` would return an address at once."""
+    def copied(self, event: Event) -> None:
+        """The copy is queued: the bytes are not needed any more once the device has passed the event."""
 
-    def copied(self, ticket: Ticket, event: Any) -> None:
-        """The copy is queued: the bytes are not needed any more once `event.synchronize()` returns."""
+    def cancel(self) -> None:
+        """The bytes will not be wanted. Doing so again, or after `copied`, does nothing."""
 
-    def cancel(self, ticket: Ticket) -> None:
-        """The bytes will not be wanted."""
+
+class Supply(Protocol):
+    """Bytes of files, asked for ahead of their use.
+
+    Attributes
+    ----------
+    trace : Trace or None
+        What takes note of reads, where something is read when it is asked for.
+    """
+
+    trace: Trace | None
+
+    @property
+    def ahead(self) -> int:
+        """How many bytes it wants to be asked for ahead; 0 if all are in host memory, or on their way."""
+
+    def request(self, extent: Extent) -> Ticket:
+        """Ask for bytes, in the order in which they will be wanted; never blocks."""
 
     def device_address(self, extent: Extent) -> int | None:
         """Where the device can read the bytes over the bus, without a copy and without asking; or None."""

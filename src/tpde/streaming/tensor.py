@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -14,11 +14,14 @@ import torch
 from tpde.codec.blob import BlobReader
 from tpde.errors import Corrupt, PackedWeight, Truncated, UnsupportedVersion
 from tpde.format.blob import align
-from tpde.format.constants import CODEC_CONSTANT
 from tpde.format.source import Extent
 from tpde.memory import allocate
+from tpde.streaming.supply import Supply
 from tpde.weights.decoder import ChunkDecoder
 from tpde.weights.source import Decoder, Source, Watched, named
+
+if TYPE_CHECKING:
+    from tpde.cuda.items import Chunks, Item, Tables
 
 _ADVICE = (
     "is streamed to the GPU under a VRAM budget, and stays in its file; load the model again without `vram=`"
@@ -31,10 +34,10 @@ _PUTTING = threading.Lock()
 class Streams(Protocol):
     """What brings chunks to a device, and decodes them there: see `tpde.streaming.stream`."""
 
-    def unit(self, items: Sequence[tuple[Any, int]]) -> Decoder:
+    def unit(self, items: Sequence[tuple[Source, int]]) -> Decoder:
         """What rebuilds sources, each at its byte offset, into a buffer."""
 
-    def chunks(self, packed: Any, first: int, last: int, offset: int) -> Decoder:
+    def chunks(self, packed: Streamed, first: int, last: int, offset: int) -> Decoder:
         """What rebuilds chunks `first` to `last` of a source into a buffer, from byte `offset` on."""
 
     def opened(self) -> contextlib.AbstractContextManager[None]:
@@ -76,7 +79,9 @@ class Streamed(Source):
     lead = 1  # decodes what is resident, too
     settled = False
 
-    def __init__(self, extent: Extent, streams: Streams | None, device: torch.device, supply: Any) -> None:
+    def __init__(
+        self, extent: Extent, streams: Streams | None, device: torch.device, supply: Supply | None
+    ) -> None:
         self.name, self.version, self.extent, self._device = extent.name, 1, extent, device
         self.bind(streams, supply)
         try:
@@ -85,12 +90,18 @@ class Streamed(Source):
             raise named(error, self.name) from error
         self.header, self.offsets = reader.header, reader.offsets
         self._section, self._host = reader.section, reader
-        self.travels = self.header.codec != CODEC_CONSTANT  # which has no chunks
+        self.travels = self.codec.in_pieces
         self._device_index: torch.Tensor | None = None
 
-    def bind(self, streams: Streams | None, supply: Any) -> None:
+    def bind(self, streams: Streams | None, supply: Supply | None) -> None:
         """Say what brings the chunks."""
-        self._streams, self.supply = streams, supply
+        self._streams, self._supply = streams, supply
+
+    @property
+    def supply(self) -> Supply:
+        """What brings the chunks to where the device can copy from, or read them."""
+        assert self._supply is not None
+        return self._supply
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +142,7 @@ class Streamed(Source):
             "without `vram=`, and unpack that"
         )
 
-    def in_host_memory(self, streamer: Any) -> bool:
+    def in_host_memory(self, streamer: object) -> bool:
         """Whether this streamer brings the chunks, and they all lie in host memory."""
         return self._streams is streamer and not self.supply.ahead
 
@@ -156,7 +167,7 @@ class Streamed(Source):
         assert self._streams is not None
         return self._streams.chunks(self, first, last, offset)
 
-    def device_tables(self) -> tuple[Any, torch.Tensor] | None:
+    def device_tables(self) -> tuple[Tables, torch.Tensor] | None:
         """Expanded tables, and their image on the device; None if the kernels cannot decode the blob."""
         put_on_device([self])
         return self._device_tables
@@ -165,7 +176,7 @@ class Streamed(Source):
         """Whether the kernels can decode the blob."""
         return self.travels and self.device_tables() is not None
 
-    def span_item(self, out: int, chunks: Any, at: int) -> Any:
+    def span_item(self, out: int, chunks: Chunks | None, at: int) -> Item:
         """What the kernels take for some chunks, the blob's start being `at` bytes from a launch's base."""
         from tpde.cuda.items import Item
 
@@ -175,7 +186,7 @@ class Streamed(Source):
         index = self._device_index.data_ptr()
         return Item(self.header, tables[0], at, tables[1].data_ptr(), out, index, chunks)
 
-    def item(self, offset: int, chunks: Any = None) -> Any:
+    def item(self, offset: int, chunks: Chunks | None = None) -> Item | None:
         """What the kernels take to read the blob over the bus, where it lies; None if they cannot."""
         from tpde.cuda.items import ALIGNMENT
 
@@ -183,6 +194,11 @@ class Streamed(Source):
             return None
         at = self.supply.device_address(self.extent)
         return None if at is None or at % ALIGNMENT else self.span_item(offset, chunks, at)
+
+
+def travelling(source: Source) -> TypeGuard[Streamed]:
+    """Whether a source has chunks that are brought to the device each time; only those in files have."""
+    return source.travels
 
 
 def put_on_device(tensors: Iterable[Streamed]) -> None:
@@ -194,7 +210,7 @@ def put_on_device(tensors: Iterable[Streamed]) -> None:
     from tpde.cuda.items import ALIGNMENT, lookup_tables
 
     with _PUTTING:
-        new: list[tuple[Streamed, Any]] = []
+        new: list[tuple[Streamed, Tables]] = []
         rows: list[np.ndarray] = []
         for it in tensors:
             tables = lookup_tables(it.header, it._section) if it._device_tables is None else None

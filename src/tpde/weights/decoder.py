@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tpde.codec.registry import Gpu
 from tpde.errors import Corrupt, InvalidInput, UnsupportedDevice
-from tpde.format.constants import CODEC_CONSTANT, CODEC_ZSTD
-from tpde.weights.launch import capturing, on_device, raise_damage, stream_handle, upload
+from tpde.weights.launch import DecodeLaunch, Launch, capturing
 from tpde.weights.source import Source, named
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,28 +21,21 @@ class _Frames:
     def __init__(self, packed: Source) -> None:
         from tpde.cuda.nvcomp import ZstdBlob
 
-        self._packed, device = packed, packed.blob.device
+        self._packed = packed
         try:
-            self._blob = ZstdBlob(packed.header, packed.blob.cpu().numpy(), device.index)
+            blob = ZstdBlob(packed.header, packed.blob.cpu().numpy(), packed.blob.device.index)
         except Corrupt as error:
             raise named(error, packed.name) from error
-        self._descriptors = upload(self._blob.descriptors, device)
-        self._status = upload(np.zeros(16, np.uint8), device)
+        self._scratch_bytes = blob.scratch_bytes
+        self._launch = Launch([blob], packed.blob.device)
 
     def __call__(self, out: torch.Tensor) -> bool:
         """Decode into `out` on the current stream, and wait for it; False if nvCOMP cannot."""
         blob = self._packed.blob
-        scratch = torch.empty(self._blob.scratch_bytes, dtype=torch.uint8, device=blob.device)
-        done = self._blob.launch(
-            blob.data_ptr(),
-            self._descriptors.data_ptr(),
-            scratch.data_ptr(),
-            out.data_ptr(),
-            self._status.data_ptr(),
-            stream_handle(blob.device),
-        )
+        scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=blob.device)
+        done = self._launch(0, blob.data_ptr(), scratch.data_ptr(), out.data_ptr())
         if done:
-            raise_damage(self._status, [self._packed])
+            self._launch.report([self._packed.name])
         return done
 
 
@@ -50,7 +43,7 @@ def _frames(packed: Source) -> _Frames | None:
     """What decodes a zstd blob on its device; None, after one warning a process, without nvCOMP."""
     from tpde.cuda import nvcomp
 
-    return _Frames(packed) if packed.header.codec == CODEC_ZSTD and nvcomp.available() else None
+    return _Frames(packed) if packed.codec.gpu is Gpu.NVCOMP and nvcomp.available() else None
 
 
 def repeat(packed: Source, out: torch.Tensor) -> None:
@@ -87,7 +80,8 @@ class Materializer:
                 )
         self._fills: list[tuple[Source, int]] = []
         self._others: list[tuple[Source, int, _Frames | None]] = []
-        self._names: list[Source] = []
+        self._names: list[str] = []
+        self._launch: DecodeLaunch | None = None
         self._verified = False
         self._on_gpu = device.type == "cuda"  # kept: a device makes a string of its type each time
         if self._on_gpu:
@@ -98,23 +92,21 @@ class Materializer:
 
         index = self.device.index
         assert index is not None
-        work = []
+        items = []
         for packed, offset in self.items:
-            if packed.header.codec == CODEC_CONSTANT:
+            if packed.codec.gpu is Gpu.FILL:
                 self._fills.append((packed, offset))
                 continue
             item = packed.item(offset)
             if item is None:
                 self._others.append((packed, offset, _frames(packed)))
                 continue
-            self._names.append(packed)
-            work.append(item)
-        self._work = WorkList(work, index) if work else None
-        if self._work is not None:
-            self._work.prepare()
-            with torch.inference_mode(False):
-                self._status = torch.zeros(16, dtype=torch.uint8, device=self.device)
-            self._descriptors = upload(self._work.descriptors, self.device)  # which waits for both
+            self._names.append(packed.name)
+            items.append(item)
+        if items:
+            work = WorkList(items, index)
+            work.prepare()
+            self._launch = Launch([work], self.device)
 
     def __call__(self, out: torch.Tensor, check: bool | None = None) -> None:
         """Decode everything into a buffer, on the current stream.
@@ -147,21 +139,16 @@ class Materializer:
                     f"`{packed.name}` is packed with zstd, which cannot be decoded in a CUDA graph: pack "
                     "it with `--codec prefix`, or run without graphs"
                 )
-            with on_device(self.device):
-                if frames is not None and frames(out[offset : offset + packed.nbytes]):
-                    continue
+            if frames is not None and frames(out[offset : offset + packed.nbytes]):
+                continue
             host = np.empty(packed.nbytes, np.uint8)
             packed.decode_on_host(0, host.size, host)
             out[offset : offset + host.size].copy_(torch.from_numpy(host))
-        if self._work is None:
+        if self._launch is None:
             return
-        stream = stream_handle(self.device)
-        with on_device(self.device):
-            self._work.launch(
-                self._descriptors.data_ptr(), out.data_ptr(), self._status.data_ptr(), stream, check
-            )
+        self._launch(0, out.data_ptr(), check, 0)
         if check and not recording:
-            raise_damage(self._status, self._names)
+            self._launch.report(self._names)
             self._verified = True
 
 
@@ -170,10 +157,13 @@ class ChunkDecoder:
 
     def __init__(self, packed: Source, first: int, last: int, offset: int) -> None:
         self._packed, self._first, self._last, self._offset = packed, first, last, offset
-        header, self._work = packed.header, None
+        header = packed.header
+        self._launch: DecodeLaunch | None = None
+        self._verified = False
         begin, end = header.chunk_range(first, last)
         self._begin, self._size = begin * header.word_bytes, (end - begin) * header.word_bytes
-        if packed.device.type == "cuda" and header.codec != CODEC_CONSTANT:
+        self._fill = packed.codec.gpu is Gpu.FILL
+        if packed.device.type == "cuda" and not self._fill:
             from tpde.cuda.decode import WorkList
             from tpde.cuda.items import Chunks
 
@@ -181,32 +171,21 @@ class ChunkDecoder:
             item = packed.item(offset - self._begin, part)
             if item is not None:
                 assert packed.device.index is not None
-                self._work = WorkList([item], packed.device.index)
-                self._descriptors = upload(self._work.descriptors, packed.device)
-                self._status = upload(np.zeros(16, np.uint8), packed.device)
-                self._verified = False
+                self._launch = Launch([WorkList([item], packed.device.index)], packed.device)
 
     def __call__(self, out: torch.Tensor) -> None:
         """Decode them, on the current stream: see `Materializer`."""
         target = out[self._offset : self._offset + self._size]
-        if self._packed.header.codec == CODEC_CONSTANT:
+        if self._fill:
             repeat(self._packed, target)
             return
-        if self._work is None:
+        if self._launch is None:
             host = target.numpy() if out.device.type == "cpu" else np.empty(self._size, np.uint8)
             self._packed.decode_on_host(self._begin, self._begin + self._size, host)
             if out.device.type != "cpu":
                 target.copy_(torch.from_numpy(host))
             return
-        stream = stream_handle(out.device)
-        with on_device(out.device):
-            self._work.launch(
-                self._descriptors.data_ptr(),
-                out.data_ptr(),
-                self._status.data_ptr(),
-                stream,
-                not self._verified,
-            )
-        if not self._verified and not capturing(out.device):
-            raise_damage(self._status, [self._packed])
+        self._launch(0, out.data_ptr(), not self._verified, 0)
+        if not self._verified and not capturing(self._packed.device):
+            self._launch.report([self._packed.name])
             self._verified = True

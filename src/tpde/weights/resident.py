@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,9 @@ from tpde.format.blob import MAX_FIXED_BYTES, parse_blob_header
 from tpde.format.source import BytesSource
 from tpde.weights.decoder import ChunkDecoder, Materializer
 from tpde.weights.source import Decoder, Source, named
+
+if TYPE_CHECKING:
+    from tpde.cuda.items import Chunks, Item
 
 # Of a blob: header, tables and index map of up to 8e7 words of bf16, or there is a second copy.
 _START_BYTES = 128 << 10
@@ -151,7 +154,7 @@ class Resident(Source):
             self._host = BlobReader(BytesSource(self._blob.cpu().numpy(), self.name), 0, self._blob.numel())
         return self._host
 
-    def item(self, offset: int, chunks: Any = None) -> Any:
+    def item(self, offset: int, chunks: Chunks | None = None) -> Item | None:
         """What the kernels take to read the blob: see `Source.item`."""
         from tpde.cuda.items import Item
 

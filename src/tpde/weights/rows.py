@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tpde.codec.native import Bytes
-from tpde.format.constants import CODEC_CONSTANT
+from tpde.codec.registry import Gpu
 from tpde.weights.decoder import repeat
-from tpde.weights.launch import capturing, on_device, raise_damage, stream_handle, upload
+from tpde.weights.launch import Launch, RowsLaunch, capturing, locked_reports
 from tpde.weights.source import Source
+
+if TYPE_CHECKING:
+    from tpde.cuda.items import Item
 
 
 class RowReader:
@@ -27,24 +30,21 @@ class RowReader:
         self.packed, self.device = packed, packed.device
         self._count, self._width = packed.header.spec.shape
         self._row_bytes = packed.nbytes // max(self._count, 1)
-        self._rows: Any = None
+        self._rows: RowsLaunch | None = None
         self._verified = False
-        if self.device.type == "cuda" and packed.header.codec != CODEC_CONSTANT:
+        self._fill = packed.codec.gpu is Gpu.FILL
+        if self.device.type == "cuda" and not self._fill:
             item = packed.item(0)
             if item is not None:
                 self._prepare(item)
 
-    def _prepare(self, item: Any) -> None:
+    def _prepare(self, item: Item) -> None:
         from tpde.cuda.decode import Rows
 
         assert self.device.index is not None
-        self._rows = Rows(item, self.device.index)
-        self._descriptors = upload(self._rows.descriptors, self.device)
-        if self.packed.settled:
-            self._status = upload(np.zeros(16, np.uint8), self.device)
-        else:  # so that nobody needs to wait to look at it
-            with torch.inference_mode(False):
-                self._status = torch.zeros(16, dtype=torch.uint8, pin_memory=True)
+        # Nobody waits to look at what is reported in locked memory.
+        reports = None if self.packed.settled else locked_reports(1)
+        self._rows = Launch([Rows(item, self.device.index)], self.device, reports)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` of the matrix: a tensor of shape `(*ids.shape, columns)`.
@@ -71,7 +71,7 @@ class RowReader:
                 f"{ids.device}; integers of 32 or 64 bits on the same device are needed"
             )
         shape = (*ids.shape, self._width)
-        if self.packed.header.codec == CODEC_CONSTANT:
+        if self._fill:
             return self._constant(shape, ids)
         if self._rows is None:
             rows = self._on_host(ids.detach().reshape(-1).cpu().numpy().astype(np.int64))
@@ -93,20 +93,12 @@ class RowReader:
         Corrupt
             Naming tensor and chunk.
         """
-        raise_damage(self._status, [self.packed])
+        assert self._rows is not None
+        self._rows.report([self.packed.name])
 
     def _launch(self, ids: torch.Tensor, out: torch.Tensor | None, check: bool) -> None:
-        stream = stream_handle(self.device)
-        with on_device(self.device):
-            self._rows.launch(
-                self._descriptors.data_ptr(),
-                ids.data_ptr(),
-                ids.numel(),
-                0 if out is None else out.data_ptr(),
-                self._status.data_ptr(),
-                stream,
-                check,
-            )
+        assert self._rows is not None
+        self._rows(0, ids.data_ptr(), ids.numel(), 0 if out is None else out.data_ptr(), check)
 
     def _verify(self) -> None:
         """Compare the checksums of all chunks and wait for the result: looking up rows then waits no more."""
@@ -118,7 +110,7 @@ class RowReader:
             first = torch.arange(0, header.words, max(header.chunk_words, row), device=self.device)
             self._launch(first // row, None, check=True)
             torch.cuda.current_stream(self.device).synchronize()
-        raise_damage(self._status, [self.packed])
+        self.report()
         self._verified = True
 
     def _constant(self, shape: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
+from tpde.codec.registry import Codec, codec_of
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.format.blob import BlobHeader
 from tpde.frameworks import torch_dtype
 from tpde.packing.writer import default_threads
 from tpde.weights.launch import upload
+
+if TYPE_CHECKING:
+    from tpde.cuda.items import Chunks, Item, Tables
 
 Decoder = Callable[[torch.Tensor], None]  # rebuilds something into a buffer of bytes, on the current stream
 
@@ -60,12 +64,17 @@ class Source(ABC):
     travels = False
     _section: bytes
     _host: BlobReader | None = None
-    _device_tables: tuple[Any, torch.Tensor] | None = None
+    _device_tables: tuple[Tables, torch.Tensor] | None = None
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
         """Where the tensor is rebuilt."""
+
+    @property
+    def codec(self) -> Codec:
+        """What its blob is, and how that is decoded."""
+        return codec_of(self.header)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,7 +168,7 @@ class Source(ABC):
         """
         return
 
-    def in_host_memory(self, streamer: Any) -> bool:
+    def in_host_memory(self, streamer: object) -> bool:
         """Whether a streamer can ask for any of the chunks at any time, all being in host memory."""
         return False
 
@@ -205,7 +214,7 @@ class Source(ABC):
         except Corrupt as error:
             raise named(error, self.name) from error
 
-    def device_tables(self) -> tuple[Any, torch.Tensor] | None:
+    def device_tables(self) -> tuple[Tables, torch.Tensor] | None:
         """Expanded tables, and their image on the device; None if the kernels cannot decode the blob."""
         from tpde.cuda.items import lookup_tables
 
@@ -217,7 +226,7 @@ class Source(ABC):
         return self._device_tables
 
     @abstractmethod
-    def item(self, offset: int, chunks: Any = None) -> Any:
+    def item(self, offset: int, chunks: Chunks | None = None) -> Item | None:
         """What the kernels take: an `Item`, of some chunks or all; None if they cannot decode it there."""
 
 

@@ -28,6 +28,7 @@ from tpde.streaming.host import HostMemory
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stats import Summary, summarize_spans
 from tpde.streaming.stream import Streamer
+from tpde.streaming.supply import Supply
 from tpde.streaming.trace import Trace, start_trace, write_trace
 from tpde.streaming.units import Placement
 from tpde.weights.source import Source
@@ -93,10 +94,10 @@ class Streaming:
         self.plans: dict[torch.device, StreamPlan] = {}
         self.streamers: dict[torch.device, Streamer] = {}
         self._vram, self._progress, self._whole = vram, _one_at_a_time(progress), whole
-        self._readers: dict[torch.device, list[Any]] = {}
+        self._supplies: dict[torch.device, list[Supply]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._dropped: dict[torch.device, int] = {}  # pieces, before recording began
-        self._finalizers: list[Any] = []
+        self._finalizers: list[weakref.finalize[..., Any]] = []
         self._closed = False
 
     # ---- loading ----
@@ -222,9 +223,8 @@ class Streaming:
             self._progress(nbytes)
 
     def _open(self, device: torch.device, supplies: Supplies) -> Mapping[str, Source]:
-        readers = [it for it in supplies.owned if hasattr(it, "trace")]
         self.streamers[device], tensors = supplies.open()
-        self._readers[device] = readers
+        self._supplies[device] = supplies.supplies
         return tensors
 
     def begin(self, model: torch.nn.Module) -> None:
@@ -275,8 +275,8 @@ class Streaming:
             trace = self._traces[device] = start_trace(device)
             streamer.record(trace)
             self._dropped[device] = streamer.dropped_pieces
-            for reader in self._readers[device]:
-                reader.trace = trace
+            for supply in self._supplies[device]:
+                supply.trace = trace
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write what was noted since `record` as a timeline for https://ui.perfetto.dev.

@@ -5,18 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
 from tpde.format.source import FileSource
 from tpde.integrations.checkpoint import Stored
-from tpde.streaming.device import CudaDevice
+from tpde.streaming.device import CudaDevice, Device
 from tpde.streaming.disk import READERS, ReadAhead
 from tpde.streaming.host import HostMemory
 from tpde.streaming.kept import Kept
 from tpde.streaming.plan import StreamPlan
-from tpde.streaming.stream import Streamer, Unit
+from tpde.streaming.stream import Closing, Streamer, Unit
+from tpde.streaming.supply import Supply
 from tpde.streaming.tensor import Streamed, put_on_device
 
 
@@ -59,9 +59,9 @@ class Supplies:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._device, self._plan = device, plan
-        self.owned: list[Any] = []
+        self.owned: list[Closing] = []
         self._tensors: dict[str, Streamed] = {}
-        self._supplies: list[tuple[Any, list[Streamed]]] = []  # each with those whose chunks it brings
+        self._supplies: list[tuple[Supply, list[Streamed]]] = []  # each with those whose chunks it brings
         try:
             files: dict[str, FileSource] = {}
             for it in (*host, *disk):
@@ -94,6 +94,11 @@ class Supplies:
             self.close()
             raise
 
+    @property
+    def supplies(self) -> list[Supply]:
+        """What brings bytes."""
+        return [supply for supply, _ in self._supplies]
+
     def open(self) -> tuple[Streamer, dict[str, Streamed]]:
         """Take the room on the device that pieces are copied to.
 
@@ -109,8 +114,8 @@ class Supplies:
         OutOfMemory
             If there is no room for the ring.
         """
-        plan, supplies = self._plan, [supply for supply, _ in self._supplies]
-        from_disk = next((it for it in supplies if it.ahead), None)  # what takes longest is kept first
+        plan = self._plan
+        from_disk = next((it for it in self.supplies if it.ahead), None)  # what takes longest is kept first
         wanted = plan.kept + (plan.work.disk if from_disk else plan.work.copied)
         kept: Kept[Unit] = Kept(plan.ring, plan.kept, wanted, from_disk)
         device = CudaDevice(self._device, plan.ring + plan.kept)
@@ -129,7 +134,7 @@ class Supplies:
             self.owned.pop(0).close()
 
 
-def _give_back(device: Any, owned: Sequence[Any]) -> None:
+def _give_back(device: Device, owned: Sequence[Closing]) -> None:
     """What a streamer that nobody has closed leaves: copies may still read the host's memory."""
     with suppress(Exception):
         device.wait()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,12 +18,11 @@ from tpde.integrations.reading import Reader, Reading
 from tpde.integrations.runs import Run
 from tpde.memory import allocate
 from tpde.streaming.tensor import Streamed, put_on_device
-from tpde.weights.launch import on_device, raise_damage, stream_handle, upload
+from tpde.weights.launch import Launch
 from tpde.weights.resident import Resident
 from tpde.weights.source import decoder
 
 SCRATCH_BYTES = 512 << 20  # packed, on the device at a time, where there is room: half is read, half decoded
-_NOTHING = np.zeros(16, np.uint8)  # a status
 SCRATCH_LEAST = 20 << 20  # smaller memory shares a segment of the caching allocator, and does not go back
 
 
@@ -167,11 +165,9 @@ class _Decoder:
             ],
             self._device.index,
         )
-        descriptors, status = upload(work.descriptors, self._device), upload(_NOTHING, self._device)
-        with on_device(self._device):
-            stream = stream_handle(self._device)
-            work.launch(descriptors.data_ptr(), first, status.data_ptr(), stream, check=True)
-        raise_damage(status, parts)
+        launch = Launch([work], self._device)
+        launch(0, first, True, 0)
+        launch.report([it.name for it in parts])
 
 
 def decode_runs(

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from tpde.codec.registry import codec_of
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.format.blob import MAX_FIXED_BYTES, BlobHeader, align, parse_blob_header
-from tpde.format.constants import CODEC_CONSTANT, CODEC_PREFIX, MAX_PREFIX_CHUNK_WORDS, RECORD_BYTES
+from tpde.format.constants import MAX_PREFIX_CHUNK_WORDS, RECORD_BYTES
 from tpde.format.source import read
 from tpde.integrations.checkpoint import Stored
 from tpde.integrations.runs import Run
@@ -99,7 +100,7 @@ def _unit(model: Any, runs: Mapping[str, Run[Stored]], unit: str, names: Sequenc
         + sum(align(RECORD_BYTES * it.chunks, ALIGN) + TABLES_BYTES + DESCRIPTOR_BYTES for it in headers),
         rows=all(_is_rows(model, it) for it in users),
         tile=_tile(model, users),
-        resident=any(it.codec not in (CODEC_PREFIX, CODEC_CONSTANT) for it in headers),
+        resident=any(codec_of(it).stays for it in headers),
     )
 
 
