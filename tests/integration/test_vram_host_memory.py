@@ -94,7 +94,7 @@ def test_host_memory_begins_when_all_else_is_there(monkeypatch: pytest.MonkeyPat
             raise OutOfMemory("full")
 
     logged(packed_nn.group.Group, "prepare", "block")
-    logged(packed_nn.slot.Slot, "prepare_rows", "rows")
+    logged(packed_nn.PackedTensor, "prepare_rows", "rows")
     monkeypatch.setattr(MemorySupply, "begin", begin)
     target = quantizer.TpdeHfQuantizer.update_attn_implementation
 

@@ -286,16 +286,17 @@ class TpdeHfQuantizer(HfQuantizer):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             uses.setdefault(id(parameter), []).append(name)
         done = set[str]()
+        made: dict[int, PackedParameter] = {}  # by packed weights
         for name, packed in self._parts.items():
             path, _, leaf = name.rpartition(".")
             if name in done:
                 continue
             held = getattr(model.get_submodule(path), leaf)
-            made = PackedParameter(packed, held.requires_grad)
+            parameter = made.setdefault(id(packed), PackedParameter(packed, held.requires_grad))
             for use in uses[id(held)]:
                 owner, _, key = use.rpartition(".")
                 if key in model.get_submodule(owner)._parameters:  # not a second path to the same module
-                    replace_parameter(model, use, made)
+                    replace_parameter(model, use, parameter)
                 done.add(use)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
