@@ -96,9 +96,9 @@ def use(given: dict[str, Any]) -> None:
         taken.pause()
     inputs, output = inputs.cpu(), output.cpu()
     plan = next(iter(model.tpde_streamer.plans.values()))
-    slot = model.linear.tpde_slots["weight"]
-    chunk = slot.parts[0][0].header.chunk_words
-    used = row_tiles(given["rows"], width, 2, chunk, slot.tile_bytes) if slot.tile_bytes else None
+    packed = model.linear.weight.packed
+    chunk = packed.sources[0].header.chunk_words
+    used = row_tiles(given["rows"], width, 2, chunk, packed.tile_bytes) if packed.tile_bytes else None
     found = {
         "load_s": load_s,
         "seconds": statistics.median(took[1:]),

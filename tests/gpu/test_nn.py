@@ -13,7 +13,7 @@ from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, make,
 from torch import nn
 
 from tpde.errors import Corrupt, PackedWeight
-from tpde.nn import pack_module, packed_modules, unpack_module
+from tpde.nn import PackedParameter, pack_module, packed_modules, unpack_module
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -51,7 +51,7 @@ def test_moving() -> None:
     plain = copy.deepcopy(model).cuda()
     pack_module(model, min_bytes=0).to("cuda")
     assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
-    assert model.lm_head.weight_tpde is model.model.embed_tokens.weight_tpde
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     with torch.no_grad():
         expected = outputs("qwen2", plain, 2, "cuda")
         assert_same_bits(outputs("qwen2", model, 2, "cuda"), expected, "moved")
@@ -278,7 +278,7 @@ def test_memory(how: str) -> None:
     torch.cuda.synchronize()
     other = _peak(lambda: step(model)) - torch.cuda.memory_allocated()  # activations
     pack_module(model)
-    packed = sum(blob.numel() for blob in model.buffers())
+    packed = sum(it.packed.packed_bytes for it in model.parameters() if isinstance(it, PackedParameter))
     block = 2 * 2048 * 2048 * 2
     forward: Any = model
     if how.startswith("compiled"):
@@ -305,7 +305,7 @@ def test_damage() -> None:
     took = inputs("llama", 1, 5, "cuda")
     pack_module(model, min_bytes=0)
     slot = model.model.layers[1].mlp.up_proj
-    blob = slot.weight_tpde
+    blob = slot.weight.packed.sources[0].blob
     at = blob.numel() - 2000  # in the last chunk, before the padding
     blob[at] ^= 0x20
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_damage() -> None:
         assert torch.isfinite(model(**took).logits).all()
     # An embedding is verified at its first look-up, wherever the rows are.
     other = pack_module(make("llama", device="cuda"), min_bytes=0)
-    other.model.embed_tokens.weight_tpde[-3000:-2000] = 255
+    other.model.embed_tokens.weight.packed.sources[0].blob[-3000:-2000] = 255
     with torch.no_grad(), pytest.raises(Corrupt, match=r"model.embed_tokens.weight"):
         other(input_ids=torch.zeros(1, 1, dtype=torch.long, device="cuda"))
 

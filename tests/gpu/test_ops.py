@@ -15,7 +15,7 @@ from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink
 from tpde.frameworks import to_torch
-from tpde.nn import pack_tensor
+from tpde.nn import PackedParameter, pack_tensor
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
 from tpde.weights import operators as ops
@@ -50,7 +50,7 @@ def test_every_content_in_one_buffer(dtype: str, monkeypatch: pytest.MonkeyPatch
     for content, tensor in zip(CONTENTS, tensors, strict=True):
         packed = pack_tensor(tensor, content)
         assert packed is not None
-        items.append((packed, at))
+        items.append((packed.sources[0], at))
         at += tensor.nbytes + 512
     decode = Materializer(items, tensors[0].device)
     for check in (None, False, True):
@@ -68,7 +68,7 @@ def test_zstd_beside_prefix_codes() -> None:
     first, second = (_tensor("normal", "BF16", (64, 1000 + n)) for n in range(2))
     packed = pack_tensor(second, "prefix")
     assert packed is not None
-    decode = Materializer([(_zstd(first), 0), (packed, first.nbytes + 512)], first.device)
+    decode = Materializer([(_zstd(first), 0), (packed.sources[0], first.nbytes + 512)], first.device)
     out = torch.empty(first.nbytes + 512 + second.nbytes, dtype=torch.uint8, device="cuda")
     decode(out)
     assert_same_bits(out[: first.nbytes], first.view(-1).view(torch.uint8), "zstd")
@@ -84,7 +84,7 @@ def test_rows(shape: tuple[int, int], content: str, monkeypatch: pytest.MonkeyPa
     tensor = _tensor(content, "BF16", shape)
     packed = pack_tensor(tensor, "w")
     assert packed is not None
-    rows = RowReader(packed)
+    rows = RowReader(packed.sources[0])
     for size in ((3, 50), (1,), (0,), ()):
         ids = torch.randint(0, shape[0], size, device="cuda")
         assert_same_bits(rows(ids), torch.nn.functional.embedding(ids, tensor), f"{size}")
@@ -96,16 +96,17 @@ def test_rows(shape: tuple[int, int], content: str, monkeypatch: pytest.MonkeyPa
 def test_the_first_rows_verify_all_chunks(shape: tuple[int, int]) -> None:
     packed = pack_tensor(_tensor("normal", "BF16", shape), "w")
     assert packed is not None
-    header = packed.header
+    (source,) = packed.sources
+    header = source.header
     assert header.chunks > 2
     zero = torch.zeros(1, dtype=torch.long, device="cuda")
     for chunk in range(header.chunks):
         checksum = header.index_at + RECORD_BYTES * chunk + 4  # format.md 4.3
-        packed.blob[checksum] ^= 1
-        rows = RowReader(packed)
+        source.blob[checksum] ^= 1
+        rows = RowReader(source)
         with pytest.raises(Corrupt, match=f"`w`: chunk {chunk}:"):
             rows(zero)
-        packed.blob[checksum] ^= 1
+        source.blob[checksum] ^= 1
         assert rows(zero).shape == (1, shape[1])
 
 
@@ -113,14 +114,15 @@ def test_damage_is_found_when_asked_for() -> None:
     tensor = _tensor("normal", "BF16", (64, 2048))
     packed = pack_tensor(tensor, "w")
     assert packed is not None
-    decode = Materializer([(packed, 0)], tensor.device)
+    (source,) = packed.sources
+    decode = Materializer([(source, 0)], tensor.device)
     out = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cuda")
     decode(out)
-    packed.blob[packed.header.blob_bytes - 3000] ^= 8
+    source.blob[source.header.blob_bytes - 3000] ^= 8
     with pytest.raises(Corrupt, match="`w`: chunk 15") as caught:
         decode(out, True)
     assert (caught.value.tensor, caught.value.chunk) == ("w", 15)
-    packed.blob[packed.header.blob_bytes - 3000] ^= 8
+    source.blob[source.header.blob_bytes - 3000] ^= 8
     decode(out, True)
     assert_same_bits(out, tensor.view(-1).view(torch.uint8))
 
@@ -130,7 +132,7 @@ def test_operators_are_well_formed() -> None:
     weight = torch.randn(48, 64, device="cuda")
     packed = pack_tensor(weight, "w")
     assert packed is not None
-    slot = Slot("weight", [(packed, 0)], weight.dtype, weight.shape)
+    slot = Slot("weight", PackedParameter(packed))
     x = torch.randn(2, 3, 64, device="cuda", requires_grad=True)
     bias = torch.randn(48, device="cuda", requires_grad=True)
     torch.library.opcheck(ops.materialize, (x.detach(), slot.key, 48 * 64, torch.float32))

@@ -77,7 +77,7 @@ def test_tiles(columns: int, rows: int, room: int, where: str, tmp_path: Path) -
         total = total + part if i else part
 
     def mark(model: Any, _: object = None) -> None:
-        model[0].tpde_slots["weight"].tile_bytes = room
+        model[0].weight.packed.tile_bytes = room
 
     def check(model: Any) -> None:
         for _ in range(3):
