@@ -109,7 +109,7 @@ def use(given: dict[str, Any]) -> None:
     }
     tell(used=found)
     model.tpde_streamer.close()
-    del model, slot
+    del model
     if taken is not None:
         torch.cuda.empty_cache()
         taken.release()
