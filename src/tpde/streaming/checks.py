@@ -51,7 +51,9 @@ class Decoded:
         when = "is damaged" if not self.verified else "was damaged since it was first read"
         raise Corrupt(
             f"`{name}`: chunk {found.chunk}: its checksum does not match; `{piece.extent.source.name}` "
-            f"{when}: fetch the file again, and load the model again",
+            f"{when}",
+            hint="fetch the file again, and load the model again",
+            where=piece.extent.source.name,
             tensor=name,
             chunk=found.chunk,
         )

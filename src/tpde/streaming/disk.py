@@ -148,8 +148,12 @@ class ReadAhead:
             if state.stopped:
                 what = f"`{ticket.extent.name}` is not read any more"
                 if state.failed is None:
-                    raise ReadError(f"{what}: its model was closed; load it again")
-                raise ReadError(f"{what}: {state.failed}; load the model again") from state.failed
+                    raise ReadError(
+                        f"{what}: its model was closed", hint="load it again", where=ticket.extent.name
+                    )
+                raise ReadError(
+                    f"{what}: {state.failed}", hint="load the model again", where=ticket.extent.name
+                ) from state.failed
             if not ticket.done:
                 raise ValueError(f"`{ticket.extent.name}` was cancelled, or copied already")
             return state.address(ticket)
@@ -309,7 +313,7 @@ class _State:
         ticket.left -= 1
         if error is not None and ticket.error is None:
             # A new one: the traceback of the old one holds on to the buffer.
-            ticket.error = type(error)(f"`{ticket.extent.name}`: {error}")
+            ticket.error = error.prefixed(f"`{ticket.extent.name}`", where=ticket.extent.name)
             self._skip(ticket)
             self.there.notify_all()
         if ticket.left == 0 and not ticket.dropped and ticket.error is None:

@@ -178,8 +178,9 @@ class Streamer:
         if len(rest) < len(items) and not self._places:
             name = next(packed.name for packed, _ in items if streams(packed))
             raise PackedWeight(
-                f"`{name}` stays on the host, and only rows of it are read under the VRAM budget; load the "
-                "model without `vram=` to read all of it"
+                f"`{name}` stays on the host, and only rows of it are read under the VRAM budget",
+                hint="load the model without `vram=` to read all of it",
+                where=name,
             )
         parts = [Part(packed, out, 0, packed.header.chunks - 1) for packed, out in items if streams(packed)]
         made = Unit(self, cut(parts, self._room), Materializer(rest, rest[0][0].device) if rest else None)
@@ -207,7 +208,9 @@ class Streamer:
             After `close`.
         """
         if self._closed:
-            raise ReadError("the streamed model was closed, and cannot be used any more; load it again")
+            raise ReadError(
+                "the streamed model was closed, and cannot be used any more", hint="load it again"
+            )
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -241,7 +244,8 @@ class Streamer:
             if self.device.recording():
                 raise UnsupportedDevice(
                     "streamed weights were wanted while a CUDA graph was recorded, which cannot hold what "
-                    "comes from files; run without CUDA graphs, or load the model with more `vram`"
+                    "comes from files",
+                    hint="run without CUDA graphs, or load the model with more `vram`",
                 )
             self.require_open()
             self._used = True
