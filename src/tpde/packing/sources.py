@@ -245,7 +245,11 @@ def shards(folder: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise InvalidInput(f"`{index}` is not an index of shards: no `weight_map`") from None
+            raise InvalidInput(
+                f"`{index}` is not an index of shards: no `weight_map`",
+                hint="fetch it again",
+                where=str(index),
+            ) from None
         for name in sorted(map(str, names)):
             if not os.path.isfile(index.parent / name):
                 raise MissingShard(

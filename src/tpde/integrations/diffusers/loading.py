@@ -43,7 +43,11 @@ def weight_files(folder: Path, variant: str | None) -> list[Path]:
             try:
                 names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
             except (ValueError, KeyError, AttributeError, TypeError):
-                raise InvalidInput(f"`{index}` is not an index of shards: no `weight_map`") from None
+                raise InvalidInput(
+                    f"`{index}` is not an index of shards: no `weight_map`",
+                    hint="fetch it again",
+                    where=str(index),
+                ) from None
             return [folder / str(name) for name in sorted(names)]
     single = folder / f"{stem}.safetensors"
     if not single.is_file():
