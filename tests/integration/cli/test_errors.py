@@ -127,7 +127,7 @@ def test_a_long_name_is_no_work(run: Run, plain: Path, tmp_path: Path) -> None:
     run("pack", source, tmp_path / "t").failed(2, "`; `; ` has dtype `BF17`", "upgrade tpde")
     assert (
         time.process_time() - began < 2
-    )  # of the processor; 0.1 by hand, 24 where a text is split by a regex
+    )  # of the processor; 21 where the text was split by a regular expression
 
 
 def test_missing_source(run: Run, tmp_path: Path) -> None:
