@@ -1,10 +1,16 @@
 """The errors that tpde raises, one class for each remedy.
 
-Callers catch a class, never match a text. Every message says what, where, what was found, what is
-needed, and what to do.
+Callers catch a class, and never search a text: where it was, what was found, what is needed and what to do
+are attributes, wherever an error knows them.
 """
 
 from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def printable(name: object) -> str:
@@ -13,7 +19,55 @@ def printable(name: object) -> str:
 
 
 class TpdeError(Exception):
-    """Base class of all errors that tpde raises on purpose."""
+    """Base class of all errors that tpde raises on purpose. As text, `message; hint`.
+
+    Parameters
+    ----------
+    message : str
+        What is wrong.
+    hint : str, optional
+        What to do, where there is more to say than the class does.
+    where : str, optional
+        What it is about: the name of a file, a tensor or an argument.
+    found, needed : object, optional
+        What is there, and what should be: sizes in bytes, versions, dtypes, shapes.
+
+    Attributes
+    ----------
+    message, hint, where, found, needed
+        The same; None where nothing was said.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        where: str | None = None,
+        found: object = None,
+        needed: object = None,
+    ) -> None:
+        super().__init__(message)  # no more in `args`: copies and pickles are made from these, and `__dict__`
+        self.hint, self.where, self.found, self.needed = hint, where, found, needed
+
+    @property
+    def message(self) -> str:
+        """What is wrong, without the hint."""
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}; {self.hint}"
+
+    def prefixed(self, prefix: str, *, where: str | None = None) -> Self:
+        """A new error: the same, with `prefix: ` before its message, and `where` if it had none."""
+        made = copy.copy(self)
+        made.args = (f"{prefix}: {self.message}",)
+        made.where = self.where or where
+        return made
+
+    def of_tensor(self, name: str) -> Self:
+        """A new error: the same, with the tensor's name before its message."""
+        return self.prefixed(f"tensor `{name}`", where=name)
 
 
 class Truncated(TpdeError):
@@ -31,10 +85,26 @@ class Corrupt(TpdeError):
         Number of the damaged chunk (docs/format.md 4.1), where one is known.
     """
 
-    def __init__(self, message: str, *, tensor: str | None = None, chunk: int | None = None) -> None:
-        super().__init__(message)
-        self.tensor = tensor
-        self.chunk = chunk
+    def __init__(
+        self,
+        message: str,
+        *,
+        tensor: str | None = None,
+        chunk: int | None = None,
+        hint: str | None = None,
+        where: str | None = None,
+        found: object = None,
+        needed: object = None,
+    ) -> None:
+        super().__init__(message, hint=hint, where=where, found=found, needed=needed)
+        self.tensor, self.chunk = tensor, chunk
+
+    def of_tensor(self, name: str) -> Self:
+        """A new error: the same, with the tensor's name and the chunk's number before its message."""
+        chunk = "" if self.chunk is None else f", chunk {self.chunk}"
+        made = self.prefixed(f"tensor `{name}`{chunk}")
+        made.tensor = name
+        return made
 
 
 class UnsupportedVersion(TpdeError):
@@ -100,8 +170,18 @@ class OutOfMemory(TpdeError):
         Which one that is.
     """
 
-    def __init__(self, message: str, *, least: int | None = None, budget: str = "vram") -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str,
+        *,
+        least: int | None = None,
+        budget: str = "vram",
+        hint: str | None = None,
+        where: str | None = None,
+        found: object = None,
+        needed: object = None,
+    ) -> None:
+        super().__init__(message, hint=hint, where=where, found=found, needed=needed)
         self.least, self.budget = least, budget
 
 

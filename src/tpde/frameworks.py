@@ -79,8 +79,8 @@ def require_torch(what: str, instead: str = "") -> None:
         import torch  # noqa: F401 - so that its absence is named
     except ImportError as error:
         raise MissingDependency(
-            f"{what} needs torch, which cannot be imported ({error}); run "
-            f'`pip install "tpde[torch]"`{instead}'
+            f"{what} needs torch, which cannot be imported ({error})",
+            hint=f'run `pip install "tpde[torch]"`{instead}',
         ) from None
 
 
@@ -96,7 +96,9 @@ def torch_dtype_name(dtype: torch.dtype) -> str:
     for ours, theirs in _TORCH.items():
         if theirs == name:
             return ours
-    raise UnsupportedDtype(f"safetensors has no dtype for {dtype}; cast the tensor first")
+    raise UnsupportedDtype(
+        f"safetensors has no dtype for {dtype}", hint="cast the tensor first", found=str(dtype)
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -112,7 +114,9 @@ def torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, _TORCH.get(name, ""), None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedDtype(
-            f"PyTorch {torch.__version__} has no dtype for {name}; read the file with `tpde unpack`"
+            f"PyTorch {torch.__version__} has no dtype for {name}",
+            hint="read the file with `tpde unpack`",
+            found=name,
         )
     return dtype
 
@@ -132,11 +136,17 @@ def torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     from tpde.format.container import TensorSpec
 
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidInput(f"`{name}` is a {type(tensor).__name__}; only tensors can be stored")
+        raise InvalidInput(
+            f"`{name}` is a {type(tensor).__name__}", hint="only tensors can be stored", where=name
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise InvalidInput(f"tensor `{name}` is not dense, and safetensors holds dense tensors only")
+        raise InvalidInput(
+            f"tensor `{name}` is not dense, and safetensors holds dense tensors only", where=name
+        )
     if tensor.device.type == "meta":
-        raise InvalidInput(f"tensor `{name}` is on the `meta` device and has no data; load it first")
+        raise InvalidInput(
+            f"tensor `{name}` is on the `meta` device and has no data", hint="load it first", where=name
+        )
     dtype, shape = torch_dtype_name(tensor.dtype), tuple(tensor.shape)
     if dtype == "F4" and shape:
         shape = (*shape[:-1], shape[-1] * 2)
@@ -163,7 +173,9 @@ def numpy_dtype_name(dtype: Any) -> str:
     for ours, theirs in (_NUMPY | _ML_DTYPES).items():
         if theirs == dtype.name:
             return ours
-    raise UnsupportedDtype(f"safetensors has no dtype for {dtype}; cast the array first")
+    raise UnsupportedDtype(
+        f"safetensors has no dtype for {dtype}", hint="cast the array first", found=str(dtype)
+    )
 
 
 def to_torch(data: Bytes, spec: TensorSpec) -> torch.Tensor:
@@ -209,9 +221,11 @@ def to_numpy(data: Bytes, spec: TensorSpec) -> Any:
             import ml_dtypes
         except ImportError:
             raise MissingDependency(
-                f"NumPy knows {spec.dtype} only with `ml_dtypes`; run `pip install ml_dtypes`"
+                f"NumPy knows {spec.dtype} only with `ml_dtypes`", hint="run `pip install ml_dtypes`"
             ) from None
         dtype = np.dtype(getattr(ml_dtypes, _ML_DTYPES[spec.dtype]))
     else:
-        raise UnsupportedDtype(f"NumPy has no dtype for {spec.dtype}; read the file with `tpde unpack`")
+        raise UnsupportedDtype(
+            f"NumPy has no dtype for {spec.dtype}", hint="read the file with `tpde unpack`", found=spec.dtype
+        )
     return data.view(dtype).reshape(spec.shape)

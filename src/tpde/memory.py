@@ -46,8 +46,11 @@ def require(nbytes: int, device: torch.device, what: str) -> None:
     free = free_bytes(device)
     if nbytes > free:
         raise OutOfMemory(
-            f"{what} needs {gib(nbytes)} on {device}, {gib(free)} are free; free some, spread the model over "
-            "more GPUs (`device_map`), or use the CPU"
+            f"{what} needs {gib(nbytes)} on {device}, {gib(free)} are free",
+            hint="free some, spread the model over more GPUs (`device_map`), or use the CPU",
+            where=str(device),
+            found=free,
+            needed=nbytes,
         )
 
 
@@ -76,12 +79,20 @@ def allocate(nbytes: int, device: torch.device, what: str) -> Tensor:
         raise OutOfMemory(
             f"{what} needs {gib(nbytes)} on {device}, {gib(free)} are free"
             f"{' but not in one piece' if free >= nbytes else ''} of the {gib(memory_limit(device))} that "
-            "PyTorch may allocate there; free some, or load the model with another `vram`: a larger one if "
-            "its budget is what is used up, a smaller one if others have the memory"
+            "PyTorch may allocate there",
+            hint=(
+                "free some, or load the model with another `vram`: a larger one if its budget is what is "
+                "used up, a smaller one if others have the memory"
+            ),
+            where=str(device),
+            found=free,
+            needed=nbytes,
         ) from None
     except RuntimeError:
         if device.type != "cpu":
             raise
         raise OutOfMemory(
-            f"{what} needs {gib(nbytes)} of host memory, and the system refused; free some"
+            f"{what} needs {gib(nbytes)} of host memory, and the system refused",
+            hint="free some",
+            needed=nbytes,
         ) from None

@@ -31,7 +31,9 @@ def _prepare(tensors: Mapping[str, Array]) -> tuple[dict[str, TensorSpec], dict[
     specs, arrays = {}, {}
     for name, array in tensors.items():
         if not isinstance(array, np.ndarray):
-            raise InvalidInput(f"`{name}` is a {type(array).__name__}; arrays can be saved")
+            raise InvalidInput(
+                f"`{name}` is a {type(array).__name__}", hint="arrays can be saved", where=name
+            )
         specs[name] = TensorSpec(numpy_dtype_name(array.dtype), tuple(array.shape))
         native = array.dtype.newbyteorder("=")
         arrays[name] = array if array.dtype.isnative else array.astype(native)

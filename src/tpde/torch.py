@@ -28,8 +28,9 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise InvalidInput(
-                f"tensor `{name}` is not contiguous, and saving it would change its layout; call "
-                "`.contiguous()` first"
+                f"tensor `{name}` is not contiguous, and saving it would change its layout",
+                hint="call `.contiguous()` first",
+                where=name,
             )
     _refuse_shared(tensors)
     return specs
@@ -45,8 +46,9 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     for (device, at, size, name), (other_device, other_at, _, other) in pairwise(places):
         if device == other_device and other_at < at + size:
             raise InvalidInput(
-                f"tensors `{name}` and `{other}` share memory, which a file cannot keep; save only one of "
-                "them, or `.clone()` one"
+                f"tensors `{name}` and `{other}` share memory, which a file cannot keep",
+                hint="save only one of them, or `.clone()` one",
+                where=name,
             )
 
 

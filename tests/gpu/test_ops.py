@@ -104,7 +104,7 @@ def test_the_first_rows_verify_all_chunks(shape: tuple[int, int]) -> None:
         checksum = header.index_at + RECORD_BYTES * chunk + 4  # format.md 4.3
         source.blob[checksum] ^= 1
         rows = RowReader(source)
-        with pytest.raises(Corrupt, match=f"`w`: chunk {chunk}:"):
+        with pytest.raises(Corrupt, match=f"`w`, chunk {chunk}:"):
             rows(zero)
         source.blob[checksum] ^= 1
         assert rows(zero).shape == (1, shape[1])
@@ -119,7 +119,7 @@ def test_damage_is_found_when_asked_for() -> None:
     out = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cuda")
     decode(out)
     source.blob[source.header.blob_bytes - 3000] ^= 8
-    with pytest.raises(Corrupt, match="`w`: chunk 15") as caught:
+    with pytest.raises(Corrupt, match="`w`, chunk 15") as caught:
         decode(out, True)
     assert (caught.value.tensor, caught.value.chunk) == ("w", 15)
     source.blob[source.header.blob_bytes - 3000] ^= 8

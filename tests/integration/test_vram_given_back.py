@@ -39,7 +39,7 @@ def test_damage_after_the_first_use_is_raised_by_a_check(hosted: Opened, llama: 
         sound = model(**took).logits
         _damage(model, part)
         assert not torch.equal(model(**took).logits, sound), "this one has used it"
-        with pytest.raises(Corrupt, match=r"`lm_head.weight`: chunk 0: .* was damaged since"):
+        with pytest.raises(Corrupt, match=r"`lm_head.weight`, chunk 0: .* was damaged since"):
             model.tpde_streamer.check()
         _damage(model, part)  # undone
         assert_same_bits(model(**took).logits, sound)

@@ -297,7 +297,7 @@ def test_damage_is_named_and_not_kept(tmp_path: Path) -> None:
         whole[at] ^= 0x10
         index, weights = torch.tensor([[2, 1]]), torch.ones(1, 2, dtype=torch.bfloat16)
         x = torch.randn(1, 64).to(torch.bfloat16)
-        with pytest.raises(Corrupt, match=r"`model\.layers\.0\.mlp\.experts\.2\.down_proj\.0`: chunk 0"):
+        with pytest.raises(Corrupt, match=r"`model\.layers\.0\.mlp\.experts\.2\.down_proj\.0`, chunk 0"):
             experts(x, index, weights)
         assert not len(ours.store.cache)
         whole[at] ^= 0x10

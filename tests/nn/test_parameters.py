@@ -303,7 +303,7 @@ def test_copying_to_a_packed_weight(weight: Any) -> None:
     ours.copy_(other)
     assert_same_bits(ours.clone(), other.clone())
     assert ours.packed.sources[0].blob is not other.packed.sources[0].blob
-    with pytest.raises(InvalidInput, match=r"a packed weight takes one that is packed alike"):
+    with pytest.raises(InvalidInput, match=r"load a weight that is packed alike"):
         ours.copy_(packed(draw(64, 96)))
     nan = weight.clone()
     nan.view(torch.int16)[0, 0] = 0x7FC1

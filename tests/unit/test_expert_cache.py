@@ -324,7 +324,7 @@ def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:
         it.store.check()
         it.experts.fetch([1], it.out)
         it.experts.fetch([2], it.out)
-        with pytest.raises(Corrupt, match=r"`e2`: chunk 1: .* was damaged since it was first read"):
+        with pytest.raises(Corrupt, match=r"`e2`, chunk 1: .* was damaged since it was first read"):
             it.store.check()
         it.store.check()
     finally:

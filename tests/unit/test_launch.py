@@ -83,7 +83,7 @@ def test_a_report_that_is_being_written_is_not_read(locked: bool, card: Card) ->
     assert there._reports.tolist() == [[2, 0, 7, 0]]
     work.report = (1, 0, 7, 0)
     there(0)
-    with pytest.raises(Corrupt, match="`w`: chunk 7: its checksum does not match") as caught:
+    with pytest.raises(Corrupt, match="`w`, chunk 7: its checksum does not match") as caught:
         there.report(["w"])
     assert (caught.value.tensor, caught.value.chunk) == ("w", 7)
     assert there._reports.tolist() == [[0, 0, 0, 0]]
@@ -142,7 +142,7 @@ def test_damage_is_named_and_found_once(card: Card) -> None:
     uploads = card.uploads
     packed.blob[packed.header.blob_bytes - 3000] ^= 8
     decode(out)  # is not looked at again
-    with pytest.raises(Corrupt, match="`w1`: chunk 7") as caught:
+    with pytest.raises(Corrupt, match="`w1`, chunk 7") as caught:
         decode(out, True)
     assert (caught.value.tensor, caught.value.chunk) == ("w1", 7)
     packed.blob[packed.header.blob_bytes - 3000] ^= 8
@@ -179,5 +179,5 @@ def test_chunks(card: Card) -> None:
     assert [it["CHECK"] for it in card.launches] == [1, 0]
     packed.blob[packed.header.blob_bytes - 3000] ^= 8  # in another chunk
     ChunkDecoder(packed, 2, 5, 512)(out)
-    with pytest.raises(Corrupt, match="`w0`: chunk 7"):
+    with pytest.raises(Corrupt, match="`w0`, chunk 7"):
         ChunkDecoder(packed, 5, 7, 0)(torch.empty(3 << 14, dtype=torch.uint8))

@@ -306,8 +306,10 @@ def test_truncated_while_open(
     os.truncate(source.name, 4 * MIB + 5000)
     ticket = supply.request(piece(source, 4 * MIB))
     for _ in range(2):
-        with pytest.raises(Truncated, match=r"`at 4194304`: `.*blobs` ends at byte 4199304"):
+        with pytest.raises(Truncated, match=r"`at 4194304`: `.*blobs` ends at byte 4199304") as caught:
             ticket.wait()
+        assert (caught.value.where, caught.value.found) == (source.name, 4199304)
+        assert "fetch" in (caught.value.hint or "")
     assert not ticket.ready()
     ticket.cancel()
     check(supply, supply.request(piece(source, 4 * MIB, 5000)), data)

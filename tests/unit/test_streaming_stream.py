@@ -180,7 +180,7 @@ def test_damage_is_named_at_first_use_and_later(tmp_path: Path) -> None:
         at = made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40
         whole[at] ^= 1
         assert filled(one, len(expected)) == expected
-        with pytest.raises(Corrupt, match=r"`t2`: chunk 5: .*model\.bin` is damaged: fetch") as caught:
+        with pytest.raises(Corrupt, match=r"`t2`, chunk 5: .*model\.bin` is damaged; fetch") as caught:
             filled(other, 600_000)
         assert (caught.value.tensor, caught.value.chunk) == ("t2", 5)
         whole[at] ^= 1
@@ -304,10 +304,10 @@ def test_rows_that_a_device_reads_on_the_host_are_checked_each_time(
         made.streamer.check()
         reader(ids)
         reader.find()
-        with pytest.raises(Corrupt, match="`t0`: chunk 7"):
+        with pytest.raises(Corrupt, match="`t0`, chunk 7"):
             made.streamer.check()
         reader.find()
-        with pytest.raises(Corrupt, match="`t0`: chunk 7"):
+        with pytest.raises(Corrupt, match="`t0`, chunk 7"):
             reader(ids)
 
 

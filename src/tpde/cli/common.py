@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import errno
 import functools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
@@ -37,7 +37,7 @@ EXIT_CODES = """Exit codes:
 P = ParamSpec("P")
 Progress = Callable[[int], None]
 
-# Hints for messages that bring none of their own.
+# Hints for errors that bring none of their own.
 _HINTS: dict[type[BaseException], str] = {
     errors.Truncated: "fetch the rest of the file",
     errors.Corrupt: "fetch the file again",
@@ -47,6 +47,8 @@ _HINTS: dict[type[BaseException], str] = {
     PermissionError: "change its permissions",
     errors.NativeError: "run `tpde doctor`, and report this if nothing is wrong there",
 }
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CodecChoice(str, enum.Enum):
@@ -78,12 +80,6 @@ def say(kind: str, text: str, colour: str = "1") -> None:
     print(f"{label} {clean(text)}", file=sys.stderr, flush=True)
 
 
-def split_hint(message: str) -> tuple[str, str]:
-    """Split a message at its last semicolon outside backticks: what is wrong, and what to do."""
-    parts = re.split(r"; (?=(?:[^`]*`[^`]*`)*[^`]*$)", message)
-    return ("; ".join(parts[:-1]), parts[-1]) if len(parts) > 1 else (message, "")
-
-
 def exit_code(error: BaseException) -> int:
     """The exit code that an error stands for."""
     if isinstance(error, (errors.Truncated, errors.Corrupt)):
@@ -99,13 +95,13 @@ def fail(error: BaseException) -> int:
     """Print an error and its hint on stderr; returns the exit code."""
     hint = next((h for kind, h in _HINTS.items() if isinstance(error, kind)), "")
     if isinstance(error, errors.TpdeError):
-        message, own = split_hint(str(error))
-        hint = own or hint
+        message, hint = error.message, error.hint or hint
     elif isinstance(error, MemoryError):
         message, hint = "out of memory", "use fewer `--threads`"
     elif isinstance(error, OSError) and error.filename is not None:
-        what, own = split_hint(error.strerror or str(error))
-        message, hint = f"`{os.fsdecode(error.filename)}`: {what}", own or hint
+        message = f"`{os.fsdecode(error.filename)}`: {error.strerror or error}"
+        if error.errno in _NO_ROOM:
+            hint = "make room, or choose another destination"
     else:
         message = str(error)
     say("error", message, "1;31")

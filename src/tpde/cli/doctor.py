@@ -133,7 +133,7 @@ def _gpu() -> Check:
     except MissingDependency:
         return Check("GPU", MISSING, False, "not asked: cuda-bindings is missing", needed_for, None)
     except UnsupportedDevice as error:
-        return Check("GPU", MISSING, False, str(error).partition("; ")[0], needed_for, None)
+        return Check("GPU", MISSING, False, error.message, needed_for, None)
     except Exception as error:  # whatever a broken package raises as it is imported
         return Check("GPU", BROKEN, False, str(error).split("\n", 1)[0], needed_for, None)
     return Check(

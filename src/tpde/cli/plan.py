@@ -137,13 +137,17 @@ def _rates(
     if copy is None or memory is None:
         if device is None and not torch.cuda.is_available():
             raise InvalidInput(
-                "there is no GPU to measure; name `--copy-rate` (from host memory to the GPU, 55 on PCIe 5) "
-                "and `--memory-rate` (of the GPU's memory, 4200 on an H200), both in GB/s"
+                "there is no GPU to measure",
+                hint=(
+                    "name `--copy-rate` (from host memory to the GPU, 55 on PCIe 5) and `--memory-rate` (of "
+                    "the GPU's memory, 4200 on an H200), both in GB/s"
+                ),
             )
         rates = measure_rates(checked_device(device or "cuda"), to_read)
     elif device is not None:
         raise InvalidInput(
-            "`--device` is what is measured, and with `--copy-rate` and `--memory-rate` none is; leave it out"
+            "`--device` is what is measured, and with `--copy-rate` and `--memory-rate` none is",
+            hint="leave it out",
         )
     else:
         rates = given_rates(copy * _GB, memory * _GB, disk_rate(to_read) if to_read else None)

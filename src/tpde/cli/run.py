@@ -78,11 +78,11 @@ def run(
     """
     if embed == (prompt is not None) or embed != bool(texts):
         raise InvalidInput(
-            "nothing to do, or too much; give `--prompt TEXT`, or `--embed` and one TEXT or more"
+            "nothing to do, or too much", hint="give `--prompt TEXT`, or `--embed` and one TEXT or more"
         )
     if trace is not None and vram is None:
         raise InvalidInput(
-            "`--trace` is of weights that are streamed; pass `--vram` as well, or leave it out"
+            "`--trace` is of weights that are streamed", hint="pass `--vram` as well, or leave it out"
         )
     if trace is not None:
         from tpde.format.sink import require_writable

@@ -108,12 +108,15 @@ def _core() -> ctypes.CDLL:
         core = ctypes.CDLL(os.fspath(path))
     except OSError as error:
         raise NativeError(
-            f"the native core `{path.name}` could not be loaded from `{path.parent}`: {error}; "
-            "install tpde from a wheel, or from source with a C compiler"
+            f"the native core `{path.name}` could not be loaded from `{path.parent}`: {error}",
+            hint="install tpde from a wheel, or from source with a C compiler",
         ) from error
     if core.tpde_abi() != ABI:  # before names are looked up that another version may not have
         raise NativeError(
-            f"the native core at `{path}` has ABI {core.tpde_abi()}, this package needs {ABI}; reinstall tpde"
+            f"the native core at `{path}` has ABI {core.tpde_abi()}, this package needs {ABI}",
+            hint="reinstall tpde",
+            found=core.tpde_abi(),
+            needed=ABI,
         )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(core, name)
@@ -137,10 +140,10 @@ def _check(code: int, error: _Error) -> None:
     what += f": found {error.found}, needed {error.needed}"
     if code in (_E_INDEX, _E_CHUNK, _E_CHECKSUM):
         chunk = None if error.chunk == NO_CHUNK else int(error.chunk)
-        raise Corrupt(what, chunk=chunk)
+        raise Corrupt(what, chunk=chunk, found=error.found, needed=error.needed)
     if code == _E_TABLE:
         where = "" if error.chunk == NO_CHUNK else f"table {error.chunk}: "
-        raise Corrupt(where + what)
+        raise Corrupt(where + what, found=error.found, needed=error.needed)
     if code == _E_MEMORY:
         raise MemoryError(f"the native core ran out of memory: {what}")
     raise NativeError(f"the native core refused a call: {what}")

@@ -144,7 +144,10 @@ class ZstdCodec:
             found = native.checksum(target)
             if found != checksum:
                 raise Corrupt(
-                    f"the checksum does not match: found {found}, needed {checksum}", chunk=first + i
+                    f"the checksum does not match: found {found}, needed {checksum}",
+                    chunk=first + i,
+                    found=found,
+                    needed=checksum,
                 )
 
         pool.each(one, range(len(records)), seconds=data.size / DECODE_SPEED, threads=threads)

@@ -43,11 +43,11 @@ def nvrtc_version() -> tuple[int, int]:
         code, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:  # DynamicLibNotFoundError among them
         raise MissingDependency(
-            f"kernels are compiled by NVRTC, whose library was not found ({error}): {INSTALL}, or install "
-            "`nvidia-cuda-nvrtc` of the driver's major version"
+            f"kernels are compiled by NVRTC, whose library was not found ({error})",
+            hint=f"{INSTALL}, or install `nvidia-cuda-nvrtc` of the driver's major version",
         ) from error
     if int(code):
-        raise MissingDependency(f"NVRTC does not work: {code.name}; reinstall it: {INSTALL}")
+        raise MissingDependency(f"NVRTC does not work: {code.name}", hint=f"reinstall it: {INSTALL}")
     return int(major), int(minor)
 
 
@@ -147,8 +147,12 @@ def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device
     if can[0] < made_for[0]:
         raise UnsupportedDevice(
             f"the driver supports CUDA {can[0]}.{can[1]}, the installed NVRTC is of CUDA {made_for[0]}."
-            f"{made_for[1]}: update the driver, or install `cuda-bindings<{made_for[0]}` and the NVRTC of "
-            f"CUDA {can[0]}"
+            f"{made_for[1]}",
+            hint=(
+                f"update the driver, or install `cuda-bindings<{made_for[0]}` and the NVRTC of CUDA {can[0]}"
+            ),
+            found=can,
+            needed=made_for,
         )
     arch = f"sm_{have.capability[0]}{have.capability[1]}"
     code = cached_cubin(source, dict(defines), arch)

@@ -33,7 +33,7 @@ def bindings() -> tuple[Any, Any]:
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
         raise MissingDependency(
-            f"decoding on a GPU needs `cuda-core` and `cuda-bindings`: {error}; {INSTALL}"
+            f"decoding on a GPU needs `cuda-core` and `cuda-bindings`: {error}", hint=INSTALL
         ) from error
     return driver, nvrtc
 
@@ -66,12 +66,12 @@ def driver_version() -> tuple[int, int]:
         code = driver.cuInit(0)[0]
     except RuntimeError as error:  # the driver's library is not there
         raise UnsupportedDevice(
-            "no NVIDIA driver is installed; install one, or use the CPU (`device='cpu'`)"
+            "no NVIDIA driver is installed", hint="install one, or use the CPU (`device='cpu'`)"
         ) from error
     if int(code):
         raise UnsupportedDevice(
-            f"the NVIDIA driver cannot be used: {code.name} ({int(code)}); "
-            "check `nvidia-smi`, or use the CPU (`device='cpu'`)"
+            f"the NVIDIA driver cannot be used: {code.name} ({int(code)})",
+            hint="check `nvidia-smi`, or use the CPU (`device='cpu'`)",
         )
     version = int(call(driver.cuDriverGetVersion(), "asking for the driver's version"))
     return version // 1000, version % 1000 // 10
@@ -95,7 +95,9 @@ def facts(device: int) -> DeviceFacts:
     driver, _ = bindings()
     count = int(call(driver.cuDeviceGetCount(), "counting devices"))
     if not 0 <= device < count:
-        raise UnsupportedDevice(f"no CUDA device {device}: {count} found; choose one of `nvidia-smi -L`")
+        raise UnsupportedDevice(
+            f"no CUDA device {device}: {count} found", hint="choose one of `nvidia-smi -L`", found=count
+        )
     handle = call(driver.cuDeviceGet(device), f"opening CUDA device {device}")
     kind = driver.CUdevice_attribute
     ask = {
@@ -113,7 +115,10 @@ def facts(device: int) -> DeviceFacts:
     if capability < MIN_CAPABILITY:
         raise UnsupportedDevice(
             f"CUDA device {device} ({name}) has compute capability {capability[0]}.{capability[1]}, tpde's "
-            f"kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later; use the CPU (`device='cpu'`)"
+            f"kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later",
+            hint="use the CPU (`device='cpu'`)",
+            found=capability,
+            needed=MIN_CAPABILITY,
         )
     return DeviceFacts(
         name,

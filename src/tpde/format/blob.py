@@ -190,7 +190,8 @@ class BlobHeader:
         if hasher.intdigest() != self.meta_hash:
             raise Corrupt(
                 f"header, tables or index map are damaged: their hash is {hasher.intdigest():016x}, the "
-                f"header says {self.meta_hash:016x}; fetch the file again"
+                f"header says {self.meta_hash:016x}",
+                hint="fetch the file again",
             )
 
 
@@ -212,7 +213,7 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
 
     def need(ok: bool, what: str) -> None:
         if not ok:
-            raise Corrupt(f"{what}; the header is damaged, fetch the file again")
+            raise Corrupt(what, hint="the header is damaged, fetch the file again")
 
     if size < HEADER_BYTES or len(data) < HEADER_BYTES:
         raise Truncated(f"a blob header has {HEADER_BYTES} bytes, here are {min(size, len(data))}")
@@ -223,7 +224,12 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
     digest, base, constant, tables_bytes, more, meta_hash = fields
     need(magic == MAGIC, "the magic bytes are missing")
     if version != VERSION:
-        raise UnsupportedVersion(f"format version {version}; this tpde reads version {VERSION}; upgrade tpde")
+        raise UnsupportedVersion(
+            f"format version {version}; this tpde reads version {VERSION}",
+            hint="upgrade tpde",
+            found=version,
+            needed=VERSION,
+        )
     need(codec in CODEC_FACTS, f"codec {codec} is unknown")
     facts = CODEC_FACTS[codec]
     need(layout == LAYOUT_LINEAR, f"layout {layout} is unknown")
@@ -283,7 +289,7 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
     need(facts.tables or not tables_bytes + tables, "tables without their codec")
     need(header.chunks_at <= blob_bytes, f"the blob ends at {blob_bytes}, before its chunks")
     if blob_bytes > size:
-        raise Truncated(f"the blob has {blob_bytes} bytes, here are {size}")
+        raise Truncated(f"the blob has {blob_bytes} bytes, here are {size}", found=size, needed=blob_bytes)
     return header
 
 

@@ -51,7 +51,10 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UnsupportedDtype(
-                f"dtype `{self.dtype}` is not known to this version; known are {', '.join(DTYPES)}"
+                f"dtype `{self.dtype}` is not known to this version; known are {', '.join(DTYPES)}",
+                hint="upgrade tpde",
+                found=self.dtype,
+                needed=tuple(DTYPES),
             )
         if len(self.shape) > MAX_DIMS or any(n < 0 for n in self.shape):
             raise ValueError(f"a tensor cannot have the shape {self.shape}")
@@ -145,7 +148,11 @@ def _entry(name: str, info: Any, where: str) -> Entry:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UnsupportedDtype(
             f"{where}: tensor `{name}` has dtype `{dtype}`, which this version does not know; known are "
-            f"{', '.join(DTYPES)}; upgrade tpde, or fetch the file again if it is damaged"
+            f"{', '.join(DTYPES)}",
+            hint="upgrade tpde, or fetch the file again if it is damaged",
+            where=name,
+            found=dtype,
+            needed=tuple(DTYPES),
         )
     if not (isinstance(shape, list) and len(shape) <= MAX_DIMS and all(_is_size(n) for n in shape)):
         raise Corrupt(f"{where}: tensor `{name}` has the shape {str(shape)[:200]}", tensor=name)
@@ -161,6 +168,8 @@ def _entry(name: str, info: Any, where: str) -> Entry:
             f"{where}: tensor `{name}` has {end - begin} bytes by its offsets, {spec.nbytes} by its "
             f"dtype {dtype} and shape {shape}",
             tensor=name,
+            found=end - begin,
+            needed=spec.nbytes,
         )
     return Entry(spec, begin, end)
 
@@ -192,10 +201,10 @@ def parse_header(header: bytes, where: str) -> Container:
         parsed = json.loads(header.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise NotSafetensors(
-            f"{where}: the header is not JSON ({error}); this is not a safetensors file, or it is damaged"
+            f"{where}: the header is not JSON ({error}), so this is not a safetensors file, or it is damaged"
         ) from None
     if not isinstance(parsed, dict):
-        raise NotSafetensors(f"{where}: the header is not a JSON object; this is not a safetensors file")
+        raise NotSafetensors(f"{where}: the header is not a JSON object, so this is not a safetensors file")
     for text in _texts(parsed):
         try:
             text.encode()
@@ -216,7 +225,10 @@ def parse_header(header: bytes, where: str) -> Container:
             raise Corrupt(
                 f"{where}: tensor `{name}` starts at {entry.begin}, the one before it ends at {at}; a "
                 "safetensors file has neither gaps nor overlaps",
+                hint="fetch the file again",
                 tensor=name,
+                found=entry.begin,
+                needed=at,
             )
         at = entry.end
     return Container(header, entries, metadata)
@@ -234,26 +246,39 @@ def read_container(source: Source) -> Container:
     """
     if source.size < 8:
         raise Truncated(
-            f"`{source.name}` has {source.size} bytes; a safetensors file starts with 8 bytes for the "
-            "size of its header; the file is incomplete, fetch the rest"
+            f"`{source.name}` has {source.size} bytes; a safetensors file starts with 8 bytes for the size "
+            "of its header",
+            hint="the file is incomplete, fetch the rest",
+            where=source.name,
+            found=source.size,
+            needed=8,
         )
     (size,) = struct.unpack("<Q", read(source, 0, 8))
     if size > MAX_CONTAINER_HEADER:
         raise NotSafetensors(
             f"`{source.name}` is not a safetensors file: its first 8 bytes give a header of {size} bytes, "
-            f"at most {MAX_CONTAINER_HEADER} are allowed"
+            f"at most {MAX_CONTAINER_HEADER} are allowed",
+            where=source.name,
+            found=size,
+            needed=MAX_CONTAINER_HEADER,
         )
     container = parse_header(read(source, 8, size), f"`{source.name}`")
     found, needed = source.size - container.data_start, container.data_bytes
     if found < needed:
         raise Truncated(
-            f"`{source.name}` has {found} bytes of data, its header describes {needed}; the file is "
-            "incomplete, fetch the rest"
+            f"`{source.name}` has {found} bytes of data, its header describes {needed}",
+            hint="the file is incomplete, fetch the rest",
+            where=source.name,
+            found=found,
+            needed=needed,
         )
     if found > needed:
         raise Corrupt(
-            f"`{source.name}` has {found} bytes of data, its header describes only {needed}; the file is "
-            "damaged, fetch it again"
+            f"`{source.name}` has {found} bytes of data, its header describes only {needed}",
+            hint="the file is damaged, fetch it again",
+            where=source.name,
+            found=found,
+            needed=needed,
         )
     return container
 

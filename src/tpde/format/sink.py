@@ -40,8 +40,9 @@ def refuse_existing(path: Path, force: bool) -> None:
     """Raise `DestinationExists` if there is something at `path` and `force` does not allow it."""
     if os.path.lexists(path) and not force:
         raise DestinationExists(
-            f"`{path}` exists already; remove it, choose another destination, or replace it with "
-            "`--force` (`force=True`)"
+            f"`{path}` exists already",
+            hint="remove it, choose another destination, or replace it with `--force` (`force=True`)",
+            where=str(path),
         )
 
 
@@ -52,7 +53,9 @@ def unwritable(path: Path, error: OSError) -> InvalidDestination:
         hint = "change its permissions, or choose another destination"
     elif isinstance(error, FileNotFoundError):
         hint = "create the folder first"
-    return InvalidDestination(f"`{path}` cannot be written: {error.strerror or error}; {hint}")
+    return InvalidDestination(
+        f"`{path}` cannot be written: {error.strerror or error}", hint=hint, where=str(path)
+    )
 
 
 def require_writable(path: Path) -> None:
@@ -95,7 +98,7 @@ class FileSink:
         self.name = str(self.path)
         refuse_existing(self.path, force)
         if self.path.is_dir():
-            raise InvalidDestination(f"`{self.path}` is a folder; name a file")
+            raise InvalidDestination(f"`{self.path}` is a folder", hint="name a file", where=self.name)
         self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         self._force = force
         try:
@@ -117,8 +120,7 @@ class FileSink:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"writing failed at byte {offset}: {error.strerror}; nothing was left behind, make room "
-                "or choose another destination",
+                f"writing failed at byte {offset}: {error.strerror}; nothing was left behind",
                 self.name,
             ) from error
 

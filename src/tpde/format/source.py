@@ -49,8 +49,11 @@ class Extent(NamedTuple):
 
 def _truncated(name: str, offset: int, want: int, size: int) -> Truncated:
     return Truncated(
-        f"`{name}` ends at byte {size}, but bytes {offset} to {offset + want} are needed; "
-        "the file is incomplete, fetch the rest"
+        f"`{name}` ends at byte {size}, but bytes {offset} to {offset + want} are needed",
+        hint="the file is incomplete, fetch the rest",
+        where=name,
+        found=size,
+        needed=offset + want,
     )
 
 
@@ -75,18 +78,24 @@ class FileSource:
             # O_NONBLOCK: opening a pipe that nobody writes to would wait for ever.
             self._fd = os.open(self.name, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError:
-            raise InvalidInput(f"`{self.name}` does not exist; check the path") from None
+            raise InvalidInput(
+                f"`{self.name}` does not exist", hint="check the path", where=self.name
+            ) from None
         except PermissionError:
             raise InvalidInput(
-                f"`{self.name}` may not be read by this user; change its permissions"
+                f"`{self.name}` may not be read by this user", hint="change its permissions", where=self.name
             ) from None
         except (ValueError, OSError) as error:  # what can be no file's name
-            raise InvalidInput(f"`{self.name[:200]!a}` cannot be opened ({error}); check the path") from None
+            raise InvalidInput(
+                f"`{self.name[:200]!a}` cannot be opened ({error})", hint="check the path", where=self.name
+            ) from None
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode):
             self.close()
             raise InvalidInput(
-                f"`{self.name}` is not a regular file; name one, since bytes are read at any offset"
+                f"`{self.name}` is not a regular file",
+                hint="name one, since bytes are read at any offset",
+                where=self.name,
             )
         self.size = found.st_size
 

@@ -150,15 +150,18 @@ class Allowance:
         # The fixed part may be taken already, if kernels have run.
         if self._share - self.others > free:
             raise OutOfMemory(
-                f"`vram={gib(vram)}` is more than {device} has: {gib(free)} of {gib(total)} are free; "
-                "pass a smaller `vram`, or free some of the memory"
+                f"`vram={gib(vram)}` is more than {device} has: {gib(free)} of {gib(total)} are free",
+                hint="pass a smaller `vram`, or free some of the memory",
+                where="vram",
             )
         left = int(theirs * self._budgets.total) - planned - (0 if whole else before)
         if theirs < 1.0 and self._share > left:
             raise OutOfMemory(
                 f"`vram={gib(vram)}` is more than this process may take of {device}: PyTorch may allocate "
                 f"{gib(max(left, 0))}, by `torch.cuda.set_per_process_memory_fraction`, and {gib(outside)} "
-                "are for what it does not allocate; pass a smaller `vram`, or raise that limit"
+                "are for what it does not allocate",
+                hint="pass a smaller `vram`, or raise that limit",
+                where="vram",
             )
 
     def start(self, outside: int = 0) -> None:

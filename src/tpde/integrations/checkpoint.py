@@ -76,8 +76,9 @@ class Stored:
         if found != self.spec:
             raise Corrupt(
                 f"tensor `{self.name}` is {found.dtype} {list(found.shape)}, but {self.spec.dtype} "
-                f"{list(self.spec.shape)} in the header of `{self.extent.source.name}`; the file is damaged, "
-                "fetch it again",
+                f"{list(self.spec.shape)} in the header of `{self.extent.source.name}`",
+                hint="the file is damaged, fetch it again",
+                where=self.extent.source.name,
                 tensor=self.name,
             )
         return packed
@@ -123,7 +124,9 @@ class Checkpoint:
             file = PackedFile(path)
         except NotSafetensors as error:
             raise NotPacked(
-                f"{error}; models run from packed safetensors files, pack it with `tpde pack` first"
+                error.message,
+                hint="models run from packed safetensors files, pack it with `tpde pack` first",
+                where=error.where,
             ) from None
         self._files.append(file)
         self.is_packed |= file.is_packed
@@ -131,7 +134,12 @@ class Checkpoint:
         plain = {name: spec for name, spec in file.specs.items() if name not in stored}
         for name in (*stored, *plain):
             if name in self.packed or name in self.plain:
-                raise Corrupt(f"`{path}`: tensor `{name}` is in another file too; fetch the model again")
+                raise Corrupt(
+                    f"`{path}`: tensor `{name}` is in another file too",
+                    hint="fetch the model again",
+                    where=path,
+                    tensor=name,
+                )
         self.packed.update(stored)
         self.plain.update(plain)
 

@@ -19,21 +19,24 @@ def checked_device(device: str | int | torch.device | None) -> torch.device:
     try:
         found = torch.device(name)  # a number alone is refused where there is no GPU
     except RuntimeError:
-        raise UnsupportedDevice(f"`{device}` is no device; use `cpu`, `cuda` or `cuda:N`") from None
+        raise UnsupportedDevice(
+            f"`{device}` is no device", hint="use `cpu`, `cuda` or `cuda:N`", where="device"
+        ) from None
     if found.type not in ("cpu", "cuda"):
         raise UnsupportedDevice(
-            f"packed weights run on `cpu` and `cuda`, not on `{found.type}`; use one of these"
+            f"packed weights run on `cpu` and `cuda`, not on `{found.type}`", hint="use one of these"
         )
     if found.type == "cuda":
         if not torch.cuda.is_available():
             raise UnsupportedDevice(
-                "there is no CUDA device that PyTorch can use; see what `tpde doctor` finds (without `vram`, "
-                "packed models run on `cpu`, too)"
+                "there is no CUDA device that PyTorch can use",
+                hint="see what `tpde doctor` finds (without `vram`, packed models run on `cpu`, too)",
             )
         index = torch.cuda.current_device() if found.index is None else found.index
         if index >= torch.cuda.device_count():
             raise UnsupportedDevice(
-                f"there is no `{found}`, the last device is `cuda:{torch.cuda.device_count() - 1}`; use that"
+                f"there is no `{found}`, the last device is `cuda:{torch.cuda.device_count() - 1}`",
+                hint="use that",
             )
         return torch.device("cuda", index)
     return found

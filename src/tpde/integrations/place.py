@@ -19,7 +19,10 @@ def place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     if before is None or before.shape != tensor.shape:
         found = "none" if before is None else list(before.shape)
         raise InvalidInput(
-            f"`{name}` has shape {list(tensor.shape)} in the packed files, the model needs {found}; load it "
-            "with the configuration that it was packed with"
+            f"`{name}` has shape {list(tensor.shape)} in the packed files, the model needs {found}",
+            hint="load it with the configuration that it was packed with",
+            where=name,
+            found=tuple(tensor.shape),
+            needed=None if before is None else tuple(before.shape),
         )
     module._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())

@@ -94,7 +94,11 @@ def _check(extents: Sequence[Extent]) -> None:
         if extent.offset + extent.size > extent.source.size:
             raise Truncated(
                 f"`{extent.source.name}` has {extent.source.size} bytes, but `{extent.name}` ends at "
-                f"{extent.offset + extent.size}; the file is incomplete, fetch the rest"
+                f"{extent.offset + extent.size}",
+                hint="the file is incomplete, fetch the rest",
+                where=extent.source.name,
+                found=extent.source.size,
+                needed=extent.offset + extent.size,
             )
 
 
@@ -216,16 +220,19 @@ def _allocate(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     except torch.cuda.OutOfMemoryError:
         require(sum(sizes), device, "the packed weights")
         raise OutOfMemory(
-            f"the packed weights need {gib(sum(sizes))} on {device}; {gib(free_bytes(device))} are free, but "
-            "not in one piece; load the model before others, or set "
-            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`"
+            f"the packed weights need {gib(sum(sizes))} on {device}; {gib(free_bytes(device))} are free, "
+            "but not in one piece",
+            hint="load the model before others, or set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`",
+            where=str(device),
+            needed=sum(sizes),
         ) from None
     except RuntimeError as error:
         if device.type != "cpu" or "allocate" not in str(error):
             raise
         raise OutOfMemory(
-            f"the packed weights need {gib(sum(sizes))} of host memory, and the system refused; free some, "
-            "or use a machine with more"
+            f"the packed weights need {gib(sum(sizes))} of host memory, and the system refused",
+            hint="free some, or use a machine with more",
+            needed=sum(sizes),
         ) from None
 
 

@@ -57,7 +57,8 @@ def route_experts(module: PackedModule, source: ExpertSource) -> None:
     if len({slot.shape[0] for slot in slots}) != 1:
         raise InvalidInput(
             f"the fused weights of a {type(module).__name__} are of {[slot.shape[0] for slot in slots]} "
-            "experts; one number, the same for all, is needed"
+            "experts",
+            hint="one number, the same for all, is needed",
         )
     for slot in slots:
         slot.experts = source

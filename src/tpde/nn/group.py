@@ -284,8 +284,8 @@ class Group:
         if self._workspace is None:
             devices = sorted({str(source.device) for slot in self.slots for source in slot.packed.sources})
             raise InvalidInput(
-                f"the packed weights of `{self.name}` are on {', '.join(devices)}; move the whole block to "
-                "one device that holds data"
+                f"the packed weights of `{self.name}` are on {', '.join(devices)}",
+                hint="move the whole block to one device that holds data",
             )
         return self._workspace
 

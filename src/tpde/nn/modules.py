@@ -150,7 +150,8 @@ class PackedModule(_Base):
                 return  # tying what is tied
             raise PackedWeight(
                 f"`{slot.packed.name}`, the `{name}` of a {type(self).__name__}, is packed and cannot be "
-                "replaced; call `tpde.unpack_module(module)` first"
+                "replaced",
+                hint="call `tpde.unpack_module(module)` first",
             )
         super().__setattr__(name, value)
 
@@ -159,7 +160,8 @@ class PackedModule(_Base):
         if slot is not None:
             raise PackedWeight(
                 f"`{slot.packed.name}`, the `{name}` of a {type(self).__name__}, is packed and cannot be "
-                "removed, or parametrized; call `tpde.unpack_module(module)` first"
+                "removed, or parametrized",
+                hint="call `tpde.unpack_module(module)` first",
             )
         super().__delattr__(name)
 
@@ -185,8 +187,8 @@ class PackedModule(_Base):
             found = fn(torch.empty(0, dtype=slot.dtype, device=slot.device)).dtype
             if found is not slot.dtype:
                 raise PackedWeight(
-                    f"`{slot.packed.name}` is packed as {slot.dtype} and cannot be cast to {found}; "
-                    "call `tpde.unpack_module(model)` first, cast, and pack again"
+                    f"`{slot.packed.name}` is packed as {slot.dtype} and cannot be cast to {found}",
+                    hint="call `tpde.unpack_module(model)` first, cast, and pack again",
                 )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

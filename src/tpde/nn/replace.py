@@ -81,13 +81,15 @@ def replace_parameter(model: nn.Module, name: str, packed: PackedTensor | Packed
     if not supports(module, leaf):
         raise InvalidInput(
             f"`{name}` of a {type(module).__name__} cannot be packed: linear layers, embeddings, "
-            "convolutions and fused experts can; leave it plain"
+            "convolutions and fused experts can",
+            hint="leave it plain",
         )
     made = PackedParameter(packed, parameter.requires_grad) if isinstance(packed, PackedTensor) else packed
     if made.dtype != parameter.dtype or made.shape != parameter.shape:
         raise InvalidInput(
             f"`{name}` is {parameter.dtype} of shape {list(parameter.shape)}, the packed weight "
-            f"{made.dtype} of shape {list(made.shape)}; pass one that is alike"
+            f"{made.dtype} of shape {list(made.shape)}",
+            hint="pass one that is alike",
         )
     if isinstance(module, PackedModule):
         slots = module.tpde_slots

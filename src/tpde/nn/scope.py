@@ -38,8 +38,8 @@ def refuse_export(name: str) -> None:
     """
     if torch.compiler.is_exporting():
         raise PackedWeight(
-            f"`{name}` is packed, and would not be in what `torch.export` makes; call "
-            "`tpde.unpack_module(model)` first"
+            f"`{name}` is packed, and would not be in what `torch.export` makes",
+            hint="call `tpde.unpack_module(model)` first",
         )
 
 
@@ -62,8 +62,8 @@ class Scope:
     def __init__(self, group: Group) -> None:
         if torch._C._get_tracing_state() is not None:
             raise PackedWeight(
-                f"the packed weights of `{group.name}` would be constants of what `torch.jit.trace` makes; "
-                "call `tpde.unpack_module(model)` first"
+                f"the packed weights of `{group.name}` would be constants of what `torch.jit.trace` makes",
+                hint="call `tpde.unpack_module(model)` first",
             )
         self.space = space = group._workspace or group.workspace
         space.lock.acquire()

@@ -85,7 +85,8 @@ def row_tiles(
     if most < 1:
         raise OutOfMemory(
             f"a row of {columns} columns is decoded to a buffer of {row + _spare(word_bytes, chunk_words)} "
-            f"bytes at least, there are {tile_bytes}; allow more memory"
+            f"bytes at least, there are {tile_bytes}",
+            hint="allow more memory",
         )
     count = -(-rows // most)
     each = align(-(-rows // count), step)

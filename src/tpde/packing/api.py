@@ -230,31 +230,33 @@ def verify(
     other = _existing(against) if against is not None else None
     if path.is_dir():
         if other is not None and not other.is_dir():
-            raise InvalidInput(f"`{path}` is a directory, `{other}` is a file; compare like with like")
+            raise InvalidInput(f"`{path}` is a directory, `{other}` is a file", hint="compare like with like")
         if is_resaved(path):
             if other is not None:
                 raise InvalidInput(
-                    f"`{path}` was saved again from packed weights and has no source to be compared with; "
-                    "compare its weight files one by one"
+                    f"`{path}` was saved again from packed weights and has no source to be compared with",
+                    hint="compare its weight files one by one",
                 )
             return verify_resaved(path, count, progress)
         return verify_directory(path, other, count, progress)
     if other is not None and other.is_dir():
-        raise InvalidInput(f"`{path}` is a file, `{other}` is a directory; compare like with like")
+        raise InvalidInput(f"`{path}` is a file, `{other}` is a directory", hint="compare like with like")
     return verify_file(path, other, count, progress)
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:
     found = Path(path)
     if not found.exists():
-        raise InvalidInput(f"`{found}` does not exist; check the path")
+        raise InvalidInput(f"`{found}` does not exist", hint="check the path", where=str(found))
     return found
 
 
 def _refuse_same(source: Path, destination: Path) -> None:
     if destination.exists() and source.samefile(destination):
         raise InvalidDestination(
-            f"`{destination}` is the source itself, which is never modified; choose another destination"
+            f"`{destination}` is the source itself, which is never modified",
+            hint="choose another destination",
+            where=str(destination),
         )
 
 

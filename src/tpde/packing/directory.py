@@ -101,8 +101,8 @@ def _refuse_loss(destination: Path, names: Collection[str]) -> None:
     for name in files_below(destination):
         if name not in ours:
             raise InvalidDestination(
-                f"`{destination}` holds `{name}`, which is no file of this model and would be lost; remove "
-                "the folder yourself, or choose another destination"
+                f"`{destination}` holds `{name}`, which is no file of this model and would be lost",
+                hint="remove the folder yourself, or choose another destination",
             )
 
 
@@ -135,12 +135,12 @@ def refuse_nested(source: Path, destination: Path) -> None:
     inner, outer = destination.resolve(), source.resolve()
     if inner.is_relative_to(outer):
         raise InvalidDestination(
-            f"`{destination}` lies inside the source `{source}`; choose a destination outside it"
+            f"`{destination}` lies inside the source `{source}`", hint="choose a destination outside it"
         )
     if outer.is_relative_to(inner):
         raise InvalidDestination(
-            f"the source `{source}` lies inside `{destination}`, which would be replaced; choose a "
-            "destination beside it"
+            f"the source `{source}` lies inside `{destination}`, which would be replaced",
+            hint="choose a destination beside it",
         )
 
 
@@ -152,14 +152,18 @@ def is_packed_directory(folder: Path) -> bool:
 def json_object(path: Path) -> tuple[str, dict[str, Any]]:
     """The text of a JSON file, and the object that it holds."""
     if not path.is_file():  # a pipe would be waited for
-        raise InvalidInput(f"`{path}` is not a regular file; fetch it again")
+        raise InvalidInput(f"`{path}` is not a regular file", hint="fetch it again", where=str(path))
     try:
         text = path.read_bytes().decode("utf-8")
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"`{path}` is not JSON ({error}); mend it, or fetch it again") from None
+        raise InvalidInput(
+            f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again", where=str(path)
+        ) from None
     if not isinstance(value, dict):
-        raise InvalidInput(f"`{path}` holds no JSON object; mend it, or fetch it again")
+        raise InvalidInput(
+            f"`{path}` holds no JSON object", hint="mend it, or fetch it again", where=str(path)
+        )
     return text, value
 
 
@@ -191,7 +195,9 @@ def pack_directory(
 ) -> list[Result]:
     """Pack a model directory; returns a result for each of its weight files."""
     if is_packed_directory(source):
-        raise AlreadyPacked(f"`{source}` is packed already; unpack it with `tpde unpack`")
+        raise AlreadyPacked(
+            f"`{source}` is packed already", hint="unpack it with `tpde unpack`", where=str(source)
+        )
     refuse_nested(source, destination)
     weights = {p.relative_to(source).as_posix() for p in shards(source)}
     results, files = [], dict[str, dict[str, str]]()
@@ -250,26 +256,35 @@ def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
         manifest = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise NotPacked(
-            f"`{folder}` is not a packed model directory, it has no `{MANIFEST}`; pack it with `tpde "
-            "pack` first"
+            f"`{folder}` is not a packed model directory, it has no `{MANIFEST}`",
+            hint="pack it with `tpde pack` first",
+            where=str(folder),
         ) from None
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"`{path}` is not JSON ({error}); fetch it again") from None
+        raise Corrupt(f"`{path}` is not JSON ({error})", hint="fetch it again", where=str(path)) from None
     version = manifest.get("version") if isinstance(manifest, dict) else None
     if version != VERSION:
         raise UnsupportedVersion(
-            f"`{path}` has version {version}; this tpde reads version {VERSION}; upgrade tpde"
+            f"`{path}` has version {version}; this tpde reads version {VERSION}",
+            hint="upgrade tpde",
+            where=str(path),
+            found=version,
+            needed=VERSION,
         )
     files = manifest.get("files")
     if not isinstance(files, dict):
-        raise Corrupt(f"`{path}` has no `files`; fetch it again")
+        raise Corrupt(f"`{path}` has no `files`", hint="fetch it again", where=str(path))
     for name, info in files.items():
         if not _is_inside(name) or any(parent.as_posix() in files for parent in PurePosixPath(name).parents):
             raise Corrupt(
-                f"`{path}` names {name[:200]!a}, which is no file of the directory; it cannot be trusted"
+                f"`{path}` names {name[:200]!a}, which is no file of the directory",
+                hint="it cannot be trusted",
+                where=str(path),
             )
         if not isinstance(info, dict) or "sha256" not in info or not all(map(_is_text, info.values())):
-            raise Corrupt(f"`{path}`: the entry of `{name}` is damaged; fetch it again")
+            raise Corrupt(
+                f"`{path}`: the entry of `{name}` is damaged", hint="fetch it again", where=str(path)
+            )
     return files
 
 
@@ -302,7 +317,9 @@ def unpack_directory(
             if "original" in info:
                 target.write_bytes(info["original"].encode("utf-8"))
             elif not (source / name).is_file():
-                raise Truncated(f"`{source}` lacks `{name}`, which its manifest names; fetch it")
+                raise Truncated(
+                    f"`{source}` lacks `{name}`, which its manifest names", hint="fetch it", where=name
+                )
             elif name.endswith(".safetensors"):
                 result = unpack_file(source / name, target, threads=threads, force=False, progress=progress)
                 results.append(renamed(result, destination / name))
@@ -312,7 +329,11 @@ def unpack_directory(
             if found != info.get("sha256"):
                 raise Corrupt(
                     f"`{source / name}` unpacks to a file with SHA-256 {found}, the manifest says "
-                    f"{info.get('sha256')}; the directory is damaged, fetch it again"
+                    f"{info.get('sha256')}",
+                    hint="the directory is damaged, fetch it again",
+                    where=str(source / name),
+                    found=found,
+                    needed=info.get("sha256"),
                 )
     return results
 

@@ -16,7 +16,7 @@ from tpde.format.constants import ALIGN_BLOB
 from tpde.format.container import parse_header
 from tpde.format.sink import FileSink, Sink
 from tpde.packing.order import block_of, forward_order
-from tpde.packing.reader import PackedFile, PackedTensor, Tensor, named
+from tpde.packing.reader import PackedFile, PackedTensor, Tensor
 from tpde.packing.sources import TensorSource, open_source, read_pieces, read_sample
 from tpde.packing.writer import PackedWriter, store_order
 
@@ -142,9 +142,11 @@ def check_digest(name: str, tensor: Tensor, found: bytes) -> None:
     """Raise `Corrupt` if a tensor's bytes are not those that were packed."""
     if tensor.digest is not None and found != tensor.digest:
         raise Corrupt(
-            f"tensor `{name}`: the bytes hash to {found.hex()}, {tensor.digest.hex()} was packed; the "
-            "file is damaged, fetch it again",
+            f"tensor `{name}`: the bytes hash to {found.hex()}, {tensor.digest.hex()} was packed",
+            hint="the file is damaged, fetch it again",
             tensor=name,
+            found=found.hex(),
+            needed=tensor.digest.hex(),
         )
 
 
@@ -174,14 +176,14 @@ def unpack_file(
     """Unpack one file."""
     with PackedFile(source) as packed:
         if not packed.is_packed:
-            raise NotPacked(f"`{source}` is not packed; use it as it is")
+            raise NotPacked(f"`{source}` is not packed", hint="use it as it is", where=str(source))
         sink = FileSink(destination, force=force)
         try:
             size = unpack_to(packed, sink, threads, progress)
             sink.commit()
         except Corrupt as error:
             sink.abort()
-            raise Corrupt(f"`{source}`: {error}", tensor=error.tensor, chunk=error.chunk) from None
+            raise error.prefixed(f"`{source}`", where=str(source)) from None
         except BaseException:
             sink.abort()
             raise
@@ -234,7 +236,7 @@ def verify_file(
         return problems
     with packed:
         if not packed.is_packed:
-            raise NotPacked(f"`{path}` is not packed; pack it with `tpde pack` first")
+            raise NotPacked(f"`{path}` is not packed", hint="pack it with `tpde pack` first", where=str(path))
         source = open_source(against) if against is not None else None
         try:
             if source is not None:
@@ -266,7 +268,7 @@ def _verify_tensor(
         tensor = packed.tensor(name)
     except TpdeError as error:
         if not isinstance(error, Corrupt):
-            error = Corrupt(str(error), tensor=name)
+            error = Corrupt(error.message, tensor=name, hint=error.hint)
         return [error]
     compare = source if source is not None and source.specs.get(name) == tensor.spec else None
 
@@ -300,6 +302,6 @@ def _verify_tensor(
         found: list[TpdeError] = []
         if isinstance(tensor, PackedTensor) and tensor.blob.header.chunks:
             last = tensor.blob.header.chunks - 1
-            found = [named(e, name) for e in tensor.blob.damaged_chunks(0, last)]
+            found = [e.of_tensor(name) for e in tensor.blob.damaged_chunks(0, last)]
         problems.extend(found or [error])
     return problems

@@ -226,7 +226,9 @@ def safetensors_files(path: Path) -> Iterator[Path]:
         return
     found = [p for p in sorted(path.rglob("*.safetensors")) if p.relative_to(path).parts[0] != ".cache"]
     if not found:
-        raise InvalidInput(f"`{path}` has no `*.safetensors` file; name a file, or another directory")
+        raise InvalidInput(
+            f"`{path}` has no `*.safetensors` file", hint="name a file, or another directory", where=str(path)
+        )
     yield from found
 
 

@@ -63,7 +63,7 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingDependency('drawing needs matplotlib; run `pip install "tpde[plot]"`') from None
+        raise MissingDependency("drawing needs matplotlib", hint='run `pip install "tpde[plot]"`') from None
 
     tensors = _largest(report.tensors)
     columns = max(1, -(-len(tensors) // MAX_ROWS))
@@ -96,7 +96,9 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
         figure.savefig(path, format="png")
     except OSError as error:
         raise InvalidDestination(
-            f"`{os.fspath(path)}` cannot be written: {error.strerror or error}; choose another file"
+            f"`{os.fspath(path)}` cannot be written: {error.strerror or error}",
+            hint="choose another file",
+            where=os.fspath(path),
         ) from error
 
 

@@ -68,10 +68,8 @@ class PackedTensor:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except Corrupt as error:
-            raise named(error, self.name) from None
-        except (Truncated, UnsupportedVersion) as error:
-            raise type(error)(f"tensor `{self.name}`: {error}") from None
+        except (Corrupt, Truncated, UnsupportedVersion) as error:
+            raise error.of_tensor(self.name) from None
 
     def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
         """Decode the tensor's bytes from `begin` to `end` into `out`."""
@@ -81,14 +79,6 @@ class PackedTensor:
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Byte ranges that cover the tensor."""
         return self.blob.pieces()
-
-
-def named(error: Corrupt, tensor: str) -> Corrupt:
-    """The same error, naming the tensor and the chunk."""
-    where = f"tensor `{tensor}`"
-    if error.chunk is not None:
-        where += f", chunk {error.chunk}"
-    return Corrupt(f"{where}: {error}", tensor=tensor, chunk=error.chunk)
 
 
 Tensor = PackedTensor | _PlainTensor
@@ -138,7 +128,11 @@ class PackedFile:
         version = metadata.get(KEY_VERSION)
         if version is not None and version != str(VERSION):
             raise UnsupportedVersion(
-                f"{where} has format version {version[:20]}; this tpde reads version {VERSION}; upgrade tpde"
+                f"{where} has format version {version[:20]}; this tpde reads version {VERSION}",
+                hint="upgrade tpde",
+                where=self.source.name,
+                found=version[:20],
+                needed=str(VERSION),
             )
         # The source's header, or None where another tool dropped it: format.md 1.2, 1.3.
         self.original = self._original_header() if version is not None else None
@@ -173,8 +167,9 @@ class PackedFile:
         if text is None:
             if self._plain:
                 raise Corrupt(
-                    f"`{self.source.name}`: `{KEY_PLAIN}` is missing from the metadata; the file is damaged, "
-                    "fetch it again"
+                    f"`{self.source.name}`: `{KEY_PLAIN}` is missing from the metadata",
+                    hint="the file is damaged, fetch it again",
+                    where=self.source.name,
                 )
             return {}
         try:
@@ -184,7 +179,11 @@ class PackedFile:
         if len(data) != 16 * len(self._plain) or not text.isascii() or " " in text:
             raise Corrupt(
                 f"`{self.source.name}`: `{KEY_PLAIN}` should hold {len(self._plain)} hashes of 32 digits, "
-                f"it has {len(text)} characters; the file is damaged, fetch it again"
+                f"it has {len(text)} characters",
+                hint="the file is damaged, fetch it again",
+                where=self.source.name,
+                found=len(text),
+                needed=32 * len(self._plain),
             )
         return {name: data[16 * i : 16 * i + 16] for i, name in enumerate(self._plain)}
 
@@ -202,7 +201,9 @@ class PackedFile:
                 raise ValueError("its hash differs")
         except (KeyError, ValueError, binascii.Error, zstandard.ZstdError) as error:
             raise Corrupt(
-                f"{where}: the source's header in the metadata is damaged ({error}); fetch the file again"
+                f"{where}: the source's header in the metadata is damaged ({error})",
+                hint="fetch the file again",
+                where=self.source.name,
             ) from None
         return parse_header(header, f"{where}, the source's header")
 
@@ -212,8 +213,9 @@ class PackedFile:
         for name in sorted(stored.symmetric_difference(self.specs)):
             missing = name in self.specs
             raise Corrupt(
-                f"`{self.source.name}`: tensor `{name}` is {'missing' if missing else 'not in the source'}; "
-                "the file is damaged, fetch it again",
+                f"`{self.source.name}`: tensor `{name}` is {'missing' if missing else 'not in the source'}",
+                hint="the file is damaged, fetch it again",
+                where=self.source.name,
                 tensor=name,
             )
         for name in self._plain:
@@ -223,7 +225,8 @@ class PackedFile:
         if self.original is not None and found != self.specs[name]:
             raise Corrupt(
                 f"tensor `{name}` is {found.dtype} {list(found.shape)}, but {self.specs[name].dtype} "
-                f"{list(self.specs[name].shape)} in the source's header; the file is damaged, fetch it again",
+                f"{list(self.specs[name].shape)} in the source's header",
+                hint="the file is damaged, fetch it again",
                 tensor=name,
             )
 

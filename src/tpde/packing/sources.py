@@ -59,7 +59,9 @@ class SafetensorsSource:
         if self._file.is_packed:
             self._file.close()
             raise AlreadyPacked(
-                f"`{path}` is packed already; unpack it with `tpde unpack`, or use it as it is"
+                f"`{path}` is packed already",
+                hint="unpack it with `tpde unpack`, or use it as it is",
+                where=str(path),
             )
         self.name = str(path)
         self.specs: Mapping[str, TensorSpec] = self._file.container.specs
@@ -114,11 +116,11 @@ def _load_state_dict(path: Path) -> dict[str, Any]:
         import torch
     except ImportError:
         raise MissingDependency(
-            f'`{path}` is a PyTorch state dict, and reading it needs torch; run `pip install "tpde[torch]"`, '
-            "or convert the file to safetensors"
+            f"`{path}` is a PyTorch state dict, and reading it needs torch",
+            hint='run `pip install "tpde[torch]"`, or convert the file to safetensors',
         ) from None
     if not path.is_file():
-        raise InvalidInput(f"`{path}` does not exist; check the path")
+        raise InvalidInput(f"`{path}` does not exist", hint="check the path", where=str(path))
     try:
         with warnings.catch_warnings():  # of old pickle protocols, which are read all the same
             warnings.simplefilter("ignore")
@@ -130,25 +132,32 @@ def _load_state_dict(path: Path) -> dict[str, Any]:
         wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"asks for `{wanted[1]}`" if wanted else "is no state dict"
         raise UnsafePickle(
-            f"`{path}` is a pickle that {what}, and code from files is never run; convert it to safetensors "
-            "where you trust it, and pack that"
+            f"`{path}` is a pickle that {what}, and code from files is never run",
+            hint="convert it to safetensors where you trust it, and pack that",
+            where=str(path),
         ) from None
     except MemoryError:
         raise
     except Exception as error:  # torch's unpickler lets through whatever it stumbles over in a damaged file
         raise InvalidInput(
             f"`{path}` is not a PyTorch state dict, or is damaged ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}); fetch it again"
+            f"{str(error).partition(chr(10))[0]})",
+            hint="fetch it again",
+            where=str(path),
         ) from None
     if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
         loaded = loaded["state_dict"]
     if not isinstance(loaded, dict) or not loaded:
         what = "an empty state dict" if loaded == {} else f"a {type(loaded).__name__}, not a state dict"
-        raise InvalidInput(f"`{path}` holds {what}; name a file that maps names to tensors")
+        raise InvalidInput(
+            f"`{path}` holds {what}", hint="name a file that maps names to tensors", where=str(path)
+        )
     for name, value in loaded.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise InvalidInput(
-                f"`{path}`: entry `{name}` is a {type(value).__name__}; a state dict maps names to tensors"
+                f"`{path}`: entry `{name}` is a {type(value).__name__}",
+                hint="a state dict maps names to tensors",
+                where=str(path),
             )
     return loaded
 
@@ -160,10 +169,10 @@ def open_source(path: Path) -> TensorSource:
     try:
         return SafetensorsSource(path)
     except NotSafetensors as error:
-        raise NotSafetensors(
-            f"{error}; `tpde` packs safetensors files, state dicts ({', '.join(PICKLES)}) and model "
-            "directories"
-        ) from None
+        error.hint = (
+            f"`tpde` packs safetensors files, state dicts ({', '.join(PICKLES)}) and model directories"
+        )
+        raise
 
 
 def read_sample(source: TensorSource, name: str) -> Bytes:
@@ -201,22 +210,23 @@ def resolve(source: str | os.PathLike[str]) -> Path:
         return path
     parts = os.fspath(source).split("/")
     if len(parts) != 2 or not all(parts) or parts[0][0] in ".~" or path.suffix in (".safetensors", *PICKLES):
-        raise InvalidInput(f"`{path}` does not exist; check the path")
+        raise InvalidInput(f"`{path}` does not exist", hint="check the path", where=str(path))
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ImportError:
         raise MissingDependency(
-            f"`{path}` is no path here; if it is a model on the Hugging Face hub, run "
-            '`pip install "tpde[hub]"` first'
+            f"`{path}` is no path here",
+            hint='if it is a model on the Hugging Face hub, run `pip install "tpde[hub]"` first',
         ) from None
     try:
         return Path(snapshot_download(os.fspath(source)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise InvalidInput(
-            f"`{path}` is neither a path here nor a model that the hub gives: {first}; check the name, "
-            "and the connection to the hub"
+            f"`{path}` is neither a path here nor a model that the hub gives: {first}",
+            hint="check the name, and the connection to the hub",
+            where=str(path),
         ) from None
 
 
@@ -235,15 +245,22 @@ def shards(folder: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise InvalidInput(f"`{index}` is not an index of shards: no `weight_map`") from None
+            raise InvalidInput(
+                f"`{index}` is not an index of shards: no `weight_map`",
+                hint="fetch it again",
+                where=str(index),
+            ) from None
         for name in sorted(map(str, names)):
             if not os.path.isfile(index.parent / name):
                 raise MissingShard(
-                    f"`{index}` names the shard `{name}`, which is missing; {len(names)} shards are needed, "
-                    "fetch it"
+                    f"`{index}` names the shard `{name}`, which is missing",
+                    hint=f"{len(names)} shards are needed, fetch it",
+                    where=str(index.parent / name),
                 )
     if not files:
         raise InvalidInput(
-            f"`{folder}` has no `*.safetensors` file; pack a state dict by naming the file itself"
+            f"`{folder}` has no `*.safetensors` file",
+            hint="pack a state dict by naming the file itself",
+            where=str(folder),
         )
     return files

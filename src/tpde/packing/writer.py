@@ -117,13 +117,16 @@ class PackedWriter:
         self._at = 0
         if self._start - 8 > MAX_CONTAINER_HEADER:
             raise TpdeError(
-                f"{len(self._specs)} tensors need a header of {self._start - 8} bytes; a safetensors "
-                f"file allows {MAX_CONTAINER_HEADER}; write them to several files"
+                f"{len(self._specs)} tensors need a header of {self._start - 8} bytes; a safetensors file "
+                f"allows {MAX_CONTAINER_HEADER}",
+                hint="write them to several files",
+                found=self._start - 8,
+                needed=MAX_CONTAINER_HEADER,
             )
         if len(header.rstrip(b" ")) > max_source_header(self._start - 8):
             raise TpdeError(
-                f"the source's header has {len(header)} bytes, far more than its tensors and metadata need; "
-                "write it without the blanks between its values"
+                f"the source's header has {len(header)} bytes, far more than its tensors and metadata need",
+                hint="write it without the blanks between its values",
             )
         # One thread may do everything; with more, hashing and writing go on beside encoding.
         self._background = ThreadPoolExecutor(1, "tpde") if self._threads > 1 else None

@@ -50,7 +50,9 @@ class Arena:
         except OSError as error:
             raise OutOfMemory(
                 f"{self.size / (1 << 30):.2f} GiB of host memory are needed, and the system refused "
-                f"({error}); free some, or load the model with less `ram`"
+                f"({error})",
+                hint="free some, or load the model with less `ram`",
+                needed=self.size,
             ) from error
         # Huge pages are faulted in, and locked, 512 at a time. A process that forks would copy locked pages.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):

@@ -25,7 +25,7 @@ class _Stopped(Exception):
 
 def not_there_any_more() -> ReadError:
     """What whoever wants bytes is told then."""
-    return ReadError("the memory of the packed weights was given back; load the model again")
+    return ReadError("the memory of the packed weights was given back", hint="load the model again")
 
 
 class _Memory(Protocol):
@@ -290,7 +290,8 @@ class Bringing:
         """Locking in place is, which is an error only if it was forced."""
         if self._forced is not None:
             raise UnsupportedDevice(
-                f"the packed files cannot be page-locked in place: {error}; unset `{VARIABLE}` to copy them"
+                f"the packed files cannot be page-locked in place: {error}",
+                hint=f"unset `{VARIABLE}` to copy them",
             ) from error
 
     def _undo(self, mapping: Mapping) -> None:

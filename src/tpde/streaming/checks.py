@@ -51,7 +51,9 @@ class Decoded:
         raise mismatch(
             piece.spans[found.item].tensor.name,
             found.chunk,
-            f"`{piece.extent.source.name}` {when}: fetch the file again, and load the model again",
+            f"; `{piece.extent.source.name}` {when}",
+            hint="fetch the file again, and load the model again",
+            where=piece.extent.source.name,
         )
 
 

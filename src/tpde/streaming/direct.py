@@ -99,7 +99,11 @@ def _read_direct(descriptor: int, name: str, offset: int, out: memoryview, size:
             found = os.fstat(descriptor).st_size
             raise Truncated(
                 f"`{name}` ends at byte {found}, but bytes up to {offset + size} are needed; it has become "
-                "shorter since it was opened: fetch it again"
+                "shorter since it was opened",
+                hint="fetch it again",
+                where=name,
+                found=found,
+                needed=offset + size,
             )
         done = whole + got
     return True

@@ -155,8 +155,12 @@ class _Ticket:
             if state.stopped:
                 what = f"`{self.extent.name}` is not read any more"
                 if state.failed is None:
-                    raise ReadError(f"{what}: its model was closed; load it again")
-                raise ReadError(f"{what}: {state.failed}; load the model again") from state.failed
+                    raise ReadError(
+                        f"{what}: its model was closed", hint="load it again", where=self.extent.name
+                    )
+                raise ReadError(
+                    f"{what}: {state.failed}", hint="load the model again", where=self.extent.name
+                ) from state.failed
             if not self.done:
                 raise ValueError(f"`{self.extent.name}` was cancelled, or copied already")
             return state.address(self)
@@ -304,7 +308,7 @@ class _State:
         ticket.left -= 1
         if error is not None and ticket.error is None:
             # A new one: the traceback of the old one holds on to the buffer.
-            ticket.error = type(error)(f"`{ticket.extent.name}`: {error}")
+            ticket.error = error.prefixed(f"`{ticket.extent.name}`", where=ticket.extent.name)
             self._skip(ticket)
             self.there.notify_all()
         if ticket.left == 0 and not ticket.dropped and ticket.error is None:

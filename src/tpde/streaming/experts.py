@@ -166,7 +166,8 @@ class ExpertStore:
         if made.room > self._room:
             raise InvalidInput(
                 f"expert {number} of `{slots[0].packed.name}` takes {made.room} bytes, a place of the "
-                f"cache has {self._room}; make the cache for all modules"
+                f"cache has {self._room}",
+                hint="make the cache for all modules",
             )
         return made
 
@@ -184,8 +185,8 @@ class ExpertStore:
         with self._lock:
             if self.device.recording():
                 raise UnsupportedDevice(
-                    "routed experts were wanted while a CUDA graph was recorded, which cannot choose them; "
-                    "run without CUDA graphs, or load the model with more `vram`"
+                    "routed experts were wanted while a CUDA graph was recorded, which cannot choose them",
+                    hint="run without CUDA graphs, or load the model with more `vram`",
                 )
             try:
                 self._checks.begin(experts)

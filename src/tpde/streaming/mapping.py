@@ -145,5 +145,9 @@ def populate(pages: Pages) -> None:
 def _shrunk(name: str, size: int, last: int) -> Truncated:
     return Truncated(
         f"`{name}` ends at byte {size}, but bytes up to {last} are needed; it has become shorter since it "
-        "was opened: fetch it again"
+        "was opened",
+        hint="fetch it again",
+        where=name,
+        found=size,
+        needed=last,
     )

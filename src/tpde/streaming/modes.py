@@ -23,7 +23,11 @@ def forced_mode(mode: str | None = None) -> str | None:
     wanted = mode or os.environ.get(VARIABLE) or None
     if wanted is not None and wanted not in MODES:
         raise InvalidInput(
-            f"host memory of mode `{wanted}` is unknown; `{VARIABLE}` takes {', '.join(MODES)}"
+            f"host memory of mode `{wanted}` is unknown",
+            hint=f"`{VARIABLE}` takes {', '.join(MODES)}",
+            where=VARIABLE,
+            found=wanted,
+            needed=tuple(MODES),
         )
     return wanted
 
@@ -38,8 +42,8 @@ def not_locked(error: Refused, size: int, forced: str | None, what: str) -> None
     """
     if forced is not None:
         raise UnsupportedDevice(
-            f"{what} ({size} bytes) cannot be page-locked: {error}; raise the limit of locked "
-            f"memory (`ulimit -l`), or unset `{VARIABLE}`"
+            f"{what} ({size} bytes) cannot be page-locked: {error}",
+            hint=f"raise the limit of locked memory (`ulimit -l`), or unset `{VARIABLE}`",
         ) from error
     warnings.warn(
         f"{what} ({size} bytes) cannot be page-locked ({error}) and stays pageable: copies to the "

@@ -352,8 +352,11 @@ def _too_little_vram(layout: _Layout, demand: Demand, vram: int, pinned: int) ->
     other = "only what `--codec prefix` packs can be streamed"
     packed = f"; {mib(pinned)} are packed otherwise, and {other}: pack the model again" if pinned else ""
     return OutOfMemory(
-        f"`vram` is {_given(vram)}, the least that works is {mib(least)}: {made}; "
-        f"use `{mib(least).replace(' ', '')}` or more{fewer}{packed}",
+        f"`vram` is {_given(vram)}, the least that works is {mib(least)}: {made}",
+        hint=f"use `{mib(least).replace(' ', '')}` or more{fewer}{packed}",
+        where="vram",
+        found=vram,
+        needed=least,
         least=least,
     )
 
@@ -361,8 +364,12 @@ def _too_little_vram(layout: _Layout, demand: Demand, vram: int, pinned: int) ->
 def too_little_ram(least: int, ram: int) -> OutOfMemory:
     """What says that no plan works with so much host memory, in bytes."""
     return OutOfMemory(
-        f"`ram` is {_given(ram)}, the least that works is {mib(least)}: the embeddings, and the "
-        f"buffers through which files are read; use `{mib(least).replace(' ', '')}` or more, or more `vram`",
+        f"`ram` is {_given(ram)}, the least that works is {mib(least)}: the embeddings, and the buffers "
+        "through which files are read",
+        hint=f"use `{mib(least).replace(' ', '')}` or more, or more `vram`",
+        where="ram",
+        found=ram,
+        needed=least,
         least=least,
         budget="ram",
     )

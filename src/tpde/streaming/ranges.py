@@ -77,15 +77,21 @@ def require(extents: Sequence[Extent]) -> None:
         if extent.offset + extent.size > sizes[source]:
             raise Truncated(
                 f"`{source.name}` has {sizes[source]} bytes, but `{extent.name}` ends at "
-                f"{extent.offset + extent.size}; the file is incomplete, fetch the rest"
+                f"{extent.offset + extent.size}",
+                hint="the file is incomplete, fetch the rest",
+                where=source.name,
+                found=sizes[source],
+                needed=extent.offset + extent.size,
             )
 
 
 def read_error(name: str, offset: int, size: int, error: OSError) -> ReadError:
     """What a failed read means."""
-    where = f"bytes {offset} to {offset + size} of `{name}` cannot be read: {os.strerror(error.errno or 0)}"
+    what = f"bytes {offset} to {offset + size} of `{name}` cannot be read: {os.strerror(error.errno or 0)}"
     if error.errno in {errno.EIO, errno.ENXIO, errno.ETIMEDOUT}:
-        return ReadError(f"{where}: the disk failed; check it, or copy the file to another")
+        return ReadError(f"{what}: the disk failed", hint="check it, or copy the file to another", where=name)
     if error.errno in {errno.ESTALE, errno.EBADF, errno.ENOENT}:
-        return ReadError(f"{where}: the file has gone; load the model again from where it is now")
-    return ReadError(f"{where}; load the model again once that is mended")
+        return ReadError(
+            f"{what}: the file has gone", hint="load the model again from where it is now", where=name
+        )
+    return ReadError(what, hint="load the model again once that is mended", where=name)

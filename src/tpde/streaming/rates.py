@@ -56,8 +56,8 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
     """
     if device.type != "cuda":
         raise UnsupportedDevice(
-            f"rates are measured on CUDA devices, not on `{device}`; name one, or name the rates "
-            "(`--copy-rate` and `--memory-rate` of `tpde plan`)"
+            f"rates are measured on CUDA devices, not on `{device}`",
+            hint="name one, or name the rates (`--copy-rate` and `--memory-rate` of `tpde plan`)",
         )
     facts(device.index or 0)  # says what is missing, if anything is
     before = launch_seconds(device)
@@ -104,7 +104,8 @@ def _checked(result: Any) -> Any:
     code, *values = result
     if code != driver.CUresult.CUDA_SUCCESS:
         raise UnsupportedDevice(
-            f"the CUDA driver refused what measuring needs ({code.name}); free memory, or name the rates"
+            f"the CUDA driver refused what measuring needs ({code.name})",
+            hint="free memory, or name the rates",
         )
     return values[0] if values else None
 
@@ -219,7 +220,9 @@ def disk_rate(files: Sequence[str | os.PathLike[str]]) -> float:
         sources = [stack.enter_context(contextlib.closing(FileSource(os.fspath(file)))) for file in files]
         work = list(_pieces(sources))
         if not work:
-            raise InvalidInput("the files are empty, so that their disk cannot be measured; name others")
+            raise InvalidInput(
+                "the files are empty, so that their disk cannot be measured", hint="name others"
+            )
         read = {it.name for it in work}
         _forget([it for it in sources if it.name in read])
         ahead = ReadAhead(DISK_BUFFERS, DISK_PIECE, READERS, None)

@@ -42,16 +42,19 @@ def parse_size(size: str | int) -> int:
         if match is None or unit is None:
             likely = match is not None and f"{match[2].lower()}ib" in _UNITS
             raise InvalidInput(
-                f"`{size}` is no size; write "
-                + (
-                    f"`{match[1]}{match[2].upper()}iB` or `{match[1]}{match[2].upper()}B`"
+                f"`{size}` is no size",
+                hint=(
+                    f"write `{match[1]}{match[2].upper()}iB` or `{match[1]}{match[2].upper()}B`"
                     if likely and match
-                    else "a number and a unit, such as `16GiB`, `512MiB` or `16GB`"
-                )
+                    else "write a number and a unit, such as `16GiB`, `512MiB` or `16GB`"
+                ),
+                found=size,
             )
         found = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if found <= 0:
-        raise InvalidInput(f"`{size}` is no size: it must be above zero; write one such as `16GiB`")
+        raise InvalidInput(
+            f"`{size}` is no size: it must be above zero", hint="write one such as `16GiB`", found=size
+        )
     return found
 
 

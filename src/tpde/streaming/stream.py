@@ -183,7 +183,9 @@ class Streamer:
         if parts and not self._places:
             raise PackedWeight(
                 f"`{parts[0].tensor.name}` stays on the host, and only rows of it are read under the VRAM "
-                "budget; load the model without `vram=` to read all of it"
+                "budget",
+                hint="load the model without `vram=` to read all of it",
+                where=parts[0].tensor.name,
             )
         made = Unit(self, cut(parts, self._room), Materializer(rest, rest[0][0].device) if rest else None)
         if not self._used and made.pieces:
@@ -210,7 +212,9 @@ class Streamer:
             After `close`.
         """
         if self._closed:
-            raise ReadError("the streamed model was closed, and cannot be used any more; load it again")
+            raise ReadError(
+                "the streamed model was closed, and cannot be used any more", hint="load it again"
+            )
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -244,7 +248,8 @@ class Streamer:
             if self.device.recording():
                 raise UnsupportedDevice(
                     "streamed weights were wanted while a CUDA graph was recorded, which cannot hold what "
-                    "comes from files; run without CUDA graphs, or load the model with more `vram`"
+                    "comes from files",
+                    hint="run without CUDA graphs, or load the model with more `vram`",
                 )
             self.require_open()
             self._used = True

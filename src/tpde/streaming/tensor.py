@@ -18,14 +18,19 @@ from tpde.format.source import Extent
 from tpde.memory import allocate
 from tpde.streaming.supply import Supply
 from tpde.weights.decoder import ChunkDecoder
-from tpde.weights.source import Decoder, Source, Watched, named
+from tpde.weights.source import Decoder, Source, Watched
 
 if TYPE_CHECKING:
     from tpde.cuda.items import Chunks, Item, Tables
 
-_ADVICE = (
-    "is streamed to the GPU under a VRAM budget, and stays in its file; load the model again without `vram=`"
-)
+
+def _stays(name: str, wish: str) -> PackedWeight:
+    """The error for what a weight that stays in its file cannot do."""
+    return PackedWeight(
+        f"`{name}` is streamed to the GPU under a VRAM budget, and stays in its file",
+        hint=f"load the model again without `vram=` {wish}",
+        where=name,
+    )
 
 
 _PUTTING = threading.Lock()
@@ -87,7 +92,7 @@ class Streamed(Source):
         try:
             reader = BlobReader(extent.source, extent.offset, extent.size)
         except (Corrupt, Truncated, UnsupportedVersion) as error:
-            raise named(error, self.name) from error
+            raise error.of_tensor(self.name) from error
         self.header, self.offsets = reader.header, reader.offsets
         self._section, self._host = reader.section, reader
         self.travels = self.codec.in_pieces
@@ -116,30 +121,31 @@ class Streamed(Source):
     @property
     def blob(self) -> torch.Tensor:
         """Refuse: it stays in the file."""
-        raise PackedWeight(f"`{self.name}` {_ADVICE} to save or copy it, or to load a state dict into it")
+        raise _stays(self.name, "to save or copy it, or to load a state dict into it")
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Refuse to move elsewhere."""
         if fn(torch.empty(0, dtype=torch.uint8, device=self._device)).device != self._device:
-            raise PackedWeight(f"`{self.name}` {_ADVICE} to move it from {self._device}")
+            raise _stays(self.name, f"to move it from {self._device}")
 
     def load(self, other: Source, *, assign: bool = False) -> None:
         """Refuse other blobs."""
-        raise PackedWeight(f"`{self.name}` {_ADVICE} to load a state dict into it")
+        raise _stays(self.name, "to load a state dict into it")
 
     def stored(self) -> torch.Tensor:
         """Refuse."""
-        raise PackedWeight(f"`{self.name}` {_ADVICE} to copy, pickle or save it")
+        raise _stays(self.name, "to copy, pickle or save it")
 
     def clone(self) -> Source:
         """Refuse."""
-        raise PackedWeight(f"`{self.name}` {_ADVICE} to copy, pickle or save it")
+        raise _stays(self.name, "to copy, pickle or save it")
 
     def require_restorable(self) -> None:
         """Refuse."""
         raise PackedWeight(
-            f"`{self.name}` is streamed under a VRAM budget, which plain weights would break; load the model "
-            "without `vram=`, and unpack that"
+            f"`{self.name}` is streamed under a VRAM budget, which plain weights would break",
+            hint="load the model without `vram=`, and unpack that",
+            where=self.name,
         )
 
     def in_host_memory(self, streamer: object) -> bool:

@@ -10,7 +10,7 @@ import torch
 from tpde.codec.registry import Gpu
 from tpde.errors import Corrupt, InvalidInput, UnsupportedDevice
 from tpde.weights.launch import DecodeLaunch, Launch, capturing
-from tpde.weights.source import Source, named
+from tpde.weights.source import Source
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,7 +25,7 @@ class _Frames:
         try:
             blob = ZstdBlob(packed.header, packed.blob.cpu().numpy(), packed.blob.device.index)
         except Corrupt as error:
-            raise named(error, packed.name) from error
+            raise error.of_tensor(packed.name) from error
         self._scratch_bytes = blob.scratch_bytes
         self._launch = Launch([blob], packed.blob.device)
 
@@ -75,8 +75,8 @@ class Materializer:
         for packed, _ in items:
             if packed.device != device:
                 raise InvalidInput(
-                    f"`{packed.name}` is on {packed.device}, the weights decoded with it on {device}; "
-                    "move the whole block to one device"
+                    f"`{packed.name}` is on {packed.device}, the weights decoded with it on {device}",
+                    hint="move the whole block to one device",
                 )
         self._fills: list[tuple[Source, int]] = []
         self._others: list[tuple[Source, int, _Frames | None]] = []

@@ -155,7 +155,9 @@ class Launch(Generic[P, R_co]):
         """
         found = self.damage()
         if found is not None:
-            raise mismatch(names[found.item], found.chunk, "the weights are damaged, load them again")
+            raise mismatch(
+                names[found.item], found.chunk, "; the weights are damaged", hint="load them again"
+            )
 
 
 DecodeLaunch: TypeAlias = "Launch[[int, bool, int], None]"  # of a `WorkList`: out, check, base
@@ -168,8 +170,7 @@ def locked_reports(count: int) -> torch.Tensor:
         return torch.zeros((count, 4), dtype=torch.int32, pin_memory=True)
 
 
-def mismatch(name: str, chunk: int, remedy: str) -> Corrupt:
+def mismatch(name: str, chunk: int, details: str = "", *, hint: str, where: str | None = None) -> Corrupt:
     """What to raise for a chunk that a kernel reported."""
-    return Corrupt(
-        f"`{name}`: chunk {chunk}: its checksum does not match; {remedy}", tensor=name, chunk=chunk
-    )
+    error = Corrupt(f"its checksum does not match{details}", hint=hint, where=where, chunk=chunk)
+    return error.of_tensor(name)

@@ -107,7 +107,8 @@ def _unit(key: int) -> Any:
     unit = _units.get(int(key))
     if unit is None:
         raise InvalidInput(
-            f"a compiled graph uses packed weights that no longer exist (key {key}); compile the model again"
+            f"a compiled graph uses packed weights that no longer exist (key {key})",
+            hint="compile the model again",
         )
     return unit
 

@@ -66,8 +66,8 @@ class PackedParameter(nn.Parameter):
             requires_grad, packed = requires_grad or packed.plain_requires_grad, packed.packed
         if not isinstance(packed, PackedTensor):
             raise PackedWeight(
-                f"a packed parameter holds a packed weight, not a {type(packed).__name__}; call "
-                "`tpde.unpack_module(module)` first to give it other values"
+                f"a packed parameter holds a packed weight, not a {type(packed).__name__}",
+                hint="call `tpde.unpack_module(module)` first to give it other values",
             )
         made: PackedParameter = torch.Tensor._make_wrapper_subclass(
             cls, packed.shape, dtype=packed.dtype, device=packed.device, requires_grad=False
@@ -196,8 +196,9 @@ class _Address(int):
 
 def _no_bytes(name: str) -> PackedWeight:
     return PackedWeight(
-        f"`{name}` is packed, and has no plain bytes in memory to read; save packed weights with "
-        "`tpde.torch.save_file` or `torch.save`, plain ones as `tpde.nn.plain_state_dict(model)` gives them"
+        f"`{name}` is packed, and has no plain bytes in memory to read",
+        hint="save packed weights with `tpde.torch.save_file` or `torch.save`, plain ones as "
+        "`tpde.nn.plain_state_dict(model)` gives them",
     )
 
 
@@ -258,8 +259,8 @@ def _freeze(func: Any, weight: PackedParameter, requires_grad: bool = True) -> P
     """Refuse to train it; note that the plain one would be frozen."""
     if requires_grad:
         raise PackedWeight(
-            f"`{weight.packed.name}` is packed, and cannot be trained; call `tpde.unpack_module(module)` "
-            "first, or train an adapter"
+            f"`{weight.packed.name}` is packed, and cannot be trained",
+            hint="call `tpde.unpack_module(module)` first, or train an adapter",
         )
     if weight.plain_requires_grad:
         weight.plain_requires_grad = False
@@ -289,8 +290,8 @@ def _copy(func: Any, target: Tensor, values: Tensor, non_blocking: bool = False)
         if torch.equal(mine.view(word), theirs.view(word)):
             return target
     raise PackedWeight(
-        f"`{packed.name}` is packed, and other values would be copied to it; call "
-        "`tpde.unpack_module(module)` first, or copy a packed weight"
+        f"`{packed.name}` is packed, and other values would be copied to it",
+        hint="call `tpde.unpack_module(module)` first, or copy a packed weight",
     )
 
 

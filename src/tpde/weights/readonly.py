@@ -13,8 +13,8 @@ from tpde.errors import PackedWeight
 def refuse_change(name: str, how: str) -> PackedWeight:
     """The error for a change that would be lost."""
     return PackedWeight(
-        f"`{name}` is packed, and `{how}` would change a copy of it that is then lost; call "
-        "`tpde.unpack_module(module)` first. (Adapters cannot be merged into packed weights.)"
+        f"`{name}` is packed, and `{how}` would change a copy of it that is then lost",
+        hint="call `tpde.unpack_module(module)` first. (Adapters cannot be merged into packed weights.)",
     )
 
 

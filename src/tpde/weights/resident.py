@@ -13,7 +13,7 @@ from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated, Unsuppor
 from tpde.format.blob import MAX_FIXED_BYTES, parse_blob_header
 from tpde.format.source import BytesSource
 from tpde.weights.decoder import ChunkDecoder, Materializer
-from tpde.weights.source import Decoder, Source, named
+from tpde.weights.source import Decoder, Source
 
 if TYPE_CHECKING:
     from tpde.cuda.items import Chunks, Item
@@ -48,12 +48,12 @@ class Resident(Source):
     def _open(self, blob: torch.Tensor) -> None:
         if blob.dtype is not torch.uint8 or blob.dim() != 1 or not blob.is_contiguous():
             raise InvalidInput(
-                f"`{self.name}`: a blob is one-dimensional, contiguous and uint8; this is {blob.dtype} "
-                f"of shape {list(blob.shape)}"
+                f"`{self.name}`: a blob is one-dimensional, contiguous and uint8, this is {blob.dtype} of "
+                f"shape {list(blob.shape)}"
             )
         if blob.device.type == "meta":
             raise InvalidInput(
-                f"`{self.name}`: the blob is on the `meta` device and has no data; load it first"
+                f"`{self.name}`: the blob is on the `meta` device and has no data", hint="load it first"
             )
         start = blob[:_START_BYTES].cpu().numpy()
         try:
@@ -65,7 +65,7 @@ class Resident(Source):
             else:  # checks header, tables and index map; chunks stay on the device
                 reader = BlobReader(_Start(start, self.name, blob.numel()), 0, blob.numel())
         except (Corrupt, Truncated, UnsupportedVersion) as error:
-            raise named(error, self.name) from error
+            raise error.of_tensor(self.name) from error
         self.header = header
         self._section = reader.section
         self._place(blob, reader if blob.device.type == "cpu" else None)
@@ -102,8 +102,8 @@ class Resident(Source):
         moved = fn(probe.clone())
         if moved.dtype is not torch.uint8 or moved.is_meta or not torch.equal(moved.cpu(), probe.cpu()):
             raise PackedWeight(
-                f"`{self.name}` is packed, and would lose its bytes; packed weights move to `cpu` and "
-                "CUDA devices, call `tpde.unpack_module(model)` to do anything else"
+                f"`{self.name}` is packed, and would lose its bytes",
+                hint="move it to `cpu` or a CUDA device, or call `tpde.unpack_module(model)` first",
             )
         blob = fn(self._blob)
         if blob is self._blob and blob.data_ptr() == self._address:

@@ -16,7 +16,7 @@ import torch
 from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, codec_of
-from tpde.errors import Corrupt, Truncated, UnsupportedVersion
+from tpde.errors import Corrupt
 from tpde.format.blob import BlobHeader
 from tpde.frameworks import torch_dtype
 from tpde.packing.writer import default_threads
@@ -212,7 +212,7 @@ class Source(ABC):
         try:
             self.host_reader().read(begin, end, out, default_threads())
         except Corrupt as error:
-            raise named(error, self.name) from error
+            raise error.of_tensor(self.name) from error
 
     def device_tables(self) -> tuple[Tables, torch.Tensor] | None:
         """Expanded tables, and their image on the device; None if the kernels cannot decode the blob."""
@@ -240,11 +240,3 @@ def decoder(items: Sequence[tuple[Source, int]]) -> Decoder:
     """
     lead = max((source for source, _ in items), key=lambda source: source.lead)
     return lead.together(items)
-
-
-def named(error: Corrupt | Truncated | UnsupportedVersion, name: str) -> Exception:
-    """The same error with the tensor's name, and its chunk if it has one."""
-    if not isinstance(error, Corrupt):
-        return type(error)(f"`{name}`: {error}")
-    where = "" if error.chunk is None else f" chunk {error.chunk}:"
-    return Corrupt(f"`{name}`:{where} {error}", tensor=name, chunk=error.chunk)

@@ -74,7 +74,7 @@ class PackedTensor:
     ) -> None:
         found = [sources] if isinstance(sources, Source) else list(sources)
         if not found:
-            raise InvalidInput("a packed weight is made of one source at least; none was given")
+            raise InvalidInput("a packed weight is made of one source at least, none was given")
         first = found[0]
         self.name = first.name if name is None else name
         self.dtype = first.dtype
@@ -84,8 +84,8 @@ class PackedTensor:
         for source in found:
             if source.dtype != self.dtype:
                 raise InvalidInput(
-                    f"`{source.name}` holds {source.dtype}, `{first.name}` {self.dtype}; the parts of a "
-                    "weight are of one dtype"
+                    f"`{source.name}` holds {source.dtype}, `{first.name}` {self.dtype}",
+                    hint="give sources of one dtype",
                 )
             self.parts.append((source, self.nbytes))
             self.nbytes += source.nbytes
@@ -169,8 +169,8 @@ class PackedTensor:
         if specs != [source.header.spec for source in other.sources]:
             raise InvalidInput(
                 f"`{self.name}` is {self.dtype} of shape {list(self.shape)} in {len(self.parts)} blobs, "
-                f"`{other.name}` is {other.dtype} of shape {list(other.shape)} in {len(other.parts)}; a "
-                "packed weight takes one that is packed alike"
+                f"`{other.name}` is {other.dtype} of shape {list(other.shape)} in {len(other.parts)}",
+                hint="load a weight that is packed alike",
             )
         for mine, theirs in pairs:
             mine.load(theirs, assign=assign)
@@ -223,7 +223,8 @@ class PackedTensor:
             raise PackedWeight(
                 f"`{self.name}` has {self.nbytes} bytes, and is decoded in tiles of its rows since no more "
                 f"than {self.tile_bytes} fit under the VRAM budget: the layer's forward pass works, its "
-                "`weight` cannot be read; load the model with more `vram`"
+                "`weight` cannot be read",
+                hint="load the model with more `vram`",
             )
         if self._decoder is None:
             self._decoder = decoder(self.parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from support.cli import Run, damage, names, weights
+from support.cli import Outcome, Run, damage, names, weights
 
 import tpde
+from tpde import errors
 from tpde.cli import common, doctor
 from tpde.errors import ReadError, UnsupportedDevice
 
@@ -149,7 +151,7 @@ def test_doctor_asks_for_the_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert re.search(rf"^GPU +ok +{found} +running models on it$", run("doctor").out, re.M)
 
     def refuse(number: int) -> device.DeviceFacts:
-        raise UnsupportedDevice("no NVIDIA driver is installed; install one, or use the CPU")
+        raise UnsupportedDevice("no NVIDIA driver is installed", hint="install one, or use the CPU")
 
     monkeypatch.setattr(device, "facts", refuse)
     done = run("doctor")
@@ -236,10 +238,16 @@ def test_json_of_inspect_bench_and_doctor(run: Run, packed: Path) -> None:
 # ---- what commands share
 
 
-def test_split_hint() -> None:
-    assert common.split_hint("a is b; c is d; do e") == ("a is b; c is d", "do e")
-    assert common.split_hint("tensor `x; y` is bad; fetch it") == ("tensor `x; y` is bad", "fetch it")
-    assert common.split_hint("tensor `x; y` is bad") == ("tensor `x; y` is bad", "")
+def test_hints_are_those_of_the_error_or_of_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    for error, message, hint in (
+        (errors.Corrupt("a; b", hint="do c; and d"), "a; b", "do c; and d"),
+        (errors.Corrupt("tensor `x; y` is bad"), "tensor `x; y` is bad", "fetch the file again"),
+        (OSError(errno.ENOSPC, "No space; none left", "f"), "`f`: No space; none left", "make room, or .*"),
+    ):
+        code = common.fail(error)
+        Outcome(code, *capsys.readouterr()).failed(code, re.escape(message), hint)
+    assert common.fail(OSError(errno.EIO, "it failed; yes", "f")) == 4
+    assert capsys.readouterr() == ("", "error: `f`: it failed; yes\n")
 
 
 def test_sizes_and_tables() -> None:

@@ -10,6 +10,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,17 @@ def test_unknown_dtype(run: Run, plain: Path, tmp_path: Path) -> None:
     header["layers.0.weight"]["dtype"] = "BF17"
     source = with_header(tmp_path / "s.safetensors", header, data)
     run("pack", source, tmp_path / "t").failed(2, "`layers.0.weight` has dtype `BF17`", "upgrade tpde")
+
+
+def test_a_long_name_is_no_work(run: Run, plain: Path, tmp_path: Path) -> None:
+    header, data = header_of(plain)
+    header["`; `; " * 13_000] = {**header.pop("layers.0.weight"), "dtype": "BF17"}
+    source = with_header(tmp_path / "s.safetensors", header, data)
+    began = time.process_time()
+    run("pack", source, tmp_path / "t").failed(2, "`; `; ` has dtype `BF17`", "upgrade tpde")
+    assert (
+        time.process_time() - began < 2
+    )  # of the processor; 21 where the text was split by a regular expression
 
 
 def test_missing_source(run: Run, tmp_path: Path) -> None:
@@ -309,5 +321,7 @@ def test_file_size_limit(plain: Path, tmp_path: Path) -> None:
     )
     before = names(tmp_path)
     done = process("pack", plain, tmp_path / "t", code=code)
-    Outcome(done.returncode, done.stdout, done.stderr).failed(4, "File too large", "nothing was left behind")
+    Outcome(done.returncode, done.stdout, done.stderr).failed(
+        4, "File too large; nothing was left behind", "make room"
+    )
     assert names(tmp_path) == before

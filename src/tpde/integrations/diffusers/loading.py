@@ -44,13 +44,20 @@ def weight_files(folder: Path, variant: str | None) -> list[Path]:
             try:
                 names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
             except (ValueError, KeyError, AttributeError, TypeError):
-                raise InvalidInput(f"`{index}` is not an index of shards: no `weight_map`") from None
+                raise InvalidInput(
+                    f"`{index}` is not an index of shards: no `weight_map`",
+                    hint="fetch it again",
+                    where=str(index),
+                ) from None
             return [folder / str(name) for name in sorted(names)]
     single = folder / f"{stem}.safetensors"
     if not single.is_file():
         raise InvalidInput(
-            f"`{folder}` has no `{single.name}`; name the folder of one component of a pipeline, such as "
-            "`transformer` or `unet`, as `tpde pack` wrote it"
+            f"`{folder}` has no `{single.name}`",
+            hint=(
+                "name the folder of one component of a pipeline, such as `transformer` or `unet`, as `tpde "
+                "pack` wrote it"
+            ),
         )
     return [single]
 
@@ -70,8 +77,8 @@ def build(model_class: type[M], folder: Path, dtype: torch.dtype) -> M:
         from accelerate import init_empty_weights
     except ImportError as error:
         raise MissingDependency(
-            f"models of diffusers need it and accelerate, which cannot be imported ({error}); run "
-            '`pip install "tpde[diffusers]"`'
+            f"models of diffusers need it and accelerate, which cannot be imported ({error})",
+            hint='run `pip install "tpde[diffusers]"`',
         ) from None
     kind: Any = model_class
     config = {k: v for k, v in kind.load_config(folder).items() if k != "quantization_config"}
@@ -152,13 +159,18 @@ def load(
     if vram is not None:
         check_gpu(target)
     elif ram is not None:
-        raise InvalidInput("`ram` is a part of a budget of GPU memory; pass `vram` as well, or leave it out")
+        raise InvalidInput(
+            "`ram` is a part of a budget of GPU memory",
+            hint="pass `vram` as well, or leave it out",
+            where="ram",
+        )
     files = weight_files(folder, variant)
     with collecting_later(), Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:
             raise NotPacked(
-                f"`{folder}` is not packed; pack it with `tpde pack {folder} {folder.name}-packed`, and name "
-                "that"
+                f"`{folder}` is not packed",
+                hint=f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that",
+                where=str(folder),
             )
         specs = checkpoint.plain | {name: it.spec for name, it in checkpoint.packed.items()}
         main = _main_dtype(specs) if dtype is None else dtype
@@ -224,12 +236,18 @@ def _compare(model: nn.Module, specs: Mapping[str, TensorSpec], folder: Path) ->
     ):
         if missing:
             more = f" ({len(missing)} tensors)" if len(missing) > 1 else ""
-            raise InvalidInput(message % missing[0] + more + "; pass the class that `config.json` names")
+            raise InvalidInput(
+                message % missing[0] + more, hint="pass the class that `config.json` names", where=missing[0]
+            )
     for name, shape in wanted.items():
         if specs[name].shape != shape:
             raise InvalidInput(
                 f"`{name}` has shape {list(specs[name].shape)} in `{folder}`, a {what} of its `config.json` "
-                f"needs {list(shape)}; fetch `config.json` and the weights together"
+                f"needs {list(shape)}",
+                hint="fetch `config.json` and the weights together",
+                where=name,
+                found=specs[name].shape,
+                needed=shape,
             )
 
 

@@ -27,8 +27,9 @@ def check_gpu(device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise InvalidInput(
-            f'`vram` is a budget of GPU memory, but the model goes to `{device}`; pass `device="cuda"`, or '
-            "leave out `vram`"
+            f"`vram` is a budget of GPU memory, but the model goes to `{device}`",
+            hint='pass `device="cuda"`, or leave out `vram`',
+            where="vram",
         )
 
 

@@ -134,7 +134,11 @@ class Streaming:
             least = error.least + allowance.others
             raise OutOfMemory(
                 f"this process has {gib(allowance.others)} allocated on {device}, which count towards "
-                f"`vram`: without them {error}; and as much more as is allocated, or free that",
+                f"`vram`: without them {error.message}",
+                hint=f"{error.hint}; and as much more as is allocated, or free that",
+                where="vram",
+                found=vram,
+                needed=least,
                 least=least,
             ) from None
         allowance.start(self.plans[device].parts["pages"])
@@ -342,5 +346,6 @@ class Streaming:
 
     def __getstate__(self) -> dict[str, Any]:
         raise PackedWeight(
-            "the model streams its weights from files, which cannot be copied or pickled; load it again"
+            "the model streams its weights from files, which cannot be copied or pickled",
+            hint="load it again",
         )

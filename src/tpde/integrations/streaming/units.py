@@ -115,10 +115,8 @@ def _header(stored: Stored) -> BlobHeader:
     head = read(extent.source, extent.offset, min(MAX_FIXED_BYTES, extent.size))
     try:
         return parse_blob_header(head, extent.size)
-    except Corrupt as error:
-        raise Corrupt(f"tensor `{stored.name}`: {error}", tensor=stored.name) from None
-    except (Truncated, UnsupportedVersion) as error:
-        raise type(error)(f"tensor `{stored.name}`: {error}") from None
+    except (Corrupt, Truncated, UnsupportedVersion) as error:
+        raise error.of_tensor(stored.name) from None
 
 
 def _tile(model: Any, names: Sequence[str]) -> int:

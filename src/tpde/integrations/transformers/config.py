@@ -33,13 +33,17 @@ class TpdeConfig(QuantizationConfigMixin):
     def __init__(self, version: int = VERSION, source: dict[str, Any] | None = None, **_: Any) -> None:
         if version != VERSION:
             raise UnsupportedVersion(
-                f"the weights have format version {version}; this tpde reads version {VERSION}; upgrade tpde"
+                f"the weights have format version {version}; this tpde reads version {VERSION}",
+                hint="upgrade tpde",
+                found=version,
+                needed=VERSION,
             )
         if source is not None:
             method = source.get("quant_method") if isinstance(source, dict) else source
             raise InvalidInput(
                 f"the model was quantized with `{method}` before it was packed, and cannot run from packed "
-                "weights; restore it with `tpde unpack`"
+                "weights",
+                hint="restore it with `tpde unpack`",
             )
         self.quant_method = METHOD  # type: ignore[assignment]
         self.version = version

@@ -48,7 +48,8 @@ def load_plain(
     except Exception as error:  # of transformers or torch, about tensors that do not go together
         raise InvalidInput(
             f"{some(list(chain(*source.names.values())))} cannot become `{source.target}` of the model "
-            f"({type(error).__name__}: {error}); fetch the model again"
+            f"({type(error).__name__}: {error})",
+            hint="fetch the model again",
         ) from error
     for name, tensor in made.items():
         place(model, name, tensor)

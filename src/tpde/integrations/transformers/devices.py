@@ -26,13 +26,18 @@ def device_of(name: str, device_map: Mapping[str, Any] | None) -> torch.device:
     device_map = device_map or {"": "cpu"}
     path = _entry(name, device_map)
     if path is None:
-        raise InvalidInput(f"`device_map` has no place for `{name}`; add it, or an entry for its module")
+        raise InvalidInput(
+            f"`device_map` has no place for `{name}`", hint="add it, or an entry for its module", where=name
+        )
     found = device_map[path]
     gpus = sorted({str(it) for it in device_map.values()} - {"cpu", "disk"})
     if str(found) == "disk" or (str(found) == "cpu" and gpus):
         raise InvalidInput(
-            f"`device_map` puts `{path or 'the model'}` on {found} beside {', '.join(gpus) or 'cpu'}; packed "
-            "weights are decoded where they are: use GPUs with room for all of them, or the CPU for all"
+            f"`device_map` puts `{path or 'the model'}` on {found} beside {', '.join(gpus) or 'cpu'}",
+            hint=(
+                "packed weights are decoded where they are: use GPUs with room for all of them, or the CPU "
+                "for all"
+            ),
         )
     device = torch.device(f"cuda:{found}" if isinstance(found, int) else found)
     if device.type == "cuda" and device.index is None:

@@ -39,7 +39,9 @@ def _read(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise InvalidInput(f"`{path}` is not JSON ({error}); mend it, or fetch it again") from None
+        raise InvalidInput(
+            f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again", where=str(path)
+        ) from None
 
 
 def read_recipe(folder: Path) -> Recipe:
@@ -59,8 +61,9 @@ def read_recipe(folder: Path) -> Recipe:
             normalize = True
         elif kind != "Transformer":
             raise InvalidInput(
-                f"`{folder / 'modules.json'}` asks for a `{kind}`, which `--embed` does not have; load the "
-                "model with `tpde.from_pretrained`, and apply it there"
+                f"`{folder / 'modules.json'}` asks for a `{kind}`, which `--embed` does not have",
+                hint="load the model with `tpde.from_pretrained`, and apply it there",
+                where=str(folder / "modules.json"),
             )
     settings = _read(folder / "sentence_bert_config.json") or {}
     return Recipe(pooling, normalize, settings.get("max_seq_length"))
@@ -77,8 +80,10 @@ def _pooling(path: Path) -> str:
     modes = [names.get(name, name) for name in asked] or [config.get("pooling_mode", "mean")]
     if len(modes) != 1 or modes[0] not in names.values():
         raise InvalidInput(
-            f"`{path}` asks for the pooling {', '.join(map(str, modes))}; `--embed` has one of mean, cls and "
-            "max; load the model with `tpde.from_pretrained`, and pool there"
+            f"`{path}` asks for the pooling {', '.join(map(str, modes))}; `--embed` has one of mean, cls "
+            "and max",
+            hint="load the model with `tpde.from_pretrained`, and pool there",
+            where=str(path),
         )
     return str(modes[0])
 
@@ -137,7 +142,7 @@ def embed(model: Any, tokenizer: Any, texts: Sequence[str], recipe: Recipe) -> t
             hidden = getattr(model(**inputs), "last_hidden_state", None)
             if hidden is None:
                 raise InvalidInput(
-                    f"a {type(model).__name__} gives no hidden states; `--embed` needs an encoder"
+                    f"a {type(model).__name__} gives no hidden states", hint="`--embed` needs an encoder"
                 )
             out.append(_pool(hidden, inputs["attention_mask"], recipe).cpu())
         tokens += int(inputs["attention_mask"].sum())

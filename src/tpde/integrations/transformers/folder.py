@@ -36,13 +36,18 @@ def packed_directory(path: str | os.PathLike[str]) -> Path:
     """
     folder = resolve(path)
     if not folder.is_dir():
-        raise InvalidInput(f"`{folder}` is a file; name the model directory that holds its `config.json`")
+        raise InvalidInput(
+            f"`{folder}` is a file",
+            hint="name the model directory that holds its `config.json`",
+            where=str(folder),
+        )
     config = read_config(folder)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         raise NotPacked(
-            f"`{folder}` is not packed: its `config.json` does not name `{METHOD}`; pack it with `tpde pack "
-            f"{folder} {folder.name}-packed`, and name that"
+            f"`{folder}` is not packed: its `config.json` does not name `{METHOD}`",
+            hint=f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that",
+            where=str(folder),
         )
     return folder
 
@@ -57,7 +62,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.json"
     if not path.exists():
-        raise InvalidInput(f"`{folder}` has no `config.json`, so it is no model; check the path")
+        raise InvalidInput(
+            f"`{folder}` has no `config.json`, so it is no model", hint="check the path", where=str(path)
+        )
     return json_object(path)[1]
 
 
@@ -73,8 +80,9 @@ def weight_files(folder: Path) -> list[Path]:
                 raise TypeError
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise InvalidInput(
-                f"`{index}` is not an index of shards, with `metadata` and a `weight_map` of names; fetch it "
-                "again"
+                f"`{index}` is not an index of shards, with `metadata` and a `weight_map` of names",
+                hint="fetch it again",
+                where=str(index),
             ) from None
         return [folder / name for name in sorted(names)]
     return [folder / "model.safetensors"]
@@ -94,7 +102,11 @@ def require_files(folder: Path) -> None:
     for file in weight_files(folder):
         if not os.path.isfile(file):  # `Path.is_file` raises for what can be no file's name
             what = "is no file" if os.path.exists(file) else "does not exist"
-            raise InvalidInput(f"`{printable(file)}` {what}, so that weights are missing; fetch it again")
+            raise InvalidInput(
+                f"`{printable(file)}` {what}, so that weights are missing",
+                hint="fetch it again",
+                where=str(file),
+            )
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -76,8 +76,8 @@ def load_tokenizer(folder: Path) -> Any:
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         first = str(error).strip().partition("\n")[0]
         raise InvalidInput(
-            f"`{folder}` has no tokenizer that transformers can load ({first}); add the source's "
-            "`tokenizer.json` and `tokenizer_config.json`"
+            f"`{folder}` has no tokenizer that transformers can load ({first})",
+            hint="add the source's `tokenizer.json` and `tokenizer_config.json`",
         ) from None
 
 
@@ -118,11 +118,13 @@ def generate(
         If the device has too little free memory.
     """
     if not model.can_generate():
-        raise InvalidInput(f"a {type(model).__name__} generates no text; use `--embed` if it is an encoder")
+        raise InvalidInput(
+            f"a {type(model).__name__} generates no text", hint="use `--embed` if it is an encoder"
+        )
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     count = inputs["input_ids"].shape[1]
     if not count:
-        raise InvalidInput("the prompt has no tokens; give a text")
+        raise InvalidInput("the prompt has no tokens", hint="give a text")
     greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     stream = _Stream(tokenizer, write)
     torch.manual_seed(seed)

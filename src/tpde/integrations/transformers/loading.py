@@ -38,8 +38,11 @@ def model_class_of(folder: Path) -> Any:
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         lacks = f"names {names[:1]}, which transformers {transformers.__version__} lacks"
         raise InvalidInput(
-            f"`{folder / 'config.json'}` {lacks if names else 'names no class'}; upgrade transformers, or "
-            "pass `model_class=` to `tpde.from_pretrained`, such as `transformers.AutoModelForCausalLM`"
+            f"`{folder / 'config.json'}` {lacks if names else 'names no class'}",
+            hint=(
+                "upgrade transformers, or pass `model_class=` to `tpde.from_pretrained`, such as "
+                "`transformers.AutoModelForCausalLM`"
+            ),
         )
     return found
 
@@ -64,13 +67,21 @@ def checked_budget(
         for name, value in (("ram", ram), ("max_tokens", max_tokens)):
             if value is not None:
                 raise InvalidInput(
-                    f"`{name}` is a part of a budget of GPU memory; pass `vram` as well, or leave it out"
+                    f"`{name}` is a part of a budget of GPU memory",
+                    hint="pass `vram` as well, or leave it out",
+                    where=name,
                 )
         return None
     if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool)):
-        raise InvalidInput(f"`max_tokens` is {max_tokens!r}; give a whole number")
+        raise InvalidInput(f"`max_tokens` is {max_tokens!r}", hint="give a whole number", where="max_tokens")
     if max_tokens is not None and max_tokens < 1:
-        raise InvalidInput(f"`max_tokens` is {max_tokens}; keep memory for at least one token")
+        raise InvalidInput(
+            f"`max_tokens` is {max_tokens}",
+            hint="keep memory for at least one token",
+            where="max_tokens",
+            found=max_tokens,
+            needed=1,
+        )
     limit = MAX_TOKENS if max_tokens is None else max_tokens
     return Budget(parse_size(vram), None if ram is None else parse_size(ram), limit, progress)
 
@@ -80,8 +91,11 @@ def _check_gpus(device_map: Any) -> None:
     for it in device_map.values() if isinstance(device_map, dict) else [device_map]:
         if str(it) in ("cpu", "disk", "meta"):
             raise InvalidInput(
-                f"`vram` is a budget of GPU memory, but the model goes to `{it}`; name GPUs only (what does "
-                "not fit them is kept in host memory or in its files by itself), or leave out `vram`"
+                f"`vram` is a budget of GPU memory, but the model goes to `{it}`",
+                hint=(
+                    "name GPUs only (what does not fit them is kept in host memory or in its files by "
+                    "itself), or leave out `vram`"
+                ),
             )
 
 
@@ -162,7 +176,7 @@ def from_pretrained(
         require_files(folder)
     kind = model_class_of(folder) if model_class is None else model_class
     if device is not None and "device_map" in kwargs:
-        raise InvalidInput("`device` and `device_map` both say where the model goes; pass one of them")
+        raise InvalidInput("`device` and `device_map` both say where the model goes", hint="pass one of them")
     if budget is not None:
         device_map = kwargs.get("device_map")
         if device_map is None:

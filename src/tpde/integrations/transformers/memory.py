@@ -49,8 +49,9 @@ def explained(device: torch.device, what: str) -> Iterator[None]:
     except torch.cuda.OutOfMemoryError as error:
         wanted = str(error).partition("Tried to allocate ")[2].partition(". ")[0]
         raise OutOfMemory(
-            f"{what} needs {wanted or 'more memory'} more on {device}, {gib(free_bytes(device))} are free; "
-            "use a shorter text or fewer tokens, another GPU, or the CPU"
+            f"{what} needs {wanted or 'more memory'} more on {device}, {gib(free_bytes(device))} are free",
+            hint="use a shorter text or fewer tokens, another GPU, or the CPU",
+            where=str(device),
         ) from None
 
 

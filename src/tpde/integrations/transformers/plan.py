@@ -103,7 +103,7 @@ def _sources(
         names = sorted([*checkpoint.packed, *checkpoint.plain], key=dot_natural_key)
     except ValueError as error:
         raise InvalidInput(
-            f"a tensor has a name that transformers cannot sort ({error}); fetch the files again"
+            f"a tensor has a name that transformers cannot sort ({error})", hint="fetch the files again"
         ) from None
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
@@ -150,9 +150,14 @@ def _refusal(model: nn.Module, name: str, made: Any, expected: torch.dtype) -> s
     held = module._buffers.get(leaf) if parameter is None else parameter
     if held is not None and made.shape != held.shape:  # before anything of that shape is decoded
         raise InvalidInput(
-            f"`{name}` has shape {list(made.shape)} in the packed files, the model needs "
-            f"{list(held.shape)}; load it with the configuration that it was packed with, or unpack it "
-            "and pass `ignore_mismatched_sizes=True`"
+            f"`{name}` has shape {list(made.shape)} in the packed files, the model needs {list(held.shape)}",
+            hint=(
+                "load it with the configuration that it was packed with, or unpack it and pass "
+                "`ignore_mismatched_sizes=True`"
+            ),
+            where=name,
+            found=tuple(made.shape),
+            needed=tuple(held.shape),
         )
     if parameter is None or not supports(module, leaf):
         return f"belongs to a {type(module).__name__}, which cannot hold packed weights"

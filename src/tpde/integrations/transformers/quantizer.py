@@ -81,8 +81,11 @@ class TpdeHfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         if not self.pre_quantized:
             raise NotPacked(
-                "`TpdeConfig` loads packed models, and packs none; pack the model with `tpde pack` first, or "
-                "load it plain and call `tpde.pack_module(model)`"
+                "`TpdeConfig` loads packed models, and packs none",
+                hint=(
+                    "pack the model with `tpde pack` first, or load it plain and call "
+                    "`tpde.pack_module(model)`"
+                ),
             )
         self.conversions: list[Any] = []
         self.decoded = 0  # packed tensors that the model holds plain
@@ -118,7 +121,8 @@ class TpdeHfQuantizer(HfQuantizer):
         """Refuse what transformers found in files whose weights are all packed."""
         if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
             raise InvalidInput(
-                "`config.json` names no dtype; pass `dtype=` to `from_pretrained`, or pack the model again"
+                "`config.json` names no dtype",
+                hint="pass `dtype=` to `from_pretrained`, or pack the model again",
             )
         return dtype
 
@@ -176,7 +180,8 @@ class TpdeHfQuantizer(HfQuantizer):
                 if not self._checkpoint.is_packed:
                     raise NotPacked(
                         f"no tensor in `{os.path.dirname(self._files[0])}` is packed, though its "
-                        "`config.json` says so; pack the model with `tpde pack`"
+                        "`config.json` says so",
+                        hint="pack the model with `tpde pack`",
                     )
                 self._plan = make_plan(self._model, self._checkpoint, weight_conversions, self._dtype)
                 if not isinstance(self._device_map, str):
@@ -327,8 +332,8 @@ class TpdeHfQuantizer(HfQuantizer):
         """
         if self.streamed:
             raise PackedWeight(
-                "the model streams its weights from its packed files under a VRAM budget; copy these "
-                "files, or load it without `vram=` and save that"
+                "the model streams its weights from its packed files under a VRAM budget",
+                hint="copy these files, or load it without `vram=` and save that",
             )
         return state_to_save(model, self.conversions), {}
 

@@ -22,13 +22,17 @@ def require_transformers() -> None:
             module = importlib.import_module(package)
         except ImportError as error:
             raise MissingDependency(
-                f"running models needs {package}, which cannot be imported ({error}); run "
-                '`pip install "tpde[transformers]"`'
+                f"running models needs {package}, which cannot be imported ({error})",
+                hint='run `pip install "tpde[transformers]"`',
+                where=package,
             ) from None
     version = str(module.__version__)
     major = version.partition(".")[0]
     if not major.isdecimal() or int(major) < MIN_MAJOR:
         raise MissingDependency(
-            f"transformers {version} is too old, {MIN_MAJOR}.0 or newer is needed; run "
-            '`pip install --upgrade "tpde[transformers]"`'
+            f"transformers {version} is too old, {MIN_MAJOR}.0 or newer is needed",
+            hint='run `pip install --upgrade "tpde[transformers]"`',
+            where="transformers",
+            found=version,
+            needed=f"{MIN_MAJOR}.0",
         )

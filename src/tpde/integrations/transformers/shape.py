@@ -46,8 +46,8 @@ def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, Plan]]:
         raise
     except Exception as error:
         raise InvalidInput(
-            f"transformers makes no model of `{folder / 'config.json'}` ({type(error).__name__}: {error}); "
-            "mend it, or fetch it again"
+            f"transformers makes no model of `{folder / 'config.json'}` ({type(error).__name__}: {error})",
+            hint="mend it, or fetch it again",
         ) from error
     with Checkpoint(weight_files(folder)) as checkpoint:
         yield model, checkpoint, make_plan(model, checkpoint, get_model_conversion_mapping(model), dtype)

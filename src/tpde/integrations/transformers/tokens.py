@@ -27,8 +27,10 @@ def check_tokens(batch: int, length: int, limit: int) -> None:
     if batch * length > limit:
         raise OutOfMemory(
             f"{batch} x {length} = {batch * length} tokens, those in the cache included, are more than the "
-            f"{limit} that the VRAM budget keeps memory for; pass fewer, or load the model with "
-            f"`max_tokens={batch * length}`"
+            f"{limit} that the VRAM budget keeps memory for",
+            hint=f"pass fewer, or load the model with `max_tokens={batch * length}`",
+            found=limit,
+            needed=batch * length,
         )
 
 
@@ -44,9 +46,11 @@ def check_sequences(batch: int, limit: int, activations: Activations) -> None:
     if batch * each > room:
         wanted = -(-(batch * each - activations.sampling) // activations.logits)
         raise OutOfMemory(
-            f"choosing the next tokens of {batch} sequences takes {mib(batch * each)}, the VRAM budget keeps "
-            f"{mib(room)} for a forward pass; pass at most {room // each} at once, or load the model with "
-            f"`max_tokens={wanted}`"
+            f"choosing the next tokens of {batch} sequences takes {mib(batch * each)}, the VRAM budget "
+            f"keeps {mib(room)} for a forward pass",
+            hint=f"pass at most {room // each} at once, or load the model with `max_tokens={wanted}`",
+            found=room,
+            needed=batch * each,
         )
 
 
@@ -67,8 +71,13 @@ def check_experts(batch: int, new: int, limit: int, activations: Activations) ->
         fewer = f"at most {fits} x {new} at once" if fits else "fewer at once"
         raise OutOfMemory(
             f"`batched_mm` copies the experts of {batch} x {new} tokens, which takes {mib(batch * each)}, "
-            f"the VRAM budget keeps {mib(room)} for them; pass {fewer}, call "
-            f'`model.set_experts_implementation("eager")`, or load the model with `max_tokens={wanted}`'
+            f"the VRAM budget keeps {mib(room)} for them",
+            hint=(
+                f'pass {fewer}, call `model.set_experts_implementation("eager")`, or load the model with '
+                f"`max_tokens={wanted}`"
+            ),
+            found=room,
+            needed=batch * each,
         )
 
 
