@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tpde.errors import PackedWeight, TpdeError
 from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
-from tpde.nn.scope import Scope, first_tensor, is_open, refuse_export
+from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
 from tpde.weights.frozen import alias
 from tpde.weights.parameter import PackedParameter
@@ -101,7 +101,6 @@ class PackedModule(_Base):
 
     def _tpde_traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass as the compiler sees it."""
-        refuse_export(self.tpde_group().name)
         if is_grad_enabled():
             slot = self.tpde_slots.get("weight")
             plain_linear = self.tpde_base.forward is nn.Linear.forward
@@ -289,11 +288,7 @@ class PackedLinear(PackedModule):
             dtype = torch.get_autocast_dtype(device)
             input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
         work = functools.partial(torch.ops.tpde.tiled_linear, input, bias, slot.key, slot.shape[0], lower)
-        group = self.tpde_group()
-        if is_compiling():
-            refuse_export(group.name)
-            return cast(Tensor, work())
-        if is_open(group):
+        if is_compiling() or is_open(group := self.tpde_group()):
             return cast(Tensor, work())
         scope = Scope(group)  # for the workspace
         try:
@@ -328,7 +323,6 @@ class PackedEmbedding(nn.Embedding):
         """Rows of the packed weight."""
         slot = self.tpde_slots["weight"]
         if is_compiling():
-            refuse_export(slot.packed.name)
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
         if self._parameters["weight"] is not slot.parameter:
             return super().forward(input)

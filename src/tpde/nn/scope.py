@@ -28,21 +28,6 @@ from tpde.nn.group import Group
 from tpde.nn.saved import Saver, saves
 
 
-def refuse_export(name: str) -> None:
-    """Refuse to be a part of a program that is kept without the weights.
-
-    Raises
-    ------
-    PackedWeight
-        While `torch.export` traces.
-    """
-    if torch.compiler.is_exporting():
-        raise PackedWeight(
-            f"`{name}` is packed, and would not be in what `torch.export` makes",
-            hint="call `tpde.unpack_module(model)` first",
-        )
-
-
 class Scope:
     """An open scope; `close` must be called by the same thread.
 
@@ -184,7 +169,6 @@ class BlockForward:
         if group is None:
             return self._run(args, kwargs)
         if is_compiling():
-            refuse_export(group.name)
             if group.whole and not is_grad_enabled():
                 group.flat = group.materialize(first_tensor(args, kwargs))
             result = self._run(args, kwargs)

@@ -26,6 +26,7 @@ compiler keeps graphs on disk, and another process has other weights for the sam
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_autograd
 
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, PackedWeight
 
 
 class Unit(Protocol):
@@ -80,10 +81,19 @@ def _operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Te
 
 
 def _meta(name: str) -> Callable[[Callable[..., Tensor]], None]:
-    """Say what an operator's results look like."""
+    """Say what an operator's results look like, to whatever traces programs: but for those that are kept."""
 
     def define(work: Callable[..., Tensor]) -> None:
-        _library.impl(name, work, "Meta")  # type: ignore[no-untyped-call]
+        @functools.wraps(work)
+        def like(*args: Any) -> Tensor:
+            if torch.compiler.is_exporting():
+                raise PackedWeight(
+                    "the model's weights are packed, and would not be in what `torch.export` makes",
+                    hint="call `tpde.unpack_module(model)` first",
+                )
+            return work(*args)
+
+        _library.impl(name, like, "Meta")  # type: ignore[no-untyped-call]
 
     return define
 
