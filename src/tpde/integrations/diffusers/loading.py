@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from tpde.integrations.diffusers.streamed import check_gpu, planned
 from tpde.integrations.garbage import collecting_later
 from tpde.integrations.runs import Run
 from tpde.nn import finish, replace_parameter, supports
-from tpde.packing.directory import INDEX_SUFFIX
+from tpde.packing.shards import read_index
 
 WEIGHTS = "diffusion_pytorch_model"
 
@@ -34,17 +33,16 @@ def weight_files(folder: Path, variant: str | None) -> list[Path]:
     Raises
     ------
     InvalidInput
-        If there are none.
+        If there are none, or an index is none.
     """
     stem = WEIGHTS if variant is None else f"{WEIGHTS}.{variant}"
     # Of a variant in shards, diffusers writes the index under either of two names.
-    for index in (folder / f"{stem}{INDEX_SUFFIX}", folder / f"{WEIGHTS}.safetensors.index.{variant}.json"):
-        if index.is_file():
-            try:
-                names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-            except (ValueError, KeyError, AttributeError, TypeError):
-                raise InvalidInput(f"`{index}` is not an index of shards: no `weight_map`") from None
-            return [folder / str(name) for name in sorted(names)]
+    for index in (
+        folder / f"{stem}.safetensors.index.json",
+        folder / f"{WEIGHTS}.safetensors.index.{variant}.json",
+    ):
+        if index.exists():
+            return read_index(index).files()
     single = folder / f"{stem}.safetensors"
     if not single.is_file():
         raise InvalidInput(
