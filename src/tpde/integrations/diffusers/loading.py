@@ -21,6 +21,7 @@ from tpde.integrations.garbage import collecting_later
 from tpde.integrations.runs import Run
 from tpde.nn import finish, replace_parameter, supports
 from tpde.packing.shards import read_index
+from tpde.streaming.budget import parse_budget
 
 WEIGHTS = "diffusion_pytorch_model"
 
@@ -91,7 +92,7 @@ def load(
     variant: str | None = None,
     vram: int | str | None = None,
     ram: int | str | None = None,
-    activations: int | str = "1GiB",
+    activations: int | str | None = None,
 ) -> M:
     """Build a transformer or UNet of a pipeline from packed files, its weights staying packed.
 
@@ -119,8 +120,9 @@ def load(
     ram : int or str, optional
         Of host memory that weights may be page-locked in; what exceeds it is read from the files each time.
         By default, there is no limit.
-    activations : int or str
-        The part of `vram` that is left free for what a forward pass computes: that depends on the images.
+    activations : int or str, optional
+        The part of `vram` that is left free for what a forward pass computes: that depends on the images. By
+        default 1 GiB.
 
     Returns
     -------
@@ -132,7 +134,7 @@ def load(
     MissingDependency
         If diffusers or accelerate is missing.
     NotPacked, InvalidInput
-        If it is not a packed component, or one of another class.
+        If it is not a packed component, or one of another class, or a budget is none.
     Truncated, Corrupt, UnsupportedVersion
         If a file is damaged, or newer than this version.
     OutOfMemory
@@ -146,10 +148,9 @@ def load(
     >>> pipe = StableDiffusionPipeline.from_pretrained("sd", unet=unet).to("cuda")  # doctest: +SKIP
     """
     folder, target = Path(path), checked_device(device)
-    if vram is not None:
+    budget = parse_budget(vram, ram, activations=activations)
+    if budget is not None:
         check_gpu(target)
-    elif ram is not None:
-        raise InvalidInput("`ram` is a part of a budget of GPU memory; pass `vram` as well, or leave it out")
     files = weight_files(folder, variant)
     with collecting_later(), Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:
@@ -164,8 +165,8 @@ def load(
         packed, plain = _sort(model, checkpoint, specs, main)
         with ExitStack() as undo:
             streaming = None
-            if vram is not None:
-                streaming = planned(model, packed, target, vram, ram, activations)
+            if budget is not None:
+                streaming = planned(model, packed, target, budget)
                 undo.callback(streaming.close)
             for name, wanted in plain.items():
                 stored = checkpoint.packed.get(name)

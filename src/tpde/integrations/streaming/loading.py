@@ -25,6 +25,7 @@ from tpde.memory import gib
 from tpde.nn.modules import PackedModule
 from tpde.nn.replace import prepare_rows
 from tpde.packing.order import forward_order
+from tpde.streaming.budget import Budget
 from tpde.streaming.host import HostMemory
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stats import Summary, summarize_spans
@@ -71,8 +72,8 @@ class Streaming:
 
     Parameters
     ----------
-    vram : int
-        Bytes of each device.
+    budget : Budget
+        Of each device.
     progress : callable, optional
         Called with numbers of bytes read, in several threads, by one at a time.
     whole : bool
@@ -80,6 +81,8 @@ class Streaming:
 
     Attributes
     ----------
+    budget : Budget
+        The same.
     plans : dict of torch.device to StreamPlan
         Where weights are.
     streamers : dict of torch.device to Streamer
@@ -87,11 +90,12 @@ class Streaming:
     """
 
     def __init__(
-        self, vram: int, progress: Callable[[int], None] | None = None, *, whole: bool = True
+        self, budget: Budget, progress: Callable[[int], None] | None = None, *, whole: bool = True
     ) -> None:
+        self.budget = budget
         self.plans: dict[torch.device, StreamPlan] = {}
         self.streamers: dict[torch.device, Streamer] = {}
-        self._vram, self._progress, self._whole = vram, _one_at_a_time(progress), whole
+        self._progress, self._whole = _one_at_a_time(progress), whole
         self._readers: dict[torch.device, list[Any]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._dropped: dict[torch.device, int] = {}  # pieces, before recording began
@@ -119,7 +123,7 @@ class Streaming:
         OutOfMemory
             If the budget is not free, or cannot work.
         """
-        vram = self._vram
+        vram = self.budget.vram
         if device.type != "cuda":
             self.plans[device] = planner(vram)
             return

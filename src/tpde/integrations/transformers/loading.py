@@ -13,13 +13,10 @@ from tpde.errors import InvalidInput
 from tpde.integrations.device import checked_device
 from tpde.integrations.garbage import collect_first, collecting_later
 from tpde.integrations.transformers.folder import packed_directory, read_config, require_files
-
-MAX_TOKENS = 8192  # of a budget that names none
+from tpde.streaming.budget import Budget, parse_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from tpde.integrations.transformers.streamed import Budget
 
 
 def model_class_of(folder: Path) -> Any:
@@ -42,37 +39,6 @@ def model_class_of(folder: Path) -> Any:
             "pass `model_class=` to `tpde.from_pretrained`, such as `transformers.AutoModelForCausalLM`"
         )
     return found
-
-
-def checked_budget(
-    vram: int | str | None,
-    ram: int | str | None,
-    max_tokens: int | None,
-    progress: Callable[[int], None] | None = None,
-) -> Budget | None:
-    """The budget that a user names; None if there is none.
-
-    Raises
-    ------
-    InvalidInput
-        If a part of it is no size or number, or is given without `vram`.
-    """
-    from tpde.integrations.transformers.streamed import Budget
-    from tpde.streaming.sizes import parse_size
-
-    if vram is None:
-        for name, value in (("ram", ram), ("max_tokens", max_tokens)):
-            if value is not None:
-                raise InvalidInput(
-                    f"`{name}` is a part of a budget of GPU memory; pass `vram` as well, or leave it out"
-                )
-        return None
-    if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool)):
-        raise InvalidInput(f"`max_tokens` is {max_tokens!r}; give a whole number")
-    if max_tokens is not None and max_tokens < 1:
-        raise InvalidInput(f"`max_tokens` is {max_tokens}; keep memory for at least one token")
-    limit = MAX_TOKENS if max_tokens is None else max_tokens
-    return Budget(parse_size(vram), None if ram is None else parse_size(ram), limit, progress)
 
 
 def _check_gpus(device_map: Any) -> None:
@@ -154,9 +120,23 @@ def from_pretrained(
     >>> model = tpde.from_pretrained("packed", device="cuda")  # doctest: +SKIP
     >>> model.generate(**tokenizer("Hello", return_tensors="pt").to("cuda"))  # doctest: +SKIP
     """
+    budget = parse_budget(vram, ram, max_tokens)
+    return load_model(path, device, budget, dtype=dtype, model_class=model_class, progress=progress, **kwargs)
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    device: str | int | torch.device | None,
+    budget: Budget | None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    model_class: type[Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """`from_pretrained`, with a budget that was read before."""
     from tpde.integrations.transformers.quantizer import loading_to
 
-    budget = checked_budget(vram, ram, max_tokens, progress)
     folder = packed_directory(path)
     if kwargs.get("variant") is None:  # else the files have other names
         require_files(folder)
@@ -170,7 +150,7 @@ def from_pretrained(
         _check_gpus(device_map)
         checked_device("cuda")
     target = checked_device(device)
-    with collecting_later(), loading_to(target, budget):
+    with collecting_later(), loading_to(target, budget, progress):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
         collect_first()

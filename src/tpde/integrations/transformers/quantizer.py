@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,12 @@ from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
-from tpde.integrations.transformers.streamed import Budget, ModelStreaming, hide_blobs, show_blobs
+from tpde.integrations.transformers.streamed import ModelStreaming, hide_blobs, show_blobs
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.materialize import PackedTensor
 from tpde.memory import require
 from tpde.nn import finish, replace_parameter
+from tpde.streaming.budget import Budget
 
 log = logging.getLogger("tpde")
 
@@ -40,6 +41,7 @@ class _Target:
 
     device: torch.device | None = None
     budget: Budget | None = None
+    progress: Callable[[int], None] | None = None  # told what is read under it
     streaming: ModelStreaming | None = None  # what has been opened so far
     warmup: Warmup | None = None
 
@@ -48,9 +50,11 @@ _target: contextvars.ContextVar[_Target | None] = contextvars.ContextVar("tpde_t
 
 
 @contextmanager
-def loading_to(device: torch.device, budget: Budget | None = None) -> Iterator[None]:
+def loading_to(
+    device: torch.device, budget: Budget | None = None, progress: Callable[[int], None] | None = None
+) -> Iterator[None]:
     """Load models to a device within this context, under a budget if there is one."""
-    target = _Target(device, budget)
+    target = _Target(device, budget, progress)
     token = _target.set(target)
     try:
         yield
@@ -196,12 +200,13 @@ class TpdeHfQuantizer(HfQuantizer):
             where |= {name: device_of(name, self._device_map) for name in plan.runs}
             for device in set(where.values()):
                 checked_device(device)
-            if self._target.budget is None:
+            target = self._target
+            if target.budget is None:
                 self._parts = self._read(plan, checkpoint, where)
                 decoded = self._decode(plan, checkpoint)
             else:
-                streaming = ModelStreaming(self._target.budget, self._target.warmup)
-                self._target.streaming = streaming
+                streaming = ModelStreaming(target.budget, target.progress, warmup=target.warmup)
+                target.streaming = streaming
                 streaming.plan(model, checkpoint, plan, where)
                 decoded = self._decode(plan, checkpoint)  # first, since for a moment it needs the blobs, too
                 self._parts = streaming.load(model, checkpoint, plan.runs, where)
