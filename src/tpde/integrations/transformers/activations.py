@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from tpde.integrations.transformers.internals import attention_of
 from tpde.nn.experts import routes
 from tpde.nn.replace import block_path
 
@@ -144,6 +145,6 @@ def _pair_bytes(model: Any, config: Any, itemsize: int) -> int:
     total = 1 + itemsize
     if any(path.endswith("relative_attention_bias") for path, _ in model.named_modules()):
         total += 3 * heads * itemsize + 3 * 8
-    if getattr(config, "_attn_implementation", None) == "eager":
+    if attention_of(config) == "eager":
         total += heads * (2 * itemsize + 4)
     return total

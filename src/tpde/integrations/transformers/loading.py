@@ -104,7 +104,7 @@ def from_pretrained(
     Raises
     ------
     MissingDependency
-        If torch or transformers 5 is missing.
+        If torch or transformers 5.13 is missing.
     NotPacked, InvalidInput
         If it is not a packed model, or a weight file is missing.
     Truncated, Corrupt, UnsupportedVersion

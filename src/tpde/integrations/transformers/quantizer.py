@@ -22,6 +22,7 @@ from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
 from tpde.integrations.transformers.devices import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
+from tpde.integrations.transformers.internals import take_conversions, tied_weights
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
@@ -269,7 +270,7 @@ class TpdeHfQuantizer(HfQuantizer):
     def _untie(self) -> None:
         """Where the files have two tied weights that differ, do as transformers does: keep both."""
         assert self._plan is not None
-        runs, tied = self._plan.runs, self._model.all_tied_weights_keys
+        runs, tied = self._plan.runs, tied_weights(self._model)
         for target, source in list(tied.items()):
             if target in runs and source in runs:
                 if same_bytes(runs[target], runs[source]):
@@ -307,7 +308,7 @@ class TpdeHfQuantizer(HfQuantizer):
             self._placeholders.close()
         self.pre_quantized = True
         # Saving converts packed weights itself; transformers would try to decode them.
-        self.conversions, model._weight_conversions = getattr(model, "_weight_conversions", None) or [], []
+        self.conversions = take_conversions(model)
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
         show_blobs(model)

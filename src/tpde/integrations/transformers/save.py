@@ -10,6 +10,7 @@ from torch import nn
 
 from tpde.format.constants import SUFFIX
 from tpde.integrations.runs import NotARun, Run
+from tpde.integrations.transformers.internals import WeightConverter, revert, tied_weights
 from tpde.nn import PackedTensor, pack_tensor, packed_modules
 
 log = logging.getLogger("tpde")
@@ -47,7 +48,7 @@ def state_to_save(model: Any, conversions: list[Any]) -> dict[str, torch.Tensor]
 def _with_runs(model: nn.Module) -> dict[str, Any]:
     """The model's state dict with runs in the place of blobs; of tied weights, the one they are tied to."""
     state: dict[str, Any] = model.state_dict()
-    tied = getattr(model, "all_tied_weights_keys", {})
+    tied = tied_weights(model)
     kept: dict[tuple[int, ...], str] = {}
     for path, module in packed_modules(model):
         prefix = f"{path}." if path else ""
@@ -67,30 +68,21 @@ def _with_runs(model: nn.Module) -> dict[str, Any]:
 
 def _revert(model: Any, state: dict[str, Any], conversions: list[Any]) -> dict[str, Any]:
     """Undo transformers' conversions; on plain weights where they cut through blobs."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    before = model._weight_conversions
-    model._weight_conversions = conversions
     try:
-        try:
-            return revert_weight_conversion(model, dict(state))  # type: ignore[no-any-return]
-        except NotARun:
-            log.warning("a conversion cuts through blobs: these weights are decoded and packed again")
-            cut = [n for n, it in state.items() if isinstance(it, Run) and _is_converted(n, conversions)]
-            plain = state | {name: _decoded(state[name]) for name in cut}
-            made: dict[str, Any] = revert_weight_conversion(model, plain)
-            for name in [name for name in made if name not in plain and isinstance(made[name], torch.Tensor)]:
-                packed = pack_tensor(made[name].contiguous(), name)
-                if packed is not None:
-                    made[name] = Run(made[name].shape, made[name].dtype, [packed])
-            return made
-    finally:
-        model._weight_conversions = before
+        return revert(model, dict(state), conversions)
+    except NotARun:
+        log.warning("a conversion cuts through blobs: these weights are decoded and packed again")
+        cut = [n for n, it in state.items() if isinstance(it, Run) and _is_converted(n, conversions)]
+        plain = state | {name: _decoded(state[name]) for name in cut}
+        made = revert(model, plain, conversions)
+        for name in [name for name in made if name not in plain and isinstance(made[name], torch.Tensor)]:
+            packed = pack_tensor(made[name].contiguous(), name)
+            if packed is not None:
+                made[name] = Run(made[name].shape, made[name].dtype, [packed])
+        return made
 
 
 def _is_converted(name: str, conversions: list[Any]) -> bool:
-    from transformers.core_model_loading import WeightConverter
-
     converters = [it.reverse_transform() for it in conversions if isinstance(it, WeightConverter)]
     return any(it.rename_source_key(name)[1] is not None for it in converters)
 

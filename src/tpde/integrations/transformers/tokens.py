@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tpde.errors import OutOfMemory
 from tpde.integrations.transformers.activations import Activations
+from tpde.integrations.transformers.internals import experts_of
 from tpde.streaming.sizes import mib
 
 _IDS, _DECODER = ("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds")
@@ -127,7 +128,7 @@ class TokenLimit:
         if self._samples:
             check_sequences(batch, self.limit, self._activations)
         # `generate` changes it, from one call to the next.
-        gathers = getattr(self._config, "_experts_implementation", None) == "batched_mm"
+        gathers = experts_of(self._config) == "batched_mm"
         if gathers and self._activations.experts:
             check_experts(batch, new, self.limit, self._activations)
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from tpde.integrations.streaming.demand import FIXED_BYTES, OUTSIDE_BYTES
+from tpde.integrations.transformers.internals import attention_of
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ def _attend(config: Any, device: torch.device, dtype: torch.dtype) -> None:
     other lengths.
     """
     heads = getattr(config, "num_attention_heads", None)
-    if getattr(config, "_attn_implementation", None) not in (None, "sdpa") or not isinstance(heads, int):
+    if attention_of(config) not in (None, "sdpa") or not isinstance(heads, int):
         return
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     query, key = (torch.zeros(1, heads, TOKENS, width, dtype=dtype, device=device) for _ in range(2))
