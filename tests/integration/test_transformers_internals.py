@@ -96,12 +96,11 @@ def test_they_do_what_they_are_used_for(model: Any) -> None:
 def test_nothing_else_is_used() -> None:
     names = {it.name[1:] for it in RELIED_ON if it.name[0] in ".:"} - {"tie_weights"}
     private = "|".join({*names, "_is_hf_initialized", "_is_quantized"})
+    used = re.compile(rf"transformers\.(core_model|conversion_map)|[.\"]({private})\b")
     for path in (ROOT / "src/tpde/integrations/transformers").glob("*.py"):
         if path.name != "internals.py":
             code = re.sub(r'""".*?"""', "", path.read_text("utf-8"), flags=re.DOTALL)
-            assert not re.findall(rf"transformers\.(core_model|conversion_map)|[.\"]({private})\b", code), (
-                path
-            )
+            assert not used.findall(code), path
 
 
 def test_the_oldest_version_is_said_everywhere() -> None:

@@ -117,19 +117,23 @@ def ignore_keys(model: Any, patterns: Iterable[str]) -> Callable[[], None]:
     return undo
 
 
-def take_conversions(model: Any) -> list[Any]:
-    """The conversions that a model was loaded with, which saving it will not undo any more."""
-    found, model._weight_conversions = getattr(model, "_weight_conversions", None) or [], []
+def take_conversions(model: Any) -> list[Any] | None:
+    """The conversions that a model was loaded with, which saving it will not undo any more.
+
+    None if it was not loaded: saving it would undo those of its class.
+    """
+    found: list[Any] | None = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = []
     return found
 
 
-def give_conversions(model: Any, conversions: list[Any]) -> None:
-    """Let saving a model undo these conversions."""
+def give_conversions(model: Any, conversions: list[Any] | None) -> None:
+    """Let saving a model undo the conversions that `take_conversions` gave."""
     model._weight_conversions = conversions
 
 
 @contextmanager
-def _with_conversions(model: Any, conversions: list[Any]) -> Iterator[None]:
+def _with_conversions(model: Any, conversions: list[Any] | None) -> Iterator[None]:
     before = model._weight_conversions
     model._weight_conversions = conversions
     try:
@@ -138,7 +142,7 @@ def _with_conversions(model: Any, conversions: list[Any]) -> Iterator[None]:
         model._weight_conversions = before
 
 
-def revert(model: Any, state: dict[str, Any], conversions: list[Any]) -> dict[str, Any]:
+def revert(model: Any, state: dict[str, Any], conversions: list[Any] | None) -> dict[str, Any]:
     """A state dict as a checkpoint has it: with conversions undone."""
     with _with_conversions(model, conversions):
         return revert_weight_conversion(model, state)  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from tpde.errors import InvalidInput
 from tpde.integrations.device import checked_device
 from tpde.integrations.garbage import collect_first, collecting_later
+from tpde.integrations.transformers.config import METHOD
 from tpde.integrations.transformers.folder import packed_directory, read_config, require_files
 from tpde.streaming.budget import Budget, parse_budget
 
@@ -49,6 +51,34 @@ def _check_gpus(device_map: Any) -> None:
                 f"`vram` is a budget of GPU memory, but the model goes to `{it}`; name GPUs only (what does "
                 "not fit them is kept in host memory or in its files by itself), or leave out `vram`"
             )
+
+
+def _packed_config(config: Any, folder: Path) -> Any:
+    """A configuration that says, as that of the folder does, that the weights are packed.
+
+    Without that, transformers would find none of them, and make up all.
+
+    Raises
+    ------
+    InvalidInput
+        If it is none, or of a model that is quantized otherwise.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(config, (str, os.PathLike)):
+        config = AutoConfig.from_pretrained(config)
+    if not isinstance(config, PreTrainedConfig):
+        raise InvalidInput(f"`config` is a {type(config).__name__}; pass a configuration, or the path of one")
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    if found is not None and method != METHOD:
+        raise InvalidInput(
+            f"`config` is of a model that is quantized with `{method}`, `{folder}` is not; leave it out, or "
+            "pass one without `quantization_config`"
+        )
+    config = copy.deepcopy(config)
+    config.quantization_config = read_config(folder)["quantization_config"]
+    return config
 
 
 def from_pretrained(
@@ -138,6 +168,8 @@ def load_model(
     from tpde.integrations.transformers.quantizer import loading_to
 
     folder = packed_directory(path)
+    if kwargs.get("config") is not None:
+        kwargs["config"] = _packed_config(kwargs["config"], folder)
     if kwargs.get("variant") is None:  # else the files have other names
         require_files(folder)
     kind = model_class_of(folder) if model_class is None else model_class

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.quantizers.base import HfQuantizer
 
 from tpde.errors import InvalidInput, NotPacked, PackedWeight
@@ -22,7 +21,12 @@ from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
 from tpde.integrations.transformers.devices import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
-from tpde.integrations.transformers.internals import take_conversions, tied_weights
+from tpde.integrations.transformers.internals import (
+    forget_quantized,
+    give_conversions,
+    take_conversions,
+    tied_weights,
+)
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
@@ -30,7 +34,7 @@ from tpde.integrations.transformers.streamed import ModelStreaming, hide_blobs, 
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.materialize import PackedTensor
 from tpde.memory import require
-from tpde.nn import finish, replace_parameter
+from tpde.nn import finish, packed_modules, replace_parameter
 from tpde.streaming.budget import Budget
 
 log = logging.getLogger("tpde")
@@ -89,7 +93,7 @@ class TpdeHfQuantizer(HfQuantizer):
                 "`TpdeConfig` loads packed models, and packs none; pack the model with `tpde pack` first, or "
                 "load it plain and call `tpde.pack_module(model)`"
             )
-        self.conversions: list[Any] = []
+        self.conversions: list[Any] | None = None
         self.decoded = 0  # packed tensors that the model holds plain
         self._model: Any = None
         self._files: list[str] = []
@@ -309,6 +313,7 @@ class TpdeHfQuantizer(HfQuantizer):
         self.pre_quantized = True
         # Saving converts packed weights itself; transformers would try to decode them.
         self.conversions = take_conversions(model)
+        forget_quantized(model)
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
         show_blobs(model)
@@ -322,8 +327,10 @@ class TpdeHfQuantizer(HfQuantizer):
             streaming.begin(model)
         return model
 
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Blobs under their names in the source, and the plain rest.
+
+        Where nothing is packed any more, the model is an ordinary one from here on, and saved as such.
 
         Raises
         ------
@@ -335,7 +342,17 @@ class TpdeHfQuantizer(HfQuantizer):
                 "the model streams its weights from its packed files under a VRAM budget; copy these "
                 "files, or load it without `vram=` and save that"
             )
+        if next(packed_modules(model), None) is None:
+            give_conversions(model, self.conversions)
+            self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
+            return model.state_dict(), {}
+        model.config.quantization_config = self.quantization_config
         return state_to_save(model, self.conversions), {}
+
+    def adopt(self, model: Any) -> None:
+        """Belong to a model that was packed in memory: saving it writes its blobs."""
+        self.conversions = take_conversions(model)
+        model.hf_quantizer = self
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it does."""

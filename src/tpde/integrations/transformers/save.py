@@ -10,21 +10,26 @@ from torch import nn
 
 from tpde.format.constants import SUFFIX
 from tpde.integrations.runs import NotARun, Run
-from tpde.integrations.transformers.internals import WeightConverter, revert, tied_weights
+from tpde.integrations.transformers.internals import (
+    WeightConverter,
+    conversion_mapping,
+    revert,
+    tied_weights,
+)
 from tpde.nn import PackedTensor, pack_tensor, packed_modules
 
 log = logging.getLogger("tpde")
 
 
-def state_to_save(model: Any, conversions: list[Any]) -> dict[str, torch.Tensor]:
+def state_to_save(model: Any, conversions: list[Any] | None) -> dict[str, torch.Tensor]:
     """The state dict of a packed model under the names of its checkpoint.
 
     Parameters
     ----------
     model : PreTrainedModel
         Some of whose weights are packed.
-    conversions : list of WeightTransform
-        Those that were used when it was loaded; they are undone.
+    conversions : list of WeightTransform, optional
+        Those that were used when it was loaded; they are undone. None for those of its class.
 
     Returns
     -------
@@ -66,13 +71,14 @@ def _with_runs(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _revert(model: Any, state: dict[str, Any], conversions: list[Any]) -> dict[str, Any]:
+def _revert(model: Any, state: dict[str, Any], conversions: list[Any] | None) -> dict[str, Any]:
     """Undo transformers' conversions; on plain weights where they cut through blobs."""
     try:
         return revert(model, dict(state), conversions)
     except NotARun:
         log.warning("a conversion cuts through blobs: these weights are decoded and packed again")
-        cut = [n for n, it in state.items() if isinstance(it, Run) and _is_converted(n, conversions)]
+        used = conversion_mapping(model) if conversions is None else conversions
+        cut = [n for n, it in state.items() if isinstance(it, Run) and _is_converted(n, used)]
         plain = state | {name: _decoded(state[name]) for name in cut}
         made = revert(model, plain, conversions)
         for name in [name for name in made if name not in plain and isinstance(made[name], torch.Tensor)]:
