@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tpde.errors import OutOfMemory, PackedWeight
-from tpde.integrations.allowance import Allowance
+from tpde.integrations.allowance import Allowance, describe
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.garbage import collect_first
 from tpde.integrations.runs import Run
@@ -135,8 +135,9 @@ class Streaming:
                 raise
             least = error.least + allowance.others
             raise OutOfMemory(
-                f"this process has {gib(allowance.others)} allocated on {device}, which count towards "
-                f"`vram`: without them {error}; and as much more as is allocated, or free that",
+                f"PyTorch holds {describe(allowance.held)}, on {device} for this process, of which "
+                f"{gib(allowance.others)} count towards `vram`: without them {error}; and as much more as "
+                "counts, or delete what is in them",
                 least=least,
             ) from None
         allowance.start(self.plans[device].parts["pages"])
