@@ -233,8 +233,9 @@ def predict(given: dict[str, Any]) -> None:
     """What `tpde plan` says of a budget: seconds a token, with what it measures of this machine."""
     import torch
 
-    from tpde.integrations.transformers.budget import plan_streaming
+    from tpde.integrations.transformers.planning import plan_streaming
     from tpde.integrations.transformers.shape import opened_shape
+    from tpde.streaming.budget import Budget
     from tpde.streaming.rates import measure_rates
 
     use_of(given)  # nobody holds the card
@@ -245,9 +246,9 @@ def predict(given: dict[str, Any]) -> None:
         note(f"measured: {rates}")
         if quiet():
             break
-    limits = {"vram": int(budget * 2**30), "ram": None if ram is None else int(ram * 2**30)}
+    limits = Budget(int(budget * 2**30), None if ram is None else int(ram * 2**30), 1024)
     with opened_shape(packed) as (shape, checkpoint, weights):
-        plan = plan_streaming(shape, checkpoint, weights, max_tokens=1024, **limits)
+        plan = plan_streaming(shape, checkpoint, weights, limits)
     seconds = plan.on(rates).seconds
     tell(turn=given["turn"], predicted=[budget, seconds], measured=[rates.copy, rates.memory])
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
         UnsupportedVersion,
     )
     from tpde.format.container import TensorSpec
+    from tpde.integrations.live import pack_module
     from tpde.integrations.transformers import from_pretrained
-    from tpde.nn.api import pack_module, unpack_module
+    from tpde.nn.api import unpack_module
     from tpde.packing.api import pack, unpack, verify
     from tpde.packing.inspect import inspect
     from tpde.packing.writer import PackedWriter
@@ -43,7 +44,7 @@ _WHERE = {
     "from_pretrained": "integrations.transformers",
     "inspect": "packing.inspect",
     "pack": "packing.api",
-    "pack_module": "nn.api",
+    "pack_module": "integrations.live",
     "safe_open": "access",
     "unpack": "packing.api",
     "unpack_module": "nn.api",
@@ -72,7 +73,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        if _WHERE[name].startswith("nn."):
+        if name in ("pack_module", "unpack_module"):
             from tpde.frameworks import require_torch
 
             require_torch(f"`tpde.{name}`")

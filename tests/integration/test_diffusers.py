@@ -26,6 +26,7 @@ from tpde.integrations.runs import Run  # noqa: E402
 from tpde.integrations.streaming.demand import plain_bytes  # noqa: E402
 from tpde.integrations.streaming.units import TABLES_BYTES  # noqa: E402
 from tpde.nn import packed_modules, plain_state_dict  # noqa: E402
+from tpde.streaming.budget import Budget  # noqa: E402
 from tpde.streaming.units import Placement  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -186,7 +187,9 @@ def test_a_budget_is_of_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="a budget of GPU memory"):
         load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path), vram="1GiB", activations="64MiB")
     with pytest.raises(InvalidInput, match="`ram` is a part of a budget"):
-        load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path / "other"), ram="1GiB")
+        load(diffusers.UNet2DModel, tmp_path / "packed", ram="1GiB")
+    with pytest.raises(InvalidInput, match="`activations` is a part of a budget"):
+        load(diffusers.UNet2DModel, tmp_path / "packed", activations="1GiB")
 
 
 @pytest.fixture
@@ -274,11 +277,11 @@ def test_other_components_come_on_top(tmp_path: Path, monkeypatch: pytest.Monkey
     model = unet()
     with Checkpoint([packed_folder(model, tmp_path) / "diffusion_pytorch_model.safetensors"]) as checkpoint:
         runs = {name: Run(it.spec.shape, it.dtype, [it]) for name, it in checkpoint.packed.items()}
-        streaming = planned(model, runs, DEVICE, "4GiB", None, "1GiB")
+        streaming = planned(model, runs, DEVICE, Budget(4 * GIB))
         assert streaming.plans[DEVICE].vram == 4 * GIB
         assert streaming.plans[DEVICE].parts["plain"] == plain_bytes(model, runs) + TABLES_BYTES * len(runs)
         assert card.fraction == 1.0
         streaming.close()
         assert card.fraction == 1.0
         with pytest.raises(OutOfMemory, match=r"4\.00 GiB of 16\.00 GiB are free"):
-            planned(model, runs, DEVICE, "5GiB", None, "1GiB")
+            planned(model, runs, DEVICE, Budget(5 * GIB))

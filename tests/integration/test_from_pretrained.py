@@ -333,8 +333,12 @@ def test_a_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> N
     from tpde.errors import MissingDependency
     from tpde.integrations.transformers.require import require_transformers
 
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
-    with pytest.raises(MissingDependency, match=r"4\.57\.1 is too old.*pip install --upgrade"):
+    for version in ("4.57.1", "5.12.1", "5.9", "unknown"):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+        with pytest.raises(MissingDependency, match=rf"{version} is too old, 5\.13 .*pip install --upgrade"):
+            require_transformers()
+    for version in ("5.13.0", "5.23.0.dev0", "6.0"):
+        monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
         require_transformers()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingDependency, match=r'pip install "tpde\[transformers\]"'):

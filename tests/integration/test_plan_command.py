@@ -18,12 +18,13 @@ from tpde.cli.plan import ranges, render  # noqa: E402
 from tpde.errors import InvalidInput, OutOfMemory, ReadError  # noqa: E402
 from tpde.integrations.streaming.demand import FIXED_BYTES, TYPICAL  # noqa: E402
 from tpde.integrations.streaming.units import unit_of, units_of  # noqa: E402
-from tpde.integrations.transformers.budget import plan_streaming  # noqa: E402
 from tpde.integrations.transformers.demand import cache_bytes  # noqa: E402
 from tpde.integrations.transformers.devices import devices_of  # noqa: E402
+from tpde.integrations.transformers.planning import plan_streaming  # noqa: E402
 from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
-from tpde.integrations.transformers.streamed import Budget, ModelStreaming  # noqa: E402
+from tpde.integrations.transformers.streamed import ModelStreaming  # noqa: E402
 from tpde.nn.replace import block_path  # noqa: E402
+from tpde.streaming.budget import Budget  # noqa: E402
 from tpde.streaming.plan import MIB, Demand, Placement, Unit, make_plan  # noqa: E402
 from tpde.streaming.rates import CALL_SECONDS, disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
 
@@ -69,14 +70,14 @@ def test_json(llama):
 @pytest.mark.parametrize("rates", [RATES, ("--copy-rate", "0.1", "--memory-rate", "0.5")])
 def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
     """Whatever the machine; with units so large that it would matter."""
-    from tpde.integrations.transformers import budget
+    from tpde.integrations.transformers import planning
 
     def large(*args):
         return [
             dataclasses.replace(it, packed=it.packed * 900, plain=it.plain * 900) for it in units_of(*args)
         ]
 
-    monkeypatch.setattr(budget, "units_of", large)
+    monkeypatch.setattr(planning, "units_of", large)
     would, found, loaded = [], [], []
     slow = given_rates(1e8, 5e8)
     with opened_shape(llama) as (shape, checkpoint, plan):
@@ -178,7 +179,7 @@ def test_only_some_of_the_parameters(packed):
     with opened_shape(packed) as (shape, checkpoint, plan):
         every = units_of(shape, plan.runs)
         one = [name for name in plan.runs if unit_of(shape, name) == every[1].name]
-        made = plan_streaming(shape, checkpoint, plan, vram=1 << 30, ram=None, max_tokens=64, only=one)
+        made = plan_streaming(shape, checkpoint, plan, Budget(1 << 30, None, 64), only=one)
         assert list(made.placements) == [every[1].name]
 
 
@@ -194,7 +195,7 @@ def test_a_device_counts_what_is_there(packed):
         streaming = ModelStreaming(Budget(1 << 30, None, 64))
         streaming.plan(shape, checkpoint, plan, devices_of(shape, _divided(shape)))
         one, other = (made.parts for made in streaming.plans.values())
-        whole = plan_streaming(shape, checkpoint, plan, vram=1 << 30, ram=None, max_tokens=64).parts
+        whole = plan_streaming(shape, checkpoint, plan, Budget(1 << 30, None, 64)).parts
         # Of these no map says where they are.
         buffers = {id(it): -(-it.nbytes // 512) * 512 for _, it in shape.named_buffers()}
     assert one["plain"] + other["plain"] == whole["plain"] + sum(buffers.values())
@@ -244,12 +245,12 @@ def test_where_a_map_puts_parameters_and_buffers(llama):
 def test_max_tokens_count(llama):
     with opened_shape(llama) as (shape, checkpoint, plan):
         used = [
-            plan_streaming(shape, checkpoint, plan, vram=1 << 40, ram=None, max_tokens=tokens).used
+            plan_streaming(shape, checkpoint, plan, Budget(1 << 40, None, tokens)).used
             for tokens in (1, 100, 10_000)
         ]
         assert used[0] < used[1] < used[2]
         with pytest.raises(OutOfMemory, match="smaller `max_tokens`"):
-            plan_streaming(shape, checkpoint, plan, vram=1 << 28, ram=None, max_tokens=1 << 20)
+            plan_streaming(shape, checkpoint, plan, Budget(1 << 28, None, 1 << 20))
 
 
 def test_layout_of_a_streamed_plan():

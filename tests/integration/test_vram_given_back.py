@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 from tpde.integrations.streaming import loading as loading_under  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
+from tpde.streaming.budget import Budget  # noqa: E402
 from tpde.streaming.trace import Trace  # noqa: E402
 
 # ---- damage ----
@@ -99,7 +100,7 @@ def test_closing_gives_all_back_when_a_device_has_crashed() -> None:
         def close(self) -> None:
             given.append("sound")
 
-    streaming: Any = Streaming(1 << 30)
+    streaming: Any = Streaming(Budget(1 << 30))
     streaming.streamers = {torch.device("cuda", 0): Sound(), torch.device("cuda", 1): Crashed()}
     streaming._finalizers.append(lambda: given.append("budget"))
     with pytest.raises(RuntimeError, match="illegal memory access"):

@@ -115,10 +115,10 @@ def load(
     from tpde.integrations.garbage import collecting_later
     from tpde.integrations.transformers.loading import model_class_of
     from tpde.integrations.transformers.quantizer import loading_to
-    from tpde.integrations.transformers.streamed import Budget
+    from tpde.streaming.budget import Budget
 
     progress = options.pop("progress", None)
     kind = options.pop("model_class", None) or model_class_of(path)
-    budget = Budget(vram, ram, max_tokens, progress)
-    with collecting_later(), loading_to(torch.device("cpu"), budget):
+    budget = Budget(vram, ram, max_tokens)
+    with collecting_later(), loading_to(torch.device("cpu"), budget, progress):
         return kind.from_pretrained(path, **({"dtype": "auto"} | options))

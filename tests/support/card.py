@@ -22,15 +22,20 @@ class Card:
         Of PyTorch in this process.
     fraction : float
         What PyTorch may allocate.
+    segments : list of dict
+        PyTorch's, as `torch.cuda.memory_snapshot` gives them.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.total, self.free, self.reserved, self.allocated = 16 * GIB, 15 * GIB, 0, 0
         self.fraction = 1.0
+        self.segments: list[dict[str, Any]] = []
         cuda = torch.cuda
         monkeypatch.setattr(cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(cuda, "memory_reserved", lambda _: self.reserved)
         monkeypatch.setattr(cuda, "memory_allocated", lambda _: self.allocated)
+        monkeypatch.setattr(cuda, "memory_snapshot", lambda: self.segments)
+        monkeypatch.setattr(cuda, "current_stream", lambda _: type("S", (), {"cuda_stream": 0}))
         monkeypatch.setattr(cuda, "mem_get_info", lambda _: (self.free, self.total))
         properties = type("P", (), {"total_memory": self.total})
         monkeypatch.setattr(cuda, "get_device_properties", lambda _: properties)
@@ -38,6 +43,16 @@ class Card:
         monkeypatch.setattr(
             cuda.memory, "get_per_process_memory_fraction", lambda _: self.fraction, raising=False
         )
+
+    def keep(self, tensors: int, *holes: int, stream: int = 0, pool: tuple[int, int] = (0, 0)) -> None:
+        """Let PyTorch keep a segment with a tensor and some holes."""
+        blocks = [{"size": tensors, "state": "active_allocated"}]
+        blocks += [{"size": it, "state": "inactive"} for it in holes]
+        segment = {"device": 0, "stream": stream, "segment_pool_id": pool, "blocks": blocks}
+        self.segments.append(segment)
+        self.allocated += tensors
+        self.reserved += tensors + sum(holes)
+        self.free -= tensors + sum(holes)
 
     def limit(self, fraction: float, _: Any = None) -> None:
         """As PyTorch does, keep whole bytes."""

@@ -90,6 +90,70 @@ def test_what_was_allocated_for_the_same_model_does_not_count(card: Card) -> Non
     assert Allowance(DEVICE, 3 * GIB, OUTSIDE, reserved=2 * GIB).others == GIB  # some was given back since
 
 
+# ---- segments that PyTorch keeps ----
+
+MIB = 1 << 20
+
+
+def test_what_pytorch_can_use_again_does_not_count(card: Card) -> None:
+    """A plain model of 10 GiB was there; a workspace of 2 MiB keeps its segment."""
+    card.keep(2 * MIB, 10 * GIB)
+    made = Allowance(DEVICE, 12 * GIB, OUTSIDE)
+    assert made.others == 2 * MIB
+    assert made.held == (2 * MIB, 10 * GIB, 0)
+    made.start()
+    assert card.allowed == 12 * GIB - OUTSIDE
+    # 5 GiB are free, and 10 in the segment.
+    Allowance(DEVICE, 15 * GIB, OUTSIDE)
+    with pytest.raises(OutOfMemory, match=r"15\.00 GiB of 16\.00 GiB are free"):
+        Allowance(DEVICE, 16 * GIB, OUTSIDE)
+
+
+def test_a_budget_below_what_pytorch_keeps(card: Card) -> None:
+    card.keep(2 * MIB, 10 * GIB)
+    says = (
+        r"`vram=8\.00 GiB` is less than .* cuda:0 already: PyTorch holds 10\.00 GiB, 0\.00 GiB of it in "
+        r"tensors and 10\.00 GiB unused, and keeps whole .* at least 10\.13 GiB, delete"
+    )
+    with pytest.raises(OutOfMemory, match=says):
+        Allowance(DEVICE, 8 * GIB, OUTSIDE)
+    Allowance(DEVICE, 10 * GIB + OUTSIDE + 2 * MIB, OUTSIDE).start()
+    assert card.allowed == card.reserved  # the promise holds
+    Allowance(DEVICE, 4 * GIB, OUTSIDE, whole=False)  # which limits nobody
+
+
+@pytest.mark.parametrize(
+    ("hole", "options"),
+    [(31 * MIB, {}), (GIB, {"stream": 7}), (GIB, {"pool": (0, 1)})],
+    ids=["too small", "another stream's", "a CUDA graph's"],
+)
+def test_holes_that_are_of_no_use_count(hole: int, options: dict[str, Any], card: Card) -> None:
+    card.keep(2 * MIB, hole, 32 * MIB)
+    card.keep(MIB, hole, **options)
+    made = Allowance(DEVICE, 4 * GIB, OUTSIDE)
+    small = hole if hole < 32 * MIB else 0
+    assert made.others == 3 * MIB + hole + small
+    assert made.held.reusable == 32 * MIB + hole - small
+
+
+def test_what_is_told_of_a_budget_that_is_too_small(card: Card) -> None:
+    from tpde.integrations.streaming.loading import Streaming
+    from tpde.streaming.budget import Budget
+
+    def plan(vram: int) -> Any:
+        assert vram == 4 * GIB - MIB
+        raise OutOfMemory("the least is 6 GiB; pass that", least=6 * GIB)
+
+    card.keep(GIB, 3 * GIB, MIB)
+    says = (
+        r"PyTorch holds 4\.00 GiB, 1\.00 GiB of it in tensors and 3\.00 GiB unused, on cuda:0 .* "
+        r"of which 1\.00 GiB count"
+    )
+    with pytest.raises(OutOfMemory, match=says) as caught:
+        Streaming(Budget(5 * GIB)).decide(DEVICE, plan)
+    assert caught.value.least == 7 * GIB + MIB
+
+
 def test_more_than_is_free(card: Card) -> None:
     card.free = 3 * GIB
     with pytest.raises(OutOfMemory, match=r"4\.00 GiB` is more than cuda:0 has: 3\.00 GiB of 16\.00 GiB"):

@@ -135,6 +135,49 @@ def test_copies_of_experts_are_covered(name):
         assert peak >= tokens * activations.experts
 
 
+def qwen3_moe():
+    """The shape of a Qwen3 with 30 B weights, 3 B of them for a token, without data."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    with torch.device("meta"):
+        return transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
+
+
+def test_copies_of_experts_have_room_of_their_own():
+    """Beside all else: while a prompt is continued, keys and values lie in between."""
+    made = activations_of(qwen3_moe(), 2)
+    expert = 2 * (2 * 768 * 2048 + 768 * 2048)
+    assert made.experts == 8 * expert
+    assert made.states == 2048 * (2 * 2 + 3 * 4)
+    wide = (32 + 2 * 4) * 128 + 2048 + 8 * (2048 + 2048 + 1536)  # attention, experts
+    assert made.inside == 2 * 2 * wide
+    assert (made.pair, made.logits, made.sampling) == (3, 2 * 151_936, 40 * 151_936)
+    logits = 8192 * made.logits + made.sampling
+    assert logits > 8192 * made.inside + 3 * 8192**2
+    assert made.tokens(8192) == 8192 * made.states + logits
+    assert made.copied(8192) == made.tokens(8192) // (4 * made.experts) == 9
+    assert made.bytes(8192) == made.tokens(8192) + 9 * made.experts
+    assert (made.copied(1), made.bytes(1)) == (1, made.tokens(1) + made.experts)
+    check_experts(9, 1, 8192, made)
+    for batch, new, limit in ((10, 1, 8192), (5, 2, 8192), (8, 1, 4096)):
+        with pytest.raises(OutOfMemory, match="copies the experts of") as caught:
+            check_experts(batch, new, limit, made)
+        wanted = int(re.search(r"max_tokens=(\d+)", str(caught.value))[1])
+        assert made.copied(wanted) >= batch * new > made.copied(wanted - 1)
+    dense = made._replace(experts=0)
+    assert dense.bytes(8192) == dense.tokens(8192) == made.tokens(8192)
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("limit", [1, 7, 100])
 def test_what_errors_advise_does(name, limit):

@@ -104,6 +104,7 @@ def test_what_a_load_in_vain_leaves_is_for_the_next(
     monkeypatch.setattr(warmup, "run_typical", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: reserved)
     device = torch.device("cuda", 0)
 
     def begin() -> warmup.Warmup:

@@ -11,6 +11,7 @@ import typer
 
 from tpde.cli.common import guard, print_json, size, table
 from tpde.errors import InvalidInput
+from tpde.streaming.budget import MAX_TOKENS, parse_budget
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +57,7 @@ def plan(
     ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Sequences times length that there is to be memory for.")
-    ] = 8192,
+    ] = MAX_TOKENS,
     device: Annotated[
         str | None,
         typer.Option(help="The CUDA device to measure.", show_default="the GPU if there is one"),
@@ -99,19 +100,17 @@ def plan(
     require_transformers()  # before torch is imported
 
     from tpde.integrations.streaming.units import units_of
-    from tpde.integrations.transformers.budget import plan_streaming
     from tpde.integrations.transformers.folder import packed_directory, weight_files
+    from tpde.integrations.transformers.planning import plan_streaming
     from tpde.integrations.transformers.shape import opened_shape
-    from tpde.streaming.sizes import parse_size
 
-    device_bytes, host_bytes = parse_size(vram), None if ram is None else parse_size(ram)
+    budget = parse_budget(vram, ram, max_tokens)
+    assert budget is not None  # `--vram` must be there
     folder = packed_directory(model)
     files = weight_files(folder) if ram is not None else []
     rates = _rates(device, copy_rate, memory_rate, disk_rate, call_time, files)
     with opened_shape(folder) as (shape, checkpoint, weights):
-        made = plan_streaming(
-            shape, checkpoint, weights, vram=device_bytes, ram=host_bytes, max_tokens=max_tokens
-        ).on(rates)
+        made = plan_streaming(shape, checkpoint, weights, budget).on(rates)
         units = units_of(shape, weights.runs)
     if as_json:
         print_json(as_dict(made, units, max_tokens, rates, model))

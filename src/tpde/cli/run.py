@@ -13,13 +13,13 @@ import typer
 
 from tpde.cli.common import guard, print_json, progress_bar, say, size
 from tpde.errors import InvalidInput
-
-MAX_TOKENS = 8192  # as of `tpde.from_pretrained`
+from tpde.streaming.budget import MAX_TOKENS, parse_budget
 
 if TYPE_CHECKING:
     import torch
 
     from tpde.integrations.transformers.memory import Peak
+    from tpde.streaming.budget import Budget
 
 
 @guard
@@ -94,11 +94,9 @@ def run(
 
     from tpde.integrations.device import checked_device
     from tpde.integrations.transformers.folder import packed_directory
-    from tpde.integrations.transformers.loading import checked_budget
     from tpde.integrations.transformers.memory import Peak
 
-    checked_budget(vram, ram, max_tokens)
-    limits = {"vram": vram, "ram": ram, "max_tokens": max_tokens}
+    budget = parse_budget(vram, ram, max_tokens)
     folder = packed_directory(model)
     where = checked_device(device or ("cuda" if vram is not None else _default_device()))
     peak = Peak(where)
@@ -107,7 +105,7 @@ def run(
         _generate(
             folder,
             where,
-            limits,
+            budget,
             peak,
             start,
             prompt,
@@ -119,7 +117,7 @@ def run(
             as_json,
         )
     else:
-        _embed(folder, where, limits, peak, start, texts or [], trace, stats, as_json)
+        _embed(folder, where, budget, peak, start, texts or [], trace, stats, as_json)
 
 
 def _default_device() -> str:
@@ -131,7 +129,7 @@ def _default_device() -> str:
 def _load(
     folder: Path,
     device: torch.device,
-    limits: dict[str, Any],
+    budget: Budget | None,
     record: bool,
     bar: ExitStack,
     model_class: Any = None,
@@ -139,21 +137,20 @@ def _load(
     """The model, and what loading came to; host memory may be loaded until `bar` is closed, and after."""
     from transformers.utils import logging
 
-    from tpde.integrations.transformers import from_pretrained
     from tpde.integrations.transformers.folder import weight_files
+    from tpde.integrations.transformers.loading import load_model
     from tpde.integrations.transformers.memory import weight_bytes
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     start = time.perf_counter()
-    if limits["vram"] is None:
-        model = from_pretrained(folder, device, model_class=model_class)
-    else:
+    progress = None
+    if budget is not None:
         progress = bar.enter_context(
             progress_bar("loading", lambda: sum(it.stat().st_size for it in weight_files(folder)))
         )
-        model = from_pretrained(folder, device, model_class=model_class, progress=progress, **limits)
-        if record:
-            model.tpde_streamer.record()  # type: ignore[operator, union-attr]
+    model = load_model(folder, device, budget, model_class=model_class, progress=progress)
+    if budget is not None and record:
+        model.tpde_streamer.record()  # type: ignore[operator, union-attr]
     return model, {"load_seconds": time.perf_counter() - start, **weight_bytes(model)}
 
 
@@ -171,7 +168,7 @@ def _finish_streaming(model: Any, trace: Path | None) -> dict[str, Any]:
 def _generate(
     folder: Path,
     device: torch.device,
-    limits: dict[str, Any],
+    budget: Budget | None,
     peak: Peak,
     result: dict[str, Any],
     prompt: str,
@@ -187,13 +184,13 @@ def _generate(
     from tpde.integrations.transformers.tokens import check_tokens
 
     tokenizer = load_tokenizer(folder)
-    if limits["vram"] is not None:
+    if budget is not None:
         count = len(tokenizer(prompt)["input_ids"])
         # The last token is not read; a decoder beside an encoder reads one that starts it.
         read = max_new_tokens - (not read_config(folder).get("is_encoder_decoder"))
-        check_tokens(1, count + read, limits["max_tokens"] or MAX_TOKENS)
+        check_tokens(1, count + read, budget.max_tokens)
     with ExitStack() as bar:
-        model, loading = _load(folder, device, limits, stats or trace is not None, bar)
+        model, loading = _load(folder, device, budget, stats or trace is not None, bar)
 
         def write(text: str) -> None:
             bar.close()  # the first token
@@ -237,7 +234,7 @@ def _generate(
 def _embed(
     folder: Path,
     device: torch.device,
-    limits: dict[str, Any],
+    budget: Budget | None,
     peak: Peak,
     result: dict[str, Any],
     texts: list[str],
@@ -252,7 +249,7 @@ def _embed(
 
     recipe, tokenizer = read_recipe(folder), load_tokenizer(folder)
     with ExitStack() as bar:
-        model, loading = _load(folder, device, limits, stats or trace is not None, bar, AutoModel)
+        model, loading = _load(folder, device, budget, stats or trace is not None, bar, AutoModel)
         start = time.perf_counter()
         vectors, tokens = embed(model, tokenizer, texts, recipe)
         seconds = time.perf_counter() - start

@@ -12,11 +12,75 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from tpde.errors import OutOfMemory
 from tpde.memory import gib, memory_fraction
+
+# Smaller holes in PyTorch's segments are not counted on: most of what a plan places is larger.
+HOLE = 32 << 20
+
+
+class Held(NamedTuple):
+    """What PyTorch's allocator holds of a device for this process, when it has given back what it can.
+
+    Where tensors lie in a segment, the allocator keeps all of it: after a model that was loaded into one
+    segment, as transformers does, a workspace of a few MiB may keep 15 GiB.
+
+    Attributes
+    ----------
+    tensors : int
+        Bytes of memory in use.
+    reusable : int
+        Bytes of holes of at least `HOLE` that tensors of the current stream can go to.
+    rest : int
+        What else it has reserved.
+    """
+
+    tensors: int
+    reusable: int
+    rest: int
+
+    @property
+    def counted(self) -> int:
+        """Bytes that a new budget cannot use."""
+        return self.tensors + self.rest
+
+    @property
+    def reserved(self) -> int:
+        """All of it."""
+        return self.tensors + self.reusable + self.rest
+
+
+def held(device: torch.device) -> Held:
+    """Give back what PyTorch can, and look at what it keeps of a CUDA device."""
+    torch.cuda.empty_cache()
+    reserved, tensors = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    reusable = _holes(device) if reserved - tensors >= HOLE else 0
+    return Held(tensors, reusable, max(reserved - tensors - reusable, 0))
+
+
+def _holes(device: torch.device) -> int:
+    """Bytes of the holes that the current stream's tensors can go to: not those of CUDA graphs' pools."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return sum(
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        if segment["device"] == device.index
+        and segment["stream"] == stream
+        and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+        for block in segment["blocks"]
+        if block["state"] == "inactive" and block["size"] >= HOLE
+    )
+
+
+def describe(found: Held) -> str:
+    """What is held, for messages."""
+    idle = found.reusable + found.rest
+    parts = f", {gib(found.tensors)} of it in tensors and {gib(idle)} unused" if idle else " in tensors"
+    return gib(found.reserved) + parts
 
 
 class _Budgets:
@@ -111,18 +175,20 @@ class Allowance:
         It is for the whole process, which is held to it. Otherwise it is for one model: what else the process
         takes comes on top, as far as no other budget holds it; such a one grows by this.
     reserved : int, optional
-        Bytes that PyTorch's allocator held before anything was done for this budget: what it has got since
-        is a part of it. By default what it holds now.
+        What `Held.counted` was before anything was done for this budget: what has come since is a part of
+        it. By default what it is now.
 
     Raises
     ------
     OutOfMemory
-        If so much is not free, or PyTorch has a limit that is lower.
+        If so much is not free, or PyTorch holds more already, or has a limit that is lower.
 
     Attributes
     ----------
+    held : Held
+        What PyTorch held of the device.
     others : int
-        Bytes that the process had allocated, beyond other budgets, that count towards this one.
+        Bytes that the process had, beyond other budgets, that count towards this one.
     """
 
     def __init__(
@@ -135,11 +201,10 @@ class Allowance:
         reserved: int | None = None,
     ) -> None:
         self._share, self._whole = vram - outside, whole
-        torch.cuda.empty_cache()
-        now = torch.cuda.memory_reserved(device)
-        reserved = now if reserved is None else min(reserved, now)
+        self.held = held(device)
+        reserved = self.held.counted if reserved is None else min(reserved, self.held.counted)
         free, total = torch.cuda.mem_get_info(device)
-        free += now - reserved
+        free += self.held.reserved - reserved
         with _locked():
             if device not in _budgets:
                 _budgets[device] = _Budgets(device)
@@ -153,6 +218,14 @@ class Allowance:
                 f"`vram={gib(vram)}` is more than {device} has: {gib(free)} of {gib(total)} are free",
                 hint="pass a smaller `vram`, or free some of the memory",
                 where="vram",
+            )
+        if whole and self.held.reserved > planned + self._share:
+            raise OutOfMemory(
+                f"`vram={gib(vram)}` is less than this process has of {device} already: PyTorch holds "
+                f"{describe(self.held)}, and keeps whole what tensors lie in",
+                hint=f"pass `vram` of at least "
+                f"{gib(self.held.reserved - planned + outside)}, delete those tensors, or load the model in "
+                "another process",
             )
         left = int(theirs * self._budgets.total) - planned - (0 if whole else before)
         if theirs < 1.0 and self._share > left:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
@@ -26,6 +25,7 @@ from tpde.errors import (
 )
 from tpde.format.constants import MANIFEST, SUFFIX, VERSION
 from tpde.format.sink import refuse_existing, unwritable
+from tpde.packing.documents import is_inside, is_text, json_object, parse_object
 from tpde.packing.files import (
     Problem,
     Progress,
@@ -36,11 +36,8 @@ from tpde.packing.files import (
     verify_file,
 )
 from tpde.packing.reader import PackedFile
+from tpde.packing.shards import ShardIndex, is_index, parse_index, read_index
 from tpde.packing.sources import shards
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-INDEX_SUFFIX = ".safetensors.index.json"
-MAX_PATH, MAX_NAME = 4096, 255  # no file system has longer paths, or names in them (bytes)
 
 
 @contextlib.contextmanager
@@ -149,31 +146,11 @@ def is_packed_directory(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def json_object(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a JSON file, and the object that it holds."""
-    if not path.is_file():  # a pipe would be waited for
-        raise InvalidInput(f"`{path}` is not a regular file", hint="fetch it again", where=str(path))
-    try:
-        text = path.read_bytes().decode("utf-8")
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(
-            f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again", where=str(path)
-        ) from None
-    if not isinstance(value, dict):
-        raise InvalidInput(
-            f"`{path}` holds no JSON object", hint="mend it, or fetch it again", where=str(path)
-        )
-    return text, value
-
-
-def _packed_index(index: dict[str, Any], folder: PurePosixPath, packed: dict[str, set[str]]) -> str:
+def _packed_index(index: ShardIndex, folder: PurePosixPath, packed: dict[str, set[str]]) -> str:
     """An index with the packed tensors under their names in the packed files, which lie in `folder`."""
-    index["weight_map"] = {
-        (name + SUFFIX if name in packed.get((folder / file).as_posix(), ()) else name): file
-        for name, file in index["weight_map"].items()
-    }
-    return json.dumps(index, ensure_ascii=False, indent=2) + "\n"
+    return index.renamed(
+        lambda name, file: name + SUFFIX if name in packed.get((folder / file).as_posix(), ()) else name
+    )
 
 
 def _packed_config(config: dict[str, Any]) -> str:
@@ -218,12 +195,16 @@ def pack_directory(
             else:
                 shutil.copyfile(source / name, target)
         for name in files:
-            if name.endswith(INDEX_SUFFIX) or name == "config.json":
+            if is_index(name):
+                index = read_index(source / name)
+                files[name]["original"] = index.text
+                changed = _packed_index(index, PurePosixPath(name).parent, packed_names)
+            elif name == "config.json":
                 files[name]["original"], value = json_object(source / name)
-                config = name == "config.json"
-                where = PurePosixPath(name).parent
-                changed = _packed_config(value) if config else _packed_index(value, where, packed_names)
-                (folder / name).write_text(changed, "utf-8", newline="\n")
+                changed = _packed_config(value)
+            else:
+                continue
+            (folder / name).write_text(changed, "utf-8", newline="\n")
         manifest = {"version": VERSION, "files": files}
         (folder / MANIFEST).write_text(
             json.dumps(manifest, ensure_ascii=False, indent=2) + "\n", "utf-8", newline="\n"
@@ -252,14 +233,13 @@ def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
         If there is no manifest, or not a valid one.
     """
     path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():  # a pipe would be waited for
         raise NotPacked(
             f"`{folder}` is not a packed model directory, it has no `{MANIFEST}`",
             hint="pack it with `tpde pack` first",
-            where=str(folder),
-        ) from None
+        )
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"`{path}` is not JSON ({error})", hint="fetch it again", where=str(path)) from None
     version = manifest.get("version") if isinstance(manifest, dict) else None
@@ -275,32 +255,15 @@ def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
     if not isinstance(files, dict):
         raise Corrupt(f"`{path}` has no `files`", hint="fetch it again", where=str(path))
     for name, info in files.items():
-        if not _is_inside(name) or any(parent.as_posix() in files for parent in PurePosixPath(name).parents):
+        if not is_inside(name) or any(parent.as_posix() in files for parent in PurePosixPath(name).parents):
             raise Corrupt(
                 f"`{path}` names {name[:200]!a}, which is no file of the directory",
                 hint="it cannot be trusted",
                 where=str(path),
             )
-        if not isinstance(info, dict) or "sha256" not in info or not all(map(_is_text, info.values())):
-            raise Corrupt(
-                f"`{path}`: the entry of `{name}` is damaged", hint="fetch it again", where=str(path)
-            )
+        if not isinstance(info, dict) or "sha256" not in info or not all(map(is_text, info.values())):
+            raise Corrupt(f"`{path}`: the entry of `{name}` is damaged", hint="fetch it again")
     return files
-
-
-def _is_text(value: object) -> bool:
-    """Whether a value is Unicode text: JSON lets halves of surrogate pairs through."""
-    return isinstance(value, str) and not _SURROGATE.search(value)
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a manifest's name is a plain relative path that cannot leave its directory."""
-    parts = name.split("/")
-    if len(name) > MAX_PATH or any(len(part.encode("utf-8", "replace")) > MAX_NAME for part in parts):
-        return False
-    path = PurePosixPath(name)
-    plain = path.as_posix() == name and name != "." and not path.is_absolute() and ".." not in path.parts
-    return plain and _is_text(name) and not set("\\\0:") & set(name)
 
 
 def unpack_directory(
@@ -372,17 +335,19 @@ def _is_as_packed(folder: Path, files: dict[str, dict[str, str]], name: str) -> 
     if hashlib.sha256(text.encode("utf-8")).hexdigest() != files[name]["sha256"]:
         return False
     try:
-        value = json.loads(text)
         if name == "config.json":
-            made = _packed_config(value)
+            made = _packed_config(parse_object(text, folder / name))
         else:
-            where, packed = PurePosixPath(name).parent, {}
-            for shard in {(where / file).as_posix() for file in value["weight_map"].values()} & files.keys():
+            index = parse_index(text, folder / name)
+    except InvalidInput:  # hashes can be made to fit
+        return False
+    if name != "config.json":
+        where, packed = PurePosixPath(name).parent, {}
+        try:
+            for shard in {(where / file).as_posix() for file in index.names()} & files.keys():
                 with PackedFile(folder / shard) as file:
                     packed[shard] = set(file.packed_names())
-            made = _packed_index(value, where, packed)
-    except TpdeError:
-        return True  # of a shard, which is reported for itself
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # hashes can be made to fit
-        return False
+        except TpdeError:
+            return True  # of a shard, which is reported for itself
+        made = _packed_index(index, where, packed)
     return (folder / name).read_bytes() == made.encode("utf-8")

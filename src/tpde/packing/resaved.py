@@ -9,9 +9,11 @@ from typing import Any
 
 from tpde.errors import InvalidInput
 from tpde.format.constants import MANIFEST, SUFFIX
-from tpde.packing.directory import INDEX_SUFFIX, files_below, json_object, new_folder, refuse_nested, renamed
+from tpde.packing.directory import files_below, new_folder, refuse_nested, renamed
+from tpde.packing.documents import json_object
 from tpde.packing.files import Problem, Progress, Result, no_progress, unpack_file, verify_file
 from tpde.packing.reader import PackedFile
+from tpde.packing.shards import is_index, read_index
 from tpde.packing.sources import shards
 
 
@@ -47,19 +49,13 @@ def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
     return config | ({"quantization_config": ours["source"]} if "source" in ours else {})
 
 
-def _plain_index(index: dict[str, Any], packed: set[str]) -> dict[str, Any]:
-    stored = {name + SUFFIX: name for name in packed}
-    index["weight_map"] = {stored.get(name, name): file for name, file in index["weight_map"].items()}
-    return index
-
-
 def unpack_resaved(
     source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
 ) -> list[Result]:
     """Write the plain model of a directory without a manifest: its tensors, not its files' bytes."""
     refuse_nested(source, destination)
     weights = {path.relative_to(source).as_posix(): _packed_names(path) for path in shards(source)}
-    packed = {name for names in weights.values() for name in names}
+    stored = {name + SUFFIX: name for names in weights.values() for name in names}
     results = []
     names = list(files_below(source))
     with new_folder(destination, names, force) as folder:
@@ -69,9 +65,11 @@ def unpack_resaved(
             if weights.get(name):
                 result = unpack_file(source / name, target, threads=threads, force=False, progress=progress)
                 results.append(renamed(result, destination / name))
-            elif name == "config.json" or name.endswith(INDEX_SUFFIX):
-                _, value = json_object(source / name)
-                value = _plain_config(value) if name == "config.json" else _plain_index(value, packed)
+            elif is_index(name):
+                text = read_index(source / name).renamed(lambda name, _: stored.get(name, name))
+                target.write_text(text, "utf-8", newline="\n")
+            elif name == "config.json":
+                value = _plain_config(json_object(source / name)[1])
                 target.write_text(
                     json.dumps(value, ensure_ascii=False, indent=2) + "\n", "utf-8", newline="\n"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
@@ -22,10 +21,12 @@ from tpde.errors import (
     MissingShard,
     NotSafetensors,
     UnsafePickle,
+    printable,
 )
 from tpde.format.container import TensorSpec, canonical_header
 from tpde.frameworks import torch_bytes, torch_spec
 from tpde.packing.reader import PackedFile
+from tpde.packing.shards import is_index, read_index
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -238,24 +239,16 @@ def shards(folder: Path) -> list[Path]:
     MissingShard
         If an index names a file that is not there.
     InvalidInput
-        If there are no weights.
+        If there are no weights, or an index is none.
     """
     files = sorted(folder.rglob("*.safetensors"))
-    for index in sorted(folder.rglob("*.safetensors.index.json")):
-        try:
-            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise InvalidInput(
-                f"`{index}` is not an index of shards: no `weight_map`",
-                hint="fetch it again",
-                where=str(index),
-            ) from None
-        for name in sorted(map(str, names)):
-            if not os.path.isfile(index.parent / name):
+    for path in sorted(it for it in folder.rglob("*.json") if is_index(it.name)):
+        names = read_index(path).names()
+        for name in names:
+            if not os.path.isfile(path.parent / name):  # `Path.is_file` raises for too long ones
                 raise MissingShard(
-                    f"`{index}` names the shard `{name}`, which is missing",
+                    f"`{path}` names the shard `{printable(name)}`, which is missing",
                     hint=f"{len(names)} shards are needed, fetch it",
-                    where=str(index.parent / name),
                 )
     if not files:
         raise InvalidInput(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,7 +20,8 @@ from tpde.integrations.diffusers.streamed import check_gpu, planned
 from tpde.integrations.garbage import collecting_later
 from tpde.integrations.runs import Run
 from tpde.nn import finish, replace_parameter, supports
-from tpde.packing.directory import INDEX_SUFFIX
+from tpde.packing.shards import read_index
+from tpde.streaming.budget import parse_budget
 from tpde.weights.tensor import PackedTensor
 
 WEIGHTS = "diffusion_pytorch_model"
@@ -35,21 +35,16 @@ def weight_files(folder: Path, variant: str | None) -> list[Path]:
     Raises
     ------
     InvalidInput
-        If there are none.
+        If there are none, or an index is none.
     """
     stem = WEIGHTS if variant is None else f"{WEIGHTS}.{variant}"
     # Of a variant in shards, diffusers writes the index under either of two names.
-    for index in (folder / f"{stem}{INDEX_SUFFIX}", folder / f"{WEIGHTS}.safetensors.index.{variant}.json"):
-        if index.is_file():
-            try:
-                names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-            except (ValueError, KeyError, AttributeError, TypeError):
-                raise InvalidInput(
-                    f"`{index}` is not an index of shards: no `weight_map`",
-                    hint="fetch it again",
-                    where=str(index),
-                ) from None
-            return [folder / str(name) for name in sorted(names)]
+    for index in (
+        folder / f"{stem}.safetensors.index.json",
+        folder / f"{WEIGHTS}.safetensors.index.{variant}.json",
+    ):
+        if index.exists():
+            return read_index(index).files()
     single = folder / f"{stem}.safetensors"
     if not single.is_file():
         raise InvalidInput(
@@ -101,7 +96,7 @@ def load(
     variant: str | None = None,
     vram: int | str | None = None,
     ram: int | str | None = None,
-    activations: int | str = "1GiB",
+    activations: int | str | None = None,
 ) -> M:
     """Build a transformer or UNet of a pipeline from packed files, its weights staying packed.
 
@@ -129,8 +124,9 @@ def load(
     ram : int or str, optional
         Of host memory that weights may be page-locked in; what exceeds it is read from the files each time.
         By default, there is no limit.
-    activations : int or str
-        The part of `vram` that is left free for what a forward pass computes: that depends on the images.
+    activations : int or str, optional
+        The part of `vram` that is left free for what a forward pass computes: that depends on the images. By
+        default 1 GiB.
 
     Returns
     -------
@@ -142,7 +138,7 @@ def load(
     MissingDependency
         If diffusers or accelerate is missing.
     NotPacked, InvalidInput
-        If it is not a packed component, or one of another class.
+        If it is not a packed component, or one of another class, or a budget is none.
     Truncated, Corrupt, UnsupportedVersion
         If a file is damaged, or newer than this version.
     OutOfMemory
@@ -156,14 +152,9 @@ def load(
     >>> pipe = StableDiffusionPipeline.from_pretrained("sd", unet=unet).to("cuda")  # doctest: +SKIP
     """
     folder, target = Path(path), checked_device(device)
-    if vram is not None:
+    budget = parse_budget(vram, ram, activations=activations)
+    if budget is not None:
         check_gpu(target)
-    elif ram is not None:
-        raise InvalidInput(
-            "`ram` is a part of a budget of GPU memory",
-            hint="pass `vram` as well, or leave it out",
-            where="ram",
-        )
     files = weight_files(folder, variant)
     with collecting_later(), Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:
@@ -179,8 +170,8 @@ def load(
         packed, plain = _sort(model, checkpoint, specs, main)
         with ExitStack() as undo:
             streaming = None
-            if vram is not None:
-                streaming = planned(model, packed, target, vram, ram, activations)
+            if budget is not None:
+                streaming = planned(model, packed, target, budget)
                 undo.callback(streaming.close)
             for name, wanted in plain.items():
                 stored = checkpoint.packed.get(name)

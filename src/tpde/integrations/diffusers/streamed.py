@@ -13,8 +13,8 @@ from tpde.integrations.runs import Run
 from tpde.integrations.streaming.demand import FIXED_BYTES, TYPICAL, module_calls, plain_bytes
 from tpde.integrations.streaming.loading import Streaming
 from tpde.integrations.streaming.units import TABLES_BYTES, units_of
+from tpde.streaming.budget import Budget
 from tpde.streaming.plan import Demand, make_plan
-from tpde.streaming.sizes import parse_size
 
 
 def check_gpu(device: torch.device) -> None:
@@ -37,9 +37,7 @@ def planned(
     model: Any,
     runs: Mapping[str, Run[Stored]],
     device: torch.device,
-    vram: int | str,
-    ram: int | str | None,
-    activations: int | str,
+    budget: Budget,
 ) -> Streaming:
     """Decide where packed weights are kept. Nothing is read but headers.
 
@@ -51,21 +49,18 @@ def planned(
         Those that are packed.
     device : torch.device
         A GPU, with its number.
-    vram, ram, activations : int or str
-        As of `tpde.integrations.diffusers.load`.
+    budget : Budget
+        Of this model: others come on top.
 
     Raises
     ------
-    InvalidInput
-        If a budget is no size.
     OutOfMemory
         If a budget is not free, or cannot work.
     """
-    host = None if ram is None else parse_size(ram)
     tables = TABLES_BYTES * len({part.name for run in runs.values() for part in run.parts})
     plain = plain_bytes(model, runs) + tables
-    demand = Demand(plain, 0, parse_size(activations), FIXED_BYTES, argument="activations")
+    demand = Demand(plain, 0, budget.activations, FIXED_BYTES, argument="activations")
     units, calls = units_of(model, runs), module_calls(model)
-    streaming = Streaming(parse_size(vram), whole=False)
-    streaming.decide(device, lambda size: make_plan(units, demand, size, host, TYPICAL, calls=calls))
+    streaming = Streaming(budget, whole=False)
+    streaming.decide(device, lambda size: make_plan(units, demand, size, budget.ram, TYPICAL, calls=calls))
     return streaming

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tpde.errors import OutOfMemory, PackedWeight
-from tpde.integrations.allowance import Allowance
+from tpde.integrations.allowance import Allowance, describe
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.garbage import collect_first
 from tpde.integrations.runs import Run
@@ -24,6 +24,7 @@ from tpde.memory import gib
 from tpde.nn.modules import PackedModule
 from tpde.nn.replace import prepare_rows
 from tpde.packing.order import forward_order
+from tpde.streaming.budget import Budget
 from tpde.streaming.host import HostMemory
 from tpde.streaming.plan import StreamPlan
 from tpde.streaming.stats import Summary, summarize_spans
@@ -73,8 +74,8 @@ class Streaming:
 
     Parameters
     ----------
-    vram : int
-        Bytes of each device.
+    budget : Budget
+        Of each device.
     progress : callable, optional
         Called with numbers of bytes read, in several threads, by one at a time.
     whole : bool
@@ -82,6 +83,8 @@ class Streaming:
 
     Attributes
     ----------
+    budget : Budget
+        The same.
     plans : dict of torch.device to StreamPlan
         Where weights are.
     streamers : dict of torch.device to Streamer
@@ -89,11 +92,12 @@ class Streaming:
     """
 
     def __init__(
-        self, vram: int, progress: Callable[[int], None] | None = None, *, whole: bool = True
+        self, budget: Budget, progress: Callable[[int], None] | None = None, *, whole: bool = True
     ) -> None:
+        self.budget = budget
         self.plans: dict[torch.device, StreamPlan] = {}
         self.streamers: dict[torch.device, Streamer] = {}
-        self._vram, self._progress, self._whole = vram, _one_at_a_time(progress), whole
+        self._progress, self._whole = _one_at_a_time(progress), whole
         self._supplies: dict[torch.device, list[Supply]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._dropped: dict[torch.device, int] = {}  # pieces, before recording began
@@ -121,7 +125,7 @@ class Streaming:
         OutOfMemory
             If the budget is not free, or cannot work.
         """
-        vram = self._vram
+        vram = self.budget.vram
         if device.type != "cuda":
             self.plans[device] = planner(vram)
             return
@@ -133,9 +137,9 @@ class Streaming:
                 raise
             least = error.least + allowance.others
             raise OutOfMemory(
-                f"this process has {gib(allowance.others)} allocated on {device}, which count towards "
-                f"`vram`: without them {error.message}",
-                hint=f"{error.hint}; and as much more as is allocated, or free that",
+                f"PyTorch holds {describe(allowance.held)}, on {device} for this process, of which "
+                f"{gib(allowance.others)} count towards `vram`: without them {error.message}",
+                hint=f"{error.hint}; and as much more as counts, or delete what is in them",
                 where="vram",
                 found=vram,
                 needed=least,

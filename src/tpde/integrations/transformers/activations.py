@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from tpde.integrations.transformers.internals import attention_of
 from tpde.nn.experts import routes
 from tpde.nn.replace import block_path
 
@@ -15,6 +16,9 @@ COPIES = 2
 
 # Hidden states: those that a block begins and ends with, and three in float32 while a norm computes.
 STATES, FLOAT_STATES = 2, 3
+
+# Copies of experts get as much memory as all other activations divided by this, or those of one token.
+SHARE = 4
 
 # What choosing a token takes, bytes for each of its logits: with `top_k` and `top_p` 38, of logits in float32
 # that are masked, sorted with their indices, and summed; while it sorts, a GPU has as much.
@@ -52,13 +56,26 @@ class Activations(NamedTuple):
     logits: int
     sampling: int
 
-    def bytes(self, max_tokens: int) -> int:
-        """Of all tokens at once, in one sequence; and of decoding one sequence.
+    def tokens(self, max_tokens: int) -> int:
+        """Of all tokens at once, in one sequence, without copies of experts.
 
         The peak is in the widest block, or at the end, where the logits are.
         """
-        inside = max_tokens * self.inside + max_tokens * max_tokens * self.pair + self.experts
+        inside = max_tokens * self.inside + max_tokens * max_tokens * self.pair
         return max_tokens * self.states + max(inside, max_tokens * self.logits + self.sampling)
+
+    def copied(self, max_tokens: int) -> int:
+        """Of how many tokens at once the experts can be copied; at least one."""
+        return max(1, self.tokens(max_tokens) // (SHARE * self.experts)) if self.experts else 0
+
+    def bytes(self, max_tokens: int) -> int:
+        """Of all tokens at once, in one sequence, and of the copies of experts while it is continued.
+
+        One beside the other, though a pass has one or the other: where a prompt's activations were, keys and
+        values lie by then, and between them PyTorch's allocator has no room in one piece for the copies, each
+        of which is one tensor.
+        """
+        return self.tokens(max_tokens) + self.copied(max_tokens) * self.experts
 
 
 def activations_of(model: Any, itemsize: int) -> Activations:
@@ -144,6 +161,6 @@ def _pair_bytes(model: Any, config: Any, itemsize: int) -> int:
     total = 1 + itemsize
     if any(path.endswith("relative_attention_bias") for path, _ in model.named_modules()):
         total += 3 * heads * itemsize + 3 * 8
-    if getattr(config, "_attn_implementation", None) == "eager":
+    if attention_of(config) == "eager":
         total += heads * (2 * itemsize + 4)
     return total

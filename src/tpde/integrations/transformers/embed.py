@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 
 from tpde.errors import InvalidInput
 from tpde.integrations.transformers.memory import explained
+from tpde.packing.documents import json_object, parse_json, read_document
 
 BATCH = 32
 
@@ -33,15 +33,15 @@ class Recipe(NamedTuple):
     max_length: int | None
 
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise InvalidInput(
-            f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again", where=str(path)
-        ) from None
+def _read(path: Path) -> dict[str, Any]:
+    return json_object(path)[1] if path.exists() else {}
+
+
+def _modules(path: Path) -> list[dict[str, Any]]:
+    found = parse_json(read_document(path), path) if path.exists() else []
+    if not isinstance(found, list) or not all(isinstance(it, dict) for it in found):
+        raise InvalidInput(f"`{path}` is no list of modules", hint="mend it, or fetch it again")
+    return found
 
 
 def read_recipe(folder: Path) -> Recipe:
@@ -53,7 +53,7 @@ def read_recipe(folder: Path) -> Recipe:
         If it asks for something else than pooling and normalizing.
     """
     pooling, normalize = "mean", False
-    for module in _read(folder / "modules.json") or ():
+    for module in _modules(folder / "modules.json"):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             pooling = _pooling(folder / str(module.get("path", "")) / "config.json")
@@ -65,12 +65,12 @@ def read_recipe(folder: Path) -> Recipe:
                 hint="load the model with `tpde.from_pretrained`, and apply it there",
                 where=str(folder / "modules.json"),
             )
-    settings = _read(folder / "sentence_bert_config.json") or {}
+    settings = _read(folder / "sentence_bert_config.json")
     return Recipe(pooling, normalize, settings.get("max_seq_length"))
 
 
 def _pooling(path: Path) -> str:
-    config = _read(path) or {}
+    config = _read(path)
     names = {
         "pooling_mode_mean_tokens": "mean",
         "pooling_mode_cls_token": "cls",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from tpde.errors import InvalidInput, NotPacked, printable
 from tpde.frameworks import torch_dtype
 from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.transformers.config import METHOD
-from tpde.packing.directory import INDEX_SUFFIX, json_object
+from tpde.packing.documents import json_object
+from tpde.packing.shards import read_index
 from tpde.packing.sources import resolve
 
-INDEX = "model" + INDEX_SUFFIX
+INDEX = "model.safetensors.index.json"
 
 
 def packed_directory(path: str | os.PathLike[str]) -> Path:
@@ -70,21 +70,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def weight_files(folder: Path) -> list[Path]:
     """The weight files that transformers would load."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            value = json.loads(index.read_text("utf-8"))
-            names = set(value["weight_map"].values())
-            value["metadata"].keys()  # which transformers takes for granted
-            if not names or not all(isinstance(name, str) for name in names):
-                raise TypeError
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    path = folder / INDEX
+    if path.exists():
+        index = read_index(path)
+        if "metadata" not in index.rest:  # which transformers takes for granted
             raise InvalidInput(
-                f"`{index}` is not an index of shards, with `metadata` and a `weight_map` of names",
-                hint="fetch it again",
-                where=str(index),
-            ) from None
-        return [folder / name for name in sorted(names)]
+                f"`{path}` is not an index of shards as transformers reads them: it has no `metadata`",
+                hint="add an empty object, or fetch it again",
+            )
+        return index.files()
     return [folder / "model.safetensors"]
 
 

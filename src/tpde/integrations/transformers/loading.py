@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,12 @@ import torch
 from tpde.errors import InvalidInput
 from tpde.integrations.device import checked_device
 from tpde.integrations.garbage import collect_first, collecting_later
+from tpde.integrations.transformers.config import METHOD
 from tpde.integrations.transformers.folder import packed_directory, read_config, require_files
-
-MAX_TOKENS = 8192  # of a budget that names none
+from tpde.streaming.budget import Budget, parse_budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from tpde.integrations.transformers.streamed import Budget
 
 
 def model_class_of(folder: Path) -> Any:
@@ -47,45 +46,6 @@ def model_class_of(folder: Path) -> Any:
     return found
 
 
-def checked_budget(
-    vram: int | str | None,
-    ram: int | str | None,
-    max_tokens: int | None,
-    progress: Callable[[int], None] | None = None,
-) -> Budget | None:
-    """The budget that a user names; None if there is none.
-
-    Raises
-    ------
-    InvalidInput
-        If a part of it is no size or number, or is given without `vram`.
-    """
-    from tpde.integrations.transformers.streamed import Budget
-    from tpde.streaming.sizes import parse_size
-
-    if vram is None:
-        for name, value in (("ram", ram), ("max_tokens", max_tokens)):
-            if value is not None:
-                raise InvalidInput(
-                    f"`{name}` is a part of a budget of GPU memory",
-                    hint="pass `vram` as well, or leave it out",
-                    where=name,
-                )
-        return None
-    if max_tokens is not None and (not isinstance(max_tokens, int) or isinstance(max_tokens, bool)):
-        raise InvalidInput(f"`max_tokens` is {max_tokens!r}", hint="give a whole number", where="max_tokens")
-    if max_tokens is not None and max_tokens < 1:
-        raise InvalidInput(
-            f"`max_tokens` is {max_tokens}",
-            hint="keep memory for at least one token",
-            where="max_tokens",
-            found=max_tokens,
-            needed=1,
-        )
-    limit = MAX_TOKENS if max_tokens is None else max_tokens
-    return Budget(parse_size(vram), None if ram is None else parse_size(ram), limit, progress)
-
-
 def _check_gpus(device_map: Any) -> None:
     """Refuse a budget of GPU memory where a model goes elsewhere."""
     for it in device_map.values() if isinstance(device_map, dict) else [device_map]:
@@ -97,6 +57,36 @@ def _check_gpus(device_map: Any) -> None:
                     "itself), or leave out `vram`"
                 ),
             )
+
+
+def _packed_config(config: Any, folder: Path) -> Any:
+    """A configuration that says, as that of the folder does, that the weights are packed.
+
+    Without that, transformers would find none of them, and make up all.
+
+    Raises
+    ------
+    InvalidInput
+        If it is none, or of a model that is quantized otherwise.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(config, (str, os.PathLike)):
+        config = AutoConfig.from_pretrained(config)
+    if not isinstance(config, PreTrainedConfig):
+        raise InvalidInput(
+            f"`config` is a {type(config).__name__}", hint="pass a configuration, or the path of one"
+        )
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    if found is not None and method != METHOD:
+        raise InvalidInput(
+            f"`config` is of a model that is quantized with `{method}`, `{folder}` is not",
+            hint="leave it out, or pass one without `quantization_config`",
+        )
+    config = copy.deepcopy(config)
+    config.quantization_config = read_config(folder)["quantization_config"]
+    return config
 
 
 def from_pretrained(
@@ -152,7 +142,7 @@ def from_pretrained(
     Raises
     ------
     MissingDependency
-        If torch or transformers 5 is missing.
+        If torch or transformers 5.13 is missing.
     NotPacked, InvalidInput
         If it is not a packed model, or a weight file is missing.
     Truncated, Corrupt, UnsupportedVersion
@@ -168,10 +158,26 @@ def from_pretrained(
     >>> model = tpde.from_pretrained("packed", device="cuda")  # doctest: +SKIP
     >>> model.generate(**tokenizer("Hello", return_tensors="pt").to("cuda"))  # doctest: +SKIP
     """
+    budget = parse_budget(vram, ram, max_tokens)
+    return load_model(path, device, budget, dtype=dtype, model_class=model_class, progress=progress, **kwargs)
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    device: str | int | torch.device | None,
+    budget: Budget | None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    model_class: type[Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """`from_pretrained`, with a budget that was read before."""
     from tpde.integrations.transformers.quantizer import loading_to
 
-    budget = checked_budget(vram, ram, max_tokens, progress)
     folder = packed_directory(path)
+    if kwargs.get("config") is not None:
+        kwargs["config"] = _packed_config(kwargs["config"], folder)
     if kwargs.get("variant") is None:  # else the files have other names
         require_files(folder)
     kind = model_class_of(folder) if model_class is None else model_class
@@ -184,7 +190,7 @@ def from_pretrained(
         _check_gpus(device_map)
         checked_device("cuda")
     target = checked_device(device)
-    with collecting_later(), loading_to(target, budget):
+    with collecting_later(), loading_to(target, budget, progress):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
         collect_first()

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from tpde.format.constants import SUFFIX
+from tpde.integrations.transformers.internals import ignore_keys, mark_initialized
 
 
 class Placeholders:
@@ -38,7 +39,7 @@ class Placeholders:
         self._model, self._names, self._done = model, frozenset(names), done
         for name in self._names:
             path, _, leaf = name.rpartition(".")
-            getattr(model.get_submodule(path), leaf)._is_hf_initialized = True
+            mark_initialized(getattr(model.get_submodule(path), leaf))
         register = getattr(model, "register_state_dict_post_hook", None) or model._register_state_dict_hook
         hidden = self._names
 
@@ -47,11 +48,8 @@ class Placeholders:
                 state.pop(prefix + name, None)
 
         self._hook = register(hide)
-        ignored = model._keys_to_ignore_on_load_unexpected
-        self._ignored = model.__dict__.get("_keys_to_ignore_on_load_unexpected", False)
         # Blobs are unexpected, too.
-        patterns = {f"{SUFFIX}$", *(rf"(^|\.){re.escape(name)}$" for name in halves)}
-        model._keys_to_ignore_on_load_unexpected = set(ignored or ()) | patterns
+        self._ignored = ignore_keys(model, [f"{SUFFIX}$", *(rf"(^|\.){re.escape(name)}$" for name in halves)])
         tie = model.tie_weights
 
         @functools.wraps(tie)
@@ -71,7 +69,4 @@ class Placeholders:
     def close(self) -> None:
         """Undo everything: loading is over, and so is its report of unexpected names."""
         self.finish()
-        if self._ignored is False:
-            del self._model._keys_to_ignore_on_load_unexpected
-        else:
-            self._model._keys_to_ignore_on_load_unexpected = self._ignored
+        self._ignored()

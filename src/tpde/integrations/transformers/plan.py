@@ -17,6 +17,15 @@ from torch import nn
 from tpde.errors import InvalidInput
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.runs import Run
+from tpde.integrations.transformers.internals import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    dtype_plan,
+    ignored_keys,
+    rename_source_key,
+    tied_weights,
+)
 from tpde.nn import supports
 
 # Once parameters, now made by the models themselves; transformers passes over them in silence, too.
@@ -86,13 +95,6 @@ class Plan(NamedTuple):
 def _sources(
     model: Any, checkpoint: Checkpoint, conversions: Sequence[Any]
 ) -> tuple[dict[str, Source], list[str]]:
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
     renamings = [it for it in conversions if isinstance(it, WeightRenaming)]
     converters = [it for it in conversions if isinstance(it, WeightConverter)]
     by_pattern = {pattern: it for it in converters for pattern in it.source_patterns}
@@ -115,7 +117,7 @@ def _sources(
         converter = None if pattern is None else by_pattern[pattern]
         found = sources.setdefault(target, Source(target, converter, {}))
         found.names.setdefault(name if pattern is None else pattern, []).append(name)
-    known = [*(model._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS]
+    known = [*ignored_keys(model), *_BUFFERS]
     return sources, [
         name
         for name in unexpected
@@ -125,7 +127,7 @@ def _sources(
 
 def expected_dtypes(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
     """What dtype transformers gives each tensor of a model's state dict."""
-    keep: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    keep = dtype_plan(model, dtype)
     rules = [(re.compile(glob.replace("*", ".*")), kept) for glob, kept in keep.items()]
     state = model.state_dict()
 
@@ -223,7 +225,7 @@ def _loosen_ties(
     there: Container[str],
 ) -> None:
     """Decode what is tied to a parameter that cannot be packed, or that is `there` and is not."""
-    for target, tied in model.all_tied_weights_keys.items():
+    for target, tied in tied_weights(model).items():
         for name, other in ((target, tied), (tied, target)):
             if name not in runs or other in runs:
                 continue

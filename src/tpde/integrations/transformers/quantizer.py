@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.quantizers.base import HfQuantizer
 
 from tpde.errors import InvalidInput, NotPacked, PackedWeight
@@ -22,13 +21,20 @@ from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
 from tpde.integrations.transformers.devices import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
+from tpde.integrations.transformers.internals import (
+    forget_quantized,
+    give_conversions,
+    take_conversions,
+    tied_weights,
+)
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
-from tpde.integrations.transformers.streamed import Budget, ModelStreaming
+from tpde.integrations.transformers.streamed import ModelStreaming
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.memory import require
-from tpde.nn import PackedParameter, PackedTensor, finish, replace_parameter
+from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
+from tpde.streaming.budget import Budget
 from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
@@ -40,6 +46,7 @@ class _Target:
 
     device: torch.device | None = None
     budget: Budget | None = None
+    progress: Callable[[int], None] | None = None  # told what is read under it
     streaming: ModelStreaming | None = None  # what has been opened so far
     warmup: Warmup | None = None
 
@@ -48,9 +55,11 @@ _target: contextvars.ContextVar[_Target | None] = contextvars.ContextVar("tpde_t
 
 
 @contextmanager
-def loading_to(device: torch.device, budget: Budget | None = None) -> Iterator[None]:
+def loading_to(
+    device: torch.device, budget: Budget | None = None, progress: Callable[[int], None] | None = None
+) -> Iterator[None]:
     """Load models to a device within this context, under a budget if there is one."""
-    target = _Target(device, budget)
+    target = _Target(device, budget, progress)
     token = _target.set(target)
     try:
         yield
@@ -87,7 +96,7 @@ class TpdeHfQuantizer(HfQuantizer):
                     "`tpde.pack_module(model)`"
                 ),
             )
-        self.conversions: list[Any] = []
+        self.conversions: list[Any] | None = None
         self.decoded = 0  # packed tensors that the model holds plain
         self._model: Any = None
         self._files: list[str] = []
@@ -201,12 +210,13 @@ class TpdeHfQuantizer(HfQuantizer):
             where |= {name: device_of(name, self._device_map) for name in plan.runs}
             for device in set(where.values()):
                 checked_device(device)
-            if self._target.budget is None:
+            target = self._target
+            if target.budget is None:
                 self._parts = self._read(plan, checkpoint, where)
                 decoded = self._decode(plan, checkpoint)
             else:
-                streaming = ModelStreaming(self._target.budget, self._target.warmup)
-                self._target.streaming = streaming
+                streaming = ModelStreaming(target.budget, target.progress, warmup=target.warmup)
+                target.streaming = streaming
                 streaming.plan(model, checkpoint, plan, where)
                 decoded = self._decode(plan, checkpoint)  # first, since for a moment it needs the blobs, too
                 self._parts = streaming.load(model, checkpoint, plan.runs, where)
@@ -269,7 +279,7 @@ class TpdeHfQuantizer(HfQuantizer):
     def _untie(self) -> None:
         """Where the files have two tied weights that differ, do as transformers does: keep both."""
         assert self._plan is not None
-        runs, tied = self._plan.runs, self._model.all_tied_weights_keys
+        runs, tied = self._plan.runs, tied_weights(self._model)
         for target, source in list(tied.items()):
             if target in runs and source in runs:
                 if same_bytes(runs[target], runs[source]):
@@ -309,7 +319,8 @@ class TpdeHfQuantizer(HfQuantizer):
             self._placeholders.close()
         self.pre_quantized = True
         # Saving converts packed weights itself; transformers would try to decode them.
-        self.conversions, model._weight_conversions = getattr(model, "_weight_conversions", None) or [], []
+        self.conversions = take_conversions(model)
+        forget_quantized(model)
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
         streaming, self._target = self._target.streaming, _Target()
@@ -322,8 +333,10 @@ class TpdeHfQuantizer(HfQuantizer):
             streaming.begin(model)
         return model
 
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Blobs under their names in the source, and the plain rest.
+
+        Where nothing is packed any more, the model is an ordinary one from here on, and saved as such.
 
         Raises
         ------
@@ -335,7 +348,17 @@ class TpdeHfQuantizer(HfQuantizer):
                 "the model streams its weights from its packed files under a VRAM budget",
                 hint="copy these files, or load it without `vram=` and save that",
             )
+        if next(packed_modules(model), None) is None:
+            give_conversions(model, self.conversions)
+            self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
+            return model.state_dict(), {}
+        model.config.quantization_config = self.quantization_config
         return state_to_save(model, self.conversions), {}
+
+    def adopt(self, model: Any) -> None:
+        """Belong to a model that was packed in memory: saving it writes its blobs."""
+        self.conversions = take_conversions(model)
+        model.hf_quantizer = self
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it does."""

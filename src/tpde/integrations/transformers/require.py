@@ -6,7 +6,7 @@ import importlib
 
 from tpde.errors import MissingDependency
 
-MIN_MAJOR = 5  # transformers 4 has other loading code
+MIN_VERSION = (5, 13)  # what `tpde.integrations.transformers.internals` relies on
 
 
 def require_transformers() -> None:
@@ -27,12 +27,10 @@ def require_transformers() -> None:
                 where=package,
             ) from None
     version = str(module.__version__)
-    major = version.partition(".")[0]
-    if not major.isdecimal() or int(major) < MIN_MAJOR:
+    numbers = [int(it) for it in version.split(".")[:2] if it.isdecimal()]
+    if tuple(numbers) < MIN_VERSION:
+        least = ".".join(map(str, MIN_VERSION))
         raise MissingDependency(
-            f"transformers {version} is too old, {MIN_MAJOR}.0 or newer is needed",
+            f"transformers {version} is too old, {least} or newer is needed",
             hint='run `pip install --upgrade "tpde[transformers]"`',
-            where="transformers",
-            found=version,
-            needed=f"{MIN_MAJOR}.0",
         )

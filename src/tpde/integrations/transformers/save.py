@@ -10,21 +10,27 @@ from torch import nn
 
 from tpde.format.constants import SUFFIX
 from tpde.integrations.runs import NotARun, Run
+from tpde.integrations.transformers.internals import (
+    WeightConverter,
+    conversion_mapping,
+    revert,
+    tied_weights,
+)
 from tpde.nn import PackedTensor, pack_tensor, packed_modules
 from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
 
 
-def state_to_save(model: Any, conversions: list[Any]) -> dict[str, torch.Tensor]:
+def state_to_save(model: Any, conversions: list[Any] | None) -> dict[str, torch.Tensor]:
     """The state dict of a packed model under the names of its checkpoint.
 
     Parameters
     ----------
     model : PreTrainedModel
         Some of whose weights are packed.
-    conversions : list of WeightTransform
-        Those that were used when it was loaded; they are undone.
+    conversions : list of WeightTransform, optional
+        Those that were used when it was loaded; they are undone. None for those of its class.
 
     Returns
     -------
@@ -48,7 +54,7 @@ def state_to_save(model: Any, conversions: list[Any]) -> dict[str, torch.Tensor]
 def _with_runs(model: nn.Module) -> dict[str, Any]:
     """The model's state dict with runs in the place of blobs; of tied weights, the one they are tied to."""
     state: dict[str, Any] = model.state_dict()
-    tied = getattr(model, "all_tied_weights_keys", {})
+    tied = tied_weights(model)
     kept: dict[int, str] = {}
     for path, module in packed_modules(model):
         prefix = f"{path}." if path else ""
@@ -65,32 +71,24 @@ def _with_runs(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _revert(model: Any, state: dict[str, Any], conversions: list[Any]) -> dict[str, Any]:
+def _revert(model: Any, state: dict[str, Any], conversions: list[Any] | None) -> dict[str, Any]:
     """Undo transformers' conversions; on plain weights where they cut through blobs."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    before = model._weight_conversions
-    model._weight_conversions = conversions
     try:
-        try:
-            return revert_weight_conversion(model, dict(state))  # type: ignore[no-any-return]
-        except NotARun:
-            log.warning("a conversion cuts through blobs: these weights are decoded and packed again")
-            cut = [n for n, it in state.items() if isinstance(it, Run) and _is_converted(n, conversions)]
-            plain = state | {name: _decoded(state[name]) for name in cut}
-            made: dict[str, Any] = revert_weight_conversion(model, plain)
-            for name in [name for name in made if name not in plain and isinstance(made[name], torch.Tensor)]:
-                packed = pack_tensor(made[name].contiguous(), name)
-                if packed is not None:
-                    made[name] = Run(made[name].shape, made[name].dtype, packed.sources)
-            return made
-    finally:
-        model._weight_conversions = before
+        return revert(model, dict(state), conversions)
+    except NotARun:
+        log.warning("a conversion cuts through blobs: these weights are decoded and packed again")
+        used = conversion_mapping(model) if conversions is None else conversions
+        cut = [n for n, it in state.items() if isinstance(it, Run) and _is_converted(n, used)]
+        plain = state | {name: _decoded(state[name]) for name in cut}
+        made = revert(model, plain, conversions)
+        for name in [name for name in made if name not in plain and isinstance(made[name], torch.Tensor)]:
+            packed = pack_tensor(made[name].contiguous(), name)
+            if packed is not None:
+                made[name] = Run(made[name].shape, made[name].dtype, packed.sources)
+        return made
 
 
 def _is_converted(name: str, conversions: list[Any]) -> bool:
-    from transformers.core_model_loading import WeightConverter
-
     converters = [it.reverse_transform() for it in conversions if isinstance(it, WeightConverter)]
     return any(it.rename_source_key(name)[1] is not None for it in converters)
 

@@ -12,6 +12,7 @@ import torch
 from tpde.errors import InvalidInput, TpdeError
 from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.transformers.folder import require_files, stored_dtype, weight_files
+from tpde.integrations.transformers.internals import conversion_mapping, on_meta
 from tpde.integrations.transformers.loading import model_class_of
 from tpde.integrations.transformers.plan import Plan, make_plan
 
@@ -33,15 +34,13 @@ def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, Plan]]:
         If it cannot be loaded.
     """
     from transformers import AutoConfig
-    from transformers.conversion_mapping import get_model_conversion_mapping
 
     kind = model_class_of(folder)
     require_files(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else stored_dtype(folder)
-        with torch.device("meta"):
-            model = kind._from_config(config, dtype=dtype)
+        model = on_meta(kind, config, dtype)
     except TpdeError:
         raise
     except Exception as error:
@@ -50,4 +49,4 @@ def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, Plan]]:
             hint="mend it, or fetch it again",
         ) from error
     with Checkpoint(weight_files(folder)) as checkpoint:
-        yield model, checkpoint, make_plan(model, checkpoint, get_model_conversion_mapping(model), dtype)
+        yield model, checkpoint, make_plan(model, checkpoint, conversion_mapping(model), dtype)

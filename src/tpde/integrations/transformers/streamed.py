@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
@@ -11,38 +12,18 @@ from tpde.errors import OutOfMemory
 from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.streaming.loading import Streaming
 from tpde.integrations.transformers.activations import Activations, activations_of
-from tpde.integrations.transformers.budget import plan_streaming
 from tpde.integrations.transformers.demand import activation_dtype
 from tpde.integrations.transformers.experts import cache_size, routed_modules
 from tpde.integrations.transformers.plan import Plan
+from tpde.integrations.transformers.planning import plan_streaming
 from tpde.integrations.transformers.tokens import TokenLimit
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.nn import route_experts
 from tpde.nn.experts import fused
+from tpde.streaming.budget import Budget
 from tpde.streaming.device import CudaDevice
 from tpde.streaming.experts import ExpertStore
 from tpde.streaming.plan import StreamPlan, too_little_ram
-
-
-class Budget(NamedTuple):
-    """What `tpde.from_pretrained` was allowed.
-
-    Attributes
-    ----------
-    vram : int
-        Bytes of each device.
-    ram : int or None
-        Bytes of host memory that weights may be locked in; None for what the machine has free.
-    max_tokens : int
-        Sequences times length.
-    progress : callable or None
-        Called with numbers of bytes read.
-    """
-
-    vram: int
-    ram: int | None
-    max_tokens: int
-    progress: Callable[[int], None] | None = None
 
 
 class ModelStreaming(Streaming):
@@ -51,7 +32,9 @@ class ModelStreaming(Streaming):
     Parameters
     ----------
     budget : Budget
-        As asked for.
+        Of each device; `ram` is shared by those that have packed weights.
+    progress : callable, optional
+        As of `Streaming`.
     warmup : Warmup, optional
         What loads kernels meanwhile; `begin` waits for it.
 
@@ -61,9 +44,14 @@ class ModelStreaming(Streaming):
         Of the devices that routed experts are fetched to.
     """
 
-    def __init__(self, budget: Budget, warmup: Warmup | None = None) -> None:
-        super().__init__(budget.vram, budget.progress)
-        self.budget = budget
+    def __init__(
+        self,
+        budget: Budget,
+        progress: Callable[[int], None] | None = None,
+        *,
+        warmup: Warmup | None = None,
+    ) -> None:
+        super().__init__(budget, progress)
         self.experts: dict[torch.device, ExpertStore] = {}
         self._activations: Activations | None = None  # until it is planned with
         self._warmup = warmup
@@ -99,9 +87,8 @@ class ModelStreaming(Streaming):
             only = {name for name in names if where.get(name, device) == device}
 
             def decide(vram: int, only: set[str] = only) -> StreamPlan:
-                return plan_streaming(
-                    model, checkpoint, plan, vram=vram, ram=ram, max_tokens=budget.max_tokens, only=only
-                )
+                share = replace(budget, vram=vram, ram=ram)
+                return plan_streaming(model, checkpoint, plan, share, only=only)
 
             warmup = self._warmup if self._warmup is not None and self._warmup.device == device else None
             try:

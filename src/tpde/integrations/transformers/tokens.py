@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tpde.errors import OutOfMemory
 from tpde.integrations.transformers.activations import Activations
+from tpde.integrations.transformers.internals import experts_of
 from tpde.streaming.sizes import mib
 
 _IDS, _DECODER = ("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds")
@@ -42,7 +43,7 @@ def check_sequences(batch: int, limit: int, activations: Activations) -> None:
     OutOfMemory
         As `check_tokens`.
     """
-    each, room = activations.logits + activations.sampling, activations.bytes(limit)
+    each, room = activations.logits + activations.sampling, activations.tokens(limit)
     if batch * each > room:
         wanted = -(-(batch * each - activations.sampling) // activations.logits)
         raise OutOfMemory(
@@ -62,23 +63,29 @@ def check_experts(batch: int, new: int, limit: int, activations: Activations) ->
     OutOfMemory
         As `check_tokens`.
     """
-    token = activations.states + activations.inside
-    each = new * (token + activations.experts)
-    # Of pairs there are as many as each sequence's new tokens, times all tokens in the cache, at most.
-    room = max(activations.bytes(limit) - new * limit * activations.pair, 0)
-    if batch * each > room:
-        fits, wanted = room // each, -(-batch * each // token)
+    count, room = batch * new, activations.copied(limit)
+    if count > room:
+        fits = room // new
         fewer = f"at most {fits} x {new} at once" if fits else "fewer at once"
+        takes, has = mib(count * activations.experts), mib(room * activations.experts)
         raise OutOfMemory(
-            f"`batched_mm` copies the experts of {batch} x {new} tokens, which takes {mib(batch * each)}, "
-            f"the VRAM budget keeps {mib(room)} for them",
-            hint=(
-                f'pass {fewer}, call `model.set_experts_implementation("eager")`, or load the model with '
-                f"`max_tokens={wanted}`"
-            ),
-            found=room,
-            needed=batch * each,
+            f"`batched_mm` copies the experts of {batch} x {new} tokens, which takes {takes}, the VRAM "
+            f"budget keeps {has} for them",
+            hint=f"pass {fewer}, call "
+            f'`model.set_experts_implementation("eager")`, or load the model with '
+            f"`max_tokens={_copying(count, limit, activations)}`",
         )
+
+
+def _copying(count: int, limit: int, activations: Activations) -> int:
+    """The least `max_tokens` above `limit` with which the experts of so many tokens can be copied."""
+    low, high = limit, 2 * limit
+    while activations.copied(high) < count:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if activations.copied(middle) >= count else (middle, high)
+    return high
 
 
 class Call(NamedTuple):
@@ -136,7 +143,7 @@ class TokenLimit:
         if self._samples:
             check_sequences(batch, self.limit, self._activations)
         # `generate` changes it, from one call to the next.
-        gathers = getattr(self._config, "_experts_implementation", None) == "batched_mm"
+        gathers = experts_of(self._config) == "batched_mm"
         if gathers and self._activations.experts:
             check_experts(batch, new, self.limit, self._activations)
 

@@ -14,7 +14,9 @@ import torch
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from tpde.integrations.allowance import held
 from tpde.integrations.streaming.demand import FIXED_BYTES, OUTSIDE_BYTES
+from tpde.integrations.transformers.internals import attention_of
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +45,12 @@ class Warmup:
     device : torch.device
         The same.
     reserved : int
-        Bytes that PyTorch's allocator held there before, but for what a warm-up in vain has left.
+        What `Held.counted` was there before, but for what a warm-up in vain has left.
     """
 
     def __init__(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
-        torch.cuda.empty_cache()
         self.device = device
-        self.reserved = max(torch.cuda.memory_reserved(device) - _left.pop(device, 0), 0)
+        self.reserved = max(held(device).counted - _left.pop(device, 0), 0)
         # Libraries keep memory for each stream: it must be the one that the model will run on.
         self._stream = torch.cuda.current_stream(device)
         self._thread = threading.Thread(target=self._run, args=(config, device, dtype), name="tpde-warmup")
@@ -69,8 +70,7 @@ class Warmup:
         very budget that the error before had named.
         """
         self.wait()
-        torch.cuda.empty_cache()
-        kept = torch.cuda.memory_reserved(self.device) - self.reserved
+        kept = held(self.device).counted - self.reserved
         _left[self.device] = min(max(kept, 0), FIXED_BYTES - OUTSIDE_BYTES)
 
     def wait(self) -> None:
@@ -122,7 +122,7 @@ def _attend(config: Any, device: torch.device, dtype: torch.dtype) -> None:
     other lengths.
     """
     heads = getattr(config, "num_attention_heads", None)
-    if getattr(config, "_attn_implementation", None) not in (None, "sdpa") or not isinstance(heads, int):
+    if attention_of(config) not in (None, "sdpa") or not isinstance(heads, int):
         return
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     query, key = (torch.zeros(1, heads, TOKENS, width, dtype=dtype, device=device) for _ in range(2))

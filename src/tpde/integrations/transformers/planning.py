@@ -12,6 +12,7 @@ from tpde.integrations.streaming.units import TABLES_BYTES, units_of
 from tpde.integrations.transformers.demand import activation_dtype, demand_of
 from tpde.integrations.transformers.experts import cache_least
 from tpde.integrations.transformers.plan import Plan
+from tpde.streaming.budget import Budget
 from tpde.streaming.plan import StreamPlan, make_plan
 
 
@@ -19,10 +20,8 @@ def plan_streaming(
     model: Any,
     checkpoint: Checkpoint,
     plan: Plan,
+    budget: Budget,
     *,
-    vram: int,
-    ram: int | None,
-    max_tokens: int,
     only: Collection[str] | None = None,
 ) -> StreamPlan:
     """Decide where the packed weights of a model are kept. Nothing but headers is read.
@@ -38,10 +37,8 @@ def plan_streaming(
         Its files.
     plan : Plan
         Which of their tensors make up its parameters.
-    vram, ram : int
-        Bytes of the device and of the host; None for `ram` means as much as is needed.
-    max_tokens : int
-        Sequences times length, at most.
+    budget : Budget
+        Of the device, and of the host for what goes there; without `ram`, it is as much as is needed.
     only : collection of str, optional
         Parameters and buffers, packed or not, that are on this device; by default all. Its plan has what they
         need, the cache of their blocks, and the activations of the whole model.
@@ -54,7 +51,7 @@ def plan_streaming(
         If the header of a packed tensor is damaged.
     """
     units = units_of(model, plan.runs, only)
-    demand = demand_of(model, plan.runs, max_tokens, activation_dtype(model.parameters()), only)
+    demand = demand_of(model, plan.runs, budget.max_tokens, activation_dtype(model.parameters()), only)
     sizes = {part.name: part.extent.size for run in plan.runs.values() for part in run.parts}
     here = {
         part.name for name, run in plan.runs.items() if only is None or name in only for part in run.parts
@@ -66,4 +63,4 @@ def plan_streaming(
         experts=cache_least(model, plan.runs, only),
         elsewhere=sum(size for name, size in sizes.items() if name not in here),
     )
-    return make_plan(units, demand, vram, ram, TYPICAL, calls=module_calls(model))
+    return make_plan(units, demand, budget.vram, budget.ram, TYPICAL, calls=module_calls(model))

@@ -1,0 +1,50 @@
+"""`tpde.pack_module`: models of any library, packed in memory."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import suppress
+
+from torch import nn
+
+from tpde.errors import MissingDependency
+from tpde.nn.api import MIN_BYTES
+from tpde.nn.api import pack_module as _pack
+
+
+def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
+    """Pack the weights of a live model, in place, without changing a bit of what it computes.
+
+    Packed are the floating-point weights of linear layers, embeddings, convolutions, transformers' `Conv1D`
+    and fused experts, where that makes them smaller; other parameters stay as they are. If some of the
+    model's parameters are frozen and some are not, as with adapters, only frozen ones are packed: packed
+    weights cannot be trained.
+
+    `save_pretrained` of a model of transformers then writes a packed directory, as of one that was loaded
+    packed.
+
+    Parameters
+    ----------
+    model : nn.Module
+        On any devices.
+    threads : int, optional
+        How many encode; by default one for each processor.
+    min_bytes : int
+        Smaller parameters stay plain.
+
+    Returns
+    -------
+    nn.Module
+        `model`; `unpack_module` is the inverse.
+
+    Examples
+    --------
+    >>> model = tpde.pack_module(model)  # doctest: +SKIP
+    >>> model(ids).logits  # the same bits as before  # doctest: +SKIP
+    """
+    _pack(model, threads=threads, min_bytes=min_bytes)
+    if "transformers.modeling_utils" in sys.modules:  # else it is none of its models
+        with suppress(MissingDependency):  # one that is too old to load packed models
+            importlib.import_module("tpde.integrations.transformers.adopt").adopt(model)
+    return model

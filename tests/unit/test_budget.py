@@ -1,0 +1,70 @@
+"""Budgets as users name them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tpde.errors import InvalidInput
+from tpde.streaming.budget import ACTIVATIONS, MAX_TOKENS, Budget, parse_budget
+
+GIB = 1 << 30
+
+
+def test_budgets() -> None:
+    assert parse_budget(None) is None
+    assert parse_budget("16GiB") == Budget(16 * GIB, None, MAX_TOKENS, ACTIVATIONS)
+    assert parse_budget(4096, "1GiB", 7, "2GiB") == Budget(4096, GIB, 7, 2 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("given_", "says"),
+    [
+        ({"ram": "1GiB"}, "`ram` is a part of a budget of GPU memory; pass `vram` as well"),
+        ({"max_tokens": 7}, "`max_tokens` is a part of a budget"),
+        ({"activations": "1GiB"}, "`activations` is a part of a budget"),
+        ({"vram": "lots"}, "`lots` is no size"),
+        ({"vram": 0}, "above zero"),
+        ({"vram": True}, "is no size"),
+        ({"vram": 1.5}, "is no size"),
+        ({"vram": "1GiB", "ram": "16G"}, "`16GiB` or `16GB`"),
+        ({"vram": "1GiB", "activations": "some"}, "`some` is no size"),
+        ({"vram": "1GiB", "max_tokens": 0}, "at least one token"),
+        ({"vram": "1GiB", "max_tokens": -5}, "at least one token"),
+        ({"vram": "1GiB", "max_tokens": 1.5}, "a whole number"),
+        ({"vram": "1GiB", "max_tokens": "7"}, "a whole number"),
+        ({"vram": "1GiB", "max_tokens": True}, "a whole number"),
+    ],
+)
+def test_what_is_no_budget(given_: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        parse_budget(**{"vram": None} | given_)
+
+
+ANYTHING = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.binary(max_size=4)
+)
+
+
+@given(vram=ANYTHING, ram=ANYTHING, max_tokens=ANYTHING, activations=ANYTHING)
+def test_anything_is_a_budget_or_refused(vram: Any, ram: Any, max_tokens: Any, activations: Any) -> None:
+    try:
+        made = parse_budget(vram, ram, max_tokens, activations)
+    except InvalidInput:
+        return
+    assert made is None or all(
+        type(it) is int and it > 0 for it in (made.vram, made.ram or 1, made.max_tokens, made.activations)
+    )
+
+
+def test_budgets_import_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, tpde.streaming.budget; "
+        "assert not {'torch', 'cuda', 'numpy'} & {name.partition('.')[0] for name in sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
