@@ -20,7 +20,9 @@ def main() -> int:
     from .checks import CHECKS
 
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these architectures", choices=ARCHITECTURES)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="these architectures", choices=ARCHITECTURES
+    )
     parser.add_argument("--family", nargs="+", help="architectures of these families")
     parser.add_argument("--check", nargs="+", default=list(CHECKS), choices=CHECKS)
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
@@ -31,7 +33,8 @@ def main() -> int:
     chosen = [
         it.name
         for it in ARCHITECTURES.values()
-        if (not options.only or it.name in options.only) and (not options.family or it.family in options.family)
+        if (not options.only or it.name in options.only)
+        and (not options.family or it.family in options.family)
     ]
     tasks = [
         Task(name, check, dtype) for name in chosen for dtype in options.dtype for check in options.check

@@ -13,7 +13,9 @@ class Differs(AssertionError):
     """Two things that should have the same bits do not; the text is one line."""
 
 
-def tensors(thing: Any, path: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(
+    thing: Any, path: str = "", seen: frozenset[int] = frozenset()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Walk through whatever a model returns: tuples, dicts, dataclasses, caches."""
     if isinstance(thing, torch.Tensor):
         yield path, thing
@@ -48,9 +50,7 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         With the number of words that differ, the first place, and both words.
     """
     if found.dtype != expected.dtype or found.shape != expected.shape:
-        raise Differs(
-            f"{what}: {_kind(found)}, expected {_kind(expected)}"
-        )
+        raise Differs(f"{what}: {_kind(found)}, expected {_kind(expected)}")
     a, b = (t.detach().cpu().contiguous().reshape(-1) for t in (found, expected))
     size = expected.element_size()
     words = (a.view(torch.uint8) != b.view(torch.uint8)).reshape(-1, size).any(1)

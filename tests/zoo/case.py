@@ -91,7 +91,9 @@ class Case:
     def cast(self, given: dict[str, Any]) -> dict[str, Any]:
         """Cast what is given in floating point to the model's dtype."""
         return {
-            name: value.to(self.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            name: value.to(self.dtype)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
             for name, value in given.items()
         }
 

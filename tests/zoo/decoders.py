@@ -136,7 +136,9 @@ DECODERS: list[Architecture] = [
     decoder("falcon_h1", "FalconH1ForCausalLM", mamba_d_ssm=128),
     decoder("granitemoehybrid", "GraniteMoeHybridForCausalLM", **_HYBRID),
     decoder("jamba", "JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=8),
-    decoder("kimi_linear", "KimiLinearForCausalLM", **_HYBRID, **_LATENT, linear_head_dim=16, linear_num_heads=4),
+    decoder(
+        "kimi_linear", "KimiLinearForCausalLM", **_HYBRID, **_LATENT, linear_head_dim=16, linear_num_heads=4
+    ),
     decoder("lfm2", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"]),
     decoder(
         "lfm2_moe",

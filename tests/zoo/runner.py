@@ -111,7 +111,11 @@ class _Worker:
         if late:
             return f"still running after {LIMIT:.0f} s"
         code = self.process.exitcode
-        return f"the process died of {signal.Signals(-code).name}" if code < 0 else f"the process exited with {code}"
+        return (
+            f"the process died of {signal.Signals(-code).name}"
+            if code < 0
+            else f"the process exited with {code}"
+        )
 
 
 def run(tasks: Iterable[Task], jobs: int, report: Callable[[Result], None]) -> list[Result]:
