@@ -73,7 +73,8 @@ class Case:
             model.tie_weights()
         return model.to(self.dtype).eval()
 
-    def pack(self, model: Any) -> Any:
+    @staticmethod
+    def pack(model: Any) -> Any:
         """Pack a model.
 
         Raises

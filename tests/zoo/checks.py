@@ -162,7 +162,7 @@ def _gradients(case: Case, frozen: bool, checkpoints: bool, packed: bool) -> dic
 
 
 def gradients(case: Case) -> None:
-    """Loss and gradients in training mode: as built, and with only vectors trained; with checkpointing too."""
+    """Loss and gradients, as built and with only vectors trained, with and without checkpointing."""
     done, reasons = 0, []
     for frozen in (False, True):
         for checkpoints in (False, True):

@@ -1,4 +1,4 @@
-"""Running checks in processes of their own: one that crashes or hangs is a failure, not the end of the run."""
+"""Running checks in processes of their own: a crash or a hang is a failure, not the end of the run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-LIMIT = 180.0  # seconds for one check
+LIMIT = 180.0  # seconds for one task
+FLOW = "flow"  # the check of a task that is a flow
 
 
 @dataclass(frozen=True)
 class Task:
-    """A check of an architecture in a dtype."""
+    """A check of an architecture in a dtype, or a flow."""
 
     name: str
     check: str
-    dtype: str
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How it went: `ok`, `fail`, or `plain` where the plain model does not do it either."""
+    """How it went: `ok`, `refused` by name, `fail`, or `plain` where plain models do not do it either."""
 
     task: Task
     status: str
@@ -35,7 +36,7 @@ class Result:
 
 
 def warm() -> None:
-    """Import what all processes need, so that each is forked with it. Nothing may compute yet: threads stay behind."""
+    """Import what all processes are forked with. Nothing may compute yet, or threads would be left behind."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,7 +48,7 @@ def warm() -> None:
     import tpde.integrations.diffusers
     import tpde.integrations.transformers  # noqa: F401
 
-    from . import checks  # noqa: F401
+    from . import checks, flows  # noqa: F401
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -58,8 +59,12 @@ def warm() -> None:
     torch.set_num_threads(1)
 
 
-def check(task: Task) -> Result:
-    """Run one check here."""
+def do(task: Task) -> Result:
+    """Do one task here."""
+    if task.check == FLOW:
+        from .flows import FLOWS, verdict
+
+        return Result(task, *verdict(FLOWS[task.name]))
     from .architectures import ARCHITECTURES
     from .case import Case, PlainFails, one_line
     from .checks import CHECKS
@@ -81,7 +86,7 @@ def _work(tasks: list[Task], pipe: Connection) -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     for task in tasks:
-        pipe.send(check(task))
+        pipe.send(do(task))
     pipe.close()
 
 
