@@ -60,7 +60,7 @@ class Case:
         self._folders: list[Path] = []
 
     def plain(self) -> Any:
-        """Make a plain model, in evaluation mode: normal weights of deviation 0.02, vectors near their start."""
+        """Make a plain model: normal weights of deviation 0.02, vectors near where they start."""
         seeded()
         model = self.architecture.build()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What changes weights, dtypes or modules of a model: as with a plain one, or refused with nothing changed."""
+"""What changes weights, dtypes or modules: as with a plain model, or refused with nothing changed."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ def _trainable(model: Any) -> dict[str, torch.Tensor]:
 def _one_trainable(model: Any) -> dict[str, torch.Tensor]:
     _first(model).weight.requires_grad_(True)
     return {"trained": words(name for name, it in model.named_parameters() if it.requires_grad)}
+
+
+def _reinitialized(model: Any) -> None:
+    seeded()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)) and hasattr(module, "reset_parameters"):
+            module.reset_parameters()
 
 
 class _Double(nn.Module):
@@ -186,7 +193,7 @@ TAMPERING: dict[str, Flow] = {
     "weight_copy": _atomic(_copied),
     "weight_assigned": _atomic(_assigned),
     "weight_init": _atomic(_init),
-    "init_weights": _atomic(lambda model: _reinitialized(model)),
+    "init_weights": _atomic(_reinitialized),
     "tie_weights": _atomic(lambda model: model.tie_weights(), "qwen2_tied"),
     "resize_token_embeddings": _atomic(_resized),
     "parametrize": _atomic(_parametrized),
@@ -204,10 +211,3 @@ TAMPERING: dict[str, Flow] = {
     "functional_call_all": _functional_all,
     "functional_grad": _functional_gradient,
 }
-
-
-def _reinitialized(model: Any) -> None:
-    seeded()
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)) and hasattr(module, "reset_parameters"):
-            module.reset_parameters()

@@ -69,13 +69,11 @@ def verdict(flow: Flow) -> tuple[str, str]:
     return "ok", ""
 
 
-def trained(
-    model: Any, steps: int = 2, rate: float = 0.05, given: Callable[[], dict[str, Any]] | None = None
-) -> Bits:
+def trained(model: Any, steps: int = 2, given: Callable[[], dict[str, Any]] | None = None) -> Bits:
     """Train what can be trained for some steps; give the losses, and the gradients of each step."""
     seeded()
     model.train()
-    optimizer = torch.optim.SGD([it for it in model.parameters() if it.requires_grad], lr=rate)
+    optimizer = torch.optim.SGD([it for it in model.parameters() if it.requires_grad], lr=0.05)
     bits: Bits = {}
     for step in range(steps):
         tokens = ids(length=8)
