@@ -60,9 +60,18 @@ class Case:
         self._folders: list[Path] = []
 
     def plain(self) -> Any:
-        """Make a plain model: normal weights of deviation 0.02, vectors near where they start."""
+        """Make a plain model: normal weights of deviation 0.02, vectors near where they start.
+
+        Raises
+        ------
+        PlainFails
+            If it cannot be built here.
+        """
         seeded()
-        model = self.architecture.build()
+        try:
+            model = self.architecture.build()
+        except Exception as error:
+            raise PlainFails(f"cannot be built: {one_line(error)}") from error
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() < 2:

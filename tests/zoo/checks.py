@@ -17,12 +17,7 @@ from .bits import Differs, kept, same, same_all, tensors
 from .case import Case, PlainFails, agreed, one_line, place, seeded, some_packed
 
 TOKENS = 5
-_CACHES = (
-    "past_key_values",
-    "cache_params",
-    "mems",
-    "state",
-)  # whether they have gradients depends on what is frozen
+_CACHES = ("past_key_values", "cache_params", "mems", "state")  # their gradients are nobody's
 
 
 def forward(case: Case) -> None:
@@ -90,10 +85,10 @@ def directory(case: Case) -> None:
     packed = case.folder() / "packed"
     tpde.pack(folder, packed)
     model = some_packed(_load(case, packed, True, plain))
-    _same(case.forward(model), expected, "loaded")
+    same_all(case.forward(model), expected, "loaded")
     again = case.folder()
     model.save_pretrained(again)
-    _same(case.forward(some_packed(_load(case, again, True, plain))), expected, "saved again")
+    same_all(case.forward(some_packed(_load(case, again, True, plain))), expected, "saved again")
 
 
 def copies(case: Case) -> None:
@@ -119,8 +114,8 @@ def copies(case: Case) -> None:
             continue
         packed = case.packed()
         twin = some_packed(way(packed))
-        _same(case.forward(twin), expected, name)
-        _same(case.forward(packed), expected, f"the original after {name}")
+        same_all(case.forward(twin), expected, name)
+        same_all(case.forward(packed), expected, f"the original after {name}")
     if len(unsupported) == len(ways):
         raise PlainFails(unsupported[0])
 
@@ -152,7 +147,8 @@ def _gradients(case: Case, frozen: bool, checkpoints: bool, packed: bool) -> dic
             model.gradient_checkpointing_enable()
         )
     loss = _loss(model, case)
-    loss.backward()
+    if loss.requires_grad:  # else all weights of the model are packed, and frozen
+        loss.backward()
     plain = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -180,9 +176,7 @@ def gradients(case: Case) -> None:
             for name, grad in found.items():
                 if name not in expected:
                     raise Differs(f"{what} `{name}` has a gradient, the plain model's has none")
-                same(
-                    grad, expected[name], f"{what} {name}" if name == "loss" else f"{what} gradient of {name}"
-                )
+                same(grad, expected[name], f"{what} {'' if name == 'loss' else 'gradient of '}{name}")
             done += len(found) - 1
     if not done:
         raise PlainFails(reasons[0] if reasons else "no gradient was compared")
@@ -190,15 +184,7 @@ def gradients(case: Case) -> None:
 
 def unpacked(case: Case) -> None:
     """`unpack_module` gives the plain model back; saved, it loads as a plain one."""
-    plain, model = case.plain(), case.plain()
-    for number, (a, b) in enumerate(zip(plain.parameters(), model.parameters(), strict=True)):
-        for parameter in (a, b):
-            parameter.requires_grad_(number % 3 > 0 and parameter.requires_grad)
-    for a in (plain, model):  # packing leaves out what is trained beside what is frozen
-        for parameter in a.parameters():
-            parameter.requires_grad_(parameter.dim() < 2)
-    case.pack(model)
-    tpde.unpack_module(model)
+    plain, model = case.plain(), tpde.unpack_module(case.packed())
     for (path, a), (_, b) in zip(plain.named_modules(), model.named_modules(), strict=True):
         if type(a) is not type(b):
             raise Differs(f"`{path}` is a {type(b).__name__}, expected {type(a).__name__}")
@@ -214,8 +200,7 @@ def unpacked(case: Case) -> None:
             raise Differs(
                 f"`{name}` is {type(found[name]).__name__}, requires_grad {found[name].requires_grad}"
             )
-    outputs = agreed(lambda: case.forward(plain))
-    _same(case.forward(model), outputs, "unpacked")
+    same_all(case.forward(model), agreed(lambda: case.forward(plain)), "unpacked")
     try:
         _on_disk(case)
         _, _, expected_again = _saved(case)
@@ -223,7 +208,7 @@ def unpacked(case: Case) -> None:
         return
     folder = case.folder()
     model.save_pretrained(folder)
-    _same(case.forward(_load(case, folder, False, model)), expected_again, "unpacked and saved")
+    same_all(case.forward(_load(case, folder, False, model)), expected_again, "unpacked and saved")
 
 
 def attributes(case: Case) -> None:
@@ -253,10 +238,6 @@ def attributes(case: Case) -> None:
 def _on_disk(case: Case) -> None:
     if case.architecture.library == "timm":
         raise PlainFails("timm does not save directories")
-
-
-def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    same_all(found, expected, what)
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

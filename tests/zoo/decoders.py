@@ -110,7 +110,12 @@ DECODERS: list[Architecture] = [
         zero_expert_num=2,
         moe_topk=2,
     ),
-    decoder("dbrx", "DbrxForCausalLM", attn_config={"kv_n_heads": 2}, ffn_config={"ffn_hidden_size": 64}),
+    decoder(
+        "dbrx",
+        "DbrxForCausalLM",
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 64},
+    ),
     decoder("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", moe_k=2),
     decoder("zaya", "ZayaForCausalLM", num_experts_per_tok=1),
     decoder(
