@@ -17,7 +17,7 @@ def main() -> int:
     """Run what the command line asks for; 1 if anything fails."""
     warm()
     from .architectures import ARCHITECTURES
-    from .checks import CHECKS
+    from .checks import CHECKS, applies
     from .flows import FLOWS
 
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
@@ -47,6 +47,7 @@ def main() -> int:
         for name in chosen
         for dtype in options.dtype or DTYPES
         for check in options.check or CHECKS
+        if applies(check, ARCHITECTURES[name])
     ]
     if not some or options.flow is not None:
         tasks += [Task(name, FLOW) for name in options.flow or FLOWS]

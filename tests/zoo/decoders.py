@@ -113,7 +113,7 @@ DECODERS: list[Architecture] = [
     decoder(
         "dbrx",
         "DbrxForCausalLM",
-        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         ffn_config={"ffn_hidden_size": 64},
     ),
     decoder("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", moe_k=2),
@@ -161,7 +161,7 @@ DECODERS: list[Architecture] = [
         "zamba",
         "ZambaForCausalLM",
         num_hidden_layers=4,
-        layers_block_type=["linear_attention", "linear_attention", "hybrid", "linear_attention"],
+        layers_block_type=["linear_attention", "hybrid"] * 2,
         attn_layer_period=2,
         attn_layer_offset=1,
     ),

@@ -66,8 +66,10 @@ def _matrix(results: list[Result]) -> list[str]:
     for name in names:
         cells = []
         for check in checks:
-            signs = [_SIGNS[found[name, check, dtype].status] for dtype in dtypes]
-            cells.append(signs[0] if len(set(signs)) == 1 else ", ".join(map("{} {}".format, dtypes, signs)))
+            some = [(dtype, found[name, check, dtype]) for dtype in dtypes if (name, check, dtype) in found]
+            signs = [(dtype, _SIGNS[it.status]) for dtype, it in some]
+            alike = len({sign for _, sign in signs}) < 2
+            cells.append(signs[0][1] if signs and alike else ", ".join(f"{d} {sign}" for d, sign in signs))
         lines.append(f"| {name} | {ARCHITECTURES[name].family} | " + " | ".join(cells) + " |")
     for status, title in (("fail", "What differs"), ("plain", "What plain models do not do")):
         some = [result for result in results if result.status == status]

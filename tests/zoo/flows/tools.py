@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tpde.errors import TpdeError
+from tpde.errors import InvalidInput, PackedWeight, TpdeError, UnsupportedDevice, UnsupportedDtype
 
 from ..architecture import ids
 from ..bits import Differs, kept, same_all
@@ -16,6 +16,7 @@ from ..case import Case, PlainFails, agreed, one_line, seeded
 Pack = Callable[[Any], Any]
 Bits = dict[str, torch.Tensor]
 Flow = Callable[[Pack], Bits]
+_REFUSALS = (InvalidInput, PackedWeight, UnsupportedDevice, UnsupportedDtype)  # damage is none
 
 
 class Made:
@@ -59,7 +60,7 @@ def verdict(flow: Flow) -> tuple[str, str]:
         found = flow(Case.pack)
     except TpdeError as error:
         says = one_line(error)
-        return ("refused" if "`" in says else "fail"), says
+        return ("refused" if isinstance(error, _REFUSALS) and "`" in says else "fail"), says
     except Exception as error:
         return "fail", one_line(error)
     try:
