@@ -73,7 +73,7 @@ def same_all(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
     """
     missing, more = expected.keys() - found.keys(), found.keys() - expected.keys()
     if missing or more:
-        raise Differs(f"{what}: tensors missing {sorted(missing)[:3]}, more {sorted(more)[:3]}")
+        raise Differs(f"{what} tensors missing {sorted(missing)[:3]}, more {sorted(more)[:3]}".strip())
     for path, tensor in expected.items():
         same(found[path], tensor, f"{what} {path}".strip())
 

@@ -193,9 +193,9 @@ def place(case: Case, plain: Any, packed: Any) -> str:
             handle.remove()
     for (name, kind, expected), (_, _, found) in zip(*seen, strict=False):
         try:
-            same_all(found, expected)
+            same_all(found, expected, "output")
         except Differs as error:
-            return f"first in `{name}` ({kind}): {error}"
+            return f"first in `{name}` ({kind}) {error}"
     return ""
 
 

@@ -11,17 +11,13 @@ from typing import Any
 import torch
 
 from ..bits import Differs
-from .tools import Bits, Flow, Made, Pack, as_plain, words
+from .tools import Bits, Flow, Made, Pack, as_plain, said
 
 
 def _keys(pack: Pack) -> Bits:
     model = pack(Made()())
-    return {
-        "state dict": words(model.state_dict()),
-        "parameters": words(name for name, _ in model.named_parameters()),
-        "shapes": words(tuple(it.shape) for it in model.parameters()),
-        "dtypes": words(it.dtype for it in model.parameters()),
-    }
+    parameters = ((name, tuple(it.shape), it.dtype) for name, it in model.named_parameters())
+    return said("state dict", model.state_dict()) | said("parameter", parameters)
 
 
 def _reloaded(pack: Pack, way: Any) -> Bits:

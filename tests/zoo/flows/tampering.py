@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..case import seeded
-from .tools import Bits, Flow, Made, Pack, atomic, trained, words
+from .tools import Bits, Flow, Made, Pack, atomic, said, trained
 
 
 def _atomic(act: Callable[[Any], Any], name: str = "llama", dtype: str = "bf16") -> Flow:
@@ -44,12 +44,12 @@ def _init(model: Any) -> None:
 
 def _trainable(model: Any) -> dict[str, torch.Tensor]:
     model.requires_grad_(True)
-    return {"trained": words(name for name, it in model.named_parameters() if it.requires_grad)}
+    return said("trained", (name for name, it in model.named_parameters() if it.requires_grad))
 
 
 def _one_trainable(model: Any) -> dict[str, torch.Tensor]:
     _first(model).weight.requires_grad_(True)
-    return {"trained": words(name for name, it in model.named_parameters() if it.requires_grad)}
+    return said("trained", (name for name, it in model.named_parameters() if it.requires_grad))
 
 
 def _reinitialized(model: Any) -> None:

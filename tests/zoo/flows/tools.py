@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -115,6 +115,6 @@ def atomic(made: Made, pack: Pack, act: Callable[[Any], Any]) -> Bits:
     return kept(out) if isinstance(out, dict) else made.outputs(model if out is None else out)
 
 
-def words(names: Any) -> torch.Tensor:
-    """Give text as a tensor, so that it is compared like the rest."""
-    return torch.frombuffer(bytearray("\n".join(map(str, names)).encode() or b" "), dtype=torch.uint8)
+def said(what: str, facts: Iterable[Any]) -> Bits:
+    """Give facts that are no tensors, so that those that are missing or more are named."""
+    return {f"{what} {fact}": torch.empty(0) for fact in facts}
