@@ -1,0 +1,157 @@
+"""Encoders of text, and encoder-decoders, of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .architecture import LENGTH, Architecture, from_config, ids, left_padded, noise
+from .shrink import tiny
+
+_LONG = 16  # attention in windows or blocks needs more tokens than one of them
+
+
+def _right_padded(length: int = LENGTH) -> dict[str, Any]:
+    import torch
+
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, -2:] = 0
+    return {"input_ids": ids(length=length), "attention_mask": mask}
+
+
+def encoder(
+    name: str, model: str, kind: str | None = None, length: int = LENGTH, **overrides: Any
+) -> Architecture:
+    """Describe an encoder of text."""
+    return Architecture(
+        name,
+        "encoder",
+        from_config(model, lambda: tiny(kind or name, **overrides)),
+        lambda _: _right_padded(length),
+    )
+
+
+def seq2seq(
+    name: str, model: str, kind: str | None = None, length: int = LENGTH, **overrides: Any
+) -> Architecture:
+    """Describe an encoder-decoder of text."""
+    return Architecture(
+        name,
+        "encoder-decoder",
+        from_config(model, lambda: tiny(kind or name, **overrides)),
+        lambda _: _right_padded(length) | {"decoder_input_ids": ids(length=3)},
+        lambda _: _right_padded(length) if length != LENGTH else left_padded(),
+    )
+
+
+def speech2text(name: str, model: str, features: tuple[int, ...], **overrides: Any) -> Architecture:
+    """Describe an encoder-decoder of speech."""
+    return Architecture(
+        name,
+        "encoder-decoder",
+        from_config(model, lambda: tiny(name, **overrides)),
+        lambda _: {"input_features": noise(2, *features), "decoder_input_ids": ids(length=3)},
+        lambda _: {"input_features": noise(2, *features)},
+    )
+
+
+_MASKED = {
+    "albert": "AlbertForMaskedLM",
+    "bert": "BertForMaskedLM",
+    "camembert": "CamembertForMaskedLM",
+    "convbert": "ConvBertForMaskedLM",
+    "data2vec-text": "Data2VecTextForMaskedLM",
+    "deberta": "DebertaForMaskedLM",
+    "distilbert": "DistilBertForMaskedLM",
+    "electra": "ElectraForPreTraining",
+    "ernie": "ErnieForMaskedLM",
+    "eurobert": "EuroBertForMaskedLM",
+    "fnet": "FNetForMaskedLM",
+    "funnel": "FunnelForMaskedLM",
+    "ibert": "IBertForMaskedLM",
+    "layoutlm": "LayoutLMForMaskedLM",
+    "megatron-bert": "MegatronBertForMaskedLM",
+    "mobilebert": "MobileBertForMaskedLM",
+    "modernbert": "ModernBertForMaskedLM",
+    "mpnet": "MPNetForMaskedLM",
+    "nomic_bert": "NomicBertForMaskedLM",
+    "rembert": "RemBertForMaskedLM",
+    "roberta": "RobertaForMaskedLM",
+    "roberta-prelayernorm": "RobertaPreLayerNormForMaskedLM",
+    "roformer": "RoFormerForMaskedLM",
+    "squeezebert": "SqueezeBertForMaskedLM",
+    "xlm-roberta": "XLMRobertaForMaskedLM",
+    "xlm-roberta-xl": "XLMRobertaXLForMaskedLM",
+}
+
+ENCODERS: list[Architecture] = [
+    *(encoder(name, model) for name, model in _MASKED.items()),
+    encoder("bert_embeddings", "BertModel", "bert"),
+    encoder("minilm", "BertForSequenceClassification", "bert", num_hidden_layers=3),
+    encoder("deberta-v2", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"]),
+    encoder("esm", "EsmForMaskedLM", mask_token_id=32, position_embedding_type="rotary"),
+    encoder("longformer", "LongformerForMaskedLM", length=_LONG, attention_window=4),
+    encoder(
+        "big_bird",
+        "BigBirdForMaskedLM",
+        length=64,
+        block_size=4,
+        num_random_blocks=1,
+    ),
+]
+
+SEQ2SEQ: list[Architecture] = [
+    seq2seq("t5", "T5ForConditionalGeneration", decoder_start_token_id=0),
+    seq2seq(
+        "t5_gated",
+        "T5ForConditionalGeneration",
+        "t5",
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
+    ),
+    seq2seq("mt5", "MT5ForConditionalGeneration", decoder_start_token_id=0),
+    seq2seq("umt5", "UMT5ForConditionalGeneration", decoder_start_token_id=0),
+    seq2seq("longt5", "LongT5ForConditionalGeneration", local_radius=3, decoder_start_token_id=0),
+    seq2seq("bart", "BartForConditionalGeneration"),
+    seq2seq("mbart", "MBartForConditionalGeneration"),
+    seq2seq("mvp", "MvpForConditionalGeneration"),
+    seq2seq("marian", "MarianMTModel", decoder_vocab_size=320),
+    seq2seq("pegasus", "PegasusForConditionalGeneration"),
+    seq2seq("pegasus_x", "PegasusXForConditionalGeneration", block_size=4, num_global_tokens=4),
+    seq2seq("blenderbot", "BlenderbotForConditionalGeneration"),
+    seq2seq("plbart", "PLBartForConditionalGeneration"),
+    seq2seq("prophetnet", "ProphetNetForConditionalGeneration", num_encoder_layers=2),
+    seq2seq(
+        "led",
+        "LEDForConditionalGeneration",
+        length=_LONG,
+        attention_window=4,
+        max_encoder_position_embeddings=64,
+    ),
+    seq2seq("bigbird_pegasus", "BigBirdPegasusForConditionalGeneration", attention_type="original_full"),
+    seq2seq("m2m_100", "M2M100ForConditionalGeneration"),
+    seq2seq("nllb-moe", "NllbMoeForConditionalGeneration", encoder_sparse_step=2, decoder_sparse_step=2),
+    seq2seq(
+        "switch_transformers",
+        "SwitchTransformersForConditionalGeneration",
+        num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+    ),
+    seq2seq(
+        "fsmt", "FSMTForConditionalGeneration", src_vocab_size=320, tgt_vocab_size=320, langs=["en", "de"]
+    ),
+    speech2text(
+        "whisper",
+        "WhisperForConditionalGeneration",
+        (16, 64),
+        num_mel_bins=16,
+        max_source_positions=32,
+        begin_suppress_tokens=None,
+    ),
+    speech2text(
+        "speech_to_text",
+        "Speech2TextForConditionalGeneration",
+        (40, 16),
+        input_feat_per_channel=16,
+        conv_channels=64,
+    ),
+]
