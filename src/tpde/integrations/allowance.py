@@ -219,13 +219,18 @@ class Allowance:
                 hint="pass a smaller `vram`, or free some of the memory",
                 where="vram",
             )
-        if whole and self.held.reserved > planned + self._share:
+        # What was done for this budget, such as loading kernels, is planned for.
+        kept = self.held.reserved - (self.held.counted - reserved) - planned
+        if whole and kept > max(self._share, 0):
             raise OutOfMemory(
                 f"`vram={gib(vram)}` is less than this process has of {device} already: PyTorch holds "
                 f"{describe(self.held)}, and keeps whole what tensors lie in",
-                hint=f"pass `vram` of at least "
-                f"{gib(self.held.reserved - planned + outside)}, delete those tensors, or load the model in "
-                "another process",
+                hint=f"pass `vram` of at least {gib(kept + outside)}, delete those tensors, or load the "
+                "model in another process",
+                where="vram",
+                found=vram,
+                needed=kept + outside,
+                least=kept + outside,
             )
         left = int(theirs * self._budgets.total) - planned - (0 if whole else before)
         if theirs < 1.0 and self._share > left:

@@ -11,6 +11,7 @@ from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.sink import BytesSink
 from tpde.frameworks import torch_bytes, torch_spec
+from tpde.nn.changed import changed_weights
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
@@ -99,11 +100,13 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     """
     places: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
     trained: set[bool] = set()
+    changed = changed_weights(model)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{path}.{name}" if path else name
-                places.setdefault(id(parameter), []).append((full, parameter, supports(module, name)))
+                can = supports(module, name) and full not in changed
+                places.setdefault(id(parameter), []).append((full, parameter, can))
                 trained.add(parameter.requires_grad)
     for uses in places.values():
         parameter = uses[0][1]

@@ -62,6 +62,10 @@ class PackedModule(_Base):
     tpde_base: type[nn.Module]  # the class that the module had
     tpde_slots: dict[str, Slot]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the plain class: some code makes others of a module's class, as adapters do."""
+        return cls.tpde_base(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weights at hand."""
         if isinstance(self, PackedEmbedding):  # has no group: only rows of it are decoded
@@ -332,7 +336,9 @@ class PackedEmbedding(nn.Embedding):
 def _weight(name: str) -> property:
     def read(self: PackedModule) -> Tensor:
         slot = self.tpde_slots[name]
-        held = self._parameters[name]
+        held = self._parameters.get(name)
+        if held is None and name not in self._parameters:
+            raise AttributeError(f"`{slot.packed.name}` was taken out of its {type(self).__name__}")
         if held is not None and held is not slot.parameter and not is_compiling():
             return held  # somebody has put it there for a moment, as `torch.func.functional_call` does
         if not is_compiling():
@@ -358,4 +364,4 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
 
 def _new(base: type[nn.Module], names: tuple[str, ...]) -> PackedModule:
     kind = packed_class(base, names)  # type: ignore[arg-type]
-    return kind.__new__(kind)
+    return object.__new__(kind)

@@ -44,7 +44,8 @@ def supports(module: nn.Module, name: str) -> bool:
         return module.max_norm is None and not module.sparse
     if name == "weight" and (isinstance(module, (nn.Linear, *_CONVOLUTIONS)) or is_conv1d(kind)):
         return True
-    return parameter.dim() == 3 and not kind.__module__.startswith("torch.")
+    # Of one slice, it is something else, such as the positions of a vision transformer.
+    return parameter.dim() == 3 and parameter.shape[0] > 1 and not kind.__module__.startswith("torch.")
 
 
 def _find(model: nn.Module, name: str) -> tuple[nn.Module, str]:

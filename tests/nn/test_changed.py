@@ -1,0 +1,54 @@
+"""Weights that models change themselves stay plain, and the models run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from support.models import VOCAB, assert_same_bits, torch
+
+import tpde
+from tpde.nn import PackedParameter, pack_module
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+
+def _rwkv() -> Any:
+    return transformers.RwkvForCausalLM(
+        transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=8, rescale_every=2)
+    )
+
+
+def _switch() -> Any:
+    return transformers.SwitchTransformersForConditionalGeneration(
+        transformers.SwitchTransformersConfig(
+            vocab_size=VOCAB,
+            d_model=64,
+            d_kv=16,
+            d_ff=96,
+            num_layers=2,
+            num_heads=4,
+            num_experts=4,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", ["rwkv", "switch"])
+def test_they_run(name: str) -> None:
+    torch.manual_seed(0)
+    plain = (_rwkv if name == "rwkv" else _switch)().to(torch.bfloat16).eval()
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    ids = torch.arange(12).reshape(2, 6)
+    took = {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "switch" else {})
+    with torch.no_grad():
+        for _ in range(2):
+            assert_same_bits(ours(**took).logits, plain(**took).logits)
+    kinds = {it for it, parameter in ours.named_parameters() if isinstance(parameter, PackedParameter)}
+    changed = "attention.output" if name == "rwkv" else "router.classifier"
+    assert not any(changed in it for it in kinds)
+    assert any("attention.key" in it or "SelfAttention.q" in it for it in kinds)
+    tpde.unpack_module(ours)
