@@ -253,3 +253,55 @@ def test_components_may_have_tensors_of_the_same_name(tmp_path: Path) -> None:
     assert names == [["w_tpde"], ["w"]]
     unpack(tmp_path / "packed", tmp_path / "back")
     assert _tree(tmp_path / "back") == _tree(source)
+
+
+def test_weights_that_neither_transformers_nor_diffusers_read_stay_plain(tmp_path: Path) -> None:
+    """sentence-transformers loads those of its own modules, and knows no packed ones."""
+    source, packed = tmp_path / "source", tmp_path / "packed"
+    modules = [
+        {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        {"idx": 2, "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+    ]
+    data = safetensors_bytes({"w": (SPEC, fill("normal", SPEC))}, {})
+    for folder in ("", "1_Pooling", "2_Dense"):
+        (source / folder).mkdir(exist_ok=True)
+        (source / folder / "config.json").write_text("{}")
+    (source / "modules.json").write_text(json.dumps(modules))
+    for folder in ("", "2_Dense"):
+        (source / folder / "model.safetensors").write_bytes(data)
+    pack(source, packed)
+    changed = {name for name, it in _tree(packed).items() if it != _tree(source).get(name)}
+    assert changed == {"config.json", "model.safetensors", MANIFEST}
+    assert verify(packed) == verify(packed, against=source) == []
+    unpack(packed, tmp_path / "back")
+    assert _tree(tmp_path / "back") == _tree(source)
+    (packed / "2_Dense" / "model.safetensors").write_bytes(data[:-1] + b"x")
+    assert [Path(it.file).parent.name for it in verify(packed)] == ["2_Dense"]
+    with pytest.raises(Corrupt, match="SHA-256"):
+        unpack(packed, tmp_path / "damaged")
+    for text in ("[" * 5000, "{}", "[1]"):
+        (source / "modules.json").write_text(text)
+        with pytest.raises(InvalidInput, match=r"modules\.json"):
+            pack(source, tmp_path / "again")
+
+
+def test_components_of_a_pipeline_say_that_they_are_packed(tmp_path: Path) -> None:
+    source, packed = tmp_path / "source", tmp_path / "packed"
+    for folder in ("unet", "tokenizer", "text_encoder"):
+        (source / folder).mkdir(parents=True)
+        (source / folder / "config.json").write_text('{"a": 1}')
+    for folder in ("unet", "text_encoder"):
+        data = safetensors_bytes({"w": (SPEC, fill("normal", SPEC))}, {})
+        (source / folder / "model.safetensors").write_bytes(data)
+    pack(source, packed)
+    says = {
+        it: "quantization_config" in json.loads((packed / it / "config.json").read_text())
+        for it in ("unet", "tokenizer", "text_encoder")
+    }
+    assert says == {"unet": True, "tokenizer": False, "text_encoder": True}
+    assert verify(packed) == []
+    (packed / "unet" / "config.json").write_text('{"a": 2}')
+    assert [Path(it.file).parent.name for it in verify(packed)] == ["unet"]
+    unpack(tmp_path / "packed", tmp_path / "back")
+    assert _tree(tmp_path / "back") == _tree(source)

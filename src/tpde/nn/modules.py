@@ -147,7 +147,13 @@ class PackedModule(_Base):
         return alias(group.view(slot)) if space.group is group else slot.parameter.plain()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        slot = self.__dict__.get("tpde_slots", {}).get(name)
+        slots = self.__dict__.get("tpde_slots", {})
+        if name == "qconfig" and slots:
+            raise PackedWeight(
+                f"`{next(iter(slots.values())).packed.name}` is packed, and cannot be quantized",
+                hint="call `tpde.unpack_module(model)` first",
+            )
+        slot = slots.get(name)
         if slot is not None:
             if isinstance(value, PackedParameter) and value.packed is slot.packed:
                 return  # tying what is tied

@@ -25,7 +25,13 @@ from tpde.errors import (
 )
 from tpde.format.constants import MANIFEST, SUFFIX, VERSION
 from tpde.format.sink import refuse_existing, unwritable
-from tpde.packing.documents import is_inside, is_text, json_object, parse_object
+from tpde.packing.documents import (
+    is_inside,
+    is_text,
+    json_object,
+    parse_object,
+    read_modules,
+)
 from tpde.packing.files import (
     Problem,
     Progress,
@@ -153,6 +159,26 @@ def _packed_index(index: ShardIndex, folder: PurePosixPath, packed: dict[str, se
     )
 
 
+def _names_packing(name: str, weights: Collection[str]) -> bool:
+    """Whether a file is the configuration of a model, which says that its weights are packed.
+
+    That of the directory is, and in a pipeline those beside weights.
+    """
+    path = PurePosixPath(name)
+    if path.name != "config.json":
+        return False
+    return path.parent == PurePosixPath() or any(PurePosixPath(it).parent == path.parent for it in weights)
+
+
+def _read_by_others(source: Path) -> list[str]:
+    """Folders whose weights neither transformers nor diffusers read: of modules of sentence-transformers."""
+    return [
+        str(it["path"])
+        for it in read_modules(source)
+        if it.get("path") and str(it.get("type", "")).rpartition(".")[2] != "Transformer"
+    ]
+
+
 def _packed_config(config: dict[str, Any]) -> str:
     ours: dict[str, Any] = {"quant_method": "tpde", "version": VERSION}
     if "quantization_config" in config:
@@ -177,6 +203,7 @@ def pack_directory(
         )
     refuse_nested(source, destination)
     weights = {p.relative_to(source).as_posix() for p in shards(source)}
+    weights -= {name for name in weights if any(name.startswith(f"{it}/") for it in _read_by_others(source))}
     results, files = [], dict[str, dict[str, str]]()
     names = list(files_below(source))
     with new_folder(destination, names, force) as folder:
@@ -199,7 +226,7 @@ def pack_directory(
                 index = read_index(source / name)
                 files[name]["original"] = index.text
                 changed = _packed_index(index, PurePosixPath(name).parent, packed_names)
-            elif name == "config.json":
+            elif _names_packing(name, weights):
                 files[name]["original"], value = json_object(source / name)
                 changed = _packed_config(value)
             else:
@@ -266,6 +293,11 @@ def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
     return files
 
 
+def _is_packed(path: Path) -> bool:
+    with PackedFile(path) as file:
+        return file.is_packed
+
+
 def unpack_directory(
     source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
 ) -> list[Result]:
@@ -283,7 +315,7 @@ def unpack_directory(
                 raise Truncated(
                     f"`{source}` lacks `{name}`, which its manifest names", hint="fetch it", where=name
                 )
-            elif name.endswith(".safetensors"):
+            elif name.endswith(".safetensors") and _is_packed(source / name):
                 result = unpack_file(source / name, target, threads=threads, force=False, progress=progress)
                 results.append(renamed(result, destination / name))
             else:
@@ -307,7 +339,7 @@ def verify_directory(
     """Check every file of a packed directory."""
     problems: list[Problem] = []
     files = read_manifest(folder)
-    for name, info in files.items():
+    for name in files:
         path, other = folder / name, against / name if against is not None else None
         if not path.is_file():
             problems.append(Problem(str(path), None, None, f"`{path}` is missing"))
@@ -315,16 +347,25 @@ def verify_directory(
             problems.append(Problem(str(path), None, None, f"`{other}` is missing from the source"))
         elif name.endswith(".safetensors"):
             try:
-                problems += verify_file(path, other, threads, progress)
+                if _is_packed(path):
+                    problems += verify_file(path, other, threads, progress)
+                else:
+                    problems += _differences(folder, files, name, other)
             except TpdeError as error:  # one bad shard must not hide the others'
                 problems.append(Problem(str(path), None, None, str(error)))
         else:
-            wrong = [] if _is_as_packed(folder, files, name) else [path]
-            if other is not None and sha256(other) != info["sha256"]:
-                wrong.append(other)
-            for it in wrong:
-                problems.append(Problem(str(it), None, None, f"`{it}` differs from what was packed"))
+            problems += _differences(folder, files, name, other)
     return problems
+
+
+def _differences(
+    folder: Path, files: dict[str, dict[str, str]], name: str, other: Path | None
+) -> list[Problem]:
+    """Compare a file that packing has copied or changed, and the source's if there is one."""
+    wrong = [] if _is_as_packed(folder, files, name) else [folder / name]
+    if other is not None and sha256(other) != files[name]["sha256"]:
+        wrong.append(other)
+    return [Problem(str(it), None, None, f"`{it}` differs from what was packed") for it in wrong]
 
 
 def _is_as_packed(folder: Path, files: dict[str, dict[str, str]], name: str) -> bool:
@@ -334,14 +375,15 @@ def _is_as_packed(folder: Path, files: dict[str, dict[str, str]], name: str) -> 
         return sha256(folder / name) == files[name]["sha256"]
     if hashlib.sha256(text.encode("utf-8")).hexdigest() != files[name]["sha256"]:
         return False
+    config = PurePosixPath(name).name == "config.json"
     try:
-        if name == "config.json":
+        if config:
             made = _packed_config(parse_object(text, folder / name))
         else:
             index = parse_index(text, folder / name)
     except InvalidInput:  # hashes can be made to fit
         return False
-    if name != "config.json":
+    if not config:
         where, packed = PurePosixPath(name).parent, {}
         try:
             for shard in {(where / file).as_posix() for file in index.names()} & files.keys():

@@ -106,3 +106,20 @@ def json_object(path: Path) -> tuple[str, dict[str, Any]]:
     """
     text = read_document(path)
     return text, parse_object(text, path)
+
+
+def read_modules(folder: Path) -> list[dict[str, Any]]:
+    """The modules of a sentence-transformers model, as its `modules.json` lists them; none without one.
+
+    Raises
+    ------
+    InvalidInput
+        As `read_document` and `parse_json`, or if it is no list of objects.
+    """
+    path = folder / "modules.json"
+    if not path.exists():
+        return []
+    found = parse_json(read_document(path), path)
+    if not isinstance(found, list) or not all(isinstance(it, dict) for it in found):
+        raise InvalidInput(f"`{path}` is no list of modules", hint="mend it, or fetch it again")
+    return found

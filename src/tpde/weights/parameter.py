@@ -137,7 +137,7 @@ class PackedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         special = _SPECIAL.get(func)
-        if special is not None:
+        if special is not None and (func in _OTHERS_FIRST or (args and isinstance(args[0], cls))):
             return special(func, *args, **kwargs)
         return _compute(func, args, kwargs)
 
@@ -148,7 +148,7 @@ class PackedParameter(nn.Parameter):
         """The same for code in C++, which does not ask `__torch_function__`."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
-            return PackedParameter(args[0])
+            return PackedParameter(args[0].packed)
         if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
             return _copy(func, *args)
         for place, argument in enumerate(func._schema.arguments):
@@ -251,8 +251,8 @@ def _same(func: Any, weight: PackedParameter, *args: Any, **kwargs: Any) -> Pack
 
 
 def _detach(func: Any, weight: PackedParameter) -> PackedParameter:
-    """The same weight in another parameter."""
-    return PackedParameter(weight)
+    """The same weight in another parameter, which was never to be trained."""
+    return PackedParameter(weight.packed)
 
 
 def _freeze(func: Any, weight: PackedParameter, requires_grad: bool = True) -> PackedParameter:
@@ -447,6 +447,9 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
         )
     },
 }
+
+
+_OTHERS_FIRST = {functional.embedding, _T.copy_}  # whose first argument may be another tensor
 
 
 def rebuild_parameter(packed: PackedTensor, requires_grad: bool) -> PackedParameter:

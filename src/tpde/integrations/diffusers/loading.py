@@ -198,6 +198,9 @@ def load(
                 streaming.attach(model)
                 streaming.begin(model)
             undo.pop_all()
+    from tpde.integrations.diffusers.quantizer import belong  # diffusers is there by now
+
+    belong(model)
     return model
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tpde.errors import InvalidInput
 from tpde.integrations.transformers.memory import explained
-from tpde.packing.documents import json_object, parse_json, read_document
+from tpde.packing.documents import json_object, read_modules
 
 BATCH = 32
 
@@ -37,13 +37,6 @@ def _read(path: Path) -> dict[str, Any]:
     return json_object(path)[1] if path.exists() else {}
 
 
-def _modules(path: Path) -> list[dict[str, Any]]:
-    found = parse_json(read_document(path), path) if path.exists() else []
-    if not isinstance(found, list) or not all(isinstance(it, dict) for it in found):
-        raise InvalidInput(f"`{path}` is no list of modules", hint="mend it, or fetch it again")
-    return found
-
-
 def read_recipe(folder: Path) -> Recipe:
     """What `modules.json` says; without it, the mean, as sentence-transformers does.
 
@@ -53,7 +46,7 @@ def read_recipe(folder: Path) -> Recipe:
         If it asks for something else than pooling and normalizing.
     """
     pooling, normalize = "mean", False
-    for module in _modules(folder / "modules.json"):
+    for module in read_modules(folder):
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             pooling = _pooling(folder / str(module.get("path", "")) / "config.json")

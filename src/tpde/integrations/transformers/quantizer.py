@@ -27,6 +27,7 @@ from tpde.integrations.transformers.internals import (
     take_conversions,
     tied_weights,
 )
+from tpde.integrations.transformers.memory import Footprint
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
 from tpde.integrations.transformers.save import state_to_save
@@ -321,6 +322,7 @@ class TpdeHfQuantizer(HfQuantizer):
         # Saving converts packed weights itself; transformers would try to decode them.
         self.conversions = take_conversions(model)
         forget_quantized(model)
+        model.get_memory_footprint = Footprint(model)
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
         streaming, self._target = self._target.streaming, _Target()
@@ -359,6 +361,7 @@ class TpdeHfQuantizer(HfQuantizer):
         """Belong to a model that was packed in memory: saving it writes its blobs."""
         self.conversions = take_conversions(model)
         model.hf_quantizer = self
+        model.get_memory_footprint = Footprint(model)
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it does."""
