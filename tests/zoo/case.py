@@ -131,11 +131,9 @@ class Case:
 def large_weights(model: nn.Module) -> set[str]:
     """Name the modules whose weights shrink in any dtype, as far as they can be packed at all."""
     kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return {
-        name
-        for name, it in model.named_modules()
-        if isinstance(it, kinds) and it.weight.numel() * it.weight.element_size() >= LARGE
-    }
+    sizes = {name: it.numel() * it.element_size() for name, it in model.named_parameters()}
+    places = {name: f"{name}.weight" for name, it in model.named_modules() if isinstance(it, kinds)}
+    return {name for name, place in places.items() if sizes.get(place, 0) >= LARGE}
 
 
 def mostly_packed(model: Any, large: set[str]) -> Any:
@@ -145,8 +143,12 @@ def mostly_packed(model: Any, large: set[str]) -> Any:
     ------
     NothingPacked
         If nothing is, or less than half of the larger weights.
+    PlainFails
+        If there is nothing to pack.
     """
     packed = {name for name, _ in tpde.nn.packed_modules(model)}
+    if not packed and not large:
+        raise PlainFails("has no larger weights of a kind that is packed")
     if not packed or 2 * len(packed & large) < len(large):
         raise NothingPacked(
             f"{len(packed & large)} of {len(large)} larger weights are packed: the check would prove little"

@@ -78,16 +78,19 @@ def _saved(case: Case) -> tuple[Any, Path, dict[str, torch.Tensor]]:
 
 
 def directory(case: Case) -> None:
-    """Saved plain, packed, loaded, saved packed, and loaded again."""
+    """Saved plain, packed, loaded; then saved packed and loaded, unpacked and saved plain and loaded."""
     plain, folder, expected = _saved(case)
-    packed = case.folder() / "packed"
+    packed, again, restored = (case.folder() / "folder" for _ in range(3))
     tpde.pack(folder, packed)
     large = large_weights(plain)
-    model = mostly_packed(_load(case, packed, True, plain), large)
+    model = _load(case, packed, True, plain)
+    if large:
+        mostly_packed(model, large)
     same_all(case.forward(model), expected, "loaded")
-    again = case.folder()
     model.save_pretrained(again)
-    same_all(case.forward(mostly_packed(_load(case, again, True, plain), large)), expected, "saved again")
+    same_all(case.forward(_load(case, again, True, plain)), expected, "saved again")
+    tpde.unpack_module(model).save_pretrained(restored)
+    same_all(case.forward(_load(case, restored, False, plain)), expected, "unpacked and saved")
 
 
 def copies(case: Case) -> None:
