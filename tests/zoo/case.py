@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -27,6 +28,9 @@ LARGE = 8192  # bytes; of half of that, fp16 saves less than a blob's header and
 _KEEP = ("A_log", "decay", "time_", "rotation")  # weights that are no matrices: their values must stay sane
 
 
+_FOLDER = re.compile(r"/?zoo-\w{8}")  # names that change from run to run
+
+
 class PlainFails(Exception):
     """The plain model cannot do this either, or does not do it twice the same way."""
 
@@ -37,7 +41,8 @@ class NothingPacked(AssertionError):
 
 def one_line(error: BaseException) -> str:
     """Say an error in one line: for those of ours and of transformers the text is enough."""
-    text = " ".join(str(error).split())[:240]
+    text = " ".join(str(error).split()).replace(tempfile.gettempdir(), "")
+    text = _FOLDER.sub("folder", text)[:240]
     return text if isinstance(error, (Differs, NothingPacked)) else f"{type(error).__name__}: {text}"
 
 

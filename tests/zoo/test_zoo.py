@@ -44,6 +44,7 @@ SOME_FLOWS = [
 ]
 _FAULTS = {
     ("attributes", "bf16"): "packed weights are no parameters, and are not counted",
+    ("restored", "bf16"): "`save_pretrained` of a model that was loaded and unpacked says that it is packed",
     ("generate", "fp32"): "a linear layer without bias, given a strided input, takes another kernel",
 }
 
