@@ -18,6 +18,11 @@ from .bits import Differs, kept, same, same_all, tensors
 from .case import Case, PlainFails, agreed, large_weights, mostly_packed, one_line, place, seeded
 
 TOKENS = 5
+_CHECKPOINTING = {  # what the libraries call it
+    "transformers": "gradient_checkpointing_enable",
+    "diffusers": "enable_gradient_checkpointing",
+    "timm": "set_grad_checkpointing",
+}
 _CACHES = ("past_key_values", "cache_params", "mems", "state")  # their gradients are nobody's
 
 
@@ -158,9 +163,7 @@ def _gradients(case: Case, frozen: bool, checkpoints: bool, packed: bool) -> dic
         case.pack(model)
     model.train()
     if checkpoints:
-        model.enable_gradient_checkpointing() if case.architecture.library == "diffusers" else (
-            model.gradient_checkpointing_enable()
-        )
+        getattr(model, _CHECKPOINTING[case.architecture.library])()
     loss = _loss(model, case)
     if loss.requires_grad:  # else all weights of the model are packed, and frozen
         loss.backward()
