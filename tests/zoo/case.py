@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -27,6 +28,9 @@ LARGE = 8192  # bytes; of half of that, fp16 saves less than a blob's header and
 _KEEP = ("A_log", "decay", "time_", "rotation")  # weights that are no matrices: their values must stay sane
 
 
+_FOLDER = re.compile(r"/?zoo-\w{8}")  # names that change from run to run
+
+
 class PlainFails(Exception):
     """The plain model cannot do this either, or does not do it twice the same way."""
 
@@ -37,7 +41,8 @@ class NothingPacked(AssertionError):
 
 def one_line(error: BaseException) -> str:
     """Say an error in one line: for those of ours and of transformers the text is enough."""
-    text = " ".join(str(error).split())[:240]
+    text = " ".join(str(error).split()).replace(tempfile.gettempdir(), "")
+    text = _FOLDER.sub("folder", text)[:240]
     return text if isinstance(error, (Differs, NothingPacked)) else f"{type(error).__name__}: {text}"
 
 
@@ -131,11 +136,9 @@ class Case:
 def large_weights(model: nn.Module) -> set[str]:
     """Name the modules whose weights shrink in any dtype, as far as they can be packed at all."""
     kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return {
-        name
-        for name, it in model.named_modules()
-        if isinstance(it, kinds) and it.weight.numel() * it.weight.element_size() >= LARGE
-    }
+    sizes = {name: it.numel() * it.element_size() for name, it in model.named_parameters()}
+    places = {name: f"{name}.weight" for name, it in model.named_modules() if isinstance(it, kinds)}
+    return {name for name, place in places.items() if sizes.get(place, 0) >= LARGE}
 
 
 def mostly_packed(model: Any, large: set[str]) -> Any:
@@ -145,8 +148,12 @@ def mostly_packed(model: Any, large: set[str]) -> Any:
     ------
     NothingPacked
         If nothing is, or less than half of the larger weights.
+    PlainFails
+        If there is nothing to pack.
     """
     packed = {name for name, _ in tpde.nn.packed_modules(model)}
+    if not packed and not large:
+        raise PlainFails("has no larger weights of a kind that is packed")
     if not packed or 2 * len(packed & large) < len(large):
         raise NothingPacked(
             f"{len(packed & large)} of {len(large)} larger weights are packed: the check would prove little"

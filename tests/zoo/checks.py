@@ -18,6 +18,11 @@ from .bits import Differs, kept, same, same_all, tensors
 from .case import Case, PlainFails, agreed, large_weights, mostly_packed, one_line, place, seeded
 
 TOKENS = 5
+_CHECKPOINTING = {  # what the libraries call it
+    "transformers": "gradient_checkpointing_enable",
+    "diffusers": "enable_gradient_checkpointing",
+    "timm": "set_grad_checkpointing",
+}
 _CACHES = ("past_key_values", "cache_params", "mems", "state")  # their gradients are nobody's
 
 
@@ -78,16 +83,32 @@ def _saved(case: Case) -> tuple[Any, Path, dict[str, torch.Tensor]]:
 
 
 def directory(case: Case) -> None:
-    """Saved plain, packed, loaded, saved packed, and loaded again."""
+    """Saved plain, packed, loaded; saved packed, and loaded again."""
     plain, folder, expected = _saved(case)
-    packed = case.folder() / "packed"
+    packed, again = case.folder() / "packed", case.folder()
     tpde.pack(folder, packed)
-    large = large_weights(plain)
-    model = mostly_packed(_load(case, packed, True, plain), large)
+    model = _mostly_packed(_load(case, packed, True, plain), plain)
     same_all(case.forward(model), expected, "loaded")
-    again = case.folder()
     model.save_pretrained(again)
-    same_all(case.forward(mostly_packed(_load(case, again, True, plain), large)), expected, "saved again")
+    model = _mostly_packed(_load(case, again, True, plain), plain)
+    same_all(case.forward(model), expected, "saved again")
+
+
+def restored(case: Case) -> None:
+    """Loaded from packed files, unpacked, saved plain, and loaded as a plain model."""
+    plain, folder, expected = _saved(case)
+    packed, again = case.folder() / "packed", case.folder()
+    tpde.pack(folder, packed)
+    model = tpde.unpack_module(_load(case, packed, True, plain))
+    same_all(case.forward(model), expected, "unpacked")
+    model.save_pretrained(again)
+    same_all(case.forward(_load(case, again, False, plain)), expected, "saved")
+
+
+def _mostly_packed(model: Any, plain: Any) -> Any:
+    """Give a loaded model, if it is packed so far as one of this kind can be."""
+    large = large_weights(plain)
+    return mostly_packed(model, large) if large else model
 
 
 def copies(case: Case) -> None:
@@ -142,9 +163,7 @@ def _gradients(case: Case, frozen: bool, checkpoints: bool, packed: bool) -> dic
         case.pack(model)
     model.train()
     if checkpoints:
-        model.enable_gradient_checkpointing() if case.architecture.library == "diffusers" else (
-            model.gradient_checkpointing_enable()
-        )
+        getattr(model, _CHECKPOINTING[case.architecture.library])()
     loss = _loss(model, case)
     if loss.requires_grad:  # else all weights of the model are packed, and frozen
         loss.backward()
@@ -239,6 +258,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "forward": forward,
     "generate": generate,
     "directory": directory,
+    "restored": restored,
     "copies": copies,
     "gradients": gradients,
     "unpacked": unpacked,
@@ -250,4 +270,4 @@ def applies(check: str, architecture: Architecture) -> bool:
     """Whether there is anything to check: not all models generate, and timm does not save directories."""
     if check == "generate":
         return architecture.prompt is not None
-    return check != "directory" or architecture.library != "timm"
+    return check not in ("directory", "restored") or architecture.library != "timm"

@@ -7,6 +7,7 @@ from typing import Any
 
 VOCAB = 320
 WIDTH = 64
+EXPERTS = 32  # fewer, and routers would be too small to be packed
 
 _HEADS = {
     "num_attention_heads": 4,
@@ -44,7 +45,7 @@ _WIDTHS = {
     "ffn_dim": 128,
     "encoder_ffn_dim": 128,
     "decoder_ffn_dim": 128,
-    "moe_intermediate_size": 64,
+    "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
     "shared_intermediate_size": 64,
     "mm_embed_dim": WIDTH,
@@ -61,10 +62,10 @@ _DEPTHS = {
     "max_window_layers": 2,
 }
 _EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
