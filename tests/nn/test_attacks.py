@@ -1,0 +1,74 @@
+"""What was found by trying to break packed weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from support.small import IDS, Block, Model  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from tpde.nn import pack_module  # noqa: E402
+
+
+def both(plain: Any) -> tuple[Any, Any]:
+    """A plain model whose weights shrink, and its packed copy."""
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return plain, pack_module(copy.deepcopy(plain), min_bytes=0)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two tensors have the same bits."""
+    one, other = (it.detach().resolve_conj().contiguous().view(torch.uint8) for it in (one, other))
+    return torch.equal(one, other)
+
+
+class Complex(nn.Linear):
+    """A layer of complex numbers, whose weight is conjugated without a copy."""
+
+    def forward(self, x: Any) -> Any:
+        weight = torch.view_as_complex(self.weight.view(self.out_features, -1, 2)).conj()
+        return torch.view_as_real(x.unsqueeze(-2) * weight).sum((-1, -2))
+
+
+class Negative(nn.Linear):
+    """A layer whose weight is negated without a copy."""
+
+    def forward(self, x: Any) -> Any:
+        weight = torch.view_as_complex(self.weight.view(self.out_features, -1, 2)).conj().imag
+        return functional.linear(x.imag, weight)
+
+
+@pytest.mark.parametrize("layer", [Complex, Negative])
+def test_gradients_through_a_conjugated_weight(layer: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 32, dtype=torch.complex64)
+    grads = []
+    for model in both(layer(64, 48)):
+        given = x.clone().requires_grad_()
+        model(given).sum().backward()
+        grads.append(given.grad)
+    assert same(*map(torch.view_as_real, grads))
+
+
+class Overwrites(Block):
+    """A block that changes what its backward pass needs."""
+
+    def forward(self, x: Any) -> Any:
+        hidden = torch.exp(self.up(x))
+        result = self.down(hidden * hidden)
+        hidden.add_(1)
+        return result
+
+
+def test_what_the_backward_pass_needs_was_changed() -> None:
+    for model in both(Model(block=Overwrites)):
+        with pytest.raises(RuntimeError, match="version"):
+            model(IDS).sum().backward()
