@@ -72,3 +72,14 @@ def test_what_the_backward_pass_needs_was_changed() -> None:
     for model in both(Model(block=Overwrites)):
         with pytest.raises(RuntimeError, match="version"):
             model(IDS).sum().backward()
+
+
+def test_rows_that_were_looked_up_can_be_changed() -> None:
+    found = []
+    for model in both(nn.Embedding(50, 64)):
+        rows = model(IDS)
+        rows.mul_(2)
+        rows[0] = 3
+        found.append(rows)
+    assert found[1].requires_grad
+    assert same(*found)

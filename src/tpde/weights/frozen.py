@@ -56,8 +56,8 @@ class _Given(torch.autograd.Function):
     """Values that depend on nothing, and say that they do."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, values: Tensor) -> Tensor:
-        return values.view_as(values)
+    def forward(ctx: Any, leaf: Tensor, values: list[Tensor]) -> Tensor:
+        return values[0]  # as an argument of its own it would be given back as a view, which cannot be changed
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
@@ -83,4 +83,4 @@ def as_looked_up(values: Tensor, requires_grad: bool) -> Tensor:
     if leaf is None:
         with torch.inference_mode(False):
             leaf = _leaves[values.device] = torch.zeros((), device=values.device, requires_grad=True)
-    return cast(Tensor, _Given.apply(leaf, values))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Given.apply(leaf, [values]))  # type: ignore[no-untyped-call]
