@@ -57,7 +57,8 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, values: list[Tensor]) -> Tensor:
-        return values[0]  # as an argument of its own it would be given back as a view, which cannot be changed
+        # Neither an argument nor a view, as rows in a larger buffer are: autograd refuses to change these.
+        return values[0].data
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
