@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -13,6 +14,7 @@ from support.small import IDS, Block, Model  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+from tpde.errors import PackedWeight  # noqa: E402
 from tpde.nn import pack_module  # noqa: E402
 
 
@@ -83,3 +85,29 @@ def test_rows_that_were_looked_up_can_be_changed() -> None:
         found.append(rows)
     assert found[1].requires_grad
     assert same(*found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: torch._foreach_mul_([weight[0]], 2.0),
+        lambda weight: functional.relu(weight[0], inplace=True),
+        lambda weight: torch.frexp(torch.ones(64), out=(weight[0], torch.empty(64, dtype=torch.int32))),
+    ],
+)
+def test_changes_of_pieces_are_refused(change: Any) -> None:
+    _, model = both(nn.Linear(64, 64))
+    with torch.no_grad(), pytest.raises(PackedWeight, match="lost"):
+        change(model.weight)
+
+
+def test_arrays_of_a_copy_are_read_only() -> None:
+    plain, model = both(nn.Linear(64, 64))
+    weight = model.weight.detach()
+    arrays = [weight.numpy(), weight[0].numpy(), np.asarray(weight), weight.t().numpy()]
+    for array in arrays:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+    assert np.array_equal(arrays[0], plain.weight.detach().numpy())
+    own = weight.numpy().copy()
+    own[0] = 1

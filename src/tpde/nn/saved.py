@@ -60,8 +60,8 @@ class _Kept(NamedTuple):
         now = self.tensor._version
         if now != self.version:
             raise RuntimeError(
-                f"a {self.tensor.dtype} tensor of shape {list(self.tensor.shape)} that the backward pass needs "
-                f"was changed by an in-place operation: it is at version {now}, {self.version} was saved"
+                f"a {self.tensor.dtype} tensor of shape {list(self.tensor.shape)} that the backward pass "
+                f"needs was changed by an in-place operation: it is at version {now}, {self.version} was saved"
             )
         return self.tensor
 
