@@ -137,3 +137,11 @@ def test_fast_paths_of_transformers(make: Any, call: Any) -> None:
     x = torch.randn(2, 7, 64)
     with torch.no_grad():
         assert same(call(plain, x), call(packed, x))
+
+
+def test_another_memory_format_is_refused() -> None:
+    plain, packed = both(nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 16, 3)))
+    x = torch.randn(2, 16, 12, 12)
+    with pytest.raises(PackedWeight, match="memory format"):
+        packed.to(memory_format=torch.channels_last)
+    assert same(plain(x), packed.to(x.device)(x))

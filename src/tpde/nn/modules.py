@@ -185,7 +185,7 @@ class PackedModule(_Base):
             self._parameters.update(packed)
 
     def tpde_check(self, fn: Any) -> None:
-        """Refuse what would cast a packed weight.
+        """Refuse what would cast a packed weight, or put it in another memory format.
 
         Raises
         ------
@@ -198,6 +198,12 @@ class PackedModule(_Base):
                 raise PackedWeight(
                     f"`{slot.packed.name}` is packed as {slot.dtype} and cannot be cast to {found}",
                     hint="call `tpde.unpack_module(model)` first, cast, and pack again",
+                )
+            small = torch.empty([2] * len(slot.shape), dtype=slot.dtype, device=slot.device)
+            if fn(small).stride() != small.stride():
+                raise PackedWeight(
+                    f"`{slot.packed.name}` is packed, and cannot be put in another memory format",
+                    hint="call `tpde.unpack_module(model)` first; inputs can be in any format",
                 )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

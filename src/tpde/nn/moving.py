@@ -31,7 +31,7 @@ class CheckedApply:
         Raises
         ------
         PackedWeight
-            If it would cast a packed weight; then nothing is changed.
+            If it would cast a packed weight, or put it in another memory format; then nothing is changed.
         """
         model = self._model()
         assert model is not None
