@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -102,8 +103,9 @@ class Workspace:
         self.start = self.end = 0
 
     def _uses(self) -> int:
-        """How many tensors are in the buffer's memory."""
-        return int(torch._C._storage_Use_Count(self._storage._cdata))
+        """How many tensors are in the buffer's memory, and how many hold it without one."""
+        # All who ask for the storage are given the same object.
+        return int(torch._C._storage_Use_Count(self._storage._cdata)) + sys.getrefcount(self._storage)
 
     def note_uses(self) -> None:
         """Take the tensors that are in the buffer's memory now for ours."""
