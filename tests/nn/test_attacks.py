@@ -15,7 +15,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from tpde.errors import PackedWeight  # noqa: E402
-from tpde.nn import pack_module  # noqa: E402
+from tpde.nn import pack_module, unpack_module  # noqa: E402
+from tpde.weights.parameter import PackedParameter  # noqa: E402
 
 
 def both(plain: Any) -> tuple[Any, Any]:
@@ -145,3 +146,19 @@ def test_another_memory_format_is_refused() -> None:
     with pytest.raises(PackedWeight, match="memory format"):
         packed.to(memory_format=torch.channels_last)
     assert same(plain(x), packed.to(x.device)(x))
+
+
+def test_packing_again_what_was_unpacked() -> None:
+    _, model = both(Model())
+    unpack_module(model.blocks[0])
+    pack_module(model, min_bytes=0)
+    assert isinstance(model.blocks[0].up.weight, PackedParameter)
+
+
+def test_the_storage_of_a_weight_is_kept() -> None:
+    plain, model = both(Model())
+    kept: list[Any] = []
+    model.blocks[0].up.register_forward_hook(lambda layer, *_: kept.append(layer.weight.untyped_storage()))
+    with torch.no_grad():
+        model(IDS)
+    assert plain.blocks[0].up.weight.detach().numpy().tobytes() in bytes(kept[0])
