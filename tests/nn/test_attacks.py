@@ -162,3 +162,10 @@ def test_the_storage_of_a_weight_is_kept() -> None:
     with torch.no_grad():
         model(IDS)
     assert plain.blocks[0].up.weight.detach().numpy().tobytes() in bytes(kept[0])
+
+
+def test_a_registered_weight_is_cast() -> None:
+    _, model = both(nn.Linear(64, 64))
+    model.register_parameter("weight", nn.Parameter(torch.zeros(64, 64, dtype=torch.float64)))
+    model.to(torch.float32)
+    assert model.weight.dtype is torch.float32

@@ -177,7 +177,10 @@ class PackedModule(_Base):
     @contextmanager
     def _without_packed(self) -> Iterator[None]:
         """PyTorch's own code passes over packed weights meanwhile."""
-        packed = {name: self._parameters[name] for name in self.tpde_slots}
+        held = self._parameters  # maybe others by now: `register_parameter` replaces what is there
+        packed = {
+            name: it.parameter for name, it in self.tpde_slots.items() if held.get(name) is it.parameter
+        }
         self._parameters.update(dict.fromkeys(packed))
         try:
             yield
