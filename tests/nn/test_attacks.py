@@ -30,7 +30,7 @@ def both(plain: Any) -> tuple[Any, Any]:
 def same(one: Any, other: Any) -> bool:
     """Whether two tensors have the same bits."""
     one, other = (it.detach().resolve_conj().contiguous().view(torch.uint8) for it in (one, other))
-    return torch.equal(one, other)
+    return bool(torch.equal(one, other))
 
 
 class Complex(nn.Linear):

@@ -107,8 +107,8 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
                 full = f"{path}.{name}" if path else name
                 can = supports(module, name) and full not in changed
                 places.setdefault(id(parameter), []).append((full, parameter, can))
-                packed = isinstance(parameter, PackedParameter)  # by an earlier call
-                trained.add(parameter.plain_requires_grad if packed else parameter.requires_grad)
+                before = isinstance(parameter, PackedParameter)  # by an earlier call
+                trained.add(parameter.plain_requires_grad if before else parameter.requires_grad)
     for uses in places.values():
         parameter = uses[0][1]
         adapter = len(trained) > 1 and parameter.requires_grad
