@@ -135,3 +135,13 @@ def test_what_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         "fail",
         "zero: 1 of 2 words differ, the first at 1: -0.0, expected 0.0",
     )
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_random_calls(dtype: str) -> None:
+    """Of thousands: `python -m tests.zoo.calls`."""
+    from zoo.calls import KINDS, call
+
+    found = [call(kind, dtype, "cpu", seed) for seed in range(30) for kind in KINDS]
+    assert "differs" not in found
+    assert found.count("same") > 40
