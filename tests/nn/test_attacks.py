@@ -111,3 +111,28 @@ def test_arrays_of_a_copy_are_read_only() -> None:
     assert np.array_equal(arrays[0], plain.weight.detach().numpy())
     own = weight.numpy().copy()
     own[0] = 1
+
+
+def padded(model: Any, x: Any) -> Any:
+    """What an encoder makes of two sequences, of which one is padded."""
+    mask = torch.zeros(x.shape[:2], dtype=torch.bool)
+    mask[1, 4:] = True
+    return model(x, src_key_padding_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (lambda layer: layer, lambda model, x: model(x)),
+        (lambda layer: nn.TransformerEncoder(layer, 2), padded),
+        (lambda layer: layer.self_attn, lambda model, x: model(x, x, x, need_weights=False)[0]),
+    ],
+    ids=["layer", "encoder", "attention"],
+)
+def test_fast_paths_of_transformers(make: Any, call: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    plain, packed = both(make(layer).eval())
+    x = torch.randn(2, 7, 64)
+    with torch.no_grad():
+        assert same(call(plain, x), call(packed, x))

@@ -61,7 +61,7 @@ class _Kept(NamedTuple):
         if now != self.version:
             raise RuntimeError(
                 f"a {self.tensor.dtype} tensor of shape {list(self.tensor.shape)} that the backward pass "
-                f"needs was changed by an in-place operation: it is at version {now}, {self.version} was saved"
+                f"needs was changed by an in-place operation: version {now}, {self.version} was saved"
             )
         return self.tensor
 
