@@ -1,8 +1,12 @@
-"""Weights that models change in their own forward pass: they stay plain."""
+"""Weights that models change in their own forward pass, or choose kernels by: they stay plain."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
+
+from tpde.nn.replace import block_path
 
 # By the class that changes them, relative to it.
 _CHANGED = {
@@ -11,16 +15,36 @@ _CHANGED = {
     "RwkvBlock": ("attention.output.weight", "feed_forward.value.weight"),  # divided, by the layer's number
 }
 
+_ATTENTION = ("out_proj.weight",)
+_LAYER = ("linear1.weight", "linear2.weight")
+
+
+def _looked_at(model: nn.Module) -> Iterator[str]:
+    """Weights that PyTorch's own transformers look at where no block is open, which has them plain.
+
+    Their fast paths, which give other bits, are for ordinary tensors only.
+    """
+    for path, module in model.named_modules():
+        if not isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)):
+            continue
+        if block_path(model, path) is not None:
+            continue
+        names = _ATTENTION if isinstance(module, nn.MultiheadAttention) else _LAYER
+        if isinstance(module, nn.TransformerEncoder):  # which asks the first layer for all
+            names = tuple(f"layers.0.{it}" for it in ("self_attn.out_proj.weight", *_LAYER))
+        for name in names:
+            yield f"{path}.{name}".lstrip(".")
+
 
 def changed_weights(model: nn.Module) -> set[str]:
-    """The names of the parameters that a model changes itself when it is called.
+    """The names of the parameters that a model changes itself when it is called, or chooses kernels by.
 
     Parameters
     ----------
     model : nn.Module
         Whose modules' classes are looked at.
     """
-    return {
+    return set(_looked_at(model)) | {
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
         for kind in type(module).__mro__

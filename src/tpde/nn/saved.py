@@ -26,6 +26,19 @@ class _Again(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int  # in elements
+    conjugated: bool  # by a bit of the tensor, not in memory; the next one is another
+    negated: bool
+
+    def again(self) -> Tensor:
+        """The view, decoded anew."""
+        if self.slot.experts is not None:  # one of many, mostly
+            made = self.alone()
+        else:
+            flat = self.slot.instead().view(-1).view(self.dtype)
+            made = flat.as_strided(self.shape, self.stride, self.offset)
+        if self.conjugated:
+            made = made.conj()
+        return torch._neg_view(made) if self.negated else made
 
     def alone(self) -> Tensor:
         """The view, without the rest of the weight."""
@@ -34,6 +47,23 @@ class _Again(NamedTuple):
         size = self.dtype.itemsize
         flat = self.slot.span_instead(self.offset * size, (self.offset + max(count, 1)) * size)
         return flat.view(self.dtype).as_strided(self.shape, self.stride)
+
+
+class _Kept(NamedTuple):
+    """A tensor that is no weight, and its version then: autograd checks none where there are hooks."""
+
+    tensor: Tensor
+    version: int
+
+    def unchanged(self) -> Tensor:
+        """The tensor, if nobody has written to it since."""
+        now = self.tensor._version
+        if now != self.version:
+            raise RuntimeError(
+                f"a {self.tensor.dtype} tensor of shape {list(self.tensor.shape)} that the backward pass "
+                f"needs was changed by an in-place operation: version {now}, {self.version} was saved"
+            )
+        return self.tensor
 
 
 class _Passed(NamedTuple):
@@ -59,25 +89,23 @@ class Saver:
                 slot = space.group.at(address)
                 if slot is not None:
                     offset = (address - space.start - slot.offset) // tensor.dtype.itemsize
-                    return _Again(slot, tensor.dtype, tensor.shape, tensor.stride(), offset)
+                    bits = tensor.is_conj(), tensor.is_neg()
+                    return _Again(slot, tensor.dtype, tensor.shape, tensor.stride(), offset, *bits)
         if self._before is not None:
             return _Passed(self._before[0](tensor), self._before[1])
         # Not the tensor itself: an operator that saves its result would be in a cycle that nothing breaks.
-        return tensor.detach()
+        return _Kept(tensor.detach(), tensor._version)
 
     @staticmethod
     def unpack(saved: Any) -> Tensor:
         """The tensor again."""
         if isinstance(saved, _Again):
             with torch.no_grad():
-                if saved.slot.experts is not None:  # one of many, mostly
-                    return saved.alone()
-                flat = saved.slot.instead().view(-1).view(saved.dtype)
-                return flat.as_strided(saved.shape, saved.stride, saved.offset)
+                return saved.again()
         if isinstance(saved, _Passed):
             return saved.back(saved.value)
-        tensor: Tensor = saved
-        return tensor
+        kept: _Kept = saved
+        return kept.unchanged()
 
 
 def _top_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

@@ -56,8 +56,9 @@ class _Given(torch.autograd.Function):
     """Values that depend on nothing, and say that they do."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, values: Tensor) -> Tensor:
-        return values.view_as(values)
+    def forward(ctx: Any, leaf: Tensor, values: list[Tensor]) -> Tensor:
+        # Neither an argument nor a view, as rows in a larger buffer are: autograd refuses to change these.
+        return values[0].data
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
@@ -83,4 +84,4 @@ def as_looked_up(values: Tensor, requires_grad: bool) -> Tensor:
     if leaf is None:
         with torch.inference_mode(False):
             leaf = _leaves[values.device] = torch.zeros((), device=values.device, requires_grad=True)
-    return cast(Tensor, _Given.apply(leaf, values))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Given.apply(leaf, [values]))  # type: ignore[no-untyped-call]

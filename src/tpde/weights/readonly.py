@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tpde.errors import PackedWeight
 
@@ -63,7 +65,7 @@ class ReadOnly(Tensor):
     ) -> Any:
         """Run what does not change the copy, on the tensor beneath."""
         kwargs = kwargs or {}
-        ours = [it for it in (*args, *kwargs.values()) if isinstance(it, cls)]
+        ours = [it for it in tree_leaves((args, kwargs)) if isinstance(it, cls)]
         first = next(iter((*args, *kwargs.values())), None)
         if isinstance(first, cls) and changes_first(func) and func not in _HARMLESS:
             raise refuse_change(first.tpde_name, function_name(func))
@@ -71,17 +73,26 @@ class ReadOnly(Tensor):
             raise refuse_change(kwargs["out"].tpde_name, function_name(func))
         with torch._C.DisableTorchFunctionSubclass():
             memory = {it.untyped_storage().data_ptr(): it.tpde_name for it in ours}
+            versions = [] if func in _HARMLESS else [it._version for it in ours]
             result = func(*args, **kwargs)
+            for it, version in zip(ours, versions, strict=False):
+                if it._version != version:
+                    raise refuse_change(it.tpde_name, function_name(func))
             return guarded(result, memory)
 
 
 def guarded(result: Any, memory: dict[int, str]) -> Any:
-    """Results, those of them read-only that lie in memory of decoded copies, by address and name."""
+    """Results, those of them read-only that lie in memory of decoded copies, by address and name.
+
+    Arrays of `numpy` that have no memory of their own can only be of such.
+    """
     if isinstance(result, (tuple, list)):
         made = [guarded(it, memory) for it in result]
         if isinstance(result, tuple):
             return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
         return made
+    if isinstance(result, np.ndarray) and not result.flags.owndata:
+        result.flags.writeable = False
     if not isinstance(result, Tensor):
         return result
     if type(result) is ReadOnly:

@@ -1,0 +1,138 @@
+"""What was found by trying to break packed weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from support.small import IDS, Block, Model  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+from tpde.errors import PackedWeight  # noqa: E402
+from tpde.nn import pack_module  # noqa: E402
+
+
+def both(plain: Any) -> tuple[Any, Any]:
+    """A plain model whose weights shrink, and its packed copy."""
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return plain, pack_module(copy.deepcopy(plain), min_bytes=0)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two tensors have the same bits."""
+    one, other = (it.detach().resolve_conj().contiguous().view(torch.uint8) for it in (one, other))
+    return torch.equal(one, other)
+
+
+class Complex(nn.Linear):
+    """A layer of complex numbers, whose weight is conjugated without a copy."""
+
+    def forward(self, x: Any) -> Any:
+        weight = torch.view_as_complex(self.weight.view(self.out_features, -1, 2)).conj()
+        return torch.view_as_real(x.unsqueeze(-2) * weight).sum((-1, -2))
+
+
+class Negative(nn.Linear):
+    """A layer whose weight is negated without a copy."""
+
+    def forward(self, x: Any) -> Any:
+        weight = torch.view_as_complex(self.weight.view(self.out_features, -1, 2)).conj().imag
+        return functional.linear(x.imag, weight)
+
+
+@pytest.mark.parametrize("layer", [Complex, Negative])
+def test_gradients_through_a_conjugated_weight(layer: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 32, dtype=torch.complex64)
+    grads = []
+    for model in both(layer(64, 48)):
+        given = x.clone().requires_grad_()
+        model(given).sum().backward()
+        grads.append(given.grad)
+    assert same(*map(torch.view_as_real, grads))
+
+
+class Overwrites(Block):
+    """A block that changes what its backward pass needs."""
+
+    def forward(self, x: Any) -> Any:
+        hidden = torch.exp(self.up(x))
+        result = self.down(hidden * hidden)
+        hidden.add_(1)
+        return result
+
+
+def test_what_the_backward_pass_needs_was_changed() -> None:
+    for model in both(Model(block=Overwrites)):
+        with pytest.raises(RuntimeError, match="version"):
+            model(IDS).sum().backward()
+
+
+def test_rows_that_were_looked_up_can_be_changed() -> None:
+    found = []
+    for model in both(nn.Embedding(50, 64)):
+        rows = model(IDS)
+        rows.mul_(2)
+        rows[0] = 3
+        found.append(rows)
+    assert found[1].requires_grad
+    assert same(*found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: torch._foreach_mul_([weight[0]], 2.0),
+        lambda weight: functional.relu(weight[0], inplace=True),
+        lambda weight: torch.frexp(torch.ones(64), out=(weight[0], torch.empty(64, dtype=torch.int32))),
+    ],
+)
+def test_changes_of_pieces_are_refused(change: Any) -> None:
+    _, model = both(nn.Linear(64, 64))
+    with torch.no_grad(), pytest.raises(PackedWeight, match="lost"):
+        change(model.weight)
+
+
+def test_arrays_of_a_copy_are_read_only() -> None:
+    plain, model = both(nn.Linear(64, 64))
+    weight = model.weight.detach()
+    arrays = [weight.numpy(), weight[0].numpy(), np.asarray(weight), weight.t().numpy()]
+    for array in arrays:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+    assert np.array_equal(arrays[0], plain.weight.detach().numpy())
+    own = weight.numpy().copy()
+    own[0] = 1
+
+
+def padded(model: Any, x: Any) -> Any:
+    """What an encoder makes of two sequences, of which one is padded."""
+    mask = torch.zeros(x.shape[:2], dtype=torch.bool)
+    mask[1, 4:] = True
+    return model(x, src_key_padding_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("make", "call"),
+    [
+        (lambda layer: layer, lambda model, x: model(x)),
+        (lambda layer: nn.TransformerEncoder(layer, 2), padded),
+        (lambda layer: layer.self_attn, lambda model, x: model(x, x, x, need_weights=False)[0]),
+    ],
+    ids=["layer", "encoder", "attention"],
+)
+def test_fast_paths_of_transformers(make: Any, call: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    plain, packed = both(make(layer).eval())
+    x = torch.randn(2, 7, 64)
+    with torch.no_grad():
+        assert same(call(plain, x), call(packed, x))
