@@ -51,7 +51,7 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a tensor's bytes are, and how many: of a packed weight, which has none, its blob's."""
     storage, size = tensor.untyped_storage(), tensor.element_size()
-    begin = tensor.storage_offset() * size
+    begin = int(tensor.storage_offset()) * size
     return storage.data_ptr() + begin, min(tensor.numel() * size, storage.nbytes() - begin)
 
 
