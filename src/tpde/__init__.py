@@ -24,9 +24,8 @@ if TYPE_CHECKING:
         UnsupportedVersion,
     )
     from tpde.format.container import TensorSpec
-    from tpde.integrations.live import pack_module
+    from tpde.integrations.live import pack_module, unpack_module
     from tpde.integrations.transformers import from_pretrained
-    from tpde.nn.api import unpack_module
     from tpde.packing.api import pack, unpack, verify
     from tpde.packing.inspect import inspect
     from tpde.packing.writer import PackedWriter
@@ -47,7 +46,7 @@ _WHERE = {
     "pack_module": "integrations.live",
     "safe_open": "access",
     "unpack": "packing.api",
-    "unpack_module": "nn.api",
+    "unpack_module": "integrations.live",
     "verify": "packing.api",
 }
 

@@ -38,11 +38,7 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
 
 def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse tensors that overlap in memory; disjoint parts of one storage are fine."""
-    places = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size(), name)
-        for name, tensor in tensors.items()
-        if tensor.numel()
-    )
+    places = sorted((str(it.device), *_place(it), name) for name, it in tensors.items() if it.numel())
     for (device, at, size, name), (other_device, other_at, _, other) in pairwise(places):
         if device == other_device and other_at < at + size:
             raise InvalidInput(
@@ -50,6 +46,13 @@ def _refuse_shared(tensors: Mapping[str, torch.Tensor]) -> None:
                 hint="save only one of them, or `.clone()` one",
                 where=name,
             )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's bytes are, and how many: of a packed weight, which has none, its blob's."""
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    begin = int(tensor.storage_offset()) * size
+    return storage.data_ptr() + begin, min(tensor.numel() * size, storage.nbytes() - begin)
 
 
 def _write(tensors: Mapping[str, torch.Tensor], writer: PackedWriter) -> None:

@@ -1,4 +1,4 @@
-"""`tpde.pack_module`: models of any library, packed in memory."""
+"""`tpde.pack_module` and `tpde.unpack_module`: models of any library, packed in memory and turned back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from tpde.errors import MissingDependency
 from tpde.nn.api import MIN_BYTES
 from tpde.nn.api import pack_module as _pack
+from tpde.nn.api import unpack_module as _unpack
 
 
 def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
@@ -44,7 +45,44 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     >>> model(ids).logits  # the same bits as before  # doctest: +SKIP
     """
     _pack(model, threads=threads, min_bytes=min_bytes)
-    if "transformers.modeling_utils" in sys.modules:  # else it is none of its models
-        with suppress(MissingDependency):  # one that is too old to load packed models
-            importlib.import_module("tpde.integrations.transformers.adopt").adopt(model)
+    _tell("adopt", model)
     return model
+
+
+def unpack_module(model: nn.Module) -> nn.Module:
+    """Turn a packed model back, in place: the exact inverse of `pack_module`.
+
+    A model of transformers that was loaded packed is an ordinary one then: `save_pretrained` writes a plain
+    directory.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A packed model, or a part of one.
+
+    Returns
+    -------
+    nn.Module
+        `model`, with the classes, parameters, ties and `requires_grad` that it had.
+
+    Raises
+    ------
+    Corrupt
+        If a blob is damaged. The modules before it are plain by then.
+    PackedWeight
+        If weights are streamed under a VRAM budget, for which they would be too large.
+
+    Examples
+    --------
+    >>> model = tpde.unpack_module(model)  # doctest: +SKIP
+    """
+    _unpack(model)
+    _tell("release", model)
+    return model
+
+
+def _tell(what: str, model: nn.Module) -> None:
+    """Tell transformers of a model that was packed or unpacked, if it may be one of its models."""
+    if "transformers.modeling_utils" in sys.modules:
+        with suppress(MissingDependency):  # one that is too old to load packed models
+            getattr(importlib.import_module("tpde.integrations.transformers.adopt"), what)(model)

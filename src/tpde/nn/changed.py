@@ -29,7 +29,7 @@ def _looked_at(model: nn.Module) -> Iterator[str]:
             continue
         if block_path(model, path) is not None:
             continue
-        names = _ATTENTION if isinstance(module, nn.MultiheadAttention) else _LAYER
+        names: tuple[str, ...] = _ATTENTION if isinstance(module, nn.MultiheadAttention) else _LAYER
         if isinstance(module, nn.TransformerEncoder):  # which asks the first layer for all
             names = tuple(f"layers.0.{it}" for it in ("self_attn.out_proj.weight", *_LAYER))
         for name in names:

@@ -13,7 +13,7 @@ from tpde.format.constants import SUFFIX
 from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.device import checked_device
 from tpde.integrations.diffusers.config import TpdeConfig
-from tpde.nn import PackedTensor, finish, packed_modules, replace_parameter, supports
+from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter, supports
 
 # Older versions of diffusers, before 0.40, do not ask: they refuse packed components by their configuration.
 IS_ASKED = hasattr(DiffusersQuantizer, "maybe_update_state_dict")
@@ -134,7 +134,7 @@ class TpdeQuantizer(DiffusersQuantizer):
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Any], safe_serialization: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is saved: blobs under their names in the files, as the state dict has them.
+        """What is saved: blobs under their names in the files, and the plain rest.
 
         Raises
         ------
@@ -146,7 +146,14 @@ class TpdeQuantizer(DiffusersQuantizer):
                 "the model streams its weights from its packed files under a VRAM budget",
                 hint="copy these files, or load it without `vram=` and save that",
             )
-        return state_dict, {}
+        state: dict[str, Any] = {}
+        for name, value in state_dict.items():
+            if isinstance(value, PackedParameter):
+                (source,) = value.packed.sources
+                state[name + SUFFIX] = source.stored()
+            else:
+                state[name] = value
+        return state, {}
 
     @property
     def is_serializable(self) -> bool:

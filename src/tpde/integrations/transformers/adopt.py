@@ -20,3 +20,13 @@ def adopt(model: nn.Module) -> None:
             adopt(child)
         elif getattr(child, "hf_quantizer", None) is None and next(packed_modules(child), None) is not None:
             TpdeHfQuantizer(TpdeConfig(), pre_quantized=True).adopt(child)
+
+
+def release(model: nn.Module) -> None:
+    """Leave models that were unpacked, a model or those in it, as they were before they were packed."""
+    for child in [model] if isinstance(model, PreTrainedModel) else model.children():
+        quantizer = getattr(child, "hf_quantizer", None)
+        if not isinstance(child, PreTrainedModel):
+            release(child)
+        elif isinstance(quantizer, TpdeHfQuantizer) and next(packed_modules(child), None) is None:
+            quantizer.release(child)

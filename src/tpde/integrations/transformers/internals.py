@@ -129,7 +129,10 @@ def take_conversions(model: Any) -> list[Any] | None:
 
 def give_conversions(model: Any, conversions: list[Any] | None) -> None:
     """Let saving a model undo the conversions that `take_conversions` gave."""
-    model._weight_conversions = conversions
+    if conversions is None:
+        model.__dict__.pop("_weight_conversions", None)
+    else:
+        model._weight_conversions = conversions
 
 
 @contextmanager

@@ -351,8 +351,7 @@ class TpdeHfQuantizer(HfQuantizer):
                 hint="copy these files, or load it without `vram=` and save that",
             )
         if next(packed_modules(model), None) is None:
-            give_conversions(model, self.conversions)
-            self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
+            self.release(model)
             return model.state_dict(), {}
         model.config.quantization_config = self.quantization_config
         return state_to_save(model, self.conversions), {}
@@ -362,6 +361,13 @@ class TpdeHfQuantizer(HfQuantizer):
         self.conversions = take_conversions(model)
         model.hf_quantizer = self
         model.get_memory_footprint = Footprint(model)
+
+    def release(self, model: Any) -> None:
+        """Leave a model that holds nothing packed any more as it was without this."""
+        give_conversions(model, self.conversions)
+        self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
+        for name in ("get_memory_footprint", "is_quantized"):
+            model.__dict__.pop(name, None)
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it does."""
