@@ -84,6 +84,9 @@ class Case:
                     parameter.add_(torch.randn_like(parameter), alpha=0.02)
                 elif not any(word in name for word in _KEEP):
                     parameter.normal_(0, 0.02)
+            for module in model.modules():  # some models zero these whenever they are loaded
+                if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                    module.weight[module.padding_idx] = 0
         if hasattr(model, "tie_weights"):
             model.tie_weights()
         return model.to(self.dtype).eval()

@@ -204,7 +204,7 @@ def unpacked(case: Case) -> None:
     """`unpack_module` gives the plain model back; saved, it loads as a plain one."""
     plain, model = case.plain(), tpde.unpack_module(case.packed())
     for (path, a), (_, b) in zip(plain.named_modules(), model.named_modules(), strict=True):
-        if type(a) is not type(b):
+        if (type(a).__module__, type(a).__qualname__) != (type(b).__module__, type(b).__qualname__):
             raise Differs(f"`{path}` is a {type(b).__name__}, expected {type(a).__name__}")
         if a._forward_hooks.keys() != b._forward_hooks.keys() or vars(a).keys() != vars(b).keys():
             raise Differs(f"`{path}` has attributes {sorted(vars(a).keys() ^ vars(b).keys())} or hooks left")
@@ -218,7 +218,8 @@ def unpacked(case: Case) -> None:
             raise Differs(
                 f"`{name}` is {type(found[name]).__name__}, requires_grad {found[name].requires_grad}"
             )
-    same_all(case.forward(model), agreed(lambda: case.forward(plain)), "unpacked")
+    outputs = agreed(lambda: case.forward(plain))
+    same_all(case.forward(model), outputs, "unpacked")
     if case.architecture.library == "timm":  # does not save directories
         return
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-LIMIT = 180.0  # seconds for one task
+LIMIT = 600.0  # seconds for one task
 FLOW = "flow"  # the check of a task that is a flow
 
 
@@ -105,13 +105,11 @@ class _Worker:
         theirs.close()
         self.since = time.monotonic()
 
-    def stop(self) -> str:
-        """End the process, and say how it ended."""
-        self.process.join(1)
-        late = self.process.exitcode is None
+    def stop(self, late: bool) -> str:
+        """End the process, and say how it ended: by itself, or because it was `late`."""
         if late:
             self.process.kill()
-            self.process.join()
+        self.process.join()
         self.pipe.close()
         if late:
             return f"still running after {LIMIT:.0f} s"
@@ -156,18 +154,19 @@ def run(tasks: Iterable[Task], jobs: int, report: Callable[[Result], None]) -> l
             workers.append(_Worker(waiting.pop()))
         ready = wait([worker.pipe for worker in workers], timeout=1.0)
         for worker in list(workers):
-            ended = time.monotonic() - worker.since > LIMIT
+            late = time.monotonic() - worker.since > LIMIT
+            ended = late
             if worker.pipe in ready:
                 try:
                     done(worker.pipe.recv())
                     worker.tasks = worker.tasks[1:]
                     worker.since = time.monotonic()
-                    ended = False
+                    late = ended = False
                 except EOFError:
-                    ended = True
+                    late, ended = False, True
             if ended:
                 workers.remove(worker)
-                how = worker.stop()
+                how = worker.stop(late)
                 if worker.tasks:  # what it was at is lost; the rest gets a new process
                     done(Result(worker.tasks[0], "fail", how))
                     if worker.tasks[1:]:
