@@ -428,3 +428,43 @@ def test_a_weight_read_outside_makes_no_workspace(weight: Any) -> None:
     del layer.__dict__["tpde_own_group"]
     assert layer.weight.shape == (96, 64)
     assert "tpde_own_group" not in layer.__dict__
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        ([{}], ["w"], (96, 64), "w", 0),
+        ([None], ["w"], (96, 64), "w", 0),
+        (None, ["w"], (96, 64), "w", 0),
+        ([], ["w"], (96, 64), "w", 0),
+        ([torch.zeros(3)], ["w"], (96, 64), "w", "x"),
+        ([torch.zeros(3)], ["w"], (10**30,), "w", 0),
+        ([torch.zeros(3)], ["w"], ("a",), "w", 0),
+        ([torch.zeros(3)], ["w"], (-96, -64), "w", 0),
+        ([torch.zeros(3)], [7], (96, 64), None, 0),
+    ],
+)
+def test_hostile_pickles_are_refused(state: Any) -> None:
+    from tpde.weights.tensor import rebuild_tensor
+
+    with pytest.raises(InvalidInput):
+        rebuild_tensor(*state)
+
+
+def test_pieces_are_copied_and_saved_as_ordinary_tensors(weight: Any) -> None:
+    ours = packed(weight)
+    with torch.no_grad():
+        piece = ours[3:5]
+    for made in (copy.deepcopy(piece), pickle.loads(pickle.dumps(piece))):
+        assert type(made) is torch.Tensor
+        assert_same_bits(made, weight[3:5])
+        made.zero_()
+    assert_same_bits(ours.clone(), weight)
+
+
+def test_one_fixed_parameter_does_not_keep_all_others_plain() -> None:
+    """As the positions of some encoders, which are no parameters to be trained."""
+    model = Model().to(torch.bfloat16)
+    model.blocks[0].norm.requires_grad_(False)
+    kinds = [type(it) for it in pack_module(model, min_bytes=0).parameters()]
+    assert kinds.count(PackedParameter) == 7

@@ -18,9 +18,9 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     """Pack the weights of a live model, in place, without changing a bit of what it computes.
 
     Packed are the floating-point weights of linear layers, embeddings, convolutions, transformers' `Conv1D`
-    and fused experts, where that makes them smaller; other parameters stay as they are. If some of the
-    model's parameters are frozen and some are not, as with adapters, only frozen ones are packed: packed
-    weights cannot be trained.
+    and fused experts, where that makes them smaller; other parameters stay as they are. If most of the
+    model is frozen and the rest is not, as with adapters, only what is frozen is packed: packed weights
+    cannot be trained.
 
     `save_pretrained` of a model of transformers then writes a packed directory, as of one that was loaded
     packed.

@@ -75,9 +75,9 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     """Pack the weights of a live model, in place, without changing a bit of what it computes.
 
     Packed are the floating-point weights of linear layers, embeddings, convolutions, transformers' `Conv1D`
-    and fused experts, where that makes them smaller; other parameters stay as they are. If some of the
-    model's parameters are frozen and some are not, as with adapters, only frozen ones are packed: packed
-    weights cannot be trained.
+    and fused experts, where that makes them smaller; other parameters stay as they are. If most of the
+    model is frozen and the rest is not, as with adapters, only what is frozen is packed: packed weights
+    cannot be trained.
 
     Parameters
     ----------
@@ -99,19 +99,21 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     >>> model(ids).logits  # the same bits as before  # doctest: +SKIP
     """
     places: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
-    trained: set[bool] = set()
+    sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
     changed = changed_weights(model)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{path}.{name}" if path else name
                 can = supports(module, name) and full not in changed
-                places.setdefault(id(parameter), []).append((full, parameter, can))
                 before = isinstance(parameter, PackedParameter)  # by an earlier call
-                trained.add(parameter.plain_requires_grad if before else parameter.requires_grad)
+                if id(parameter) not in places:
+                    trained = parameter.plain_requires_grad if before else parameter.requires_grad
+                    sizes[trained] += parameter.numel()
+                places.setdefault(id(parameter), []).append((full, parameter, can))
     for uses in places.values():
         parameter = uses[0][1]
-        adapter = len(trained) > 1 and parameter.requires_grad
+        adapter = sizes[True] < sizes[False] and parameter.requires_grad
         if adapter or not all(can for _, _, can in uses) or not _packable(parameter, min_bytes):
             continue
         packed = pack_tensor(parameter.data, uses[0][0], threads)

@@ -280,7 +280,7 @@ class PackedLinear(PackedModule):
         if is_compiling():
             return super().forward(input)
         group, parameters = slot.group, self._parameters
-        if group is None or parameters["weight"] is not slot.parameter:  # `torch.func.functional_call`
+        if group is None or parameters.get("weight") is not slot.parameter:  # `torch.func.functional_call`
             return super().forward(input)
         bias: Any = parameters.get("bias", self)  # `self.bias` takes as long as all the rest
         if bias is self:  # not where layers have it
@@ -343,7 +343,7 @@ class PackedEmbedding(nn.Embedding):
         slot = self.tpde_slots["weight"]
         if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
-        if self._parameters["weight"] is not slot.parameter:
+        if self._parameters.get("weight") is not slot.parameter:
             return super().forward(input)
         return slot.rows(input)
 

@@ -52,6 +52,16 @@ class ReadOnly(Tensor):
 
     tpde_name: str
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy is an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What is saved is an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).detach().clone().__reduce_ex__(protocol)
+
     @classmethod
     def of(cls, tensor: Tensor, name: str) -> ReadOnly:
         """A tensor that refuses to be changed."""

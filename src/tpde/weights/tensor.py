@@ -302,6 +302,19 @@ def rebuild_tensor(
     InvalidInput, Truncated, UnsupportedVersion, Corrupt
         If they are not valid.
     """
+    known = (
+        isinstance(blobs, list)
+        and isinstance(names, list)
+        and len(blobs) == len(names)
+        and all(isinstance(blob, Tensor) for blob in blobs)
+        and all(isinstance(it, str) for it in (*names, name))
+        and isinstance(shape, tuple)
+        and all(isinstance(n, int) and 0 <= n < 1 << 62 for n in (*shape, tile_bytes))
+    )
+    if not known:
+        raise InvalidInput(
+            "what was pickled is no packed weight", hint="fetch it again", where=str(name)[:200]
+        )
     made = PackedTensor([Resident(blob, it) for blob, it in zip(blobs, names, strict=True)], shape, name)
     made.tile_bytes = tile_bytes
     return made
