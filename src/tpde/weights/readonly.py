@@ -60,7 +60,7 @@ class ReadOnly(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What is saved is an ordinary tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).detach().clone().__reduce_ex__(protocol)
+            return self.as_subclass(Tensor).detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def of(cls, tensor: Tensor, name: str) -> ReadOnly:
