@@ -64,7 +64,7 @@ def check_experts(batch: int, new: int, limit: int, activations: Activations) ->
         As `check_tokens`.
     """
     count, room = batch * new, activations.copied(limit)
-    if count > room:
+    if activations.experts and count > room:
         fits = room // new
         fewer = f"at most {fits} x {new} at once" if fits else "fewer at once"
         takes, has = mib(count * activations.experts), mib(room * activations.experts)
