@@ -151,10 +151,14 @@ def test_unreadable_source(run: Run, plain: Path, tmp_path: Path, monkeypatch: p
 def test_permissions_of_other_files(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+    opened = Path.open
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # of `config.json` and the index
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.suffix == ".json":  # `config.json` and the index
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
     run("pack", model, tmp_path / "t").failed(
         2, "(config|index).json`: Permission denied", "change its permissions"
     )
