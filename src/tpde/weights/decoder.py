@@ -136,8 +136,8 @@ class Materializer:
         for packed, offset, frames in self._others:
             if recording:
                 raise UnsupportedDevice(
-                    f"`{packed.name}` is packed with zstd, which cannot be decoded in a CUDA graph: pack "
-                    "it with `--codec prefix`, or run without graphs"
+                    f"`{packed.name}` is packed with zstd, which cannot be decoded in a CUDA graph",
+                    hint="pack it with `--codec prefix`, or run without graphs",
                 )
             if frames is not None and frames(out[offset : offset + packed.nbytes]):
                 continue
