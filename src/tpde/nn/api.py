@@ -72,31 +72,9 @@ def _packable(parameter: nn.Parameter, min_bytes: int) -> bool:
 
 
 def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
-    """Pack the weights of a live model, in place, without changing a bit of what it computes.
+    """Pack the weights of modules, in place: what `tpde.pack_module` does, which tells transformers, too.
 
-    Packed are the floating-point weights of linear layers, embeddings, convolutions, transformers' `Conv1D`
-    and fused experts, where that makes them smaller; other parameters stay as they are. If most of the
-    model is frozen and the rest is not, as with adapters, only what is frozen is packed: packed weights
-    cannot be trained.
-
-    Parameters
-    ----------
-    model : nn.Module
-        On any devices.
-    threads : int, optional
-        How many encode; by default one for each processor.
-    min_bytes : int
-        Smaller parameters stay plain.
-
-    Returns
-    -------
-    nn.Module
-        `model`. Its weights are `PackedParameter`s now, under their names; `unpack_module` is the inverse.
-
-    Examples
-    --------
-    >>> model = tpde.pack_module(model)  # doctest: +SKIP
-    >>> model(ids).logits  # the same bits as before  # doctest: +SKIP
+    Parameters and result are those of `tpde.pack_module`.
     """
     places: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
@@ -126,24 +104,12 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
 
 
 def unpack_module(model: nn.Module) -> nn.Module:
-    """Turn a packed model back, in place: the exact inverse of `pack_module`.
-
-    Parameters
-    ----------
-    model : nn.Module
-        A packed model, or a part of one.
-
-    Returns
-    -------
-    nn.Module
-        `model`, with the classes, parameters, ties and `requires_grad` that it had.
+    """Turn packed modules back, in place: what `tpde.unpack_module` does, which tells transformers, too.
 
     Raises
     ------
-    Corrupt
-        If a blob is damaged. The modules before it are plain by then.
-    PackedWeight
-        If weights are streamed under a VRAM budget, for which they would be too large.
+    Corrupt, PackedWeight
+        As `tpde.unpack_module`.
     """
     for _, module in packed_modules(model):
         for slot in module.tpde_slots.values():
