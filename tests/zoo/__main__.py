@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .architecture import DTYPES
 from .report import label, page, summary
-from .runner import FLOW, Result, Task, run, warm
+from .runner import FLOW, Result, Task, keep, kept, run, warm
 
 
 def main() -> int:
@@ -32,6 +32,11 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
     parser.add_argument("--out", type=Path, help="write a page of the results")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="keep the results in this file as they come; what is in it is not run again",
+    )
     parser.add_argument("--verbose", action="store_true", help="say everything that is not as plain")
     options = parser.parse_args()
     some = options.only or options.family or options.check or options.dtype
@@ -53,12 +58,17 @@ def main() -> int:
         tasks += [Task(name, FLOW) for name in options.flow or FLOWS]
     shown = {"fail", "plain", "refused"} if options.verbose else {"fail"}
 
+    ended = kept(options.results) if options.results else {}
+
     def report(result: Result) -> None:
         if result.status in shown:
             print(f"{label(result.task)}: {result.status}: {result.reason}", flush=True)
+        if options.results:
+            keep(options.results, result)
 
     start = time.monotonic()
-    results = run(tasks, options.jobs, report)
+    ended |= {it.task: it for it in run((task for task in tasks if task not in ended), options.jobs, report)}
+    results = [ended[task] for task in tasks]
     print(summary(results), f"{time.monotonic() - start:.0f} s")
     if options.out:
         options.out.write_text(page(results))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from .runner import FLOW, Result, Task
 
@@ -34,12 +36,23 @@ def page(results: list[Result]) -> str:
         "Tiny random models, packed and plain side by side, compared bit by bit on the CPU. "
         "`python -m tests.zoo --out docs/zoo.md` writes this page.",
         "",
+        f"With {_versions()}.",
+        "",
         "`yes`: every bit as the plain model's. **no**: see the reasons below. `-`: the plain model does not "
         "do it either, or not twice the same way.",
         *_matrix(checked),
         *_flows(flows),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _versions() -> str:
+    names = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate", "sentence-transformers")
+    found = []
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
 
 
 def _matrix(results: list[Result]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -9,8 +10,9 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 LIMIT = 600.0  # seconds for one task
@@ -33,6 +35,21 @@ class Result:
     task: Task
     status: str
     reason: str = ""
+
+
+def keep(file: Path, result: Result) -> None:
+    """Add a result to a file of results, a line of JSON each."""
+    with file.open("a") as lines:
+        lines.write(json.dumps(asdict(result)) + "\n")
+
+
+def kept(file: Path) -> dict[Task, Result]:
+    """Read a file of results; the last result of a task holds."""
+    if not file.exists():
+        return {}
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    results = [Result(Task(**it["task"]), it["status"], it["reason"]) for it in found]
+    return {result.task: result for result in results}
 
 
 def warm() -> None:
