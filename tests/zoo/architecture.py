@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .shrink import tiny
+from .shrink import Absent, tiny
 
 DTYPES = ("bf16", "fp16", "fp32")
 SEED = 20
@@ -62,6 +62,8 @@ def from_config(model: str, config: Callable[[], Any]) -> Callable[[], Any]:
     def build() -> Any:
         import transformers
 
+        if not hasattr(transformers, model):
+            raise Absent(f"this transformers has no {model}")
         return getattr(transformers, model)(config())
 
     return build

@@ -21,6 +21,7 @@ import tpde.nn
 
 from .architecture import SEED, Architecture
 from .bits import Differs, kept, same_all
+from .shrink import Absent, Unbuilt
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MIN_BYTES = 256
@@ -70,14 +71,20 @@ class Case:
 
         Raises
         ------
-        PlainFails
-            If it cannot be built here.
+        Absent
+            If the installed libraries do not have it.
+        Unbuilt
+            If it cannot be made.
         """
         seeded()
         try:
             model = self.architecture.build()
+        except Unbuilt:
+            raise
+        except ImportError as error:
+            raise Absent(one_line(error)) from error
         except Exception as error:
-            raise PlainFails(f"cannot be built: {one_line(error)}") from error
+            raise Unbuilt(f"cannot be built: {one_line(error)}") from error
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.dim() < 2:
@@ -171,9 +178,13 @@ def agreed(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
     ------
     PlainFails
         If it fails, or two runs differ.
+    Unbuilt
+        If the plain model cannot be made at all.
     """
     try:
         first, second = run(), run()
+    except Unbuilt:
+        raise
     except Exception as error:
         raise PlainFails(one_line(error)) from error
     try:

@@ -9,7 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .runner import FLOW, Result, Task
 
-_SIGNS = {"ok": "yes", "fail": "**no**", "plain": "-", "refused": "refused"}
+_SIGNS = {"ok": "yes", "fail": "**no**", "plain": "-", "refused": "refused", "absent": "absent"}
+_REASONS = {
+    "fail": "What differs",
+    "plain": "What plain models do not do",
+    "absent": "What these libraries do not have",
+}
 
 
 def label(task: Task) -> str:
@@ -21,8 +26,10 @@ def summary(results: Iterable[Result]) -> str:
     """Count results."""
     count = Counter(result.status for result in results)
     refused = f"{count['refused']} refused by name, " if count["refused"] else ""
+    absent = f", {count['absent']} that these libraries do not have" if count["absent"] else ""
     return (
-        f"{count['ok']} as plain, {refused}{count['fail']} not, {count['plain']} that plain models do not do."
+        f"{count['ok']} as plain, {refused}{count['fail']} not, {count['plain']} that plain models do not do"
+        f"{absent}."
     )
 
 
@@ -84,7 +91,11 @@ def _matrix(results: list[Result]) -> list[str]:
             alike = len({sign for _, sign in signs}) < 2
             cells.append(signs[0][1] if signs and alike else ", ".join(f"{d} {sign}" for d, sign in signs))
         lines.append(f"| {name} | {ARCHITECTURES[name].family} | " + " | ".join(cells) + " |")
-    for status, title in (("fail", "What differs"), ("plain", "What plain models do not do")):
+    for status, title in (
+        ("fail", "What differs"),
+        ("plain", "What plain models do not do"),
+        ("absent", "What these libraries do not have"),
+    ):
         some = [result for result in results if result.status == status]
         if some:
             lines += ["", f"### {title}", "", *_listed(some)]

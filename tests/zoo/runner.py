@@ -30,7 +30,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """How it went: `ok`, `refused` by name, `fail`, or `plain` where plain models do not do it either."""
+    """How it went.
+
+    `ok`, `refused` by name, `fail`, `plain` where plain models do not do it either, or `absent` where the
+    installed libraries do not have it.
+    """
 
     task: Task
     status: str
@@ -85,12 +89,15 @@ def do(task: Task) -> Result:
     from .architectures import ARCHITECTURES
     from .case import Case, PlainFails, one_line
     from .checks import CHECKS
+    from .shrink import Absent
 
     case = Case(ARCHITECTURES[task.name], task.dtype)
     try:
         CHECKS[task.check](case)
     except PlainFails as error:
         return Result(task, "plain", str(error))
+    except Absent as error:
+        return Result(task, "absent", str(error))
     except Exception as error:
         return Result(task, "fail", one_line(error))
     finally:

@@ -99,6 +99,14 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_sta
 SMALL: dict[str, Any] = _HEADS | _WIDTHS | _DEPTHS | _EXPERTS | _STATES | _LENGTHS | _TOKENS
 
 
+class Unbuilt(Exception):
+    """A plain model cannot be made: a fault of the zoo, but for what is absent."""
+
+
+class Absent(Unbuilt):
+    """The installed libraries do not have this architecture."""
+
+
 def tiny(kind: str | type, **overrides: Any) -> Any:
     """Give a configuration of a kind, tiny.
 
@@ -113,18 +121,27 @@ def tiny(kind: str | type, **overrides: Any) -> Any:
     Returns
     -------
     transformers.PreTrainedConfig
+
+    Raises
+    ------
+    Absent
+        If transformers does not know the kind.
     """
     from transformers import CONFIG_MAPPING
 
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+        raise Absent(f"this transformers has no {kind}")
     cls: Any = CONFIG_MAPPING[kind] if isinstance(kind, str) else kind
     fields = {field.name for field in dataclasses.fields(cls)}
     given: dict[str, Any] = {name: value for name, value in SMALL.items() if name in fields}
-    for name, spec in cls.sub_configs_defaults.items():
+    usual = cls() if cls.sub_configs else None
+    for name in cls.sub_configs:
         part = overrides.pop(name, {})
         if isinstance(part, dict):
-            part = dict(part)
-            part_kind = part.pop("model_type", spec.model_type)
-            known = part_kind if part_kind in CONFIG_MAPPING else spec.config_class
-            part = tiny(known, **part)
+            part, default = dict(part), getattr(usual, name, None)
+            part_kind = part.pop("model_type", getattr(default, "model_type", None))
+            if part_kind is None:  # a part that is left out by default
+                continue
+            part = tiny(part_kind if part_kind in CONFIG_MAPPING else type(default), **part)
         given[name] = part
     return cls(**(given | overrides))

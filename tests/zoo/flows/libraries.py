@@ -12,7 +12,8 @@ import torch
 
 from ..architecture import ids, left_padded
 from ..bits import kept
-from ..case import PlainFails, seeded
+from ..case import seeded
+from ..shrink import Absent
 from .adapters import adapted
 from .tools import Bits, Flow, Made, Pack, trained
 
@@ -193,7 +194,7 @@ def _embedder(pack: Pack) -> Bits:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.models import Pooling, Transformer
     except ImportError as error:
-        raise PlainFails("sentence-transformers is not installed") from error
+        raise Absent("sentence-transformers is not installed") from error
     with tempfile.TemporaryDirectory() as folder:
         Made("bert_embeddings", "fp32")().save_pretrained(folder)
         _tokenizer().save_pretrained(folder)

@@ -12,6 +12,7 @@ from tpde.errors import InvalidInput, PackedWeight, TpdeError, UnsupportedDevice
 from ..architecture import ids
 from ..bits import Differs, kept, same_all
 from ..case import Case, PlainFails, agreed, one_line, seeded
+from ..shrink import Absent, Unbuilt
 
 Pack = Callable[[Any], Any]
 Bits = dict[str, torch.Tensor]
@@ -47,8 +48,8 @@ def verdict(flow: Flow) -> tuple[str, str]:
     Returns
     -------
     status : str
-        `ok`, `refused` by an error of tpde that names what it is about, `fail`, or `plain` if plain models
-        cannot do it either.
+        `ok`, `refused` by an error of tpde that names what it is about, `fail`, `plain` if plain models
+        cannot do it either, or `absent` if what it needs is not installed.
     reason : str
         One line.
     """
@@ -56,6 +57,10 @@ def verdict(flow: Flow) -> tuple[str, str]:
         expected = agreed(lambda: flow(as_plain))
     except PlainFails as error:
         return "plain", str(error)
+    except Absent as error:
+        return "absent", str(error)
+    except Unbuilt as error:
+        return "fail", str(error)
     try:
         found = flow(Case.pack)
     except TpdeError as error:
