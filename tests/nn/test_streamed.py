@@ -15,6 +15,7 @@ from torch import nn
 
 from tpde.errors import PackedWeight
 from tpde.nn import pack_module, packed_modules
+from tpde.nn.saved import _top_hooks
 from tpde.streaming.stream import Streamer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -119,7 +120,7 @@ def test_ctrl_c_in_a_forward_leaves_the_model_usable(
                 patch.setattr(mlp.up_proj.tpde_group(), "fill", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 outputs("llama", ours.model, 2)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert _top_hooks() is None
         assert mlp.up_proj.tpde_group().workspace.thread == 0
         found: list[Any] = []
         other = threading.Thread(target=lambda: found.append(outputs("llama", ours.model, 2)), daemon=True)
@@ -158,7 +159,7 @@ def test_errors_in_hooks_of_others_leave_the_model_usable(
         with pytest.raises(error, match="theirs"):
             outputs("llama", ours.model, 2)
         failing = False
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert _top_hooks() is None
         assert block.mlp.up_proj.tpde_group().workspace.thread == 0
         found: list[Any] = []
         other = threading.Thread(target=lambda: found.append(outputs("llama", ours.model, 2)), daemon=True)
