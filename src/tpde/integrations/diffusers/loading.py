@@ -178,7 +178,7 @@ def load(
                 if stored is None:
                     _place(model, name, checkpoint.plain_tensor(name, target).to(wanted))
                 else:
-                    _place(model, name, checkpoint.decode(stored, target).to(wanted))
+                    _place(model, name, checkpoint.decode([stored.run], target, wanted)[0])
             if streaming is None:
                 read = checkpoint.read([run.parts[0] for run in packed.values()], target)
                 parts = {name: PackedTensor(source) for name, source in zip(packed, read, strict=True)}
@@ -264,7 +264,7 @@ def _sort(
         wanted = _expected(model, name, dtype) if found.is_floating_point else found
         path, _, leaf = name.rpartition(".")
         if stored is not None and wanted is found and supports(model.get_submodule(path), leaf):
-            packed[name] = Run(spec.shape, found, [stored])
+            packed[name] = stored.run
         else:
             plain[name] = wanted
         _place(model, name, torch.empty(spec.shape, dtype=wanted, device="meta"))

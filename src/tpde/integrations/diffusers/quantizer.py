@@ -92,7 +92,7 @@ class TpdeQuantizer(DiffusersQuantizer):
                     weight = PackedTensor(checkpoint.read([stored], device)[0])
                     replace_parameter(self._model, name, weight)
                 else:
-                    plain[name] = checkpoint.decode(stored, device)
+                    (plain[name],) = checkpoint.decode([stored.run], device)
         return plain
 
     def _place(self, name: str) -> tuple[Any, str, torch.Tensor] | None:
