@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 from safetensors.torch import save_file
+from support.gpu import needs_cuda
 from support.models import assert_same_bits, torch
 
 import tpde
 from tpde.integrations import checkpoint as checkpoints
 from tpde.integrations.checkpoint import Checkpoint
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+pytestmark = needs_cuda
+GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("codec", ["prefix", "zstd"])
