@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from tpde.packing.reader import PackedFile
 from tpde.streaming.tensor import Streamed
 from tpde.weights.resident import Resident
 from tpde.weights.source import Source
+from tpde.weights.tensor import PackedTensor
 
 P = TypeVar("P", bound=Source)
 
@@ -166,6 +167,25 @@ class Checkpoint:
 
         read_extents([it.extent for it in stored], device, use)
         return [opened[i] for i in range(len(stored))]
+
+    def open(
+        self, runs: Mapping[str, Run[Stored]], where: Mapping[str, torch.device]
+    ) -> dict[str, PackedTensor]:
+        """Read the blobs of some parameters, each to its device: gives the packed weight of each.
+
+        Raises
+        ------
+        Truncated, Corrupt, UnsupportedVersion, OutOfMemory
+            As `read`.
+        """
+        wanted: dict[torch.device, dict[str, Stored]] = {}
+        for name, run in runs.items():
+            wanted.setdefault(where[name], {}).update({part.name: part for part in run.parts})
+        found = {
+            device: dict(zip(stored, self.read(list(stored.values()), device), strict=True))
+            for device, stored in wanted.items()
+        }
+        return {name: run.opened(found[where[name]]) for name, run in runs.items()}
 
     def decode(
         self, runs: Sequence[Run[Stored]], device: torch.device, dtype: torch.dtype | None = None

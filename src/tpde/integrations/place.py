@@ -8,8 +8,25 @@ from torch import nn
 from tpde.errors import InvalidInput
 
 
-def place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer."""
+def place(model: nn.Module, name: str, tensor: torch.Tensor, *, frozen: bool = False) -> None:
+    """Put a tensor in the place of a parameter or buffer.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Which.
+    name : str
+        The parameter's or buffer's.
+    tensor : torch.Tensor
+        Of its shape.
+    frozen : bool
+        A parameter that requires no gradient stays so, as diffusers has it; transformers lets all of them.
+
+    Raises
+    ------
+    InvalidInput
+        If there is none, or it has another shape.
+    """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:
@@ -25,4 +42,5 @@ def place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
             found=tuple(tensor.shape),
             needed=None if before is None else tuple(before.shape),
         )
-    module._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    trained = tensor.is_floating_point() and (before.requires_grad or not frozen)
+    module._parameters[leaf] = nn.Parameter(tensor, requires_grad=trained)
