@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from tpde.errors import InvalidInput
+
+
+def misshapen(name: str, found: Sequence[int], needed: Sequence[int] | None, also: str = "") -> InvalidInput:
+    """The error for a tensor of another shape than the model's; `also` is what else to do."""
+    return InvalidInput(
+        f"`{name}` has shape {list(found)} in the packed files, the model needs "
+        f"{'none' if needed is None else list(needed)}",
+        hint=f"load it with the configuration that it was packed with{also}",
+        where=name,
+        found=tuple(found),
+        needed=None if needed is None else tuple(needed),
+    )
 
 
 def place(model: nn.Module, name: str, tensor: torch.Tensor, *, frozen: bool = False) -> None:
@@ -34,13 +48,6 @@ def place(model: nn.Module, name: str, tensor: torch.Tensor, *, frozen: bool = F
         return
     before = module._parameters.get(leaf)
     if before is None or before.shape != tensor.shape:
-        found = "none" if before is None else list(before.shape)
-        raise InvalidInput(
-            f"`{name}` has shape {list(tensor.shape)} in the packed files, the model needs {found}",
-            hint="load it with the configuration that it was packed with",
-            where=name,
-            found=tuple(tensor.shape),
-            needed=None if before is None else tuple(before.shape),
-        )
+        raise misshapen(name, tensor.shape, None if before is None else before.shape)
     trained = tensor.is_floating_point() and (before.requires_grad or not frozen)
     module._parameters[leaf] = nn.Parameter(tensor, requires_grad=trained)

@@ -14,6 +14,7 @@ from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.device import checked_device, map_entry
 from tpde.integrations.diffusers.config import TpdeConfig
 from tpde.integrations.diffusers.loading import expected_dtype
+from tpde.integrations.place import misshapen
 from tpde.integrations.quantized import PackedQuantizer
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter, supports
 
@@ -77,12 +78,8 @@ class TpdeQuantizer(PackedQuantizer, DiffusersQuantizer):
                 if found is None:  # diffusers says that it has no place
                     continue
                 module, leaf, parameter = found
-                if tuple(parameter.shape) != stored.spec.shape:
-                    raise InvalidInput(
-                        f"`{name}` has shape {list(stored.spec.shape)} in the packed files, the model needs "
-                        f"{list(parameter.shape)}",
-                        hint="fetch `config.json` and the weights together",
-                    )
+                if tuple(parameter.shape) != stored.shape:
+                    raise misshapen(name, stored.shape, parameter.shape)
                 device = self._device(name)
                 if supports(module, leaf) and self._wanted(name, parameter) is stored.dtype:  # is a float's
                     module._parameters[leaf] = torch.nn.Parameter(

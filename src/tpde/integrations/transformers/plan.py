@@ -16,6 +16,7 @@ from torch import nn
 
 from tpde.errors import InvalidInput
 from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.place import misshapen
 from tpde.integrations.runs import Run
 from tpde.integrations.transformers.internals import (
     WeightConverter,
@@ -159,16 +160,8 @@ def _refusal(model: nn.Module, name: str, made: Any, expected: torch.dtype) -> s
     parameter = module._parameters.get(leaf)
     held = module._buffers.get(leaf) if parameter is None else parameter
     if held is not None and made.shape != held.shape:  # before anything of that shape is decoded
-        raise InvalidInput(
-            f"`{name}` has shape {list(made.shape)} in the packed files, the model needs {list(held.shape)}",
-            hint=(
-                "load it with the configuration that it was packed with, or unpack it and pass "
-                "`ignore_mismatched_sizes=True`"
-            ),
-            where=name,
-            found=tuple(made.shape),
-            needed=tuple(held.shape),
-        )
+        also = ", or unpack it and pass `ignore_mismatched_sizes=True`"
+        raise misshapen(name, made.shape, held.shape, also)
     if parameter is None or not supports(module, leaf):
         return f"belongs to a {type(module).__name__}, which cannot hold packed weights"
     if made.dtype is not expected:
