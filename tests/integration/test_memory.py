@@ -100,7 +100,7 @@ def test_memory_stays_below_what_is_promised(source: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_fused_weight_is_cut_in_three(dim: int, tmp_path: Path) -> None:
-    """Of the packed form and of what it is cut from, less than 40 MiB are there beside the three."""
+    """Of the packed form and of what it is cut from, less than 64 MiB are there beside the three."""
     pytest.importorskip("torch", reason="needs torch")
     shape = 6, 3072, 5461  # 192 MiB; no cut is where a chunk ends
     size = 2 * math.prod(shape)
@@ -109,6 +109,6 @@ def test_a_fused_weight_is_cut_in_three(dim: int, tmp_path: Path) -> None:
     weights = fill("normal", spec_of("BF16", 1 << 20))
     plain.write_bytes(container(header, (weights * (size // len(weights) + 1))[:size]))
     assert _growth("pack", plain, packed) < MEMORY
-    assert _growth(packed, str(dim), program=CUT) < (size >> 20) + 40
+    assert _growth(packed, str(dim), program=CUT) < (size >> 20) + 64
     plain.unlink()
     packed.unlink()

@@ -20,7 +20,7 @@ from tpde.weights.span import Span, joined
 from tpde.weights.tensor import PackedTensor
 
 # Of a span that is not all there is of a cut: where they are shorter, as columns of a matrix are, or rows of
-# small experts, their chunks, of 16 to 512 KiB, would be decoded again and again.
+# small experts, their chunks, of 8 to 512 KiB, would be decoded again and again.
 STRIP_BYTES = 1 << 20
 
 
