@@ -178,6 +178,22 @@ def numpy_dtype_name(dtype: Any) -> str:
     )
 
 
+def torch_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """The shape that PyTorch has for a tensor of a file.
+
+    Raises
+    ------
+    UnsupportedDtype
+        If numbers are stored in pairs, and the last dimension is odd.
+    """
+    shape = spec.shape
+    if spec.dtype != "F4":
+        return shape
+    if not shape or shape[-1] % 2:
+        raise UnsupportedDtype(f"PyTorch holds F4 in pairs, the last dimension of {list(shape)} is odd")
+    return (*shape[:-1], shape[-1] // 2)
+
+
 def to_torch(data: Bytes, spec: TensorSpec) -> torch.Tensor:
     """Make a tensor of bytes, without a copy.
 
@@ -191,12 +207,7 @@ def to_torch(data: Bytes, spec: TensorSpec) -> torch.Tensor:
     require_torch("a PyTorch tensor", ', or read with `framework="np"`')
     import torch
 
-    dtype = torch_dtype(spec.dtype)
-    shape = spec.shape
-    if spec.dtype == "F4":
-        if not shape or shape[-1] % 2:
-            raise UnsupportedDtype(f"PyTorch holds F4 in pairs, the last dimension of {list(shape)} is odd")
-        shape = (*shape[:-1], shape[-1] // 2)
+    dtype, shape = torch_dtype(spec.dtype), torch_shape(spec)
     if not data.size:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(data).view(dtype).reshape(shape)

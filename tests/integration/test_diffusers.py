@@ -303,18 +303,18 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]]
     from tpde.integrations.diffusers import loading
     from tpde.integrations.diffusers import streamed as module
 
-    make_plan = module.make_plan
-    monkeypatch.setattr(loading, "check_gpu", lambda _: None)
+    place_units = module.place_units
+    monkeypatch.setattr(loading, "check_gpu", lambda *_: None)
     with simulated(monkeypatch) as opened:
 
         def place(**fields: Any) -> Opened:
             def planned(*args: Any, **kwargs: Any) -> Any:
-                made = make_plan(*args, **kwargs)
+                made = place_units(*args, **kwargs)
                 chosen = dict.fromkeys(made.placements, Placement.HOST)
                 ring = {"slots": SLOTS, "piece": PIECE, "placements": chosen}
                 return dataclasses.replace(made, **(ring | fields))
 
-            monkeypatch.setattr(module, "make_plan", planned)
+            monkeypatch.setattr(module, "place_units", planned)
             return opened
 
         yield place

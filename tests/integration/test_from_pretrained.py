@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -168,39 +169,80 @@ def test_another_dtype_decodes_and_says_so(tmp_path: Path, caplog: pytest.LogCap
     assert f"{count} of {count} packed tensors" in caplog.text
 
 
-def test_a_conversion_that_moves_bytes_decodes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint whose query, key and value are one tensor, which a conversion splits."""
+def _cut(core: Any) -> tuple[Any, Callable[[dict[str, Any], str], None]]:
+    """Query, key and value are one tensor of the checkpoint."""
+
+    def fuse(state: dict[str, Any], prefix: str) -> None:
+        parts = [state.pop(f"{prefix}self_attn.{n}_proj.weight") for n in "qkv"]
+        state[prefix + "self_attn.qkv.weight"] = torch.cat(parts)
+
+    targets = [f"self_attn.{n}_proj.weight" for n in "qkv"]
+    return core.WeightConverter("self_attn.qkv.weight", targets, operations=[core.Chunk(dim=0)]), fuse
+
+
+def _interleaved(core: Any) -> tuple[Any, Callable[[dict[str, Any], str], None]]:
+    """So are gate and up, a row of one and a row of the other in turn."""
+
+    def fuse(state: dict[str, Any], prefix: str) -> None:
+        parts = [state.pop(f"{prefix}mlp.{n}_proj.weight") for n in ("gate", "up")]
+        state[prefix + "mlp.gu.weight"] = torch.stack(parts, dim=1).flatten(0, 1)
+
+    targets = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    operations = [core.Interleave(dim=0), core.Chunk(dim=0)]
+    return core.WeightConverter("mlp.gu.weight", targets, operations=operations), fuse
+
+
+def _transposed(core: Any) -> tuple[Any, Callable[[dict[str, Any], str], None]]:
+    """A matrix lies the other way around."""
+
+    def fuse(state: dict[str, Any], prefix: str) -> None:
+        state[prefix + "mlp.turned.weight"] = state.pop(f"{prefix}mlp.down_proj.weight").T.contiguous()
+
+    operations = [core.Transpose(0, 1)]
+    return core.WeightConverter("mlp.turned.weight", "mlp.down_proj.weight", operations=operations), fuse
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("conversion", "said"),
+    [(_cut, "is cut by"), (_interleaved, "needs the plain weight"), (_transposed, "needs the plain weight")],
+)
+def test_a_conversion_that_moves_bytes_decodes(
+    conversion: Any, said: str, dtype: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading converts as transformers would, and saving undoes it."""
     core = pytest.importorskip("transformers.core_model_loading")
     mapping = pytest.importorskip("transformers.conversion_mapping")
     from safetensors.torch import load_file, save_file
 
     model = make("llama")
     model.config.num_key_value_heads = 4
-    model = transformers.LlamaForCausalLM(model.config).to(torch.bfloat16).eval()
+    model = transformers.LlamaForCausalLM(model.config).to(dtype).eval()
     pair = write(tmp_path, model)
-    state = load_file(pair.plain / "model.safetensors")
+    state, (converter, fuse) = load_file(pair.plain / "model.safetensors"), conversion(core)
     for i in range(3):
-        prefix = f"model.layers.{i}.self_attn."
-        parts = [state.pop(f"{prefix}{n}_proj.weight") for n in "qkv"]
-        state[prefix + "qkv.weight"] = torch.cat(parts)
+        fuse(state, f"model.layers.{i}.")
     save_file(state, pair.plain / "model.safetensors", {"format": "pt"})
     tpde.pack(pair.plain, pair.packed, force=True)
-    split = core.WeightConverter(
-        "self_attn.qkv.weight",
-        ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
-        operations=[core.Chunk(dim=0)],
-    )
     before = mapping.get_checkpoint_conversion_mapping("llama")
-    mapping.register_checkpoint_conversion_mapping("llama", [split], overwrite=True)
+    mapping.register_checkpoint_conversion_mapping("llama", [converter], overwrite=True)
     try:
         with caplog.at_level(logging.INFO, "tpde"):
             packed = _same("llama", pair)
         packed.save_pretrained(tmp_path / "again")
         _same("llama", Pair(pair.plain, tmp_path / "again", pair.kind))
+        again = tpde.pack_module(pair.kind.from_pretrained(pair.plain))  # what was cut is packed here
+        again.save_pretrained(tmp_path / "packed here")
+        _same("llama", Pair(pair.plain, tmp_path / "packed here", pair.kind))
     finally:
         mapping.register_checkpoint_conversion_mapping("llama", before or [], overwrite=True)
     assert packed.hf_quantizer.decoded == 3
-    assert "needs the plain weight" in caplog.text
+    assert said in caplog.text
+    tpde.unpack(tmp_path / "packed here", tmp_path / "restored")
+    restored = load_file(tmp_path / "restored" / "model.safetensors")
+    assert set(restored) == set(state)
+    for name, value in state.items():
+        assert_same_bits(restored[name], value, name)
 
 
 def test_a_module_that_cannot_be_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

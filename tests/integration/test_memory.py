@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,10 +34,23 @@ print(peak() - before)
 """
 
 
-def _growth(*arguments: str | Path) -> int:
+CUT = """
+import resource, sys, torch
+from tpde.integrations.checkpoint import Checkpoint
+unit = 1 if sys.platform == "darwin" else 1024
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
+with Checkpoint([sys.argv[1]]) as checkpoint:
+    run = checkpoint.packed["fused"].run
+    before = peak()
+    found = checkpoint.decode(torch.chunk(run, 3, dim=int(sys.argv[2])), torch.device("cpu"))
+    print(peak() - before)
+"""
+
+
+def _growth(*arguments: str | Path, program: str = PROGRAM) -> int:
     """Run an action in a process of its own; returns by how many MiB its memory grew."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        [sys.executable, "-c", program, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
@@ -82,3 +96,19 @@ def test_memory_stays_below_what_is_promised(source: Path, tmp_path: Path) -> No
         assert not two.read(1)
     for path in (source, packed, restored):  # pytest keeps folders for a while
         path.unlink()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_fused_weight_is_cut_in_three(dim: int, tmp_path: Path) -> None:
+    """Of the packed form and of what it is cut from, less than 64 MiB are there beside the three."""
+    pytest.importorskip("torch", reason="needs torch")
+    shape = 6, 3072, 5461  # 192 MiB; no cut is where a chunk ends
+    size = 2 * math.prod(shape)
+    header = {"fused": {"dtype": "BF16", "shape": list(shape), "data_offsets": [0, size]}}
+    plain, packed = tmp_path / "plain.safetensors", tmp_path / "packed.safetensors"
+    weights = fill("normal", spec_of("BF16", 1 << 20))
+    plain.write_bytes(container(header, (weights * (size // len(weights) + 1))[:size]))
+    assert _growth("pack", plain, packed) < MEMORY
+    assert _growth(packed, str(dim), program=CUT) < (size >> 20) + 64
+    plain.unlink()
+    packed.unlink()

@@ -70,7 +70,7 @@ def test_json(llama):
 @pytest.mark.parametrize("rates", [RATES, ("--copy-rate", "0.1", "--memory-rate", "0.5")])
 def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
     """Whatever the machine; with units so large that it would matter."""
-    from tpde.integrations.transformers import planning
+    from tpde.integrations.streaming import planning
 
     def large(*args):
         return [

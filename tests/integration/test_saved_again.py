@@ -150,6 +150,24 @@ def test_a_model_packed_in_memory_is_saved_packed(name: str, loaded: bool, tmp_p
     _same(name, tmp_path / "plain again", pair, pair.kind.from_pretrained)
 
 
+def test_experts_that_were_packed_as_one_are_saved_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fused weight is cut where it lies: no other is decoded meanwhile."""
+    monkeypatch.setattr("tpde.integrations.runs.STRIP_BYTES", 1)  # of rows as short as these
+    pair = checkpoint(tmp_path, "mixtral")
+    model = tpde.pack_module(pair.kind.from_pretrained(pair.plain))
+    model.save_pretrained(tmp_path / "again")
+    assert "decoded and packed again" not in caplog.text
+    _same("mixtral", tmp_path / "again", pair, tpde.from_pretrained)
+    tpde.unpack(tmp_path / "again", tmp_path / "restored")
+    expected = tpde.torch.load_file(pair.plain / "model.safetensors")
+    found = tpde.torch.load_file(tmp_path / "restored" / "model.safetensors")
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert_same_bits(found[key], value, key)
+
+
 # ---- other configurations ----
 
 

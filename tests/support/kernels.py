@@ -19,7 +19,7 @@ from tpde.format.source import BytesSource
 from tpde.weights import launch, source
 from tpde.weights.resident import Resident
 
-FACTS = DeviceFacts("simulated", (9, 0), 132, 227 << 10, 228 << 10)
+FACTS = DeviceFacts("simulated", (9, 0), 132, 227 << 10)
 
 
 def memory(address: int, size: int) -> np.ndarray:

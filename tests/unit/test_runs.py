@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from tpde.integrations import runs  # noqa: E402
 from tpde.integrations.runs import NotARun, Run  # noqa: E402
 
 
@@ -26,51 +27,95 @@ def _both(*shapes: tuple[int, ...]) -> tuple[list[Any], list[Run[Leaf]]]:
 
 
 def _same(run: Run[Leaf], tensor: Any) -> None:
+    assert isinstance(run, Run)
     assert tuple(run.shape) == tuple(tensor.shape)
-    assert torch.equal(torch.cat([part.words.reshape(-1) for part in run.parts]), tensor.reshape(-1))
+    words = [it.tensor.words.reshape(-1)[it.begin // 4 : it.end // 4] for it in run.spans]
+    assert torch.equal(torch.cat([*words, torch.empty(0, dtype=torch.int32)]), tensor.reshape(-1))
+    assert all(it.nbytes for it in run.spans)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda a, b, c, d: torch.stack([a, b, c, d], dim=0),
-        lambda a, b, c, d: torch.stack([a, b]),
-        lambda a, b, c, d: torch.cat([a, b], dim=0),
-        lambda a, b, c, d: torch.cat(
-            [torch.stack([a, b]), torch.stack([c, d])], dim=1
-        ),  # gate and up of experts
-        lambda a, b, c, d: torch.cat([torch.stack([a, b]), torch.stack([c, d])], dim=-2),
-        lambda a, b, c, d: torch.cat([torch.stack([a, b]), torch.stack([c, d])], dim=0),
-        lambda a, b, c, d: torch.chunk(torch.stack([a, b, c, d]), 4, dim=0)[2].squeeze(0),
-        lambda a, b, c, d: torch.chunk(torch.stack([a, b, c, d]), 3, dim=0)[1].contiguous(),
-        lambda a, b, c, d: torch.chunk(
-            torch.cat([torch.stack([a, b]), torch.stack([c, d])], dim=1), 2, dim=1
-        )[1],
-        lambda a, b, c, d: torch.split(torch.cat([a, b, c, d]), [4, 12])[1],
-        lambda a, b, c, d: torch.split(torch.cat([a, b, c, d]), 8)[1],
-        lambda a, b, c, d: torch.stack([a, b]).unsqueeze(1).squeeze(),
-    ],
-)
+WHOLE: list[Callable[..., Any]] = [
+    lambda a, b, c, d: torch.stack([a, b, c, d], dim=0),
+    lambda a, b, c, d: torch.stack([a, b]),
+    lambda a, b, c, d: torch.cat([a, b], dim=0),
+    lambda a, b, c, d: torch.cat([torch.stack([a, b]), torch.stack([c, d])], dim=1),  # gate, up of experts
+    lambda a, b, c, d: torch.cat([torch.stack([a, b]), torch.stack([c, d])], dim=-2),
+    lambda a, b, c, d: torch.cat([torch.stack([a, b]), torch.stack([c, d])], dim=0),
+    lambda a, b, c, d: torch.chunk(torch.stack([a, b, c, d]), 4, dim=0)[2].squeeze(0),
+    lambda a, b, c, d: torch.chunk(torch.stack([a, b, c, d]), 3, dim=0)[1].contiguous(),
+    lambda a, b, c, d: torch.chunk(torch.cat([torch.stack([a, b]), torch.stack([c, d])], dim=1), 2, dim=1)[1],
+    lambda a, b, c, d: torch.stack([a, b]).chunk(2)[0],
+    lambda a, b, c, d: torch.unbind(torch.stack([a, b, c]))[1],
+    lambda a, b, c, d: torch.split(torch.cat([a, b, c, d]), [4, 12])[1],
+    lambda a, b, c, d: torch.split(torch.cat([a, b, c, d]), 8)[1],
+    lambda a, b, c, d: torch.stack([a, b]).unsqueeze(1).squeeze(),
+    lambda a, b, c, d: torch.cat(torch.chunk(a, 3)),  # cut, and whole again
+]
+CUT: list[Callable[..., Any]] = [
+    lambda a, b, c, d: torch.chunk(a, 2)[0],
+    lambda a, b, c, d: torch.chunk(a, 2)[1],
+    lambda a, b, c, d: torch.chunk(a, 3)[1],  # two, two, and none
+    lambda a, b, c, d: torch.split(a, [1, 3])[1],
+    lambda a, b, c, d: torch.split(a, [3, 1])[0],
+    lambda a, b, c, d: torch.split(a, 3)[1],
+    lambda a, b, c, d: torch.split(torch.stack([a, b]), [1, 1])[1].squeeze(0).chunk(4)[3],
+    lambda a, b, c, d: torch.split(torch.cat([a, b, c]), [2, 7, 3])[1],  # through two, and all of one
+    lambda a, b, c, d: torch.unbind(a)[3],
+    lambda a, b, c, d: torch.cat([torch.chunk(a, 2)[1], torch.chunk(a, 2)[0]]),  # in another order
+    lambda a, b, c, d: torch.cat([torch.chunk(a, 2)[1], b, torch.chunk(c, 2)[0]]),
+    lambda a, b, c, d: torch.stack([torch.chunk(a, 4)[1], torch.chunk(b, 4)[1]]),
+    lambda a, b, c, d: torch.split(a, [0, 4, 0])[0],  # nothing
+    lambda a, b, c, d: torch.split(a, [0, 4, 0])[2],
+    lambda a, b, c, d: torch.chunk(torch.split(a, [4, 0])[1], 3)[2],
+]
+COLUMNS: list[Callable[..., Any]] = [
+    lambda a, b, c, d: torch.cat([a, b], dim=1),  # rows of two blobs in turn
+    lambda a, b, c, d: torch.stack([a, b], dim=1),
+    lambda a, b, c, d: torch.chunk(a, 3, dim=1)[1],
+    lambda a, b, c, d: torch.split(a, [2, 1], dim=-1)[1],
+    lambda a, b, c, d: torch.chunk(torch.stack([a, b]), 2, dim=1)[1],  # of experts
+    lambda a, b, c, d: torch.unbind(torch.stack([a, b]), dim=1)[2],
+]
+
+
+@pytest.mark.parametrize("make", [*WHOLE, *CUT])
 def test_the_same_as_torch(make: Callable[..., Any]) -> None:
-    tensors, runs = _both(*[(4, 3)] * 4)
-    _same(make(*runs), make(*tensors))
+    tensors, made = _both(*[(4, 3)] * 4)
+    _same(make(*made), make(*tensors))
+    assert make(*made).whole == (make in WHOLE)
+
+
+@pytest.mark.parametrize("make", COLUMNS)
+def test_columns(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts into many short spans are refused: each would decode the chunks of its neighbours."""
+    tensors, made = _both(*[(4, 3)] * 4)
+    with pytest.raises(NotARun):
+        make(*made)
+    monkeypatch.setattr(runs, "STRIP_BYTES", 0)
+    _same(make(*made), make(*tensors))
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda a, b: torch.cat([a, b], dim=1),  # rows of two blobs in turn
-        lambda a, b: torch.stack([a, b], dim=1),
-        lambda a, b: torch.chunk(a, 2, dim=0),
-        lambda a, b: torch.split(a, [1, 3], dim=0),
         lambda a, b: torch.split(torch.stack([a, b]), [1, 2]),
         lambda a, b: torch.transpose(a, 0, 1),
+        lambda a, b: a.transpose(0, 1),
+        lambda a, b: a.view(2, 6),
+        lambda a, b: a.reshape(-1),
+        lambda a, b: a.T,
         lambda a, b: torch.cat([a, torch.zeros(4, 3, dtype=torch.int32)]),
         lambda a, b: torch.stack([a, b.squeeze().unsqueeze(0)]),
         lambda a, b: torch.cat([a, Run(b.shape, torch.int64, b.parts)]),
     ],
 )
-def test_what_is_no_sequence_of_blobs(make: Callable[..., Any]) -> None:
-    _, runs = _both((4, 3), (4, 3))
+def test_what_is_no_sequence_of_spans(make: Callable[..., Any]) -> None:
+    _, made = _both((4, 3), (4, 3))
     with pytest.raises(NotARun):
-        make(*runs)
+        make(*made)
+
+
+def test_what_no_tensor_has() -> None:
+    _, (a,) = _both((4, 3))
+    with pytest.raises(AttributeError, match="`nothing`"):
+        a.nothing  # noqa: B018 - raises

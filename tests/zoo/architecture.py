@@ -13,6 +13,8 @@ SEED = 20
 LENGTH = 7
 PADDED = 3  # tokens of padding at the left of the first row
 
+Inputs = Callable[[], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -26,8 +28,8 @@ class Architecture:
     name: str
     family: str
     build: Callable[[], Any]
-    inputs: Callable[[Any], dict[str, Any]]
-    prompt: Callable[[Any], dict[str, Any]] | None = None
+    inputs: Inputs
+    prompt: Inputs | None = None
     library: str = "transformers"
 
 
@@ -56,25 +58,22 @@ def left_padded() -> dict[str, Any]:
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-def from_config(model: str, config: Callable[[], Any]) -> Callable[[], Any]:
-    """Give what builds a transformers model of a class from a configuration."""
+def described(family: str, inputs: Inputs, prompt: Inputs | None = None) -> Callable[..., Architecture]:
+    """Give what describes models of transformers that are called alike.
 
-    def build() -> Any:
-        import transformers
+    It takes a model's name and class, the type of its configuration if that is not the name, and options.
+    """
 
-        if not hasattr(transformers, model):
-            raise Absent(f"this transformers has no {model}")
-        return getattr(transformers, model)(config())
+    def describe(name: str, model: str, kind: str | None = None, **overrides: Any) -> Architecture:
+        def build() -> Any:
+            import transformers
+            if not hasattr(transformers, model):
+                raise Absent(f"this transformers has no {model}")
+            return getattr(transformers, model)(tiny(kind or name, **overrides))
 
-    return build
+        return Architecture(name, family, build, inputs, prompt)
+
+    return describe
 
 
-def decoder(name: str, model: str, kind: str | None = None, **overrides: Any) -> Architecture:
-    """Describe a causal language model."""
-    return Architecture(
-        name,
-        "decoder",
-        from_config(model, lambda: tiny(kind or name, **overrides)),
-        lambda _: left_padded(),
-        lambda _: left_padded(),
-    )
+decoder = described("decoder", left_padded, left_padded)

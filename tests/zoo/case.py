@@ -127,7 +127,7 @@ class Case:
         """Give all tensors that a forward pass returns, with random numbers from their start."""
         seeded()
         with torch.no_grad():
-            return kept(model(**self.cast(self.architecture.inputs(model))))
+            return kept(model(**self.cast(self.architecture.inputs())))
 
     def folder(self) -> Path:
         """Make a temporary folder."""

@@ -42,7 +42,7 @@ def generate(case: Case) -> None:
 
     def run(model: Any) -> dict[str, torch.Tensor]:
         seeded()
-        prompt = case.cast(case.architecture.prompt(model))  # type: ignore[misc]
+        prompt = case.cast(case.architecture.prompt())  # type: ignore[misc]
         out = model.generate(
             **prompt,
             max_new_tokens=TOKENS,
@@ -143,7 +143,7 @@ def copies(case: Case) -> None:
 def _loss(model: Any, case: Case) -> torch.Tensor:
     """The sum of what is returned but caches, weighted, so that no two elements' gradients are the same."""
     seeded()
-    given = case.cast(case.architecture.inputs(model))
+    given = case.cast(case.architecture.inputs())
     out = model(**given)
     draw = torch.Generator().manual_seed(1)
     parts = [

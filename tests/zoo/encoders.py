@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .architecture import LENGTH, Architecture, from_config, ids, left_padded, noise
-from .shrink import tiny
+from .architecture import LENGTH, Architecture, described, ids, left_padded, noise
 
 _LONG = 16  # attention in windows or blocks needs more tokens than one of them
 
@@ -18,99 +17,81 @@ def _right_padded(length: int = LENGTH) -> dict[str, Any]:
     return {"input_ids": ids(length=length), "attention_mask": mask}
 
 
-def encoder(
-    name: str, model: str, kind: str | None = None, length: int = LENGTH, **overrides: Any
-) -> Architecture:
-    """Describe an encoder of text."""
-    return Architecture(
-        name,
-        "encoder",
-        from_config(model, lambda: tiny(kind or name, **overrides)),
-        lambda _: _right_padded(length),
-    )
+def _translated(length: int = LENGTH) -> dict[str, Any]:
+    return _right_padded(length) | {"decoder_input_ids": ids(length=3)}
 
 
-def seq2seq(
-    name: str, model: str, kind: str | None = None, length: int = LENGTH, **overrides: Any
-) -> Architecture:
-    """Describe an encoder-decoder of text."""
-    return Architecture(
-        name,
-        "encoder-decoder",
-        from_config(model, lambda: tiny(kind or name, **overrides)),
-        lambda _: _right_padded(length) | {"decoder_input_ids": ids(length=3)},
-        lambda _: _right_padded(length) if length != LENGTH else left_padded(),
-    )
+encoder = described("encoder", _right_padded)
+seq2seq = described("encoder-decoder", _translated, left_padded)
 
 
 def speech2text(name: str, model: str, features: tuple[int, ...], **overrides: Any) -> Architecture:
     """Describe an encoder-decoder of speech."""
-    return Architecture(
-        name,
-        "encoder-decoder",
-        from_config(model, lambda: tiny(name, **overrides)),
-        lambda _: {"input_features": noise(2, *features), "decoder_input_ids": ids(length=3)},
-        lambda _: {"input_features": noise(2, *features)},
+
+    def heard() -> dict[str, Any]:
+        return {"input_features": noise(2, *features)}
+
+    return described("encoder-decoder", lambda: heard() | {"decoder_input_ids": ids(length=3)}, heard)(
+        name, model, **overrides
     )
 
 
 _MASKED = {
-    "albert": "AlbertForMaskedLM",
-    "bert": "BertForMaskedLM",
-    "camembert": "CamembertForMaskedLM",
-    "convbert": "ConvBertForMaskedLM",
-    "data2vec-text": "Data2VecTextForMaskedLM",
-    "deberta": "DebertaForMaskedLM",
-    "distilbert": "DistilBertForMaskedLM",
-    "electra": "ElectraForPreTraining",
-    "ernie": "ErnieForMaskedLM",
-    "eurobert": "EuroBertForMaskedLM",
-    "fnet": "FNetForMaskedLM",
-    "funnel": "FunnelForMaskedLM",
-    "ibert": "IBertForMaskedLM",
-    "layoutlm": "LayoutLMForMaskedLM",
-    "megatron-bert": "MegatronBertForMaskedLM",
-    "mobilebert": "MobileBertForMaskedLM",
-    "modernbert": "ModernBertForMaskedLM",
-    "mpnet": "MPNetForMaskedLM",
-    "nomic_bert": "NomicBertForMaskedLM",
-    "rembert": "RemBertForMaskedLM",
-    "roberta": "RobertaForMaskedLM",
-    "roberta-prelayernorm": "RobertaPreLayerNormForMaskedLM",
-    "roformer": "RoFormerForMaskedLM",
-    "squeezebert": "SqueezeBertForMaskedLM",
-    "xlm-roberta": "XLMRobertaForMaskedLM",
-    "xlm-roberta-xl": "XLMRobertaXLForMaskedLM",
+    "albert": "Albert",
+    "bert": "Bert",
+    "camembert": "Camembert",
+    "convbert": "ConvBert",
+    "data2vec-text": "Data2VecText",
+    "deberta": "Deberta",
+    "distilbert": "DistilBert",
+    "ernie": "Ernie",
+    "eurobert": "EuroBert",
+    "fnet": "FNet",
+    "funnel": "Funnel",
+    "ibert": "IBert",
+    "layoutlm": "LayoutLM",
+    "megatron-bert": "MegatronBert",
+    "mobilebert": "MobileBert",
+    "modernbert": "ModernBert",
+    "mpnet": "MPNet",
+    "nomic_bert": "NomicBert",
+    "rembert": "RemBert",
+    "roberta": "Roberta",
+    "roberta-prelayernorm": "RobertaPreLayerNorm",
+    "roformer": "RoFormer",
+    "squeezebert": "SqueezeBert",
+    "xlm-roberta": "XLMRoberta",
+    "xlm-roberta-xl": "XLMRobertaXL",
 }
+_FROM_ZERO = {"decoder_start_token_id": 0}
 
 ENCODERS: list[Architecture] = [
-    *(encoder(name, model) for name, model in _MASKED.items()),
+    *(encoder(name, f"{stem}ForMaskedLM") for name, stem in _MASKED.items()),
+    encoder("electra", "ElectraForPreTraining"),
     encoder("bert_embeddings", "BertModel", "bert"),
     encoder("minilm", "BertForSequenceClassification", "bert", num_hidden_layers=3),
     encoder("deberta-v2", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"]),
     encoder("esm", "EsmForMaskedLM", mask_token_id=32, position_embedding_type="rotary"),
-    encoder("longformer", "LongformerForMaskedLM", length=_LONG, attention_window=4),
-    encoder(
-        "big_bird",
-        "BigBirdForMaskedLM",
-        length=64,
-        block_size=4,
-        num_random_blocks=1,
+    described("encoder", lambda: _right_padded(_LONG))(
+        "longformer", "LongformerForMaskedLM", attention_window=4
+    ),
+    described("encoder", lambda: _right_padded(64))(
+        "big_bird", "BigBirdForMaskedLM", block_size=4, num_random_blocks=1
     ),
 ]
 
 SEQ2SEQ: list[Architecture] = [
-    seq2seq("t5", "T5ForConditionalGeneration", decoder_start_token_id=0),
+    seq2seq("t5", "T5ForConditionalGeneration", **_FROM_ZERO),
     seq2seq(
         "t5_gated",
         "T5ForConditionalGeneration",
         "t5",
         feed_forward_proj="gated-gelu",
-        decoder_start_token_id=0,
+        **_FROM_ZERO,
     ),
-    seq2seq("mt5", "MT5ForConditionalGeneration", decoder_start_token_id=0),
-    seq2seq("umt5", "UMT5ForConditionalGeneration", decoder_start_token_id=0),
-    seq2seq("longt5", "LongT5ForConditionalGeneration", local_radius=3, decoder_start_token_id=0),
+    seq2seq("mt5", "MT5ForConditionalGeneration", **_FROM_ZERO),
+    seq2seq("umt5", "UMT5ForConditionalGeneration", **_FROM_ZERO),
+    seq2seq("longt5", "LongT5ForConditionalGeneration", local_radius=3, **_FROM_ZERO),
     seq2seq("bart", "BartForConditionalGeneration"),
     seq2seq("mbart", "MBartForConditionalGeneration"),
     seq2seq("mvp", "MvpForConditionalGeneration"),
@@ -120,10 +101,9 @@ SEQ2SEQ: list[Architecture] = [
     seq2seq("blenderbot", "BlenderbotForConditionalGeneration"),
     seq2seq("plbart", "PLBartForConditionalGeneration"),
     seq2seq("prophetnet", "ProphetNetForConditionalGeneration", num_encoder_layers=2),
-    seq2seq(
+    described("encoder-decoder", lambda: _translated(_LONG), lambda: _right_padded(_LONG))(
         "led",
         "LEDForConditionalGeneration",
-        length=_LONG,
         attention_window=4,
         max_encoder_position_embeddings=64,
     ),

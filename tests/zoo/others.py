@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from .architecture import Architecture, noise
+from .architecture import Architecture, Inputs, noise
 
 
-def _built(library: str, model: str, options: dict[str, Any]) -> Callable[[], Any]:
-    def build() -> Any:
-        import importlib
-
-        return getattr(importlib.import_module(library), model)(**options)
-
-    return build
-
-
-def diffusion(name: str, model: str, inputs: Callable[[Any], dict[str, Any]], **options: Any) -> Architecture:
+def diffusion(name: str, model: str, inputs: Inputs, **options: Any) -> Architecture:
     """Describe a model of diffusers."""
-    return Architecture(name, "diffusion", _built("diffusers", model, options), inputs, library="diffusers")
+
+    def build() -> Any:
+        import diffusers
+
+        return getattr(diffusers, model)(**options)
+
+    return Architecture(name, "diffusion", build, inputs, library="diffusers")
 
 
 def _long(*values: int) -> Any:
@@ -32,7 +28,7 @@ DIFFUSION: list[Architecture] = [
     diffusion(
         "unet2d",
         "UNet2DModel",
-        lambda _: {"sample": noise(2, 3, 8, 8), "timestep": 10},
+        lambda: {"sample": noise(2, 3, 8, 8), "timestep": 10},
         sample_size=8,
         block_out_channels=(32, 64),
         layers_per_block=1,
@@ -43,7 +39,7 @@ DIFFUSION: list[Architecture] = [
     diffusion(
         "unet2d_condition",
         "UNet2DConditionModel",
-        lambda _: {"sample": noise(2, 4, 8, 8), "timestep": 10, "encoder_hidden_states": noise(2, 5, 32)},
+        lambda: {"sample": noise(2, 4, 8, 8), "timestep": 10, "encoder_hidden_states": noise(2, 5, 32)},
         sample_size=8,
         block_out_channels=(32, 64),
         layers_per_block=1,
@@ -56,7 +52,7 @@ DIFFUSION: list[Architecture] = [
     diffusion(
         "autoencoder_kl",
         "AutoencoderKL",
-        lambda _: {"sample": noise(2, 3, 16, 16)},
+        lambda: {"sample": noise(2, 3, 16, 16)},
         block_out_channels=(32, 64),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
@@ -66,7 +62,7 @@ DIFFUSION: list[Architecture] = [
     diffusion(
         "pixart",
         "PixArtTransformer2DModel",
-        lambda _: {
+        lambda: {
             "hidden_states": noise(2, 4, 8, 8),
             "encoder_hidden_states": noise(2, 5, 32),
             "timestep": _long(7, 9),
@@ -85,7 +81,7 @@ DIFFUSION: list[Architecture] = [
     diffusion(
         "sd3",
         "SD3Transformer2DModel",
-        lambda _: {
+        lambda: {
             "hidden_states": noise(2, 4, 8, 8),
             "encoder_hidden_states": noise(2, 5, 32),
             "pooled_projections": noise(2, 32),
@@ -106,7 +102,7 @@ DIFFUSION: list[Architecture] = [
     diffusion(
         "flux",
         "FluxTransformer2DModel",
-        lambda _: {
+        lambda: {
             "hidden_states": noise(2, 16, 4),
             "encoder_hidden_states": noise(2, 5, 32),
             "pooled_projections": noise(2, 32),
@@ -127,7 +123,7 @@ DIFFUSION: list[Architecture] = [
     diffusion(
         "dit",
         "DiTTransformer2DModel",
-        lambda _: {"hidden_states": noise(2, 4, 8, 8), "timestep": _long(7, 9), "class_labels": _long(1, 2)},
+        lambda: {"hidden_states": noise(2, 4, 8, 8), "timestep": _long(7, 9), "class_labels": _long(1, 2)},
         num_attention_heads=4,
         attention_head_dim=16,
         in_channels=4,
@@ -139,7 +135,7 @@ DIFFUSION: list[Architecture] = [
     diffusion(
         "wan",
         "WanTransformer3DModel",
-        lambda _: {
+        lambda: {
             "hidden_states": noise(2, 4, 2, 8, 8),
             "timestep": _long(7, 9),
             "encoder_hidden_states": noise(2, 5, 32),
@@ -167,7 +163,7 @@ def image_model(name: str, model: str, **options: Any) -> Architecture:
 
         return timm.create_model(model, pretrained=False, num_classes=10, **options)
 
-    return Architecture(name, "timm", build, lambda _: {"x": noise(2, 3, 32, 32)}, library="timm")
+    return Architecture(name, "timm", build, lambda: {"x": noise(2, 3, 32, 32)}, library="timm")
 
 
 TIMM: list[Architecture] = [

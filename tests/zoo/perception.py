@@ -2,82 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from .architecture import LENGTH, Architecture, from_config, ids, noise
-from .shrink import tiny
+from .architecture import LENGTH, Architecture, Inputs, described, ids, noise
 
 SIDE = 32
 PATCHES = 16  # of 8 x 8
 IMAGE = 300  # the token that stands for a patch
 
 
-def _images(_: Any) -> dict[str, Any]:
+def _images() -> dict[str, Any]:
     return {"pixel_values": noise(2, 3, SIDE, SIDE)}
 
 
-def vision(
-    name: str,
-    model: str,
-    kind: str | None = None,
-    inputs: Callable[[Any], dict[str, Any]] = _images,
-    **overrides: Any,
-) -> Architecture:
-    """Describe a model of images."""
-    return Architecture(name, "vision", from_config(model, lambda: tiny(kind or name, **overrides)), inputs)
+def _pair() -> dict[str, Any]:
+    import torch
+
+    tokens = ids()
+    tokens[:, -1] = 2
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)} | _images()
 
 
-def audio(name: str, model: str, kind: str | None = None, **overrides: Any) -> Architecture:
-    """Describe a model of sound, given as a wave."""
-    return Architecture(
-        name,
-        "audio",
-        from_config(model, lambda: tiny(kind or name, **overrides)),
-        lambda _: {"input_values": noise(2, 400)},
-    )
+vision = described("vision", _images)
+both = described("vision", _pair)
+wave = described("audio", lambda: {"input_values": noise(2, 400)})
+sound = described("audio", lambda: {"input_values": noise(2, 1, 640)})
 
 
 def multimodal(
     name: str,
     model: str,
-    kind: str | None = None,
     *,
     patches: int = PATCHES,
-    token: int = IMAGE,
-    more: Callable[[], dict[str, Any]] = lambda: {"pixel_values": noise(2, 3, SIDE, SIDE)},
+    more: Inputs = _images,
     **overrides: Any,
 ) -> Architecture:
     """Describe a model that writes about an image in each of two rows; the first is padded at its left."""
 
-    def inputs(_: Any) -> dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         import torch
 
-        image = torch.full((2, patches), token)
+        image = torch.full((2, patches), IMAGE)
         tokens = torch.cat([ids(length=2), image, ids(length=LENGTH)], 1)
         mask = torch.ones_like(tokens)
         tokens[0, :2] = 0
         mask[0, :2] = 0
         return {"input_ids": tokens, "attention_mask": mask} | more()
 
-    return Architecture(
-        name, "multimodal", from_config(model, lambda: tiny(kind or name, **overrides)), inputs, inputs
-    )
-
-
-def _pair(_: Any) -> dict[str, Any]:
-    import torch
-
-    tokens = ids()
-    tokens[:, -1] = 2
-    return {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "pixel_values": noise(2, 3, SIDE, SIDE),
-    }
+    return described("multimodal", inputs, inputs)(name, model, **overrides)
 
 
 _STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [32, 32, 64, 64]}
+_WINDOWS = {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2, "patch_size": 4}
 _WAVES = {
     "conv_dim": [32, 32],
     "conv_stride": [5, 2],
@@ -89,6 +65,8 @@ _WAVES = {
     "vocab_size": 64,
 }
 
+_CODEC = {"num_filters": 8, "upsampling_ratios": [4, 2], "codebook_size": 64}
+
 VISION: list[Architecture] = [
     vision("vit", "ViTForImageClassification"),
     vision("deit", "DeiTForImageClassification"),
@@ -97,43 +75,15 @@ VISION: list[Architecture] = [
     vision("dinov3_vit", "DINOv3ViTModel"),
     vision("vit_mae", "ViTMAEModel"),
     vision("ijepa", "IJepaForImageClassification"),
-    vision(
-        "swin",
-        "SwinForImageClassification",
-        embed_dim=32,
-        depths=[1, 1],
-        num_heads=[2, 4],
-        window_size=2,
-        patch_size=4,
-    ),
-    vision(
-        "swinv2",
-        "Swinv2ForImageClassification",
-        embed_dim=32,
-        depths=[1, 1],
-        num_heads=[2, 4],
-        window_size=2,
-        patch_size=4,
-    ),
+    vision("swin", "SwinForImageClassification", **_WINDOWS),
+    vision("swinv2", "Swinv2ForImageClassification", **_WINDOWS),
     vision("convnext", "ConvNextForImageClassification", **_STAGES, patch_size=4),
     vision("convnextv2", "ConvNextV2ForImageClassification", **_STAGES, patch_size=4),
     vision("resnet", "ResNetForImageClassification", **_STAGES, embedding_size=32),
     vision("mobilenet_v2", "MobileNetV2ForImageClassification"),
-    vision(
-        "segformer",
-        "SegformerForImageClassification",
-        depths=[1, 1, 1, 1],
-        hidden_sizes=[32, 32, 64, 64],
-        num_attention_heads=[1, 2, 2, 4],
-    ),
-    vision(
-        "clip",
-        "CLIPModel",
-        inputs=_pair,
-        text_config={"eos_token_id": 2},
-        vision_config={},
-    ),
-    vision("siglip", "SiglipModel", inputs=_pair),
+    vision("segformer", "SegformerForImageClassification", **_STAGES, num_attention_heads=[1, 2, 2, 4]),
+    both("clip", "CLIPModel", text_config={"eos_token_id": 2}, vision_config={}),
+    both("siglip", "SiglipModel"),
     vision("clip_vision", "CLIPVisionModelWithProjection", "clip_vision_model"),
     vision(
         "detr",
@@ -146,10 +96,12 @@ VISION: list[Architecture] = [
             "out_features": ["stage4"],
         },
     ),
-    vision(
+    described(
+        "vision",
+        lambda: {"pixel_values": noise(2, 3, 64, 64), "input_points": noise(2, 1, 1, 2).abs() * 20},
+    )(
         "sam",
         "SamModel",
-        inputs=lambda _: {"pixel_values": noise(2, 3, 64, 64), "input_points": noise(2, 1, 1, 2).abs() * 20},
         vision_config={
             "image_size": 64,
             "output_channels": 32,
@@ -168,49 +120,24 @@ VISION: list[Architecture] = [
 ]
 
 AUDIO: list[Architecture] = [
-    audio("wav2vec2", "Wav2Vec2ForCTC", **_WAVES),
-    audio("hubert", "HubertForCTC", **_WAVES),
-    audio("wavlm", "WavLMForCTC", **_WAVES),
-    audio("unispeech-sat", "UniSpeechSatForCTC", **_WAVES),
-    audio("data2vec-audio", "Data2VecAudioForCTC", **(_WAVES | {"num_conv_pos_embeddings": 2})),
-    Architecture(
-        "audio-spectrogram-transformer",
-        "audio",
-        from_config(
-            "ASTForAudioClassification",
-            lambda: tiny("audio-spectrogram-transformer", max_length=24, num_mel_bins=16),
-        ),
-        lambda _: {"input_values": noise(2, 24, 16)},
+    wave("wav2vec2", "Wav2Vec2ForCTC", **_WAVES),
+    wave("hubert", "HubertForCTC", **_WAVES),
+    wave("wavlm", "WavLMForCTC", **_WAVES),
+    wave("unispeech-sat", "UniSpeechSatForCTC", **_WAVES),
+    wave("data2vec-audio", "Data2VecAudioForCTC", **(_WAVES | {"num_conv_pos_embeddings": 2})),
+    described("audio", lambda: {"input_values": noise(2, 24, 16)})(
+        "audio-spectrogram-transformer", "ASTForAudioClassification", max_length=24, num_mel_bins=16
     ),
-    Architecture(
-        "encodec",
-        "audio",
-        from_config(
-            "EncodecModel",
-            lambda: tiny(
-                "encodec", hidden_size=32, num_filters=8, upsampling_ratios=[4, 2], codebook_size=64
-            ),
-        ),
-        lambda _: {"input_values": noise(2, 1, 640)},
-    ),
-    Architecture(
+    sound("encodec", "EncodecModel", **_CODEC, hidden_size=32),
+    sound(
         "mimi",
-        "audio",
-        from_config(
-            "MimiModel",
-            lambda: tiny(
-                "mimi",
-                num_filters=8,
-                upsampling_ratios=[4, 2],
-                codebook_size=64,
-                codebook_dim=32,
-                vector_quantization_hidden_dimension=32,
-                num_quantizers=4,
-                num_semantic_quantizers=1,
-                upsample_groups=32,
-            ),
-        ),
-        lambda _: {"input_values": noise(2, 1, 640)},
+        "MimiModel",
+        **_CODEC,
+        codebook_dim=32,
+        vector_quantization_hidden_dimension=32,
+        num_quantizers=4,
+        num_semantic_quantizers=1,
+        upsample_groups=32,
     ),
 ]
 
@@ -233,6 +160,13 @@ _QWEN: dict[str, Any] = {
     "vision_start_token_id": IMAGE + 2,
     "vision_end_token_id": IMAGE + 3,
     "vision_token_id": IMAGE + 4,
+}
+_IDEFICS: dict[str, Any] = {
+    "patches": PATCHES // 4,
+    "more": lambda: {"pixel_values": noise(2, 1, 3, SIDE, SIDE)},
+    "image_token_id": IMAGE,
+    "scale_factor": 2,
+    "text_config": {"model_type": "llama"},
 }
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 
@@ -286,24 +220,8 @@ MULTIMODAL: list[Architecture] = [
         },
         text_config=_ROPE,
     ),
-    multimodal(
-        "idefics3",
-        "Idefics3ForConditionalGeneration",
-        patches=PATCHES // 4,
-        more=lambda: {"pixel_values": noise(2, 1, 3, SIDE, SIDE)},
-        image_token_id=IMAGE,
-        scale_factor=2,
-        text_config={"model_type": "llama"},
-    ),
-    multimodal(
-        "smolvlm",
-        "SmolVLMForConditionalGeneration",
-        patches=PATCHES // 4,
-        more=lambda: {"pixel_values": noise(2, 1, 3, SIDE, SIDE)},
-        image_token_id=IMAGE,
-        scale_factor=2,
-        text_config={"model_type": "llama"},
-    ),
+    multimodal("idefics3", "Idefics3ForConditionalGeneration", **_IDEFICS),
+    multimodal("smolvlm", "SmolVLMForConditionalGeneration", **_IDEFICS),
     multimodal(
         "gemma3",
         "Gemma3ForConditionalGeneration",

@@ -18,7 +18,6 @@ class DeviceFacts(NamedTuple):
     capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int  # that one block may use
-    shared_bytes_sm: int  # of a multiprocessor
 
 
 def bindings() -> tuple[Any, Any]:
@@ -107,7 +106,6 @@ def facts(device: int) -> DeviceFacts:
             "COMPUTE_CAPABILITY_MINOR",
             "MULTIPROCESSOR_COUNT",
             "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
-            "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
         )
     }
     name = call(driver.cuDeviceGetName(100, handle), "asking for a device's name").split(b"\0")[0].decode()
@@ -125,5 +123,4 @@ def facts(device: int) -> DeviceFacts:
         capability,
         ask["MULTIPROCESSOR_COUNT"],
         ask["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"],
-        ask["MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"],
     )

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 VERSION: Final = 1
 SUFFIX: Final = "_tpde"  # format.md 1.1
+METHOD: Final = "tpde"  # of the `quantization_config` in `config.json`, format.md 8
 
 # format.md 1.3: keys of __metadata__
 KEY_VERSION: Final = "tpde"

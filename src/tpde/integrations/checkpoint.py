@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
 import torch
 
 from tpde.errors import Corrupt, NotPacked, NotSafetensors
-from tpde.format.blob import align
-from tpde.format.constants import ALIGN_BLOB, SUFFIX
+from tpde.format.constants import SUFFIX
 from tpde.format.container import TensorSpec
 from tpde.format.source import Extent
-from tpde.frameworks import to_torch, torch_dtype
+from tpde.frameworks import to_torch, torch_dtype, torch_shape
 from tpde.integrations.reading import read_extents
-from tpde.memory import allocate
+from tpde.integrations.runs import Run, decoded
 from tpde.packing.reader import PackedFile
+from tpde.streaming.tensor import Streamed
 from tpde.weights.resident import Resident
-from tpde.weights.source import Source, decoder
+from tpde.weights.source import Source
+from tpde.weights.tensor import PackedTensor
 
 P = TypeVar("P", bound=Source)
 
@@ -56,13 +57,19 @@ class Stored:
         return torch_dtype(self.spec.dtype)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return torch_shape(self.spec)
+
+    @property
+    def run(self) -> Run[Stored]:
+        """The tensor, as conversions take it."""
+        return Run(self.shape, self.dtype, [self])
+
+    @property
     def digest(self) -> bytes | None:
         """Hash of the tensor's bytes."""
         return self._file.tensor(self.name).digest
-
-    def on_host(self) -> torch.Tensor:
-        """The tensor, read and decoded by the CPU."""
-        return to_torch(self._file.read(self.name), self.spec)
 
     def checked(self, packed: P) -> P:
         """The tensor itself, opened, if it is what the file's header says.
@@ -161,14 +168,39 @@ class Checkpoint:
         read_extents([it.extent for it in stored], device, use)
         return [opened[i] for i in range(len(stored))]
 
-    def decode(self, stored: Stored, device: torch.device) -> torch.Tensor:
-        """Read a tensor to a device, and decode it there if it is large."""
-        if stored.nbytes <= SMALL_BYTES:
-            return stored.on_host().to(device)
-        (packed,) = self.read([stored], device)
-        out = allocate(align(max(stored.nbytes, 1), ALIGN_BLOB), device, f"`{stored.name}`, decoded,")
-        decoder([(packed, 0)])(out)
-        return out[: stored.nbytes].view(stored.dtype).view(stored.spec.shape)
+    def open(
+        self, runs: Mapping[str, Run[Stored]], where: Mapping[str, torch.device]
+    ) -> dict[str, PackedTensor]:
+        """Read the blobs of some parameters, each to its device: gives the packed weight of each.
+
+        Raises
+        ------
+        Truncated, Corrupt, UnsupportedVersion, OutOfMemory
+            As `read`.
+        """
+        wanted: dict[torch.device, dict[str, Stored]] = {}
+        for name, run in runs.items():
+            wanted.setdefault(where[name], {}).update({part.name: part for part in run.parts})
+        found = {
+            device: dict(zip(stored, self.read(list(stored.values()), device), strict=True))
+            for device, stored in wanted.items()
+        }
+        return {name: run.opened(found[where[name]]) for name, run in runs.items()}
+
+    def decode(
+        self, runs: Sequence[Run[Stored]], device: torch.device, dtype: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
+        """Runs as plain tensors on a device: see `tpde.integrations.runs.decoded`.
+
+        A large blob is read to a GPU, and decoded there; for the CPU, it is decoded as it is read.
+        """
+
+        def opened(stored: Stored) -> Source:
+            if device.type == "cpu" or stored.nbytes <= SMALL_BYTES:
+                return stored.checked(Streamed(stored.extent, None, torch.device("cpu"), None))
+            return self.read([stored], device)[0]
+
+        return decoded(runs, device, opened, dtype)
 
     def plain_tensor(self, name: str, device: torch.device) -> torch.Tensor:
         """Read a tensor that is stored plain to a device."""

@@ -1,10 +1,13 @@
-"""Checking the device that a user names."""
+"""The devices that a user names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from tpde.errors import UnsupportedDevice
+from tpde.errors import InvalidInput, UnsupportedDevice
 
 
 def checked_device(device: str | int | torch.device | None) -> torch.device:
@@ -40,3 +43,31 @@ def checked_device(device: str | int | torch.device | None) -> torch.device:
             )
         return torch.device("cuda", index)
     return found
+
+
+def check_gpu(device: Any, hint: str) -> None:
+    """Refuse a budget of GPU memory where a model goes elsewhere.
+
+    Parameters
+    ----------
+    device : str, int or torch.device
+        Where it goes.
+    hint : str
+        What to do about it.
+
+    Raises
+    ------
+    InvalidInput
+        If that is no GPU.
+    """
+    if str(device) in ("cpu", "disk", "meta"):
+        raise InvalidInput(
+            f"`vram` is a budget of GPU memory, but the model goes to `{device}`", hint=hint, where="vram"
+        )
+
+
+def map_entry(name: str, device_map: Mapping[str, Any]) -> str | None:
+    """The key of a device map that a parameter falls under; None if there is none."""
+    while name not in device_map and name:
+        name = name.rpartition(".")[0]
+    return name if name in device_map else None

@@ -6,7 +6,8 @@ from tpde.nn.modules import PackedModule
 from tpde.nn.replace import finish, packed_modules, replace_parameter, supports
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.resident import Resident
-from tpde.weights.tensor import PackedTensor, Span
+from tpde.weights.span import Span
+from tpde.weights.tensor import PackedTensor
 
 __all__ = [
     "ExpertSource",

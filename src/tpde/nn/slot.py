@@ -13,7 +13,7 @@ from tpde.nn.tiles import RowTiles
 from tpde.weights import operators as ops
 from tpde.weights.frozen import as_weight
 from tpde.weights.parameter import PackedParameter
-from tpde.weights.tensor import ALIGN
+from tpde.weights.span import ALIGN
 
 if TYPE_CHECKING:
     from tpde.nn.experts import ExpertSource

@@ -23,7 +23,7 @@ from tpde.errors import (
     Truncated,
     UnsupportedVersion,
 )
-from tpde.format.constants import MANIFEST, SUFFIX, VERSION
+from tpde.format.constants import MANIFEST, METHOD, SUFFIX, VERSION
 from tpde.format.sink import refuse_existing, unwritable
 from tpde.packing.documents import (
     is_inside,
@@ -180,7 +180,7 @@ def _read_by_others(source: Path) -> list[str]:
 
 
 def _packed_config(config: dict[str, Any]) -> str:
-    ours: dict[str, Any] = {"quant_method": "tpde", "version": VERSION}
+    ours: dict[str, Any] = {"quant_method": METHOD, "version": VERSION}
     if "quantization_config" in config:
         ours["source"] = config["quantization_config"]
     config["quantization_config"] = ours

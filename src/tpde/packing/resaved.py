@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpde.errors import InvalidInput
-from tpde.format.constants import MANIFEST, SUFFIX
+from tpde.format.constants import MANIFEST, METHOD, SUFFIX
 from tpde.packing.directory import files_below, new_folder, refuse_nested, renamed
 from tpde.packing.documents import json_object
 from tpde.packing.files import Problem, Progress, Result, no_progress, unpack_file, verify_file
@@ -26,7 +26,7 @@ def is_resaved(folder: Path) -> bool:
     except InvalidInput:
         return False
     ours = config.get("quantization_config")
-    return isinstance(ours, dict) and ours.get("quant_method") == "tpde"
+    return isinstance(ours, dict) and ours.get("quant_method") == METHOD
 
 
 def _packed_names(path: Path) -> list[str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what brings bytes to host memory does without torch
 GAP_BYTES = 1 << 20
 
 
-class Span(NamedTuple):
+class PieceSpan(NamedTuple):
     """Chunks of a tensor in a piece.
 
     Attributes
@@ -57,14 +57,14 @@ class Piece(NamedTuple):
         What brings them.
     pad : int
         How far from the start of its place they are put, for blobs to lie at multiples of 16.
-    spans : tuple of Span
+    spans : tuple of PieceSpan
         What they hold.
     """
 
     extent: Extent
     supply: Supply
     pad: int
-    spans: tuple[Span, ...]
+    spans: tuple[PieceSpan, ...]
 
 
 class Part(NamedTuple):
@@ -100,7 +100,7 @@ def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
     """
     limit -= ALIGNMENT  # for the pad
     pieces: list[Piece] = []
-    spans: list[Span] = []
+    spans: list[PieceSpan] = []
     begin = end = 0  # of the piece in the making, in its file
 
     def finish() -> None:
@@ -138,7 +138,7 @@ def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
                 )
             end = start + int(offsets[stop])
             chunks = Chunks(first, stop - 1, int(offsets[first]), int(offsets[stop]))
-            spans.append(Span(tensor, out, chunks, 0))
+            spans.append(PieceSpan(tensor, out, chunks, 0))
             first = stop
     finish()
     return pieces

@@ -63,8 +63,8 @@ class Streamed(Source):
     extent : Extent
         Where the blob lies. The source must stay open.
     streams : Streams or None
-        What brings the chunks to the device, and decodes them there; None until `bind`, or where the caller
-        does it.
+        What brings the chunks to the device, and decodes them there; None until `bind`, where the caller
+        does it, or on the CPU, which reads them.
     device : torch.device
         The device.
     supply : Supply or None
@@ -168,9 +168,8 @@ class Streamed(Source):
 
     def chunks(self, first: int, last: int, offset: int) -> Decoder:
         """What brings and rebuilds some chunks."""
-        if not self.travels:
+        if self._streams is None or not self.travels:
             return ChunkDecoder(self, first, last, offset)
-        assert self._streams is not None
         return self._streams.chunks(self, first, last, offset)
 
     def device_tables(self) -> tuple[Tables, torch.Tensor] | None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -47,19 +47,6 @@ class Unit(Protocol):
 
     def release(self) -> int:
         """Give the model's workspace up, whose memory the next buffer may then take."""
-
-
-class WeightUnit(Unit, Protocol):
-    """One weight."""
-
-    def instead(self) -> Tensor:
-        """The weight in memory that takes the place of the workspace."""
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Rows of it."""
-
-    def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Tiles of one that is larger than any buffer: first row, row after the last, and the rows."""
 
 
 # Not `torch.library.custom_op`: it looks for the module that calls it, twice an operator, among all that were

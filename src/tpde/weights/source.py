@@ -18,7 +18,7 @@ from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, codec_of
 from tpde.errors import Corrupt
 from tpde.format.blob import BlobHeader
-from tpde.frameworks import torch_dtype
+from tpde.frameworks import torch_dtype, torch_shape
 from tpde.packing.writer import default_threads
 from tpde.weights.launch import upload
 
@@ -84,7 +84,7 @@ class Source(ABC):
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape."""
-        return self.header.spec.shape
+        return torch_shape(self.header.spec)
 
     @property
     def nbytes(self) -> int:

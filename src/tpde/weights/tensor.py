@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from tpde.format.blob import align
 from tpde.weights.resident import Resident
 from tpde.weights.rows import RowReader
 from tpde.weights.source import Decoder, Source, decoder
-from tpde.weights.span import ChunkRange, covering
-
-ALIGN = 512  # the allocator's own: matrix libraries choose other kernels for addresses that are less round
+from tpde.weights.span import ALIGN, Span
 
 
 class User(Protocol):
@@ -126,11 +124,11 @@ class PackedTensor:
         """Bytes of all blobs."""
         return sum(source.packed_bytes for source, _ in self.parts)
 
-    def span(self, begin: int, end: int) -> Span:
+    def span(self, begin: int, end: int) -> Span[PackedTensor]:
         """Bytes `begin` to `end` of the weight."""
         return Span(self, begin, end)
 
-    def expert(self, number: int) -> Span:
+    def expert(self, number: int) -> Span[PackedTensor]:
         """One of the first dimension: an expert of a fused weight, or a row."""
         step = self.nbytes // self.shape[0]
         return Span(self, number * step, (number + 1) * step)
@@ -263,33 +261,6 @@ class PackedTensor:
     def opened(self) -> AbstractContextManager[None]:
         """Let the bytes be read where they lie: see `Source.opened`. One brings all of a weight."""
         return self.parts[0][0].opened()
-
-
-class Span(NamedTuple):
-    """Bytes `begin` to `end` of a packed weight, decoded without the rest as far as chunks allow."""
-
-    tensor: PackedTensor
-    begin: int
-    end: int
-
-    def chunks(self) -> list[ChunkRange]:
-        """The chunks that hold it: the first may start before it, and the last end behind it."""
-        return covering(self.tensor.parts, self.begin, self.end)
-
-    def decoders(self, at: int) -> list[Decoder]:
-        """What decodes its chunks to a buffer, its own first byte to byte `at`."""
-        return [it.source.chunks(it.first, it.last, it.offset - self.begin + at) for it in self.chunks()]
-
-    def decoded(self, room: int = 0) -> Tensor:
-        """Its bytes, in memory of their own of at least `room` bytes, at an address as round as in it."""
-        ranges = self.chunks()
-        at = align(self.begin - ranges[0].offset, ALIGN) + self.begin % ALIGN
-        size = at + ranges[-1].stop - self.begin
-        with torch.inference_mode(False), torch.no_grad():
-            flat = torch.empty(max(size, room), dtype=torch.uint8, device=self.tensor.device)
-            for decode in self.decoders(at):
-                decode(flat)
-            return flat[at : at + self.end - self.begin]
 
 
 def rebuild_tensor(

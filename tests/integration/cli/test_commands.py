@@ -144,7 +144,7 @@ def test_doctor(run: Run) -> None:
 def test_doctor_asks_for_the_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from tpde.cuda import device
 
-    facts = device.DeviceFacts("NVIDIA H200", (9, 0), 132, 1, 1)
+    facts = device.DeviceFacts("NVIDIA H200", (9, 0), 132, 1)
     monkeypatch.setattr(device, "facts", lambda number: facts)
     monkeypatch.setattr(device, "driver_version", lambda: (13, 0))
     found = "NVIDIA H200, compute capability 9.0, driver for CUDA 13.0"

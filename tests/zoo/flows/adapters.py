@@ -203,7 +203,7 @@ def _on(name: str, targets: list[str], **more: Any) -> Flow:
         model = pack(made())
         seeded()
         adapter = get_peft_model(model, LoraConfig(r=4, target_modules=targets, **more))
-        return trained(adapter, given=lambda: made.case.cast(made.case.architecture.inputs(model)))
+        return trained(adapter, given=lambda: made.case.cast(made.case.architecture.inputs()))
 
     return flow
 

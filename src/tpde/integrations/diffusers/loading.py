@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +15,14 @@ from tpde.errors import InvalidInput, MissingDependency, NotPacked
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_dtype
 from tpde.integrations.checkpoint import Checkpoint, Stored
-from tpde.integrations.device import checked_device
-from tpde.integrations.diffusers.streamed import check_gpu, planned
+from tpde.integrations.device import check_gpu, checked_device
+from tpde.integrations.diffusers.streamed import planned
 from tpde.integrations.garbage import collecting_later
+from tpde.integrations.place import place
 from tpde.integrations.runs import Run
 from tpde.nn import finish, replace_parameter, supports
 from tpde.packing.shards import read_index
 from tpde.streaming.budget import parse_budget
-from tpde.weights.tensor import PackedTensor
 
 WEIGHTS = "diffusion_pytorch_model"
 
@@ -154,7 +154,7 @@ def load(
     folder, target = Path(path), checked_device(device)
     budget = parse_budget(vram, ram, activations=activations)
     if budget is not None:
-        check_gpu(target)
+        check_gpu(target, 'pass `device="cuda"`, or leave out `vram`')
     files = weight_files(folder, variant)
     with collecting_later(), Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:
@@ -176,12 +176,11 @@ def load(
             for name, wanted in plain.items():
                 stored = checkpoint.packed.get(name)
                 if stored is None:
-                    _place(model, name, checkpoint.plain_tensor(name, target).to(wanted))
+                    place(model, name, checkpoint.plain_tensor(name, target).to(wanted), frozen=True)
                 else:
-                    _place(model, name, checkpoint.decode(stored, target).to(wanted))
+                    place(model, name, checkpoint.decode([stored.run], target, wanted)[0], frozen=True)
             if streaming is None:
-                read = checkpoint.read([run.parts[0] for run in packed.values()], target)
-                parts = {name: PackedTensor(source) for name, source in zip(packed, read, strict=True)}
+                parts = checkpoint.open(packed, dict.fromkeys(packed, target))
             else:
                 parts = streaming.load(model, checkpoint, packed, dict.fromkeys(packed, target))
             for name, weight in parts.items():
@@ -214,10 +213,9 @@ def _main_dtype(specs: Mapping[str, TensorSpec]) -> torch.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype], default=torch.get_default_dtype())
 
 
-def _expected(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that diffusers gives a weight."""
-    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
-    return torch.float32 if set(kept) & set(name.split(".")) else dtype
+def expected_dtype(kept: Collection[str] | None, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that diffusers gives a weight, by what a class keeps in 32 bits."""
+    return torch.float32 if set(kept or ()) & set(name.split(".")) else dtype
 
 
 def _compare(model: nn.Module, specs: Mapping[str, TensorSpec], folder: Path) -> None:
@@ -259,24 +257,14 @@ def _sort(
     """
     packed: dict[str, Run[Stored]] = {}
     plain: dict[str, torch.dtype] = {}
+    kept = getattr(model, "_keep_in_fp32_modules", None)
     for name, spec in specs.items():
         stored, found = checkpoint.packed.get(name), torch_dtype(spec.dtype)
-        wanted = _expected(model, name, dtype) if found.is_floating_point else found
+        wanted = expected_dtype(kept, name, dtype) if found.is_floating_point else found
         path, _, leaf = name.rpartition(".")
         if stored is not None and wanted is found and supports(model.get_submodule(path), leaf):
-            packed[name] = Run(spec.shape, found, [stored])
+            packed[name] = stored.run
         else:
             plain[name] = wanted
-        _place(model, name, torch.empty(spec.shape, dtype=wanted, device="meta"))
+        place(model, name, torch.empty(spec.shape, dtype=wanted, device="meta"), frozen=True)
     return packed, plain
-
-
-def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of a parameter or buffer."""
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    before = module._parameters.get(leaf)
-    if before is None:
-        module._buffers[leaf] = tensor
-    else:
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=before.requires_grad)

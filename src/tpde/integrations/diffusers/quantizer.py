@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from diffusers.quantizers.base import DiffusersQuantizer
 
-from tpde.errors import InvalidInput, NotPacked, PackedWeight
+from tpde.errors import InvalidInput
 from tpde.format.constants import SUFFIX
 from tpde.integrations.checkpoint import Checkpoint
-from tpde.integrations.device import checked_device
+from tpde.integrations.device import checked_device, map_entry
 from tpde.integrations.diffusers.config import TpdeConfig
+from tpde.integrations.diffusers.loading import expected_dtype
+from tpde.integrations.place import misshapen
+from tpde.integrations.quantized import PackedQuantizer
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter, supports
 
 # Older versions of diffusers, before 0.40, do not ask: they refuse packed components by their configuration.
 IS_ASKED = hasattr(DiffusersQuantizer, "maybe_update_state_dict")
 
 
-class TpdeQuantizer(DiffusersQuantizer):
+class TpdeQuantizer(PackedQuantizer, DiffusersQuantizer):
     """Loads packed weights into a component of a pipeline.
 
     diffusers calls its methods in this order: `maybe_update_loaded_keys`, `preprocess_model` with the model
@@ -31,14 +34,11 @@ class TpdeQuantizer(DiffusersQuantizer):
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        if not self.pre_quantized:
-            raise NotPacked("`TpdeConfig` loads packed components, and packs none", hint="use `tpde pack`")
         self._model: Any = None
         self._files: list[str] = []
         self._keep: list[str] = []
         self._dtype: torch.dtype | None = None
         self._device_map: Any = None
-        self.streamed = False
 
     def update_torch_dtype(self, torch_dtype: Any) -> Any:
         """Take note of it."""
@@ -78,12 +78,8 @@ class TpdeQuantizer(DiffusersQuantizer):
                 if found is None:  # diffusers says that it has no place
                     continue
                 module, leaf, parameter = found
-                if tuple(parameter.shape) != stored.spec.shape:
-                    raise InvalidInput(
-                        f"`{name}` has shape {list(stored.spec.shape)} in the packed files, the model needs "
-                        f"{list(parameter.shape)}",
-                        hint="fetch `config.json` and the weights together",
-                    )
+                if tuple(parameter.shape) != stored.shape:
+                    raise misshapen(name, stored.shape, parameter.shape)
                 device = self._device(name)
                 if supports(module, leaf) and self._wanted(name, parameter) is stored.dtype:  # is a float's
                     module._parameters[leaf] = torch.nn.Parameter(
@@ -92,7 +88,7 @@ class TpdeQuantizer(DiffusersQuantizer):
                     weight = PackedTensor(checkpoint.read([stored], device)[0])
                     replace_parameter(self._model, name, weight)
                 else:
-                    plain[name] = checkpoint.decode(stored, device)
+                    (plain[name],) = checkpoint.decode([stored.run], device)
         return plain
 
     def _place(self, name: str) -> tuple[Any, str, torch.Tensor] | None:
@@ -107,18 +103,14 @@ class TpdeQuantizer(DiffusersQuantizer):
 
     def _wanted(self, name: str, parameter: torch.Tensor) -> torch.dtype:
         """The dtype that diffusers would give a weight."""
-        if set(self._keep) & set(name.split(".")):
-            return torch.float32
-        return parameter.dtype if self._dtype is None else self._dtype
+        return expected_dtype(self._keep, name, parameter.dtype if self._dtype is None else self._dtype)
 
     def _device(self, name: str) -> torch.device:
         where = self._device_map or {"": "cpu"}
         if not isinstance(where, dict):
             return checked_device(where)
-        path = name
-        while path and path not in where:
-            path = path.rpartition(".")[0]
-        found = where.get(path, "cpu")
+        path = map_entry(name, where)
+        found = "cpu" if path is None else where[path]
         if str(found) == "disk":
             raise InvalidInput(
                 f"`device_map` puts `{path or 'the model'}` on disk",
@@ -141,11 +133,7 @@ class TpdeQuantizer(DiffusersQuantizer):
         PackedWeight
             If weights are streamed.
         """
-        if self.streamed:
-            raise PackedWeight(
-                "the model streams its weights from its packed files under a VRAM budget",
-                hint="copy these files, or load it without `vram=` and save that",
-            )
+        self.require_bytes()
         state: dict[str, Any] = {}
         for name, value in state_dict.items():
             if isinstance(value, PackedParameter):
@@ -158,11 +146,6 @@ class TpdeQuantizer(DiffusersQuantizer):
     @property
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it does."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether adapters can be trained on it: they can."""
         return True
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
-from tpde.integrations.diffusers.config import METHOD, TpdeConfig
+from tpde.format.constants import METHOD
+from tpde.integrations.diffusers.config import TpdeConfig
 from tpde.integrations.diffusers.quantizer import IS_ASKED, TpdeQuantizer
 
 

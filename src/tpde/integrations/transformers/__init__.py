@@ -16,7 +16,8 @@ from transformers.quantizers.auto import (  # noqa: E402
     register_quantizer,
 )
 
-from tpde.integrations.transformers.config import METHOD, TpdeConfig  # noqa: E402
+from tpde.format.constants import METHOD  # noqa: E402
+from tpde.integrations.transformers.config import TpdeConfig  # noqa: E402
 from tpde.integrations.transformers.loading import from_pretrained  # noqa: E402
 from tpde.integrations.transformers.quantizer import TpdeHfQuantizer  # noqa: E402
 

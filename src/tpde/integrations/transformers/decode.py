@@ -38,11 +38,15 @@ def load_plain(
 
     def take(name: str) -> torch.Tensor:
         if name in checkpoint.packed:
-            return checkpoint.decode(checkpoint.packed[name], device).to(dtype)
+            return checkpoint.decode([checkpoint.packed[name].run], device, dtype)[0]
         return checkpoint.plain_tensor(name, device).to(dtype)
 
     try:
-        made = source.convert(model, take)
+        runs = source.runs(model, checkpoint)
+        if runs is None:
+            made = source.convert(model, take)
+        else:  # of each blob, only what is wanted: what it is cut into is never there a second time
+            made = dict(zip(runs, checkpoint.decode(list(runs.values()), device, dtype), strict=True))
     except (TpdeError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:  # of transformers or torch, about tensors that do not go together

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tpde.errors import InvalidInput
-from tpde.integrations.device import checked_device
+from tpde.integrations.device import checked_device, map_entry
 from tpde.packing.order import block_of
 
 
@@ -24,7 +24,7 @@ def device_of(name: str, device_map: Mapping[str, Any] | None) -> torch.device:
         If it names a GPU without a number, and there is none.
     """
     device_map = device_map or {"": "cpu"}
-    path = _entry(name, device_map)
+    path = map_entry(name, device_map)
     if path is None:
         raise InvalidInput(
             f"`device_map` has no place for `{name}`", hint="add it, or an entry for its module", where=name
@@ -45,13 +45,6 @@ def device_of(name: str, device_map: Mapping[str, Any] | None) -> torch.device:
     return device
 
 
-def _entry(name: str, device_map: Mapping[str, Any]) -> str | None:
-    """The key of a device map that a parameter falls under; None if there is none."""
-    while name not in device_map and name:
-        name = name.rpartition(".")[0]
-    return name if name in device_map else None
-
-
 def devices_of(model: nn.Module, device_map: Mapping[str, Any] | None) -> dict[str, torch.device]:
     """Where parameters and buffers go; without those that the map says nothing of, such as tied ones.
 
@@ -63,7 +56,7 @@ def devices_of(model: nn.Module, device_map: Mapping[str, Any] | None) -> dict[s
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_buffers()]
     found = device_map or {"": "cpu"}
-    return {name: device_of(name, found) for name in names if _entry(name, found) is not None}
+    return {name: device_of(name, found) for name in names if map_entry(name, found) is not None}
 
 
 def spread(

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tpde.errors import InvalidInput, NotPacked, printable
+from tpde.format.constants import METHOD
 from tpde.frameworks import torch_dtype
 from tpde.integrations.checkpoint import Checkpoint
-from tpde.integrations.transformers.config import METHOD
 from tpde.packing.documents import json_object
 from tpde.packing.shards import read_index
 from tpde.packing.sources import resolve

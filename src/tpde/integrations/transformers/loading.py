@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpde.errors import InvalidInput
-from tpde.integrations.device import checked_device
+from tpde.format.constants import METHOD
+from tpde.integrations.device import check_gpu, checked_device
 from tpde.integrations.garbage import collect_first, collecting_later
-from tpde.integrations.transformers.config import METHOD
 from tpde.integrations.transformers.folder import packed_directory, read_config, require_files
 from tpde.streaming.budget import Budget, parse_budget
 
@@ -49,14 +49,11 @@ def model_class_of(folder: Path) -> Any:
 def _check_gpus(device_map: Any) -> None:
     """Refuse a budget of GPU memory where a model goes elsewhere."""
     for it in device_map.values() if isinstance(device_map, dict) else [device_map]:
-        if str(it) in ("cpu", "disk", "meta"):
-            raise InvalidInput(
-                f"`vram` is a budget of GPU memory, but the model goes to `{it}`",
-                hint=(
-                    "name GPUs only (what does not fit them is kept in host memory or in its files by "
-                    "itself), or leave out `vram`"
-                ),
-            )
+        check_gpu(
+            it,
+            "name GPUs only (what does not fit them is kept in host memory or in its files by itself), or "
+            "leave out `vram`",
+        )
 
 
 def _packed_config(config: Any, folder: Path) -> Any:

@@ -16,6 +16,7 @@ from torch import nn
 
 from tpde.errors import InvalidInput
 from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.place import misshapen
 from tpde.integrations.runs import Run
 from tpde.integrations.transformers.internals import (
     WeightConverter,
@@ -49,6 +50,13 @@ class Source(NamedTuple):
     target: str
     converter: Any
     names: dict[str, list[str]]
+
+    def runs(self, model: nn.Module, checkpoint: Checkpoint) -> dict[str, Run[Stored]] | None:
+        """What they become, as runs; None if that takes whole plain tensors."""
+        try:
+            return self.convert(model, lambda name: checkpoint.packed[name].run)
+        except Exception:  # a plain tensor among them, or a conversion that moves bytes within rows
+            return None
 
     def stored(self, checkpoint: Checkpoint) -> list[str]:
         """Names of those that are packed."""
@@ -152,21 +160,13 @@ def _refusal(model: nn.Module, name: str, made: Any, expected: torch.dtype) -> s
     parameter = module._parameters.get(leaf)
     held = module._buffers.get(leaf) if parameter is None else parameter
     if held is not None and made.shape != held.shape:  # before anything of that shape is decoded
-        raise InvalidInput(
-            f"`{name}` has shape {list(made.shape)} in the packed files, the model needs {list(held.shape)}",
-            hint=(
-                "load it with the configuration that it was packed with, or unpack it and pass "
-                "`ignore_mismatched_sizes=True`"
-            ),
-            where=name,
-            found=tuple(made.shape),
-            needed=tuple(held.shape),
-        )
+        also = ", or unpack it and pass `ignore_mismatched_sizes=True`"
+        raise misshapen(name, made.shape, held.shape, also)
     if parameter is None or not supports(module, leaf):
         return f"belongs to a {type(module).__name__}, which cannot hold packed weights"
     if made.dtype is not expected:
         return f"is stored as {made.dtype} and loaded as {expected}"
-    return None
+    return None if made.whole else "is cut by transformers into weights that are not packed on their own"
 
 
 def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dtype: torch.dtype) -> Plan:
@@ -195,17 +195,12 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
     decoded: list[tuple[Source, str]] = []
     changed = changed_weights(model)
 
-    def take(name: str) -> Run[Stored]:
-        stored = checkpoint.packed[name]
-        return Run(stored.spec.shape, stored.dtype, [stored])
-
     for source in sources.values():
         stored = source.stored(checkpoint)
         if not stored:
             continue
-        try:
-            made = source.convert(model, take)
-        except Exception:  # a plain tensor among them, or a conversion that moves bytes within blobs
+        made = source.runs(model, checkpoint)
+        if made is None:
             decoded.append((source, "is converted by transformers in a way that needs the plain weight"))
             continue
         reasons = [_refusal(model, name, run, expected(name)) for name, run in made.items()]

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from tpde.integrations.checkpoint import Checkpoint
-from tpde.integrations.streaming.demand import TYPICAL, module_calls
-from tpde.integrations.streaming.units import TABLES_BYTES, units_of
+from tpde.integrations.streaming.planning import place_units
 from tpde.integrations.transformers.demand import activation_dtype, demand_of
 from tpde.integrations.transformers.experts import cache_least
 from tpde.integrations.transformers.plan import Plan
 from tpde.streaming.budget import Budget
-from tpde.streaming.plan import StreamPlan, make_plan
+from tpde.streaming.plan import StreamPlan
 
 
 def plan_streaming(
@@ -24,10 +23,7 @@ def plan_streaming(
     *,
     only: Collection[str] | None = None,
 ) -> StreamPlan:
-    """Decide where the packed weights of a model are kept. Nothing but headers is read.
-
-    The machine is taken to be a typical one: weights go where they would on any other. `StreamPlan.on` says
-    how long a token takes on it.
+    """Decide where the packed weights of a model are kept: see `place_units`.
 
     Parameters
     ----------
@@ -50,17 +46,14 @@ def plan_streaming(
     Truncated, Corrupt, UnsupportedVersion
         If the header of a packed tensor is damaged.
     """
-    units = units_of(model, plan.runs, only)
     demand = demand_of(model, plan.runs, budget.max_tokens, activation_dtype(model.parameters()), only)
     sizes = {part.name: part.extent.size for run in plan.runs.values() for part in run.parts}
     here = {
         part.name for name, run in plan.runs.items() if only is None or name in only for part in run.parts
     }
-    tables = TABLES_BYTES * len(here)  # of tensors on the device; those of others are in `index`
     demand = replace(
         demand,
-        plain=demand.plain + tables,
         experts=cache_least(model, plan.runs, only),
         elsewhere=sum(size for name, size in sizes.items() if name not in here),
     )
-    return make_plan(units, demand, budget.vram, budget.ram, TYPICAL, calls=module_calls(model))
+    return place_units(model, plan.runs, demand, budget.vram, budget.ram, only)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from transformers.quantizers.base import HfQuantizer
 
-from tpde.errors import InvalidInput, NotPacked, PackedWeight
-from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.errors import InvalidInput, NotPacked
+from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.device import checked_device
+from tpde.integrations.quantized import PackedQuantizer
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
 from tpde.integrations.transformers.devices import device_of, devices_of, largest_block, spread
@@ -36,7 +37,6 @@ from tpde.integrations.transformers.warmup import Warmup
 from tpde.memory import require
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
 from tpde.streaming.budget import Budget
-from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
 
@@ -77,7 +77,7 @@ def loading_to(
         _target.reset(token)
 
 
-class TpdeHfQuantizer(HfQuantizer):
+class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     """Loads packed weights into a model, and saves them.
 
     transformers calls its methods in this order: `preprocess_model` with the model on the `meta` device,
@@ -89,14 +89,6 @@ class TpdeHfQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: TpdeConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        if not self.pre_quantized:
-            raise NotPacked(
-                "`TpdeConfig` loads packed models, and packs none",
-                hint=(
-                    "pack the model with `tpde pack` first, or load it plain and call "
-                    "`tpde.pack_module(model)`"
-                ),
-            )
         self.conversions: list[Any] | None = None
         self.decoded = 0  # packed tensors that the model holds plain
         self._model: Any = None
@@ -108,7 +100,6 @@ class TpdeHfQuantizer(HfQuantizer):
         self._placeholders: Placeholders | None = None
         self._parts: dict[str, PackedTensor] = {}
         self._target = _target.get() or _Target()
-        self.streamed = False
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Settle the dtype where `config.json` names none: transformers would look at plain tensors only.
@@ -213,7 +204,9 @@ class TpdeHfQuantizer(HfQuantizer):
                 checked_device(device)
             target = self._target
             if target.budget is None:
-                self._parts = self._read(plan, checkpoint, where)
+                for device in {where[name] for name in plan.runs}:
+                    self._require(plan, device)
+                self._parts = checkpoint.open(plan.runs, where)
                 decoded = self._decode(plan, checkpoint)
             else:
                 streaming = ModelStreaming(target.budget, target.progress, warmup=target.warmup)
@@ -234,37 +227,17 @@ class TpdeHfQuantizer(HfQuantizer):
             )
         self._placeholders = Placeholders(model, names, plan.halves(checkpoint), self._install)
 
-    def _read(
-        self, plan: Plan, checkpoint: Checkpoint, where: dict[str, torch.device]
-    ) -> dict[str, PackedTensor]:
-        """Read every blob to its device; gives the packed weight of each parameter."""
-        wanted: dict[torch.device, dict[str, Stored]] = {}
-        for name, run in plan.runs.items():
-            wanted.setdefault(where[name], {}).update({part.name: part for part in run.parts})
-        packed: dict[tuple[torch.device, str], Source] = {}
-        for device, stored in wanted.items():
-            self._require(device, stored)
-            tensors = checkpoint.read(list(stored.values()), device)
-            packed.update({(device, name): it for name, it in zip(stored, tensors, strict=True)})
-        return {
-            name: run.opened({part.name: packed[where[name], part.name] for part in run.parts})
-            for name, run in plan.runs.items()
-        }
-
-    def _require(self, device: torch.device, stored: dict[str, Stored]) -> None:
-        assert self._plan is not None
-        here = {
-            name: run.nbytes
-            for name, run in self._plan.runs.items()
-            if device_of(name, self._device_map) == device
-        }
-        room = largest_block(here)
+    def _require(self, plan: Plan, device: torch.device) -> None:
+        """Refuse before anything is read if a device has too little free memory."""
+        here = {name: run for name, run in plan.runs.items() if device_of(name, self._device_map) == device}
+        packed = {part.name: part.extent.size for run in here.values() for part in run.parts}
+        room = largest_block({name: run.nbytes for name, run in here.items()})
         plain = sum(
             tensor.numel() * tensor.element_size()
             for name, tensor in self._model.state_dict().items()
-            if name not in self._plan.runs and device_of(name, self._device_map) == device
+            if name not in plan.runs and device_of(name, self._device_map) == device
         )
-        need = sum(it.extent.size for it in stored.values()) + room + plain
+        need = sum(packed.values()) + room + plain
         require(need, device, f"{type(self._model).__name__}, packed, with one block plain,")
 
     def _decode(self, plan: Plan, checkpoint: Checkpoint) -> list[str]:
@@ -345,11 +318,7 @@ class TpdeHfQuantizer(HfQuantizer):
         PackedWeight
             If weights are streamed.
         """
-        if self.streamed:
-            raise PackedWeight(
-                "the model streams its weights from its packed files under a VRAM budget",
-                hint="copy these files, or load it without `vram=` and save that",
-            )
+        self.require_bytes()
         if next(packed_modules(model), None) is None:
             self.release(model)
             return model.state_dict(), {}
@@ -371,11 +340,6 @@ class TpdeHfQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         """Whether `save_pretrained` works: it does."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether adapters can be trained on it: they can."""
         return True
 
     @property

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from tpde.format.constants import SUFFIX
-from tpde.integrations.runs import NotARun, Run
+from tpde.integrations.runs import NotARun, Run, decoded
 from tpde.integrations.transformers.internals import (
     WeightConverter,
     conversion_mapping,
     revert,
     tied_weights,
 )
-from tpde.nn import PackedTensor, pack_tensor, packed_modules
+from tpde.nn import pack_tensor, packed_modules
 from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
@@ -43,11 +43,16 @@ def state_to_save(model: Any, conversions: list[Any] | None) -> dict[str, torch.
         if not isinstance(value, Run):
             out[name] = value
             continue
-        packed = _whole(name, value)
+        only = value.parts[0] if value.whole and len(value.parts) == 1 else None
+        if only is not None and only.shape == value.shape:
+            out[name + SUFFIX] = only.blob
+            continue
+        plain = _decoded(value)
+        packed = pack_tensor(plain, name)
         if packed is None:
-            out[name] = _decoded(value)
+            out[name] = plain
         else:
-            out[name + SUFFIX] = packed.blob
+            out[name + SUFFIX] = packed.sources[0].blob
     return out
 
 
@@ -93,17 +98,7 @@ def _is_converted(name: str, conversions: list[Any]) -> bool:
     return any(it.rename_source_key(name)[1] is not None for it in converters)
 
 
-def _whole(name: str, run: Run[Source]) -> Source | None:
-    """The source that a run is; made anew if it is not exactly one."""
-    first = run.parts[0]
-    if len(run.parts) == 1 and first.shape == tuple(run.shape):
-        return first
-    packed = pack_tensor(_decoded(run), name)
-    return None if packed is None else packed.sources[0]
-
-
 def _decoded(run: Run[Source]) -> torch.Tensor:
     """A run as a plain tensor."""
-    only = len(run.parts) == 1
-    weight = PackedTensor(run.parts, run.parts[0].shape if only else run.shape)
-    return weight.decoded().reshape(run.shape)
+    device = run.spans[0].tensor.device if run.spans else torch.device("cpu")
+    return decoded([run], device, lambda source: source)[0]

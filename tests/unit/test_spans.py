@@ -1,0 +1,200 @@
+"""Spans of packed weights: their bits, which chunks are decoded for them, and where runs of them go."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.codecs import CASES, Case, pack_everything
+from support.contents import fill
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+import tpde.torch as packed_torch  # noqa: E402
+from tpde.codec.blob import BlobReader  # noqa: E402
+from tpde.errors import Corrupt  # noqa: E402
+from tpde.format.constants import DTYPES  # noqa: E402
+from tpde.format.container import TensorSpec  # noqa: E402
+from tpde.format.sink import BytesSink  # noqa: E402
+from tpde.frameworks import to_torch, torch_shape  # noqa: E402
+from tpde.integrations import checkpoint as checkpoints  # noqa: E402
+from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
+from tpde.packing.tensor import TensorWriter  # noqa: E402
+from tpde.weights.resident import Resident  # noqa: E402
+from tpde.weights.span import Span, joined  # noqa: E402
+from tpde.weights.tensor import PackedTensor  # noqa: E402
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 24, 2000  # words: 5.9 chunks of 8192
+PACKED = [case for case in CASES if case.code is not None]
+
+
+def _weight(case: Case, dtype: str, patch: pytest.MonkeyPatch) -> tuple[PackedTensor, bytes]:
+    pack_everything(patch)
+    spec = TensorSpec(dtype, (ROWS, WIDTH * 8 // DTYPES[dtype].bits * DTYPES[dtype].word_bytes))
+    data = fill(case.contents[0] if case.name == "constant" else "normal", spec)
+    sink = BytesSink()
+    writer = TensorWriter(spec, sink, 0, threads=1, codec=case.codec, may_pack=True, background=None)
+    writer.write(np.frombuffer(data, np.uint8))
+    size = writer.finish().size
+    source = Resident(torch.frombuffer(sink.data, dtype=torch.uint8)[:size].clone(), "w")
+    assert source.header.codec == case.code
+    return PackedTensor(source), data
+
+
+def _bytes(tensor: Any) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+class Decoded:
+    """The chunks that are decoded."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.chunks: list[int] = []
+        decode = BlobReader.decode
+
+        def noted(reader: Any, first: int, last: int, *rest: Any) -> None:
+            self.chunks += range(first, last + 1)
+            decode(reader, first, last, *rest)
+
+        patch.setattr(BlobReader, "decode", noted)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPES) - {"F6_E2M3", "F6_E3M2"}))
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
+def test_bits(case: Case, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows from the start, to the end, within a chunk, over several, along chunks, none and all."""
+    weight, data = _weight(case, dtype, monkeypatch)
+    row, chunk = len(data) // ROWS, weight.sources[0].header.chunk_words * DTYPES[dtype].word_bytes
+    size = weight.dtype.itemsize
+    cuts = [(0, row), (0, 8 * row), (8 * row, 16 * row), (16 * row, 24 * row), (row, row + size)]
+    cuts += [(23 * row, 24 * row), (chunk, 2 * chunk), (chunk - size, chunk + size), (0, len(data))]
+    cuts += [(0, 0), (chunk, chunk), (row, row), (len(data), len(data))]
+    for begin, end in cuts:
+        span = weight.span(begin, end)
+        assert span.nbytes == end - begin
+        assert span.whole == (span.nbytes == len(data))
+        found = span.decoded()
+        assert _bytes(found) == data[begin:end], (begin, end)
+        assert found.data_ptr() % size == 0
+        out = torch.empty(span.nbytes // weight.dtype.itemsize, dtype=weight.dtype)
+        span.decode_to(out)
+        assert _bytes(out) == data[begin:end], (begin, end)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F8_E4M3", "F32"])
+def test_a_cast(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, data = _weight(PACKED[0], dtype, monkeypatch)
+    size, begin, end = weight.dtype.itemsize, 5 * WIDTH + 3, 19 * WIDTH + 7
+    plain = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(weight.dtype)
+    for wanted in (torch.float32, torch.bfloat16, torch.float64):
+        out = torch.empty(end - begin, dtype=wanted)
+        weight.span(begin * size, end * size).decode_to(out)
+        assert _bytes(out) == _bytes(plain[begin:end].to(wanted))
+
+
+@pytest.mark.parametrize("size", [1, 16384, 40_000, 1 << 30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_decoded(size: int, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunks that hold the span, each once, whether straight to where they go or in pieces."""
+    weight, data = _weight(PACKED[0], "BF16", monkeypatch)
+    plain = torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
+    seen, row = Decoded(monkeypatch), len(data) // ROWS
+    monkeypatch.setattr(Span, "pieces", functools.partialmethod(Span.pieces, size))
+    for begin, end in ((0, len(data)), (8 * row, 16 * row), (row + 6, 8 * row), (row, row)):
+        span = weight.span(begin, end)
+        pieces = list(span.pieces())
+        assert joined(pieces) == [span] * (end > begin)
+        assert all(it.end % 16384 == 0 for it in pieces[:-1])
+        seen.chunks.clear()
+        out = torch.empty((end - begin) // 2, dtype=dtype)
+        span.decode_to(out)
+        assert _bytes(out) == _bytes(plain[begin // 2 : end // 2].to(dtype))
+        assert seen.chunks == list(range(begin // 16384, -(-end // 16384)) if end > begin else [])
+
+
+def test_joined() -> None:
+    weight, other = "a weight", "another"
+    parts: list[Span[Any]] = [
+        Span(weight, 0, 4),
+        Span(weight, 4, 4),
+        Span(weight, 4, 9),
+        Span(other, 9, 12),
+        Span(other, 0, 0),
+        Span(weight, 12, 16),
+        Span(weight, 0, 2),
+    ]
+    expected = [Span(weight, 0, 9), Span(other, 9, 12), Span(weight, 12, 16), Span(weight, 0, 2)]
+    assert joined(parts) == expected
+
+
+# ---- of a file ----
+
+DTYPES_CUT = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I64", "U8", "C64", "BOOL", "F4"]
+
+
+@pytest.fixture
+def fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Fused weights of a file: three matrices of 100 rows, and four experts of two of 96 rows."""
+    pack_everything(monkeypatch)
+
+    def make(dtype: str) -> tuple[Checkpoint, dict[str, Any]]:
+        width = 240 * 8 // DTYPES[dtype].bits * DTYPES[dtype].word_bytes
+        specs = {"qkv": TensorSpec(dtype, (300, width)), "experts": TensorSpec(dtype, (4, 192, width))}
+        plain = {
+            name: to_torch(np.frombuffer(bytearray(fill("normal", spec)), np.uint8), spec)
+            for name, spec in specs.items()
+        }
+        packed_torch.save_file(plain, tmp_path / "a.safetensors")
+        found = Checkpoint([tmp_path / "a.safetensors"])
+        assert set(found.packed) == set(plain)
+        return found, plain
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", DTYPES_CUT)
+@pytest.mark.parametrize("small", [True, False])
+def test_cut_out_of_a_file(dtype: str, small: bool, fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As conversions cut: in three, in experts, in gates and ups."""
+    monkeypatch.setattr("tpde.integrations.runs.STRIP_BYTES", 1)
+    monkeypatch.setattr(checkpoints, "SMALL_BYTES", 1 << 30 if small else 0)
+    if not hasattr(torch, "float4_e2m1fn_x2") and dtype == "F4":
+        pytest.skip("this PyTorch has no F4")
+    checkpoint, plain = fused(dtype)
+    with checkpoint:
+        qkv, experts = (checkpoint.packed[name].run for name in ("qkv", "experts"))
+        assert tuple(qkv.shape) == torch_shape(checkpoint.packed["qkv"].spec)
+        cuts = [
+            (torch.chunk(qkv, 3), plain["qkv"].view(torch.uint8).chunk(3)),
+            (torch.split(qkv, [0, 299, 1]), plain["qkv"].view(torch.uint8).split([0, 299, 1])),
+            (torch.unbind(experts), plain["experts"].view(torch.uint8).unbind()),
+            (torch.chunk(experts, 2, dim=1), plain["experts"].view(torch.uint8).chunk(2, dim=1)),
+            ((experts,), (plain["experts"].view(torch.uint8),)),
+        ]
+        for made, expected in cuts:
+            found = checkpoint.decode(made, CPU)
+            for run, tensor, want in zip(made, found, expected, strict=True):
+                assert tensor.dtype is plain["qkv"].dtype
+                assert tensor.shape == run.shape
+                assert tensor.is_contiguous()
+                assert _bytes(tensor) == _bytes(want)
+
+
+def test_of_what_is_cut_off_nothing_is_read(fused: Any) -> None:
+    """Damage in the last third does not matter to the first."""
+    checkpoint, plain = fused("BF16")
+    stored = checkpoint.packed["qkv"]
+    with checkpoint:
+        path = stored.extent.source.name
+        data = bytearray(Path(path).read_bytes())
+        data[stored.extent.offset + stored.extent.size - 5000] ^= 1
+        Path(path).write_bytes(data)
+        first, _, last = torch.chunk(stored.run, 3)
+        (found,) = checkpoint.decode([first], CPU)
+        assert _bytes(found) == _bytes(plain["qkv"][:100])
+        with pytest.raises(Corrupt, match="`qkv`"):
+            checkpoint.decode([last], CPU)
