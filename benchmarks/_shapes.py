@@ -289,10 +289,8 @@ def forward_inputs(shape: Shape, tiny: bool, batch: int, draw: Draw, normal: Nor
     }
 
 
-def prompts(
-    shape: Shape, tiny: bool, batch: int, new: int, draw: Draw, normal: Normal
-) -> dict[str, Any]:
-    """Arguments of `generate` for prompts, half of them padded on the left, with room for `new` tokens more."""
+def prompts(shape: Shape, tiny: bool, batch: int, new: int, draw: Draw, normal: Normal) -> dict[str, Any]:
+    """Arguments of `generate`: prompts, half of them padded, with room for `new` tokens more."""
     import torch
 
     given = forward_inputs(shape, tiny, batch, draw, normal)

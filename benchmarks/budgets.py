@@ -100,8 +100,11 @@ def report(head: str, found: list[Row], left: list[str], took: float) -> str:
         f"scores that they were chosen by, beside the plain model's in the same run. {took:.0f} s in all.\n"
     )
     parts.append(table(COLUMNS, [line(row) for row in found]))
-    why = [f"- {row['shape']}, {row['budget']}, {row['case']}, {row['batch']}: {row['why']}"
-           for row in found if row.get("why")]
+    why = [
+        f"- {row['shape']}, {row['budget']}, {row['case']}, {row['batch']}: {row['why']}"
+        for row in found
+        if row.get("why")
+    ]
     if why:
         parts.append("\n".join(why) + "\n")
     if left:
