@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _gpu import reason
+from _gpu import need_cuda, reason
 from _hold import Use
-from _machine import note
+from _machine import header, note
 from _model import wait
 from _rows import tell
 from _shapes import SHAPES, Shape, class_of, forward_inputs, model_of, prompts
 
 NEW = 8  # tokens that are generated
 BATCHES = (1, 8)
-IMAGES = 3 << 30  # bytes for what a transformer of images computes: its budget does not limit that
+IMAGES = 1536 << 20  # bytes for what a transformer of images computes: 1226 MiB by the tensors alive
 MOST = 1 << 50  # bytes of a budget in which all fits
 
 
@@ -47,7 +47,8 @@ def words(tensor: Any) -> Any:
     import torch
 
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().contiguous().view(kinds[tensor.element_size()]).cpu().numpy()
+    here = tensor.detach().cpu().contiguous()  # in this order: nothing is copied on the device
+    return here.view(kinds[here.element_size()]).numpy()
 
 
 def inputs_of(given: dict[str, Any], shape: Shape, case: str, batch: int) -> dict[str, Any]:
@@ -171,8 +172,14 @@ def make(given: dict[str, Any]) -> None:
     for case, batch in cases(shape):
         took = inputs_of(given, shape, case, batch)
         row: dict[str, Any] = {"case": case, "batch": batch}
-        with peak_of(given, row):
-            results = perform_case(model, shape, case, took)
+        results: list[Any] = []
+        try:
+            with peak_of(given, row):
+                results = perform_case(model, shape, case, took)
+        except Exception as error:  # the other cases can be compared all the same
+            traceback.print_exc()
+            tell(problem=f"the plain model, {case} {batch}: {reason(error)}")
+        del took
         folder = saved(given, case, batch)
         folder.mkdir()
         for number, it in enumerate(results):
@@ -195,7 +202,8 @@ def load_plain(shape: Shape, folder: Path, where: str) -> Any:
 
     if shape.inputs == "image":
         return class_of(shape).from_pretrained(folder, torch_dtype=torch.bfloat16).to(where).eval()
-    return class_of(shape).from_pretrained(folder, dtype="auto").to(where).eval()
+    there = {} if where == "cpu" else {"device_map": {"": 0}}  # buffers are computed where ours are, then
+    return class_of(shape).from_pretrained(folder, dtype="auto", **there).eval()
 
 
 def plan_of(shape: Shape, packed: Path, vram: int, max_tokens: int, where: str) -> Any:
@@ -232,7 +240,8 @@ def budgets(given: dict[str, Any], shape: Shape, packed: Path) -> dict[str, int]
         plan_of(shape, packed, 1, tokens, where)
     except OutOfMemory as error:
         least = error.least or every
-    return {"tight": least, "roomy": max(every // 2, (least + every) // 2), "all": every}
+    half = every // 2
+    return {"tight": least, "roomy": half if half > 1.05 * least else (least + every) // 2, "all": every}
 
 
 def load_ours(given: dict[str, Any], shape: Shape) -> Any:
@@ -322,7 +331,14 @@ def ours(given: dict[str, Any]) -> None:
     wait()
 
 
-TASKS = {"make": make, "ours": ours}
+def head(given: dict[str, Any]) -> None:
+    """Say what machine this is: a process of its own, since it looks at the GPU."""
+    if device_of(given) == "cuda":
+        need_cuda()
+    tell(head=header(given["title"], gpu=device_of(given) == "cuda"))
+
+
+TASKS = {"head": head, "make": make, "ours": ours}
 
 
 def perform(task: str, given: dict[str, Any]) -> None:
