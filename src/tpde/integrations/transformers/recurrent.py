@@ -28,8 +28,9 @@ KERNELS = ("mamba_ssm", "causal_conv1d", "fla")
 
 _CACHES = ("cache_params", "past_key_values")  # what the layers call a cache
 SHORT, LOOP = 2, 16  # tokens: the least that are computed in chunks, and as many as tell loops over tokens
-# Tokens of the passes that tell what each costs: of loops, of chunks, and of what grows by their square.
-LOOPED, CHUNKED, LONG = (LOOP, 2 * LOOP), (256, 512), 32768
+# Tokens of passes. The last two tell what each costs, the others what a sequence does beside: chunks are of 64
+# to 256 tokens, and a token more than a chunk has makes two of it. One pass tells what grows by the square.
+LOOPED, CHUNKED, LONG = (LOOP, 2 * LOOP), (65, 129, 257, 513), 32768
 
 
 class Scan(NamedTuple):
@@ -172,13 +173,14 @@ def _measured(model: Any, layer: nn.Module) -> Recurrent:
                 layer(states, **{str(_cache_name(type(layer))): cache})
         kept = [value for it in cache.layers for value in tree_leaves(list(vars(it).values()))]
         nbytes = sum(it.nbytes for it in kept if isinstance(it, Tensor))
-        return mode.peak - nbytes, nbytes, mode.calls
+        return mode.peak, nbytes, mode.calls
 
     least, states, calls = run(SHORT)
     loops = run(LOOP)[2] - calls >= LOOP - SHORT
-    low, high = LOOPED if loops else CHUNKED
-    first, last = run(low)[0], run(high)[0]
-    token = -(-(last - first) // (high - low))
-    sequence = max(least, first - low * token, 0)
+    lengths = LOOPED if loops else CHUNKED
+    peaks = {length: run(length)[0] for length in lengths}
+    low, high = lengths[-2:]
+    token = -(-(peaks[high] - peaks[low]) // (high - low))
+    sequence = max(least, *(peak - length * token for length, peak in peaks.items()))
     pair = 0.0 if loops else max(run(LONG)[0] - sequence - LONG * token, 0) / LONG**2
     return Recurrent(Scan(token, pair, sequence), states)
