@@ -27,10 +27,11 @@ log = logging.getLogger(__name__)
 KERNELS = ("mamba_ssm", "causal_conv1d", "fla")
 
 _CACHES = ("cache_params", "past_key_values")  # what the layers call a cache
+PAIR = 2  # sequences: with one, what is put in another order is not copied
 SHORT, LOOP = 2, 16  # tokens: the least that are computed in chunks, and as many as tell loops over tokens
-# Tokens of passes. The last two tell what each costs, the others what a sequence does beside: chunks are of 64
-# to 256 tokens, and a token more than a chunk has makes two of it. One pass tells what grows by the square.
-LOOPED, CHUNKED, LONG = (LOOP, 2 * LOOP), (65, 129, 257, 513), 32768
+# Tokens of passes. The last two tell what each costs, the others what a sequence does beside: chunks are of
+# 64 to 256 tokens, and a token more than a chunk has makes two of it. One tells what grows by the square.
+LOOPED, CHUNKED, LONG = (LOOP, 2 * LOOP), (65, 129, 257, 2049, 4097), 32768
 
 
 class Scan(NamedTuple):
@@ -161,26 +162,27 @@ def _width(layer: nn.Module) -> int:
 
 
 def _measured(model: Any, layer: nn.Module) -> Recurrent:
-    """What one layer takes, by passes over sequences of several lengths."""
+    """What one layer takes of a sequence, by passes over two of several lengths."""
     known = [*layer.parameters(), *layer.buffers()]
     dtype = next(it.dtype for it in known if it.is_floating_point())
 
     def run(length: int) -> tuple[int, int, int]:
         cache = DynamicCache(config=model.config)
         with torch.device("meta"), torch.no_grad():
-            states = torch.empty(1, length, _width(layer), dtype=dtype)
+            states = torch.empty(PAIR, length, _width(layer), dtype=dtype)
             with _Peak([*known, states]) as mode:
                 layer(states, **{str(_cache_name(type(layer))): cache})
         kept = [value for it in cache.layers for value in tree_leaves(list(vars(it).values()))]
         nbytes = sum(it.nbytes for it in kept if isinstance(it, Tensor))
-        return mode.peak, nbytes, mode.calls
+        return -(-mode.peak // PAIR), nbytes // PAIR, mode.calls
 
     least, states, calls = run(SHORT)
     loops = run(LOOP)[2] - calls >= LOOP - SHORT
-    lengths = LOOPED if loops else CHUNKED
-    peaks = {length: run(length)[0] for length in lengths}
-    low, high = lengths[-2:]
-    token = -(-(peaks[high] - peaks[low]) // (high - low))
-    sequence = max(least, *(peak - length * token for length, peak in peaks.items()))
-    pair = 0.0 if loops else max(run(LONG)[0] - sequence - LONG * token, 0) / LONG**2
+    passes = {length: run(length) for length in (LOOPED if loops else CHUNKED)}
+    (low, before), (high, after) = list(passes.items())[-2:]
+    token = -(-(after[0] - before[0]) // (high - low))
+    sequence = max(least, *(peak - length * token for length, (peak, *_) in passes.items()))
+    pair = 0.0
+    if after[2] == before[2]:  # all chunks at once, not one after the other
+        pair = max(run(LONG)[0] - sequence - LONG * token, 0) / LONG**2
     return Recurrent(Scan(token, pair, sequence), states)
