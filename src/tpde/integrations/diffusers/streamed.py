@@ -59,7 +59,7 @@ def planned(
     """
     tables = TABLES_BYTES * len({part.name for run in runs.values() for part in run.parts})
     plain = plain_bytes(model, runs) + tables
-    demand = Demand(plain, 0, budget.activations, FIXED_BYTES, argument="activations")
+    demand = Demand(plain, 0, budget.activations, FIXED_BYTES, argument="`activations`")
     units, calls = units_of(model, runs), module_calls(model)
     streaming = Streaming(budget, whole=False)
     streaming.decide(device, lambda size: make_plan(units, demand, size, budget.ram, TYPICAL, calls=calls))

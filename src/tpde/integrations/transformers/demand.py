@@ -42,11 +42,14 @@ def demand_of(
     only : collection of str, optional
         Parameters and buffers that are on the device in question; by default all.
     """
+    activations = activations_of(model, dtype.itemsize)
+    by_sequences = activations.copies or activations.recurrent.states
     return Demand(
         plain=plain_bytes(model, packed, only),
         cache=cache_bytes(model, max_tokens, dtype.itemsize, only) + state_bytes(model, max_batch, only),
-        activations=activations_of(model, dtype.itemsize).bytes(max_tokens, max_batch),
+        activations=activations.bytes(max_tokens, max_batch),
         fixed=FIXED_BYTES,
+        argument="`max_tokens` or `max_batch`" if by_sequences else "`max_tokens`",
     )
 
 
