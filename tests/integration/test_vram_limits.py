@@ -191,7 +191,7 @@ def test_more_sequences_than_states(hosted: Opened, tmp_path: Path) -> None:
     took = inputs("llama", 3, 4)["input_ids"]
     with torch.no_grad():
         model(took[:2])
-        with pytest.raises(OutOfMemory, match="states of 3 sequences .* those of 2.*`max_batch=3`"):
+        with pytest.raises(OutOfMemory, match=r"states of 3 sequences .* those of 2.*`max_batch=3`"):
             model(took)
         load(pair.packed, max_tokens=60, max_batch=3)(took)
 
