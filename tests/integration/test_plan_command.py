@@ -18,6 +18,7 @@ from tpde.cli.plan import ranges, render  # noqa: E402
 from tpde.errors import InvalidInput, OutOfMemory, ReadError  # noqa: E402
 from tpde.integrations.streaming.demand import FIXED_BYTES, TYPICAL  # noqa: E402
 from tpde.integrations.streaming.units import unit_of, units_of  # noqa: E402
+from tpde.integrations.transformers.activations import activations_of  # noqa: E402
 from tpde.integrations.transformers.demand import cache_bytes  # noqa: E402
 from tpde.integrations.transformers.devices import devices_of  # noqa: E402
 from tpde.integrations.transformers.planning import plan_streaming  # noqa: E402
@@ -249,8 +250,22 @@ def test_max_tokens_count(llama):
             for tokens in (1, 100, 10_000)
         ]
         assert used[0] < used[1] < used[2]
-        with pytest.raises(OutOfMemory, match="smaller `max_tokens`"):
+        with pytest.raises(OutOfMemory, match=r"a smaller `max_tokens`$"):
             plan_streaming(shape, checkpoint, plan, Budget(1 << 28, None, 1 << 20))
+
+
+def test_max_batch_counts(tmp_path):
+    """Copies of experts, which a refusal names the number of."""
+    packed = checkpoint(tmp_path, "mixtral").packed
+    with opened_shape(packed) as (shape, files, plan):
+        one, eight = (
+            plan_streaming(shape, files, plan, Budget(1 << 40, None, 100, max_batch=batch)).parts
+            for batch in (1, 8)
+        )
+        experts = activations_of(shape, 2)
+        assert eight["activations"] - one["activations"] == 7 * experts.experts
+        with pytest.raises(OutOfMemory, match=r"a smaller `max_tokens` or `max_batch`$"):
+            plan_streaming(shape, files, plan, Budget(1 << 20, None, 100))
 
 
 def test_layout_of_a_streamed_plan():

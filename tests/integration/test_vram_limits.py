@@ -99,17 +99,17 @@ def wordy(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_more_sequences_than_can_be_sampled_from(hosted: Opened, wordy: Pair) -> None:
-    model = load(wordy.packed, max_tokens=40)
+    model = load(wordy.packed, max_tokens=40, max_batch=1)
     took = inputs("llama", 9, 2)["input_ids"]
     options = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": True}
     copied = model.tpde_streamer.stats()
     with pytest.raises(OutOfMemory, match="choosing the next tokens of 9 sequences") as caught:
         model.generate(took, **options)
     assert model.tpde_streamer.stats() == copied  # nothing was begun
-    found = re.search(r"at most (\d) .*max_tokens=(\d+)", str(caught.value))
+    found = re.search(r"at most (\d) .*max_batch=(\d+)", str(caught.value))
     assert found is not None
     model.generate(took[: int(found[1])], **options)
-    load(wordy.packed, max_tokens=int(found[2])).generate(took, **options)
+    load(wordy.packed, max_tokens=40, max_batch=int(found[2])).generate(took, **options)
 
 
 def test_who_samples_nothing_may_have_as_many_sequences(hosted: Opened, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_who_samples_nothing_may_have_as_many_sequences(hosted: Opened, tmp_path
 
 def test_more_experts_than_can_be_copied(hosted: Opened, tmp_path: Path) -> None:
     pair = checkpoint(tmp_path, "mixtral")
-    model = load(pair.packed, max_tokens=60)
+    model = load(pair.packed, max_tokens=60, max_batch=2)
     took = inputs("mixtral", 5, 3)["input_ids"]
     options = {"max_new_tokens": 2, "pad_token_id": 0, "do_sample": False}
     expected = model.generate(took, **options)
@@ -129,11 +129,71 @@ def test_more_experts_than_can_be_copied(hosted: Opened, tmp_path: Path) -> None
     with pytest.raises(OutOfMemory, match=r"experts of 5 x 3 tokens, .*pass fewer at once, call") as caught:
         model.generate(took, **options)
     assert model.tpde_streamer.stats() == copied  # nothing was begun
-    again = load(pair.packed, max_tokens=int(str(caught.value).split("max_tokens=")[1].strip("`")))
+    found = re.search(r"max_batch=(\d+)", str(caught.value))
+    assert found is not None
+    again = load(pair.packed, max_tokens=60, max_batch=int(found[1]))
     again.set_experts_implementation("batched_mm")
     again.generate(took, **options)
     model.set_experts_implementation("eager")
     assert torch.equal(model.generate(took, **options), expected)
+
+
+def test_an_encoder_is_not_run_with_more_than_there_is_room_for(hosted: Opened, tmp_path: Path) -> None:
+    """`generate` calls it by itself, before it calls the model."""
+    model = load(checkpoint(tmp_path, "t5").packed, max_tokens=20)
+    took = inputs("t5", 3, 7)["input_ids"]
+    called: list[Any] = []
+    model.get_encoder().block[0].register_forward_pre_hook(lambda *_: called.append(1))
+    with pytest.raises(OutOfMemory, match="3 x 7 = 21 tokens"):
+        model.generate(took, max_new_tokens=2, do_sample=False)
+    assert not called
+    model.generate(took[:2], max_new_tokens=2, do_sample=False)
+    assert called
+
+
+def test_sounds_count_as_what_is_left_of_them(hosted: Opened, tmp_path: Path) -> None:
+    """Of a Whisper, one token for two frames."""
+    config = transformers.WhisperConfig(
+        vocab_size=520,
+        num_mel_bins=16,
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=20,
+        max_target_positions=32,
+        decoder_start_token_id=1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    pair = write(tmp_path, transformers.WhisperForConditionalGeneration(config).to(torch.bfloat16))
+    model = load(pair.packed, max_tokens=2 * 24)
+    heard = torch.randn(3, 16, 40).bfloat16()
+    words = torch.full((3, 4), 7)
+    with torch.no_grad():
+        model(input_features=heard[:2], decoder_input_ids=words[:2])
+        with pytest.raises(OutOfMemory, match="3 x 24 = 72 tokens"):
+            model(input_features=heard, decoder_input_ids=words)
+        with pytest.raises(OutOfMemory, match="2 x 25 = 50 tokens"):
+            model(input_features=heard[:2], decoder_input_ids=torch.full((2, 5), 7))
+        with pytest.raises(OutOfMemory, match="3 x 20 = 60 tokens"):
+            model.get_encoder()(heard)
+
+
+def test_more_sequences_than_states(hosted: Opened, tmp_path: Path) -> None:
+    config = transformers.MambaConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2, state_size=8)
+    pair = write(tmp_path, transformers.MambaForCausalLM(config).to(torch.bfloat16))
+    model = load(pair.packed, max_tokens=60, max_batch=2)
+    took = inputs("llama", 3, 4)["input_ids"]
+    with torch.no_grad():
+        model(took[:2])
+        with pytest.raises(OutOfMemory, match=r"states of 3 sequences .* those of 2.*`max_batch=3`"):
+            model(took)
+        load(pair.packed, max_tokens=60, max_batch=3)(took)
 
 
 # ---- budgets that cannot work ----

@@ -109,7 +109,13 @@ def simulated(
 
 
 def load(
-    path: Any, *, max_tokens: int = 256, vram: int = 1 << 30, ram: int | None = None, **options: Any
+    path: Any,
+    *,
+    max_tokens: int = 256,
+    max_batch: int = 8,
+    vram: int = 1 << 30,
+    ram: int | None = None,
+    **options: Any,
 ) -> Any:
     """Load a packed model as `tpde.from_pretrained` would to a GPU with a budget."""
     from tpde.integrations.garbage import collecting_later
@@ -119,6 +125,6 @@ def load(
 
     progress = options.pop("progress", None)
     kind = options.pop("model_class", None) or model_class_of(path)
-    budget = Budget(vram, ram, max_tokens)
+    budget = Budget(vram, ram, max_tokens, max_batch=max_batch)
     with collecting_later(), loading_to(torch.device("cpu"), budget, progress):
         return kind.from_pretrained(path, **({"dtype": "auto"} | options))

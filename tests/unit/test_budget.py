@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpde.errors import InvalidInput
-from tpde.streaming.budget import ACTIVATIONS, MAX_TOKENS, Budget, parse_budget
+from tpde.streaming.budget import ACTIVATIONS, MAX_BATCH, MAX_TOKENS, Budget, parse_budget
 
 GIB = 1 << 30
 
 
 def test_budgets() -> None:
     assert parse_budget(None) is None
-    assert parse_budget("16GiB") == Budget(16 * GIB, None, MAX_TOKENS, ACTIVATIONS)
-    assert parse_budget(4096, "1GiB", 7, "2GiB") == Budget(4096, GIB, 7, 2 * GIB)
+    assert parse_budget("16GiB") == Budget(16 * GIB, None, MAX_TOKENS, ACTIVATIONS, MAX_BATCH)
+    assert parse_budget(4096, "1GiB", 7, "2GiB", 3) == Budget(4096, GIB, 7, 2 * GIB, 3)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,9 @@ def test_budgets() -> None:
         ({"ram": "1GiB"}, "`ram` is a part of a budget of GPU memory; pass `vram` as well"),
         ({"max_tokens": 7}, "`max_tokens` is a part of a budget"),
         ({"activations": "1GiB"}, "`activations` is a part of a budget"),
+        ({"max_batch": 2}, "`max_batch` is a part of a budget"),
+        ({"vram": "1GiB", "max_batch": 0}, "at least one sequence"),
+        ({"vram": "1GiB", "max_batch": 2.0}, "`max_batch` is 2.0; give a whole number"),
         ({"vram": "lots"}, "`lots` is no size"),
         ({"vram": 0}, "above zero"),
         ({"vram": True}, "is no size"),
@@ -51,14 +54,17 @@ ANYTHING = (
 )
 
 
-@given(vram=ANYTHING, ram=ANYTHING, max_tokens=ANYTHING, activations=ANYTHING)
-def test_anything_is_a_budget_or_refused(vram: Any, ram: Any, max_tokens: Any, activations: Any) -> None:
+@given(vram=ANYTHING, ram=ANYTHING, max_tokens=ANYTHING, activations=ANYTHING, max_batch=ANYTHING)
+def test_anything_is_a_budget_or_refused(
+    vram: Any, ram: Any, max_tokens: Any, activations: Any, max_batch: Any
+) -> None:
     try:
-        made = parse_budget(vram, ram, max_tokens, activations)
+        made = parse_budget(vram, ram, max_tokens, activations, max_batch)
     except InvalidInput:
         return
     assert made is None or all(
-        type(it) is int and it > 0 for it in (made.vram, made.ram or 1, made.max_tokens, made.activations)
+        type(it) is int and it > 0
+        for it in (made.vram, made.ram or 1, made.max_tokens, made.activations, made.max_batch)
     )
 
 

@@ -64,7 +64,7 @@ def test_logits_are_covered(kind, options):
     ids = torch.ones(1, 64, dtype=torch.long)
     with torch.no_grad(), Live([*model.parameters(), *model.buffers(), ids]) as live:
         model(input_ids=ids, use_cache=False)
-    said = activations_of(model, 2).bytes(64)
+    said = activations_of(model, 2).bytes(64, 1)
     assert live.peak <= said <= 1.6 * live.peak
 
 
@@ -85,9 +85,9 @@ def test_activations_are_covered(name, dtype):
         peak, tokens = measured(
             name, model, batch, length, **({} if name == "bert" else {"use_cache": False})
         )
-        assert activations_of(model, dtype.itemsize).bytes(tokens) >= peak
+        assert activations_of(model, dtype.itemsize).bytes(tokens, batch) >= peak
         if name == "llama":
-            assert activations_of(model, dtype.itemsize).bytes(tokens) <= 4 * peak
+            assert activations_of(model, dtype.itemsize).bytes(tokens, batch) <= 4 * peak
 
 
 WAYS = {
@@ -164,43 +164,73 @@ def test_copies_of_experts_have_room_of_their_own():
     assert (made.pair, made.logits, made.sampling) == (3, 2 * 151_936, 40 * 151_936)
     logits = 8192 * made.logits + made.sampling
     assert logits > 8192 * made.inside + 3 * 8192**2
-    assert made.tokens(8192) == 8192 * made.states + logits
-    assert made.copied(8192) == made.tokens(8192) // (4 * made.experts) == 9
-    assert made.bytes(8192) == made.tokens(8192) + 9 * made.experts
-    assert (made.copied(1), made.bytes(1)) == (1, made.tokens(1) + made.experts)
-    check_experts(9, 1, 8192, made)
-    for batch, new, limit in ((10, 1, 8192), (5, 2, 8192), (8, 1, 4096)):
-        with pytest.raises(OutOfMemory, match="copies the experts of") as caught:
-            check_experts(batch, new, limit, made)
-        wanted = int(re.search(r"max_tokens=(\d+)", str(caught.value))[1])
-        assert made.copied(wanted) >= batch * new > made.copied(wanted - 1)
-    dense = made._replace(experts=0)
-    assert dense.bytes(8192) == dense.tokens(8192) == made.tokens(8192)
+    assert made.tokens(8192, 1) == 8192 * made.states + logits
+    assert made.tokens(8192, 8) == made.tokens(8192, 1) + 7 * made.sampling
+    assert made.copied(8192, 8) == made.copied(2048, 8) == 8
+    assert made.bytes(2048, 8) == made.tokens(2048, 8) + 8 * made.experts
+    assert (made.copied(1, 8), made.bytes(1, 8)) == (1, made.tokens(1, 1) + made.experts)
+    dense = made._replace(experts=0, copies=False)
+    assert dense.bytes(8192, 8) == dense.tokens(8192, 8) == made.tokens(8192, 8)
+
+
+def test_a_refusal_of_copies_says_what_they_take():
+    made = activations_of(qwen3_moe(), 2)  # 72 MiB for each token
+    check_experts(8, 1, 2048, 8, made)
+    check_experts(2, 4, 2048, 8, made)
+    for batch, new, takes, more, fewer in (
+        (10, 1, 720, 144, "at most 8 x 1 at once"),
+        (5, 2, 720, 144, "at most 4 x 2 at once"),
+        (1, 9, 648, 72, "fewer at once"),
+    ):
+        with pytest.raises(OutOfMemory) as caught:
+            check_experts(batch, new, 2048, 8, made)
+        said = str(caught.value)
+        assert f"{batch} x {new} tokens, which takes {takes} MiB, the VRAM budget keeps 576 MiB" in said
+        assert fewer in said
+        assert f"`max_batch={batch * new}`, which takes {more} MiB more" in said
+        assert (caught.value.found, caught.value.needed) == (8 * made.experts, batch * new * made.experts)
+        check_experts(batch, new, 2048, batch * new, made)
+
+
+def test_experts_that_nobody_copies_take_nothing():
+    config = qwen3_moe().config
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM._from_config(
+            config, dtype=torch.bfloat16, experts_implementation="eager"
+        )
+    made = activations_of(model, 2)
+    assert made.bytes(2048, 8) == made.tokens(2048, 8)
+    with pytest.raises(OutOfMemory, match='`experts_implementation="batched_mm"` and `max_batch=8`'):
+        check_experts(8, 1, 2048, 8, made)  # it was set when the model was there
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-@pytest.mark.parametrize("limit", [1, 7, 100])
+@pytest.mark.parametrize("limit", [60, 300])
 def test_what_errors_advise_does(name, limit):
-    """So many sequences, or so many tokens to keep memory for; and no more sequences."""
+    """So many sequences, or so many to keep memory for; and no more."""
     activations = activations_of(make(name), 2)
-    checks = [lambda batch, limit: check_sequences(batch, limit, activations)]
+    checks = [(limit, lambda batch, most: check_sequences(batch, limit, most, activations))]
     if name == "mixtral":
         checks += [
-            lambda batch, limit, new=new: check_experts(batch, new, limit, activations) for new in (1, 3)
+            (
+                limit // new,
+                lambda batch, most, new=new: check_experts(batch, new, limit, most, activations),
+            )
+            for new in (1, 3)
         ]
-    for check in checks:
+    for batch, check in checks:
         with pytest.raises(OutOfMemory) as caught:
-            check(10_000, limit)
+            check(batch, 1)
         said = str(caught.value)
-        check(10_000, int(re.search(r"max_tokens=(\d+)", said)[1]))
+        check(batch, int(re.search(r"max_batch=(\d+)", said)[1]))
         fits = re.search(r"at most (\d+)", said)
         if fits:
-            check(int(fits[1]), limit)
+            check(int(fits[1]), 1)
             with pytest.raises(OutOfMemory):
-                check(int(fits[1]) + 1, limit)
+                check(int(fits[1]) + 1, 1)
     check_tokens(1, limit, limit)
-    check_sequences(1, limit, activations)
-    check_experts(1, 1, limit, activations)
+    check_sequences(1, limit, 1, activations)
+    check_experts(1, 1, limit, 1, activations)
 
 
 @pytest.mark.parametrize("name", [it for it in NAMES if it != "bert"])
@@ -210,7 +240,7 @@ def test_the_cache_is_covered(name):
     peak, _ = measured(name, model, 2, 40, use_cache=True)
     took = peak - without
     assert cache_bytes(model, tokens, 2) >= took
-    assert activations_of(model, 2).bytes(tokens) + cache_bytes(model, tokens, 2) >= peak
+    assert activations_of(model, 2).bytes(tokens, 2) + cache_bytes(model, tokens, 2) >= peak
 
 
 def test_llama_caches_keys_and_values():

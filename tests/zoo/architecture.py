@@ -67,6 +67,7 @@ def described(family: str, inputs: Inputs, prompt: Inputs | None = None) -> Call
     def describe(name: str, model: str, kind: str | None = None, **overrides: Any) -> Architecture:
         def build() -> Any:
             import transformers
+
             if not hasattr(transformers, model):
                 raise Absent(f"this transformers has no {model}")
             return getattr(transformers, model)(tiny(kind or name, **overrides))

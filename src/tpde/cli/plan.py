@@ -11,11 +11,12 @@ import typer
 
 from tpde.cli.common import guard, print_json, size, table
 from tpde.errors import InvalidInput
-from tpde.streaming.budget import MAX_TOKENS, parse_budget
+from tpde.streaming.budget import MAX_BATCH, MAX_TOKENS, parse_budget
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tpde.streaming.budget import Budget
     from tpde.streaming.plan import StreamPlan
     from tpde.streaming.units import Rates, Unit
 
@@ -58,6 +59,9 @@ def plan(
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Sequences times length that there is to be memory for.")
     ] = MAX_TOKENS,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Sequences at once that there is to be memory for.")
+    ] = MAX_BATCH,
     device: Annotated[
         str | None,
         typer.Option(help="The CUDA device to measure.", show_default="the GPU if there is one"),
@@ -104,7 +108,7 @@ def plan(
     from tpde.integrations.transformers.planning import plan_streaming
     from tpde.integrations.transformers.shape import opened_shape
 
-    budget = parse_budget(vram, ram, max_tokens)
+    budget = parse_budget(vram, ram, max_tokens, max_batch=max_batch)
     assert budget is not None  # `--vram` must be there
     folder = packed_directory(model)
     files = weight_files(folder) if ram is not None else []
@@ -113,7 +117,7 @@ def plan(
         made = plan_streaming(shape, checkpoint, weights, budget).on(rates)
         units = units_of(shape, weights.runs)
     if as_json:
-        print_json(as_dict(made, units, max_tokens, rates, model))
+        print_json(as_dict(made, units, budget, rates, model))
     else:
         print(render(made, units, max_tokens))
 
@@ -230,7 +234,7 @@ def _places(plan: StreamPlan, units: Sequence[Unit]) -> list[dict[str, Any]]:
 
 
 def as_dict(
-    plan: StreamPlan, units: Sequence[Unit], max_tokens: int, rates: Rates, model: str
+    plan: StreamPlan, units: Sequence[Unit], budget: Budget, rates: Rates, model: str
 ) -> dict[str, Any]:
     """Everything, for JSON."""
     known = {"copy": rates.copy, "memory": rates.memory, "decode": rates.decode, "disk": rates.disk}
@@ -238,7 +242,8 @@ def as_dict(
         "model": model,
         "vram": plan.vram,
         "ram": plan.ram,
-        "max_tokens": max_tokens,
+        "max_tokens": budget.max_tokens,
+        "max_batch": budget.max_batch,
         "placements": _places(plan, units),
         "tiled": list(plan.tiled),
         "workspace_bytes": plan.workspace,

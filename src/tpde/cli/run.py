@@ -93,10 +93,12 @@ def run(
     require_transformers()  # before torch is imported
 
     from tpde.integrations.device import checked_device
+    from tpde.integrations.transformers.embed import BATCH
     from tpde.integrations.transformers.folder import packed_directory
     from tpde.integrations.transformers.memory import Peak
 
-    budget = parse_budget(vram, ram, max_tokens)
+    batch = 1 if prompt is not None else BATCH
+    budget = parse_budget(vram, ram, max_tokens, max_batch=batch if vram is not None else None)
     folder = packed_directory(model)
     where = checked_device(device or ("cuda" if vram is not None else _default_device()))
     peak = Peak(where)

@@ -348,7 +348,7 @@ def _too_little_vram(layout: _Layout, demand: Demand, vram: int, pinned: int) ->
     parts = {key: size for key, size in _parts(layout, demand).items() if size}
     least = layout.used(demand)
     made = ", ".join(f"{mib(size)} {_WHAT[key]}" for key, size in parts.items())
-    fewer = f", or a smaller `{demand.argument}`" if demand.cache or demand.activations else ""
+    fewer = f", or a smaller {demand.argument}" if demand.cache or demand.activations else ""
     other = "only what `--codec prefix` packs can be streamed"
     packed = f"; {mib(pinned)} are packed otherwise, and {other}: pack the model again" if pinned else ""
     return OutOfMemory(

@@ -75,7 +75,7 @@ class Demand:
     fixed: int
     experts: int = 0
     elsewhere: int = 0
-    argument: str = "max_tokens"
+    argument: str = "`max_tokens`"
 
     @property
     def total(self) -> int:

@@ -40,7 +40,7 @@ def planned(
     OutOfMemory
         If a budget is not free, or cannot work.
     """
-    demand = Demand(plain_bytes(model, runs), 0, budget.activations, FIXED_BYTES, argument="activations")
+    demand = Demand(plain_bytes(model, runs), 0, budget.activations, FIXED_BYTES, argument="`activations`")
     streaming = Streaming(budget, whole=False)
     streaming.decide(device, lambda vram: place_units(model, runs, demand, vram, budget.ram))
     return streaming

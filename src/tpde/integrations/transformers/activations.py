@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tpde.integrations.transformers.internals import attention_of
+from tpde.integrations.transformers.internals import attention_of, experts_of
+from tpde.integrations.transformers.recurrent import NONE, Recurrent, recurrent_of
 from tpde.nn.experts import routes
 from tpde.nn.replace import block_path
 
@@ -17,12 +18,11 @@ COPIES = 2
 # Hidden states: those that a block begins and ends with, and three in float32 while a norm computes.
 STATES, FLOAT_STATES = 2, 3
 
-# Copies of experts get as much memory as all other activations divided by this, or those of one token.
-SHARE = 4
-
 # What choosing a token takes, bytes for each of its logits: with `top_k` and `top_p` 38, of logits in float32
 # that are masked, sorted with their indices, and summed; while it sorts, a GPU has as much.
 SAMPLING = 40
+
+_COPYING = ("grouped_mm", "batched_mm")  # implementations of experts with which `generate` copies them
 
 # What a configuration calls a factor or bound of logits. Where there is one, a model has two copies of them.
 _SCALES = re.compile(r"(logits?_\w*(scal|cap|multiplier)|(output|head)_multiplier|^softcap$)")
@@ -41,12 +41,16 @@ class Activations(NamedTuple):
     pair : int
         Of each pair of tokens of a sequence, in attention.
     experts : int
-        Of each token: copies of the experts that it needs. `batched_mm` makes them, with which `generate`
-        decodes on GPUs unless told otherwise.
+        Of each token: copies of the experts that it needs, which `batched_mm` makes.
     logits : int
         Of each token at the end.
     sampling : int
         Of each sequence, while its next token is chosen, beside its logits.
+    recurrent : Recurrent
+        What recurrent layers have, and what they keep.
+    copies : bool
+        Whether experts are copied unless it is asked for otherwise: `generate` decodes with `batched_mm` on
+        GPUs where prompts are computed with `grouped_mm`, the default.
     """
 
     states: int
@@ -55,27 +59,32 @@ class Activations(NamedTuple):
     experts: int
     logits: int
     sampling: int
+    recurrent: Recurrent = NONE
+    copies: bool = False
 
-    def tokens(self, max_tokens: int) -> int:
-        """Of all tokens at once, in one sequence, without copies of experts.
+    def tokens(self, max_tokens: int, max_batch: int) -> int:
+        """Of all tokens at once, in at most so many sequences, without copies of experts.
 
         The peak is in the widest block, or at the end, where the logits are.
         """
+        batch = min(max_batch, max_tokens)
         inside = max_tokens * self.inside + max_tokens * max_tokens * self.pair
-        return max_tokens * self.states + max(inside, max_tokens * self.logits + self.sampling)
+        scan = self.recurrent.scan.bytes(max_tokens, batch)
+        ends = max_tokens * self.logits + batch * self.sampling
+        return max_tokens * self.states + max(inside, scan, ends)
 
-    def copied(self, max_tokens: int) -> int:
-        """Of how many tokens at once the experts can be copied; at least one."""
-        return max(1, self.tokens(max_tokens) // (SHARE * self.experts)) if self.experts else 0
+    def copied(self, max_tokens: int, max_batch: int) -> int:
+        """Of how many tokens at once the experts can be copied: one of each sequence, if any."""
+        return min(max_batch, max_tokens) if self.copies else 0
 
-    def bytes(self, max_tokens: int) -> int:
-        """Of all tokens at once, in one sequence, and of the copies of experts while it is continued.
+    def bytes(self, max_tokens: int, max_batch: int) -> int:
+        """Of all tokens at once, and of the copies of experts while all sequences are continued.
 
         One beside the other, though a pass has one or the other: where a prompt's activations were, keys and
         values lie by then, and between them PyTorch's allocator has no room in one piece for the copies, each
         of which is one tensor.
         """
-        return self.tokens(max_tokens) + self.copied(max_tokens) * self.experts
+        return self.tokens(max_tokens, max_batch) + self.copied(max_tokens, max_batch) * self.experts
 
 
 def activations_of(model: Any, itemsize: int) -> Activations:
@@ -98,13 +107,16 @@ def activations_of(model: Any, itemsize: int) -> Activations:
             where = block_path(model, path) or path
             widths[where] = widths.get(where, 0) + width
     vocabulary = int(getattr(config, "vocab_size", 0) or 0) if head is not None else 0
+    experts = _gathered_bytes(model, config)
     return Activations(
         states=hidden * (STATES * itemsize + FLOAT_STATES * 4),
         inside=COPIES * max(widths.values(), default=0) * itemsize,
         pair=_pair_bytes(model, config, itemsize),
-        experts=_gathered_bytes(model, config),
+        experts=experts,
         logits=vocabulary * itemsize * (2 if _scales_logits(config) else 1),
         sampling=vocabulary * SAMPLING,
+        recurrent=recurrent_of(model),
+        copies=experts > 0 and experts_of(config) in _COPYING,
     )
 
 

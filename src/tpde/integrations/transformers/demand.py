@@ -11,6 +11,7 @@ import torch
 
 from tpde.integrations.streaming.demand import FIXED_BYTES, plain_bytes
 from tpde.integrations.transformers.activations import activations_of
+from tpde.integrations.transformers.recurrent import recurrent_layers, recurrent_of
 from tpde.nn.replace import block_path
 from tpde.streaming.units import Demand
 
@@ -22,6 +23,7 @@ def demand_of(
     model: Any,
     packed: Container[str],
     max_tokens: int,
+    max_batch: int,
     dtype: torch.dtype,
     only: Collection[str] | None = None,
 ) -> Demand:
@@ -33,18 +35,21 @@ def demand_of(
         On the `meta` device.
     packed : container of str
         Names of the parameters that are packed.
-    max_tokens : int
-        Sequences times length.
+    max_tokens, max_batch : int
+        Sequences times length, and sequences.
     dtype : torch.dtype
         Of activations.
     only : collection of str, optional
         Parameters and buffers that are on the device in question; by default all.
     """
+    activations = activations_of(model, dtype.itemsize)
+    by_sequences = activations.copies or activations.recurrent.states
     return Demand(
         plain=plain_bytes(model, packed, only),
-        cache=cache_bytes(model, max_tokens, dtype.itemsize, only),
-        activations=activations_of(model, dtype.itemsize).bytes(max_tokens),
+        cache=cache_bytes(model, max_tokens, dtype.itemsize, only) + state_bytes(model, max_batch, only),
+        activations=activations.bytes(max_tokens, max_batch),
         fixed=FIXED_BYTES,
+        argument="`max_tokens` or `max_batch`" if by_sequences else "`max_tokens`",
     )
 
 
@@ -74,6 +79,12 @@ def cache_bytes(model: Any, max_tokens: int, itemsize: int, only: Collection[str
     if getattr(model.config, "is_encoder_decoder", False):
         layers *= 2  # those of the encoder's tokens too
     return int(math.ceil(layer * layers * (1 + FRAGMENTATION)) + layer) if layers else 0
+
+
+def state_bytes(model: Any, max_batch: int, only: Collection[str] | None = None) -> int:
+    """States that recurrent layers keep of so many sequences in a cache, one layer's twice."""
+    states, layers = recurrent_of(model, only).states, max(len(list(recurrent_layers(model))), 1)
+    return max_batch * (states + -(-states // layers))
 
 
 def _blocks(model: Any) -> list[list[str]]:

@@ -95,6 +95,7 @@ def from_pretrained(
     vram: int | str | None = None,
     ram: int | str | None = None,
     max_tokens: int | None = None,
+    max_batch: int | None = None,
     progress: Callable[[int], None] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
@@ -125,6 +126,9 @@ def from_pretrained(
         time. By default, there is no limit.
     max_tokens : int, optional
         With `vram`: memory is kept for so many tokens, sequences times their length. By default 8192.
+    max_batch : int, optional
+        With `vram`: memory is kept for so many sequences at once, for what each takes beside its tokens, such
+        as copies of experts. By default 8.
     progress : callable, optional
         With `vram`: called with numbers of bytes while they are loaded, in several threads, one at a time.
         What stays in host memory is loaded in the background, and may not all be there on return.
@@ -155,7 +159,7 @@ def from_pretrained(
     >>> model = tpde.from_pretrained("packed", device="cuda")  # doctest: +SKIP
     >>> model.generate(**tokenizer("Hello", return_tensors="pt").to("cuda"))  # doctest: +SKIP
     """
-    budget = parse_budget(vram, ram, max_tokens)
+    budget = parse_budget(vram, ram, max_tokens, max_batch=max_batch)
     return load_model(path, device, budget, dtype=dtype, model_class=model_class, progress=progress, **kwargs)
 
 

@@ -46,7 +46,8 @@ def plan_streaming(
     Truncated, Corrupt, UnsupportedVersion
         If the header of a packed tensor is damaged.
     """
-    demand = demand_of(model, plan.runs, budget.max_tokens, activation_dtype(model.parameters()), only)
+    dtype = activation_dtype(model.parameters())
+    demand = demand_of(model, plan.runs, budget.max_tokens, budget.max_batch, dtype, only)
     sizes = {part.name: part.extent.size for run in plan.runs.values() for part in run.parts}
     here = {
         part.name for name, run in plan.runs.items() if only is None or name in only for part in run.parts

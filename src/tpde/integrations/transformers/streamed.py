@@ -16,7 +16,7 @@ from tpde.integrations.transformers.demand import activation_dtype
 from tpde.integrations.transformers.experts import cache_size, routed_modules
 from tpde.integrations.transformers.plan import Plan
 from tpde.integrations.transformers.planning import plan_streaming
-from tpde.integrations.transformers.tokens import TokenLimit
+from tpde.integrations.transformers.tokens import limit_tokens
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.nn import route_experts
 from tpde.nn.experts import fused
@@ -117,9 +117,7 @@ class ModelStreaming(Streaming):
         """Belong to a model that is loaded, and hold it to its numbers of tokens and sequences."""
         assert self._activations is not None
         super().attach(model)
-        model.register_forward_pre_hook(
-            TokenLimit(model, self.budget.max_tokens, self._activations), with_kwargs=True, prepend=True
-        )
+        limit_tokens(model, self.budget.max_tokens, self.budget.max_batch, self._activations)
 
     def begin(self, model: Any) -> None:
         """Bring what stays in host memory when kernels are there: the first token needs all of those."""

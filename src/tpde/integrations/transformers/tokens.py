@@ -13,6 +13,7 @@ from tpde.integrations.transformers.activations import Activations
 from tpde.integrations.transformers.internals import experts_of
 from tpde.streaming.sizes import mib
 
+_SOUNDS = ("input_features", "input_values")
 _IDS, _DECODER = ("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds")
 _CACHES = ("past_key_values", "cache_params", "past_key_value")
 
@@ -35,27 +36,45 @@ def check_tokens(batch: int, length: int, limit: int) -> None:
         )
 
 
-def check_sequences(batch: int, limit: int, activations: Activations) -> None:
-    """Refuse more sequences than can be sampled from in the memory that was kept for so many tokens.
+def check_sequences(batch: int, max_tokens: int, max_batch: int, activations: Activations) -> None:
+    """Refuse more sequences than whose next tokens can be chosen in the memory that was kept.
 
     Raises
     ------
     OutOfMemory
         As `check_tokens`.
     """
-    each, room = activations.logits + activations.sampling, activations.tokens(limit)
+    each, room = activations.logits + activations.sampling, activations.tokens(max_tokens, max_batch)
     if batch * each > room:
-        wanted = -(-(batch * each - activations.sampling) // activations.logits)
         raise OutOfMemory(
             f"choosing the next tokens of {batch} sequences takes {mib(batch * each)}, the VRAM budget "
             f"keeps {mib(room)} for a forward pass",
-            hint=f"pass at most {room // each} at once, or load the model with `max_tokens={wanted}`",
+            hint=f"pass at most {room // each} at once, or load the model with `max_batch={batch}`",
             found=room,
             needed=batch * each,
         )
 
 
-def check_experts(batch: int, new: int, limit: int, activations: Activations) -> None:
+def check_states(batch: int, max_batch: int, activations: Activations) -> None:
+    """Refuse more sequences than whose states there is memory for, of models with recurrent layers.
+
+    Raises
+    ------
+    OutOfMemory
+        As `check_tokens`.
+    """
+    each = activations.recurrent.states
+    if each and batch > max_batch:
+        raise OutOfMemory(
+            f"the states of {batch} sequences take {mib(batch * each)}, the VRAM budget keeps "
+            f"{mib(max_batch * each)} for those of {max_batch}",
+            hint=f"pass at most {max_batch} at once, or load the model with `max_batch={batch}`",
+            found=max_batch * each,
+            needed=batch * each,
+        )
+
+
+def check_experts(batch: int, new: int, max_tokens: int, max_batch: int, activations: Activations) -> None:
     """Refuse more tokens than whose experts can be copied in the memory that was kept.
 
     Raises
@@ -63,29 +82,22 @@ def check_experts(batch: int, new: int, limit: int, activations: Activations) ->
     OutOfMemory
         As `check_tokens`.
     """
-    count, room = batch * new, activations.copied(limit)
+    count, room = batch * new, activations.copied(max_tokens, max_batch)
     if activations.experts and count > room:
         fits = room // new
         fewer = f"at most {fits} x {new} at once" if fits else "fewer at once"
-        takes, has = mib(count * activations.experts), mib(room * activations.experts)
+        takes, has = count * activations.experts, room * activations.experts
+        load = f"`max_batch={count}`"
+        if not activations.copies:
+            load = f'`experts_implementation="batched_mm"` and {load}'
         raise OutOfMemory(
-            f"`batched_mm` copies the experts of {batch} x {new} tokens, which takes {takes}, the VRAM "
-            f"budget keeps {has} for them",
-            hint=f"pass {fewer}, call "
-            f'`model.set_experts_implementation("eager")`, or load the model with '
-            f"`max_tokens={_copying(count, limit, activations)}`",
+            f"`batched_mm` copies the experts of {batch} x {new} tokens, which takes {mib(takes)}, the VRAM "
+            f"budget keeps {mib(has)} for them",
+            hint=f'pass {fewer}, call `model.set_experts_implementation("eager")`, or load the model with '
+            f"{load}, which takes {mib(takes - has)} more of `vram`",
+            found=has,
+            needed=takes,
         )
-
-
-def _copying(count: int, limit: int, activations: Activations) -> int:
-    """The least `max_tokens` above `limit` with which the experts of so many tokens can be copied."""
-    low, high = limit, 2 * limit
-    while activations.copied(high) < count:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if activations.copied(middle) >= count else (middle, high)
-    return high
 
 
 class Call(NamedTuple):
@@ -111,24 +123,25 @@ class TokenLimit:
 
     Counted are the sequences of the batch times the tokens of each: those of this call, those in the cache
     (of a static one, all that it has room for), and those of the encoder. Sequences are counted beside: each
-    takes memory while its next token is chosen, and while its experts are copied.
+    takes memory while its next token is chosen, while its experts are copied, and for its states.
 
     Parameters
     ----------
     model : PreTrainedModel
         Whose forward pass it watches.
-    limit : int
-        Sequences times length, at most.
+    max_tokens, max_batch : int
+        Sequences times length, and sequences, for which there is memory.
     activations : Activations
-        What the model has in memory: there is room for that of so many tokens.
+        What the model has in memory.
     """
 
-    def __init__(self, model: Any, limit: int, activations: Activations) -> None:
-        self.limit, self._activations = limit, activations
+    def __init__(self, model: Any, max_tokens: int, max_batch: int, activations: Activations) -> None:
+        self.max_tokens, self.max_batch, self._activations = max_tokens, max_batch, activations
         self._names = list(inspect.signature(model.forward).parameters)
         self._has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
         self._samples = bool(activations.logits) and model.can_generate()
         self._config = model.config.get_text_config()
+        self._heard = getattr(model, "_get_feat_extract_output_lengths", None)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model's forward pass.
@@ -136,31 +149,67 @@ class TokenLimit:
         Raises
         ------
         OutOfMemory
-            See `check_tokens`, `check_sequences` and `check_experts`.
+            See `check_tokens`, `check_states`, `check_sequences` and `check_experts`.
         """
         batch, new, length = self.count(dict(zip(self._names, args, strict=False)) | kwargs)
-        check_tokens(batch, length, self.limit)
+        check_tokens(batch, length, self.max_tokens)
+        check_states(batch, self.max_batch, self._activations)
         if self._samples:
-            check_sequences(batch, self.limit, self._activations)
+            check_sequences(batch, self.max_tokens, self.max_batch, self._activations)
         # `generate` changes it, from one call to the next.
         gathers = experts_of(self._config) == "batched_mm"
         if gathers and self._activations.experts:
-            check_experts(batch, new, self.limit, self._activations)
+            check_experts(batch, new, self.max_tokens, self.max_batch, self._activations)
+
+    def before_encoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the encoder's, which `generate` calls by itself.
+
+        Raises
+        ------
+        OutOfMemory
+            See `check_tokens`.
+        """
+        names = list(inspect.signature(module.forward).parameters)
+        batch, length = self._encoded(dict(zip(names, args, strict=False)) | kwargs)
+        check_tokens(batch, length, self.max_tokens)
+
+    def _encoded(self, took: Mapping[str, Any]) -> tuple[int, int]:
+        """Sequences, and tokens of each, that an encoder is given, sounds by what is left of them."""
+        batch, length = _largest(took, _IDS)
+        sound = next((took[name] for name in _SOUNDS if isinstance(took.get(name), Tensor)), None)
+        if length or sound is None or self._heard is None:
+            return batch, length
+        return sound.shape[0], int(self._heard(max(sound.shape[1:])))
 
     def count(self, took: Mapping[str, Any]) -> Call:
         """What a call with these arguments asks for."""
         batch, new = _largest(took, _IDS)
         encoded = 0
         if self._has_encoder:
-            encoded = new
+            batch, encoded = self._encoded(took)
             outputs = took.get("encoder_outputs")
-            if outputs is not None and not new:
+            if outputs is not None and not encoded:
                 batch, encoded = _shape(outputs[0])
             wide, new = _largest(took, _DECODER)
             if not new:
                 wide, new = _largest(took, ("labels",))
             batch = max(batch, wide)
         return Call(batch, new, encoded + _held(_cache(took), new))
+
+
+def limit_tokens(model: Any, max_tokens: int, max_batch: int, activations: Activations) -> None:
+    """Hold a model, and its encoder, to the tokens and sequences that there is memory for.
+
+    Parameters
+    ----------
+    model, max_tokens, max_batch, activations
+        As of `TokenLimit`.
+    """
+    limit = TokenLimit(model, max_tokens, max_batch, activations)
+    model.register_forward_pre_hook(limit, with_kwargs=True, prepend=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        encoder = model.get_encoder()
+        encoder.register_forward_pre_hook(limit.before_encoder, with_kwargs=True, prepend=True)
 
 
 def _shape(value: Tensor) -> tuple[int, int]:
