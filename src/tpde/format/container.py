@@ -7,6 +7,7 @@ that the stock library makes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -122,14 +123,8 @@ class Container:
 
 
 METADATA = "__metadata__"
-_KEYS = {"dtype", "shape", "data_offsets"}
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return result
+_USUAL = ["dtype", "shape", "data_offsets"]
+_KEYS = set(_USUAL)
 
 
 def _is_unicode(text: str) -> bool:
@@ -179,8 +174,41 @@ class _Entries:
         self._where = where
         self._specs: dict[tuple[str, tuple[int, ...]], TensorSpec] = {}
 
+    def of_object(self, pairs: list[tuple[str, Any]]) -> Entry | dict[str, Any]:
+        """What an object of the JSON is: an entry if it is a sound one as usual, which spares many objects.
+
+        Anything else is a dictionary, for `read` to say what is wrong with it, and by name.
+        """
+        if [key for key, _ in pairs] == _USUAL:
+            (_, dtype), (_, shape), (_, offsets) = pairs
+            if (
+                type(dtype) is str
+                and type(shape) is list
+                and _are_sizes(shape)
+                and type(offsets) is list
+                and len(offsets) == 2
+                and _are_sizes(offsets)
+            ):
+                with contextlib.suppress(UnsupportedDtype, ValueError):
+                    spec = self._shared(dtype, shape)
+                    if offsets[1] - offsets[0] == spec.nbytes:
+                        return Entry(spec, *offsets)
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return result
+
+    def _shared(self, dtype: str, shape: list[int]) -> TensorSpec:
+        key = dtype, tuple(shape)
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = TensorSpec(*key)
+        return spec
+
     def read(self, name: str, info: Any) -> Entry:
         """One tensor's entry. Keys that are not known are passed over, as the stock library does."""
+        if isinstance(info, Entry):
+            return info
         if not isinstance(info, dict) or not info.keys() >= _KEYS:
             raise self._corrupt(name, "lacks one of dtype, shape, data_offsets")
         shape, offsets = info["shape"], info["data_offsets"]
@@ -210,14 +238,10 @@ class _Entries:
             )
         if not (isinstance(shape, list) and len(shape) <= MAX_DIMS and _are_sizes(shape)):
             raise self._corrupt(name, f"has the shape {_short(shape)}")
-        key = dtype, tuple(shape)
-        spec = self._specs.get(key)
-        if spec is None:
-            try:
-                spec = self._specs[key] = TensorSpec(*key)
-            except ValueError as error:
-                raise self._corrupt(name, f"is impossible: {error}") from None
-        return spec
+        try:
+            return self._shared(dtype, shape)
+        except ValueError as error:
+            raise self._corrupt(name, f"is impossible: {error}") from None
 
     def _corrupt(self, name: str, what: str, *, found: object = None, needed: object = None) -> Corrupt:
         return Corrupt(f"{self._where}: tensor `{name}` {what}", tensor=name, found=found, needed=needed)
@@ -266,8 +290,9 @@ def parse_header(header: bytes, where: str) -> Container:
     NotSafetensors, Corrupt, UnsupportedDtype
         Naming the tensor where one is at fault.
     """
+    reader = _Entries(where)
     try:
-        parsed = json.loads(header.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        parsed = json.loads(header.decode("utf-8"), object_pairs_hook=reader.of_object)
     except (ValueError, RecursionError) as error:
         raise NotSafetensors(
             f"{where}: the header is not JSON ({error}), so this is not a safetensors file, or it is damaged"
@@ -281,8 +306,7 @@ def parse_header(header: bytes, where: str) -> Container:
         check_texts(parsed, metadata)
     except ValueError as error:
         raise Corrupt(f"{where}: {error}") from None
-    read = _Entries(where).read
-    entries = {name: read(name, info) for name, info in parsed.items()}
+    entries = {name: reader.read(name, info) for name, info in parsed.items()}
     if not _are_in_order(entries):
         entries = dict(sorted(entries.items(), key=lambda item: item[1][1:]))
     at = 0

@@ -25,7 +25,7 @@ PLAIN = "plain"
 Counts = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorReport:
     """One tensor.
 
