@@ -201,7 +201,8 @@ def torch_bytes(tensor: torch.Tensor) -> Bytes:
     import torch
 
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    # Of one element or none, any stride is contiguous, and only that of 1 can be viewed as bytes.
+    data: Bytes = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return data
 
 
