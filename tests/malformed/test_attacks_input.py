@@ -44,12 +44,10 @@ def test_a47_pipes_and_devices(kind: str, tmp_path: Path) -> None:
             path = make(name)
             if kind == "folder":
                 continue  # of which models are read
-            for action in (
-                lambda path=path: pack(path, tmp_path / "out"),
-                lambda path=path: PackedFile(path),
-            ):
-                with pytest.raises(InvalidInput, match="not a regular file"):
-                    action()
+            with pytest.raises(InvalidInput, match="not a regular file"):
+                pack(path, tmp_path / "out")
+            with pytest.raises(InvalidInput, match="not a regular file"):
+                PackedFile(path)
         with pytest.raises(InvalidInput, match="not a regular file"):
             read_index(make("model.safetensors.index.json"))
         with pytest.raises(InvalidInput, match="not a regular file"):
@@ -137,8 +135,8 @@ def test_a52_names_that_are_long_or_steer_a_terminal(tmp_path: Path) -> None:
 
 
 def test_a53_hundreds_of_thousands_of_tensors(tmp_path: Path) -> None:
-    """A tenth of them here: they take a second of processor time, and took ten."""
-    count = 30_000
+    """Here 20,000, which take two seconds of processor time; packing them alone took nine."""
+    count = 20_000
     entries = {
         f"layers.{i % 100}.experts.{i // 100}.w": {"dtype": "BF16", "shape": [0, 4], "data_offsets": [0, 0]}
         for i in range(count)

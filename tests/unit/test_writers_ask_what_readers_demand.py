@@ -42,7 +42,7 @@ def test_what_no_reader_takes_leaves_the_file_that_was_there(case: str, library:
     module.save_file({"w": value}, path, metadata={"epoch": "2"})
     before = path.read_bytes()
     for save in (lambda *given: module.save_file(given[0], path, given[1]), module.save):
-        with pytest.raises(InvalidInput, match="text|Unicode|metadata"):
+        with pytest.raises(InvalidInput, match=r"text|Unicode|metadata"):
             save(dict.fromkeys(names, value), metadata)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
