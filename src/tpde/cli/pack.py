@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpde.cli.common import CodecChoice, guard, plural, print_json, progress_bar, say, size, table
+from tpde.cli.common import (
+    CodecChoice,
+    few_threads,
+    guard,
+    plural,
+    print_json,
+    progress_bar,
+    say,
+    size,
+    table,
+)
 
 if TYPE_CHECKING:
     from tpde.packing.inspect import Group
@@ -32,7 +42,10 @@ def pack(
         ),
     ],
     threads: Annotated[
-        int | None, typer.Option(min=1, help="How many threads encode.", show_default="all processors")
+        int | None,
+        typer.Option(
+            min=1, callback=few_threads, help="How many threads encode.", show_default="all processors"
+        ),
     ] = None,
     codec: Annotated[
         CodecChoice, typer.Option(help="`auto` chooses for each tensor; the others try only theirs.")
