@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tpde.errors import PackedWeight, TpdeError
 from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
+from tpde.nn.moving import ask_first
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
 from tpde.weights.frozen import alias
@@ -188,7 +189,7 @@ class PackedModule(_Base):
             self._parameters.update(packed)
 
     def tpde_check(self, fn: Any) -> None:
-        """Refuse what would cast a packed weight, or put it in another memory format.
+        """Refuse what would cast a packed weight, put it in another memory format, or lose its bytes.
 
         Raises
         ------
@@ -208,10 +209,26 @@ class PackedModule(_Base):
                     f"`{slot.packed.name}` is packed, and cannot be put in another memory format",
                     hint="call `tpde.unpack_module(model)` first; inputs can be in any format",
                 )
+            slot.packed.check(fn)
+
+    def tpde_check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Refuse other values for a packed weight.
+
+        Raises
+        ------
+        PackedWeight, InvalidInput
+            Naming the weight.
+        """
+        for name, slot in self.tpde_slots.items():
+            if prefix + name in state_dict and not slot.parameter.takes(state_dict[prefix + name]):
+                raise PackedWeight(
+                    f"`{slot.packed.name}` is packed, and the state dict has other values for it; nothing "
+                    "was loaded",
+                    hint="call `tpde.unpack_module(model)` first, load, and pack again",
+                )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move. Blobs move once for all modules that share them; casts are refused."""
-        self.tpde_check(fn)
+        """Move. Blobs move once for all modules that share them; `tpde.nn.moving` has asked them all."""
         with self._without_packed():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for slot in self.tpde_slots.values():
@@ -373,6 +390,7 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
         bases = (PackedLinear, base)
     elif gathers(base):
         bases = (PackedModule, PackedEmbedding) if base is nn.Embedding else (*bases, PackedEmbedding)
+    ask_first(PackedModule)
     members = {name: _weight(name) for name in names} | {"tpde_base": base, "__module__": __name__}
     return type(f"Packed{base.__name__}", bases, members)
 

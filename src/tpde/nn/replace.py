@@ -11,7 +11,7 @@ from torch import nn
 from tpde.errors import InvalidInput
 from tpde.nn.group import Group, Pool
 from tpde.nn.modules import PackedEmbedding, PackedModule, is_conv1d, packed_class
-from tpde.nn.moving import CheckedApply
+from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
 from tpde.weights.parameter import PackedParameter
@@ -148,8 +148,6 @@ def finish(model: nn.Module) -> nn.Module:
         If blobs are on a GPU that cannot decode them.
     """
     ungroup(model)
-    if not isinstance(model, PackedModule):  # which asks itself
-        model.__dict__["_apply"] = CheckedApply(model)
     pool = Pool()
     members: dict[str, list[Slot]] = {}
     blocks: dict[str, str] = {}
@@ -173,6 +171,7 @@ def finish(model: nn.Module) -> nn.Module:
         if name in blocks:
             holder.__dict__["tpde_forward"] = BlockForward(group, holder)
             holder.__dict__["forward"] = holder.__dict__["tpde_forward"]
+            holder.__dict__["__reduce_ex__"] = CopiedModule(Owner(holder))
         else:  # somebody must hold it, and copy it with the module
             holder.__dict__["tpde_own_group"] = group
     return model
@@ -198,10 +197,10 @@ def ungroup(model: nn.Module) -> None:
     """Undo what `finish` did."""
     for module in model.modules():
         module.__dict__.pop("tpde_own_group", None)
-        if isinstance(module.__dict__.get("_apply"), CheckedApply):
-            del module.__dict__["_apply"]
         if "tpde_forward" in module.__dict__:
             ours: BlockForward = module.__dict__.pop("tpde_forward")
+            if isinstance(module.__dict__.get("__reduce_ex__"), CopiedModule):
+                del module.__dict__["__reduce_ex__"]
             ours.group = None  # whoever put something in its place may go on calling it
             if module.__dict__.get("forward") is ours:
                 del module.__dict__["forward"]

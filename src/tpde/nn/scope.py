@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from threading import get_ident
 from types import MethodType
@@ -25,6 +24,7 @@ from torch.compiler import is_compiling
 
 from tpde.errors import PackedWeight
 from tpde.nn.group import Group
+from tpde.nn.owner import Owned, Owner
 from tpde.nn.saved import Saver, saves
 
 
@@ -94,7 +94,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     raise TypeError("a module with packed weights was compiled that is called without a tensor")
 
 
-class BlockForward:
+class BlockForward(Owned):
     """A block's forward pass with a scope open, before which the block's weights are decoded, all at once.
 
     It takes the place of the method in the module's own attributes. Hooks would not do: PyTorch calls none
@@ -114,7 +114,7 @@ class BlockForward:
     """
 
     # Apart from the attributes that others copy to what they put in its place: `functools.update_wrapper`.
-    __slots__ = ("__dict__", "__weakref__", "_block", "_forward", "group")
+    __slots__ = ("__dict__", "__weakref__", "_forward", "_owner", "group")
 
     def __init__(self, group: Group, block: nn.Module) -> None:
         self.group: Group | None = group
@@ -122,28 +122,24 @@ class BlockForward:
         functools.update_wrapper(self, forward)
         del self.__dict__["__wrapped__"]
         own = getattr(forward, "__self__", None) is block and forward.__func__ is type(block).forward
-        self._adopt(block if own else None, forward)
-
-    def _adopt(self, block: nn.Module | None, forward: Callable[..., Any] | None) -> None:
-        self._block = None if block is None else weakref.ref(block)
-        self._forward: Any = forward if block is None else type(block).forward
+        self._owner = Owner(block) if own else None
+        self._forward: Any = type(block).forward if own else forward
 
     @property
     def forward(self) -> Callable[..., Any]:
         """What was there."""
-        return cast(Any, self._forward) if self._block is None else MethodType(self._forward, self._owner())
+        return cast(Any, self._forward) if self._owner is None else MethodType(self._forward, self._owner())
 
-    def _owner(self) -> nn.Module:
-        assert self._block is not None
-        block = self._block()
-        if block is None:
-            raise ReferenceError(
-                "the block whose forward pass this is was deleted, with the model; keep one of them"
-            )
-        return block
+    def for_copy(self, owner: Owner) -> BlockForward:
+        """See `Owned`: somebody's own forward pass, in the place of the class's, stays as it is."""
+        made = BlockForward.__new__(BlockForward)
+        made.__dict__.update(self.__dict__)
+        made.group, made._forward = self.group, self._forward
+        made._owner = None if self._owner is None else owner
+        return made
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._block is None:
+        if self._owner is None:
             return self._forward(*args, **kwargs)
         return self._forward(self._owner(), *args, **kwargs)  # a method made for this could not be compiled
 
@@ -153,15 +149,13 @@ class BlockForward:
         return inspect.signature(self.forward)
 
     def __getstate__(self) -> dict[str, Any]:
-        forward: Any = self.forward
-        own = self._block is not None
-        kept = {"block": forward.__self__, "forward": None} if own else {"block": None, "forward": forward}
-        return kept | {"group": self.group, "attributes": self.__dict__}
+        forward = self._forward if self._owner is None else None  # a class's own is found there
+        return {"owner": self._owner, "forward": forward, "group": self.group, "attributes": self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["attributes"])
-        self.group = state["group"]
-        self._adopt(state["block"], state["forward"])
+        self.group, self._owner = state["group"], state["owner"]
+        self._forward = state["forward"] if self._owner is None else type(self._owner()).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weights at hand."""

@@ -99,6 +99,24 @@ class PackedParameter(nn.Parameter):
         """Rows of a matrix, as `embedding` looks them up."""
         return as_looked_up(self.packed.rows(ids), self.plain_requires_grad)
 
+    def takes(self, values: Tensor) -> bool:
+        """Whether `values` can be copied here: another packed weight, or what this one holds already.
+
+        Raises
+        ------
+        InvalidInput, PackedWeight
+            If it is a packed weight that is not alike: see `PackedTensor.check_load`.
+        """
+        if isinstance(values, PackedParameter):
+            if values.packed is not self.packed:
+                self.packed.check_load(values.packed)
+            return True
+        if not isinstance(values, Tensor) or values.is_meta or values.shape != self.shape:
+            return False
+        mine, word = self.packed.decoded().view(-1), _INTEGERS[self.packed.dtype.itemsize]
+        theirs = values.detach().to(mine.device, mine.dtype).contiguous().view(-1)
+        return torch.equal(mine.view(word), theirs.view(word))
+
     def sync(self) -> None:
         """Say where the weight is, after it was moved."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -279,16 +297,11 @@ def _copy(func: Any, target: Tensor, values: Tensor, non_blocking: bool = False)
     if not isinstance(target, PackedParameter):
         return target.copy_(_decoded(values), non_blocking)
     packed = target.packed
-    if isinstance(values, PackedParameter):
-        if values.packed is not packed:
+    if target.takes(values):
+        if isinstance(values, PackedParameter) and values.packed is not packed:
             packed.load(values.packed)
             target.sync()
         return target
-    if values.shape == target.shape:
-        mine, word = packed.decoded().view(-1), _INTEGERS[packed.dtype.itemsize]
-        theirs = values.detach().to(mine.device, mine.dtype).contiguous().view(-1)
-        if torch.equal(mine.view(word), theirs.view(word)):
-            return target
     raise PackedWeight(
         f"`{packed.name}` is packed, and other values would be copied to it",
         hint="call `tpde.unpack_module(module)` first, or copy a packed weight",

@@ -90,14 +90,8 @@ class Resident(Source):
         """Bytes of the blob."""
         return self._blob.numel()
 
-    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take the same blob where a function moves it.
-
-        Raises
-        ------
-        PackedWeight
-            If the function gives other bytes, as `torch.empty_like` does.
-        """
+    def check(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refuse functions that give other bytes, as `torch.empty_like` does: see `Source.check`."""
         probe = self._blob[:16].clone()  # where the blob says what it is
         moved = fn(probe.clone())
         if moved.dtype is not torch.uint8 or moved.is_meta or not torch.equal(moved.cpu(), probe.cpu()):
@@ -105,6 +99,10 @@ class Resident(Source):
                 f"`{self.name}` is packed, and would lose its bytes",
                 hint="move it to `cpu` or a CUDA device, or call `tpde.unpack_module(model)` first",
             )
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take the same blob where a function moves it: see `Source.apply`."""
+        self.check(fn)
         blob = fn(self._blob)
         if blob is self._blob and blob.data_ptr() == self._address:
             return
@@ -113,16 +111,21 @@ class Resident(Source):
         else:
             self._place(blob, None)
 
-    def load(self, other: Source, *, assign: bool = False) -> None:
-        """Take another blob: see `Source.load`."""
-        blob = other.blob
-        if blob is self._blob:
-            return
+    def check_load(self, other: Source) -> None:
+        """Refuse what is no blob like this one: see `Source.check_load`."""
+        _ = other.blob  # raises if it stays in a file
         if other.header.spec != self.header.spec:
             raise InvalidInput(
                 f"`{self.name}` is {self.header.spec.dtype} of shape {list(self.header.spec.shape)}, the "
                 f"blob holds {other.header.spec.dtype} of shape {list(other.header.spec.shape)}"
             )
+
+    def load(self, other: Source, *, assign: bool = False) -> None:
+        """Take another blob: see `Source.load`."""
+        self.check_load(other)
+        blob = other.blob
+        if blob is self._blob:
+            return
         if not assign:
             if blob.numel() == self._blob.numel() and torch.equal(blob.to(self._blob.device), self._blob):
                 return  # a tied weight, the second time
