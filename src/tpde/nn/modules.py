@@ -24,8 +24,9 @@ from tpde.nn.group import Group, Pool
 from tpde.nn.moving import ask_first
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
-from tpde.weights.frozen import alias
+from tpde.weights.lent import lend
 from tpde.weights.parameter import PackedParameter
+from tpde.weights.transforms import transformed
 
 if TYPE_CHECKING:
     _Base = nn.Module
@@ -78,13 +79,18 @@ class PackedModule(_Base):
             return self._tpde_routed(group, args, kwargs)
         scope = Scope(group)
         try:
-            return self._tpde_routed(group, args, kwargs)
+            result = self._tpde_routed(group, args, kwargs)
+            scope.check()
+            return result
+        except RuntimeError:
+            scope.check()
+            raise
         finally:
             scope.close()
 
     def _tpde_routed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass with a scope open; of experts, those that the router chose are decoded first."""
-        if not group.routed or group.workspace.group is not group:
+        if not group.routed or (space := group.open_workspace()) is None or space.group is not group:
             return super().forward(*args, **kwargs)
         slots = [slot for slot in fused(self) if slot.experts is not None]
         if not slots:
@@ -142,10 +148,13 @@ class PackedModule(_Base):
                 return slot.materialize(nothing).view(slot.shape)
             return slot.in_buffer(group.flat)
         group = slot.group  # none of embeddings
-        space = None if group is None else group.open_workspace()
-        if group is None or space is None:
+        if group is None:
             return slot.parameter
-        return alias(group.view(slot)) if space.group is group else slot.parameter.plain()
+        space = None if group.beside else group.open_workspace()
+        if space is None and not group.beside:
+            return slot.parameter
+        here = space is not None and space.group is group
+        return lend(group.view(slot) if here else slot.parameter.plain(), slot.packed.name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         slots = self.__dict__.get("tpde_slots", {})
@@ -360,7 +369,7 @@ class PackedEmbedding(nn.Embedding):
         slot = self.tpde_slots["weight"]
         if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
-        if self._parameters.get("weight") is not slot.parameter:
+        if self._parameters.get("weight") is not slot.parameter or transformed():
             return super().forward(input)
         return slot.rows(input)
 
@@ -376,7 +385,7 @@ def _weight(name: str) -> property:
         if not is_compiling():
             group = slot.group
             if group is not None and group.live() and slot.experts is None:
-                return alias(cast(Tensor, slot.view))
+                return lend(cast(Tensor, slot.view), slot.packed.name)
         return self.tpde_weight(name)
 
     return property(read, doc=f"The packed `{name}`: see `PackedModule`.")

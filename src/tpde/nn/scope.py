@@ -3,7 +3,7 @@
 The outermost scope of a thread holds the workspace's lock, so that threads take turns block by block, and
 clears what it left when it closes: a CUDA graph that is replayed later writes to the workspace without this
 code running, so nothing in it is relied on twice. A scope of another group inside an open one leaves the
-workspace alone.
+workspace alone, and so does one of a thread that the open one waits for.
 
 While gradients are recorded, a scope also keeps views of the workspace out of autograd's graph.
 """
@@ -26,6 +26,7 @@ from tpde.errors import PackedWeight
 from tpde.nn.group import Group
 from tpde.nn.owner import Owned, Owner
 from tpde.nn.saved import Saver, saves
+from tpde.weights.transforms import transformed
 
 
 class Scope:
@@ -39,10 +40,11 @@ class Scope:
     Attributes
     ----------
     outermost : bool
-        Whether there was none before of this thread, so that the weights may be.
+        Whether there was none before of this thread, so that the weights may be. None is within transforms
+        of `torch.func`, which take no hooks on what autograd saves, and keep it.
     """
 
-    __slots__ = ("_hooks", "outermost", "space")
+    __slots__ = ("_beside", "_hooks", "outermost", "space")
 
     def __init__(self, group: Group) -> None:
         if torch._C._get_tracing_state() is not None:
@@ -51,21 +53,39 @@ class Scope:
                 hint="call `tpde.unpack_module(model)` first",
             )
         self.space = space = group._workspace or group.workspace
-        space.lock.acquire()
+        self._hooks: saved_tensors_hooks | None = None
+        self._beside: bool | None = None  # whether no scope before this one is, if this one is
+        if transformed() or not space.enter():
+            self.outermost, self._beside = False, get_ident() not in space.beside
+            space.beside.add(get_ident())
+            return
         self.outermost = not space.depth
         space.depth += 1
         if self.outermost:
             space.thread, space.group = get_ident(), group
             space.note_uses()
-        self._hooks: saved_tensors_hooks | None = None
         if is_grad_enabled():
             saver = Saver(self.space)
-            self._hooks = saved_tensors_hooks(saver.pack, saver.unpack)
-            self._hooks.__enter__()
+            hooks = saved_tensors_hooks(saver.pack, saver.unpack)
+            try:
+                hooks.__enter__()
+            except BaseException:  # somebody has disabled hooks
+                self.close()
+                raise
+            self._hooks = hooks
+
+    def check(self) -> None:
+        """Refuse what a forward pass that has ended did to the weights: see `Workspace.check`."""
+        if self.outermost:
+            self.space.check()
 
     def close(self) -> None:
         """Leave the workspace to others."""
         space = self.space
+        if self._beside is not None:
+            if self._beside:
+                space.beside.discard(get_ident())
+            return
         if self._hooks is not None:
             self._hooks.__exit__()
         space.depth -= 1
@@ -172,6 +192,11 @@ class BlockForward(Owned):
         try:
             if scope.outermost:
                 group.fill()
-            return self._run(args, kwargs)
+            result = self._run(args, kwargs)
+            scope.check()
+            return result
+        except RuntimeError:
+            scope.check()  # autograd refuses some changes, when the weight is used next, in its own words
+            raise
         finally:
             scope.close()

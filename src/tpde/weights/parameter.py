@@ -20,6 +20,7 @@ from tpde.errors import PackedWeight
 from tpde.weights.frozen import as_looked_up, as_weight
 from tpde.weights.readonly import changes_first, function_name, guarded, refuse_change
 from tpde.weights.tensor import PackedTensor, rebuild_tensor
+from tpde.weights.transforms import transformed, untransformed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -92,8 +93,9 @@ class PackedParameter(nn.Parameter):
         PackedWeight
             If it is larger than any buffer.
         """
-        flat = self.packed.decoded(room).view(-1).view(torch.uint8)
-        return as_weight(flat, self.packed.dtype, self.packed.shape, self.plain_requires_grad)
+        with untransformed():
+            flat = self.packed.decoded(room).view(-1).view(torch.uint8)
+            return as_weight(flat, self.packed.dtype, self.packed.shape, self.plain_requires_grad)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of a matrix, as `embedding` looks them up."""
@@ -258,7 +260,7 @@ def _embedding(
     **kwargs: Any,
 ) -> Any:
     """Rows, as looked up: the others are not decoded."""
-    if isinstance(weight, PackedParameter) and max_norm is None and len(weight.packed.parts) == 1:
+    if isinstance(weight, PackedParameter) and max_norm is None and len(weight.packed.parts) == 1 and not transformed():
         return weight.rows(input)
     return _compute(func, (input, weight, padding_idx, max_norm, *args), kwargs)
 
