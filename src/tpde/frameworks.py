@@ -195,7 +195,11 @@ def to_torch(data: Bytes, spec: TensorSpec) -> torch.Tensor:
     shape = spec.shape
     if spec.dtype == "F4":
         if not shape or shape[-1] % 2:
-            raise UnsupportedDtype(f"PyTorch holds F4 in pairs, the last dimension of {list(shape)} is odd")
+            raise UnsupportedDtype(
+                f"PyTorch holds F4 in pairs, the last dimension of {list(shape)} is odd",
+                hint="read the file with `tpde unpack`",
+                found=spec.dtype,
+            )
         shape = (*shape[:-1], shape[-1] // 2)
     if not data.size:
         return torch.empty(shape, dtype=dtype)

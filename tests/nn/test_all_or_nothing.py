@@ -9,9 +9,10 @@ import pytest
 from support.models import assert_same_bits
 from support.small import IDS, Model, torch
 from torch import nn
+from torch.nn.utils import prune
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn import PackedParameter, pack_module, pack_tensor
+from tpde.nn import PackedParameter, pack_module, pack_tensor, unpack_module
 
 
 def snapshot(model: Any) -> list[Any]:
@@ -109,3 +110,52 @@ def test_models_that_hold_nothing_packed_load_and_move_as_ever() -> None:
     assert not model.load_state_dict(state, strict=False).missing_keys
     assert copy.deepcopy(model).double().weight.dtype is torch.float64
     assert_same_bits(model.weight.detach(), torch.ones(3, 3))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning", "ignore:`?torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "work",
+    [
+        nn.utils.weight_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.spectral_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
+        lambda layer: prune.identity(layer, "weight"),
+        lambda layer: prune.custom_from_mask(layer, "weight", torch.ones(64, 64)),
+        lambda layer: prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, amount=0.2),
+        torch.jit.script,
+        lambda layer: torch.jit.script(nn.Sequential(layer)),
+    ],
+)
+def test_a_layer_that_refuses_is_as_it_was(work: Any) -> None:
+    plain = nn.Linear(64, 64).bfloat16().float()
+    layer = pack_module(copy.deepcopy(plain), min_bytes=0)
+    attributes, hooks = set(layer.__dict__), len(layer._forward_pre_hooks)
+    with pytest.raises(PackedWeight, match=r"`weight`.*packed.*unpack_module"):
+        work(layer)
+    assert list(layer._parameters) == ["weight", "bias"]
+    assert not layer._buffers
+    assert len(layer._forward_pre_hooks) == hooks
+    assert set(layer.__dict__) == attributes
+    x = torch.randn(3, 64)
+    assert_same_bits(layer(x), plain(x))
+    layer.register_parameter("weight_scale", nn.Parameter(torch.ones(1)))  # somebody else's
+    assert_same_bits(unpack_module(layer)(x), plain(x))
+
+
+def test_unpacking_keeps_ties(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    with pytest.raises(PackedWeight, match=r"`embed\.weight` is tied.*holds both"):
+        unpack_module(ours.head)
+    assert ours.head.weight is ours.embed.weight
+    assert isinstance(ours.head.weight, PackedParameter)
+    assert_same_bits(ours(IDS), plain(IDS))
+    unpack_module(ours.blocks)  # those that are tied to nothing
+    unpack_module(ours)
+    assert ours.head.weight is ours.embed.weight
+    layer = pack_module(copy.deepcopy(plain), min_bytes=0).head
+    unpack_module(layer)  # the other one is gone
+    assert type(layer.weight) is nn.Parameter

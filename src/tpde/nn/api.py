@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpde.errors import PackedWeight
 from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.sink import BytesSink
 from tpde.frameworks import torch_bytes, torch_spec
-from tpde.nn.changed import changed_weights
+from tpde.nn.changed import kept_plain
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
@@ -78,12 +79,12 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     """
     places: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
-    changed = changed_weights(model)
+    kept = kept_plain(model)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{path}.{name}" if path else name
-                can = supports(module, name) and full not in changed
+                can = supports(module, name) and full not in kept
                 before = isinstance(parameter, PackedParameter)  # by an earlier call
                 if id(parameter) not in places:
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
@@ -111,10 +112,16 @@ def unpack_module(model: nn.Module) -> nn.Module:
     Corrupt, PackedWeight
         As `tpde.unpack_module`.
     """
-    for _, module in packed_modules(model):
-        for slot in module.tpde_slots.values():
-            for source in slot.packed.sources:
-                source.require_restorable()
+    slots = {slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()}
+    for slot in slots:
+        for source in slot.packed.sources:
+            source.require_restorable()
+        if not slots.issuperset(it for it in slot.packed.users() if isinstance(it, Slot)):
+            raise PackedWeight(
+                f"`{slot.packed.name}` is tied to a weight of a module outside of what is unpacked, which "
+                "would no longer be tied",
+                hint="unpack a model that holds both",
+            )
     ungroup(model)
     made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights share them
 

@@ -184,6 +184,31 @@ class PackedModule(_Base):
             )
         super().__delattr__(name)
 
+    def register_parameter(self, name: str, param: Any) -> None:
+        """As before, but for what is to take a packed weight's place: see `torch.nn.utils.weight_norm`.
+
+        Raises
+        ------
+        PackedWeight
+            If a packed weight was taken out, or is to be registered again. It is where it was then.
+        """
+        for leaf, slot in self.tpde_slots.items():
+            if name.startswith(f"{leaf}_") and (leaf not in self._parameters or param is slot.parameter):
+                self._put_back()
+                raise PackedWeight(
+                    f"`{slot.packed.name}`, the `{leaf}` of a {type(self).__name__}, is packed and cannot be "
+                    f"computed from a `{name}`",
+                    hint="call `tpde.unpack_module(module)` first to prune or to normalize it",
+                )
+        super().register_parameter(name, param)
+
+    def _put_back(self) -> None:
+        """Give the module the packed weights again that were taken out of it; they come first."""
+        held = self._parameters
+        both = {name: slot.parameter for name, slot in self.tpde_slots.items() if name not in held} | held
+        held.clear()
+        held.update(both)
+
     @contextmanager
     def _without_packed(self) -> Iterator[None]:
         """PyTorch's own code passes over packed weights meanwhile."""
@@ -283,6 +308,13 @@ class PackedModule(_Base):
                         slot.parameter.copy_(value)
             except TpdeError as error:
                 error_msgs.append(f"{key}: {error}")
+
+    def __prepare_scriptable__(self) -> Any:
+        slot = next(iter(self.tpde_slots.values()))
+        raise PackedWeight(
+            f"`{slot.packed.name}` is packed, and `torch.jit.script` would compile modules without it",
+            hint="call `tpde.unpack_module(model)` first, or use `torch.compile`",
+        )
 
     def extra_repr(self) -> str:
         """As before, and how large the packed weights are."""

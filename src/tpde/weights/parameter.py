@@ -126,6 +126,16 @@ class PackedParameter(nn.Parameter):
                 moved = PackedParameter(self.packed)
                 torch.Tensor.data.__set__(self, moved)  # type: ignore[attr-defined]
 
+    def _use_count(self) -> int:
+        """Refuse to be swapped: `torch.utils.swap_tensors` asks both tensors for it first."""
+        raise PackedWeight(
+            f"`{self.packed.name}` is packed, and cannot be swapped for another tensor",
+            hint="call `tpde.unpack_module(module)` first",
+        )
+
+    def _typed_storage(self) -> NoReturn:  # which `__torch_function__` is not asked for
+        raise _no_memory(self.packed.name, "_typed_storage")
+
     # ---- copying ----
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedParameter:
@@ -177,6 +187,8 @@ class PackedParameter(nn.Parameter):
             for it in value if isinstance(value, (tuple, list)) else (value,):
                 if written and isinstance(it, cls):
                     raise refuse_change(it.packed.name, func._schema.name)
+                if isinstance(it, cls) and func._schema.name == "aten::set_":
+                    raise _no_memory(it.packed.name, "set_")
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
 
@@ -372,9 +384,52 @@ def _is_shared(func: Any, weight: PackedParameter) -> bool:
     return all(source.blob.untyped_storage().is_shared() for source in weight.packed.sources)
 
 
+class _Storage:
+    """Memory of a packed weight: tells weights apart, and says where it is and how much, but is not read.
+
+    It is that of the first blob.
+    """
+
+    def __init__(self, packed: PackedTensor) -> None:
+        self._packed, self._blob = packed, packed.sources[0].blob.untyped_storage()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_STORAGES:
+            return getattr(self._blob, name)
+        if name.startswith("_") or not hasattr(self._blob, name):
+            raise AttributeError(f"the memory of a packed weight has no `{name}`")
+        raise _no_bytes(self._packed.name)
+
+    def __len__(self) -> int:
+        return len(self._blob)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise _no_bytes(self._packed.name)
+
+    def __iter__(self) -> NoReturn:
+        raise _no_bytes(self._packed.name)
+
+
+_OF_STORAGES = {
+    *("_cdata", "_weak_ref", "data_ptr", "device", "dtype", "get_device", "is_cuda", "is_hpu", "is_sparse"),
+    *("is_pinned", "is_shared", "nbytes", "resizable", "size", "element_size", "type", "filename"),
+}
+
+
 def _storage(func: Any, weight: PackedParameter) -> Any:
-    """That of the first blob: it tells weights apart, and says how much memory there is."""
-    return weight.packed.sources[0].blob.untyped_storage()
+    return _Storage(weight.packed)
+
+
+def _no_memory(name: str, how: str) -> PackedWeight:
+    """The error for giving others the memory of a copy: what they wrote to it would be lost."""
+    return PackedWeight(
+        f"`{name}` is packed, and `{how}` would give others the memory of a copy",
+        hint="call it on `weight.detach().clone()`",
+    )
+
+
+def _refuse_memory(func: Any, weight: PackedParameter, *args: Any, **kwargs: Any) -> NoReturn:
+    raise _no_memory(weight.packed.name, function_name(func))
 
 
 def _data_ptr(func: Any, weight: PackedParameter) -> int:
@@ -447,6 +502,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.share_memory_: _share,
     _T.is_shared: _is_shared,
     _T.untyped_storage: _storage,
+    _T.storage: _refuse_memory,
+    _T.__dlpack__: _refuse_memory,
     _T.data_ptr: _data_ptr,
     torch.empty_like: _empty_like,
     **{getattr(_T, f"new_{name}"): _new for name in ("empty", "zeros", "ones", "full", "tensor")},

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Of a blob: header, tables and index map of up to 8e7 words of bf16, or there is a second copy.
 _START_BYTES = 128 << 10
+ALIGN = 16  # of blobs: chunks start at multiples of it in them, and kernels read words of it
 
 
 class Resident(Source):
@@ -28,7 +29,8 @@ class Resident(Source):
     Parameters
     ----------
     blob : torch.Tensor
-        One-dimensional, uint8, contiguous, on a CPU or CUDA device; at an address divisible by 16.
+        One-dimensional, uint8, contiguous, on a CPU or CUDA device. It is copied if its address is not
+        divisible by 16, as the kernels take it to be.
     name : str
         What errors call it.
 
@@ -55,6 +57,7 @@ class Resident(Source):
             raise InvalidInput(
                 f"`{self.name}`: the blob is on the `meta` device and has no data", hint="load it first"
             )
+        blob = _aligned(blob)
         start = blob[:_START_BYTES].cpu().numpy()
         try:
             header = parse_blob_header(start[:MAX_FIXED_BYTES].tobytes(), blob.numel())
@@ -109,7 +112,7 @@ class Resident(Source):
         if blob.device.type == "cpu":
             self._open(blob)
         else:
-            self._place(blob, None)
+            self._place(_aligned(blob), None)
 
     def check_load(self, other: Source) -> None:
         """Refuse what is no blob like this one: see `Source.check_load`."""
@@ -166,6 +169,11 @@ class Resident(Source):
             return None
         at = self._blob.data_ptr()
         return Item(self.header, tables[0], at, tables[1].data_ptr(), offset, chunks=chunks)
+
+
+def _aligned(blob: torch.Tensor) -> torch.Tensor:
+    """A blob where the kernels can read it."""
+    return blob if blob.data_ptr() % ALIGN == 0 else blob.clone()
 
 
 class _Start(BytesSource):

@@ -149,6 +149,10 @@ class PackedTensor:
         for source in self.sources:
             source.check(fn)
 
+    def users(self) -> list[User]:
+        """Who watches."""
+        return list(self._users)
+
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Take the same blobs where a function moves them.
 
