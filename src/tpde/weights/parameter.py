@@ -230,7 +230,8 @@ def _no_bytes(name: str) -> PackedWeight:
     return PackedWeight(
         f"`{name}` is packed, and has no plain bytes in memory to read",
         hint="save packed weights with `tpde.torch.save_file` or `torch.save`, plain ones as "
-        "`tpde.nn.plain_state_dict(model)` gives them",
+        "`tpde.nn.plain_state_dict(model)` gives them; of a transformers model, pack all, not a part, for "
+        "`save_pretrained`",
     )
 
 
