@@ -23,8 +23,7 @@ def snapshot(model: Any) -> list[Any]:
 def unchanged(model: Any, before: list[Any]) -> bool:
     now = snapshot(model)
     return all(
-        one[:3] == other[:3] and torch.equal(one[3], other[3])
-        for one, other in zip(now, before, strict=True)
+        one[:3] == other[:3] and torch.equal(one[3], other[3]) for one, other in zip(now, before, strict=True)
     )
 
 
@@ -112,7 +111,9 @@ def test_models_that_hold_nothing_packed_load_and_move_as_ever() -> None:
     assert_same_bits(model.weight.detach(), torch.ones(3, 3))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning", "ignore:`?torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.nn.utils.weight_norm`:FutureWarning", "ignore:`?torch.jit:DeprecationWarning"
+)
 @pytest.mark.parametrize(
     "work",
     [

@@ -254,7 +254,9 @@ def test_what_reads_memory_is_refused(weight: Any) -> None:
         safetensors.save({"w": ours})
     storage = ours.untyped_storage()
     assert storage.nbytes() < weight.nbytes
-    assert storage.data_ptr() == ours.detach().untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    assert (
+        storage.data_ptr() == ours.detach().untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    )
     for look in (bytes, list, lambda it: it[0], lambda it: it.tolist(), lambda it: it.clone()):
         with pytest.raises(PackedWeight, match="`w` is packed, and has no plain bytes"):
             look(storage)

@@ -60,9 +60,7 @@ class Event(Block):
 
 @pytest.mark.parametrize("block", [Future, Joined, Event])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_block_waits_for_a_thread(
-    block: Any, gradients: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_block_waits_for_a_thread(block: Any, gradients: bool, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     plain = Model(block=block).to(torch.bfloat16)
     ours = pack_module(copy.deepcopy(plain), min_bytes=0)

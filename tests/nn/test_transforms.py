@@ -42,7 +42,9 @@ TRANSFORMS = {
     "per sample": lambda model: vmap(
         grad(lambda bias, x: functional_call(model, {"up.bias": bias}, (x,)).sum()), (None, 0)
     )(dict(model.named_parameters())["up.bias"].detach(), X),
-    "ensemble": lambda model: vmap(with_parameters(model), (0, None))(stack_module_state([model, model])[0], X),
+    "ensemble": lambda model: vmap(with_parameters(model), (0, None))(
+        stack_module_state([model, model])[0], X
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import nn
 
@@ -52,7 +52,8 @@ def ask_first(kind: type[nn.Module]) -> None:
     kind : type
         Modules that have the methods of `Asked`.
     """
-    apply, load = nn.Module._apply, nn.Module.load_state_dict
+    apply: Any = nn.Module._apply
+    load: Any = nn.Module.load_state_dict
     if hasattr(apply, "tpde_asks"):
         return
 
@@ -61,10 +62,10 @@ def ask_first(kind: type[nn.Module]) -> None:
         def ask() -> None:
             for module in self.modules() if recurse else (self,):
                 if isinstance(module, kind):
-                    module.tpde_check(fn)
+                    cast(Asked, module).tpde_check(fn)
 
         with _asking("move", ask):
-            return apply(self, fn, recurse)  # type: ignore[no-untyped-call]
+            return apply(self, fn, recurse)
 
     @functools.wraps(load)
     def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,7 @@ def ask_first(kind: type[nn.Module]) -> None:
             if module._load_state_dict_pre_hooks:  # which may make another one of it
                 return
             if isinstance(module, kind):
-                module.tpde_check_state(state_dict, prefix)
+                cast(Asked, module).tpde_check_state(state_dict, prefix)
             for name, child in module._modules.items():
                 if child is not None:
                     ask(child, f"{prefix}{name}.")

@@ -89,7 +89,8 @@ class CopiedModule(Owned):
     def __call__(self, protocol: Any) -> tuple[Any, ...]:
         """What its class gives, with the module's things for its copy."""
         module, owner = self._owner(), Owner()
-        make, args, state, *rest = type(module).__reduce_ex__(module, protocol)
+        reduced: Any = type(module).__reduce_ex__(module, protocol)
+        make, args, state, *rest = reduced
         if isinstance(state, dict):
             made: dict[int, Owned] = {}  # one thing may be there under two names
             state = {

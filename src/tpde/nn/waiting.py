@@ -7,15 +7,15 @@ for the workspace, which the block has until it returns.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 _POLL = 0.02  # seconds: as often the holder is looked at
 _SOON = 0.1  # as long a holder must have waited at one place, where it is known to wait
 _LATE = 10.0  # or have been at one place, where it may compute as well
 
-# Where Python code waits for other threads: locks, futures, queues, events, loops, and the threads of autograd.
+# Where Python code waits for other threads: locks, futures, queues, events, loops, the threads of autograd.
 _WAITS = ("threading", "selectors", "torch.futures", "torch.autograd.graph")
 
 
@@ -31,7 +31,11 @@ def _place(thread: int) -> tuple[tuple[int, int] | None, bool]:
     return place, waits and not ours
 
 
-def acquire(lock: threading._RLock, holder: Callable[[], int]) -> bool:
+class _Lock(Protocol):
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+
+
+def acquire(lock: _Lock, holder: Callable[[], int]) -> bool:
     """Wait for a lock, as long as its holder goes on.
 
     Parameters

@@ -1,8 +1,8 @@
 """Decoded weights as modules' attributes give them in a forward pass: to be read, not changed.
 
 A change would be lost when the weight is decoded next, and the model would go on with other values than the
-plain one. So it is refused. PyTorch computes with these as with ordinary tensors: nothing is called in between,
-and what is computed, views included, is ordinary.
+plain one. So it is refused. PyTorch computes with these as with ordinary tensors: nothing is called in
+between, and what is computed, views included, is ordinary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Lent(Tensor):
     tpde_name: str
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         """The same memory, of which autograd and versions know nothing: read-only, too."""
         return ReadOnly.of(self.detach(), self.tpde_name)

@@ -273,7 +273,12 @@ def _embedding(
     **kwargs: Any,
 ) -> Any:
     """Rows, as looked up: the others are not decoded."""
-    if isinstance(weight, PackedParameter) and max_norm is None and len(weight.packed.parts) == 1 and not transformed():
+    if (
+        isinstance(weight, PackedParameter)
+        and max_norm is None
+        and len(weight.packed.parts) == 1
+        and not transformed()
+    ):
         return weight.rows(input)
     return _compute(func, (input, weight, padding_idx, max_norm, *args), kwargs)
 
