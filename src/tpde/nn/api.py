@@ -17,6 +17,7 @@ from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, 
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
 from tpde.packing.writer import check_threads
+from tpde.weights.frozen import formatted
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.resident import Resident
 from tpde.weights.tensor import PackedTensor
@@ -139,7 +140,7 @@ def unpack_module(model: nn.Module) -> nn.Module:
 def _own(slot: Slot) -> Tensor:
     """A slot's weight in memory of exactly its size."""
     with torch.no_grad():
-        return slot.packed.decoded().clone()
+        return formatted(slot.packed.decoded().clone(), slot.parameter.memory_format)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -164,7 +165,8 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
             return value
         if id(value.packed) not in made:
             with torch.no_grad():
-                made[id(value.packed)] = value.packed.decoded().clone()
+                weight = value.packed.decoded().clone()
+                made[id(value.packed)] = formatted(weight, value.memory_format)
         return made[id(value.packed)]
 
     return {name: plain(value) for name, value in model.state_dict().items()}

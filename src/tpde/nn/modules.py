@@ -24,6 +24,7 @@ from tpde.nn.group import Group, Pool
 from tpde.nn.moving import ask_first
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
+from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.lent import lend
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.transforms import transformed
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     _Base = nn.Module
 else:
     _Base = object
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_conv1d(kind: type) -> bool:
@@ -135,7 +139,7 @@ class PackedModule(_Base):
     def _tpde_twin(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the module's own class, on an object that has its weights as attributes."""
         after = first_tensor(args, kwargs)
-        weights = {name: slot.materialize(after).view(slot.shape) for name, slot in self.tpde_slots.items()}
+        weights = {name: slot.materialize(after) for name, slot in self.tpde_slots.items()}
         return self.tpde_base.forward(_Twin(self, weights), *args, **kwargs)
 
     def tpde_weight(self, name: str) -> Tensor:
@@ -145,7 +149,7 @@ class PackedModule(_Base):
             group = None if isinstance(self, PackedEmbedding) else self.tpde_group()
             if group is None or group.flat is None:  # read by other code, often only for its dtype: then it
                 nothing = torch.empty(0, device=slot.device)  # is never computed
-                return slot.materialize(nothing).view(slot.shape)
+                return slot.materialize(nothing)
             return slot.in_buffer(group.flat)
         group = slot.group  # none of embeddings
         if group is None:
@@ -154,7 +158,8 @@ class PackedModule(_Base):
         if space is None and not group.beside:
             return slot.parameter
         here = space is not None and space.group is group
-        return lend(group.view(slot) if here else slot.parameter.plain(), slot.packed.name)
+        weight = slot.formatted(group.view(slot)) if here else slot.parameter.plain()
+        return lend(weight, slot.packed.name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         slots = self.__dict__.get("tpde_slots", {})
@@ -237,13 +242,26 @@ class PackedModule(_Base):
                     f"`{slot.packed.name}` is packed as {slot.dtype} and cannot be cast to {found}",
                     hint="call `tpde.unpack_module(model)` first, cast, and pack again",
                 )
-            small = torch.empty([2] * len(slot.shape), dtype=slot.dtype, device=slot.device)
-            if fn(small).stride() != small.stride():
+            if self._tpde_format(slot, fn) is None:
                 raise PackedWeight(
                     f"`{slot.packed.name}` is packed, and cannot be put in another memory format",
                     hint="call `tpde.unpack_module(model)` first; inputs can be in any format",
                 )
             slot.packed.check(fn)
+
+    def _tpde_format(self, slot: Slot, fn: Any) -> torch.memory_format | None:
+        """The memory format that a function puts a weight in; None if the weight cannot be in it."""
+        before, shape = slot.parameter.memory_format, [min(size, 2) for size in slot.shape]
+        small = torch.empty(shape, dtype=slot.dtype, device=slot.device).to(memory_format=before)
+        found = fn(small)
+        if found.stride() == small.stride():
+            return before
+        formats = {4: (CONTIGUOUS, torch.channels_last), 5: (CONTIGUOUS, torch.channels_last_3d)}
+        for it in formats.get(len(shape), ()) if isinstance(self, CONVOLUTIONS) else ():
+            # A streamed one is decoded under a budget, in which there is no room for a second copy.
+            if slot.packed.settled and found.stride() == torch.empty(shape).to(memory_format=it).stride():
+                return it
+        return None
 
     def tpde_check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Refuse other values for a packed weight.
@@ -263,10 +281,12 @@ class PackedModule(_Base):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move. Blobs move once for all modules that share them; `tpde.nn.moving` has asked them all."""
+        formats = {slot: self._tpde_format(slot, fn) for slot in self.tpde_slots.values()}
         with self._without_packed():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for slot in self.tpde_slots.values():
+        for slot, memory_format in formats.items():
             slot.packed.apply(fn)
+            slot.parameter.memory_format = memory_format or CONTIGUOUS
             slot.parameter.sync()
         for slot in self.tpde_slots.values():
             if (group := slot.group) is not None:
@@ -417,7 +437,7 @@ def _weight(name: str) -> property:
         if not is_compiling():
             group = slot.group
             if group is not None and group.live() and slot.experts is None:
-                return lend(cast(Tensor, slot.view), slot.packed.name)
+                return lend(slot.formatted(cast(Tensor, slot.view)), slot.packed.name)
         return self.tpde_weight(name)
 
     return property(read, doc=f"The packed `{name}`: see `PackedModule`.")

@@ -10,7 +10,7 @@ from torch import nn
 
 from tpde.errors import InvalidInput
 from tpde.nn.group import Group, Pool
-from tpde.nn.modules import PackedEmbedding, PackedModule, is_conv1d, packed_class
+from tpde.nn.modules import CONVOLUTIONS, PackedEmbedding, PackedModule, is_conv1d, packed_class
 from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
@@ -18,7 +18,6 @@ from tpde.weights.parameter import PackedParameter
 from tpde.weights.tensor import PackedTensor
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def supports(module: nn.Module, name: str) -> bool:
@@ -42,7 +41,7 @@ def supports(module: nn.Module, name: str) -> bool:
     if name == "weight" and isinstance(module, nn.Embedding):
         # Renormalizing changes the weight, and sparse gradients are those of a trained one.
         return module.max_norm is None and not module.sparse
-    if name == "weight" and (isinstance(module, (nn.Linear, *_CONVOLUTIONS)) or is_conv1d(kind)):
+    if name == "weight" and (isinstance(module, (nn.Linear, *CONVOLUTIONS)) or is_conv1d(kind)):
         return True
     # Of one slice, it is something else, such as the positions of a vision transformer.
     return parameter.dim() == 3 and parameter.shape[0] > 1 and not kind.__module__.startswith("torch.")

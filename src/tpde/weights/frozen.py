@@ -46,6 +46,21 @@ def as_weight(flat: Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad
         return leaf.view_as(leaf)
 
 
+CONTIGUOUS = torch.contiguous_format
+
+
+def formatted(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """A contiguous weight in a memory format, in memory of its own if that is another; see `as_weight`."""
+    if memory_format is CONTIGUOUS:
+        return weight
+    with torch.inference_mode(False), torch.no_grad():
+        made = weight.to(memory_format=memory_format)
+        if not weight.requires_grad:
+            return made
+        leaf = made.requires_grad_(True)
+        return leaf.view_as(leaf)
+
+
 class _Given(torch.autograd.Function):
     """Values that depend on nothing, and say that they do."""
 

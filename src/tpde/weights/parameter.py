@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from tpde.errors import PackedWeight
-from tpde.weights.frozen import as_looked_up, as_weight
+from tpde.weights.frozen import CONTIGUOUS, as_looked_up, as_weight, formatted
 from tpde.weights.readonly import changes_first, function_name, guarded, refuse_change
 from tpde.weights.tensor import PackedTensor, rebuild_tensor
 from tpde.weights.transforms import transformed, untransformed
@@ -37,6 +37,8 @@ class PackedParameter(nn.Parameter):
         The weight. Another `PackedParameter` gives its own.
     requires_grad : bool
         What the plain weight says.
+    memory_format : torch.memory_format
+        Of the plain weight. What is packed is contiguous, and put in another one when it is decoded.
 
     Raises
     ------
@@ -49,6 +51,8 @@ class PackedParameter(nn.Parameter):
         The weight at rest.
     plain_requires_grad : bool
         What the plain weight says.
+    memory_format : torch.memory_format
+        Of the plain weight.
 
     Examples
     --------
@@ -60,20 +64,26 @@ class PackedParameter(nn.Parameter):
 
     packed: PackedTensor
     plain_requires_grad: bool
+    memory_format: torch.memory_format
 
-    def __new__(cls, packed: Any, requires_grad: bool = False) -> PackedParameter:
+    def __new__(
+        cls, packed: Any, requires_grad: bool = False, memory_format: torch.memory_format = CONTIGUOUS
+    ) -> PackedParameter:
         """A parameter for a packed weight."""
         if isinstance(packed, PackedParameter):  # accelerate makes parameters anew
+            memory_format = packed.memory_format
             requires_grad, packed = requires_grad or packed.plain_requires_grad, packed.packed
         if not isinstance(packed, PackedTensor):
             raise PackedWeight(
                 f"a packed parameter holds a packed weight, not a {type(packed).__name__}",
                 hint="call `tpde.unpack_module(module)` first to give it other values",
             )
+        strides = torch.empty(packed.shape, device="meta").to(memory_format=memory_format).stride()
         made: PackedParameter = torch.Tensor._make_wrapper_subclass(
-            cls, packed.shape, dtype=packed.dtype, device=packed.device, requires_grad=False
+            cls, packed.shape, strides, dtype=packed.dtype, device=packed.device, requires_grad=False
         )
         made.packed, made.plain_requires_grad = packed, requires_grad
+        made.memory_format = memory_format
         return made
 
     # ---- what it holds ----
@@ -95,7 +105,8 @@ class PackedParameter(nn.Parameter):
         """
         with untransformed():
             flat = self.packed.decoded(room).view(-1).view(torch.uint8)
-            return as_weight(flat, self.packed.dtype, self.packed.shape, self.plain_requires_grad)
+            weight = as_weight(flat, self.packed.dtype, self.packed.shape, self.plain_requires_grad)
+            return formatted(weight, self.memory_format)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of a matrix, as `embedding` looks them up."""
@@ -122,8 +133,8 @@ class PackedParameter(nn.Parameter):
     def sync(self) -> None:
         """Say where the weight is, after it was moved."""
         with torch._C.DisableTorchFunctionSubclass():
-            if super().device != self.packed.device:
-                moved = PackedParameter(self.packed)
+            moved = PackedParameter(self.packed, memory_format=self.memory_format)
+            if super().device != self.packed.device or super().stride() != moved.stride():
                 torch.Tensor.data.__set__(self, moved)  # type: ignore[attr-defined]
 
     def _use_count(self) -> int:
@@ -142,11 +153,11 @@ class PackedParameter(nn.Parameter):
         found = memo.get(id(self))
         if found is None:
             packed = memo.get(id(self.packed)) or self.packed.__deepcopy__(memo)
-            found = memo[id(self)] = PackedParameter(packed, self.plain_requires_grad)
+            found = memo[id(self)] = PackedParameter(packed, self.plain_requires_grad, self.memory_format)
         return cast(PackedParameter, found)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return rebuild_parameter, (self.packed, self.plain_requires_grad)
+        return rebuild_parameter, (self.packed, self.plain_requires_grad, str(self.memory_format))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         ratio = self.packed.packed_bytes / max(self.packed.nbytes, 1)
@@ -178,7 +189,7 @@ class PackedParameter(nn.Parameter):
         """The same for code in C++, which does not ask `__torch_function__`."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
-            return PackedParameter(args[0].packed)
+            return PackedParameter(args[0].packed, memory_format=args[0].memory_format)
         if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
             return _copy(func, *args)
         for place, argument in enumerate(func._schema.arguments):
@@ -290,7 +301,7 @@ def _same(func: Any, weight: PackedParameter, *args: Any, **kwargs: Any) -> Pack
 
 def _detach(func: Any, weight: PackedParameter) -> PackedParameter:
     """The same weight in another parameter, which was never to be trained."""
-    return PackedParameter(weight.packed)
+    return PackedParameter(weight.packed, memory_format=weight.memory_format)
 
 
 def _freeze(func: Any, weight: PackedParameter, requires_grad: bool = True) -> PackedParameter:
@@ -332,7 +343,9 @@ def _to(func: Any, weight: PackedParameter, *args: Any, **kwargs: Any) -> Tensor
     """Elsewhere, the weight stays packed; in another dtype, it is an ordinary tensor."""
     copies = kwargs.pop("copy", False)
     with torch._C.DisableTorchFunctionSubclass():
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    if memory_format not in (None, torch.preserve_format, weight.memory_format):
+        return weight.plain().to(device=device, dtype=dtype, memory_format=memory_format)
     return _moved(weight, device, dtype, copies)
 
 
@@ -350,7 +363,7 @@ def _moved(
     made = packed.clone()
     if not there:
         made.apply(lambda blob: blob.to(device))
-    return PackedParameter(made, weight.plain_requires_grad)
+    return PackedParameter(made, weight.plain_requires_grad, weight.memory_format)
 
 
 def _cast(dtype: torch.dtype, func: Any, weight: PackedParameter, **kwargs: Any) -> Tensor:
@@ -530,9 +543,12 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 _OTHERS_FIRST = {functional.embedding, _T.copy_}  # whose first argument may be another tensor
 
 
-def rebuild_parameter(packed: PackedTensor, requires_grad: bool) -> PackedParameter:
+_FORMATS = {str(it): it for it in (CONTIGUOUS, torch.channels_last, torch.channels_last_3d)}
+
+
+def rebuild_parameter(packed: PackedTensor, requires_grad: bool, memory_format: str) -> PackedParameter:
     """A packed parameter from what `pickle` kept of it."""
-    return PackedParameter(packed, requires_grad)
+    return PackedParameter(packed, requires_grad, _FORMATS[memory_format])
 
 
 # What `torch.load(weights_only=True)` may call: both check what they are given.
