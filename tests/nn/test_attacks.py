@@ -163,7 +163,7 @@ def test_channels_last(how: str, gradients: bool) -> None:
         assert packed.to(memory_format=form) is packed
         plain.to(memory_format=form)
         ours = {
-            "itself": lambda: packed,  # noqa: B023 - called at once
+            "itself": lambda: packed,
             "deepcopy": lambda: copy.deepcopy(packed),
             "pickle": lambda: pickle.loads(pickle.dumps(packed)),
             "unpacked": lambda: unpack_module(copy.deepcopy(packed)),

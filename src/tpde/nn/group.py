@@ -141,18 +141,13 @@ class Workspace:
         PackedWeight
             Naming the weight.
         """
-        if not self.written:
+        if self._written is None or not self._written._version:
             return
         assert self.group is not None
         found = next((slot for slot in self._viewed if self._is_other(slot)), None)
         name = self.group.name if found is None else found.packed.name
         self._drop()
         raise refuse_change(name, "an in-place operation of a forward pass")
-
-    @property
-    def written(self) -> bool:
-        """Whether a weight in the buffer was written to since that was allocated."""
-        return self._written is not None and self._written._version != 0
 
     def _is_other(self, slot: Slot) -> bool:
         """Whether a weight in the buffer is not what it is decoded to."""
@@ -178,8 +173,6 @@ class Workspace:
 
         Called when a scope is closed, for each block of each token.
         """
-        if self.written:  # by what has failed since: it can never be told again whether one was
-            self._drop()
         if self._storage is None or self._recorded or self._uses() <= self._known:
             return
         if not self._told:

@@ -86,7 +86,7 @@ class PackedModule(_Base):
             result = self._tpde_routed(group, args, kwargs)
             scope.check()
             return result
-        except RuntimeError:
+        except Exception:
             scope.check()
             raise
         finally:

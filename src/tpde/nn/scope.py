@@ -195,7 +195,7 @@ class BlockForward(Owned):
             result = self._run(args, kwargs)
             scope.check()
             return result
-        except RuntimeError:
+        except Exception:
             scope.check()  # autograd refuses some changes, when the weight is used next, in its own words
             raise
         finally:

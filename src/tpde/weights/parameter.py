@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from tpde.errors import PackedWeight
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.weights.frozen import CONTIGUOUS, as_looked_up, as_weight, formatted
 from tpde.weights.readonly import changes_first, function_name, guarded, refuse_change
 from tpde.weights.tensor import PackedTensor, rebuild_tensor
@@ -547,7 +547,15 @@ _FORMATS = {str(it): it for it in (CONTIGUOUS, torch.channels_last, torch.channe
 
 
 def rebuild_parameter(packed: PackedTensor, requires_grad: bool, memory_format: str) -> PackedParameter:
-    """A packed parameter from what `pickle` kept of it."""
+    """A packed parameter from what `pickle` kept of it.
+
+    Raises
+    ------
+    InvalidInput
+        If it names a memory format that no weight has.
+    """
+    if memory_format not in _FORMATS:
+        raise InvalidInput(f"what was pickled is no packed weight, its memory format is {memory_format!r}")
     return PackedParameter(packed, requires_grad, _FORMATS[memory_format])
 
 
