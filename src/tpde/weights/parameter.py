@@ -78,7 +78,9 @@ class PackedParameter(nn.Parameter):
                 f"a packed parameter holds a packed weight, not a {type(packed).__name__}",
                 hint="call `tpde.unpack_module(module)` first to give it other values",
             )
-        strides = torch.empty(packed.shape, device="meta").to(memory_format=memory_format).stride()
+        strides = None
+        if memory_format is not CONTIGUOUS:
+            strides = torch.empty(packed.shape, device="meta").to(memory_format=memory_format).stride()
         made: PackedParameter = torch.Tensor._make_wrapper_subclass(
             cls, packed.shape, strides, dtype=packed.dtype, device=packed.device, requires_grad=False
         )
