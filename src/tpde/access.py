@@ -167,7 +167,9 @@ class TensorSlice:
         if first % 8 or size % 8:
             raise UnsupportedDtype(
                 f"this slice of a {spec.dtype} tensor of shape {list(spec.shape)} starts or ends "
-                "inside a byte"
+                "inside a byte",
+                hint="ask for whole rows, or for the tensor, and index that",
+                found=spec.dtype,
             )
         data = np.empty(size // 8, np.uint8)
         self._tensor.read(first // 8, (first + size) // 8, data, self._threads)

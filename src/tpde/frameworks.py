@@ -234,7 +234,11 @@ def torch_shape(spec: TensorSpec) -> tuple[int, ...]:
     if spec.dtype != "F4":
         return shape
     if not shape or shape[-1] % 2:
-        raise UnsupportedDtype(f"PyTorch holds F4 in pairs, the last dimension of {list(shape)} is odd")
+        raise UnsupportedDtype(
+            f"PyTorch holds F4 in pairs, the last dimension of {list(shape)} is odd",
+            hint="read the file with `tpde unpack`",
+            found=spec.dtype,
+        )
     return (*shape[:-1], shape[-1] // 2)
 
 

@@ -339,3 +339,91 @@ def test_a_second_device() -> None:
         assert_same_bits(
             outputs("llama", pack_module(model, min_bytes=0).to("cuda:1"), 2, "cuda:1"), expected
         )
+
+
+class _Reaches(nn.Module):
+    """A block that calls something with its weight before it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.change = nn.Linear(256, 256), None
+
+    def forward(self, x: Any) -> Any:
+        if self.change is not None:
+            with torch.no_grad():
+                self.change(self.up.weight)
+        return self.up(x)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_changes_in_a_forward_pass(trained: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList([_Reaches()]).to("cuda", torch.bfloat16).requires_grad_(trained)
+    block = pack_module(copy.deepcopy(plain), min_bytes=0)[0]
+    x = torch.randn(3, 256, device="cuda", dtype=torch.bfloat16)
+    for change in (
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight.detach().mul_(2),
+        lambda weight: weight.t()[3].zero_(),
+        lambda weight: torch._foreach_mul_([weight.detach()], 2.0),
+    ):
+        block.change = change
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients), pytest.raises(PackedWeight, match=r"`0\.up\.weight`"):
+                block(x)
+    block.change = None
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same_bits(block(x), plain[0](x))
+
+
+def test_a_block_that_waits_for_another_thread() -> None:
+    class Joins(_Reaches):
+        def forward(self, x: Any) -> Any:
+            found: list[Any] = []
+            stream = torch.cuda.current_stream()
+
+            def work() -> None:
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    found.append(self.up(x))
+
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            thread.join(100)
+            return found[0] + self.up(x)
+
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Joins()]).to("cuda", torch.bfloat16)
+    packed = pack_module(copy.deepcopy(plain), min_bytes=0)
+    x = torch.randn(3, 256, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert_same_bits(packed[0](x), plain[0](x))
+
+
+def test_transforms() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 64)).to("cuda", torch.bfloat16)
+    packed = pack_module(copy.deepcopy(plain), min_bytes=0)
+    x = torch.randn(3, 256, device="cuda", dtype=torch.bfloat16)
+    for work in (
+        lambda model: torch.func.vmap(model)(x),
+        lambda model: torch.func.grad(lambda it: model(it).float().sum())(x),
+        lambda model: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+    ):
+        assert_same_bits(work(packed), work(plain))
+
+
+def test_channels_last() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(16, 64, 3), nn.SiLU(), nn.Conv2d(64, 64, 1), nn.Conv2d(64, 32, 3))
+    plain = plain.to("cuda", torch.bfloat16).to(memory_format=torch.channels_last)
+    packed = pack_module(copy.deepcopy(plain).to(memory_format=torch.contiguous_format), min_bytes=0)
+    packed.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 16, 32, 32, device="cuda", dtype=torch.bfloat16)
+    x = x.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        expected = plain(x)
+        assert_same_bits(plain(x), expected, "two plain runs")
+        assert_same_bits(packed(x), expected)
+        assert packed(x).stride() == expected.stride()

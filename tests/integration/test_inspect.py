@@ -185,6 +185,13 @@ def test_plot_keeps_the_largest(packed: Path) -> None:
     assert len(kept) == 400
 
 
+def test_plot_of_another_codec(packed: Path, tmp_path: Path) -> None:
+    report = inspect(packed)
+    tensors = tuple(dataclasses.replace(t, codec="later") for t in report.tensors)
+    plot(dataclasses.replace(report, tensors=tensors), tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
 def test_plot_without_words(packed: Path, tmp_path: Path) -> None:
     report = dataclasses.replace(inspect(packed), histogram=(Histogram("BF16", (0,) * 256),))
     plot(report, tmp_path / "a.png")

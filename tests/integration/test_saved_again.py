@@ -12,8 +12,8 @@ from support.models import NAMES, VOCAB, assert_same_bits, inputs, make, outputs
 
 import tpde
 import tpde.torch
-from tpde.errors import InvalidInput
-from tpde.nn import packed_modules
+from tpde.errors import InvalidInput, PackedWeight
+from tpde.nn import packed_modules, plain_state_dict
 
 transformers = pytest.importorskip("transformers", minversion="5.13", reason="needs transformers 5.13")
 
@@ -166,6 +166,41 @@ def test_experts_that_were_packed_as_one_are_saved_one_by_one(
     assert set(found) == set(expected)
     for key, value in expected.items():
         assert_same_bits(found[key], value, key)
+
+
+def _inner(model: Any) -> Any:
+    """The largest model that is in one."""
+    return next(it for it in model.children() if isinstance(it, transformers.PreTrainedModel))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2"])
+@pytest.mark.parametrize("how", ["loaded", "packed", "the inner one packed"])
+def test_the_model_within_a_model_is_saved(name: str, how: str, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, name)
+    plain = pair.kind.from_pretrained(pair.plain)
+    _inner(plain).save_pretrained(tmp_path / "plain inner")
+    if how == "loaded":
+        model = tpde.from_pretrained(pair.packed)
+    else:
+        model = pair.kind.from_pretrained(pair.plain)
+        tpde.pack_module(model if how == "packed" else _inner(model))
+    inner = _inner(model)
+    inner.save_pretrained(tmp_path / "inner")
+    found = tpde.from_pretrained(tmp_path / "inner")
+    assert next(packed_modules(found), None) is not None
+    expected = type(inner).from_pretrained(tmp_path / "plain inner").state_dict()
+    state = plain_state_dict(found)
+    assert set(state) == set(expected)
+    for key, value in expected.items():
+        assert_same_bits(state[key], value, key)
+    if how == "the inner one packed":
+        with pytest.raises(PackedWeight, match="pack all, not a part"):
+            model.save_pretrained(tmp_path / "outer")
+    else:
+        model.save_pretrained(tmp_path / "outer")
+        _same(name, tmp_path / "outer", pair, tpde.from_pretrained)
+    _inner(tpde.unpack_module(model)).save_pretrained(tmp_path / "unpacked")
+    _is_plain(tmp_path / "unpacked")
 
 
 # ---- other configurations ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -140,11 +141,75 @@ def test_fast_paths_of_transformers(make: Any, call: Any) -> None:
         assert same(call(plain, x), call(packed, x))
 
 
+class Convolutions(nn.Module):
+    """Of which one is a block, and one takes single pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(16, 32, 3)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Conv2d(32, 48, 1), nn.SiLU(), nn.Conv2d(48, 32, 3))])
+
+    def forward(self, x: Any) -> Any:
+        return self.layers[0](self.first(x))
+
+
+@pytest.mark.parametrize("how", ["itself", "deepcopy", "pickle", "unpacked"])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_channels_last(how: str, gradients: bool) -> None:
+    torch.manual_seed(0)
+    plain, packed = both(Convolutions())
+    x = torch.randn(2, 16, 12, 12)
+    for form in (torch.channels_last, torch.contiguous_format):
+        assert packed.to(memory_format=form) is packed
+        plain.to(memory_format=form)
+        ours = {
+            "itself": lambda: packed,
+            "deepcopy": lambda: copy.deepcopy(packed),
+            "pickle": lambda: pickle.loads(pickle.dumps(packed)),
+            "unpacked": lambda: unpack_module(copy.deepcopy(packed)),
+        }[how]()
+        expected = dict(plain.named_parameters())
+        for name, parameter in ours.to("cpu").named_parameters():
+            assert parameter.stride() == expected[name].stride(), name
+            assert parameter.detach().clone().stride() == expected[name].stride(), name
+        for given in (x, x.to(memory_format=torch.channels_last)):
+            results, grads = [], []
+            for model in (plain, ours):
+                leaf = given.clone().requires_grad_(gradients)
+                with torch.set_grad_enabled(gradients):
+                    results.append(model(leaf))
+                if gradients:
+                    results[-1].square().sum().backward()
+                    grads.append(leaf.grad)
+            assert results[0].stride() == results[1].stride()
+            assert same(*results)
+            assert not gradients or same(*grads)
+
+
+def test_channels_last_of_volumes() -> None:
+    torch.manual_seed(0)
+    plain, packed = (it.to(memory_format=torch.channels_last_3d) for it in both(nn.Conv3d(4, 32, 3)))
+    assert packed.weight.stride() == plain.weight.stride()
+    x = torch.randn(2, 4, 8, 8, 8)
+    assert same(packed(x), plain(x))
+
+
+def test_channels_last_compiled() -> None:
+    torch.manual_seed(0)
+    plain, packed = both(Convolutions())
+    packed.to(memory_format=torch.channels_last)
+    plain.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 16, 12, 12).to(memory_format=torch.channels_last)
+    compiled = torch.compile(packed, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert same(compiled(x), plain(x))
+
+
 def test_another_memory_format_is_refused() -> None:
-    plain, packed = both(nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 16, 3)))
+    plain, packed = both(nn.Sequential(nn.Conv2d(16, 32, 3), nn.Linear(10, 64)))
     x = torch.randn(2, 16, 12, 12)
     with pytest.raises(PackedWeight, match="memory format"):
-        packed.to(memory_format=torch.channels_last)
+        packed._apply(lambda it: it.transpose(0, -1).contiguous().transpose(0, -1) if it.dim() > 1 else it)
     assert same(plain(x), packed.to(x.device)(x))
 
 

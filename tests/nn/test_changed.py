@@ -10,6 +10,7 @@ from support.models import VOCAB, assert_same_bits, torch
 
 import tpde
 from tpde.nn import PackedParameter, pack_module
+from tpde.nn.changed import kept_plain
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
@@ -35,6 +36,16 @@ def _switch() -> Any:
             decoder_start_token_id=0,
         )
     )
+
+
+def test_what_is_looked_at_is_not_said_to_be_changed() -> None:
+    model = torch.nn.TransformerEncoderLayer(64, 4, 128)
+    for name, reason in kept_plain(model).items():
+        assert "choose kernels by" in reason, name
+    assert set(kept_plain(model)) == {"self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}
+    reasons = kept_plain(_rwkv())
+    assert all("is changed by the model" in it for it in reasons.values())
+    assert len(reasons) == 16
 
 
 @pytest.mark.parametrize("name", ["rwkv", "switch"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.garbage import alive, uncollected
 from support.models import assert_same_bits
-from support.small import IDS, Model, torch
+from support.small import IDS, Block, Model, torch
 
 from tpde.nn import PackedParameter, PackedTensor, Resident, pack_module, packed_modules, unpack_module
 
@@ -115,3 +115,58 @@ def test_what_is_kept_of_a_model_that_is_dropped(pair: tuple[Model, Model]) -> N
     assert up.tpde_group() is up.tpde_group()  # made once
     with pytest.raises(ReferenceError, match=r"was deleted, with the model; keep one of them"):
         forward(x)
+
+
+class Scaled(Block):
+    """A block with an attribute of its own."""
+
+    scale = 1.0
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("how", ["copy", "deepcopy", "pickle", "copy of a copy"])
+def test_a_copied_block_is_its_own(how: str) -> None:
+    plain = Model(block=Scaled).to(torch.bfloat16)
+    model = pack_module(copy.deepcopy(plain), min_bytes=0)
+    block = model.blocks[0]
+    if how == "deepcopy":
+        other = copy.deepcopy(block)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(block))
+    else:
+        other = copy.copy(copy.copy(block)) if how == "copy of a copy" else copy.copy(block)
+    other.scale = 2.0
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    assert_same_bits(other(x), plain.blocks[0](x) * 2)
+    assert_same_bits(block(x), plain.blocks[0](x))
+    del model, block
+    assert_same_bits(other(x), plain.blocks[0](x) * 2)
+    assert "__reduce_ex__" not in unpack_module(other).__dict__
+    assert_same_bits(copy.copy(other)(x), plain.blocks[0](x) * 2)
+
+
+def test_a_copied_model_outlives_its_original(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    other = copy.copy(pack_module(copy.deepcopy(packed), min_bytes=0))
+    assert_same_bits(other.to("cpu")(IDS), plain(IDS))
+
+
+def test_a_block_that_is_a_layer_is_copied(pair: tuple[Model, Model]) -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 64)).to(torch.bfloat16)
+    other = copy.copy(pack_module(copy.deepcopy(plain), min_bytes=0)[0])
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    assert_same_bits(other(x), plain(x))
+
+
+def test_what_holds_a_blocks_forward_is_copied_with_it(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    holder = torch.nn.Module()
+    holder.call = packed.blocks[0].forward
+    holder.model = packed
+    for other in (copy.deepcopy(holder), pickle.loads(pickle.dumps(holder))):
+        other.model.blocks[0].up.bias.data.zero_()
+        x = torch.randn(2, 64, dtype=torch.bfloat16)
+        assert_same_bits(other.call(x), other.model.blocks[0](x))
+        assert_same_bits(holder.call(x), plain.blocks[0](x))

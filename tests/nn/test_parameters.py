@@ -10,6 +10,7 @@ import multiprocessing
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from support.models import assert_same_bits
 from support.small import IDS, Model, torch
@@ -19,7 +20,7 @@ from torch.nn.utils import parametrize
 
 import tpde
 from tpde.errors import Corrupt, InvalidInput, PackedWeight
-from tpde.nn import PackedParameter, pack_module, pack_tensor, unpack_module
+from tpde.nn import PackedParameter, PackedTensor, Resident, pack_module, pack_tensor, unpack_module
 from tpde.weights.source import Source
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -251,7 +252,59 @@ def test_what_reads_memory_is_refused(weight: Any) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
     with pytest.raises(PackedWeight, match=r"tpde\.torch\.save_file"):
         safetensors.save({"w": ours})
-    assert ours.untyped_storage().nbytes() < weight.nbytes
+    storage = ours.untyped_storage()
+    assert storage.nbytes() < weight.nbytes
+    assert (
+        storage.data_ptr() == ours.detach().untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    )
+    for look in (bytes, list, lambda it: it[0], lambda it: it.tolist(), lambda it: it.clone()):
+        with pytest.raises(PackedWeight, match="`w` is packed, and has no plain bytes"):
+            look(storage)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.parametrize(
+    "share",
+    [
+        torch.from_dlpack,
+        np.from_dlpack,
+        lambda w: w.storage(),
+        lambda w: w._typed_storage(),
+        lambda w: torch.empty(0).set_(w),
+    ],
+)
+def test_memory_of_a_copy_is_given_to_nobody(share: Any) -> None:
+    ours = packed(draw(96, 64, dtype=torch.float32), requires_grad=False)
+    with pytest.raises(PackedWeight, match=r"`w` is packed, and `.*` would give .*detach\(\)\.clone"):
+        share(ours)
+    share(ours.detach().clone())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_swapping_is_refused(turned: bool, pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    one, other = ours.blocks[0].up.weight, ours.blocks[1].up.weight
+    for it in (nn.Parameter(torch.zeros(192, 64)), other):
+        with pytest.raises(PackedWeight, match=r"`blocks\..*swapped"):
+            torch.utils.swap_tensors(*((it, one) if turned else (one, it)))
+    assert type(one) is type(other) is PackedParameter
+    assert_same_bits(ours(IDS), plain(IDS))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_blobs_are_where_kernels_read_them(shift: int, weight: Any) -> None:
+    blob = packed(weight).packed.sources[0].blob
+    room = torch.empty(blob.numel() + 32, dtype=torch.uint8)
+    at = -room.data_ptr() % 16 + shift
+    given = room[at : at + blob.numel()].copy_(blob)
+    source = Resident(given, "w")
+    assert source.blob.data_ptr() % 16 == 0
+    assert (source.blob.data_ptr() == given.data_ptr()) == (not shift)
+    assert_same_bits(PackedTensor(source).decoded(), weight)
+    moved = PackedTensor(Resident(blob, "w"))
+    moved.apply(lambda it: given if it is blob else it)
+    assert moved.sources[0].blob.data_ptr() % 16 == 0
+    assert_same_bits(moved.decoded(), weight)
 
 
 def test_assigning_and_removing(pair: tuple[Model, Model]) -> None:

@@ -13,12 +13,16 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from support.files import safetensors_bytes
 
 import tpde
 from tpde import errors
 from tpde.errors import Corrupt, InvalidInput, OutOfMemory, TpdeError, Truncated
+from tpde.format.container import TensorSpec
 from tpde.format.source import FileSource
+from tpde.frameworks import to_torch
 
 SOURCE = Path(tpde.__file__).parent
 CLASSES = {
@@ -170,3 +174,21 @@ def test_no_remedy_hides_in_a_message() -> None:
         if not name.startswith(EXEMPT):
             found += [f"{name}:{line}" for line in hidden(path.read_text("utf-8"))]
     assert not found, f"pass what to do as `hint=`: {', '.join(found)}"
+
+
+def test_hints_for_dtypes_say_what_helps(tmp_path: Path) -> None:
+    """Another version of tpde would not."""
+    pytest.importorskip("torch", reason="needs torch")
+    data = np.zeros(6, np.uint8)
+    with pytest.raises(errors.UnsupportedDtype, match="odd") as caught:
+        to_torch(data, TensorSpec("F4", (4, 3)))
+    assert "tpde unpack" in str(caught.value.hint)
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(safetensors_bytes({"a": (TensorSpec("F4", (4, 3)), data.tobytes())}))
+    tpde.pack(path, tmp_path / "packed.safetensors")
+    with (
+        tpde.safe_open(tmp_path / "packed.safetensors") as file,
+        pytest.raises(errors.UnsupportedDtype, match="inside a byte") as caught,
+    ):
+        file.get_slice("a")[1]
+    assert "whole rows" in str(caught.value.hint)

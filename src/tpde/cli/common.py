@@ -42,7 +42,6 @@ _HINTS: dict[type[BaseException], str] = {
     errors.Truncated: "fetch the rest of the file",
     errors.Corrupt: "fetch the file again",
     errors.UnsupportedVersion: "upgrade with `pip install --upgrade tpde`",
-    errors.UnsupportedDtype: "upgrade with `pip install --upgrade tpde`",
     errors.NotSafetensors: "name a safetensors file, or fetch this one again",
     PermissionError: "change its permissions",
     errors.NativeError: "run `tpde doctor`, and report this if nothing is wrong there",

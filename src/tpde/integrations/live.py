@@ -70,7 +70,8 @@ def unpack_module(model: nn.Module) -> nn.Module:
     Corrupt
         If a blob is damaged. The modules before it are plain by then.
     PackedWeight
-        If weights are streamed under a VRAM budget, for which they would be too large.
+        If weights are streamed under a VRAM budget, for which they would be too large; if one is tied to a
+        weight outside of `model`. Nothing is unpacked then.
 
     Examples
     --------

@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tpde.errors import PackedWeight
 from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.sink import BytesSink
 from tpde.frameworks import torch_bytes, torch_spec
-from tpde.nn.changed import changed_weights
+from tpde.nn.changed import kept_plain
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
 from tpde.packing.tensor import TensorWriter
 from tpde.packing.writer import check_threads
+from tpde.weights.frozen import formatted
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.resident import Resident
 from tpde.weights.tensor import PackedTensor
@@ -78,12 +80,12 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     """
     places: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
-    changed = changed_weights(model)
+    kept = kept_plain(model)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 full = f"{path}.{name}" if path else name
-                can = supports(module, name) and full not in changed
+                can = supports(module, name) and full not in kept
                 before = isinstance(parameter, PackedParameter)  # by an earlier call
                 if id(parameter) not in places:
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
@@ -111,10 +113,16 @@ def unpack_module(model: nn.Module) -> nn.Module:
     Corrupt, PackedWeight
         As `tpde.unpack_module`.
     """
-    for _, module in packed_modules(model):
-        for slot in module.tpde_slots.values():
-            for source in slot.packed.sources:
-                source.require_restorable()
+    slots = {slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()}
+    for slot in slots:
+        for source in slot.packed.sources:
+            source.require_restorable()
+        if not slots.issuperset(it for it in slot.packed.users() if isinstance(it, Slot)):
+            raise PackedWeight(
+                f"`{slot.packed.name}` is tied to a weight of a module outside of what is unpacked, which "
+                "would no longer be tied",
+                hint="unpack a model that holds both",
+            )
     ungroup(model)
     made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights share them
 
@@ -132,7 +140,7 @@ def unpack_module(model: nn.Module) -> nn.Module:
 def _own(slot: Slot) -> Tensor:
     """A slot's weight in memory of exactly its size."""
     with torch.no_grad():
-        return slot.packed.decoded().clone()
+        return formatted(slot.packed.decoded().clone(), slot.parameter.memory_format)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -157,7 +165,8 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
             return value
         if id(value.packed) not in made:
             with torch.no_grad():
-                made[id(value.packed)] = value.packed.decoded().clone()
+                weight = value.packed.decoded().clone()
+                made[id(value.packed)] = formatted(weight, value.memory_format)
         return made[id(value.packed)]
 
     return {name: plain(value) for name, value in model.state_dict().items()}

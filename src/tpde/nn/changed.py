@@ -36,16 +36,22 @@ def _looked_at(model: nn.Module) -> Iterator[str]:
             yield f"{path}.{name}".lstrip(".")
 
 
-def changed_weights(model: nn.Module) -> set[str]:
-    """The names of the parameters that a model changes itself when it is called, or chooses kernels by.
+def kept_plain(model: nn.Module) -> dict[str, str]:
+    """The parameters of a model that must stay plain, by name, each with what it is that says so.
 
     Parameters
     ----------
     model : nn.Module
         Whose modules' classes are looked at.
+
+    Examples
+    --------
+    >>> list(kept_plain(nn.MultiheadAttention(8, 2)))
+    ['out_proj.weight']
     """
-    return set(_looked_at(model)) | {
-        f"{path}.{name}".lstrip(".")
+    looked_at = dict.fromkeys(_looked_at(model), "is what PyTorch's own transformers choose kernels by")
+    return looked_at | {
+        f"{path}.{name}".lstrip("."): "is changed by the model itself, when it is called"
         for path, module in model.named_modules()
         for kind in type(module).__mro__
         for name in _CHANGED.get(kind.__name__, ())

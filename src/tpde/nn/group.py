@@ -18,8 +18,10 @@ from tpde.format.blob import align
 from tpde.memory import allocate
 from tpde.nn.saved import saves
 from tpde.nn.slot import ALIGN, Slot
+from tpde.nn.waiting import acquire
 from tpde.weights import operators as ops
 from tpde.weights.launch import capturing, stream_handle
+from tpde.weights.readonly import refuse_change
 from tpde.weights.source import decoder
 
 log = logging.getLogger("tpde")
@@ -48,6 +50,8 @@ class Workspace:
         Those of its weights that are here, if not all.
     made : int
         How many buffers there have been: views of another than the last are invalid.
+    beside : set of int
+        Threads that decode copies of their own, and leave this to another one: see `enter`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,7 +74,32 @@ class Workspace:
         self._known = 0  # how many tensors of ours are in it
         self._viewed: set[Slot] = set()
         self._told = False  # that weights are kept
+        self._waited_for = False  # by a thread that waits for another, which was told
         self.made = 0  # buffers so far
+        self.beside: set[int] = set()
+        # The buffer's memory, of which all views are made: its version says whether one was written to.
+        self._written: Tensor | None = None
+
+    def enter(self) -> bool:
+        """Take the lock.
+
+        Returns
+        -------
+        bool
+            False if the thread that has it waits for this one, which must then do without.
+        """
+        if self.lock.acquire(blocking=False):
+            return True
+        if get_ident() in self.beside or not acquire(self.lock, lambda: self.thread):
+            if not self._waited_for:
+                self._waited_for = True
+                log.warning(
+                    "the forward pass of `%s` waits for a thread that needs packed weights, too: that one "
+                    "decodes copies of its own",
+                    self.group.name if self.group is not None else "a packed model",
+                )
+            return False
+        return True
 
     def reserve(self, nbytes: int) -> None:
         """Make the buffer at least so large. Views of it become invalid if it was smaller.
@@ -86,6 +115,8 @@ class Workspace:
             self.buffer = allocate(self._size, self.device, "the workspace that weights are decoded to")
             self.made += 1
             self._storage = self.buffer.untyped_storage()
+            with torch.inference_mode(False):
+                self._written = self.buffer.data
             self.note_uses()
             self.start = self.buffer.data_ptr()
             self.end = self.start + self.buffer.numel()
@@ -99,8 +130,33 @@ class Workspace:
         self._storage = None
         if self.buffer is not None and self._several and self._stream is not None:
             self.buffer.record_stream(self._stream)
-        self.buffer = self.filled = None
+        self.buffer = self.filled = self._written = None
         self.start = self.end = 0
+
+    def check(self) -> None:
+        """Refuse what wrote to a weight, now that the group's forward pass has ended.
+
+        Raises
+        ------
+        PackedWeight
+            Naming the weight.
+        """
+        if self._written is None or not self._written._version:
+            return
+        assert self.group is not None
+        found = next((slot for slot in self._viewed if self._is_other(slot)), None)
+        name = self.group.name if found is None else found.packed.name
+        self._drop()
+        raise refuse_change(name, "an in-place operation of a forward pass")
+
+    def _is_other(self, slot: Slot) -> bool:
+        """Whether a weight in the buffer is not what it is decoded to."""
+        if slot.group is not self.group or slot.view is None or slot.experts is not None:
+            return False
+        if capturing(self.device):
+            return False
+        mine, theirs = (it.detach().view(-1).view(torch.uint8) for it in (slot.packed.decoded(), slot.view))
+        return not torch.equal(mine, theirs)
 
     def _uses(self) -> int:
         """How many tensors are in the buffer's memory, and how many hold it without one."""
@@ -150,9 +206,9 @@ class Workspace:
     def views(self, slot: Slot) -> Tensor:
         """A weight in the buffer."""
         if slot.view is None or slot.view_of is not self.buffer:
-            assert self.buffer is not None
+            assert self._written is not None
             before = self._uses()
-            slot.view, slot.view_of = slot.viewed(self.buffer), self.buffer
+            slot.view, slot.view_of = slot.viewed(self._written), self.buffer
             self._viewed.add(slot)
             self._known += self._uses() - before
         return slot.view
@@ -290,6 +346,11 @@ class Group:
                 hint="move the whole block to one device that holds data",
             )
         return self._workspace
+
+    @property
+    def beside(self) -> bool:
+        """Whether this thread is in a forward pass that leaves the workspace alone."""
+        return self._workspace is not None and get_ident() in self._workspace.beside
 
     def open_workspace(self) -> Workspace | None:
         """The workspace, if this thread has a scope of any group open there."""

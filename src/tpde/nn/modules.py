@@ -21,15 +21,21 @@ from torch.utils.checkpoint import checkpoint
 from tpde.errors import PackedWeight, TpdeError
 from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
+from tpde.nn.moving import ask_first
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
-from tpde.weights.frozen import alias
+from tpde.weights.frozen import CONTIGUOUS
+from tpde.weights.lent import lend
 from tpde.weights.parameter import PackedParameter
+from tpde.weights.transforms import transformed
 
 if TYPE_CHECKING:
     _Base = nn.Module
 else:
     _Base = object
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_conv1d(kind: type) -> bool:
@@ -77,13 +83,18 @@ class PackedModule(_Base):
             return self._tpde_routed(group, args, kwargs)
         scope = Scope(group)
         try:
-            return self._tpde_routed(group, args, kwargs)
+            result = self._tpde_routed(group, args, kwargs)
+            scope.check()
+            return result
+        except Exception:
+            scope.check()
+            raise
         finally:
             scope.close()
 
     def _tpde_routed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pass with a scope open; of experts, those that the router chose are decoded first."""
-        if not group.routed or group.workspace.group is not group:
+        if not group.routed or (space := group.open_workspace()) is None or space.group is not group:
             return super().forward(*args, **kwargs)
         slots = [slot for slot in fused(self) if slot.experts is not None]
         if not slots:
@@ -128,7 +139,7 @@ class PackedModule(_Base):
     def _tpde_twin(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass of the module's own class, on an object that has its weights as attributes."""
         after = first_tensor(args, kwargs)
-        weights = {name: slot.materialize(after).view(slot.shape) for name, slot in self.tpde_slots.items()}
+        weights = {name: slot.materialize(after) for name, slot in self.tpde_slots.items()}
         return self.tpde_base.forward(_Twin(self, weights), *args, **kwargs)
 
     def tpde_weight(self, name: str) -> Tensor:
@@ -138,13 +149,17 @@ class PackedModule(_Base):
             group = None if isinstance(self, PackedEmbedding) else self.tpde_group()
             if group is None or group.flat is None:  # read by other code, often only for its dtype: then it
                 nothing = torch.empty(0, device=slot.device)  # is never computed
-                return slot.materialize(nothing).view(slot.shape)
+                return slot.materialize(nothing)
             return slot.in_buffer(group.flat)
         group = slot.group  # none of embeddings
-        space = None if group is None else group.open_workspace()
-        if group is None or space is None:
+        if group is None:
             return slot.parameter
-        return alias(group.view(slot)) if space.group is group else slot.parameter.plain()
+        space = None if group.beside else group.open_workspace()
+        if space is None and not group.beside:
+            return slot.parameter
+        here = space is not None and space.group is group
+        weight = slot.formatted(group.view(slot)) if here else slot.parameter.plain()
+        return lend(weight, slot.packed.name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         slots = self.__dict__.get("tpde_slots", {})
@@ -174,6 +189,31 @@ class PackedModule(_Base):
             )
         super().__delattr__(name)
 
+    def register_parameter(self, name: str, param: Any) -> None:
+        """As before, but for what is to take a packed weight's place: see `torch.nn.utils.weight_norm`.
+
+        Raises
+        ------
+        PackedWeight
+            If a packed weight was taken out, or is to be registered again. It is where it was then.
+        """
+        for leaf, slot in self.tpde_slots.items():
+            if name.startswith(f"{leaf}_") and (leaf not in self._parameters or param is slot.parameter):
+                self._put_back()
+                raise PackedWeight(
+                    f"`{slot.packed.name}`, the `{leaf}` of a {type(self).__name__}, is packed and cannot be "
+                    f"computed from a `{name}`",
+                    hint="call `tpde.unpack_module(module)` first to prune or to normalize it",
+                )
+        super().register_parameter(name, param)
+
+    def _put_back(self) -> None:
+        """Give the module the packed weights again that were taken out of it; they come first."""
+        held = self._parameters
+        both = {name: slot.parameter for name, slot in self.tpde_slots.items() if name not in held} | held
+        held.clear()
+        held.update(both)
+
     @contextmanager
     def _without_packed(self) -> Iterator[None]:
         """PyTorch's own code passes over packed weights meanwhile."""
@@ -188,7 +228,7 @@ class PackedModule(_Base):
             self._parameters.update(packed)
 
     def tpde_check(self, fn: Any) -> None:
-        """Refuse what would cast a packed weight, or put it in another memory format.
+        """Refuse what would cast a packed weight, put it in another memory format, or lose its bytes.
 
         Raises
         ------
@@ -202,20 +242,51 @@ class PackedModule(_Base):
                     f"`{slot.packed.name}` is packed as {slot.dtype} and cannot be cast to {found}",
                     hint="call `tpde.unpack_module(model)` first, cast, and pack again",
                 )
-            small = torch.empty([2] * len(slot.shape), dtype=slot.dtype, device=slot.device)
-            if fn(small).stride() != small.stride():
+            if self._tpde_format(slot, fn) is None:
                 raise PackedWeight(
                     f"`{slot.packed.name}` is packed, and cannot be put in another memory format",
                     hint="call `tpde.unpack_module(model)` first; inputs can be in any format",
                 )
+            slot.packed.check(fn)
+
+    def _tpde_format(self, slot: Slot, fn: Any) -> torch.memory_format | None:
+        """The memory format that a function puts a weight in; None if the weight cannot be in it."""
+        before, shape = slot.parameter.memory_format, [min(size, 2) for size in slot.shape]
+        small = torch.empty(shape, dtype=slot.dtype, device=slot.device).to(memory_format=before)
+        found = fn(small)
+        if found.stride() == small.stride():
+            return before
+        formats = {4: (CONTIGUOUS, torch.channels_last), 5: (CONTIGUOUS, torch.channels_last_3d)}
+        for it in formats.get(len(shape), ()) if isinstance(self, CONVOLUTIONS) else ():
+            # A streamed one is decoded under a budget, in which there is no room for a second copy.
+            if slot.packed.settled and found.stride() == torch.empty(shape).to(memory_format=it).stride():
+                return it
+        return None
+
+    def tpde_check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Refuse other values for a packed weight.
+
+        Raises
+        ------
+        PackedWeight, InvalidInput
+            Naming the weight.
+        """
+        for name, slot in self.tpde_slots.items():
+            if prefix + name in state_dict and not slot.parameter.takes(state_dict[prefix + name]):
+                raise PackedWeight(
+                    f"`{slot.packed.name}` is packed, and the state dict has other values for it; nothing "
+                    "was loaded",
+                    hint="call `tpde.unpack_module(model)` first, load, and pack again",
+                )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move. Blobs move once for all modules that share them; casts are refused."""
-        self.tpde_check(fn)
+        """Move. Blobs move once for all modules that share them; `tpde.nn.moving` has asked them all."""
+        formats = {slot: self._tpde_format(slot, fn) for slot in self.tpde_slots.values()}
         with self._without_packed():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for slot in self.tpde_slots.values():
+        for slot, memory_format in formats.items():
             slot.packed.apply(fn)
+            slot.parameter.memory_format = memory_format or CONTIGUOUS
             slot.parameter.sync()
         for slot in self.tpde_slots.values():
             if (group := slot.group) is not None:
@@ -257,6 +328,13 @@ class PackedModule(_Base):
                         slot.parameter.copy_(value)
             except TpdeError as error:
                 error_msgs.append(f"{key}: {error}")
+
+    def __prepare_scriptable__(self) -> Any:
+        slot = next(iter(self.tpde_slots.values()))
+        raise PackedWeight(
+            f"`{slot.packed.name}` is packed, and `torch.jit.script` would compile modules without it",
+            hint="call `tpde.unpack_module(model)` first, or use `torch.compile`",
+        )
 
     def extra_repr(self) -> str:
         """As before, and how large the packed weights are."""
@@ -343,7 +421,7 @@ class PackedEmbedding(nn.Embedding):
         slot = self.tpde_slots["weight"]
         if is_compiling():
             return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
-        if self._parameters.get("weight") is not slot.parameter:
+        if self._parameters.get("weight") is not slot.parameter or transformed():
             return super().forward(input)
         return slot.rows(input)
 
@@ -359,7 +437,7 @@ def _weight(name: str) -> property:
         if not is_compiling():
             group = slot.group
             if group is not None and group.live() and slot.experts is None:
-                return alias(cast(Tensor, slot.view))
+                return lend(slot.formatted(cast(Tensor, slot.view)), slot.packed.name)
         return self.tpde_weight(name)
 
     return property(read, doc=f"The packed `{name}`: see `PackedModule`.")
@@ -373,6 +451,7 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
         bases = (PackedLinear, base)
     elif gathers(base):
         bases = (PackedModule, PackedEmbedding) if base is nn.Embedding else (*bases, PackedEmbedding)
+    ask_first(PackedModule)
     members = {name: _weight(name) for name in names} | {"tpde_base": base, "__module__": __name__}
     return type(f"Packed{base.__name__}", bases, members)
 

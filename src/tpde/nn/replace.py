@@ -10,15 +10,14 @@ from torch import nn
 
 from tpde.errors import InvalidInput
 from tpde.nn.group import Group, Pool
-from tpde.nn.modules import PackedEmbedding, PackedModule, is_conv1d, packed_class
-from tpde.nn.moving import CheckedApply
+from tpde.nn.modules import CONVOLUTIONS, PackedEmbedding, PackedModule, is_conv1d, packed_class
+from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.tensor import PackedTensor
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def supports(module: nn.Module, name: str) -> bool:
@@ -42,7 +41,7 @@ def supports(module: nn.Module, name: str) -> bool:
     if name == "weight" and isinstance(module, nn.Embedding):
         # Renormalizing changes the weight, and sparse gradients are those of a trained one.
         return module.max_norm is None and not module.sparse
-    if name == "weight" and (isinstance(module, (nn.Linear, *_CONVOLUTIONS)) or is_conv1d(kind)):
+    if name == "weight" and (isinstance(module, (nn.Linear, *CONVOLUTIONS)) or is_conv1d(kind)):
         return True
     # Of one slice, it is something else, such as the positions of a vision transformer.
     return parameter.dim() == 3 and parameter.shape[0] > 1 and not kind.__module__.startswith("torch.")
@@ -148,8 +147,6 @@ def finish(model: nn.Module) -> nn.Module:
         If blobs are on a GPU that cannot decode them.
     """
     ungroup(model)
-    if not isinstance(model, PackedModule):  # which asks itself
-        model.__dict__["_apply"] = CheckedApply(model)
     pool = Pool()
     members: dict[str, list[Slot]] = {}
     blocks: dict[str, str] = {}
@@ -173,6 +170,7 @@ def finish(model: nn.Module) -> nn.Module:
         if name in blocks:
             holder.__dict__["tpde_forward"] = BlockForward(group, holder)
             holder.__dict__["forward"] = holder.__dict__["tpde_forward"]
+            holder.__dict__["__reduce_ex__"] = CopiedModule(Owner(holder))
         else:  # somebody must hold it, and copy it with the module
             holder.__dict__["tpde_own_group"] = group
     return model
@@ -198,10 +196,10 @@ def ungroup(model: nn.Module) -> None:
     """Undo what `finish` did."""
     for module in model.modules():
         module.__dict__.pop("tpde_own_group", None)
-        if isinstance(module.__dict__.get("_apply"), CheckedApply):
-            del module.__dict__["_apply"]
         if "tpde_forward" in module.__dict__:
             ours: BlockForward = module.__dict__.pop("tpde_forward")
+            if isinstance(module.__dict__.get("__reduce_ex__"), CopiedModule):
+                del module.__dict__["__reduce_ex__"]
             ours.group = None  # whoever put something in its place may go on calling it
             if module.__dict__.get("forward") is ours:
                 del module.__dict__["forward"]

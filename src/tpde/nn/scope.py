@@ -3,7 +3,7 @@
 The outermost scope of a thread holds the workspace's lock, so that threads take turns block by block, and
 clears what it left when it closes: a CUDA graph that is replayed later writes to the workspace without this
 code running, so nothing in it is relied on twice. A scope of another group inside an open one leaves the
-workspace alone.
+workspace alone, and so does one of a thread that the open one waits for.
 
 While gradients are recorded, a scope also keeps views of the workspace out of autograd's graph.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from threading import get_ident
 from types import MethodType
@@ -25,7 +24,9 @@ from torch.compiler import is_compiling
 
 from tpde.errors import PackedWeight
 from tpde.nn.group import Group
+from tpde.nn.owner import Owned, Owner
 from tpde.nn.saved import Saver, saves
+from tpde.weights.transforms import transformed
 
 
 class Scope:
@@ -39,10 +40,11 @@ class Scope:
     Attributes
     ----------
     outermost : bool
-        Whether there was none before of this thread, so that the weights may be.
+        Whether there was none before of this thread, so that the weights may be. None is within transforms
+        of `torch.func`, which take no hooks on what autograd saves, and keep it.
     """
 
-    __slots__ = ("_hooks", "outermost", "space")
+    __slots__ = ("_beside", "_hooks", "outermost", "space")
 
     def __init__(self, group: Group) -> None:
         if torch._C._get_tracing_state() is not None:
@@ -51,21 +53,39 @@ class Scope:
                 hint="call `tpde.unpack_module(model)` first",
             )
         self.space = space = group._workspace or group.workspace
-        space.lock.acquire()
+        self._hooks: saved_tensors_hooks | None = None
+        self._beside: bool | None = None  # whether no scope before this one is, if this one is
+        if transformed() or not space.enter():
+            self.outermost, self._beside = False, get_ident() not in space.beside
+            space.beside.add(get_ident())
+            return
         self.outermost = not space.depth
         space.depth += 1
         if self.outermost:
             space.thread, space.group = get_ident(), group
             space.note_uses()
-        self._hooks: saved_tensors_hooks | None = None
         if is_grad_enabled():
             saver = Saver(self.space)
-            self._hooks = saved_tensors_hooks(saver.pack, saver.unpack)
-            self._hooks.__enter__()
+            hooks = saved_tensors_hooks(saver.pack, saver.unpack)
+            try:
+                hooks.__enter__()
+            except BaseException:  # somebody has disabled hooks
+                self.close()
+                raise
+            self._hooks = hooks
+
+    def check(self) -> None:
+        """Refuse what a forward pass that has ended did to the weights: see `Workspace.check`."""
+        if self.outermost:
+            self.space.check()
 
     def close(self) -> None:
         """Leave the workspace to others."""
         space = self.space
+        if self._beside is not None:
+            if self._beside:
+                space.beside.discard(get_ident())
+            return
         if self._hooks is not None:
             self._hooks.__exit__()
         space.depth -= 1
@@ -94,7 +114,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     raise TypeError("a module with packed weights was compiled that is called without a tensor")
 
 
-class BlockForward:
+class BlockForward(Owned):
     """A block's forward pass with a scope open, before which the block's weights are decoded, all at once.
 
     It takes the place of the method in the module's own attributes. Hooks would not do: PyTorch calls none
@@ -114,7 +134,7 @@ class BlockForward:
     """
 
     # Apart from the attributes that others copy to what they put in its place: `functools.update_wrapper`.
-    __slots__ = ("__dict__", "__weakref__", "_block", "_forward", "group")
+    __slots__ = ("__dict__", "__weakref__", "_forward", "_owner", "group")
 
     def __init__(self, group: Group, block: nn.Module) -> None:
         self.group: Group | None = group
@@ -122,28 +142,24 @@ class BlockForward:
         functools.update_wrapper(self, forward)
         del self.__dict__["__wrapped__"]
         own = getattr(forward, "__self__", None) is block and forward.__func__ is type(block).forward
-        self._adopt(block if own else None, forward)
-
-    def _adopt(self, block: nn.Module | None, forward: Callable[..., Any] | None) -> None:
-        self._block = None if block is None else weakref.ref(block)
-        self._forward: Any = forward if block is None else type(block).forward
+        self._owner = Owner(block) if own else None
+        self._forward: Any = type(block).forward if own else forward
 
     @property
     def forward(self) -> Callable[..., Any]:
         """What was there."""
-        return cast(Any, self._forward) if self._block is None else MethodType(self._forward, self._owner())
+        return cast(Any, self._forward) if self._owner is None else MethodType(self._forward, self._owner())
 
-    def _owner(self) -> nn.Module:
-        assert self._block is not None
-        block = self._block()
-        if block is None:
-            raise ReferenceError(
-                "the block whose forward pass this is was deleted, with the model; keep one of them"
-            )
-        return block
+    def for_copy(self, owner: Owner) -> BlockForward:
+        """See `Owned`: somebody's own forward pass, in the place of the class's, stays as it is."""
+        made = BlockForward.__new__(BlockForward)
+        made.__dict__.update(self.__dict__)
+        made.group, made._forward = self.group, self._forward
+        made._owner = None if self._owner is None else owner
+        return made
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._block is None:
+        if self._owner is None:
             return self._forward(*args, **kwargs)
         return self._forward(self._owner(), *args, **kwargs)  # a method made for this could not be compiled
 
@@ -153,15 +169,13 @@ class BlockForward:
         return inspect.signature(self.forward)
 
     def __getstate__(self) -> dict[str, Any]:
-        forward: Any = self.forward
-        own = self._block is not None
-        kept = {"block": forward.__self__, "forward": None} if own else {"block": None, "forward": forward}
-        return kept | {"group": self.group, "attributes": self.__dict__}
+        forward = self._forward if self._owner is None else None  # a class's own is found there
+        return {"owner": self._owner, "forward": forward, "group": self.group, "attributes": self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["attributes"])
-        self.group = state["group"]
-        self._adopt(state["block"], state["forward"])
+        self.group, self._owner = state["group"], state["owner"]
+        self._forward = state["forward"] if self._owner is None else type(self._owner()).forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weights at hand."""
@@ -178,6 +192,11 @@ class BlockForward:
         try:
             if scope.outermost:
                 group.fill()
-            return self._run(args, kwargs)
+            result = self._run(args, kwargs)
+            scope.check()
+            return result
+        except Exception:
+            scope.check()  # autograd refuses some changes, when the weight is used next, in its own words
+            raise
         finally:
             scope.close()

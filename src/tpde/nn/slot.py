@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tpde.nn.tiles import RowTiles
 from tpde.weights import operators as ops
-from tpde.weights.frozen import as_weight
+from tpde.weights.frozen import as_weight, formatted
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.span import ALIGN
 
@@ -76,9 +76,10 @@ class Slot:
         return self.packed.device
 
     def materialize(self, after: Tensor) -> Tensor:
-        """The weight in a buffer of its own, one-dimensional, for compiled code."""
+        """The weight in a buffer of its own, for compiled code."""
         count = self.nbytes // self.dtype.itemsize
-        return cast(Tensor, torch.ops.tpde.materialize(after, self.key, count, self.dtype))
+        flat = cast(Tensor, torch.ops.tpde.materialize(after, self.key, count, self.dtype))
+        return flat.view(self.shape).to(memory_format=self.parameter.memory_format)
 
     def changed(self) -> None:
         """Forget what was derived from the blobs: they are others, or elsewhere."""
@@ -137,7 +138,12 @@ class Slot:
         """The weight in a buffer of its group, of bytes or of its own dtype, as the compiler sees it."""
         size = flat.dtype.itemsize
         part = flat[self.offset // size : (self.offset + self.nbytes) // size]
-        return (part if flat.dtype is self.dtype else part.view(self.dtype)).view(self.shape)
+        typed = part if flat.dtype is self.dtype else part.view(self.dtype)
+        return typed.view(self.shape).to(memory_format=self.parameter.memory_format)
+
+    def formatted(self, weight: Tensor) -> Tensor:
+        """The weight, decoded, in the memory format that the plain one has."""
+        return formatted(weight, self.parameter.memory_format)
 
     def viewed(self, buffer: Tensor) -> Tensor:
         """The weight in a buffer of its group, of bytes, which says of gradients what the plain one says."""

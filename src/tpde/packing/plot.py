@@ -17,6 +17,7 @@ MAX_LABEL = 49  # characters
 
 # Told apart by readers who see colours differently (Okabe and Ito's palette).
 COLOURS = {"prefix": "#0072B2", "zstd": "#E69F00", "constant": "#007A5A", "plain": "#C4C4C4"}
+OTHER = "#9E6B90"  # a codec that is not among these
 ON_DARK = ("prefix", "constant")
 INK, FAINT = "#222222", "#D8D8D8"
 
@@ -137,7 +138,7 @@ def _draw_ratios(axes: Any, tensors: list[TensorReport], rows: int, limit: float
     size = 6 if rows > 25 else 7.5
     places = range(len(tensors))
     widths = [min(t.ratio, limit) for t in tensors]
-    axes.barh(places, widths, height=0.76, color=[COLOURS[t.codec] for t in tensors])
+    axes.barh(places, widths, height=0.76, color=[COLOURS.get(t.codec, OTHER) for t in tensors])
     for i, tensor in enumerate(tensors):
         # Not tick labels: hundreds of ticks take seconds.
         label = {"va": "center", "ha": "right", "fontsize": size, "color": INK}
@@ -172,8 +173,9 @@ def _draw_title(figure: Any, report: Report, drawn: list[TensorReport], height: 
         f"ratio {report.ratio:.4f}{bits}"
     )
     figure.text(0.2 / width, 1 - 0.52 / height, line, fontsize=8.5, color=INK)
-    used = [c for c in COLOURS if any(t.codec == c for t in drawn)]
-    handles: list[Any] = [Patch(color=COLOURS[c], label=c) for c in used]
+    there = {t.codec for t in drawn}
+    used = [c for c in COLOURS if c in there] + sorted(there.difference(COLOURS))
+    handles: list[Any] = [Patch(color=COLOURS.get(c, OTHER), label=c) for c in used]
     handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label="all tensors"))
     figure.legend(
         handles=handles,

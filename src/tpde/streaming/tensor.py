@@ -123,14 +123,22 @@ class Streamed(Source):
         """Refuse: it stays in the file."""
         raise _stays(self.name, "to save or copy it, or to load a state dict into it")
 
-    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def check(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Refuse to move elsewhere."""
         if fn(torch.empty(0, dtype=torch.uint8, device=self._device)).device != self._device:
             raise _stays(self.name, f"to move it from {self._device}")
 
-    def load(self, other: Source, *, assign: bool = False) -> None:
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Stay, or refuse to move elsewhere."""
+        self.check(fn)
+
+    def check_load(self, other: Source) -> None:
         """Refuse other blobs."""
         raise _stays(self.name, "to load a state dict into it")
+
+    def load(self, other: Source, *, assign: bool = False) -> None:
+        """Refuse other blobs."""
+        self.check_load(other)
 
     def stored(self) -> torch.Tensor:
         """Refuse."""

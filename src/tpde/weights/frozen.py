@@ -21,7 +21,8 @@ def as_weight(flat: Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad
     Parameters
     ----------
     flat : torch.Tensor
-        One-dimensional, uint8, of the weight's size.
+        One-dimensional, uint8, of the weight's size. Whoever writes to it later does so through another
+        tensor, which counts versions of its own: to autograd, the weight has changed otherwise.
     dtype, shape
         Of the weight.
     requires_grad : bool
@@ -41,15 +42,23 @@ def as_weight(flat: Tensor, dtype: torch.dtype, shape: torch.Size, requires_grad
         weight = flat.view(dtype).view(shape)
         if not requires_grad:
             return weight
-        # `.data`: writing to the buffer must not count as changing the view, which then gets an edge.
-        leaf = weight.data.requires_grad_(True)
+        leaf = weight.detach().requires_grad_(True)
         return leaf.view_as(leaf)
 
 
-def alias(weight: Tensor) -> Tensor:
-    """The same memory in a tensor of its own, which says the same of gradients."""
+CONTIGUOUS = torch.contiguous_format
+
+
+def formatted(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """A contiguous weight in a memory format, in memory of its own if that is another; see `as_weight`."""
+    if memory_format is CONTIGUOUS:
+        return weight
     with torch.inference_mode(False), torch.no_grad():
-        return weight.view_as(weight)
+        made = weight.to(memory_format=memory_format)
+        if not weight.requires_grad:
+            return made
+        leaf = made.requires_grad_(True)
+        return leaf.view_as(leaf)
 
 
 class _Given(torch.autograd.Function):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from tpde.errors import PackedWeight
-from tpde.weights.frozen import as_looked_up, as_weight
+from tpde.errors import InvalidInput, PackedWeight
+from tpde.weights.frozen import CONTIGUOUS, as_looked_up, as_weight, formatted
 from tpde.weights.readonly import changes_first, function_name, guarded, refuse_change
 from tpde.weights.tensor import PackedTensor, rebuild_tensor
+from tpde.weights.transforms import transformed, untransformed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,6 +37,8 @@ class PackedParameter(nn.Parameter):
         The weight. Another `PackedParameter` gives its own.
     requires_grad : bool
         What the plain weight says.
+    memory_format : torch.memory_format
+        Of the plain weight. What is packed is contiguous, and put in another one when it is decoded.
 
     Raises
     ------
@@ -48,6 +51,8 @@ class PackedParameter(nn.Parameter):
         The weight at rest.
     plain_requires_grad : bool
         What the plain weight says.
+    memory_format : torch.memory_format
+        Of the plain weight.
 
     Examples
     --------
@@ -59,20 +64,28 @@ class PackedParameter(nn.Parameter):
 
     packed: PackedTensor
     plain_requires_grad: bool
+    memory_format: torch.memory_format
 
-    def __new__(cls, packed: Any, requires_grad: bool = False) -> PackedParameter:
+    def __new__(
+        cls, packed: Any, requires_grad: bool = False, memory_format: torch.memory_format = CONTIGUOUS
+    ) -> PackedParameter:
         """A parameter for a packed weight."""
         if isinstance(packed, PackedParameter):  # accelerate makes parameters anew
+            memory_format = packed.memory_format
             requires_grad, packed = requires_grad or packed.plain_requires_grad, packed.packed
         if not isinstance(packed, PackedTensor):
             raise PackedWeight(
                 f"a packed parameter holds a packed weight, not a {type(packed).__name__}",
                 hint="call `tpde.unpack_module(module)` first to give it other values",
             )
+        strides = None
+        if memory_format is not CONTIGUOUS:
+            strides = torch.empty(packed.shape, device="meta").to(memory_format=memory_format).stride()
         made: PackedParameter = torch.Tensor._make_wrapper_subclass(
-            cls, packed.shape, dtype=packed.dtype, device=packed.device, requires_grad=False
+            cls, packed.shape, strides, dtype=packed.dtype, device=packed.device, requires_grad=False
         )
         made.packed, made.plain_requires_grad = packed, requires_grad
+        made.memory_format = memory_format
         return made
 
     # ---- what it holds ----
@@ -92,19 +105,49 @@ class PackedParameter(nn.Parameter):
         PackedWeight
             If it is larger than any buffer.
         """
-        flat = self.packed.decoded(room).view(-1).view(torch.uint8)
-        return as_weight(flat, self.packed.dtype, self.packed.shape, self.plain_requires_grad)
+        with untransformed():
+            flat = self.packed.decoded(room).view(-1).view(torch.uint8)
+            weight = as_weight(flat, self.packed.dtype, self.packed.shape, self.plain_requires_grad)
+            return formatted(weight, self.memory_format)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of a matrix, as `embedding` looks them up."""
         return as_looked_up(self.packed.rows(ids), self.plain_requires_grad)
 
+    def takes(self, values: Tensor) -> bool:
+        """Whether `values` can be copied here: another packed weight, or what this one holds already.
+
+        Raises
+        ------
+        InvalidInput, PackedWeight
+            If it is a packed weight that is not alike: see `PackedTensor.check_load`.
+        """
+        if isinstance(values, PackedParameter):
+            if values.packed is not self.packed:
+                self.packed.check_load(values.packed)
+            return True
+        if not isinstance(values, Tensor) or values.is_meta or values.shape != self.shape:
+            return False
+        mine, word = self.packed.decoded().view(-1), _INTEGERS[self.packed.dtype.itemsize]
+        theirs = values.detach().to(mine.device, mine.dtype).contiguous().view(-1)
+        return torch.equal(mine.view(word), theirs.view(word))
+
     def sync(self) -> None:
         """Say where the weight is, after it was moved."""
         with torch._C.DisableTorchFunctionSubclass():
-            if super().device != self.packed.device:
-                moved = PackedParameter(self.packed)
+            moved = PackedParameter(self.packed, memory_format=self.memory_format)
+            if super().device != self.packed.device or super().stride() != moved.stride():
                 torch.Tensor.data.__set__(self, moved)  # type: ignore[attr-defined]
+
+    def _use_count(self) -> int:
+        """Refuse to be swapped: `torch.utils.swap_tensors` asks both tensors for it first."""
+        raise PackedWeight(
+            f"`{self.packed.name}` is packed, and cannot be swapped for another tensor",
+            hint="call `tpde.unpack_module(module)` first",
+        )
+
+    def _typed_storage(self) -> NoReturn:  # which `__torch_function__` is not asked for
+        raise _no_memory(self.packed.name, "_typed_storage")
 
     # ---- copying ----
 
@@ -112,11 +155,11 @@ class PackedParameter(nn.Parameter):
         found = memo.get(id(self))
         if found is None:
             packed = memo.get(id(self.packed)) or self.packed.__deepcopy__(memo)
-            found = memo[id(self)] = PackedParameter(packed, self.plain_requires_grad)
+            found = memo[id(self)] = PackedParameter(packed, self.plain_requires_grad, self.memory_format)
         return cast(PackedParameter, found)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return rebuild_parameter, (self.packed, self.plain_requires_grad)
+        return rebuild_parameter, (self.packed, self.plain_requires_grad, str(self.memory_format))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         ratio = self.packed.packed_bytes / max(self.packed.nbytes, 1)
@@ -148,7 +191,7 @@ class PackedParameter(nn.Parameter):
         """The same for code in C++, which does not ask `__torch_function__`."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
-            return PackedParameter(args[0].packed)
+            return PackedParameter(args[0].packed, memory_format=args[0].memory_format)
         if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
             return _copy(func, *args)
         for place, argument in enumerate(func._schema.arguments):
@@ -157,6 +200,8 @@ class PackedParameter(nn.Parameter):
             for it in value if isinstance(value, (tuple, list)) else (value,):
                 if written and isinstance(it, cls):
                     raise refuse_change(it.packed.name, func._schema.name)
+                if isinstance(it, cls) and func._schema.name == "aten::set_":
+                    raise _no_memory(it.packed.name, "set_")
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
 
@@ -198,7 +243,8 @@ def _no_bytes(name: str) -> PackedWeight:
     return PackedWeight(
         f"`{name}` is packed, and has no plain bytes in memory to read",
         hint="save packed weights with `tpde.torch.save_file` or `torch.save`, plain ones as "
-        "`tpde.nn.plain_state_dict(model)` gives them",
+        "`tpde.nn.plain_state_dict(model)` gives them; of a transformers model, pack all, not a part, for "
+        "`save_pretrained`",
     )
 
 
@@ -240,7 +286,12 @@ def _embedding(
     **kwargs: Any,
 ) -> Any:
     """Rows, as looked up: the others are not decoded."""
-    if isinstance(weight, PackedParameter) and max_norm is None and len(weight.packed.parts) == 1:
+    if (
+        isinstance(weight, PackedParameter)
+        and max_norm is None
+        and len(weight.packed.parts) == 1
+        and not transformed()
+    ):
         return weight.rows(input)
     return _compute(func, (input, weight, padding_idx, max_norm, *args), kwargs)
 
@@ -252,7 +303,7 @@ def _same(func: Any, weight: PackedParameter, *args: Any, **kwargs: Any) -> Pack
 
 def _detach(func: Any, weight: PackedParameter) -> PackedParameter:
     """The same weight in another parameter, which was never to be trained."""
-    return PackedParameter(weight.packed)
+    return PackedParameter(weight.packed, memory_format=weight.memory_format)
 
 
 def _freeze(func: Any, weight: PackedParameter, requires_grad: bool = True) -> PackedParameter:
@@ -279,16 +330,11 @@ def _copy(func: Any, target: Tensor, values: Tensor, non_blocking: bool = False)
     if not isinstance(target, PackedParameter):
         return target.copy_(_decoded(values), non_blocking)
     packed = target.packed
-    if isinstance(values, PackedParameter):
-        if values.packed is not packed:
+    if target.takes(values):
+        if isinstance(values, PackedParameter) and values.packed is not packed:
             packed.load(values.packed)
             target.sync()
         return target
-    if values.shape == target.shape:
-        mine, word = packed.decoded().view(-1), _INTEGERS[packed.dtype.itemsize]
-        theirs = values.detach().to(mine.device, mine.dtype).contiguous().view(-1)
-        if torch.equal(mine.view(word), theirs.view(word)):
-            return target
     raise PackedWeight(
         f"`{packed.name}` is packed, and other values would be copied to it",
         hint="call `tpde.unpack_module(module)` first, or copy a packed weight",
@@ -299,7 +345,9 @@ def _to(func: Any, weight: PackedParameter, *args: Any, **kwargs: Any) -> Tensor
     """Elsewhere, the weight stays packed; in another dtype, it is an ordinary tensor."""
     copies = kwargs.pop("copy", False)
     with torch._C.DisableTorchFunctionSubclass():
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    if memory_format not in (None, torch.preserve_format, weight.memory_format):
+        return weight.plain().to(device=device, dtype=dtype, memory_format=memory_format)
     return _moved(weight, device, dtype, copies)
 
 
@@ -317,7 +365,7 @@ def _moved(
     made = packed.clone()
     if not there:
         made.apply(lambda blob: blob.to(device))
-    return PackedParameter(made, weight.plain_requires_grad)
+    return PackedParameter(made, weight.plain_requires_grad, weight.memory_format)
 
 
 def _cast(dtype: torch.dtype, func: Any, weight: PackedParameter, **kwargs: Any) -> Tensor:
@@ -357,9 +405,52 @@ def _is_shared(func: Any, weight: PackedParameter) -> bool:
     return all(source.blob.untyped_storage().is_shared() for source in weight.packed.sources)
 
 
+class _Storage:
+    """Memory of a packed weight: tells weights apart, and says where it is and how much, but is not read.
+
+    It is that of the first blob.
+    """
+
+    def __init__(self, packed: PackedTensor) -> None:
+        self._packed, self._blob = packed, packed.sources[0].blob.untyped_storage()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_STORAGES:
+            return getattr(self._blob, name)
+        if name.startswith("_") or not hasattr(self._blob, name):
+            raise AttributeError(f"the memory of a packed weight has no `{name}`")
+        raise _no_bytes(self._packed.name)
+
+    def __len__(self) -> int:
+        return len(self._blob)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise _no_bytes(self._packed.name)
+
+    def __iter__(self) -> NoReturn:
+        raise _no_bytes(self._packed.name)
+
+
+_OF_STORAGES = {
+    *("_cdata", "_weak_ref", "data_ptr", "device", "dtype", "get_device", "is_cuda", "is_hpu", "is_sparse"),
+    *("is_pinned", "is_shared", "nbytes", "resizable", "size", "element_size", "type", "filename"),
+}
+
+
 def _storage(func: Any, weight: PackedParameter) -> Any:
-    """That of the first blob: it tells weights apart, and says how much memory there is."""
-    return weight.packed.sources[0].blob.untyped_storage()
+    return _Storage(weight.packed)
+
+
+def _no_memory(name: str, how: str) -> PackedWeight:
+    """The error for giving others the memory of a copy: what they wrote to it would be lost."""
+    return PackedWeight(
+        f"`{name}` is packed, and `{how}` would give others the memory of a copy",
+        hint="call it on `weight.detach().clone()`",
+    )
+
+
+def _refuse_memory(func: Any, weight: PackedParameter, *args: Any, **kwargs: Any) -> NoReturn:
+    raise _no_memory(weight.packed.name, function_name(func))
 
 
 def _data_ptr(func: Any, weight: PackedParameter) -> int:
@@ -432,6 +523,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.share_memory_: _share,
     _T.is_shared: _is_shared,
     _T.untyped_storage: _storage,
+    _T.storage: _refuse_memory,
+    _T.__dlpack__: _refuse_memory,
     _T.data_ptr: _data_ptr,
     torch.empty_like: _empty_like,
     **{getattr(_T, f"new_{name}"): _new for name in ("empty", "zeros", "ones", "full", "tensor")},
@@ -452,9 +545,20 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 _OTHERS_FIRST = {functional.embedding, _T.copy_}  # whose first argument may be another tensor
 
 
-def rebuild_parameter(packed: PackedTensor, requires_grad: bool) -> PackedParameter:
-    """A packed parameter from what `pickle` kept of it."""
-    return PackedParameter(packed, requires_grad)
+_FORMATS = {str(it): it for it in (CONTIGUOUS, torch.channels_last, torch.channels_last_3d)}
+
+
+def rebuild_parameter(packed: PackedTensor, requires_grad: bool, memory_format: str) -> PackedParameter:
+    """A packed parameter from what `pickle` kept of it.
+
+    Raises
+    ------
+    InvalidInput
+        If it names a memory format that no weight has.
+    """
+    if memory_format not in _FORMATS:
+        raise InvalidInput(f"what was pickled is no packed weight, its memory format is {memory_format!r}")
+    return PackedParameter(packed, requires_grad, _FORMATS[memory_format])
 
 
 # What `torch.load(weights_only=True)` may call: both check what they are given.

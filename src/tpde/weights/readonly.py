@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tpde.errors import PackedWeight
+from tpde.weights.transforms import is_transformed
 
 
 def refuse_change(name: str, how: str) -> PackedWeight:
@@ -36,7 +37,7 @@ def changes_first(func: Any) -> bool:
 
 _DUNDERS = {
     "__setitem__",
-    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")),
+    *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul")),
     *(f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "concat")),
 }
 
@@ -77,13 +78,13 @@ class ReadOnly(Tensor):
         kwargs = kwargs or {}
         ours = [it for it in tree_leaves((args, kwargs)) if isinstance(it, cls)]
         first = next(iter((*args, *kwargs.values())), None)
-        if isinstance(first, cls) and changes_first(func) and func not in _HARMLESS:
+        if isinstance(first, cls) and changes_first(func) and func not in HARMLESS:
             raise refuse_change(first.tpde_name, function_name(func))
         if isinstance(kwargs.get("out"), cls):
             raise refuse_change(kwargs["out"].tpde_name, function_name(func))
         with torch._C.DisableTorchFunctionSubclass():
             memory = {it.untyped_storage().data_ptr(): it.tpde_name for it in ours}
-            versions = [] if func in _HARMLESS else [it._version for it in ours]
+            versions = [] if func in HARMLESS else [it._version for it in ours]
             result = func(*args, **kwargs)
             for it, version in zip(ours, versions, strict=False):
                 if it._version != version:
@@ -109,11 +110,13 @@ def guarded(result: Any, memory: dict[int, str]) -> Any:
         result = result.as_subclass(Tensor)
     if type(result) is not Tensor or result.device.type == "meta" or result.layout is not torch.strided:
         return result
+    if is_transformed(result):
+        return result
     name = memory.get(result.untyped_storage().data_ptr())
     return result if name is None or not result.numel() else ReadOnly.of(result, name)
 
 
-_HARMLESS = {
+HARMLESS = {
     Tensor.grad.__set__,  # type: ignore[union-attr]
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     Tensor.requires_grad_,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Of a blob: header, tables and index map of up to 8e7 words of bf16, or there is a second copy.
 _START_BYTES = 128 << 10
+ALIGN = 16  # of blobs: chunks start at multiples of it in them, and kernels read words of it
 
 
 class Resident(Source):
@@ -28,7 +29,8 @@ class Resident(Source):
     Parameters
     ----------
     blob : torch.Tensor
-        One-dimensional, uint8, contiguous, on a CPU or CUDA device; at an address divisible by 16.
+        One-dimensional, uint8, contiguous, on a CPU or CUDA device. It is copied if its address is not
+        divisible by 16, as the kernels take it to be.
     name : str
         What errors call it.
 
@@ -55,6 +57,7 @@ class Resident(Source):
             raise InvalidInput(
                 f"`{self.name}`: the blob is on the `meta` device and has no data", hint="load it first"
             )
+        blob = _aligned(blob)
         start = blob[:_START_BYTES].cpu().numpy()
         try:
             header = parse_blob_header(start[:MAX_FIXED_BYTES].tobytes(), blob.numel())
@@ -90,14 +93,8 @@ class Resident(Source):
         """Bytes of the blob."""
         return self._blob.numel()
 
-    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Take the same blob where a function moves it.
-
-        Raises
-        ------
-        PackedWeight
-            If the function gives other bytes, as `torch.empty_like` does.
-        """
+    def check(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refuse functions that give other bytes, as `torch.empty_like` does: see `Source.check`."""
         probe = self._blob[:16].clone()  # where the blob says what it is
         moved = fn(probe.clone())
         if moved.dtype is not torch.uint8 or moved.is_meta or not torch.equal(moved.cpu(), probe.cpu()):
@@ -105,24 +102,33 @@ class Resident(Source):
                 f"`{self.name}` is packed, and would lose its bytes",
                 hint="move it to `cpu` or a CUDA device, or call `tpde.unpack_module(model)` first",
             )
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take the same blob where a function moves it: see `Source.apply`."""
+        self.check(fn)
         blob = fn(self._blob)
         if blob is self._blob and blob.data_ptr() == self._address:
             return
         if blob.device.type == "cpu":
             self._open(blob)
         else:
-            self._place(blob, None)
+            self._place(_aligned(blob), None)
 
-    def load(self, other: Source, *, assign: bool = False) -> None:
-        """Take another blob: see `Source.load`."""
-        blob = other.blob
-        if blob is self._blob:
-            return
+    def check_load(self, other: Source) -> None:
+        """Refuse what is no blob like this one: see `Source.check_load`."""
+        _ = other.blob  # raises if it stays in a file
         if other.header.spec != self.header.spec:
             raise InvalidInput(
                 f"`{self.name}` is {self.header.spec.dtype} of shape {list(self.header.spec.shape)}, the "
                 f"blob holds {other.header.spec.dtype} of shape {list(other.header.spec.shape)}"
             )
+
+    def load(self, other: Source, *, assign: bool = False) -> None:
+        """Take another blob: see `Source.load`."""
+        self.check_load(other)
+        blob = other.blob
+        if blob is self._blob:
+            return
         if not assign:
             if blob.numel() == self._blob.numel() and torch.equal(blob.to(self._blob.device), self._blob):
                 return  # a tied weight, the second time
@@ -163,6 +169,11 @@ class Resident(Source):
             return None
         at = self._blob.data_ptr()
         return Item(self.header, tables[0], at, tables[1].data_ptr(), offset, chunks=chunks)
+
+
+def _aligned(blob: torch.Tensor) -> torch.Tensor:
+    """A blob where the kernels can read it."""
+    return blob if blob.data_ptr() % ALIGN == 0 else blob.clone()
 
 
 class _Start(BytesSource):

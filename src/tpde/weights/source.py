@@ -110,6 +110,10 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def check(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raise what `apply` would."""
+
+    @abstractmethod
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Take the same blob where a function moves it.
 
@@ -118,6 +122,10 @@ class Source(ABC):
         PackedWeight
             If it cannot be moved, or the function changes its bytes.
         """
+
+    @abstractmethod
+    def check_load(self, other: Source) -> None:
+        """Raise what `load` would."""
 
     @abstractmethod
     def load(self, other: Source, *, assign: bool = False) -> None:

@@ -142,6 +142,15 @@ class PackedTensor:
         """Tell a user, which is not held, when the weight is another, elsewhere, or frozen."""
         self._users.add(user)
 
+    def check(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Raise what `apply` would, for any of the blobs."""
+        for source in self.sources:
+            source.check(fn)
+
+    def users(self) -> list[User]:
+        """Who watches."""
+        return list(self._users)
+
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Take the same blobs where a function moves them.
 
@@ -150,19 +159,19 @@ class PackedTensor:
         PackedWeight
             If they cannot be moved, or would be changed.
         """
+        self.check(fn)
         for source in self.sources:
             source.apply(fn)
         self.refresh()
 
-    def load(self, other: PackedTensor, *, assign: bool = False) -> None:
-        """Take the blobs of another weight of the same dtype and shape: see `Source.load`.
+    def check_load(self, other: PackedTensor) -> None:
+        """Raise what `load` would.
 
         Raises
         ------
         InvalidInput, PackedWeight
-            If it is made of other tensors, or of what stays in a file. Then all is as before.
+            If the other is made of other tensors, or of what stays in a file.
         """
-        pairs = list(zip(self.sources, other.sources, strict=False))
         specs = [source.header.spec for source in self.sources]
         if specs != [source.header.spec for source in other.sources]:
             raise InvalidInput(
@@ -170,7 +179,19 @@ class PackedTensor:
                 f"`{other.name}` is {other.dtype} of shape {list(other.shape)} in {len(other.parts)}",
                 hint="load a weight that is packed alike",
             )
-        for mine, theirs in pairs:
+        for mine, theirs in zip(self.sources, other.sources, strict=True):
+            mine.check_load(theirs)
+
+    def load(self, other: PackedTensor, *, assign: bool = False) -> None:
+        """Take the blobs of another weight of the same dtype and shape: see `Source.load`.
+
+        Raises
+        ------
+        InvalidInput, PackedWeight
+            See `check_load`; then all is as before.
+        """
+        self.check_load(other)
+        for mine, theirs in zip(self.sources, other.sources, strict=True):
             mine.load(theirs, assign=assign)
         self.refresh()
 

@@ -28,7 +28,7 @@ from tpde.integrations.transformers.internals import (
     tied_weights,
 )
 from tpde.nn import supports
-from tpde.nn.changed import changed_weights
+from tpde.nn.changed import kept_plain
 
 # Once parameters, now made by the models themselves; transformers passes over them in silence, too.
 _BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
@@ -193,7 +193,7 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
     runs: dict[str, Run[Stored]] = {}
     origin: dict[str, Source] = {}
     decoded: list[tuple[Source, str]] = []
-    changed = changed_weights(model)
+    kept = kept_plain(model)
 
     for source in sources.values():
         stored = source.stored(checkpoint)
@@ -204,7 +204,7 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
             decoded.append((source, "is converted by transformers in a way that needs the plain weight"))
             continue
         reasons = [_refusal(model, name, run, expected(name)) for name, run in made.items()]
-        reasons += ["is changed by the model itself, when it is called" for name in made if name in changed]
+        reasons += [kept[name] for name in made if name in kept]
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
             runs.update(made)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from tpde.errors import InvalidInput, NotPacked
@@ -306,6 +307,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         if streaming is not None:
             streaming.attach(model)
             streaming.begin(model)
+        self.adopt_inner(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -330,6 +332,16 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self.conversions = take_conversions(model)
         model.hf_quantizer = self
         model.get_memory_footprint = Footprint(model)
+
+    def adopt_inner(self, model: Any) -> None:
+        """Have the models that are in this one saved likewise, each by itself: `model.model`."""
+        for inner in model.modules():
+            if inner is model or not isinstance(inner, PreTrainedModel):
+                continue
+            if getattr(inner, "hf_quantizer", None) is None and next(packed_modules(inner), None) is not None:
+                made = type(self)(TpdeConfig(), pre_quantized=True)
+                made.streamed = self.streamed
+                made.adopt(inner)
 
     def release(self, model: Any) -> None:
         """Leave a model that holds nothing packed any more as it was without this."""

@@ -1,0 +1,162 @@
+"""What packed weights refuse leaves a model as it was, whichever module of it was called."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from support.models import assert_same_bits
+from support.small import IDS, Model, torch
+from torch import nn
+from torch.nn.utils import prune
+
+from tpde.errors import InvalidInput, PackedWeight
+from tpde.nn import PackedParameter, pack_module, pack_tensor, unpack_module
+
+
+def snapshot(model: Any) -> list[Any]:
+    """All values of a model, and where they are."""
+    return [(name, it.dtype, it.device, it.detach().clone()) for name, it in model.state_dict().items()]
+
+
+def unchanged(model: Any, before: list[Any]) -> bool:
+    now = snapshot(model)
+    return all(
+        one[:3] == other[:3] and torch.equal(one[3], other[3]) for one, other in zip(now, before, strict=True)
+    )
+
+
+@pytest.fixture
+def above(pair: tuple[Model, Model]) -> Any:
+    """A model of which the last part is packed; nobody told it."""
+    return nn.ModuleDict({"first": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3), "packed": pair[1]})
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda it: it.half(),
+        lambda it: it.to(torch.float64),
+        lambda it: it.to("meta"),
+        lambda it: it.to_empty(device="cpu"),
+    ],
+)
+def test_moves_above_what_is_packed(move: Any, above: Any) -> None:
+    before = snapshot(above)
+    with pytest.raises(PackedWeight, match=r"packed.*unpack_module"):
+        move(above)
+    assert unchanged(above, before)
+    above["packed"] = nn.Identity()
+    move(above)  # others are asked nothing
+
+
+def test_a_layer_refuses_for_itself(pair: tuple[Model, Model]) -> None:
+    layer = pair[1].blocks[0].up
+    before = snapshot(layer)
+    with pytest.raises(PackedWeight, match="cannot be cast"):
+        layer.half()
+    assert unchanged(layer, before)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_other_values_are_refused_before_any_is_loaded(assign: bool, above: Any) -> None:
+    plain = above["packed"]
+    before = snapshot(above)
+    other = {name: torch.ones_like(it.detach().clone()) for name, it in above.state_dict().items()}
+    for model, state in (
+        (above, other),
+        (plain, {name.removeprefix("packed."): it for name, it in other.items() if "packed." in name}),
+    ):
+        with pytest.raises(PackedWeight, match=r"`embed\.weight`.*nothing was loaded.*unpack_module"):
+            model.load_state_dict(state, assign=assign)
+        assert unchanged(above, before)
+    layer = above["packed"].blocks[0].up
+    with pytest.raises(PackedWeight, match=r"`blocks\.0\.up\.weight`.*nothing was loaded"):
+        layer.load_state_dict({"weight": torch.ones(192, 64), "bias": torch.ones(192)}, assign=assign)
+    assert unchanged(above, before)
+
+
+def test_a_packed_weight_that_is_not_alike_is_refused_before_any_is_loaded(above: Any) -> None:
+    before = snapshot(above)
+    other = pack_tensor(torch.randn(64, 64).bfloat16(), "other")
+    assert other is not None
+    state = {name: torch.zeros_like(it.detach().clone()) for name, it in above.state_dict().items()}
+    state["packed.embed.weight"] = PackedParameter(other)
+    with pytest.raises(InvalidInput, match="packed alike"):
+        above.load_state_dict(state)
+    assert unchanged(above, before)
+
+
+def test_a_state_dict_that_hooks_change_is_theirs(pair: tuple[Model, Model]) -> None:
+    """As those that rename what older versions of a model had."""
+    plain, ours = pair
+    state = {name: it.detach() * 2 for name, it in plain.state_dict().items()}
+
+    def halve(module: Any, state_dict: Any, *_: Any) -> None:
+        for name in list(state_dict):
+            state_dict[name] = state_dict[name] / 2
+
+    ours.register_load_state_dict_pre_hook(halve)
+    ours.load_state_dict(state)
+    assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_models_that_hold_nothing_packed_load_and_move_as_ever() -> None:
+    pack_module(nn.Linear(64, 64), min_bytes=0)  # from here on, models ask
+    model = nn.Linear(3, 3)
+    state = {name: torch.ones_like(it) for name, it in model.state_dict().items()}
+    assert not model.load_state_dict(state, strict=False).missing_keys
+    assert copy.deepcopy(model).double().weight.dtype is torch.float64
+    assert_same_bits(model.weight.detach(), torch.ones(3, 3))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.nn.utils.weight_norm`:FutureWarning", "ignore:`?torch.jit:DeprecationWarning"
+)
+@pytest.mark.parametrize(
+    "work",
+    [
+        nn.utils.weight_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.spectral_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
+        lambda layer: prune.identity(layer, "weight"),
+        lambda layer: prune.custom_from_mask(layer, "weight", torch.ones(64, 64)),
+        lambda layer: prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, amount=0.2),
+        torch.jit.script,
+        lambda layer: torch.jit.script(nn.Sequential(layer)),
+    ],
+)
+def test_a_layer_that_refuses_is_as_it_was(work: Any) -> None:
+    plain = nn.Linear(64, 64).bfloat16().float()
+    layer = pack_module(copy.deepcopy(plain), min_bytes=0)
+    attributes, hooks = set(layer.__dict__), len(layer._forward_pre_hooks)
+    with pytest.raises(PackedWeight, match=r"`weight`.*packed.*unpack_module"):
+        work(layer)
+    assert list(layer._parameters) == ["weight", "bias"]
+    assert not layer._buffers
+    assert len(layer._forward_pre_hooks) == hooks
+    assert set(layer.__dict__) == attributes
+    x = torch.randn(3, 64)
+    assert_same_bits(layer(x), plain(x))
+    layer.register_parameter("weight_scale", nn.Parameter(torch.ones(1)))  # somebody else's
+    assert_same_bits(unpack_module(layer)(x), plain(x))
+
+
+def test_unpacking_keeps_ties(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    with pytest.raises(PackedWeight, match=r"`embed\.weight` is tied.*holds both"):
+        unpack_module(ours.head)
+    assert ours.head.weight is ours.embed.weight
+    assert isinstance(ours.head.weight, PackedParameter)
+    assert_same_bits(ours(IDS), plain(IDS))
+    unpack_module(ours.blocks)  # those that are tied to nothing
+    unpack_module(ours)
+    assert ours.head.weight is ours.embed.weight
+    layer = pack_module(copy.deepcopy(plain), min_bytes=0).head
+    unpack_module(layer)  # the other one is gone
+    assert type(layer.weight) is nn.Parameter

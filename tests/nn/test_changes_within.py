@@ -1,0 +1,140 @@
+"""Weights that a forward pass changes, or a hook in it: a change would be lost in silence, and is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from support.models import assert_same_bits
+from support.small import IDS, Block, Model, torch
+from torch import nn
+from torch.nn import functional
+
+from tpde.errors import PackedWeight
+from tpde.nn import pack_module
+
+
+def _set(weight: Any, name: str, value: Any) -> None:
+    setattr(weight, name, value)
+
+
+CHANGES = {
+    "mul_": lambda weight: weight.mul_(2),
+    "+=": lambda weight: weight.__iadd__(1),
+    "/=": lambda weight: weight.__itruediv__(2),
+    "[]": lambda weight: weight.__setitem__(0, 1.0),
+    "data =": lambda weight: _set(weight, "data", weight.detach() * 2),
+    "data.mul_": lambda weight: weight.data.mul_(2),
+    "data[]": lambda weight: weight.data[0].zero_(),
+    "init": nn.init.zeros_,
+    "detach": lambda weight: weight.detach().mul_(2),
+    "view": lambda weight: weight.t()[3].zero_(),
+    "out": lambda weight: torch.mul(torch.ones(192, 64).bfloat16(), 2, out=weight.detach()),
+    "function": lambda weight: functional.relu(weight.detach(), inplace=True),
+    "foreach": lambda weight: torch._foreach_mul_([weight.detach()], 2.0),
+}
+
+
+class Changes(Block):
+    """Calls something with its weight before it computes."""
+
+    change: Any = staticmethod(lambda weight: None)
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            self.change(self.up.weight)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_are_refused_by_name(name: str, trained: bool) -> None:
+    torch.manual_seed(0)
+    plain = Model(block=Changes).to(torch.bfloat16).requires_grad_(trained)
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    ours.blocks[1].change = CHANGES[name]
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients), pytest.raises(PackedWeight, match=r"`blocks\.1\.up\.weight`"):
+            ours(IDS)
+    del ours.blocks[1].change
+    for _ in range(2):
+        assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_a_layer_alone(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    layer = ours.blocks[0].up
+    hook = layer.register_forward_pre_hook(lambda it, _: it.weight.detach().mul_(2))
+    x = torch.randn(2, 64).bfloat16()
+    conv = nn.Conv1d(64, 64, 3).bfloat16()
+    packed = pack_module(copy.deepcopy(conv), min_bytes=0)
+    with torch.no_grad():
+        # Hooks of a layer that is called alone get the packed weight: a change of its copy is refused there.
+        with pytest.raises(PackedWeight, match=r"blocks\.0\.up\.weight"):
+            layer(x)
+        hook.remove()
+        assert_same_bits(layer(x), plain.blocks[0].up(x))
+    assert_same_bits(packed(torch.ones(1, 64, 9).bfloat16()), conv(torch.ones(1, 64, 9).bfloat16()))
+
+
+def test_a_weight_of_another_block() -> None:
+    class Reaches(Block):
+        def forward(self, x: Any) -> Any:
+            if "other" in self.__dict__:
+                self.__dict__["other"].up.weight.mul_(2)
+            return super().forward(x)
+
+    ours = pack_module(Model(block=Reaches).to(torch.bfloat16), min_bytes=0)
+    ours.blocks[0].__dict__["other"] = ours.blocks[1]
+    with torch.no_grad(), pytest.raises(PackedWeight, match=r"`blocks\.1\.up\.weight`"):
+        ours(IDS)
+
+
+def test_what_is_read_is_ordinary(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    found: list[Any] = []
+
+    def look(layer: Any, *_: Any) -> None:
+        weight = layer.weight
+        assert not torch.overrides.has_torch_function((weight,))
+        found.extend([copy.deepcopy(weight.detach()), pickle.loads(pickle.dumps(weight.detach()))])
+        found.extend([weight * 1, weight.clone(), weight.data.clone(), weight.t().contiguous().t()])
+
+    ours.blocks[0].up.register_forward_pre_hook(look)
+    with torch.no_grad():
+        ours(IDS)
+    weight = plain.blocks[0].up.weight.detach()
+    for it in found:
+        assert type(it) is torch.Tensor
+        assert_same_bits(it.contiguous(), weight)
+        it.zero_()
+    with torch.no_grad():
+        assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_arrays_are_read_only() -> None:
+    class Array(Block):
+        def forward(self, x: Any) -> Any:
+            self.up.weight.numpy(force=True)[0] = 1
+            return super().forward(x)
+
+    ours = pack_module(Model(block=Array).bfloat16().float(), min_bytes=0)
+    with pytest.raises(ValueError, match="read-only"):
+        ours(IDS)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_functions_take_weights() -> None:
+    class Compiled(Block):
+        def forward(self, x: Any) -> Any:
+            return torch.compile(functional.linear, backend="eager")(self.norm(x), self.up.weight)
+
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Compiled(64)]).to(torch.bfloat16)
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    x = torch.randn(3, 64).bfloat16()
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            assert_same_bits(ours[0](x), plain[0](x))
