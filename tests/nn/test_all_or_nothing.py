@@ -28,9 +28,10 @@ def unchanged(model: Any, before: list[Any]) -> bool:
 
 
 @pytest.fixture
-def above(pair: tuple[Model, Model]) -> Any:
-    """A model of which the last part is packed; nobody told it."""
-    return nn.ModuleDict({"first": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3), "packed": pair[1]})
+def whole(pair: tuple[Model, Model]) -> Any:
+    """A model of which the last part is packed."""
+    parts = {"first": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3), "packed": copy.deepcopy(pair[0])}
+    return pack_module(nn.ModuleDict(parts), min_bytes=256)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +43,12 @@ def above(pair: tuple[Model, Model]) -> Any:
         lambda it: it.to_empty(device="cpu"),
     ],
 )
-def test_moves_above_what_is_packed(move: Any, above: Any) -> None:
-    before = snapshot(above)
+def test_moves(move: Any, whole: Any) -> None:
+    before = snapshot(whole)
     with pytest.raises(PackedWeight, match=r"packed.*unpack_module"):
-        move(above)
-    assert unchanged(above, before)
-    above["packed"] = nn.Identity()
-    move(above)  # others are asked nothing
+        move(whole)
+    assert unchanged(whole, before)
+    move(unpack_module(whole))
 
 
 def test_a_layer_refuses_for_itself(pair: tuple[Model, Model]) -> None:
@@ -60,32 +60,27 @@ def test_a_layer_refuses_for_itself(pair: tuple[Model, Model]) -> None:
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_other_values_are_refused_before_any_is_loaded(assign: bool, above: Any) -> None:
-    plain = above["packed"]
-    before = snapshot(above)
-    other = {name: torch.ones_like(it.detach().clone()) for name, it in above.state_dict().items()}
-    for model, state in (
-        (above, other),
-        (plain, {name.removeprefix("packed."): it for name, it in other.items() if "packed." in name}),
-    ):
-        with pytest.raises(PackedWeight, match=r"`embed\.weight`.*nothing was loaded.*unpack_module"):
-            model.load_state_dict(state, assign=assign)
-        assert unchanged(above, before)
-    layer = above["packed"].blocks[0].up
-    with pytest.raises(PackedWeight, match=r"`blocks\.0\.up\.weight`.*nothing was loaded"):
+def test_other_values_are_refused_before_any_is_loaded(assign: bool, whole: Any) -> None:
+    before = snapshot(whole)
+    other = {name: torch.ones_like(it.detach().clone()) for name, it in whole.state_dict().items()}
+    with pytest.raises(PackedWeight, match=r"`packed\.embed\.weight`.*nothing was loaded.*unpack_module"):
+        whole.load_state_dict(other, assign=assign)
+    assert unchanged(whole, before)
+    layer = whole["packed"].blocks[0].up
+    with pytest.raises(PackedWeight, match=r"`packed\.blocks\.0\.up\.weight`.*nothing was loaded"):
         layer.load_state_dict({"weight": torch.ones(192, 64), "bias": torch.ones(192)}, assign=assign)
-    assert unchanged(above, before)
+    assert unchanged(whole, before)
 
 
-def test_a_packed_weight_that_is_not_alike_is_refused_before_any_is_loaded(above: Any) -> None:
-    before = snapshot(above)
+def test_a_packed_weight_that_is_not_alike_is_refused_before_any_is_loaded(whole: Any) -> None:
+    before = snapshot(whole)
     other = pack_tensor(torch.randn(64, 64).bfloat16(), "other")
     assert other is not None
-    state = {name: torch.zeros_like(it.detach().clone()) for name, it in above.state_dict().items()}
+    state = {name: torch.zeros_like(it.detach().clone()) for name, it in whole.state_dict().items()}
     state["packed.embed.weight"] = PackedParameter(other)
     with pytest.raises(InvalidInput, match="packed alike"):
-        above.load_state_dict(state)
-    assert unchanged(above, before)
+        whole.load_state_dict(state)
+    assert unchanged(whole, before)
 
 
 def test_a_state_dict_that_hooks_change_is_theirs(pair: tuple[Model, Model]) -> None:
@@ -102,13 +97,10 @@ def test_a_state_dict_that_hooks_change_is_theirs(pair: tuple[Model, Model]) -> 
     assert_same_bits(ours(IDS), plain(IDS))
 
 
-def test_models_that_hold_nothing_packed_load_and_move_as_ever() -> None:
-    pack_module(nn.Linear(64, 64), min_bytes=0)  # from here on, models ask
-    model = nn.Linear(3, 3)
-    state = {name: torch.ones_like(it) for name, it in model.state_dict().items()}
-    assert not model.load_state_dict(state, strict=False).missing_keys
-    assert copy.deepcopy(model).double().weight.dtype is torch.float64
-    assert_same_bits(model.weight.detach(), torch.ones(3, 3))
+def test_models_that_hold_nothing_packed_are_asked_nothing() -> None:
+    before = nn.Module._apply, nn.Module.load_state_dict
+    pack_module(nn.Sequential(nn.Linear(64, 64)), min_bytes=0)
+    assert (nn.Module._apply, nn.Module.load_state_dict) == before
 
 
 @pytest.mark.filterwarnings(

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from tpde.errors import PackedWeight, TpdeError
 from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
-from tpde.nn.moving import ask_first
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
 from tpde.weights.frozen import CONTIGUOUS
@@ -279,8 +278,15 @@ class PackedModule(_Base):
                     hint="call `tpde.unpack_module(model)` first, load, and pack again",
                 )
 
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """As before, if it has no other values for packed weights."""
+        if not self._load_state_dict_pre_hooks:  # which may make another one of it
+            self.tpde_check_state(state_dict, "")
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move. Blobs move once for all modules that share them; `tpde.nn.moving` has asked them all."""
+        """Move. Blobs move once for all modules that share them."""
+        self.tpde_check(fn)
         formats = {slot: self._tpde_format(slot, fn) for slot in self.tpde_slots.values()}
         with self._without_packed():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -451,7 +457,6 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
         bases = (PackedLinear, base)
     elif gathers(base):
         bases = (PackedModule, PackedEmbedding) if base is nn.Embedding else (*bases, PackedEmbedding)
-    ask_first(PackedModule)
     members = {name: _weight(name) for name in names} | {"tpde_base": base, "__module__": __name__}
     return type(f"Packed{base.__name__}", bases, members)
 

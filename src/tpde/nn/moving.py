@@ -1,85 +1,82 @@
-"""Moving models, and loading state dicts into them: of packed weights in them all agree, or nothing is done.
+"""Moving a packed model, and loading into it: all packed weights in it agree, or nothing is done.
 
-PyTorch does both to one module after the other, and what the last one refuses would be half done. Which
-module a user calls is not known before: a model, one that holds it, or a layer. So `nn.Module`'s own two
-methods, by which all others go, ask the packed modules in it first. Models that have none are not changed by
-that, in what is done or how.
+PyTorch does both to one module after the other, and what the last one refuses would be half done. So the two
+methods of the model that was packed ask all of its packed modules first. A model that somebody puts around it
+is refused as well, by then with what it moved before.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
-
-class Asked(Protocol):
-    """A packed module."""
-
-    def tpde_check(self, fn: Any) -> None:
-        """Raise what applying a function to the weights would."""
-
-    def tpde_check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Raise what loading a state dict would."""
+from tpde.nn.modules import PackedModule
+from tpde.nn.owner import Owned, Owner
 
 
-_asked = threading.local()  # for what all were asked
+def _ask_to_apply(model: nn.Module, fn: Any, recurse: bool = True) -> None:
+    for module in model.modules() if recurse else (model,):
+        if isinstance(module, PackedModule):
+            module.tpde_check(fn)
 
 
-@contextmanager
-def _asking(what: str, ask: Callable[[], None]) -> Iterator[None]:
-    """Ask, but in the course of what was asked for."""
-    if getattr(_asked, what, False):
-        yield
-        return
-    ask()
-    setattr(_asked, what, True)
-    try:
-        yield
-    finally:
-        setattr(_asked, what, False)
+def _ask_to_load(model: nn.Module, state_dict: Any, *_: Any, **__: Any) -> None:
+    def ask(module: nn.Module, prefix: str) -> None:
+        if module._load_state_dict_pre_hooks:  # which may make another one of it
+            return
+        if isinstance(module, PackedModule):
+            module.tpde_check_state(state_dict, prefix)
+        for name, child in module._modules.items():
+            if child is not None:
+                ask(child, f"{prefix}{name}.")
+
+    ask(model, "")
 
 
-def ask_first(kind: type[nn.Module]) -> None:
-    """Have all models ask those modules in them that are of a class: once for each process.
+_ASK: dict[str, Callable[..., None]] = {"_apply": _ask_to_apply, "load_state_dict": _ask_to_load}
+
+
+class AskedFirst(Owned):
+    """A method of a model, in the model's own attributes, before which all packed modules in it are asked.
 
     Parameters
     ----------
-    kind : type
-        Modules that have the methods of `Asked`.
+    method : str
+        `_apply`, by which all moves and casts go, or `load_state_dict`.
+    owner : Owner
+        The model.
     """
-    apply: Any = nn.Module._apply
-    load: Any = nn.Module.load_state_dict
-    if hasattr(apply, "tpde_asks"):
-        return
 
-    @functools.wraps(apply)
-    def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
-        def ask() -> None:
-            for module in self.modules() if recurse else (self,):
-                if isinstance(module, kind):
-                    cast(Asked, module).tpde_check(fn)
+    def __init__(self, method: str, owner: Owner) -> None:
+        self._method, self._owner = method, owner
 
-        with _asking("move", ask):
-            return apply(self, fn, recurse)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the method does.
 
-    @functools.wraps(load)
-    def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        def ask(module: nn.Module, prefix: str) -> None:
-            if module._load_state_dict_pre_hooks:  # which may make another one of it
-                return
-            if isinstance(module, kind):
-                cast(Asked, module).tpde_check_state(state_dict, prefix)
-            for name, child in module._modules.items():
-                if child is not None:
-                    ask(child, f"{prefix}{name}.")
+        Raises
+        ------
+        PackedWeight, InvalidInput
+            If a packed weight cannot be so; then nothing is changed.
+        """
+        model = self._owner()
+        _ASK[self._method](model, *args, **kwargs)
+        return getattr(type(model), self._method)(model, *args, **kwargs)
 
-        with _asking("load", lambda: ask(self, "")):
-            return load(self, state_dict, *args, **kwargs)
+    def for_copy(self, owner: Owner) -> AskedFirst:
+        """See `Owned`."""
+        return AskedFirst(self._method, owner)
 
-    _apply.tpde_asks = True  # type: ignore[attr-defined]
-    nn.Module._apply, nn.Module.load_state_dict = _apply, load_state_dict  # type: ignore[method-assign]
+
+def ask_first(model: nn.Module) -> None:
+    """Have a packed model ask: see `AskedFirst`."""
+    for method in _ASK:
+        model.__dict__[method] = AskedFirst(method, Owner(model))
+
+
+def ask_no_more(module: nn.Module) -> None:
+    """Undo `ask_first`, if it was done to a module."""
+    for method in _ASK:
+        if isinstance(module.__dict__.get(method), AskedFirst):
+            del module.__dict__[method]

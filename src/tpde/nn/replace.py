@@ -11,6 +11,7 @@ from torch import nn
 from tpde.errors import InvalidInput
 from tpde.nn.group import Group, Pool
 from tpde.nn.modules import CONVOLUTIONS, PackedEmbedding, PackedModule, is_conv1d, packed_class
+from tpde.nn.moving import ask_first, ask_no_more
 from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
@@ -147,6 +148,8 @@ def finish(model: nn.Module) -> nn.Module:
         If blobs are on a GPU that cannot decode them.
     """
     ungroup(model)
+    ask_first(model)
+    model.__dict__["__reduce_ex__"] = CopiedModule(Owner(model))
     pool = Pool()
     members: dict[str, list[Slot]] = {}
     blocks: dict[str, str] = {}
@@ -196,10 +199,11 @@ def ungroup(model: nn.Module) -> None:
     """Undo what `finish` did."""
     for module in model.modules():
         module.__dict__.pop("tpde_own_group", None)
+        ask_no_more(module)
+        if isinstance(module.__dict__.get("__reduce_ex__"), CopiedModule):
+            del module.__dict__["__reduce_ex__"]
         if "tpde_forward" in module.__dict__:
             ours: BlockForward = module.__dict__.pop("tpde_forward")
-            if isinstance(module.__dict__.get("__reduce_ex__"), CopiedModule):
-                del module.__dict__["__reduce_ex__"]
             ours.group = None  # whoever put something in its place may go on calling it
             if module.__dict__.get("forward") is ours:
                 del module.__dict__["forward"]
