@@ -242,6 +242,19 @@ def test_a_layer_larger_than_the_device():
     assert made.seconds < 1.1 * made.work.copied / RATES.copy
 
 
+def test_what_a_tile_gives_has_room():
+    """As many columns of the output as the workspace holds rows, of all tokens."""
+    head = [dataclasses.replace(unit("head", 1002, tile=16 * MIB), row=8192)]
+    needs = Demand(0, 0, 502 * MIB, 128 * MIB, column=2048 * 2)
+    made = make_plan(head, needs, 1024 * MIB, None, RATES, calls=1)
+    assert made.tiled == ("head",)
+    assert made.parts["tiles"] == made.workspace // 2
+    assert made.used <= 1024 * MIB
+    whole = make_plan(head, needs, 4096 * MIB, None, RATES, calls=1)
+    assert not whole.tiled
+    assert whole.parts["tiles"] == 0
+
+
 def test_page_tables_of_host_memory():
     """8 bytes for each 4 KiB that is locked: of this device's units, and of what other devices may have."""
     needs = Demand(0, 0, 4 * MIB, 128 * MIB, elsewhere=60 << 30)

@@ -28,6 +28,7 @@ _PARTS = {
     "activations": "activations",
     "fixed": "kernels and libraries",
     "workspace": "workspace, to decode to",
+    "tiles": "what a tile of a weight gives",
     "ring": "ring, to copy to",
     "kept": "packed weights copied once",
     "experts": "cache of packed experts, at least",

@@ -54,9 +54,9 @@ class StreamPlan:
         Bytes of units in page-locked host memory.
     parts : mapping of str to int
         What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`;
-        `ring`, `kept` (parts of streamed units that are copied once) and `experts`, if units are streamed;
-        `pages`, tables of the driver for host memory that is page-locked; `index`, of streamed units;
-        `packed` and `decoded`, of the units on the device.
+        `tiles` (what multiplying by a part of a weight gives); `ring`, `kept` (parts of streamed units that
+        are copied once) and `experts`, if units are streamed; `pages`, tables of the driver for host memory
+        that is page-locked; `index`, of streamed units; `packed` and `decoded`, of the units on the device.
     vram, ram : int
         The budgets; `ram` is None if there is none.
     work : Work
@@ -126,6 +126,11 @@ class _Layout(NamedTuple):
         parts = _parts(self, demand)
         loading = demand.plain + demand.fixed + parts["pages"] + self.tally.maps + self.tally.loading
         return max(sum(parts.values()), loading)
+
+    def products(self, column: int) -> int:
+        """Bytes of what the largest tile gives, by those of one output."""
+        rows = (self.workspace // unit.row for unit in self.tally.decoded[: self.tiled] if unit.row)
+        return round_up(max(rows, default=0) * column)
 
 
 def _workspaces(units: Sequence[Unit], tiled: int) -> list[int]:
@@ -286,6 +291,7 @@ def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
         "activations": demand.activations,
         "fixed": demand.fixed,
         "workspace": layout.workspace,
+        "tiles": layout.products(demand.column),
         "ring": layout.slots * layout.piece,
         "kept": kept,
         "experts": demand.experts if layout.slots else 0,
@@ -329,6 +335,7 @@ _WHAT = {
     "activations": "of activations",
     "fixed": "of kernels and libraries",
     "workspace": "to decode to",
+    "tiles": "of what a tile of a weight gives",
     "ring": "to copy to",
     "kept": "of packed weights that are copied once",
     "experts": "of packed experts",

@@ -35,6 +35,8 @@ class Unit:
         The least room that its weights can be used in row by row, if they do not fit whole; 0 if they cannot.
     resident : bool
         It must be on the device, since nothing can decode it in pieces.
+    row : int
+        Bytes of a row of its weight, if it can be used row by row.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Unit:
     rows: bool = False
     tile: int = 0
     resident: bool = False
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Demand:
     elsewhere : int
         Not of this device: packed weights of others. What of them is in page-locked host memory is mapped
         for all devices, and each has page tables for it.
+    column : int
+        Of one output of a layer, for all tokens: what a tile of a weight gives is there beside all outputs.
     argument : str
         What the user may pass less of, so that cache and activations are smaller; for messages.
     """
@@ -75,6 +80,7 @@ class Demand:
     fixed: int
     experts: int = 0
     elsewhere: int = 0
+    column: int = 0
     argument: str = "`max_tokens`"
 
     @property

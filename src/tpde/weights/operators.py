@@ -171,14 +171,10 @@ register_autograd("tpde::linear", _linear_backward, setup_context=_keep, lib=_li
 @_operator("tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool cast) -> Tensor")
 def tiled_linear(x: Tensor, bias: Tensor | None, key: int, width: int, cast: bool) -> Tensor:
     """Multiply by a packed weight, tile by tile."""
-    out = None
+    out = x.new_empty((*x.shape[:-1], width))
     for begin, end, tile in _unit(key).tiles():
         rows = tile.to(x.dtype) if cast else tile
-        part = torch.nn.functional.linear(x, rows, None if bias is None else bias[begin:end])
-        if out is None:
-            out = part.new_empty((*x.shape[:-1], width))
-        out[..., begin:end] = part
-    assert out is not None
+        out[..., begin:end] = torch.nn.functional.linear(x, rows, None if bias is None else bias[begin:end])
     return out
 
 

@@ -99,7 +99,7 @@ def _unit(model: Any, runs: Mapping[str, Run[Stored]], unit: str, names: Sequenc
         index=EXPERT_BYTES * experts
         + sum(align(RECORD_BYTES * it.chunks, ALIGN) + TABLES_BYTES + DESCRIPTOR_BYTES for it in headers),
         rows=all(_is_rows(model, it) for it in users),
-        tile=_tile(model, users),
+        **_tile(model, users),
         resident=any(codec_of(it).stays for it in headers),
     )
 
@@ -119,11 +119,12 @@ def _header(stored: Stored) -> BlobHeader:
         raise error.of_tensor(stored.name) from None
 
 
-def _tile(model: Any, names: Sequence[str]) -> int:
-    """The least room for tiles of the rows of a linear layer; 0 for anything else."""
+def _tile(model: Any, names: Sequence[str]) -> dict[str, int]:
+    """Of a linear layer, the least room for tiles of its rows, and bytes of a row; nothing of others."""
     path, _, leaf = names[0].rpartition(".")
     module = model.get_submodule(path)
     if len(names) > 1 or not isinstance(module, nn.Linear) or block_path(model, path) is not None:
-        return 0
+        return {}
     size = getattr(module, leaf).element_size()
-    return align(max(TILE_BYTES, least_tile_bytes(module.in_features, size, MAX_PREFIX_CHUNK_WORDS)), ALIGN)
+    least = max(TILE_BYTES, least_tile_bytes(module.in_features, size, MAX_PREFIX_CHUNK_WORDS))
+    return {"tile": align(least, ALIGN), "row": module.in_features * size}

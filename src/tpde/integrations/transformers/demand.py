@@ -49,6 +49,7 @@ def demand_of(
         cache=cache_bytes(model, max_tokens, dtype.itemsize, only) + state_bytes(model, max_batch, only),
         activations=activations.bytes(max_tokens, max_batch),
         fixed=FIXED_BYTES,
+        column=max_tokens * dtype.itemsize,
         argument="`max_tokens` or `max_batch`" if by_sequences else "`max_tokens`",
     )
 
