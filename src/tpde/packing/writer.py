@@ -72,6 +72,8 @@ class PackedWriter:
         Which codec to use where a tensor shrinks at all.
     force : bool
         Replace an existing file.
+    mode : int, optional
+        The file's permission bits. By default those of the file that it replaces, or of a new file.
 
     Examples
     --------
@@ -91,6 +93,7 @@ class PackedWriter:
         threads: int | None = None,
         codec: CodecName = "auto",
         force: bool = False,
+        mode: int | None = None,
     ) -> None:
         self._specs = dict(tensors)
         self._metadata = dict(metadata or {})
@@ -130,8 +133,10 @@ class PackedWriter:
             )
         # One thread may do everything; with more, hashing and writing go on beside encoding.
         self._background = ThreadPoolExecutor(1, "tpde") if self._threads > 1 else None
-        self._sink = (
-            FileSink(destination, force=force) if isinstance(destination, (str, os.PathLike)) else destination
+        self._sink: Sink = (
+            FileSink(destination, force=force, mode=mode)
+            if isinstance(destination, (str, os.PathLike))
+            else destination
         )
 
     def _reserve(self, total: int) -> int:
@@ -249,13 +254,20 @@ class PackedWriter:
         self._at = padded
 
     def close(self) -> None:
-        """Complete the file.
+        """Complete the file. Where that fails, nothing of it is left.
 
         Raises
         ------
         ValueError
             If a tensor is missing or incomplete.
         """
+        try:
+            self._complete()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _complete(self) -> None:
         for name, spec in self._specs.items():
             if name not in self._done and not spec.nbytes and self._now is None:
                 self._end(name, self._begin(name))
@@ -273,8 +285,10 @@ class PackedWriter:
 
     def abort(self) -> None:
         """Leave no trace of the file."""
-        self._stop()
-        self._sink.abort()
+        try:
+            self._stop()
+        finally:
+            self._sink.abort()
 
     def _stop(self) -> None:
         if self._background is not None:
@@ -290,11 +304,7 @@ class PackedWriter:
         trace: TracebackType | None,
     ) -> None:
         if kind is None:
-            try:
-                self.close()
-            except BaseException:
-                self.abort()
-                raise
+            self.close()
         else:
             self.abort()
 
