@@ -73,10 +73,11 @@ def rename_new(old: Path, new: Path) -> None:
     try:
         os.link(old, new, follow_symlinks=False)
     except FileExistsError:
-        raise exists from None
+        if not os.path.samestat(os.lstat(old), os.lstat(new)):  # else this was interrupted before
+            raise exists from None
     except OSError:
         if os.path.lexists(new):
             raise exists from None
         os.rename(old, new)
-    else:
-        os.unlink(old)
+        return
+    os.unlink(old)

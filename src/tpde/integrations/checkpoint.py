@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -17,7 +18,9 @@ from tpde.format.source import Extent
 from tpde.frameworks import to_torch, torch_dtype
 from tpde.integrations.reading import read_extents
 from tpde.memory import allocate
+from tpde.packing.names import PICKLES
 from tpde.packing.reader import PackedFile
+from tpde.packing.weights import MAKE_PLAIN
 from tpde.weights.resident import Resident
 from tpde.weights.source import Source, decoder
 
@@ -125,7 +128,7 @@ class Checkpoint:
         except NotSafetensors as error:
             raise NotPacked(
                 error.message,
-                hint="models run from packed safetensors files, pack it with `tpde pack` first",
+                hint=MAKE_PLAIN if Path(path).suffix in PICKLES else "fetch it again",
                 where=error.where,
             ) from None
         self._files.append(file)

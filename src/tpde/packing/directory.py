@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpde.codec.plan import CodecName
-from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, InvalidInput, TpdeError, Truncated
+from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, TpdeError, Truncated
 from tpde.format.constants import MANIFEST, SUFFIX, VERSION
 from tpde.packing.copies import (
     Unchanged,
@@ -34,7 +34,7 @@ from tpde.packing.weights import (
     choose,
     is_packed,
     packed_names,
-    packing_configs,
+    refuse_packed,
 )
 
 
@@ -87,34 +87,6 @@ def _names_packing(name: str, weights: Collection[str]) -> bool:
     return is_config(name) and (not folder or any(folder_of(it) == folder for it in weights))
 
 
-def _already_packed(source: Path) -> AlreadyPacked:
-    return AlreadyPacked(
-        f"`{source}` is packed already", hint="unpack it with `tpde unpack`", where=str(source)
-    )
-
-
-def refuse_packed(tree: Tree, weights: Weights) -> None:
-    """Refuse a directory that is packed, or says that it is.
-
-    Raises
-    ------
-    AlreadyPacked
-        If it is.
-    InvalidInput
-        If it says so, and its weights are plain.
-    """
-    configs = packing_configs(tree)
-    if not configs:
-        return
-    if any(is_packed(tree.root / name) for name in weights.files if name.endswith(SAFETENSORS)):
-        raise _already_packed(tree.root)
-    raise InvalidInput(
-        f"`{tree.root / configs[0]}` says that the weights are packed, but they are plain",
-        hint="make a plain model of it with `tpde unpack`, and pack that",
-        where=str(tree.root / configs[0]),
-    )
-
-
 class _Packing:
     """A directory on its way into another."""
 
@@ -131,8 +103,6 @@ class _Packing:
         try:
             digits = sha256_of_tensors(opened.header, opened.read)
             result = pack_opened(opened, source, self.folder / made, force=False, **options)
-        except AlreadyPacked:
-            raise _already_packed(self.tree.root) from None
         finally:
             opened.close()
         unchanged.require()
@@ -189,7 +159,9 @@ def pack_directory(
 ) -> tuple[list[Result], tuple[LeftOut, ...]]:
     """Pack a model directory; returns a result for each of its weight files, and what was not taken."""
     if is_packed_directory(source):
-        raise _already_packed(source)
+        raise AlreadyPacked(
+            f"`{source}` is packed already", hint="unpack it with `tpde unpack`", where=str(source)
+        )
     refuse_nested(source, destination)
     tree = walk(source, exclude)
     weights = choose(tree)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from tpde.errors import Corrupt, InvalidInput, UnsupportedVersion, printable
+from tpde.errors import Corrupt, InvalidInput, NotPacked, UnsupportedVersion, printable
 from tpde.format.constants import MANIFEST, VERSION
 from tpde.packing.documents import is_inside, is_text, parse_json, read_document
 from tpde.packing.names import may_change
@@ -53,6 +53,10 @@ def is_packed_directory(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def _no_manifest(folder: Path) -> NotPacked:
+    return not_packed(folder, f"`{folder}` is not a packed model directory, it has no `{MANIFEST}`")
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a packed directory.
 
@@ -65,9 +69,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise not_packed(folder) from None
+        raise _no_manifest(folder) from None
     if not stat.S_ISREG(mode):  # a pipe would be waited for
-        raise not_packed(folder)
+        raise _no_manifest(folder)
     try:
         value = parse_json(read_document(path), path, unique=True)
     except InvalidInput as error:

@@ -12,8 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from tpde.errors import InvalidInput, MissingShard, NotPacked, TpdeError, printable
-from tpde.format.constants import MANIFEST
+from tpde.errors import AlreadyPacked, InvalidInput, MissingShard, NotPacked, TpdeError, printable
 from tpde.packing.documents import json_object, read_modules
 from tpde.packing.names import PICKLES, SAFETENSORS, folder_of, is_config, last_of, safetensors_name
 from tpde.packing.reader import PackedFile
@@ -21,6 +20,7 @@ from tpde.packing.shards import ShardIndex, is_index, read_index
 from tpde.packing.tree import Tree, follow, walk
 
 ADAPTER_CONFIG = "adapter_config.json"
+MAKE_PLAIN = "make a plain model of it with `tpde unpack`, and pack that"
 _ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)[^/]*\.safetensors")
 
 
@@ -161,12 +161,12 @@ def check_shards(tree: Tree) -> list[str]:
     MissingShard
         If an index names a file that is not there.
     InvalidInput
-        If there are none, or an index is none.
+        If an index is none, or there is neither a file nor a configuration that says that weights are packed.
     """
     for name in _index_names(tree):
         _index(tree, name)
     files = [name for name in tree.files if name.endswith(SAFETENSORS)]
-    if not files:
+    if not files and not packing_configs(tree):
         raise _nothing(tree, ())
     return files
 
@@ -203,11 +203,45 @@ def packing_configs(tree: Tree) -> list[str]:
     return found
 
 
-def not_packed(folder: Path) -> NotPacked:
-    """The error for a directory that is not packed. It names `tpde pack` only where that would do."""
-    message = f"`{folder}` is not a packed model directory, it has no `{MANIFEST}`"
+def refuse_packed(tree: Tree, weights: Weights) -> None:
+    """Refuse a directory whose weights are packed, or that says so.
+
+    Raises
+    ------
+    AlreadyPacked
+        If they are.
+    InvalidInput
+        If it says so, and its weights are plain.
+    """
+    where = str(tree.root)
+    if any(is_packed(tree.root / name) for name in weights.files if name.endswith(SAFETENSORS)):
+        raise AlreadyPacked(f"`{where}` is packed already", hint="unpack it with `tpde unpack`", where=where)
+    configs = packing_configs(tree)
+    if configs:
+        raise InvalidInput(
+            f"`{tree.root / configs[0]}` says that the weights are packed, but they are plain",
+            hint=MAKE_PLAIN,
+            where=where,
+        )
+
+
+def not_packed(folder: Path, message: str, hint: str = "pack it with `tpde pack` first") -> NotPacked:
+    """The error for a directory that should be packed and is not, with a hint that works.
+
+    Parameters
+    ----------
+    folder : Path
+        The directory.
+    message : str
+        What is wrong.
+    hint : str
+        What to do if it can be packed. Else the error says why it cannot be, and what to do about that.
+    """
     try:
-        choose(walk(folder))
+        tree = walk(folder)
+        refuse_packed(tree, choose(tree))
+    except AlreadyPacked:
+        hint = MAKE_PLAIN
     except TpdeError as error:
         return NotPacked(f"{message}; {error.message}", hint=error.hint, where=str(folder))
-    return NotPacked(message, hint="pack it with `tpde pack` first", where=str(folder))
+    return NotPacked(message, hint=hint, where=str(folder))

@@ -35,6 +35,7 @@ from tpde.integrations.transformers.streamed import ModelStreaming
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.memory import require
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
+from tpde.packing.weights import MAKE_PLAIN
 from tpde.streaming.budget import Budget
 from tpde.weights.source import Source
 
@@ -191,7 +192,7 @@ class TpdeHfQuantizer(HfQuantizer):
                     raise NotPacked(
                         f"no tensor in `{os.path.dirname(self._files[0])}` is packed, though its "
                         "`config.json` says so",
-                        hint="pack the model with `tpde pack`",
+                        hint=MAKE_PLAIN,
                     )
                 self._plan = make_plan(self._model, self._checkpoint, weight_conversions, self._dtype)
                 if not isinstance(self._device_map, str):
