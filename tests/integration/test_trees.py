@@ -88,6 +88,7 @@ def test_links_that_stay_inside(model: Path) -> None:
         "sub/up.safetensors": "../again.safetensors",
         "folder": "sub",
         "through": "folder/notes",
+        "config": "config.json",
         "nowhere": "gone",
         "sub/root": "..",
         "loop": "loop",

@@ -48,7 +48,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def rename_new(old: Path, new: Path) -> None:
-    """Rename, and replace nothing.
+    """Rename, and replace nothing. If both are links to one file, `old` is removed.
 
     A file system with neither flags nor hard links leaves a moment between looking and renaming a file.
 
@@ -59,8 +59,17 @@ def rename_new(old: Path, new: Path) -> None:
     OSError
         If renaming failed.
     """
-    if _rename(old, new, _LINUX_NOREPLACE, _MACOS_EXCLUSIVE):
-        return
+    try:
+        if not _rename(old, new, _LINUX_NOREPLACE, _MACOS_EXCLUSIVE):
+            _rename_new(old, new)
+    except FileExistsError:
+        if stat.S_ISDIR(os.lstat(old).st_mode) or not os.path.samestat(os.lstat(old), os.lstat(new)):
+            raise
+        os.unlink(old)  # linked before: what is left of the renaming
+
+
+def _rename_new(old: Path, new: Path) -> None:
+    """The same without flags."""
     exists = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(new))
     if stat.S_ISDIR(os.lstat(old).st_mode):
         try:
@@ -73,11 +82,10 @@ def rename_new(old: Path, new: Path) -> None:
     try:
         os.link(old, new, follow_symlinks=False)
     except FileExistsError:
-        if not os.path.samestat(os.lstat(old), os.lstat(new)):  # else this was interrupted before
-            raise exists from None
-    except OSError:
+        raise exists from None
+    except OSError:  # a file system without links
         if os.path.lexists(new):
             raise exists from None
         os.rename(old, new)
-        return
-    os.unlink(old)
+    else:
+        os.unlink(old)

@@ -51,9 +51,9 @@ def safetensors_name(name: str) -> str | None:
     return f"{folder}/{made}" if folder else made
 
 
-def same_treatment(link: str, target: str) -> bool:
-    """Whether packing does the same to what has these names, so that one may stay a link to the other."""
+def may_stay_link(link: str, target: str) -> bool:
+    """Whether a link may go on leading to a file when both are packed: what its name asks for, that is done."""
     if safetensors_name(link) is not None or safetensors_name(target) is not None:
         return False  # the target gets another name
     kinds = (is_index, is_config, lambda it: it.endswith(SAFETENSORS))
-    return all(kind(link) == kind(target) for kind in kinds)
+    return all(kind(target) for kind in kinds if kind(link))

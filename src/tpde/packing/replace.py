@@ -25,6 +25,7 @@ from tpde.errors import InvalidDestination, printable
 from tpde.format.rename import exchange, rename_new
 from tpde.format.sink import exists_already, kind_of, sync_folder, unwritable
 from tpde.format.temporary import abandoned, clear_files, create, remove
+from tpde.packing.names import folder_of
 from tpde.packing.tree import HUB_CACHE
 
 log = logging.getLogger("tpde")
@@ -197,12 +198,36 @@ def _put(outer: Path, destination: Path, removable: Mapping[str, Identity], forc
         if not force:
             raise exists_already(destination) from None
         old = os.lstat(destination)
+        if stat.S_ISDIR(old.st_mode):
+            _adopt(destination, new, removable)
         _write_journal(outer, {"name": destination.name, "old": _identity(old)[0], "removable": removable})
         if not exchange(new, destination):
             os.rename(destination, outer / "old")
             rename_new(new, destination)
     sync_folder(destination.parent)
     sync_folder(outer)
+
+
+def _adopt(old: Path, new: Path, removable: Mapping[str, Identity]) -> None:
+    """Link what is not of the old model into the new folder, which then is complete as soon as it is there.
+
+    What cannot be linked is moved later.
+    """
+    folders = {"", *(name for name, info in _entries(new) if stat.S_ISDIR(info.st_mode))}
+    touched = set()
+    for name, info in _entries(old):
+        if name in removable or folder_of(name) not in folders or os.path.lexists(new / name):
+            continue
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(info.st_mode):
+                (new / name).mkdir()
+                (new / name).chmod(stat.S_IMODE(info.st_mode) | _OWNER)
+                folders.add(name)
+            else:
+                os.link(old / name, new / name, follow_symlinks=False)
+            touched |= {folder_of(name), name} & folders
+    for it in touched:
+        sync_folder(new / it)
 
 
 def _write_journal(outer: Path, value: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from tpde.errors import InvalidInput, printable
 from tpde.format.sink import kind_of
-from tpde.packing.names import same_treatment
+from tpde.packing.names import may_stay_link
 
 HUB_CACHE = ".cache"  # below a folder that `huggingface_hub` downloaded: its own notes
 MAX_LINKS = 40  # in a row; as Linux follows
@@ -176,13 +176,13 @@ class _Walk:
         for name in found:
             end = follow(name, inside)
             there = os.path.lexists(self.root / end) if end is not None else False
-            taken = end is None or end == "." or (end in known and same_treatment(name, end))
+            taken = end is None or end == "." or (end in known and may_stay_link(name, end))
             if name in inside and (taken or not there):
                 self.links[name] = inside[name]  # if it leads nowhere, it does so in any other place
             else:
-                self.take_elsewhere(name)
+                self.take_as_file(name, end in known)
 
-    def take_elsewhere(self, name: str) -> None:
+    def take_as_file(self, name: str, inside: bool) -> None:
         """Take a link that leads out, or to what is not taken, as the file that it leads to."""
         try:
             mode = os.stat(self.root / name).st_mode
@@ -191,7 +191,7 @@ class _Walk:
             return
         if not stat.S_ISREG(mode):
             self.leave(name, f"a link to {kind_of(mode)} that is not taken")
-        elif not self.outside and not _is_of_the_hub(self.root, self.root / name):
+        elif not inside and not self.outside and not _is_of_the_hub(self.root, self.root / name):
             self.leave(name, "a link that leads out of the directory")
         else:
             self.files.append(name)
