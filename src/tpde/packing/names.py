@@ -52,7 +52,7 @@ def safetensors_name(name: str) -> str | None:
 
 
 def may_stay_link(link: str, target: str) -> bool:
-    """Whether a link may go on leading to a file when both are packed: what its name asks for, that is done."""
+    """Whether a link may go on leading to a file when both are packed: that gets what its name asks for."""
     if safetensors_name(link) is not None or safetensors_name(target) is not None:
         return False  # the target gets another name
     kinds = (is_index, is_config, lambda it: it.endswith(SAFETENSORS))

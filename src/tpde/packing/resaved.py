@@ -14,6 +14,7 @@ from tpde.packing.documents import json_object
 from tpde.packing.files import Problem, Progress, Result, no_progress, unpack_file, verify_file
 from tpde.packing.manifest import is_packed_directory
 from tpde.packing.names import SAFETENSORS, last_of
+from tpde.packing.reader import PackedFile
 from tpde.packing.replace import new_folder
 from tpde.packing.shards import is_index, read_index
 from tpde.packing.sources import shards
@@ -38,13 +39,22 @@ def _may_be_packed(path: Path) -> bool:
 
 
 def verify_resaved(folder: Path, threads: int, progress: Progress = no_progress) -> list[Problem]:
-    """Check the packed files of a directory without a manifest."""
-    return [
-        problem
-        for path in shards(folder)
-        if is_packed(path)
-        for problem in verify_file(path, None, threads, progress)
-    ]
+    """Check the packed files of a directory without a manifest, and that it is not only missing."""
+    packed = [path for path in shards(folder) if is_packed(path)]
+    problems = [it for path in packed for it in verify_file(path, None, threads, progress)]
+    if packing_configs(walk(folder, outside=False)) and any(map(_has_source_header, packed)):
+        path = folder / MANIFEST
+        problems.append(Problem(str(path), None, None, f"`{path}`, which restores the source, is missing"))
+    return problems
+
+
+def _has_source_header(path: Path) -> bool:
+    """Whether a file is as packing wrote it: saving it again drops the source's header."""
+    try:
+        with PackedFile(path) as file:
+            return file.original is not None
+    except TpdeError:
+        return False
 
 
 def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
