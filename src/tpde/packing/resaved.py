@@ -42,7 +42,9 @@ def verify_resaved(folder: Path, threads: int, progress: Progress = no_progress)
     """Check the packed files of a directory without a manifest, and that it is not only missing."""
     packed = [path for path in shards(folder) if is_packed(path)]
     problems = [it for path in packed for it in verify_file(path, None, threads, progress)]
-    if packing_configs(walk(folder, outside=False)) and any(map(_has_source_header, packed)):
+    configs = packing_configs(walk(folder, outside=False))
+    alone = [it for it in configs if not is_packed_directory((folder / it).parent)]
+    if alone and any(map(_has_source_header, packed)):
         path = folder / MANIFEST
         problems.append(Problem(str(path), None, None, f"`{path}`, which restores the source, is missing"))
     return problems
