@@ -37,7 +37,7 @@ kernels: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
 	$(BIN)/python -m pytest tests/unit/test_kernels.py
 
 test-large: $(VENV)/.extra-test $(VENV)/.package
-	$(BIN)/python -m pytest -m large
+	$(BIN)/python -m pytest -m large -o faulthandler_timeout=7200
 
 lint: $(VENV)/.extra-test $(VENV)/.extra-lint $(VENV)/.package
 	$(BIN)/ruff check .

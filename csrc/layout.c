@@ -59,7 +59,7 @@ int tpde_index_check(const tpde_layout *layout, const uint8_t *index, uint64_t f
     const uint8_t *r = index + TPDE_RECORD_BYTES * i;
     uint64_t offset = (uint64_t)load32(r) << layout->unit_log2,
              next = i + 1 < chunks ? (uint64_t)load32(r + TPDE_RECORD_BYTES) << layout->unit_log2 : blob_bytes;
-    uint32_t modes = load16(r + 8), fills = 0;
+    uint32_t modes = load16(r + 8), fills = 0, coded = 0;
     if (!i && offset != at)
       return tpde_fail(error, TPDE_E_INDEX, "the first chunk does not follow the index map", i, -1, offset, at);
     if (next < offset || next > blob_bytes)
@@ -73,7 +73,10 @@ int tpde_index_check(const tpde_layout *layout, const uint8_t *index, uint64_t f
       if (p >= layout->word_bytes ? mode != MODE_RAW : mode > MODE_CODED)
         return tpde_fail(error, TPDE_E_INDEX, "unknown mode of a plane", i, p, mode, MODE_CODED);
       fills += mode == MODE_FILL;
+      coded += mode == MODE_CODED;
     }
+    if (r[10] && (!coded || !layout->tables))
+      return tpde_fail(error, TPDE_E_INDEX, "a table without a plane that it codes", i, -1, r[10], 0);
     if (!fills && r[11])
       return tpde_fail(error, TPDE_E_INDEX, "a fill value without a plane to fill", i, -1, r[11], 0);
   }

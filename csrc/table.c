@@ -40,6 +40,8 @@ int tpde_table_parse(const uint8_t *p, size_t bytes, table *t, const uint8_t **v
   if (*used > bytes)
     return tpde_fail(error, TPDE_E_TABLE, "the section ends inside a table", number, -1, bytes, *used);
   *values = p + 4 + 2 * t->max_bits;
+  for (size_t i = 4 + 2u * t->max_bits + codes * t->kind; i < *used; i++)
+    if (p[i]) return tpde_fail(error, TPDE_E_TABLE, "padding after a table is not zero", number, -1, p[i], 0);
   return TPDE_OK;
 }
 
@@ -138,6 +140,9 @@ int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t 
   if (!code && align_up((uint32_t)at, 16) != section_bytes)
     code = tpde_fail(error, TPDE_E_TABLE, "the section's size does not fit its tables", UINT64_MAX, -1,
                      section_bytes, align_up((uint32_t)at, 16));
+  for (; !code && at < section_bytes; at++)
+    if (section[at])
+      code = tpde_fail(error, TPDE_E_TABLE, "padding after the tables is not zero", UINT64_MAX, -1, section[at], 0);
   if (!code && encode) code = share_lengths(c, error);
   if (code) {
     tpde_codec_close(c);

@@ -6,12 +6,12 @@ import math
 import os
 from collections.abc import Iterator
 from types import EllipsisType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
 from tpde.codec.native import Bytes
-from tpde.errors import UnsupportedDtype
+from tpde.errors import InvalidInput, UnsupportedDtype
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_numpy, to_torch
@@ -114,8 +114,18 @@ class safe_open:
         self._file.close()
 
     def close(self) -> None:
-        """Close the file. Tensors that were read stay valid."""
+        """Close the file. Tensors that were read stay valid.
+
+        A file that nobody closed is closed when nobody has it any longer.
+        """
         self._file.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInput(
+            f"`{self._file.source.name}` is open, and an open file means nothing in another process",
+            hint="pass its path, and open it there",
+            where=self._file.source.name,
+        )
 
 
 class TensorSlice:

@@ -13,9 +13,23 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+_MOST = 2000  # characters of a message: names in files may have 100 MB
+
+
 def printable(name: object) -> str:
     """A name out of a file as it may be shown or logged: in one line, and steering no terminal."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(name))
+    text = str(name)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def bounded(text: str, most: int) -> str:
+    """A text of at most so many characters: of a longer one its start and its end."""
+    if len(text) <= most:
+        return text
+    half = (most - 1) // 2
+    return f"{text[: most - 1 - half]}…{text[len(text) - half :]}"
 
 
 class TpdeError(Exception):
@@ -47,8 +61,13 @@ class TpdeError(Exception):
         found: object = None,
         needed: object = None,
     ) -> None:
-        super().__init__(message)  # no more in `args`: copies and pickles are made from these, and `__dict__`
+        # No more in `args`: copies and pickles are made from these, and `__dict__`.
+        super().__init__(self._shown(message))
         self.hint, self.where, self.found, self.needed = hint, where, found, needed
+
+    def _shown(self, message: str) -> str:
+        """A message, whatever names of strangers are in it: in one line, and of bounded length."""
+        return bounded(printable(bounded(message, _MOST)), _MOST)
 
     @property
     def message(self) -> str:
@@ -61,7 +80,7 @@ class TpdeError(Exception):
     def prefixed(self, prefix: str, *, where: str | None = None) -> Self:
         """A new error: the same, with `prefix: ` before its message, and `where` if it had none."""
         made = copy.copy(self)
-        made.args = (f"{prefix}: {self.message}",)
+        made.args = (self._shown(f"{prefix}: {self.message}"),)
         made.where = self.where or where
         return made
 
@@ -191,6 +210,10 @@ class UnsupportedDevice(TpdeError):
 
 class CompileError(TpdeError):
     """A kernel could not be compiled: report a bug, with the log."""
+
+    def _shown(self, message: str) -> str:
+        """All of it: the log has many lines, and nothing from files."""
+        return message
 
 
 class NativeError(TpdeError):

@@ -60,6 +60,9 @@ _ML_DTYPES = {
 }
 
 
+MAX_EXPANDED = 64 << 20  # bytes: masks and positions are expanded, weights are not
+
+
 def require_torch(what: str, instead: str = "") -> None:
     """Import PyTorch.
 
@@ -133,8 +136,6 @@ def torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     """
     import torch
 
-    from tpde.format.container import TensorSpec
-
     if not isinstance(tensor, torch.Tensor):
         raise InvalidInput(
             f"`{name}` is a {type(tensor).__name__}", hint="only tensors can be stored", where=name
@@ -150,7 +151,49 @@ def torch_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     dtype, shape = torch_dtype_name(tensor.dtype), tuple(tensor.shape)
     if dtype == "F4" and shape:
         shape = (*shape[:-1], shape[-1] * 2)
-    return TensorSpec(dtype, shape)
+    return spec_of(name, dtype, shape)
+
+
+def spec_of(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """What a tensor is, for files.
+
+    Raises
+    ------
+    InvalidInput
+        If no file can hold so many elements.
+    """
+    from tpde.format.container import TensorSpec
+
+    try:
+        return TensorSpec(dtype, shape)
+    except ValueError as error:
+        raise InvalidInput(f"tensor `{name}`: {error}", hint="save a part of it", where=name) from None
+
+
+def refuse_expanded(name: str, nbytes: int, reach: int) -> None:
+    """Refuse a tensor that is far larger written out than in memory: a few bytes may stand for a petabyte.
+
+    Parameters
+    ----------
+    name : str
+        The tensor.
+    nbytes, reach : int
+        Bytes of all its elements, and from its first one in memory to its last.
+
+    Raises
+    ------
+    InvalidInput
+        If it repeats its bytes, and has more than `MAX_EXPANDED`.
+    """
+    if nbytes > max(reach, MAX_EXPANDED):
+        raise InvalidInput(
+            f"tensor `{name}` repeats {reach} bytes of memory to {nbytes} bytes; {MAX_EXPANDED} at most are "
+            "written out",
+            hint="save what it repeats, and expand it after loading",
+            where=name,
+            found=nbytes,
+            needed=MAX_EXPANDED,
+        )
 
 
 def torch_bytes(tensor: torch.Tensor) -> Bytes:
@@ -158,7 +201,8 @@ def torch_bytes(tensor: torch.Tensor) -> Bytes:
     import torch
 
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    # Of one element or none, any stride is contiguous, and only that of 1 can be viewed as bytes.
+    data: Bytes = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return data
 
 

@@ -14,7 +14,7 @@ from tpde.access import safe_open
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink
-from tpde.frameworks import numpy_dtype_name
+from tpde.frameworks import numpy_dtype_name, refuse_expanded, spec_of
 from tpde.packing.order import forward_order
 from tpde.packing.writer import PackedWriter
 
@@ -34,7 +34,9 @@ def _prepare(tensors: Mapping[str, Array]) -> tuple[dict[str, TensorSpec], dict[
             raise InvalidInput(
                 f"`{name}` is a {type(array).__name__}", hint="arrays can be saved", where=name
             )
-        specs[name] = TensorSpec(numpy_dtype_name(array.dtype), tuple(array.shape))
+        reach = sum((n - 1) * abs(step) for n, step in zip(array.shape, array.strides, strict=True))
+        refuse_expanded(name, array.nbytes, (reach + array.itemsize) if array.size else 0)
+        specs[name] = spec_of(name, numpy_dtype_name(array.dtype), tuple(array.shape))
         native = array.dtype.newbyteorder("=")
         arrays[name] = array if array.dtype.isnative else array.astype(native)
     return specs, arrays

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from support.craft import bounded
 
-from tpde.errors import InvalidInput, UnsafePickle, UnsupportedDtype
+from tpde.errors import InvalidInput, Truncated, UnsafePickle, UnsupportedDtype
+from tpde.frameworks import torch_bytes
 from tpde.packing.api import pack, unpack, verify
+from tpde.packing.pickles import StateDictSource
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -110,4 +116,83 @@ def test_cut_state_dicts_are_refused(tmp_path: Path) -> None:
 def test_whole_modules_are_refused_as_code(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
     with pytest.raises(UnsafePickle, match="never run"):
+        pack(tmp_path / "x.pt", tmp_path / "packed")
+
+
+def test_tensors_are_read_from_the_file_and_not_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views, transposes, conjugates and shared storages too: their bytes are those that torch loads."""
+    w = torch.randn(30, 20)
+    tensors = {"w": w, "t": w.t(), "rows": w[10:20], "steps": w[::2, ::3], "scalar": torch.tensor(3)}
+    tensors |= {"conj": torch.randn(8, dtype=torch.complex64).conj(), "empty": torch.empty(0, 3)}
+    tensors |= {
+        "neg": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "expanded": torch.ones(1).expand(7),
+        "half": torch.randn(5).half(),
+    }
+    torch.save(tensors, tmp_path / "x.pt")
+    needed = {name: torch_bytes(it).tobytes() for name, it in torch.load(tmp_path / "x.pt").items()}
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", None)  # the mapping
+    source = StateDictSource(tmp_path / "x.pt")
+    try:
+        for name, data in needed.items():
+            out = np.empty(len(data), np.uint8)
+            source.read(name, 0, out.size, out)
+            assert out.tobytes() == data, name
+            if len(data) > 8:
+                source.read(name, 3, 8, out[:5])
+                assert out[:5].tobytes() == data[3:8], name
+    finally:
+        source.close()
+
+
+def test_a_state_dict_that_shrinks_while_it_is_packed_is_truncated(tmp_path: Path) -> None:
+    torch.save({"w": torch.randn(300_000), "t": torch.randn(300, 200).t()}, tmp_path / "x.pt")
+    source = StateDictSource(tmp_path / "x.pt")
+    os.truncate(tmp_path / "x.pt", 20_000)
+    for name in ("w", "t"):
+        nbytes = source.specs[name].nbytes
+        with pytest.raises(Truncated, match=r"x\.pt"):
+            source.read(name, 0, nbytes, np.empty(nbytes, np.uint8))
+    source.close()
+
+
+@pytest.mark.parametrize("change", ["compressed", "byte order"])
+def test_storages_that_are_not_in_the_file_as_they_are_in_memory(change: str, tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(3000)}
+    torch.save(tensors, tmp_path / "y.pt")
+    with zipfile.ZipFile(tmp_path / "y.pt") as old, zipfile.ZipFile(tmp_path / "x.pt", "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            if change == "byte order" and info.filename.endswith("/byteorder"):
+                data = b"big"
+            if change == "byte order" and "/data/" in info.filename:
+                data = np.frombuffer(data, "<f4").astype(">f4").tobytes()
+            kind = zipfile.ZIP_DEFLATED if change == "compressed" else zipfile.ZIP_STORED
+            new.writestr(info.filename, data, kind)
+    source = StateDictSource(tmp_path / "x.pt")
+    out = np.empty(12_000, np.uint8)
+    source.read("w", 0, 12_000, out)
+    source.close()
+    assert out.tobytes() == torch_bytes(tensors["w"]).tobytes()
+
+
+def test_an_expanded_tensor_of_a_petabyte_is_refused(tmp_path: Path) -> None:
+    for new in (True, False):
+        torch.save(
+            {"w": torch.zeros(1).expand(1 << 50)}, tmp_path / "x.pt", _use_new_zipfile_serialization=new
+        )
+        with (
+            bounded(8),
+            pytest.raises(InvalidInput, match="`w` repeats 4 bytes of memory to 4503599627370496"),
+        ):
+            pack(tmp_path / "x.pt", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+@pytest.mark.parametrize("name", ["w\ud800", "__metadata__"])
+def test_names_that_safetensors_cannot_hold_are_refused(name: str, tmp_path: Path) -> None:
+    torch.save({name: torch.zeros(3)}, tmp_path / "x.pt")
+    with pytest.raises(InvalidInput, match=r"not Unicode|place of metadata"):
         pack(tmp_path / "x.pt", tmp_path / "packed")

@@ -98,8 +98,8 @@ def test_a_shard_that_changes_between_hashing_and_packing(
     source = make_source(tmp_path / "source")
     real = directory.sha256_of_tensors
 
-    def changing(header: bytes, read: object) -> str:
-        found = real(header, read)  # type: ignore[arg-type]
+    def changing(container: object, read: object) -> str:
+        found = real(container, read)  # type: ignore[arg-type]
         data = bytearray((source / ONE).read_bytes())
         data[-1] ^= 1
         (source / ONE).write_bytes(data)

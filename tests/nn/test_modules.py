@@ -481,6 +481,7 @@ def test_replacing_on_the_meta_device() -> None:
 
 
 def test_replacing_what_does_not_fit() -> None:
+    torch.manual_seed(0)  # few numbers, which do not always shrink
     model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(64))
     packed = pack_tensor(torch.randn(64, 32), "it")
     with pytest.raises(InvalidInput, match=r"shape \[32, 64\], the packed weight .*shape \[64, 32\]"):

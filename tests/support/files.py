@@ -45,8 +45,7 @@ class MemorySource:
         self._file = PackedFile(data)
         self.name = "<memory>"
         self.specs = self._file.container.specs
-        self.header = self._file.container.header
-        self.metadata = self._file.container.metadata
+        self.container = self._file.container
 
     def read(self, name: str, begin: int, end: int, out: Any) -> None:
         self._file.tensor(name).read(begin, end, out)
@@ -61,8 +60,8 @@ def pack_bytes(source: bytes, *, threads: int = 1, codec: CodecName = "auto") ->
     with PackedWriter(
         sink,
         opened.specs,
-        metadata=opened.metadata,
-        source_header=opened.header,
+        metadata=opened.container.metadata,
+        source_header=opened.container,
         threads=threads,
         codec=codec,
     ) as writer:

@@ -153,7 +153,7 @@ def _of_nothing(path: Path) -> None:
 def test_what_is_no_file(make: Callable[[Path], None], tmp_path: Path) -> None:
     """Nobody writes to the pipe, so that a reader would wait for ever."""
     make(tmp_path / PATH)
-    with pytest.raises(InvalidInput, match="not a regular file"):
+    with pytest.raises(InvalidInput, match=r"not a regular file|does not exist"):
         read_index(tmp_path / PATH)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(TpdeError, match="not a regular file"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpde.cli.common import guard, plural, print_json, size, table
+from tpde.cli.common import few_threads, guard, plural, print_json, size, table
 
 if TYPE_CHECKING:
     from tpde.codec.native import Bytes
@@ -35,7 +35,8 @@ def codec(
         int, typer.Option("--size", min=1, max=4096, metavar="MiB", help="Size of each tensor in MiB.")
     ] = 64,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="How many threads.", show_default="all processors")
+        int | None,
+        typer.Option(min=1, callback=few_threads, help="How many threads.", show_default="all processors"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import typer
 
 from tpde import errors
-from tpde.errors import printable
+from tpde.errors import bounded, printable
 
 if TYPE_CHECKING:
     from tpde.packing.tree import LeftOut
@@ -50,6 +50,8 @@ _HINTS: dict[type[BaseException], str] = {
     PermissionError: "change its permissions",
     errors.NativeError: "run `tpde doctor`, and report this if nothing is wrong there",
 }
+
+MAX_CELL = 120  # characters of a table's cell, which all others of the column are padded to
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -144,6 +146,17 @@ def guard(command: Callable[P, int | None]) -> Callable[P, None]:
     return wrapped
 
 
+def few_threads(threads: int | None) -> int | None:
+    """Check a number of threads where the command line is read, for `typer.Option`."""
+    from tpde.packing.writer import check_threads
+
+    try:
+        check_threads(threads)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return threads
+
+
 @contextlib.contextmanager
 def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
     """A bar with rate and time left on stderr if that is a terminal that can draw it; nothing otherwise.
@@ -208,8 +221,11 @@ def plural(count: int, noun: str) -> str:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lay out a table in plain text; the first `left` columns are aligned left, the others right."""
-    lines = [list(titles), *([printable(cell) for cell in row] for row in rows)]
+    """Lay out a table in plain text; the first `left` columns are aligned left, the others right.
+
+    Of a cell of more than `MAX_CELL` characters its start and its end are shown.
+    """
+    lines = [list(titles), *([bounded(printable(cell), MAX_CELL) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
     return "\n".join(
         "  ".join(

@@ -11,6 +11,7 @@ import typer
 
 from tpde.cli.common import (
     CodecChoice,
+    few_threads,
     guard,
     plural,
     print_json,
@@ -42,7 +43,10 @@ def pack(
         ),
     ],
     threads: Annotated[
-        int | None, typer.Option(min=1, help="How many threads encode.", show_default="all processors")
+        int | None,
+        typer.Option(
+            min=1, callback=few_threads, help="How many threads encode.", show_default="all processors"
+        ),
     ] = None,
     codec: Annotated[
         CodecChoice, typer.Option(help="`auto` chooses for each tensor; the others try only theirs.")

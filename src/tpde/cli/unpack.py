@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tpde.cli.common import guard, plural, print_json, progress_bar, say_left_out, size
+from tpde.cli.common import few_threads, guard, plural, print_json, progress_bar, say_left_out, size
 
 
 def original_bytes(path: Path) -> int:
@@ -33,7 +33,10 @@ def unpack(
         Path, typer.Argument(metavar="DST", help="Where the original goes.", readable=False)
     ],
     threads: Annotated[
-        int | None, typer.Option(min=1, help="How many threads decode.", show_default="all processors")
+        int | None,
+        typer.Option(
+            min=1, callback=few_threads, help="How many threads decode.", show_default="all processors"
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tpde.cli.common import DAMAGE, OK, guard, plural, print_json, progress_bar, say_left_out
+from tpde.cli.common import DAMAGE, OK, few_threads, guard, plural, print_json, progress_bar, say_left_out
 from tpde.cli.unpack import original_bytes
 from tpde.errors import printable
 
@@ -23,7 +23,10 @@ def verify(
         Path | None, typer.Option(metavar="SRC", help="Compare every byte with the source.", readable=False)
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="How many threads decode.", show_default="all processors")
+        int | None,
+        typer.Option(
+            min=1, callback=few_threads, help="How many threads decode.", show_default="all processors"
+        ),
     ] = None,
     exclude: Annotated[
         list[str] | None,

@@ -177,7 +177,10 @@ def parse_header(blob: bytes) -> Header:
         max_chunk_bytes % 16 == 0 and max_chunk_bytes <= largest,
         f"max_chunk_bytes is {max_chunk_bytes}, needs a multiple of 16, at most {largest}",
     )
-    _check(max_stream_bytes % 4 == 0, f"max_stream_bytes is {max_stream_bytes}, not 4 * n")
+    _check(
+        max_stream_bytes % 4 == 0 and max_stream_bytes <= max_chunk_bytes,
+        f"max_stream_bytes is {max_stream_bytes}, needs a multiple of 4, at most {max_chunk_bytes}",
+    )
     _check(blob_bytes <= MAX_UNITS << unit_log2, f"blob_bytes is {blob_bytes}, above 2^32 units")
     if codec == CONSTANT:
         used = (tables, tables_bytes, max_stream_bytes)
@@ -202,6 +205,10 @@ def parse_header(blob: bytes) -> Header:
     _check(
         math.prod(header.shape) * want.bits == words * word_bytes * 8,
         f"shape {header.shape} of {want.bits} bits each does not give {words * word_bytes} bytes",
+    )
+    _check(
+        math.prod(filter(None, header.shape)) * want.bits <= 8 * MAX_ORIGINAL_BYTES,
+        f"the dimensions that are not 0 of {header.shape} give 2^60 bytes or more",
     )
     at = HEADER.size + 8 * ndim
     records = [struct.unpack_from("<BBH", blob, at + 4 * p) for p in range(planes)]  # format.md 2.3
@@ -480,6 +487,8 @@ def parse_index(header: Header, blob: bytes) -> list[Record]:
         _check(bits >> 2 * header.word_bytes == 0, f"chunk {i} has modes for planes it lacks")
         _check(max(modes) <= CODED, f"chunk {i} has a plane in mode 3")
         _check(FILL in modes or fill == 0, f"chunk {i} fills no plane, its fill is {fill}")
+        codes = header.codec == PREFIX and CODED in modes
+        _check(codes or table == 0, f"chunk {i} codes no plane with a table, its table is {table}")
         for mode, (_, count) in zip(modes, header.planes, strict=True):
             bad = header.codec == PREFIX and mode == CODED and count == 0
             _check(not bad, f"chunk {i} codes a plane that has no table")

@@ -176,12 +176,12 @@ class BlobHeader:
         return self._fixed(meta_hash) + rest
 
     def check_meta(self, meta: bytes) -> None:
-        """Check everything before the first chunk against its hash.
+        """Check everything before the first chunk against its hash, and that what means nothing is zero.
 
         Raises
         ------
         Corrupt
-            If it differs.
+            If it differs, or padding is not zero.
         """
         at = HEADER_BYTES - 8
         hasher = xxhash.xxh3_64(meta[:at])
@@ -192,6 +192,12 @@ class BlobHeader:
                 f"header, tables or index map are damaged: their hash is {hasher.intdigest():016x}, the "
                 f"header says {self.meta_hash:016x}",
                 hint="fetch the file again",
+            )
+        planes_end = HEADER_BYTES + 8 * len(self.spec.shape) + 4 * len(self.planes)
+        index_end = self.index_at + RECORD_BYTES * self.chunks
+        if any(meta[planes_end : self.tables_at]) or any(meta[index_end : self.chunks_at]):
+            raise Corrupt(
+                "padding between header, tables and chunks is not zero", hint="fetch the file again"
             )
 
 
@@ -265,8 +271,12 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
         need(not count or first + count <= tables, f"a plane uses tables {first} to {first + count}")
         need(facts.tables or (first, count) == (0, 0), "a plane's tables without their codec")
         planes.append((first, count))
+    try:
+        spec = TensorSpec(dtype.name, shape)
+    except ValueError as error:
+        raise Corrupt(str(error), hint="the header is damaged, fetch the file again") from None
     header = BlobHeader(
-        spec=TensorSpec(dtype.name, shape),
+        spec=spec,
         codec=codec,
         segment_words=segment_words,
         chunk_words=chunk_words,
@@ -282,12 +292,22 @@ def parse_blob_header(data: bytes, size: int) -> BlobHeader:
         meta_hash=meta_hash,
     )
     need(chunks == header.chunks, f"{chunks} chunks, {header.chunks} by the shape")
-    limit = align(word_bytes * chunk_words, 1 << unit_log2)
+    limit = align(word_bytes * chunk_words, 1 << unit_log2) if chunks else 0
     need(max_chunk <= limit, f"chunks of up to {max_chunk} bytes, {limit} are enough for any")
+    need(
+        max_chunk % 16 == 0 and max_stream % 4 == 0,
+        f"chunks and planes of up to {max_chunk}, {max_stream} bytes",
+    )
+    need(max_stream <= max_chunk, f"planes of up to {max_stream} bytes in chunks of {max_chunk}")
     whole = tables_bytes % 16 == 0 and tables_bytes <= MAX_TABLES_BYTES
     need(whole, f"a table section of {tables_bytes} bytes")
     need(facts.tables or not tables_bytes + tables, "tables without their codec")
     need(header.chunks_at <= blob_bytes, f"the blob ends at {blob_bytes}, before its chunks")
+    need(
+        bool(chunks) or blob_bytes == header.chunks_at,
+        f"{blob_bytes} bytes, {header.chunks_at} without chunks",
+    )
+    need(blob_bytes <= 1 << (32 + unit_log2), f"a blob of {blob_bytes} bytes, more than 2^32 units")
     if blob_bytes > size:
         raise Truncated(f"the blob has {blob_bytes} bytes, here are {size}", found=size, needed=blob_bytes)
     return header

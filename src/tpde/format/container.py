@@ -7,12 +7,14 @@ that the stock library makes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
 from tpde.format.constants import (
@@ -57,26 +59,26 @@ class TensorSpec:
                 needed=tuple(DTYPES),
             )
         if len(self.shape) > MAX_DIMS or any(n < 0 for n in self.shape):
-            raise ValueError(f"a tensor cannot have the shape {self.shape}")
-        if self.bits % 8 or self.bits // 8 >= MAX_BYTES:
+            raise ValueError(f"a tensor cannot have the shape {str(self.shape)[:200]}")
+        # Also of a tensor without elements: no library holds one whose other dimensions overflow.
+        if math.prod(filter(None, self.shape)) * DTYPES[self.dtype].bits >= 8 * MAX_BYTES or self.bits % 8:
             raise ValueError(
-                f"a {self.dtype} tensor of shape {self.shape} has {self.bits} bits; whole bytes below "
-                "2^60 are needed"
+                f"a {self.dtype} tensor cannot have the shape {str(self.shape)[:200]}; whole bytes below "
+                "2^60 are needed, with any dimension of 0 taken as 1"
             )
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Size in bits."""
         return math.prod(self.shape) * DTYPES[self.dtype].bits
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.bits // 8
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor of a container: what it is, and where its bytes lie in the data section."""
 
     spec: TensorSpec
@@ -120,58 +122,149 @@ class Container:
         return {name: entry.spec for name, entry in self.entries.items()}
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return result
+METADATA = "__metadata__"
+_USUAL = ["dtype", "shape", "data_offsets"]
+_KEYS = set(_USUAL)
 
 
-def _texts(parsed: dict[str, Any]) -> Iterator[str]:
-    """Names of tensors, and names and texts of the metadata."""
-    yield from parsed
-    metadata = parsed.get("__metadata__")
-    if isinstance(metadata, dict):
-        for key, value in metadata.items():
-            yield key
-            yield value if isinstance(value, str) else ""
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _entry(name: str, info: Any, where: str) -> Entry:
-    if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
-        raise Corrupt(f"{where}: tensor `{name}` lacks one of dtype, shape, data_offsets", tensor=name)
-    dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UnsupportedDtype(
-            f"{where}: tensor `{name}` has dtype `{dtype}`, which this version does not know; known are "
-            f"{', '.join(DTYPES)}",
-            hint="upgrade tpde, or fetch the file again if it is damaged",
-            where=name,
-            found=dtype,
-            needed=tuple(DTYPES),
-        )
-    if not (isinstance(shape, list) and len(shape) <= MAX_DIMS and all(_is_size(n) for n in shape)):
-        raise Corrupt(f"{where}: tensor `{name}` has the shape {str(shape)[:200]}", tensor=name)
-    if not (isinstance(offsets, list) and len(offsets) == 2 and all(_is_size(n) for n in offsets)):
-        raise Corrupt(f"{where}: tensor `{name}` has the offsets {str(offsets)[:200]}", tensor=name)
+def _is_unicode(text: str) -> bool:
     try:
-        spec = TensorSpec(dtype, tuple(shape))
-    except ValueError as error:
-        raise Corrupt(f"{where}: tensor `{name}`: {error}", tensor=name) from None
-    begin, end = offsets
-    if end - begin != spec.nbytes:
-        raise Corrupt(
-            f"{where}: tensor `{name}` has {end - begin} bytes by its offsets, {spec.nbytes} by its "
-            f"dtype {dtype} and shape {shape}",
-            tensor=name,
-            found=end - begin,
-            needed=spec.nbytes,
-        )
-    return Entry(spec, begin, end)
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def check_texts(names: Iterable[object], metadata: object) -> None:
+    """Check names of tensors and `__metadata__`: what every reader demands, and so every writer asks for.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Of tensors.
+    metadata : mapping of str to str
+        Of the file.
+
+    Raises
+    ------
+    ValueError
+        Saying what is wrong, and where.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"the name {name!a:.200} is a {type(name).__name__}; names are texts")
+        if name == METADATA:
+            raise ValueError(f"a tensor cannot be called `{METADATA}`, which is the place of metadata")
+        if not _is_unicode(name):
+            raise ValueError(f"the name {name[:50]!a} is not Unicode")
+    if not isinstance(metadata, Mapping):
+        raise ValueError(f"`{METADATA}` is a {type(metadata).__name__}; it maps names to texts")
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            kinds = f"{type(key).__name__} to {type(value).__name__}"
+            raise ValueError(f"`{METADATA}` maps {kinds} at {key!a:.200}; it maps names to texts")
+        if not _is_unicode(key) or not _is_unicode(value):
+            raise ValueError(f"`{METADATA}` at {key[:50]!a} is not Unicode")
+
+
+class _Entries:
+    """Reads the entries of one header; tensors of one dtype and shape share what says so."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._specs: dict[tuple[str, tuple[int, ...]], TensorSpec] = {}
+
+    def of_object(self, pairs: list[tuple[str, Any]]) -> Entry | dict[str, Any]:
+        """What an object of the JSON is: an entry if it is a sound one as usual, which spares many objects.
+
+        Anything else is a dictionary, for `read` to say what is wrong with it, and by name.
+        """
+        if [key for key, _ in pairs] == _USUAL:
+            (_, dtype), (_, shape), (_, offsets) = pairs
+            if (
+                type(dtype) is str
+                and type(shape) is list
+                and _are_sizes(shape)
+                and type(offsets) is list
+                and len(offsets) == 2
+                and _are_sizes(offsets)
+            ):
+                with contextlib.suppress(UnsupportedDtype, ValueError):
+                    spec = self._shared(dtype, shape)
+                    if offsets[1] - offsets[0] == spec.nbytes:
+                        return Entry(spec, *offsets)
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return result
+
+    def _shared(self, dtype: str, shape: list[int]) -> TensorSpec:
+        key = dtype, tuple(shape)
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = TensorSpec(*key)
+        return spec
+
+    def read(self, name: str, info: Any) -> Entry:
+        """One tensor's entry. Keys that are not known are passed over, as the stock library does."""
+        if isinstance(info, Entry):
+            return info
+        if not isinstance(info, dict) or not info.keys() >= _KEYS:
+            raise self._corrupt(name, "lacks one of dtype, shape, data_offsets")
+        shape, offsets = info["shape"], info["data_offsets"]
+        spec = self._spec(name, info["dtype"], shape)
+        if not (isinstance(offsets, list) and len(offsets) == 2 and _are_sizes(offsets)):
+            raise self._corrupt(name, f"has the offsets {_short(offsets)}")
+        begin, end = offsets
+        if end - begin != spec.nbytes:
+            raise self._corrupt(
+                name,
+                f"has {end - begin} bytes by its offsets, {spec.nbytes} by its dtype {spec.dtype} and shape "
+                f"{_short(shape)}",
+                found=end - begin,
+                needed=spec.nbytes,
+            )
+        return Entry(spec, begin, end)
+
+    def _spec(self, name: str, dtype: Any, shape: Any) -> TensorSpec:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise UnsupportedDtype(
+                f"{self._where}: tensor `{name}` has dtype `{_short(dtype)}`, which this version does not "
+                f"know; known are {', '.join(DTYPES)}",
+                hint="upgrade tpde, or fetch the file again if it is damaged",
+                where=name,
+                found=_short(dtype),
+                needed=tuple(DTYPES),
+            )
+        if not (isinstance(shape, list) and len(shape) <= MAX_DIMS and _are_sizes(shape)):
+            raise self._corrupt(name, f"has the shape {_short(shape)}")
+        try:
+            return self._shared(dtype, shape)
+        except ValueError as error:
+            raise self._corrupt(name, f"is impossible: {error}") from None
+
+    def _corrupt(self, name: str, what: str, *, found: object = None, needed: object = None) -> Corrupt:
+        return Corrupt(f"{self._where}: tensor `{name}` {what}", tensor=name, found=found, needed=needed)
+
+
+def _short(value: object) -> str:
+    """What JSON held, as messages show it."""
+    if isinstance(value, (list, dict)) and any(isinstance(it, (list, dict)) for it in value):
+        return f"a nested {type(value).__name__}"  # which may be too deep to be written
+    return str(value)[:200]
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    return all([type(n) is int and n >= 0 for n in values])  # noqa: C419 - half the time, for short lists
+
+
+def _are_in_order(entries: Mapping[str, Entry]) -> bool:
+    at = 0
+    for _, begin, end in entries.values():
+        if begin != at:
+            return False
+        at = end
+    return True
 
 
 def max_source_header(container_header: int) -> int:
@@ -197,28 +290,25 @@ def parse_header(header: bytes, where: str) -> Container:
     NotSafetensors, Corrupt, UnsupportedDtype
         Naming the tensor where one is at fault.
     """
+    reader = _Entries(where)
     try:
-        parsed = json.loads(header.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        parsed = json.loads(header.decode("utf-8"), object_pairs_hook=reader.of_object)
     except (ValueError, RecursionError) as error:
         raise NotSafetensors(
             f"{where}: the header is not JSON ({error}), so this is not a safetensors file, or it is damaged"
         ) from None
     if not isinstance(parsed, dict):
         raise NotSafetensors(f"{where}: the header is not a JSON object, so this is not a safetensors file")
-    for text in _texts(parsed):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise NotSafetensors(
-                f"{where}: the header has a text that is not Unicode: {text[:50]!a}"
-            ) from None
-    metadata = parsed.pop("__metadata__", None)
+    metadata = parsed.pop(METADATA, None)
     if metadata is None:
         metadata = {}
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise Corrupt(f"{where}: `__metadata__` does not map names to texts")
-    entries = {name: _entry(name, info, where) for name, info in parsed.items()}
-    entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    try:
+        check_texts(parsed, metadata)
+    except ValueError as error:
+        raise Corrupt(f"{where}: {error}") from None
+    entries = {name: reader.read(name, info) for name, info in parsed.items()}
+    if not _are_in_order(entries):
+        entries = dict(sorted(entries.items(), key=lambda item: item[1][1:]))
     at = 0
     for name, entry in entries.items():
         if entry.begin != at:
@@ -283,19 +373,23 @@ def read_container(source: Source) -> Container:
     return container
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def text_json(text: str) -> str:
+    """A text as it stands in a header."""
+    return _encode(text)
 
 
 def entry_json(name: str, spec: TensorSpec, begin: int, end: int) -> str:
     """One tensor's part of a header, without a comma."""
-    info = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
-    return f"{_json(name)}:{_json(info)}"
+    shape = ",".join(map(str, spec.shape))
+    return f'{_encode(name)}:{{"dtype":"{spec.dtype}","shape":[{shape}],"data_offsets":[{begin},{end}]}}'
 
 
 def metadata_json(metadata: Mapping[str, str]) -> str:
     """The metadata's part of a header, without a comma; empty if there is none."""
-    return f'"__metadata__":{_json(dict(metadata))}' if metadata else ""
+    return f'"{METADATA}":{_encode(dict(metadata))}' if metadata else ""
 
 
 def join_header(metadata: Mapping[str, str], entries: Iterable[str]) -> bytes:

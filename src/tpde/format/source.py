@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
 
 from tpde.errors import InvalidInput, Truncated
 
@@ -57,8 +57,39 @@ def _truncated(name: str, offset: int, want: int, size: int) -> Truncated:
     )
 
 
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Open a regular file for reading, and nothing that could be waited for or has no end; its descriptor.
+
+    Raises
+    ------
+    InvalidInput
+        If it does not exist, is not a regular file or may not be read.
+    """
+    name = os.fspath(path)
+    try:
+        # O_NONBLOCK: opening a pipe that nobody writes to would wait for ever.
+        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        raise InvalidInput(f"`{name}` does not exist", hint="check the path", where=name) from None
+    except PermissionError:
+        raise InvalidInput(
+            f"`{name}` may not be read by this user", hint="change its permissions", where=name
+        ) from None
+    except (ValueError, OSError) as error:  # what can be no file's name
+        what = getattr(error, "strerror", None) or error  # without the name, which it has, too
+        raise InvalidInput(f"`{name}` cannot be opened ({what})", hint="check the path", where=name) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InvalidInput(
+            f"`{name}` is not a regular file",
+            hint="name one: a pipe would be waited for, and a device may never end",
+            where=name,
+        )
+    return descriptor
+
+
 class FileSource:
-    """A regular file.
+    """A regular file, closed at the latest when nobody has it any longer.
 
     Parameters
     ----------
@@ -72,32 +103,9 @@ class FileSource:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.name = os.fspath(path)
-        self._fd = -1
-        try:
-            # O_NONBLOCK: opening a pipe that nobody writes to would wait for ever.
-            self._fd = os.open(self.name, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
-        except FileNotFoundError:
-            raise InvalidInput(
-                f"`{self.name}` does not exist", hint="check the path", where=self.name
-            ) from None
-        except PermissionError:
-            raise InvalidInput(
-                f"`{self.name}` may not be read by this user", hint="change its permissions", where=self.name
-            ) from None
-        except (ValueError, OSError) as error:  # what can be no file's name
-            raise InvalidInput(
-                f"`{self.name[:200]!a}` cannot be opened ({error})", hint="check the path", where=self.name
-            ) from None
-        found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode):
-            self.close()
-            raise InvalidInput(
-                f"`{self.name}` is not a regular file",
-                hint="name one, since bytes are read at any offset",
-                where=self.name,
-            )
-        self.size = found.st_size
+        self.name, self._fd = os.fspath(path), -1
+        self._fd = open_regular(path)
+        self.size = os.fstat(self._fd).st_size
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill `out` from `offset` on."""
@@ -112,15 +120,31 @@ class FileSource:
         """None: a file's bytes must be read."""
         return None
 
+    def stream(self) -> BinaryIO:
+        """The file as Python's own, from its start. Closing that leaves this one open."""
+        stream = os.fdopen(os.dup(self._fd), "rb")
+        stream.seek(0)
+        return stream
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInput(
+            f"`{self.name}` is open, and its descriptor means another file in another process",
+            hint="pass the path, and open it there",
+            where=self.name,
+        )
+
+    def __del__(self) -> None:
+        self.close()
+
     def fileno(self) -> int:
         """The open file's descriptor: of the same file, whatever has its name by now."""
         return self._fd
 
     def close(self) -> None:
         """Close the file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        descriptor, self._fd = getattr(self, "_fd", -1), -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class BytesSource:

@@ -13,7 +13,7 @@ import numpy as np
 from tpde.codec.blob import PIECE_BYTES
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
-from tpde.format.container import parse_header
+from tpde.format.container import Container
 from tpde.format.source import FileSource
 
 _READABLE = 0o400  # whoever could read the source's file may read their own
@@ -70,20 +70,20 @@ def write_text(target: Path, text: str, mode: int) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def sha256_of_tensors(header: bytes, read: Callable[[str, int, int, Bytes], None]) -> str:
+def sha256_of_tensors(container: Container, read: Callable[[str, int, int, Bytes], None]) -> str:
     """SHA-256 of a safetensors file, given its header and a way to read its tensors' bytes.
 
     Parameters
     ----------
-    header : bytes
-        The header, without its length.
+    container : Container
+        The header.
     read : callable
         Reads a tensor's bytes, from one offset to another, into a buffer.
     """
+    header, buffer = container.header, np.empty(PIECE_BYTES, np.uint8)
     hasher = hashlib.sha256(len(header).to_bytes(8, "little") + header)
-    entries, buffer = parse_header(header, "the header").entries, np.empty(PIECE_BYTES, np.uint8)
-    for name in sorted(entries, key=lambda it: (entries[it].begin, entries[it].end)):
-        size = entries[name].spec.nbytes
+    for name, entry in container.entries.items():
+        size = entry.spec.nbytes
         for begin in range(0, size, PIECE_BYTES):
             piece = buffer[: min(PIECE_BYTES, size - begin)]
             read(name, begin, begin + piece.size, piece)

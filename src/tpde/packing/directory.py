@@ -101,7 +101,7 @@ class _Packing:
         source, made = self.tree.root / name, self.weights.files[name]
         unchanged, opened = Unchanged(source), open_source(source)
         try:
-            digits = sha256_of_tensors(opened.header, opened.read)
+            digits = sha256_of_tensors(opened.container, opened.read)
             result = pack_opened(opened, source, self.folder / made, force=False, **options)
         finally:
             opened.close()

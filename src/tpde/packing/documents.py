@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpde.errors import InvalidInput
+from tpde.format.source import open_regular
 
 MAX_JSON_BYTES = 64 << 20  # the index of a model of a trillion weights, in 384 experts a block, has 18 MB
 MAX_JSON_VALUES = 1 << 22  # each takes up to some 100 bytes of memory, however few in the file
@@ -46,15 +47,13 @@ def read_document(path: Path) -> str:
     InvalidInput
         If it is something else, such as a pipe, which would be waited for, too large, or not UTF-8.
     """
-    if not path.is_file():
-        raise InvalidInput(f"`{path}` is not a regular file", hint="fetch it again")
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        raise InvalidInput(
-            f"`{path}` has {path.stat().st_size} bytes, {MAX_JSON_BYTES} at most are read",
-            hint="mend it, or fetch it again",
-        )
+        if len(data) > MAX_JSON_BYTES:
+            raise InvalidInput(
+                f"`{path}` has {os.fstat(file.fileno()).st_size} bytes, {MAX_JSON_BYTES} at most are read",
+                hint="mend it, or fetch it again",
+            )
     try:
         return data.decode("utf-8")
     except ValueError as error:

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from tpde.codec.native import Bytes
-from tpde.codec.plan import CodecName
+from tpde.codec.plan import MIN_BYTES, CodecName
 from tpde.errors import Corrupt, NotPacked, TpdeError
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.container import parse_header
@@ -56,14 +56,15 @@ class Result:
 def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress = no_progress) -> int:
     """Write all tensors of a source; returns how many of them are packed.
 
-    Every tensor is sampled first, because what stays plain is stored last (format.md 1.6).
+    Every tensor that may be packed is sampled first, because what stays plain is stored last (format.md 1.6).
     """
     order = forward_order(source.specs)
     in_place, packed = set[str](), set[str]()
     for name in order:
-        if writer.plan(name, read_sample(source, name)):
+        nbytes = source.specs[name].nbytes
+        if nbytes >= MIN_BYTES and writer.plan(name, read_sample(source, name)):
             packed.add(name)
-        elif source.specs[name].nbytes % ALIGN_BLOB == 0:
+        elif nbytes % ALIGN_BLOB == 0:
             in_place.add(name)
     order = store_order(order, packed | in_place)
     for first, last, names in _blocks(order, packed):
@@ -124,8 +125,8 @@ def pack_opened(
     with PackedWriter(
         destination,
         opened.specs,
-        metadata=opened.metadata,
-        source_header=opened.header,
+        metadata=opened.container.metadata,
+        source_header=opened.container,
         threads=threads,
         codec=codec,
         force=force,
@@ -175,8 +176,8 @@ def unpack_to(packed: PackedFile, sink: Sink, threads: int, progress: Progress =
     header = packed.source_header()
     sink.write(0, [len(header).to_bytes(8, "little") + header])
     at = 8 + len(header)
-    entries = parse_header(header, f"`{packed.source.name}`").entries
-    places = {name: at + entry.begin for name, entry in entries.items()}
+    source = packed.original or parse_header(header, f"`{packed.source.name}`")
+    places = {name: at + entry.begin for name, entry in source.entries.items()}
     end = at
     for name, place in places.items():
         tensor = packed.tensor(name)
@@ -270,10 +271,9 @@ def verify_file(
                 for difference in _compare_headers(packed, source):
                     note(difference)
             header = packed.source_header()
-            entries = parse_header(header, f"`{path}`").entries
             whole = hashlib.sha256(len(header).to_bytes(8, "little") + header)
-            for name in sorted(entries, key=lambda it: (entries[it].begin, entries[it].end)):
-                hasher = whole if sha256 is not None else None
+            hasher = whole if sha256 is not None else None
+            for name in (packed.original or parse_header(header, f"`{path}`")).entries:
                 for problem in _verify_tensor(packed, name, source, threads, hasher):
                     note(problem)
                 progress(packed.specs[name].nbytes)
@@ -295,7 +295,7 @@ def _compare_headers(packed: PackedFile, source: TensorSource) -> Iterator[Corru
     for name in sorted(set(packed.specs).symmetric_difference(source.specs)):
         where = "packed" if name in source.specs else "source"
         yield Corrupt(f"tensor `{name}` is missing from the {where} file", tensor=name)
-    if packed.original is not None and packed.source_header() != source.header:
+    if packed.original is not None and packed.source_header() != source.container.header:
         yield Corrupt("the source's header differs from the one that was packed")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from tpde.codec import native
 from tpde.codec.plan import base_header, core_layout, sample_ranges
 from tpde.codec.registry import PREFIX, codec_of
 from tpde.errors import InvalidInput
+from tpde.format.container import TensorSpec
 from tpde.packing.order import forward_order
 from tpde.packing.plot import plot
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
@@ -24,7 +26,7 @@ PLAIN = "plain"
 Counts = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorReport:
     """One tensor.
 
@@ -192,11 +194,12 @@ def survey(path: str | os.PathLike[str], *, sample: bool, histogram: bool = Fals
             packed |= opened.is_packed
             for tensor_name in forward_order(opened.specs):
                 tensor = opened.tensor(tensor_name)
-                seen = symbol_counts(tensor) if sample else None
+                if sample and tensor.spec.dtype not in counts:
+                    counts[tensor.spec.dtype] = np.zeros(256, np.int64)
+                seen = symbol_counts(tensor) if sample and tensor.spec.nbytes else None
                 tensors.append(_tensor_report(tensor_name, name, tensor, seen))
                 if seen is not None:
-                    dtype = tensor.spec.dtype
-                    counts[dtype] = counts[dtype] + seen if dtype in counts else seen
+                    counts[tensor.spec.dtype] += seen
     total = _group("", tensors)
     return Report(
         str(root),
@@ -236,14 +239,19 @@ def safetensors_files(path: Path) -> Iterator[Path]:
 def symbol_counts(tensor: Tensor) -> Counts:
     """Count the symbols in the sample of a tensor's symbol plane: 256 numbers."""
     spec = tensor.spec
-    layout = core_layout(base_header(spec, PREFIX.number))
     counts = np.zeros(256, np.int64)
+    layout = _layout(spec)
     for begin, end in sample_ranges(spec):
         words = np.empty(end - begin, np.uint8)
         tensor.read(begin, end, words)
         if words.size:
             counts += np.bincount(native.split(layout, words)[-1], minlength=256)
     return counts
+
+
+@functools.lru_cache(maxsize=64)  # many tensors are alike
+def _layout(spec: TensorSpec) -> native.CoreLayout:
+    return core_layout(base_header(spec, PREFIX.number))
 
 
 def entropy(counts: Counts) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+_DIGITS = re.compile(r"([0-9]+)")
 _NUMBER = re.compile(r"(?:^|\.)([0-9]+)(?:\.|$)")
 
 # Roles by parts of names, in the order of a forward pass; names of the common architectures.
@@ -24,12 +25,13 @@ _INSIDE = (
 )
 
 
-def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
+def natural(name: str) -> tuple[tuple[int, str, str], ...]:
     """Sort key in which `layers.9` comes before `layers.10`."""
-    key = []
-    for i, part in enumerate(re.split(r"([0-9]+)", name)):  # every second part is a number, of any size
-        number = part.lstrip("0") if i % 2 else ""
-        key.append((bool(i % 2), len(number), f"{number} {part}"))
+    parts = iter(_DIGITS.split(name))  # text and digits, which may be many, in turn; text last
+    key = [(0, next(parts), "")]
+    for digits in parts:
+        number = digits.lstrip("0")
+        key += (len(number), number, digits), (0, next(parts), "")
     return tuple(key)
 
 
@@ -39,11 +41,21 @@ def block_of(name: str) -> str | None:
     return name[: found.end(1)] if found else None
 
 
-def _rank(parts: tuple[tuple[str, ...], ...], name: str) -> int:
-    for i, words in enumerate(parts):
-        if any(word in name for word in words):
-            return i
-    return len(parts)
+_Ranked = tuple[tuple[str, int], ...]
+
+
+def _ranked(*parts: tuple[str, ...]) -> _Ranked:
+    return tuple((word, i) for i, words in enumerate(parts) for word in words)
+
+
+_RANKS_INSIDE, _RANKS_AFTER = _ranked(*_INSIDE), _ranked(_AFTER[:4], _AFTER[4:])
+
+
+def _rank(words: _Ranked, name: str) -> int:
+    for word, rank in words:  # a loop: a generator for each name takes twice the time
+        if word in name:
+            return rank
+    return words[-1][1] + 1
 
 
 def forward_order(names: Iterable[str]) -> list[str]:
@@ -57,13 +69,16 @@ def forward_order(names: Iterable[str]) -> list[str]:
     >>> forward_order(["lm_head.weight", "layers.10.w1", "layers.9.w1", "embed.weight"])
     ['embed.weight', 'layers.9.w1', 'layers.10.w1', 'lm_head.weight']
     """
+    blocks: dict[str, tuple[tuple[int, str, str], ...]] = {}
 
     def key(name: str) -> tuple[object, ...]:
         lower, block = name.lower(), block_of(name)
         if block is not None:
-            return 1, natural(block), _rank(_INSIDE, lower[len(block) :] + "."), natural(name)
+            if block not in blocks:
+                blocks[block] = natural(block)
+            return 1, blocks[block], _rank(_RANKS_INSIDE, lower[len(block) :] + "."), natural(name)
         if any(word in lower for word in _BEFORE):
             return 0, (), 0, natural(name)
-        return 2, (), _rank((_AFTER[:4], _AFTER[4:]), lower), natural(name)
+        return 2, (), _rank(_RANKS_AFTER, lower), natural(name)
 
     return sorted(names, key=key)

@@ -6,6 +6,7 @@ import base64
 import binascii
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,8 @@ from tpde.format.container import (
     read_container,
 )
 from tpde.format.source import BytesSource, FileSource, Source, read
+
+_DIGITS = re.compile("[0-9a-fA-F]*")  # `bytes.fromhex` passes over white space
 
 
 class _PlainTensor:
@@ -172,11 +175,8 @@ class PackedFile:
                     where=self.source.name,
                 )
             return {}
-        try:
-            data = bytes.fromhex(text)
-        except ValueError:
-            data = b""
-        if len(data) != 16 * len(self._plain) or not text.isascii() or " " in text:
+        data = bytes.fromhex(text) if _DIGITS.fullmatch(text) and len(text) % 2 == 0 else b""
+        if len(data) != 16 * len(self._plain) or len(text) != 2 * len(data):
             raise Corrupt(
                 f"`{self.source.name}`: `{KEY_PLAIN}` should hold {len(self._plain)} hashes of 32 digits, "
                 f"it has {len(text)} characters",
@@ -194,7 +194,11 @@ class PackedFile:
             size = zstandard.frame_content_size(packed)
             if not 0 <= size <= MAX_CONTAINER_HEADER:
                 raise ValueError(f"it claims {size} bytes")
-            header = zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
+            header = zstandard.ZstdDecompressor().decompress(
+                packed, max_output_size=size, allow_extra_data=False
+            )
+            if len(header) != size:
+                raise ValueError(f"it claims {size} bytes and holds {len(header)}")
             if len(header.rstrip(b" ")) > max_source_header(len(self.container.header)):
                 raise ValueError("it is far larger than that of the packed file")
             if xxhash.xxh3_128_hexdigest(header) != metadata[KEY_SOURCE_HASH]:

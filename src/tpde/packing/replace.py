@@ -2,7 +2,7 @@
 
 A new folder is filled in `.NAME.xxxxxxxx.tpde-tmp/new`, beside its place. That outer folder is locked while
 its process lives. When all is on the disk, `new` and the old folder are exchanged at once, or, where the
-system has no such call, the old one becomes `old` there, and `new` takes its place. `journal.json`, written
+system has no such call, the old one becomes `old` there, and `new` takes its place. `journal`, written
 before, says which of the old files may go: those of the model, as they were when packing began. All else is
 carried over.
 
@@ -30,7 +30,7 @@ from tpde.packing.tree import HUB_CACHE
 
 log = logging.getLogger("tpde")
 
-_JOURNAL = "journal.json"
+_JOURNAL = "journal"
 _OWNER = 0o700  # whatever a folder's permissions, its owner may fill and remove it
 
 Identity = list[int]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,11 +17,10 @@ from tpde.errors import (
     InvalidInput,
     MissingDependency,
     NotSafetensors,
-    UnsafePickle,
 )
-from tpde.format.container import TensorSpec, canonical_header
-from tpde.frameworks import torch_bytes, torch_spec
+from tpde.format.container import Container, TensorSpec
 from tpde.packing.names import PICKLES
+from tpde.packing.pickles import StateDictSource
 from tpde.packing.reader import PackedFile
 from tpde.packing.tree import walk
 from tpde.packing.weights import check_shards
@@ -34,8 +31,7 @@ class TensorSource(Protocol):
 
     name: str
     specs: Mapping[str, TensorSpec]
-    header: bytes
-    metadata: Mapping[str, str]
+    container: Container
 
     def read(self, name: str, begin: int, end: int, out: Bytes) -> None:
         """Read a tensor's bytes from `begin` to `end` into `out`."""
@@ -63,9 +59,8 @@ class SafetensorsSource:
                 where=str(path),
             )
         self.name = str(path)
-        self.specs: Mapping[str, TensorSpec] = self._file.container.specs
-        self.header = self._file.container.header
-        self.metadata: Mapping[str, str] = self._file.container.metadata
+        self.container = self._file.container
+        self.specs: Mapping[str, TensorSpec] = self.container.specs
 
     def read(self, name: str, begin: int, end: int, out: Bytes) -> None:
         """Read a tensor's bytes from `begin` to `end` into `out`."""
@@ -74,91 +69,6 @@ class SafetensorsSource:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class StateDictSource:
-    """A state dict that `torch.save` wrote, loaded with `weights_only=True`: code in it is never run.
-
-    Raises
-    ------
-    UnsafePickle
-        If the file holds anything but tensors and plain containers.
-    InvalidInput
-        If it is not a state dict, or has tensors that safetensors cannot hold.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._tensors = _load_state_dict(path)
-        self._last = "", np.empty(0, np.uint8)
-        self.specs: Mapping[str, TensorSpec] = {
-            name: torch_spec(name, tensor) for name, tensor in self._tensors.items()
-        }
-        self.metadata: Mapping[str, str] = {"format": "pt"}
-        self.header = canonical_header(self.specs, self.metadata)
-
-    def read(self, name: str, begin: int, end: int, out: Bytes) -> None:
-        """Read a tensor's bytes from `begin` to `end` into `out`."""
-        if self._last[0] != name:  # kept, as one that is not contiguous is copied
-            self._last = name, torch_bytes(self._tensors[name])
-        out[:] = self._last[1][begin:end]
-
-    def close(self) -> None:
-        """Let go of the tensors."""
-        self._tensors, self._last = {}, ("", np.empty(0, np.uint8))
-
-
-def _load_state_dict(path: Path) -> dict[str, Any]:
-    import pickle
-
-    try:
-        import torch
-    except ImportError:
-        raise MissingDependency(
-            f"`{path}` is a PyTorch state dict, and reading it needs torch",
-            hint='run `pip install "tpde[torch]"`, or convert the file to safetensors',
-        ) from None
-    if not path.is_file():
-        raise InvalidInput(f"`{path}` does not exist", hint="check the path", where=str(path))
-    try:
-        with warnings.catch_warnings():  # of old pickle protocols, which are read all the same
-            warnings.simplefilter("ignore")
-            try:
-                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (RuntimeError, ValueError, OSError):  # the format before 1.6 cannot be mapped
-                loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"asks for `{wanted[1]}`" if wanted else "is no state dict"
-        raise UnsafePickle(
-            f"`{path}` is a pickle that {what}, and code from files is never run",
-            hint="convert it to safetensors where you trust it, and pack that",
-            where=str(path),
-        ) from None
-    except MemoryError:
-        raise
-    except Exception as error:  # torch's unpickler lets through whatever it stumbles over in a damaged file
-        raise InvalidInput(
-            f"`{path}` is not a PyTorch state dict, or is damaged ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]})",
-            hint="fetch it again",
-            where=str(path),
-        ) from None
-    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
-        loaded = loaded["state_dict"]
-    if not isinstance(loaded, dict) or not loaded:
-        what = "an empty state dict" if loaded == {} else f"a {type(loaded).__name__}, not a state dict"
-        raise InvalidInput(
-            f"`{path}` holds {what}", hint="name a file that maps names to tensors", where=str(path)
-        )
-    for name, value in loaded.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise InvalidInput(
-                f"`{path}`: entry `{name}` is a {type(value).__name__}",
-                hint="a state dict maps names to tensors",
-                where=str(path),
-            )
-    return loaded
 
 
 def open_source(path: Path) -> TensorSource:

@@ -101,9 +101,11 @@ class TensorWriter:
         # Until there is enough for a sample: `_word` again and again up to `_origin`, then `_held`.
         self._word, self._origin, self._held = np.empty(0, np.uint8), 0, list[Bytes]()
         self._constant = True
-        self._sample = sum(end - begin for begin, end in sample_ranges(spec))
+        self._sample = 0
         if not may_pack or spec.nbytes < MIN_BYTES:
             self.decide(None)
+        else:
+            self._sample = sum(end - begin for begin, end in sample_ranges(spec))
 
     def decide(self, plan: Plan | None) -> None:
         """Fix how the tensor is stored: by a plan, or plain for None."""

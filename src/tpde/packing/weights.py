@@ -126,6 +126,8 @@ def _index_names(tree: Tree) -> list[str]:
 
 def _index(tree: Tree, name: str) -> ShardIndex:
     """Read an index, and make sure that the files which it names are there."""
+    if not (tree.root / name).is_file():  # a link may lead nowhere
+        raise InvalidInput(f"`{printable(tree.root / name)}` is not a regular file", hint="fetch it again")
     index, files = read_index(tree.root / name), set(tree.files)
     names = index.names()
     for shard in names:

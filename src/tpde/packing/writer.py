@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -14,7 +14,7 @@ import zstandard
 
 from tpde.codec.native import as_bytes
 from tpde.codec.plan import MIN_BYTES, CodecName, Plan, plan_tensor
-from tpde.errors import TpdeError
+from tpde.errors import InvalidInput, TpdeError
 from tpde.format.blob import align
 from tpde.format.constants import (
     ALIGN_BLOB,
@@ -30,15 +30,25 @@ from tpde.format.constants import (
     VERSION,
 )
 from tpde.format.container import (
+    Container,
     TensorSpec,
     canonical_header,
+    check_texts,
     entry_json,
     join_header,
     max_source_header,
     metadata_json,
+    parse_header,
+    text_json,
 )
 from tpde.format.sink import FileSink, Sink
 from tpde.packing.tensor import TensorWriter, repeats
+
+# Of the source's header. Level 19 takes 0.2 s for 300 kB and 85 s for 30 MB, level 9 0.15 s for that, a
+# quarter larger. Where it is quick, 19 saves up to a third.
+_LEVEL, _LARGE_LEVEL, _LARGE_HEADER = 19, 9, 256 << 10
+
+MAX_THREADS = 1 << 16  # no machine has more processors, and the core would take 2^32 + 1 for 1
 
 
 def default_threads() -> int:
@@ -63,9 +73,9 @@ class PackedWriter:
         All tensors that will be written: their dtypes (names of safetensors) and shapes.
     metadata : mapping of str to str, optional
         The source's own `__metadata__`.
-    source_header : bytes, optional
-        The header to restore when the file is unpacked. By default that which the stock library would
-        write for `tensors` and `metadata`.
+    source_header : bytes or Container, optional
+        The header to restore when the file is unpacked, parsed or not. By default that which the stock
+        library would write for `tensors` and `metadata`.
     threads : int, optional
         How many threads encode; by default one for each processor. The file does not depend on it.
     codec : {"auto", "prefix", "zstd"}
@@ -74,6 +84,14 @@ class PackedWriter:
         Replace an existing file.
     mode : int, optional
         The file's permission bits. By default those of the file that it replaces, or of a new file.
+
+    Raises
+    ------
+    InvalidInput
+        If a name or the metadata is nothing that a reader would take, or `source_header` describes other
+        tensors. Nothing is written then.
+    DestinationExists, InvalidDestination
+        If the file cannot be written.
 
     Examples
     --------
@@ -89,24 +107,33 @@ class PackedWriter:
         tensors: Mapping[str, TensorSpec],
         *,
         metadata: Mapping[str, str] | None = None,
-        source_header: bytes | None = None,
+        source_header: bytes | Container | None = None,
         threads: int | None = None,
         codec: CodecName = "auto",
         force: bool = False,
         mode: int | None = None,
     ) -> None:
         self._specs = dict(tensors)
-        self._metadata = dict(metadata or {})
+        self._metadata = _checked(self._specs, metadata)
         self._threads = check_threads(threads)
         if codec not in ("auto", "prefix", "zstd"):
             raise ValueError(f"no codec `{codec}`; there are auto, prefix, zstd")
         self._codec = codec
-        header = source_header
-        if header is None:
+        if source_header is None:
             header = canonical_header(self._specs, self._metadata)
+        else:
+            given = source_header
+            source = given if isinstance(given, Container) else parse_header(given, "the source's header")
+            if source.specs != self._specs:
+                raise InvalidInput(
+                    "the source's header describes other tensors than those announced",
+                    hint="give the header of the file that holds them",
+                )
+            header = source.header
         self._metadata[KEY_VERSION] = str(VERSION)
+        level = _LEVEL if len(header) <= _LARGE_HEADER else _LARGE_LEVEL
         self._metadata[KEY_SOURCE] = base64.b64encode(
-            zstandard.ZstdCompressor(level=19, write_content_size=True).compress(header)
+            zstandard.ZstdCompressor(level=level, write_content_size=True).compress(header)
         ).decode()
         self._metadata[KEY_SOURCE_HASH] = xxhash.xxh3_128_hexdigest(header)
         self._written: dict[str, tuple[TensorSpec, int, int]] = {}  # stored name: spec, begin, end
@@ -143,12 +170,14 @@ class PackedWriter:
         """Most bytes that the header can take: it is written last, in front of the data."""
         digits = len(str(total + total // 8 + (ALIGN_LARGE + 4096) * (len(self._specs) + 1)))
         largest = 10**digits - 1
-        parts = [metadata_json(self._metadata | {KEY_PLAIN: "0" * (32 * len(self._specs))})]
+        size = len(metadata_json(self._metadata | {KEY_PLAIN: "0" * (32 * len(self._specs))}).encode()) + 2
+        packed = len(entry_json(SUFFIX, TensorSpec("U8", (largest,)), largest, largest))
+        plain: dict[TensorSpec, int] = {}  # by what tensors are: few of many differ in it
         for name, spec in self._specs.items():
-            plain = entry_json(name, spec, largest, largest)
-            packed = entry_json(name + SUFFIX, TensorSpec("U8", (largest,)), largest, largest)
-            parts.append(max(plain, packed, key=len))
-        return len((",".join(parts)).encode()) + 2
+            if spec not in plain:
+                plain[spec] = len(entry_json("", spec, largest, largest))
+            size += len(text_json(name).encode()) - 2 + max(plain[spec], packed) + 1
+        return size
 
     def may_pack(self, name: str) -> bool:
         """Whether a tensor's name allows it to be packed (format.md 1.2)."""
@@ -277,7 +306,7 @@ class PackedWriter:
         if self._plain:
             order = sorted(self._plain, key=str.encode)
             self._metadata[KEY_PLAIN] = "".join(self._plain[name] for name in order)
-        entries = [entry_json(name, *where) for name, where in self._written.items()]
+        entries = (entry_json(name, *where) for name, where in self._written.items())
         header = join_header(self._metadata, entries).ljust(self._start - 8, b" ")
         self._sink.write(0, [(self._start - 8).to_bytes(8, "little") + header])
         self._stop()
@@ -309,12 +338,28 @@ class PackedWriter:
             self.abort()
 
 
+def _checked(names: Iterable[str], metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """The metadata, once names and metadata are such as readers take."""
+    found = {} if metadata is None else metadata
+    try:
+        check_texts(names, found)
+    except ValueError as error:
+        raise InvalidInput(str(error), hint="change it, or no reader would open the file") from None
+    return dict(found)
+
+
 def check_threads(threads: int | None) -> int:
-    """A number of threads, or the default for None."""
+    """A number of threads, or the default for None.
+
+    Raises
+    ------
+    ValueError
+        If it is not a whole number from 1 to `MAX_THREADS`.
+    """
     if threads is None:
         return default_threads()
-    if threads < 1:
-        raise ValueError(f"{threads} threads; at least 1 is needed")
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"{threads!r:.50} threads; at least 1 is needed, and at most {MAX_THREADS}")
     return threads
 
 
