@@ -18,7 +18,7 @@ from tpde.cli.inspect import render
 from tpde.codec import reference
 from tpde.errors import Corrupt, InvalidInput, TpdeError
 from tpde.format.container import TensorSpec
-from tpde.packing.api import pack, unpack, verify
+from tpde.packing.api import pack
 from tpde.packing.documents import read_document
 from tpde.packing.inspect import inspect
 from tpde.packing.reader import PackedFile
@@ -135,21 +135,20 @@ def test_a52_names_that_are_long_or_steer_a_terminal(tmp_path: Path) -> None:
 
 
 def test_a53_hundreds_of_thousands_of_tensors(tmp_path: Path) -> None:
-    """Here 20,000, which take two seconds of processor time; packing them alone took nine."""
-    count = 20_000
+    """Here 40,000: two seconds of processor time to pack, once 18, most of them for the header."""
+    count = 40_000
     entries = {
-        f"layers.{i % 100}.experts.{i // 100}.w": {"dtype": "BF16", "shape": [0, 4], "data_offsets": [0, 0]}
+        f"model.layers.{i % 100}.mlp.experts.{i // 100}.weight": {
+            "dtype": "BF16", "shape": [0, 4], "data_offsets": [0, 0],
+        }
         for i in range(count)
-    }
-    source, packed, out = (tmp_path / name for name in ("x.safetensors", "y.safetensors", "z.safetensors"))
+    }  # fmt: skip
+    source, packed = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     source.write_bytes(container(entries, b""))
     start = time.process_time()
     pack(source, packed, threads=2)
-    assert len(inspect(packed).tensors) == count
-    assert verify(packed, threads=2) == []
-    unpack(packed, out, threads=2)
-    assert time.process_time() - start < 8
-    assert out.read_bytes() == source.read_bytes()
+    assert time.process_time() - start < 7
+    assert unpack_bytes(packed.read_bytes()) == source.read_bytes()
 
 
 def test_a54_entries_in_other_forms_than_usual() -> None:

@@ -43,7 +43,7 @@ def test_what_no_reader_takes_leaves_the_file_that_was_there(case: str, library:
     before = path.read_bytes()
     for save in (lambda *given: module.save_file(given[0], path, given[1]), module.save):
         with pytest.raises(InvalidInput, match=r"text|Unicode|metadata"):
-            save(dict.fromkeys(names, value), metadata)
+            save({name: value + i for i, name in enumerate(names)}, metadata)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -20,6 +20,8 @@ import torch
 from support.cli import Outcome, Run, damage, names, weights
 from support.commands import process
 
+from tpde.cli import common
+
 # ---- exit code 1: damage
 
 
@@ -329,3 +331,42 @@ def test_file_size_limit(plain: Path, tmp_path: Path) -> None:
         4, "File too large; nothing was left behind", "make room"
     )
     assert names(tmp_path) == before
+
+
+def test_control_characters_do_not_reach_the_terminal(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common.say("note", "a\x1b[2J\x07\x9b1m\rb")
+    assert capsys.readouterr().err == "note: a\\x1b[2J\\x07\\x9b1m\\rb\n"
+    for name in ("x\x1b[2J.safetensors", "x\nhint: fine.pt", "x\r\x08"):
+        found = run("pack", tmp_path / name, tmp_path / "out")
+        found.failed(common.USAGE, "does not exist", "check the path")
+        assert all(line.isprintable() for line in found.err.splitlines())
+
+
+def test_files_whose_names_are_not_utf8(run: Run, plain: Path, tmp_path: Path) -> None:
+    name = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.safetensors"))
+    try:
+        plain.rename(name)
+    except OSError:
+        pytest.skip("this file system has names of Unicode only")
+    packed = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xfe"))
+    assert run("pack", name, packed, "--json").code == 0
+    assert run("verify", packed, "--against", name).code == 0
+    assert run("inspect", packed).code == 0
+    assert run("unpack", packed, tmp_path / "again").code == 0
+    assert (tmp_path / "again").read_bytes() == name.read_bytes()
+    packed.write_bytes(b"x")
+    found = run("unpack", packed, tmp_path / "other")
+    found.failed(common.DAMAGED_INPUT, r"udcfe", "fetch")
+
+
+@pytest.mark.parametrize("threads", [0, 1 << 31, (1 << 32) + 1])
+def test_numbers_of_threads_that_cannot_be(threads: int, run: Run, plain: Path, tmp_path: Path) -> None:
+    for command in (
+        ("pack", plain, tmp_path / "out"),
+        ("verify", plain),
+        ("unpack", plain, tmp_path / "out"),
+    ):
+        found = run(*command, "--threads", threads)
+        found.failed(common.USAGE, "'--threads'", "--help")
