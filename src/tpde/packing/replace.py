@@ -25,6 +25,7 @@ from tpde.errors import InvalidDestination, printable
 from tpde.format.rename import exchange, rename_new
 from tpde.format.sink import exists_already, kind_of, sync_folder, unwritable
 from tpde.format.temporary import abandoned, clear_files, create, remove
+from tpde.packing.documents import is_inside
 from tpde.packing.names import folder_of
 from tpde.packing.tree import HUB_CACHE
 
@@ -254,8 +255,12 @@ def _finish(outer: Path) -> None:
         record = json.loads((outer / _JOURNAL).read_bytes())
         destination = outer.with_name(record["name"])
         number, removable = record["old"], record["removable"]
+        if not all(map(is_inside, removable)):
+            return
     except FileNotFoundError:  # nothing was replaced
         remove(outer)
+        return
+    except (ValueError, KeyError, TypeError):  # not one of ours: nothing is known of what is there
         return
     old = next((it for it in (outer / "new", outer / "old") if _number(it) == number), None)
     if old is not None and not os.path.lexists(destination):
