@@ -118,7 +118,7 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedDtype(
             f"PyTorch {torch.__version__} has no dtype for {name}",
-            hint="read the file with `tpde unpack`",
+            hint="upgrade PyTorch",
             found=name,
         )
     return dtype
@@ -285,6 +285,6 @@ def to_numpy(data: Bytes, spec: TensorSpec) -> Any:
         dtype = np.dtype(getattr(ml_dtypes, _ML_DTYPES[spec.dtype]))
     else:
         raise UnsupportedDtype(
-            f"NumPy has no dtype for {spec.dtype}", hint="read the file with `tpde unpack`", found=spec.dtype
+            f"NumPy has no dtype for {spec.dtype}", hint="read it with `tpde.torch`", found=spec.dtype
         )
     return data.view(dtype).reshape(spec.shape)

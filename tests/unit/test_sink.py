@@ -13,6 +13,7 @@ from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
 from tpde.errors import DestinationExists, InvalidDestination
+from tpde.format import sink
 from tpde.format.sink import BytesSink, FileSink
 from tpde.packing.api import pack, unpack
 from tpde.packing.writer import PackedWriter
@@ -31,9 +32,9 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def _fail(monkeypatch: pytest.MonkeyPatch, name: str, after: int = 0) -> None:
+def _fail(monkeypatch: pytest.MonkeyPatch, name: str, after: int = 0, module: Any = os) -> None:
     """Let a system call fail as on a full disk, after some calls that do not."""
-    real: Callable[..., Any] = getattr(os, name)
+    real: Callable[..., Any] = getattr(module, name)
     calls = 0
 
     def failing(*args: Any, **options: Any) -> Any:
@@ -43,7 +44,7 @@ def _fail(monkeypatch: pytest.MonkeyPatch, name: str, after: int = 0) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args, **options)
 
-    monkeypatch.setattr(os, name, failing)
+    monkeypatch.setattr(module, name, failing)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,10 @@ def test_a_full_disk_leaves_what_was_there(
     path = source if action is pack else source.with_name("packed.safetensors")
     descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     with monkeypatch.context() as patch:
-        _fail(patch, call, after)
+        if call == "replace" and not exists:
+            _fail(patch, "rename_new", module=sink)
+        else:
+            _fail(patch, call, after)
         with pytest.raises(OSError, match="No space left"):
             action(path, out / "file", force=exists)
     if descriptors:

@@ -15,12 +15,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 
 from tpde import errors
 from tpde.errors import bounded, printable
+
+if TYPE_CHECKING:
+    from tpde.packing.tree import LeftOut
 
 OK, DAMAGE, USAGE, DAMAGED_INPUT, IO_ERROR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -79,6 +82,12 @@ def say(kind: str, text: str, colour: str = "1") -> None:
     """Print a line such as `error: ...` on stderr."""
     label = f"\033[{colour}m{kind}:\033[0m" if coloured(sys.stderr) else f"{kind}:"
     print(f"{label} {clean(text)}", file=sys.stderr, flush=True)
+
+
+def say_left_out(things: Sequence[LeftOut]) -> None:
+    """Print what of a directory was not taken, one to a line, on stderr."""
+    for it in things:
+        say("note", f"`{it.name}` is left out: {it.reason}")
 
 
 def exit_code(error: BaseException) -> int:

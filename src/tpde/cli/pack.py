@@ -17,6 +17,7 @@ from tpde.cli.common import (
     print_json,
     progress_bar,
     say,
+    say_left_out,
     size,
     table,
 )
@@ -51,6 +52,14 @@ def pack(
         CodecChoice, typer.Option(help="`auto` chooses for each tensor; the others try only theirs.")
     ] = CodecChoice.auto,
     force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Leave out of a directory what has such a name, or, with a slash, such a path. May be "
+            "repeated.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     dtype_report: Annotated[
         bool, typer.Option("--dtype-report", help="Print sizes and ratios by dtype as well.")
@@ -70,10 +79,16 @@ def pack(
     from tpde.packing.inspect import survey
     from tpde.packing.sources import resolve
 
-    path, start = resolve(source), time.perf_counter()
-    with progress_bar("packing", lambda: api.total_bytes(path)) as progress:
+    path, start, patterns = resolve(source), time.perf_counter(), exclude or ()
+    with progress_bar("packing", lambda: api.total_bytes(path, patterns)) as progress:
         result = api.pack(
-            path, destination, threads=threads, codec=codec.value, force=force, progress=progress
+            path,
+            destination,
+            threads=threads,
+            codec=codec.value,
+            force=force,
+            exclude=patterns,
+            progress=progress,
         )
     seconds = time.perf_counter() - start
     groups = survey(destination, sample=False).by_dtype if dtype_report else None
@@ -91,6 +106,7 @@ def pack(
         )
         if groups is not None:
             print(dtype_table(groups))
+    say_left_out(result.left_out)
     if not result.packed:
         say("note", "no tensor would shrink; all are stored as they were")
 

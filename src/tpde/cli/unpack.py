@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tpde.cli.common import few_threads, guard, plural, print_json, progress_bar, size
+from tpde.cli.common import few_threads, guard, plural, print_json, progress_bar, say_left_out, size
 
 
 def original_bytes(path: Path) -> int:
@@ -56,6 +56,7 @@ def unpack(
     with progress_bar("unpacking", lambda: original_bytes(source)) as progress:
         result = api.unpack(source, destination, threads=threads, force=force, progress=progress)
     seconds = time.perf_counter() - start
+    say_left_out(result.left_out)
     if as_json:
         ratio = result.destination_bytes / max(result.source_bytes, 1)
         print_json(dataclasses.asdict(result) | {"ratio": ratio, "seconds": seconds})

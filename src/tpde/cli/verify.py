@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tpde.cli.common import DAMAGE, OK, few_threads, guard, plural, print_json, progress_bar
+from tpde.cli.common import DAMAGE, OK, few_threads, guard, plural, print_json, progress_bar, say_left_out
 from tpde.cli.unpack import original_bytes
 from tpde.errors import printable
 
@@ -28,6 +28,10 @@ def verify(
             min=1, callback=few_threads, help="How many threads decode.", show_default="all processors"
         ),
     ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="What was left out of SRC when it was packed. May be repeated."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
     r"""Check every chunk and every tensor of a packed file or directory.
@@ -40,11 +44,16 @@ def verify(
       tpde verify packed.safetensors --against model.safetensors
     """
     from tpde.packing import api
+    from tpde.packing.tree import walk
 
     start = time.perf_counter()
     with progress_bar("verifying", lambda: original_bytes(packed)) as progress:
-        problems = api.verify(packed, against=against, threads=threads, progress=progress)
+        problems = api.verify(
+            packed, against=against, threads=threads, exclude=exclude or (), progress=progress
+        )
     seconds = time.perf_counter() - start
+    left_out = walk(against, exclude or ()).left_out if against is not None and against.is_dir() else ()
+    say_left_out(left_out)
     if as_json:
         print_json(
             {
@@ -52,6 +61,7 @@ def verify(
                 "against": str(against) if against is not None else None,
                 "ok": not problems,
                 "problems": [dataclasses.asdict(p) for p in problems],
+                "left_out": [dataclasses.asdict(it) for it in left_out],
                 "seconds": seconds,
             }
         )
@@ -61,5 +71,9 @@ def verify(
         print(f"{plural(len(problems), 'problem')} found")
     else:
         than = " and equal to its source" if against is not None else ""
+        if left_out:
+            than = (
+                f", and so is what was packed of its source; {plural(len(left_out), 'thing')} of it was not"
+            )
         print(f"intact{than}, {seconds:.2f} s")
     return DAMAGE if problems else OK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tpde.errors import DestinationExists, InvalidDestination
+from tpde.format.rename import rename_new
+from tpde.format.temporary import clear_files, create
 
 _MAX_BUFFERS = 512  # of one pwritev; systems allow 1024
 
@@ -36,14 +38,58 @@ class Sink(Protocol):
         """Leave no trace."""
 
 
-def refuse_existing(path: Path, force: bool) -> None:
-    """Raise `DestinationExists` if there is something at `path` and `force` does not allow it."""
-    if os.path.lexists(path) and not force:
-        raise DestinationExists(
-            f"`{path}` exists already",
-            hint="remove it, choose another destination, or replace it with `--force` (`force=True`)",
+def exists_already(path: Path) -> DestinationExists:
+    """The error for a destination that is there, and may be replaced if that is asked for."""
+    return DestinationExists(
+        f"`{path}` exists already",
+        hint="remove it, choose another destination, or replace it with `--force` (`force=True`)",
+        where=str(path),
+    )
+
+
+def refuse_file(path: Path, force: bool) -> os.stat_result | None:
+    """Refuse a destination for a file; returns what is there and may be replaced.
+
+    Raises
+    ------
+    DestinationExists
+        If there is a file or a link, and `force` is false.
+    InvalidDestination
+        If there is something else, which is never replaced.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unwritable(path, error) from error
+    if stat.S_ISDIR(found.st_mode):
+        raise InvalidDestination(
+            f"`{path}` exists already and is a folder",
+            hint="name a file, since `--force` replaces no folder by one",
             where=str(path),
         )
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+        raise InvalidDestination(
+            f"`{path}` is {kind_of(found.st_mode)}, which is never replaced",
+            hint="name a file",
+            where=str(path),
+        )
+    if not force:
+        raise exists_already(path)
+    return found
+
+
+def kind_of(mode: int) -> str:
+    """What a mode says something is, with its article."""
+    kinds = (
+        (stat.S_ISREG, "a file"),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISLNK, "a link"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    )
+    return next((name for test, name in kinds if test(mode)), "a device")
 
 
 def unwritable(path: Path, error: OSError) -> InvalidDestination:
@@ -78,31 +124,39 @@ def require_writable(path: Path) -> None:
 class FileSink:
     """A file written under a temporary name beside its place, synced, and renamed.
 
+    What killed processes left beside it is removed. A link is replaced, what it names is not.
+
     Parameters
     ----------
     path : path-like
         Where the file goes.
     force : bool
-        Replace what is there.
+        Replace a file or link that is there.
+    mode : int, optional
+        Its permission bits. By default those of the file that it replaces, or of a new file.
 
     Raises
     ------
     DestinationExists
         If something is there and `force` is false.
     InvalidDestination
-        If the folder cannot be written.
+        If the folder cannot be written, or if what is there is neither file nor link.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, force: bool = False, mode: int | None = None) -> None:
         self.path = Path(path)
         self.name = str(self.path)
-        refuse_existing(self.path, force)
-        if self.path.is_dir():
-            raise InvalidDestination(f"`{self.path}` is a folder", hint="name a file", where=self.name)
-        self._temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
-        self._force = force
+        self._force, self._mode = force, mode
+        there = refuse_file(self.path, force)
+        if mode is None and there is not None and stat.S_ISREG(there.st_mode):
+            self._mode = stat.S_IMODE(there.st_mode) & 0o777
+        clear_files(self.path.parent)
+        # Others may not even read what is being written of a file that they may not read.
+        bits = 0o666 if self._mode is None else 0o600
         try:
-            self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            self._temporary, self._fd = create(
+                self.path, lambda it: os.open(it, os.O_RDWR | os.O_CREAT | os.O_EXCL, bits)
+            )
         except OSError as error:
             raise unwritable(self.path, error) from error
 
@@ -118,36 +172,75 @@ class FileSink:
                 if done:
                     views[0] = views[0][done:]
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"writing failed at byte {offset}: {error.strerror}; nothing was left behind",
-                self.name,
-            ) from error
+            raise self._failed(f"writing failed at byte {offset}", error) from error
+
+    def _failed(self, what: str, error: OSError) -> OSError:
+        return OSError(error.errno, f"{what}: {error.strerror}; nothing was left behind", self.name)
 
     def room(self, offset: int, size: int) -> None:
         """None: a file's bytes are not in memory."""
 
     def commit(self) -> None:
-        """Sync the file and give it its name."""
-        os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = -1
-        refuse_existing(self.path, self._force)
-        os.replace(self._temporary, self.path)
-        with contextlib.suppress(OSError):  # not every file system syncs folders
-            folder = os.open(self.path.parent, os.O_RDONLY)
+        """Sync the file and give it its name.
+
+        Raises
+        ------
+        DestinationExists, InvalidDestination
+            If something has appeared there that may not be replaced.
+        OSError
+            If the system failed; says where.
+        """
+        try:
+            if self._mode is not None:
+                os.fchmod(self._fd, self._mode)
+            os.fsync(self._fd)
+            lock = os.dup(self._fd)  # which holds the lock until the file has its name
+        except OSError as error:
+            raise self._failed("completing the file failed", error) from error
+        try:
+            self._close()
+            refuse_file(self.path, self._force)
             try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+                if self._force:
+                    os.replace(self._temporary, self.path)
+                else:
+                    rename_new(self._temporary, self.path)
+            except FileExistsError:
+                raise exists_already(self.path) from None
+            except OSError as error:
+                raise self._failed("giving the file its name failed", error) from error
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(lock)
+        sync_folder(self.path.parent)
+
+    def _close(self) -> None:
+        """Close the file, which is closed whether that fails or not."""
+        descriptor, self._fd = self._fd, -1
+        try:
+            os.close(descriptor)
+        except OSError as error:
+            raise self._failed("closing the file failed", error) from error
 
     def abort(self) -> None:
         """Remove the temporary file."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._temporary)
+        try:
+            if self._fd >= 0:
+                with contextlib.suppress(OSError):  # what was written is not wanted
+                    self._close()
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._temporary)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder outlast a loss of power, where the file system can."""
+    with contextlib.suppress(OSError):  # not every one syncs folders
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class BytesSink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -16,7 +17,9 @@ from tpde.format.source import Extent
 from tpde.frameworks import to_torch, torch_dtype, torch_shape
 from tpde.integrations.reading import read_extents
 from tpde.integrations.runs import Run, decoded
+from tpde.packing.names import PICKLES
 from tpde.packing.reader import PackedFile
+from tpde.packing.weights import MAKE_PLAIN
 from tpde.streaming.tensor import Streamed
 from tpde.weights.resident import Resident
 from tpde.weights.source import Source
@@ -132,7 +135,7 @@ class Checkpoint:
         except NotSafetensors as error:
             raise NotPacked(
                 error.message,
-                hint="models run from packed safetensors files, pack it with `tpde pack` first",
+                hint=MAKE_PLAIN if Path(path).suffix in PICKLES else "fetch it again",
                 where=error.where,
             ) from None
         self._files.append(file)

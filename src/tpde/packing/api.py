@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tpde.codec.plan import CodecName
 from tpde.errors import InvalidDestination, InvalidInput
-from tpde.format.sink import refuse_existing
-from tpde.packing.directory import (
-    is_packed_directory,
-    pack_directory,
-    unpack_directory,
-    verify_directory,
-)
+from tpde.format.sink import refuse_file
+from tpde.packing.compare import verify_directory
+from tpde.packing.directory import pack_directory, unpack_directory
 from tpde.packing.files import (
     Problem,
     Progress,
@@ -24,8 +21,12 @@ from tpde.packing.files import (
     unpack_file,
     verify_file,
 )
+from tpde.packing.manifest import is_packed_directory
+from tpde.packing.replace import clear
 from tpde.packing.resaved import is_resaved, unpack_resaved, verify_resaved
 from tpde.packing.sources import resolve
+from tpde.packing.tree import LeftOut, walk
+from tpde.packing.weights import choose
 from tpde.packing.writer import check_threads
 
 
@@ -45,6 +46,8 @@ class Summary:
         Size of the plain weight files over that of the packed ones.
     files : tuple of Result
         The same for each weight file.
+    left_out : tuple of LeftOut
+        What of a directory was not taken, and why.
     """
 
     source: str
@@ -55,9 +58,17 @@ class Summary:
     packed: int
     ratio: float
     files: tuple[Result, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
 
-def _summary(source: Path, destination: Path, results: list[Result], *, packing: bool) -> Summary:
+def _summary(
+    source: Path,
+    destination: Path,
+    results: list[Result],
+    left_out: tuple[LeftOut, ...] = (),
+    *,
+    packing: bool,
+) -> Summary:
     sizes = sum(r.source_bytes for r in results), sum(r.destination_bytes for r in results)
     plain, packed = sizes if packing else reversed(sizes)
     return Summary(
@@ -66,8 +77,9 @@ def _summary(source: Path, destination: Path, results: list[Result], *, packing:
         *sizes,
         sum(r.tensors for r in results),
         sum(r.packed for r in results),
-        plain / packed,
+        plain / packed if packed else 1.0,
         tuple(results),
+        left_out,
     )
 
 
@@ -78,6 +90,7 @@ def pack(
     threads: int | None = None,
     codec: CodecName = "auto",
     force: bool = False,
+    exclude: Sequence[str] = (),
     progress: Progress = no_progress,
 ) -> Summary:
     """Pack a file or a model directory, losslessly.
@@ -94,7 +107,11 @@ def pack(
     codec : {"auto", "prefix", "zstd"}
         Which codec to use where a tensor shrinks at all.
     force : bool
-        Replace an existing destination; a folder only if it holds nothing but files of the model.
+        Replace an existing destination; a folder only if it holds no other files than the model's. Links,
+        pipes and the hub's `.cache` in it are carried over.
+    exclude : sequence of str
+        Patterns of the shell for what to leave out of a directory: of names, or, with a slash, of relative
+        paths.
     progress : callable
         Called with a number of bytes of the source when they are done.
 
@@ -123,14 +140,14 @@ def pack(
     """
     path, target = resolve(source), Path(destination)
     check_threads(threads)
-    refuse_existing(target, force)
     if path.is_dir():
-        results = pack_directory(path, target, threads=threads, codec=codec, force=force, progress=progress)
-    else:
-        _refuse_same(path, target)
-        result = pack_file(path, target, threads=threads, codec=codec, force=force, progress=progress)
-        results = [result]
-    return _summary(path, target, results, packing=True)
+        results, left_out = pack_directory(
+            path, target, threads=threads, codec=codec, force=force, exclude=exclude, progress=progress
+        )
+        return _summary(path, target, results, left_out, packing=True)
+    _prepare(path, target, force)
+    result = pack_file(path, target, threads=threads, codec=codec, force=force, progress=progress)
+    return _summary(path, target, [result], packing=True)
 
 
 def unpack(
@@ -178,14 +195,15 @@ def unpack(
     """
     path, target = _existing(source), Path(destination)
     count = check_threads(threads)
-    refuse_existing(target, force)
-    if path.is_dir():
-        restore = unpack_resaved if is_resaved(path) else unpack_directory
-        results = restore(path, target, threads=count, force=force, progress=progress)
-    else:
-        _refuse_same(path, target)
+    left_out: tuple[LeftOut, ...] = ()
+    if not path.is_dir():
+        _prepare(path, target, force)
         results = [unpack_file(path, target, threads=count, force=force, progress=progress)]
-    return _summary(path, target, results, packing=False)
+    elif is_resaved(path):
+        results, left_out = unpack_resaved(path, target, threads=count, force=force, progress=progress)
+    else:
+        results = unpack_directory(path, target, threads=count, force=force, progress=progress)
+    return _summary(path, target, results, left_out, packing=False)
 
 
 def verify(
@@ -193,6 +211,7 @@ def verify(
     *,
     against: str | os.PathLike[str] | None = None,
     threads: int | None = None,
+    exclude: Sequence[str] = (),
     progress: Progress = no_progress,
 ) -> list[Problem]:
     """Check a packed file or directory: every chunk, every tensor, and its source if given.
@@ -202,9 +221,12 @@ def verify(
     packed : path-like
         A packed file or directory.
     against : path-like, optional
-        The source, to compare every byte with.
+        The source, to compare every byte with. What it has and was not packed is a problem, too, but for the
+        hub's `.cache`.
     threads : int, optional
         By default one for each processor.
+    exclude : sequence of str
+        What was left out of the source when it was packed: as for `pack`.
     progress : callable
         Called with a number of bytes of the original when they are done.
 
@@ -238,7 +260,7 @@ def verify(
                     hint="compare its weight files one by one",
                 )
             return verify_resaved(path, count, progress)
-        return verify_directory(path, other, count, progress)
+        return verify_directory(path, other, count, progress, exclude)
     if other is not None and other.is_dir():
         raise InvalidInput(f"`{path}` is a file, `{other}` is a directory", hint="compare like with like")
     return verify_file(path, other, count, progress)
@@ -251,6 +273,13 @@ def _existing(path: str | os.PathLike[str]) -> Path:
     return found
 
 
+def _prepare(source: Path, destination: Path, force: bool) -> None:
+    """Refuse a destination for a file, and clear its folder of what killed processes left."""
+    _refuse_same(source, destination)
+    refuse_file(destination, force)
+    clear(destination.parent)
+
+
 def _refuse_same(source: Path, destination: Path) -> None:
     if destination.exists() and source.samefile(destination):
         raise InvalidDestination(
@@ -260,12 +289,12 @@ def _refuse_same(source: Path, destination: Path) -> None:
         )
 
 
-def total_bytes(source: str | os.PathLike[str]) -> int:
-    """Bytes of the weight files below a path, for a progress bar."""
+def total_bytes(source: str | os.PathLike[str], exclude: Sequence[str] = ()) -> int:
+    """Bytes of the weight files that would be packed, for a progress bar."""
     path = Path(source)
     if path.is_dir():
-        return sum(p.stat().st_size for p in path.rglob("*.safetensors") if p.is_file())
+        return sum((path / name).stat().st_size for name in choose(walk(path, exclude)).files)
     return path.stat().st_size if path.is_file() else 0
 
 
-__all__ = ["Problem", "Summary", "is_packed_directory", "pack", "total_bytes", "unpack", "verify"]
+__all__ = ["LeftOut", "Problem", "Summary", "is_packed_directory", "pack", "total_bytes", "unpack", "verify"]

@@ -1,136 +1,41 @@
-"""Model directories packed, unpacked and verified (docs/format.md 8)."""
+"""Model directories packed and unpacked (docs/format.md 8)."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpde.codec.plan import CodecName
-from tpde.errors import (
-    AlreadyPacked,
-    Corrupt,
-    InvalidDestination,
-    InvalidInput,
-    NotPacked,
-    TpdeError,
-    Truncated,
-    UnsupportedVersion,
-)
+from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, TpdeError, Truncated
 from tpde.format.constants import MANIFEST, METHOD, SUFFIX, VERSION
-from tpde.format.sink import refuse_existing, unwritable
-from tpde.packing.documents import (
-    is_inside,
-    is_text,
-    json_object,
-    parse_object,
-    read_modules,
+from tpde.packing.copies import (
+    Unchanged,
+    copy_file,
+    finish_folders,
+    mode_of,
+    sha256,
+    sha256_of_tensors,
+    write_text,
 )
-from tpde.packing.files import (
-    Problem,
-    Progress,
-    Result,
-    no_progress,
-    pack_file,
-    unpack_file,
-    verify_file,
+from tpde.packing.documents import parse_object, read_document
+from tpde.packing.files import Progress, Result, no_progress, pack_opened, unpack_file
+from tpde.packing.manifest import Manifest, is_packed_directory, read_manifest
+from tpde.packing.names import SAFETENSORS, folder_of, is_config
+from tpde.packing.replace import new_folder
+from tpde.packing.shards import ShardIndex
+from tpde.packing.sources import open_source
+from tpde.packing.tree import LeftOut, Tree, follow, walk
+from tpde.packing.weights import (
+    Weights,
+    choose,
+    is_packed,
+    packed_names,
+    refuse_packed,
 )
-from tpde.packing.reader import PackedFile
-from tpde.packing.shards import ShardIndex, is_index, parse_index, read_index
-from tpde.packing.sources import shards
-
-
-@contextlib.contextmanager
-def new_folder(destination: Path, names: Collection[str], force: bool) -> Iterator[Path]:
-    """A folder filled under a temporary name beside its place, and renamed at the end.
-
-    Parameters
-    ----------
-    destination : Path
-        Its place.
-    names : collection of str
-        The relative paths of the files that it will hold.
-    force : bool
-        Replace what is there, but no folder that holds other files.
-
-    Raises
-    ------
-    DestinationExists, InvalidDestination
-        If something is there that may not be replaced, or the folder cannot be made.
-    """
-    refuse_existing(destination, force)
-    _refuse_loss(destination, names)
-    temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.mkdir()
-    except OSError as error:
-        raise unwritable(destination, error) from error
-    try:
-        yield temporary
-        refuse_existing(destination, force)
-        if os.path.lexists(destination):
-            old = temporary.with_name(temporary.name + ".old")
-            destination.rename(old)
-            try:
-                temporary.rename(destination)
-            except OSError:
-                old.rename(destination)
-                raise
-            _remove(old)
-        else:
-            temporary.rename(destination)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is not None:  # name the place that was asked for
-            path = Path(os.fsdecode(error.filename))
-            if path.is_relative_to(temporary):
-                error.filename = str(destination / path.relative_to(temporary))
-        raise
-
-
-def _refuse_loss(destination: Path, names: Collection[str]) -> None:
-    """Refuse to replace a folder that holds files of something else, which would be lost."""
-    if not destination.is_dir() or destination.is_symlink():
-        return
-    ours = {*names, MANIFEST}
-    with contextlib.suppress(TpdeError):  # without a manifest, or with a damaged one, `names` are all we know
-        ours.update(read_manifest(destination))
-    for name in files_below(destination):
-        if name not in ours:
-            raise InvalidDestination(
-                f"`{destination}` holds `{name}`, which is no file of this model and would be lost",
-                hint="remove the folder yourself, or choose another destination",
-            )
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
-    hasher = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            hasher.update(piece)
-    return hasher.hexdigest()
-
-
-def files_below(folder: Path) -> Iterator[str]:
-    """Every file below a folder but the hub's cache, relative, in order."""
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        if path.is_file() and relative.parts[0] != ".cache":
-            yield relative.as_posix()
 
 
 def refuse_nested(source: Path, destination: Path) -> None:
@@ -147,16 +52,30 @@ def refuse_nested(source: Path, destination: Path) -> None:
         )
 
 
-def is_packed_directory(folder: Path) -> bool:
-    """Whether a directory was packed by tpde."""
-    return (folder / MANIFEST).is_file()
+def replaceable(destination: Path, names: Collection[str]) -> set[str]:
+    """What may be replaced in a destination: files of these names, and those of the model packed there."""
+    ours = {*names, MANIFEST}
+    with contextlib.suppress(TpdeError):  # without a manifest, or with a damaged one, `names` are all we know
+        if is_packed_directory(destination):
+            manifest = read_manifest(destination)
+            ours.update(manifest.files, manifest.folders)
+    return ours
 
 
-def _packed_index(index: ShardIndex, folder: PurePosixPath, packed: dict[str, set[str]]) -> str:
+def packed_index(index: ShardIndex, folder: PurePosixPath, packed: Mapping[str, Collection[str]]) -> str:
     """An index with the packed tensors under their names in the packed files, which lie in `folder`."""
     return index.renamed(
-        lambda name, file: name + SUFFIX if name in packed.get((folder / file).as_posix(), ()) else name
+        lambda name, file: name + SUFFIX if name in packed.get(str(folder / file), ()) else name
     )
+
+
+def packed_config(config: dict[str, Any]) -> str:
+    """The text of a configuration that says that the model's weights are packed."""
+    ours: dict[str, Any] = {"quant_method": METHOD, "version": VERSION}
+    if "quantization_config" in config:
+        ours["source"] = config["quantization_config"]
+    config["quantization_config"] = ours
+    return json.dumps(config, ensure_ascii=False, indent=2) + "\n"
 
 
 def _names_packing(name: str, weights: Collection[str]) -> bool:
@@ -164,27 +83,68 @@ def _names_packing(name: str, weights: Collection[str]) -> bool:
 
     That of the directory is, and in a pipeline those beside weights.
     """
-    path = PurePosixPath(name)
-    if path.name != "config.json":
-        return False
-    return path.parent == PurePosixPath() or any(PurePosixPath(it).parent == path.parent for it in weights)
+    folder = folder_of(name)
+    return is_config(name) and (not folder or any(folder_of(it) == folder for it in weights))
 
 
-def _read_by_others(source: Path) -> list[str]:
-    """Folders whose weights neither transformers nor diffusers read: of modules of sentence-transformers."""
-    return [
-        str(it["path"])
-        for it in read_modules(source)
-        if it.get("path") and str(it.get("type", "")).rpartition(".")[2] != "Transformer"
-    ]
+class _Packing:
+    """A directory on its way into another."""
+
+    def __init__(self, tree: Tree, weights: Weights, folder: Path, destination: Path) -> None:
+        self.tree, self.weights, self.folder, self.destination = tree, weights, folder, destination
+        self.files: dict[str, dict[str, str]] = {}
+        self.packed: dict[str, set[str]] = {}  # names of packed tensors, by the file that they are in
+        self.results: list[Result] = []
+
+    def pack_weights(self, name: str, **options: Any) -> None:
+        """Pack a weight file, and note the hash of what unpacking will give."""
+        source, made = self.tree.root / name, self.weights.files[name]
+        unchanged, opened = Unchanged(source), open_source(source)
+        try:
+            digits = sha256_of_tensors(opened.container, opened.read)
+            result = pack_opened(opened, source, self.folder / made, force=False, **options)
+        finally:
+            opened.close()
+        unchanged.require()
+        self.note(made, {"sha256": digits})
+        self.packed[made] = set(packed_names(self.folder / made))
+        self.results.append(renamed(result, self.destination / made))
+
+    def note(self, name: str, info: dict[str, str]) -> None:
+        """Note what restores a file, and its name in the source if that is another."""
+        source = self.weights.sources.get(name)
+        self.files[name] = info | ({"from": source} if source is not None else {})
+
+    def change(self, name: str, original: str, changed: str) -> None:
+        """Write a text in the place of another, which the manifest keeps."""
+        source = self.tree.root / self.weights.sources.get(name, name)
+        write_text(self.folder / name, changed, mode_of(source))
+        digits = hashlib.sha256(original.encode("utf-8")).hexdigest()
+        self.note(name, {"sha256": digits, "original": original})
+
+    def change_index(self, name: str) -> None:
+        """Write an index of the packed files."""
+        index, where = self.weights.indexes[name], PurePosixPath(name).parent
+        self.change(name, index.text, packed_index(index, where, through_links(self.packed, self.tree.links)))
+
+    def change_config(self, name: str) -> None:
+        """Write a configuration that says that weights are packed."""
+        text = read_document(self.tree.root / name)
+        self.change(name, text, packed_config(parse_object(text, self.tree.root / name)))
+
+    def copy(self, name: str) -> None:
+        """Copy a file."""
+        self.note(name, {"sha256": copy_file(self.tree.root / name, self.folder / name)})
 
 
-def _packed_config(config: dict[str, Any]) -> str:
-    ours: dict[str, Any] = {"quant_method": METHOD, "version": VERSION}
-    if "quantization_config" in config:
-        ours["source"] = config["quantization_config"]
-    config["quantization_config"] = ours
-    return json.dumps(config, ensure_ascii=False, indent=2) + "\n"
+def through_links(packed: Mapping[str, set[str]], links: Mapping[str, str]) -> dict[str, set[str]]:
+    """Packed tensors by file, and by every link that leads to one."""
+    found = dict(packed)
+    for link in links:
+        target = follow(link, links)
+        if target is not None and target in packed:
+            found[link] = packed[target]
+    return found
 
 
 def pack_directory(
@@ -194,49 +154,46 @@ def pack_directory(
     threads: int | None,
     codec: CodecName,
     force: bool,
+    exclude: Sequence[str] = (),
     progress: Progress = no_progress,
-) -> list[Result]:
-    """Pack a model directory; returns a result for each of its weight files."""
+) -> tuple[list[Result], tuple[LeftOut, ...]]:
+    """Pack a model directory; returns a result for each of its weight files, and what was not taken."""
     if is_packed_directory(source):
         raise AlreadyPacked(
             f"`{source}` is packed already", hint="unpack it with `tpde unpack`", where=str(source)
         )
     refuse_nested(source, destination)
-    weights = {p.relative_to(source).as_posix() for p in shards(source)}
-    weights -= {name for name in weights if any(name.startswith(f"{it}/") for it in _read_by_others(source))}
-    results, files = [], dict[str, dict[str, str]]()
-    names = list(files_below(source))
-    with new_folder(destination, names, force) as folder:
-        packed_names: dict[str, set[str]] = {}  # by file: components of a pipeline have tensors of one name
-        for name in names:
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            files[name] = {"sha256": sha256(source / name)}
-            if name in weights:
-                result = pack_file(
-                    source / name, target, threads=threads, codec=codec, force=False, progress=progress
-                )
-                with PackedFile(target) as packed:
-                    packed_names[name] = set(packed.packed_names())
-                results.append(renamed(result, destination / name))
-            else:
-                shutil.copyfile(source / name, target)
-        for name in files:
-            if is_index(name):
-                index = read_index(source / name)
-                files[name]["original"] = index.text
-                changed = _packed_index(index, PurePosixPath(name).parent, packed_names)
-            elif _names_packing(name, weights):
-                files[name]["original"], value = json_object(source / name)
-                changed = _packed_config(value)
-            else:
-                continue
-            (folder / name).write_text(changed, "utf-8", newline="\n")
-        manifest = {"version": VERSION, "files": files}
-        (folder / MANIFEST).write_text(
-            json.dumps(manifest, ensure_ascii=False, indent=2) + "\n", "utf-8", newline="\n"
-        )
-    return results
+    tree = walk(source, exclude)
+    weights = choose(tree)
+    refuse_packed(tree, weights)
+    converted = {weights.sources.get(made, made) for made in (*weights.files.values(), *weights.indexes)}
+    copied = [name for name in tree.files if name not in converted]
+    names = {*copied, *weights.files.values(), *weights.indexes, *tree.links, *tree.folders}
+    with new_folder(destination, replaceable(destination, names), force=force) as folder:
+        packing = _Packing(tree, weights, folder, destination)
+        for name in tree.folders:
+            (folder / name).mkdir()
+        for name in weights.files:
+            packing.pack_weights(name, threads=threads, codec=codec, progress=progress)
+        for name in weights.indexes:
+            if name not in tree.links:
+                packing.change_index(name)
+        linked = {*through_links(packing.packed, tree.links)}
+        for name in copied:
+            (packing.change_config if _names_packing(name, linked) else packing.copy)(name)
+        for name, target in tree.links.items():
+            (folder / name).symlink_to(target)
+            packing.files[name] = {"link": target}
+        files = {name: packing.files[name] for name in sorted(packing.files, key=lambda it: it.split("/"))}
+        write_text(folder / MANIFEST, Manifest(files, tree.empty_folders()).text(), _manifest_mode(source))
+        finish_folders(source, folder, tree.folders)
+    return packing.results, tree.left_out
+
+
+def _manifest_mode(source: Path) -> int:
+    """Who may read a folder may read its manifest, which holds the texts of some of its files."""
+    mode = source.stat().st_mode
+    return 0o600 | (mode >> 2 & 0o044 if mode & 0o011 else 0)
 
 
 def renamed(result: Result, destination: Path) -> Result:
@@ -251,145 +208,44 @@ def renamed(result: Result, destination: Path) -> Result:
     )
 
 
-def read_manifest(folder: Path) -> dict[str, dict[str, str]]:
-    """The files of a packed directory's source, by their relative paths.
-
-    Raises
-    ------
-    NotPacked, UnsupportedVersion, Corrupt
-        If there is no manifest, or not a valid one.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():  # a pipe would be waited for
-        raise NotPacked(
-            f"`{folder}` is not a packed model directory, it has no `{MANIFEST}`",
-            hint="pack it with `tpde pack` first",
-        )
-    try:
-        manifest = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"`{path}` is not JSON ({error})", hint="fetch it again", where=str(path)) from None
-    version = manifest.get("version") if isinstance(manifest, dict) else None
-    if version != VERSION:
-        raise UnsupportedVersion(
-            f"`{path}` has version {version}; this tpde reads version {VERSION}",
-            hint="upgrade tpde",
-            where=str(path),
-            found=version,
-            needed=VERSION,
-        )
-    files = manifest.get("files")
-    if not isinstance(files, dict):
-        raise Corrupt(f"`{path}` has no `files`", hint="fetch it again", where=str(path))
-    for name, info in files.items():
-        if not is_inside(name) or any(parent.as_posix() in files for parent in PurePosixPath(name).parents):
-            raise Corrupt(
-                f"`{path}` names {name[:200]!a}, which is no file of the directory",
-                hint="it cannot be trusted",
-                where=str(path),
-            )
-        if not isinstance(info, dict) or "sha256" not in info or not all(map(is_text, info.values())):
-            raise Corrupt(f"`{path}`: the entry of `{name}` is damaged", hint="fetch it again")
-    return files
-
-
-def _is_packed(path: Path) -> bool:
-    with PackedFile(path) as file:
-        return file.is_packed
-
-
 def unpack_directory(
     source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
 ) -> list[Result]:
     """Restore the directory that was packed; returns a result for each of its weight files."""
-    files = read_manifest(source)
+    manifest = read_manifest(source)
     refuse_nested(source, destination)
+    names = {*manifest.files, *manifest.folders}
     results = []
-    with new_folder(destination, files, force) as folder:
-        for name, info in files.items():
+    with new_folder(destination, replaceable(destination, names), force=force) as folder:
+        for name, info in manifest.files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            if "original" in info:
-                target.write_bytes(info["original"].encode("utf-8"))
-            elif not (source / name).is_file():
+            if "link" in info:
+                continue
+            if not (source / name).is_file():
                 raise Truncated(
                     f"`{source}` lacks `{name}`, which its manifest names", hint="fetch it", where=name
                 )
-            elif name.endswith(".safetensors") and _is_packed(source / name):
+            if "original" in info:
+                found = write_text(target, info["original"], mode_of(source / name))
+            elif name.endswith(SAFETENSORS) and is_packed(source / name):
                 result = unpack_file(source / name, target, threads=threads, force=False, progress=progress)
                 results.append(renamed(result, destination / name))
+                found = sha256(target)
             else:
-                shutil.copyfile(source / name, target)
-            found = sha256(target)
-            if found != info.get("sha256"):
+                found = copy_file(source / name, target)
+            if found != info["sha256"]:
                 raise Corrupt(
                     f"`{source / name}` unpacks to a file with SHA-256 {found}, the manifest says "
-                    f"{info.get('sha256')}",
+                    f"{info['sha256']}",
                     hint="the directory is damaged, fetch it again",
                     where=str(source / name),
                     found=found,
-                    needed=info.get("sha256"),
+                    needed=info["sha256"],
                 )
+        for name in manifest.folders:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for name, link in manifest.links().items():  # last: nothing is written through one
+            (folder / name).symlink_to(link)
+        finish_folders(source, folder, walk(folder).folders)
     return results
-
-
-def verify_directory(
-    folder: Path, against: Path | None, threads: int, progress: Progress = no_progress
-) -> list[Problem]:
-    """Check every file of a packed directory."""
-    problems: list[Problem] = []
-    files = read_manifest(folder)
-    for name in files:
-        path, other = folder / name, against / name if against is not None else None
-        if not path.is_file():
-            problems.append(Problem(str(path), None, None, f"`{path}` is missing"))
-        elif other is not None and not other.is_file():
-            problems.append(Problem(str(path), None, None, f"`{other}` is missing from the source"))
-        elif name.endswith(".safetensors"):
-            try:
-                if _is_packed(path):
-                    problems += verify_file(path, other, threads, progress)
-                else:
-                    problems += _differences(folder, files, name, other)
-            except TpdeError as error:  # one bad shard must not hide the others'
-                problems.append(Problem(str(path), None, None, str(error)))
-        else:
-            problems += _differences(folder, files, name, other)
-    return problems
-
-
-def _differences(
-    folder: Path, files: dict[str, dict[str, str]], name: str, other: Path | None
-) -> list[Problem]:
-    """Compare a file that packing has copied or changed, and the source's if there is one."""
-    wrong = [] if _is_as_packed(folder, files, name) else [folder / name]
-    if other is not None and sha256(other) != files[name]["sha256"]:
-        wrong.append(other)
-    return [Problem(str(it), None, None, f"`{it}` differs from what was packed") for it in wrong]
-
-
-def _is_as_packed(folder: Path, files: dict[str, dict[str, str]], name: str) -> bool:
-    """Whether a file is what was packed, or what packing makes of that: the manifest holds it then."""
-    text = files[name].get("original")
-    if text is None:
-        return sha256(folder / name) == files[name]["sha256"]
-    if hashlib.sha256(text.encode("utf-8")).hexdigest() != files[name]["sha256"]:
-        return False
-    config = PurePosixPath(name).name == "config.json"
-    try:
-        if config:
-            made = _packed_config(parse_object(text, folder / name))
-        else:
-            index = parse_index(text, folder / name)
-    except InvalidInput:  # hashes can be made to fit
-        return False
-    if not config:
-        where, packed = PurePosixPath(name).parent, {}
-        try:
-            for shard in {(where / file).as_posix() for file in index.names()} & files.keys():
-                with PackedFile(folder / shard) as file:
-                    packed[shard] = set(file.packed_names())
-        except TpdeError:
-            return True  # of a shard, which is reported for itself
-        made = _packed_index(index, where, packed)
-    return (folder / name).read_bytes() == made.encode("utf-8")

@@ -15,6 +15,9 @@ MAX_JSON_BYTES = 64 << 20  # the index of a model of a trillion weights, in 384 
 MAX_JSON_VALUES = 1 << 22  # each takes up to some 100 bytes of memory, however few in the file
 MAX_PATH, MAX_NAME = 4096, 255  # no file system has longer paths, or names in them (bytes)
 
+_ELSEWHERE = "\\\0:"  # where `\\` and `:` lead out of a directory
+_HERE = "\0" if os.name == "posix" else _ELSEWHERE
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -23,12 +26,15 @@ def is_text(value: object) -> bool:
     return isinstance(value, str) and not _SURROGATE.search(value)
 
 
-def is_inside(name: object) -> bool:
-    """Whether a name from a file is a plain relative path that cannot leave its directory."""
+def is_inside(name: object, *, everywhere: bool = False) -> bool:
+    """Whether a name from a file is a plain relative path that cannot leave its directory.
+
+    With `everywhere` on no system; otherwise on this one.
+    """
     if not isinstance(name, str) or len(name) > MAX_PATH or not is_text(name):
         return False
-    path = PurePosixPath(name)
-    if any(len(part.encode()) > MAX_NAME for part in path.parts) or set("\\\0:") & set(name):
+    path, refused = PurePosixPath(name), _ELSEWHERE if everywhere else _HERE
+    if any(len(part.encode()) > MAX_NAME for part in path.parts) or set(refused) & set(name):
         return False
     return path.as_posix() == name and name != "." and not path.is_absolute() and ".." not in path.parts
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -15,6 +17,7 @@ from tpde.errors import Corrupt, NotPacked, TpdeError
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.container import parse_header
 from tpde.format.sink import FileSink, Sink
+from tpde.packing.copies import mode_of
 from tpde.packing.order import block_of, forward_order
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
 from tpde.packing.sources import TensorSource, open_source, read_pieces, read_sample
@@ -101,26 +104,43 @@ def pack_file(
     """Pack one file."""
     opened = open_source(source)
     try:
-        with PackedWriter(
-            destination,
-            opened.specs,
-            metadata=opened.container.metadata,
-            source_header=opened.container,
-            threads=threads,
-            codec=codec,
-            force=force,
-        ) as writer:
-            packed = pack_tensors(opened, writer, progress)
-        return Result(
-            str(source),
-            str(destination),
-            source.stat().st_size,
-            destination.stat().st_size,
-            len(opened.specs),
-            packed,
+        return pack_opened(
+            opened, source, destination, threads=threads, codec=codec, force=force, progress=progress
         )
     finally:
         opened.close()
+
+
+def pack_opened(
+    opened: TensorSource,
+    source: Path,
+    destination: Path,
+    *,
+    threads: int | None,
+    codec: CodecName,
+    force: bool,
+    progress: Progress = no_progress,
+) -> Result:
+    """Pack a file that is open. The packed one gets its permissions."""
+    with PackedWriter(
+        destination,
+        opened.specs,
+        metadata=opened.container.metadata,
+        source_header=opened.container,
+        threads=threads,
+        codec=codec,
+        force=force,
+        mode=mode_of(source),
+    ) as writer:
+        packed = pack_tensors(opened, writer, progress)
+    return Result(
+        str(source),
+        str(destination),
+        source.stat().st_size,
+        destination.stat().st_size,
+        len(opened.specs),
+        packed,
+    )
 
 
 def stream(tensor: Tensor, threads: int, take: Callable[[int, Bytes], None]) -> bytes:
@@ -178,7 +198,7 @@ def unpack_file(
     with PackedFile(source) as packed:
         if not packed.is_packed:
             raise NotPacked(f"`{source}` is not packed", hint="use it as it is", where=str(source))
-        sink = FileSink(destination, force=force)
+        sink = FileSink(destination, force=force, mode=mode_of(source))
         try:
             size = unpack_to(packed, sink, threads, progress)
             sink.commit()
@@ -221,9 +241,16 @@ class Problem:
 
 
 def verify_file(
-    path: Path, against: Path | None, threads: int, progress: Progress = no_progress
+    path: Path,
+    against: Path | None,
+    threads: int,
+    progress: Progress = no_progress,
+    sha256: str | None = None,
 ) -> list[Problem]:
-    """Check every chunk and every tensor of a packed file, and compare it with its source."""
+    """Check every chunk and every tensor of a packed file, and compare it with its source.
+
+    With `sha256`, which is that of the file it restores, also the file as a whole.
+    """
     problems: list[Problem] = []
 
     def note(error: TpdeError) -> None:
@@ -243,10 +270,21 @@ def verify_file(
             if source is not None:
                 for difference in _compare_headers(packed, source):
                     note(difference)
-            for name in packed.specs:
-                for problem in _verify_tensor(packed, name, source, threads):
+            header = packed.source_header()
+            whole = hashlib.sha256(len(header).to_bytes(8, "little") + header)
+            hasher = whole if sha256 is not None else None
+            for name in (packed.original or parse_header(header, f"`{path}`")).entries:
+                for problem in _verify_tensor(packed, name, source, threads, hasher):
                     note(problem)
                 progress(packed.specs[name].nbytes)
+            if sha256 is not None and not problems and whole.hexdigest() != sha256:
+                note(
+                    Corrupt(
+                        f"it restores a file with SHA-256 {whole.hexdigest()}, the manifest says {sha256}",
+                        found=whole.hexdigest(),
+                        needed=sha256,
+                    )
+                )
         finally:
             if source is not None:
                 source.close()
@@ -262,8 +300,9 @@ def _compare_headers(packed: PackedFile, source: TensorSource) -> Iterator[Corru
 
 
 def _verify_tensor(
-    packed: PackedFile, name: str, source: TensorSource | None, threads: int
+    packed: PackedFile, name: str, source: TensorSource | None, threads: int, whole: Any = None
 ) -> list[TpdeError]:
+    """Check a tensor, compare it with the source's, and give its bytes to the hash of the whole file."""
     problems: list[TpdeError] = []
     try:
         tensor = packed.tensor(name)
@@ -274,6 +313,8 @@ def _verify_tensor(
     compare = source if source is not None and source.specs.get(name) == tensor.spec else None
 
     def take(offset: int, piece: Bytes) -> None:
+        if whole is not None:
+            whole.update(piece.data)
         if compare is None or problems:
             return
         other = np.empty(piece.size, np.uint8)

@@ -20,6 +20,7 @@ from tpde.format.container import TensorSpec
 from tpde.packing.order import forward_order
 from tpde.packing.plot import plot
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
+from tpde.packing.tree import walk
 
 PLAIN = "plain"
 Counts = npt.NDArray[np.int64]
@@ -227,7 +228,7 @@ def safetensors_files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
         return
-    found = [p for p in sorted(path.rglob("*.safetensors")) if p.relative_to(path).parts[0] != ".cache"]
+    found = [path / name for name in walk(path).files if name.endswith(".safetensors")]
     if not found:
         raise InvalidInput(
             f"`{path}` has no `*.safetensors` file", hint="name a file, or another directory", where=str(path)

@@ -3,45 +3,60 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-from tpde.errors import InvalidInput
-from tpde.format.constants import MANIFEST, METHOD, SUFFIX
-from tpde.packing.directory import files_below, new_folder, refuse_nested, renamed
+from tpde.errors import TpdeError
+from tpde.format.constants import MANIFEST, SUFFIX
+from tpde.packing.copies import copy_file, finish_folders, mode_of, write_text
+from tpde.packing.directory import refuse_nested, renamed, replaceable
 from tpde.packing.documents import json_object
 from tpde.packing.files import Problem, Progress, Result, no_progress, unpack_file, verify_file
+from tpde.packing.manifest import is_packed_directory
+from tpde.packing.names import SAFETENSORS, last_of
 from tpde.packing.reader import PackedFile
+from tpde.packing.replace import new_folder
 from tpde.packing.shards import is_index, read_index
 from tpde.packing.sources import shards
+from tpde.packing.tree import LeftOut, walk
+from tpde.packing.weights import is_packed, packed_names, packing_configs
 
 
 def is_resaved(folder: Path) -> bool:
-    """Whether a directory has no manifest, and a `config.json` that says it is packed."""
-    if (folder / MANIFEST).exists() or not (folder / "config.json").is_file():
+    """Whether a directory has no manifest, and packed weights, or a `config.json` that says it has them."""
+    if is_packed_directory(folder):
         return False
+    tree = walk(folder, outside=False)
+    weights = [folder / name for name in tree.files if name.endswith(SAFETENSORS)]
+    return bool(packing_configs(tree)) or any(map(_may_be_packed, weights))
+
+
+def _may_be_packed(path: Path) -> bool:
     try:
-        _, config = json_object(folder / "config.json")
-    except InvalidInput:
+        return is_packed(path)
+    except TpdeError:  # which is said when it is read
         return False
-    ours = config.get("quantization_config")
-    return isinstance(ours, dict) and ours.get("quant_method") == METHOD
-
-
-def _packed_names(path: Path) -> list[str]:
-    with PackedFile(path) as file:
-        return file.packed_names()
 
 
 def verify_resaved(folder: Path, threads: int, progress: Progress = no_progress) -> list[Problem]:
-    """Check the packed files of a directory without a manifest."""
-    return [
-        problem
-        for path in shards(folder)
-        if _packed_names(path)
-        for problem in verify_file(path, None, threads, progress)
-    ]
+    """Check the packed files of a directory without a manifest, and that it is not only missing."""
+    packed = [path for path in shards(folder) if is_packed(path)]
+    problems = [it for path in packed for it in verify_file(path, None, threads, progress)]
+    configs = packing_configs(walk(folder, outside=False))
+    alone = [it for it in configs if not is_packed_directory((folder / it).parent)]
+    if alone and any(map(_has_source_header, packed)):
+        path = folder / MANIFEST
+        problems.append(Problem(str(path), None, None, f"`{path}`, which restores the source, is missing"))
+    return problems
+
+
+def _has_source_header(path: Path) -> bool:
+    """Whether a file is as packing wrote it: saving it again drops the source's header."""
+    try:
+        with PackedFile(path) as file:
+            return file.original is not None
+    except TpdeError:
+        return False
 
 
 def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -51,28 +66,35 @@ def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def unpack_resaved(
     source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
-) -> list[Result]:
-    """Write the plain model of a directory without a manifest: its tensors, not its files' bytes."""
+) -> tuple[list[Result], tuple[LeftOut, ...]]:
+    """Write the plain model of a directory without a manifest: its tensors, not its files' bytes.
+
+    No link that leads out of it is followed; returns what was not taken with a result for each weight file.
+    """
     refuse_nested(source, destination)
-    weights = {path.relative_to(source).as_posix(): _packed_names(path) for path in shards(source)}
+    tree = walk(source, outside=False)
+    weights = {path.relative_to(source).as_posix(): packed_names(path) for path in shards(source)}
     stored = {name + SUFFIX: name for names in weights.values() for name in names}
+    configs = set(packing_configs(tree))
     results = []
-    names = list(files_below(source))
-    with new_folder(destination, names, force) as folder:
-        for name in names:
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if weights.get(name):
-                result = unpack_file(source / name, target, threads=threads, force=False, progress=progress)
+    names = {*tree.files, *tree.links, *tree.folders}
+    with new_folder(destination, replaceable(destination, names), force=force) as folder:
+        for name in tree.folders:
+            (folder / name).mkdir()
+        for name in tree.files:
+            path, target = source / name, folder / name
+            if name in weights and is_packed(path):
+                result = unpack_file(path, target, threads=threads, force=False, progress=progress)
                 results.append(renamed(result, destination / name))
             elif is_index(name):
-                text = read_index(source / name).renamed(lambda name, _: stored.get(name, name))
-                target.write_text(text, "utf-8", newline="\n")
-            elif name == "config.json":
-                value = _plain_config(json_object(source / name)[1])
-                target.write_text(
-                    json.dumps(value, ensure_ascii=False, indent=2) + "\n", "utf-8", newline="\n"
-                )
-            else:
-                shutil.copyfile(source / name, target)
-    return results
+                text = read_index(path).renamed(lambda name, _: stored.get(name, name))
+                write_text(target, text, mode_of(path))
+            elif name in configs:
+                value = _plain_config(json_object(path)[1])
+                write_text(target, json.dumps(value, ensure_ascii=False, indent=2) + "\n", mode_of(path))
+            elif last_of(name) != MANIFEST:  # of a packed folder in this one, which is plain then
+                copy_file(path, target)
+        for name, link in tree.links.items():
+            (folder / name).symlink_to(link)
+        finish_folders(source, folder, tree.folders)
+    return results, tree.left_out

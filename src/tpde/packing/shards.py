@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,7 +59,17 @@ class ShardIndex:
         """The text of an index with other names of tensors; `rename` gets a name and its file's."""
         weights = {rename(name, file): file for name, file in self.weight_map.items()}
         # In the place that it had: `rest` has it, too.
-        return json.dumps(self.rest | {"weight_map": weights}, ensure_ascii=False, indent=2) + "\n"
+        return _text(self.rest | {"weight_map": weights})
+
+    def with_files(self, names: Mapping[str, str]) -> ShardIndex:
+        """An index whose files have other names; `names` maps all of them."""
+        weights = {name: names[file] for name, file in self.weight_map.items()}
+        rest = self.rest | {"weight_map": weights}
+        return ShardIndex(self.path, _text(rest), weights, rest)
+
+
+def _text(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 
 def read_index(path: Path) -> ShardIndex:
@@ -83,7 +93,7 @@ def parse_index(text: str, path: Path) -> ShardIndex:
     for name, file in weights.items():
         if not is_text(name):
             _refuse(path, f"the name {name[:200]!a} is no Unicode")
-        if not is_inside(file):
+        if not is_inside(file, everywhere=True):
             _refuse(path, f"`{printable(name[:200])}` is in {ascii(file)[:200]}, which is no file below it")
     if not isinstance(value.get("metadata", {}), dict):
         _refuse(path, "its `metadata` is no object")

@@ -16,16 +16,14 @@ from tpde.errors import (
     AlreadyPacked,
     InvalidInput,
     MissingDependency,
-    MissingShard,
     NotSafetensors,
-    printable,
 )
 from tpde.format.container import Container, TensorSpec
+from tpde.packing.names import PICKLES
 from tpde.packing.pickles import StateDictSource
 from tpde.packing.reader import PackedFile
-from tpde.packing.shards import is_index, read_index
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+from tpde.packing.tree import walk
+from tpde.packing.weights import check_shards
 
 
 class TensorSource(Protocol):
@@ -142,28 +140,13 @@ def resolve(source: str | os.PathLike[str]) -> Path:
 
 
 def shards(folder: Path) -> list[Path]:
-    """The weight files of a model directory, in order.
+    """The safetensors files of a model directory, in order; links that lead out of it are not followed.
 
     Raises
     ------
     MissingShard
         If an index names a file that is not there.
     InvalidInput
-        If there are no weights, or an index is none.
+        If there are none, or an index is none.
     """
-    files = sorted(folder.rglob("*.safetensors"))
-    for path in sorted(it for it in folder.rglob("*.json") if is_index(it.name)):
-        names = read_index(path).names()
-        for name in names:
-            if not os.path.isfile(path.parent / name):  # `Path.is_file` raises for too long ones
-                raise MissingShard(
-                    f"`{path}` names the shard `{printable(name)}`, which is missing",
-                    hint=f"{len(names)} shards are needed, fetch it",
-                )
-    if not files:
-        raise InvalidInput(
-            f"`{folder}` has no `*.safetensors` file",
-            hint="pack a state dict by naming the file itself",
-            where=str(folder),
-        )
-    return files
+    return [folder / name for name in check_shards(walk(folder, outside=False))]

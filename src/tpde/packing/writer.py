@@ -82,6 +82,8 @@ class PackedWriter:
         Which codec to use where a tensor shrinks at all.
     force : bool
         Replace an existing file.
+    mode : int, optional
+        The file's permission bits. By default those of the file that it replaces, or of a new file.
 
     Raises
     ------
@@ -109,6 +111,7 @@ class PackedWriter:
         threads: int | None = None,
         codec: CodecName = "auto",
         force: bool = False,
+        mode: int | None = None,
     ) -> None:
         self._specs = dict(tensors)
         self._metadata = _checked(self._specs, metadata)
@@ -157,8 +160,10 @@ class PackedWriter:
             )
         # One thread may do everything; with more, hashing and writing go on beside encoding.
         self._background = ThreadPoolExecutor(1, "tpde") if self._threads > 1 else None
-        self._sink = (
-            FileSink(destination, force=force) if isinstance(destination, (str, os.PathLike)) else destination
+        self._sink: Sink = (
+            FileSink(destination, force=force, mode=mode)
+            if isinstance(destination, (str, os.PathLike))
+            else destination
         )
 
     def _reserve(self, total: int) -> int:
@@ -278,13 +283,20 @@ class PackedWriter:
         self._at = padded
 
     def close(self) -> None:
-        """Complete the file.
+        """Complete the file. Where that fails, nothing of it is left.
 
         Raises
         ------
         ValueError
             If a tensor is missing or incomplete.
         """
+        try:
+            self._complete()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _complete(self) -> None:
         for name, spec in self._specs.items():
             if name not in self._done and not spec.nbytes and self._now is None:
                 self._end(name, self._begin(name))
@@ -302,8 +314,10 @@ class PackedWriter:
 
     def abort(self) -> None:
         """Leave no trace of the file."""
-        self._stop()
-        self._sink.abort()
+        try:
+            self._stop()
+        finally:
+            self._sink.abort()
 
     def _stop(self) -> None:
         if self._background is not None:
@@ -319,11 +333,7 @@ class PackedWriter:
         trace: TracebackType | None,
     ) -> None:
         if kind is None:
-            try:
-                self.close()
-            except BaseException:
-                self.abort()
-                raise
+            self.close()
         else:
             self.abort()
 

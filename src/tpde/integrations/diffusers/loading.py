@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tpde.errors import InvalidInput, MissingDependency, NotPacked
+from tpde.errors import InvalidInput, MissingDependency
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_dtype
 from tpde.integrations.checkpoint import Checkpoint, Stored
@@ -22,6 +22,7 @@ from tpde.integrations.place import place
 from tpde.integrations.runs import Run
 from tpde.nn import finish, replace_parameter, supports
 from tpde.packing.shards import read_index
+from tpde.packing.weights import not_packed
 from tpde.streaming.budget import parse_budget
 
 WEIGHTS = "diffusion_pytorch_model"
@@ -158,10 +159,10 @@ def load(
     files = weight_files(folder, variant)
     with collecting_later(), Checkpoint(files) as checkpoint:
         if not checkpoint.is_packed:
-            raise NotPacked(
+            raise not_packed(
+                folder,
                 f"`{folder}` is not packed",
                 hint=f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that",
-                where=str(folder),
             )
         specs = checkpoint.plain | {name: it.spec for name, it in checkpoint.packed.items()}
         main = _main_dtype(specs) if dtype is None else dtype

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from tpde.errors import InvalidInput, NotPacked, printable
+from tpde.errors import InvalidInput, printable
 from tpde.format.constants import METHOD
 from tpde.frameworks import torch_dtype
 from tpde.integrations.checkpoint import Checkpoint
 from tpde.packing.documents import json_object
 from tpde.packing.shards import read_index
 from tpde.packing.sources import resolve
+from tpde.packing.weights import not_packed
 
 INDEX = "model.safetensors.index.json"
 
@@ -44,10 +45,10 @@ def packed_directory(path: str | os.PathLike[str]) -> Path:
     config = read_config(folder)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
-        raise NotPacked(
+        raise not_packed(
+            folder,
             f"`{folder}` is not packed: its `config.json` does not name `{METHOD}`",
             hint=f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that",
-            where=str(folder),
         )
     return folder
 

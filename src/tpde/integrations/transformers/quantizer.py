@@ -37,6 +37,7 @@ from tpde.integrations.transformers.streamed import ModelStreaming
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.memory import require
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
+from tpde.packing.weights import MAKE_PLAIN
 from tpde.streaming.budget import Budget
 
 log = logging.getLogger("tpde")
@@ -183,7 +184,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                     raise NotPacked(
                         f"no tensor in `{os.path.dirname(self._files[0])}` is packed, though its "
                         "`config.json` says so",
-                        hint="pack the model with `tpde pack`",
+                        hint=MAKE_PLAIN,
                     )
                 self._plan = make_plan(self._model, self._checkpoint, weight_conversions, self._dtype)
                 if not isinstance(self._device_map, str):

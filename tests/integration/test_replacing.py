@@ -1,0 +1,433 @@
+"""Folders and files are replaced at once, or not at all, and with them nothing that is not theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.contents import fill, spec_of
+from support.files import safetensors_bytes
+
+from tpde.errors import DestinationExists, InvalidDestination
+from tpde.format import rename, sink, temporary
+from tpde.format.sink import FileSink
+from tpde.packing import replace
+from tpde.packing.api import pack, unpack
+from tpde.packing.writer import PackedWriter
+
+SPEC = spec_of("BF16", 2_000)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Give a model of one file."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tensors = {"w": (SPEC, fill("normal", SPEC))}
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    (folder / "config.json").write_text('{"a": "new"}')
+    return folder
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """Give an older model where the new one goes, with things in it that are not the model's."""
+    folder = tmp_path / "there"
+    (folder / ".cache" / "deep").mkdir(parents=True)
+    (folder / "config.json").write_text('{"a": "old"}')
+    (folder / ".cache" / "deep" / "notes").write_text("notes")
+    (folder / "link").symlink_to("/nowhere")
+    os.mkfifo(folder / "pipe")
+    (folder / "logs").mkdir()
+    return folder
+
+
+STRAYS = {".cache", ".cache/deep", ".cache/deep/notes", "link", "pipe", "logs"}
+OLD = STRAYS | {"config.json"}
+NEW = STRAYS | {"config.json", "model.safetensors", "tpde_manifest.json"}
+
+
+def names(folder: Path) -> set[str]:
+    return {it.relative_to(folder).as_posix() for it in folder.rglob("*")}
+
+
+def visible(folder: Path) -> list[str]:
+    """What is in a folder; all of it, hidden names too."""
+    return sorted(it.name for it in folder.iterdir())
+
+
+def _no_flags(*_: Any) -> bool:
+    return False
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Replace as this system can, and as others do."""
+    if request.param == "two renames":
+        monkeypatch.setattr(rename, "_rename", _no_flags)
+    return str(request.param)
+
+
+def test_force_carries_over_what_was_never_looked_at(model: Path, old: Path, way: str) -> None:
+    pack(model, old, force=True)
+    assert names(old) == NEW
+    assert (old / ".cache/deep/notes").read_text() == "notes"
+    assert os.readlink(old / "link") == "/nowhere"
+    assert stat.S_ISFIFO((old / "pipe").lstat().st_mode)
+    unpack(old, model.with_name("back"))
+    pack(model, old, force=True)  # of its own kind
+    assert names(old) == NEW
+    assert visible(old.parent) == ["back", "model", "there"]
+
+
+def test_force_keeps_what_appeared_while_packing(model: Path, old: Path, way: str) -> None:
+    def appear(_: int) -> None:
+        (old / "thesis.txt").write_text("a year of work")
+        (old / "sub").mkdir(exist_ok=True)
+        (old / "sub" / "more").write_text("more")
+
+    pack(model, old, force=True, progress=appear)
+    assert names(old) == NEW | {"thesis.txt", "sub", "sub/more"}
+    assert (old / "thesis.txt").read_text() == "a year of work"
+
+
+def test_force_keeps_a_file_that_changed_while_packing(
+    model: Path, old: Path, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack(model, old, force=True, progress=lambda _: (old / "config.json").write_text("edited") and None)
+    (kept,) = old.parent.glob("there.replaced-*")
+    assert (kept / "config.json").read_text() == "edited"
+    assert names(kept) == {"config.json"}
+    assert names(old) == NEW
+    assert kept.name in caplog.text
+
+
+def test_force_replaces_files_and_links_but_no_devices(model: Path, tmp_path: Path, way: str) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "file").touch()
+    (tmp_path / "link").symlink_to("victim")
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "file"):
+        pack(model, tmp_path / name, force=True)
+        assert (tmp_path / name / "config.json").is_file()
+        assert not (tmp_path / name).is_symlink()
+    assert names(tmp_path / "victim") == {"file"}
+    for source in (model, model / "model.safetensors"):
+        for force in (False, True):
+            with pytest.raises(InvalidDestination, match=r"pipe` is a pipe, which is never replaced"):
+                pack(source, tmp_path / "pipe", force=force)
+    assert visible(tmp_path) == ["file", "link", "model", "pipe", "victim"]
+
+
+# ---- what interrupts
+
+CALLS = ["os.fsync", "os.rename", "rename_new", "exchange", "os.unlink", "os.rmdir", "os.listdir", "remove"]
+
+
+def _interrupt(patch: pytest.MonkeyPatch, call: str, number: int, after: bool) -> Callable[[], bool]:
+    """Raise Ctrl-C before or after one call of a function; tells whether it came to that."""
+    target, _, name = call.rpartition(".")
+    where: Any = os if target else replace
+    real, calls = getattr(where, name), 0
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number and not after:
+            raise KeyboardInterrupt
+        result = real(*args, **options)
+        if calls == number:
+            raise KeyboardInterrupt
+        return result
+
+    patch.setattr(where, name, interrupted)
+    return lambda: calls >= number
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_interrupts_leave_the_old_folder_or_the_new(
+    call: str, after: bool, model: Path, old: Path, way: str
+) -> None:
+    for number in range(1, 40):
+        with pytest.MonkeyPatch.context() as patch:
+            happened = _interrupt(patch, call, number, after)
+            with contextlib.suppress(KeyboardInterrupt):
+                pack(model, old, force=True)
+        text = (old / "config.json").read_text()
+        assert names(old) == (OLD if text == '{"a": "old"}' else NEW)
+        replace.clear(old.parent)  # as the next run would
+        assert visible(old.parent) == ["model", "there"]
+        assert names(old) == (OLD if text == '{"a": "old"}' else NEW)
+        if not happened():
+            return
+    pytest.fail("there are more calls than were tried")
+
+
+KILLED = """
+import os, signal, sys
+from tpde.format import rename, sink
+from tpde.packing import api, replace
+
+number, flags = int(sys.argv[1]), sys.argv[2] == "exchange"
+if not flags:
+    rename._rename = lambda *_: False
+calls = 0
+
+def killing(real):
+    def call(*args, **options):
+        global calls
+        for _ in range(2):  # before it, and after
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if _ == 0:
+                result = real(*args, **options)
+        return result
+    return call
+
+for where, name in ((os, "rename"), (os, "fsync"), (os, "link"), (os, "unlink"), (os, "rmdir"),
+                    (rename, "_rename"), (replace, "exchange")):
+    setattr(where, name, killing(getattr(where, name)))
+api.pack(sys.argv[3], sys.argv[4], force=True)
+print(calls)
+"""
+
+
+def _killed(number: int, way: str, model: Path, old: Path) -> int | None:
+    """Pack in a process that is killed at one of the calls; how many there were if it came to its end."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(number), way, str(model), str(old)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    if done.returncode == 0:
+        return int(done.stdout)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return None
+
+
+@pytest.mark.parametrize("number", [1, 5, 9, 13, 17, 21, 25, 29, 33, 37])
+@pytest.mark.parametrize("kind", ["exchange", "renames"])
+def test_kills_leave_the_old_folder_or_the_new(number: int, kind: str, model: Path, old: Path) -> None:
+    ended = _killed(number, kind, model, old)
+    if kind == "exchange" or ended is not None:
+        assert (old / "config.json").is_file()
+    pack(model, model.with_name("other"))  # the next run sets it right
+    text = (old / "config.json").read_text()
+    assert names(old) == (OLD if text == '{"a": "old"}' else NEW)
+    assert visible(old.parent) == ["model", "other", "there"]
+
+
+# ---- temporary files
+
+
+def test_what_killed_processes_left_is_removed(model: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom tpde.format.sink import FileSink\n"
+        "s = FileSink(sys.argv[1]); s.write(0, [b'1']); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    subprocess.run([sys.executable, "-c", code, str(out / "x")], check=False, timeout=100)
+    (left,) = visible(out)
+    assert left.startswith(".x.")
+    pack(model / "model.safetensors", out / "y")
+    assert visible(out) == ["y"]
+
+
+def test_what_others_are_writing_is_not_removed(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    other = FileSink(out / "x")
+    other.write(0, [b"theirs"])
+    names_of_others = [".x.tmp", ".tpde-tmp", "x.01234567.tpde-tmp", ".x.0123456g.tpde-tmp"]
+    for name in names_of_others:
+        (out / name).touch()
+    (out / ".l.01234567.tpde-tmp").symlink_to(model)
+    pack(model / "model.safetensors", out / "y")
+    pack(model, out / "z")
+    other.commit()
+    assert (out / "x").read_bytes() == b"theirs"
+    assert visible(out) == sorted([*names_of_others, ".l.01234567.tpde-tmp", "x", "y", "z"])
+
+
+def test_a_temporary_name_fits(tmp_path: Path) -> None:
+    for name in ("a" * 255, "é" * 127):
+        found = temporary.temporary_name(tmp_path / name)
+        assert len(os.fsencode(found.name)) <= 255
+        FileSink(tmp_path / name).commit()
+        assert (tmp_path / name).exists()
+
+
+def test_whoever_cleans_up_in_between_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is created and then locked: one that is removed in between is created again."""
+    made: list[Path] = []
+
+    def make(path: Path) -> int:
+        made.append(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        if len(made) == 1:
+            temporary.clear_files(tmp_path)
+        return descriptor
+
+    path, descriptor = temporary.create(tmp_path / "x", make)
+    os.close(descriptor)
+    assert len(made) == 2
+    assert visible(tmp_path) == [path.name] == [made[1].name]
+
+
+# ---- two at a time
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_two_packs_to_one_place_never_replace_each_other(
+    what: str, fallback: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins and ends after the first has looked for the last time."""
+    if fallback:
+        monkeypatch.setattr(rename, "_rename", _no_flags)
+    source = model if what == "folder" else model / "model.safetensors"
+    target, where = tmp_path / "out", replace if what == "folder" else sink
+    real, before = rename.rename_new, []
+
+    def second_first(old: Path, new: Path) -> None:
+        if new == target and not before:
+            before.append(None)
+            pack(source, target)
+            before[0] = target.stat().st_ino
+        real(old, new)
+
+    monkeypatch.setattr(where, "rename_new", second_first)
+    with pytest.raises(DestinationExists):
+        pack(source, target)
+    assert target.stat().st_ino == before[0]
+    assert visible(tmp_path) == ["model", "out"]
+
+
+# ---- what fails
+
+
+def test_a_close_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failed = os.close, []
+
+    writer = PackedWriter(tmp_path / "x", {"w": SPEC}, threads=1)
+    writer.write("w", fill("normal", SPEC))
+    written = writer._sink._fd  # type: ignore[attr-defined]
+
+    def once(descriptor: int) -> None:
+        real(descriptor)
+        if descriptor == written and not failed:
+            failed.append(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "close", once)
+    with pytest.raises(OSError, match=r"closing the file failed: Input/output error.*x") as told:
+        writer.close()
+    assert told.value.errno == errno.EIO
+    assert failed
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_close_that_is_not_complete_leaves_nothing(tmp_path: Path) -> None:
+    writer = PackedWriter(tmp_path / "x", {"w": SPEC})
+    with pytest.raises(ValueError, match="not complete"):
+        writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_an_interrupt_while_a_temporary_is_made_leaves_nothing(
+    what: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = "open" if what == "file" else "mkdir"
+    real = getattr(os, call)
+
+    def interrupted(path: Any, *args: Any, **options: Any) -> Any:
+        result = real(path, *args, **options)
+        if ".tpde-tmp" in str(path):
+            if what == "file":
+                os.close(result)
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(os, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pack(model if what == "folder" else model / "model.safetensors", tmp_path / "x")
+    assert visible(tmp_path) == ["model"]
+
+
+def test_everything_is_synced_before_the_old_folder_goes(
+    model: Path, old: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "sub").mkdir()
+    (model / "sub" / "notes").write_text("notes")
+    synced: set[int] = set()
+    events: list[str] = []
+    real_sync, real_put, real_settle = os.fsync, replace._put, replace._settle
+
+    def fsync(descriptor: int) -> None:
+        real_sync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def put(outer: Path, *args: Any) -> None:
+        new = outer / "new"
+        missing = [it for it in (new, *new.rglob("*")) if it.stat().st_ino not in synced]
+        assert not missing
+        synced.clear()
+        real_put(outer, *args)
+        events.append("put")
+
+    def settle(*args: Any) -> None:
+        assert old.parent.stat().st_ino in synced
+        events.append("settle")
+        real_settle(*args)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(replace, "_put", put)
+    monkeypatch.setattr(replace, "_settle", settle)
+    pack(model, old, force=True)
+    assert events == ["put", "settle"]
+
+
+def test_a_second_rename_that_fails_puts_the_old_folder_back(
+    model: Path, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rename, "_rename", _no_flags)
+    real, failed = rename.rename_new, []
+
+    def failing(here: Path, there: Path) -> None:
+        if there == old and not there.exists() and not failed:
+            failed.append(here)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(here))
+        real(here, there)
+
+    monkeypatch.setattr(replace, "rename_new", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        pack(model, old, force=True)
+    assert failed
+    assert names(old) == OLD
+    assert visible(old.parent) == ["model", "there"]
+
+
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for mode, force in ((0o600, True), (0o640, True)):
+        path.touch()
+        path.chmod(mode)
+        with PackedWriter(path, {"w": SPEC}, force=force) as writer:
+            writer.write("w", fill("normal", SPEC))
+        assert stat.S_IMODE(path.stat().st_mode) == mode
