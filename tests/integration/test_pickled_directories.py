@@ -237,6 +237,18 @@ def test_an_adapter_in_a_model_stays_as_it_is(llama: Pair, tmp_path: Path) -> No
     assert verify(packed, against=source) == []
 
 
+def test_an_adapter_that_is_no_safetensors_file_is_restored(llama: Pair, tmp_path: Path) -> None:
+    """Such as what git has in the place of a large file."""
+    source, packed, back = tmp_path / "source", tmp_path / "packed", tmp_path / "back"
+    shutil.copytree(llama.plain, source)
+    (source / "adapter_model.safetensors").write_text("version https://example.org/spec\noid sha256:0\n")
+    pack(source, packed)
+    assert verify(packed, against=source) == []
+    unpack(packed, back)
+    name = "adapter_model.safetensors"
+    assert (back / name).read_bytes() == (source / name).read_bytes()
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of peft
 def test_an_adapter_on_a_packed_model_changes_what_it_should(llama: Pair, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft")

@@ -193,7 +193,7 @@ def test_a62_pipes_and_devices_as_destinations(source: Path, packed: Path, tmp_p
 
 
 def test_a63_names_like_those_of_temporary_files(source: Path, tmp_path: Path) -> None:
-    """What is removed is a file or folder of this user that is named exactly so, and that nobody has locked."""
+    """Removed is what is this user's file or folder, is named exactly so, and is locked by nobody."""
     out = tmp_path / "out"
     out.mkdir()
     name = ".x.01234567.tpde-tmp"

@@ -175,7 +175,7 @@ def test_recurrent_layers_are_run() -> None:
             peak, _ = alive(mixer, took)
         said = found.scan.bytes(batch * length, batch)
         assert peak <= said
-        assert said <= 2.2 * peak
+        assert said <= 2.6 * peak  # the largest tensor counts twice
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Qwen3Next"])

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
-from tpde.errors import InvalidInput, TpdeError, printable
+from tpde.errors import InvalidInput, NotSafetensors, TpdeError, printable
 from tpde.packing.copies import sha256
 from tpde.packing.directory import packed_config, packed_index, through_links
 from tpde.packing.documents import parse_object
@@ -73,7 +73,7 @@ def _verify(
     if other is not None and not other.is_file():
         return [_problem(path, f"`{other}` is missing from the source, or is no file")]
     found = []
-    if name.endswith(SAFETENSORS) and is_packed(path):
+    if name.endswith(SAFETENSORS) and _may_be_packed(path):
         found += verify_file(path, other, threads, progress, info["sha256"])
     else:
         if not _is_as_packed(folder, manifest, name):
@@ -83,6 +83,14 @@ def _verify(
     if other is not None and (path.stat().st_mode ^ other.stat().st_mode) & stat.S_IXUSR:
         found.append(_problem(path, f"only one of `{path}` and `{other}` may be executed"))
     return found
+
+
+def _may_be_packed(path: Path) -> bool:
+    """Whether a file is packed; one that is no safetensors file at all may have been copied."""
+    try:
+        return is_packed(path)
+    except NotSafetensors:
+        return False
 
 
 def _is_link(path: Path, target: str, *, strict: bool) -> bool:

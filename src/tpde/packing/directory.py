@@ -10,7 +10,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpde.codec.plan import CodecName
-from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, TpdeError, Truncated
+from tpde.errors import (
+    AlreadyPacked,
+    Corrupt,
+    InvalidDestination,
+    NotPacked,
+    NotSafetensors,
+    TpdeError,
+    Truncated,
+)
 from tpde.format.constants import MANIFEST, METHOD, SUFFIX, VERSION
 from tpde.packing.copies import (
     Unchanged,
@@ -31,9 +39,9 @@ from tpde.packing.sources import open_source
 from tpde.packing.tree import LeftOut, Tree, follow, walk
 from tpde.packing.weights import (
     Weights,
+    already_packed,
     choose,
-    is_packed,
-    packed_names,
+    packing_configs,
     refuse_packed,
 )
 
@@ -99,15 +107,20 @@ class _Packing:
     def pack_weights(self, name: str, **options: Any) -> None:
         """Pack a weight file, and note the hash of what unpacking will give."""
         source, made = self.tree.root / name, self.weights.files[name]
-        unchanged, opened = Unchanged(source), open_source(source)
+        unchanged = Unchanged(source)
+        try:
+            opened = open_source(source)
+        except AlreadyPacked:
+            raise already_packed(self.tree.root) from None
         try:
             digits = sha256_of_tensors(opened.container, opened.read)
-            result = pack_opened(opened, source, self.folder / made, force=False, **options)
+            result, self.packed[made] = pack_opened(
+                opened, source, self.folder / made, force=False, **options
+            )
         finally:
             opened.close()
         unchanged.require()
         self.note(made, {"sha256": digits})
-        self.packed[made] = set(packed_names(self.folder / made))
         self.results.append(renamed(result, self.destination / made))
 
     def note(self, name: str, info: dict[str, str]) -> None:
@@ -159,13 +172,12 @@ def pack_directory(
 ) -> tuple[list[Result], tuple[LeftOut, ...]]:
     """Pack a model directory; returns a result for each of its weight files, and what was not taken."""
     if is_packed_directory(source):
-        raise AlreadyPacked(
-            f"`{source}` is packed already", hint="unpack it with `tpde unpack`", where=str(source)
-        )
+        raise already_packed(source)
     refuse_nested(source, destination)
     tree = walk(source, exclude)
     weights = choose(tree)
-    refuse_packed(tree, weights)
+    if packing_configs(tree):
+        refuse_packed(tree, weights)
     converted = {weights.sources.get(made, made) for made in (*weights.files.values(), *weights.indexes)}
     copied = [name for name in tree.files if name not in converted]
     names = {*copied, *weights.files.values(), *weights.indexes, *tree.links, *tree.folders}
@@ -208,6 +220,16 @@ def renamed(result: Result, destination: Path) -> Result:
     )
 
 
+def _restore(path: Path, target: Path, threads: int, progress: Progress) -> Result | None:
+    """Unpack a weight file; None if it is no packed one, which is as it was."""
+    if not path.name.endswith(SAFETENSORS):
+        return None
+    try:
+        return unpack_file(path, target, threads=threads, force=False, progress=progress)
+    except (NotPacked, NotSafetensors):
+        return None
+
+
 def unpack_directory(
     source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
 ) -> list[Result]:
@@ -228,12 +250,10 @@ def unpack_directory(
                 )
             if "original" in info:
                 found = write_text(target, info["original"], mode_of(source / name))
-            elif name.endswith(SAFETENSORS) and is_packed(source / name):
-                result = unpack_file(source / name, target, threads=threads, force=False, progress=progress)
-                results.append(renamed(result, destination / name))
-                found = sha256(target)
             else:
-                found = copy_file(source / name, target)
+                result = _restore(source / name, target, threads, progress)
+                results += [] if result is None else [renamed(result, destination / name)]
+                found = sha256(target) if result is not None else copy_file(source / name, target)
             if found != info["sha256"]:
                 raise Corrupt(
                     f"`{source / name}` unpacks to a file with SHA-256 {found}, the manifest says "

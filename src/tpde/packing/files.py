@@ -53,8 +53,8 @@ class Result:
     packed: int
 
 
-def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress = no_progress) -> int:
-    """Write all tensors of a source; returns how many of them are packed.
+def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress = no_progress) -> None:
+    """Write all tensors of a source.
 
     Every tensor that may be packed is sampled first, because what stays plain is stored last (format.md 1.6).
     """
@@ -73,7 +73,6 @@ def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress 
                 writer.write(name, piece)
                 progress(piece.size)
         writer.align_block(first, last)
-    return len(packed)
 
 
 def _blocks(order: list[str], packed: set[str]) -> Iterator[tuple[str, str, list[str]]]:
@@ -106,7 +105,7 @@ def pack_file(
     try:
         return pack_opened(
             opened, source, destination, threads=threads, codec=codec, force=force, progress=progress
-        )
+        )[0]
     finally:
         opened.close()
 
@@ -120,8 +119,8 @@ def pack_opened(
     codec: CodecName,
     force: bool,
     progress: Progress = no_progress,
-) -> Result:
-    """Pack a file that is open. The packed one gets its permissions."""
+) -> tuple[Result, set[str]]:
+    """Pack a file that is open, with its permissions; returns the names of the packed tensors, too."""
     with PackedWriter(
         destination,
         opened.specs,
@@ -132,15 +131,10 @@ def pack_opened(
         force=force,
         mode=mode_of(source),
     ) as writer:
-        packed = pack_tensors(opened, writer, progress)
-    return Result(
-        str(source),
-        str(destination),
-        source.stat().st_size,
-        destination.stat().st_size,
-        len(opened.specs),
-        packed,
-    )
+        pack_tensors(opened, writer, progress)
+    packed = writer.packed_names()
+    sizes = source.stat().st_size, destination.stat().st_size
+    return Result(str(source), str(destination), *sizes, len(opened.specs), len(packed)), packed
 
 
 def stream(tensor: Tensor, threads: int, take: Callable[[int, Bytes], None]) -> bytes:

@@ -206,6 +206,12 @@ def packing_configs(tree: Tree) -> list[str]:
     return found
 
 
+def already_packed(folder: Path) -> AlreadyPacked:
+    """The error for a directory that is packed and should not be."""
+    where = str(folder)
+    return AlreadyPacked(f"`{where}` is packed already", hint="unpack it with `tpde unpack`", where=where)
+
+
 def refuse_packed(tree: Tree, weights: Weights) -> None:
     """Refuse a directory whose weights are packed, or that says so.
 
@@ -218,7 +224,7 @@ def refuse_packed(tree: Tree, weights: Weights) -> None:
     """
     where = str(tree.root)
     if any(is_packed(tree.root / name) for name in weights.files if name.endswith(SAFETENSORS)):
-        raise AlreadyPacked(f"`{where}` is packed already", hint="unpack it with `tpde unpack`", where=where)
+        raise already_packed(tree.root)
     configs = packing_configs(tree)
     if configs:
         raise InvalidInput(

@@ -264,6 +264,10 @@ class PackedWriter:
         self._written[name] = spec, self._at, self._at + size
         self._at += size
 
+    def packed_names(self) -> set[str]:
+        """Names of the tensors that have been written packed."""
+        return self._done - self._plain.keys()
+
     def align_block(self, first: str, last: str) -> None:
         """Let a block end at a multiple of 4096 if it is large and its last tensor is packed (1.6).
 
