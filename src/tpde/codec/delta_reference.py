@@ -5,6 +5,7 @@ Written from the document alone, to test the C core against. Words are lists of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,7 +92,7 @@ class Model:
         if not 1 <= classes <= MAX_CLASSES:
             raise Corrupt(f"a model has {classes} classes, needs 1 to {MAX_CLASSES}")
         first, at = list(data[4 : 4 + classes]), align(4 + classes, 4)
-        if first[0] or any(a >= b for a, b in zip(first, first[1:], strict=False)):
+        if first[0] or any(a >= b for a, b in itertools.pairwise(first)):
             raise Corrupt(f"a model's classes begin at {first}")
         if any(data[4 + classes : at]):
             raise Corrupt("padding of a model must be zero")
