@@ -16,8 +16,8 @@ from tpde.codec.native import Bytes, Error, address, as_bytes, check, core
 CHUNK_WORDS = 65536  # delta.md 3.1
 MAX_CLASSES = 16  # delta.md 2.1
 PRINT_BYTES = 16  # delta.md 4
-# Chunks that a model is made from: 128 MiB of bf16 and, with one table to make, 8 MiB.
-SAMPLE_CHUNKS, FAST_SAMPLE_CHUNKS = 1024, 64
+# Of each state, what a model is made from; less where there is one table to make.
+SAMPLE_BYTES, FAST_SAMPLE_BYTES = 64 << 20, 8 << 20
 _MAX_MODEL = 20480
 # A chunk may take so much of its words' size before it is given up: other chunks may save what one costs.
 _ROOM = 9 / 8
@@ -241,9 +241,10 @@ class Planner:
             self._handle = None
 
 
-def sample_step(chunks: int, *, fast: bool = False) -> int:
+def sample_step(chunks: int, word_bytes: int, *, fast: bool = False) -> int:
     """Of so many chunks in all tensors, every which one is looked at to choose a model."""
-    return -(-chunks // (FAST_SAMPLE_CHUNKS if fast else SAMPLE_CHUNKS)) or 1
+    most = (FAST_SAMPLE_BYTES if fast else SAMPLE_BYTES) // (CHUNK_WORDS * word_bytes)
+    return -(-chunks // most) or 1
 
 
 def chunk_ranges(nbytes: int, word_bytes: int) -> Iterator[tuple[int, int]]:
@@ -275,7 +276,7 @@ def plan(pairs: Iterable[tuple[Bytes, Bytes]], word_bytes: int, rotate: int, *, 
         for old, new in pairs
         for begin, end in chunk_ranges(old.size, word_bytes)
     ]
-    planner, step = Planner(word_bytes, rotate, fast=fast), sample_step(len(parts), fast=fast)
+    planner, step = Planner(word_bytes, rotate, fast=fast), sample_step(len(parts), word_bytes, fast=fast)
     if not fast:
         for old, new in parts[::step]:
             planner.survey(old, new)
