@@ -58,16 +58,19 @@ def test_neither_threads_nor_places_change_a_byte(make, tmp_path: Path) -> None:
 
 def _chain(folder: Path, length: int) -> tuple[list[bytes], list[Path]]:
     """Give the states of a model that is trained, and the first as a file with a delta for each other."""
-    words, draw, states, places = 3000, rng("chain"), [], [folder / "step0"]
+    words, draw, states = 3000, rng("chain"), []
     now = np.frombuffer(fill("normal", spec_of("BF16", words)), np.uint16)
+    plain = folder / "plain"
+    plain.mkdir()
     for step in range(length):
         states.append(safetensors_bytes({"w": (spec_of("BF16", words), now.tobytes())}, {"step": str(step)}))
+        (plain / f"step{step}").write_bytes(states[step])
         now = np.where(draw.random(words) < 0.01, now + 1, now).astype(np.uint16)
+    places = [folder / f"step{step}" for step in range(length)]
     places[0].write_bytes(states[0])
-    for step in range(1, length):
-        (folder / "state").write_bytes(states[step])
-        places.append(folder / f"step{step}")
-        diff(places[step - 1], folder / "state", places[step])
+    for step in range(1, length):  # among the plain states: it names the base that it will lie beside
+        diff(plain / f"step{step - 1}", plain / f"step{step}", plain / "delta", force=True)
+        (plain / "delta").rename(places[step])
     return states, places
 
 
@@ -81,6 +84,17 @@ def test_chains_are_followed(tmp_path: Path) -> None:
         patch(places[step - 1], places[step], tmp_path / "out", force=True)
         assert (tmp_path / "out").read_bytes() == states[step]
         assert verify_delta(places[step], base=places[step - 1]) == []
+
+
+def test_a_chain_of_two_hundred_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, places = _chain(tmp_path, 201)
+    (tmp_path / "other").write_bytes(states[0])
+    diff(places[200], tmp_path / "other", tmp_path / "back")
+    patch(places[199], places[200], tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == states[200]
+    monkeypatch.setattr("tpde.store.delta.MAX_CHAIN", 199)
+    with pytest.raises(InvalidInput, match="more than 199"):
+        diff(places[200], tmp_path / "other", tmp_path / "back", force=True)
 
 
 def test_a_missing_link_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tpde.format.sink import FileSink, Sink, refuse_existing
 from tpde.packing.directory import new_folder, refuse_nested
 from tpde.packing.files import Problem, Progress, no_progress
 from tpde.packing.writer import check_threads
-from tpde.store.delta import DeltaFile, is_delta_file, open_on, open_state, same_place
+from tpde.store.delta import DeltaFile, DeltaState, is_delta_file, open_state, same_place
 from tpde.store.diff import hint_for, write_delta
 from tpde.store.states import State
 
@@ -127,7 +127,7 @@ def diff(
     --------
     >>> from tpde.store.api import diff
     >>> diff("epoch_9", "epoch_10", "epoch_10.tpde").ratio  # doctest: +SKIP
-    144.0
+    143.9
     """
     count, out = check_threads(threads), Path(delta)
     refuse_existing(out, force)
@@ -218,7 +218,7 @@ def patch(
     count, out = check_threads(threads), Path(target)
     refuse_existing(out, force)
     _refuse_same(out, base, delta)
-    state = open_on(_existing_delta(delta), open_state(Path(base)))
+    state = _open_on(DeltaFile(_existing_delta(delta)), base)
     try:
         if "" in state.headers:
             _write_file(state, "", out, force, count, progress)
@@ -234,6 +234,16 @@ def patch(
                 (folder / name).write_bytes(content())
     finally:
         state.close()
+
+
+def _open_on(file: DeltaFile, base: str | os.PathLike[str]) -> DeltaState:
+    """Open a delta on a base that is named."""
+    try:
+        state = open_state(Path(base))
+    except BaseException:
+        file.close()
+        raise
+    return DeltaState(file, state)
 
 
 def _existing_delta(path: str | os.PathLike[str]) -> Path:
@@ -323,7 +333,7 @@ def verify_delta(
         file.close()
     if base is None or problems:
         return problems
-    state = open_on(path, open_state(Path(base)))
+    state = _open_on(DeltaFile(path), base)
     try:
         for key, spec in state.specs.items():
             attempt(key[1], lambda key=key: state.read(key, count))  # type: ignore[misc]

@@ -38,6 +38,7 @@ from tpde.store.payloads import add_differences, difference_spec, read_blob
 from tpde.store.states import BaseTensors, FilesState, Key, State
 
 MAX_OTHER_BYTES = 1 << 32  # of a file that holds no weights, which is read as a whole
+MAX_CHAIN = 240  # files that are open at a time; some systems allow 256
 
 
 class DeltaFile:
@@ -182,10 +183,10 @@ class DeltaState:
 
     Parameters
     ----------
-    path : Path
-        The delta.
+    file : DeltaFile
+        The delta. It is closed with the state, or if this fails.
     base : State
-        Its base.
+        Its base, likewise.
 
     Raises
     ------
@@ -193,8 +194,8 @@ class DeltaState:
         If the base lacks a file or a tensor, or has it with another dtype or shape.
     """
 
-    def __init__(self, path: Path, base: State) -> None:
-        self.name, self._base, self.file = str(path), base, DeltaFile(path)
+    def __init__(self, file: DeltaFile, base: State) -> None:
+        self.name, self._base, self.file = file.name, base, file
         self.headers: dict[str, bytes] = {}
         self.specs: dict[Key, TensorSpec] = {}
         self.others: dict[str, Callable[[], bytes]] = {}
@@ -202,11 +203,11 @@ class DeltaState:
         self._bases: dict[Key, Key] = {}
         try:
             finder = BaseTensors(base)
-            for file in self.file.head.files:
-                if isinstance(file, OtherEntry):
-                    self.others[file.name] = functools.partial(self._other, file)
+            for entry in file.head.files:
+                if isinstance(entry, OtherEntry):
+                    self.others[entry.name] = functools.partial(self._other, entry)
                 else:
-                    self._weights(file, finder)
+                    self._weights(entry, finder)
         except BaseException:
             self.close()
             raise
@@ -315,49 +316,53 @@ def base_path(delta: DeltaFile) -> Path:
     return found
 
 
-def open_state(path: Path, seen: tuple[Path, ...] = ()) -> State:
+def open_state(path: Path) -> State:
     """Open a state: files as they are, or a delta with the chain of its bases.
 
     Parameters
     ----------
     path : Path
         A safetensors file, a model directory, either packed or not, or a delta.
-    seen : tuple of Path
-        The deltas that have it for a base.
 
     Raises
     ------
     InvalidInput
-        If there is nothing, or it is no state; `MissingBase` if the base of a delta is not where it was.
+        If there is nothing, it is no state, or the chain is too long; `MissingBase` if the base of a delta is
+        not where it was.
     Corrupt
         If a chain comes back to a delta of it.
     """
     if not path.exists():
         raise InvalidInput(f"`{path}` does not exist", hint="check the path", where=str(path))
-    if not is_delta_file(path):
-        return FilesState(path)
-    place = path.resolve()
-    if place in seen:
-        chain = " -> ".join(f"`{it.name}`" for it in (*seen, place))
-        raise Corrupt(
-            f"the base of `{path}` is in the end itself: {chain}",
-            hint="one of them is not what it was, fetch it again",
-            where=str(path),
-        )
-    file = DeltaFile(path)
+    links: list[DeltaFile] = []
+    seen: list[Path] = []
     try:
-        base = base_path(file)
-    finally:
-        file.close()
-    return open_on(path, open_state(base, (*seen, place)))
-
-
-def open_on(path: Path, base: State) -> DeltaState:
-    """Open a delta on a base, which is closed if that fails."""
-    try:
-        return DeltaState(path, base)
+        while is_delta_file(path):
+            place = path.resolve()
+            if place in seen:
+                chain = " -> ".join(f"`{it.name}`" for it in (*seen, place))
+                raise Corrupt(
+                    f"the base of `{path}` is in the end itself: {chain}",
+                    hint="one of them is not what it was, fetch it again",
+                    where=str(path),
+                )
+            if len(seen) == MAX_CHAIN:
+                raise InvalidInput(
+                    f"`{links[0].name}` stands on more than {MAX_CHAIN} deltas",
+                    hint="restore one of these with `tpde patch`, and go on from there",
+                    where=links[0].name,
+                    needed=MAX_CHAIN,
+                )
+            seen.append(place)
+            links.append(DeltaFile(path))
+            path = base_path(links[-1])
+        state: State = FilesState(path)
+        while links:
+            state = DeltaState(links.pop(), state)
+        return state
     except BaseException:
-        base.close()
+        for link in links:
+            link.close()
         raise
 
 
