@@ -333,3 +333,5 @@ static int read_lanes(const table *t, const uint8_t *stream, const uint32_t star
     if (pos[l] > start[l + 1]) return l + 1;
   return 0;
 }
+
+#include "deltas.inc.h"

@@ -2,6 +2,45 @@
 #if defined(TPDE_HAVE_AVX512)
 #include <immintrin.h>
 
+#include "internal.h"
+
+/* ---- deltas ---- */
+
+static inline uint64_t class_mask(const uint8_t *s, uint8_t first, uint8_t width) {
+  __m512i x = _mm512_sub_epi8(_mm512_loadu_si512(s), _mm512_set1_epi8((char)first));
+  return _mm512_cmple_epu8_mask(x, _mm512_set1_epi8((char)width));
+}
+#define CLASS_MASK class_mask
+
+static inline uint64_t changed_block(int word_bytes, const uint8_t *a, const uint8_t *b) {
+  uint64_t mask = 0;
+  for (int i = 0; i < word_bytes; i++) {
+    __m512i x = _mm512_loadu_si512(a + 64 * i), y = _mm512_loadu_si512(b + 64 * i);
+    if (word_bytes == 1) mask = _mm512_cmpneq_epi8_mask(x, y);
+    else if (word_bytes == 2) mask |= (uint64_t)_mm512_cmpneq_epi16_mask(x, y) << 32 * i;
+    else if (word_bytes == 4) mask |= (uint64_t)_mm512_cmpneq_epi32_mask(x, y) << 16 * i;
+    else mask |= (uint64_t)_mm512_cmpneq_epi64_mask(x, y) << 8 * i;
+  }
+  return mask;
+}
+#define CHANGED_BLOCK changed_block
+
+static void add_terms(const uint8_t *data, size_t n, uint64_t first, uint64_t sum[2]) {
+  uint64_t keys[8];
+  for (uint64_t i = 0; i < 8; i++) keys[i] = (first + i + 1) * GOLDEN64;
+  __m512i a = _mm512_setzero_si512(), b = a, k = _mm512_loadu_si512(keys),
+          step = _mm512_set1_epi64((long long)(8 * GOLDEN64));
+  for (size_t i = 0; i < n; i += 8, k = _mm512_add_epi64(k, step)) {
+    __mmask8 in = n - i >= 8 ? 0xff : (__mmask8)((1u << (n - i)) - 1);
+    __m512i x = _mm512_maskz_loadu_epi64(in, data + 8 * i), y = _mm512_xor_si512(x, k), z = _mm512_add_epi64(x, k);
+    a = _mm512_add_epi64(a, _mm512_maskz_mul_epu32(in, y, _mm512_srli_epi64(y, 32)));
+    b = _mm512_add_epi64(b, _mm512_maskz_mul_epu32(in, z, _mm512_srli_epi64(z, 32)));
+  }
+  sum[0] += (uint64_t)_mm512_reduce_add_epi64(a);
+  sum[1] += (uint64_t)_mm512_reduce_add_epi64(b);
+}
+#define ADD_TERMS add_terms
+
 #define LOW_BITS(x, bits) _bzhi_u64(x, bits)
 #define AT_ONCE 64
 #define read_lanes read_lanes_plainly
@@ -287,5 +326,6 @@ static void copy_out(uint8_t *to, const uint8_t *from, size_t bytes) {
 }
 
 const kernels tpde_kernels_avx512 = {"avx512",    split,      merge,       checksum, lane_bits,
-                                     write_lanes, read_lanes, read_halves, copy_out};
+                                     write_lanes, read_lanes, read_halves, copy_out,
+                                     symbols,     changed,    ADD_TERMS, tell_changes, write_changes, apply_changes};
 #endif

@@ -4,156 +4,13 @@
 
 #include "internal.h"
 
-#define WRITER_BITS 11    /* 2 pair tables, or 4 of single symbols, take the 16 KiB of one of 12 bits */
 #define PAIR_VARIANTS 2
 #define SINGLE_VARIANTS 4
-#define MAX_VALUES 512    /* codewords that a table may have; more never paid on weights */
 #define WORTH_PERCENT 97  /* a plane is coded if it shrinks below this: else look-ups cost more than they save */
 #define MAX_SCALE (1u << 24) /* beyond this a table costs nothing, and products stay below 2^63 */
 #define PAIR_BITS 9       /* a pair of symbols with more than these together has too many values for a table */
 #define MAX_SAMPLE_CHUNKS 4096 /* counters have 32 bits, and chunks are sorted by insertion */
 #define ROUNDS 6          /* of reassigning chunks to variants */
-
-typedef struct value {
-  uint32_t count;
-  uint16_t value;
-} value;
-
-/* A code under construction: values by falling count, with the lengths of their codewords. */
-typedef struct code {
-  int kind, raw_bits, escape_bits, n;
-  uint16_t values[MAX_VALUES];
-  uint8_t bits[MAX_VALUES];
-} code;
-
-static int by_count(const void *a, const void *b) {
-  const value *x = a, *y = b;
-  if (x->count != y->count) return x->count < y->count ? 1 : -1;
-  return x->value < y->value ? -1 : x->value > y->value;
-}
-
-/* Lengths of an optimal code of at most WRITER_BITS bits for n counts in ascending order: package-merge
- * (Larmore and Hirschberg, 1990). A level's list merges the n coins with pairs of the level below; of the
- * last level's first 2n - 2 entries, and of what their packages hold, each coin counts one bit. */
-static void package_merge(const uint64_t *count, int n, uint8_t *bits) {
-  static const int levels = WRITER_BITS;
-  uint8_t coin[WRITER_BITS][2 * (MAX_VALUES + 1)];
-  uint64_t list[2][2 * (MAX_VALUES + 1)];
-  int size = 0;
-  for (int l = 0; l < levels; l++) {
-    const uint64_t *below = list[(l + 1) & 1];
-    uint64_t *now = list[l & 1];
-    int packages = size / 2, i = 0, k = 0;
-    size = 0;
-    while (i < n || k < packages) {
-      int take = k >= packages || (i < n && count[i] <= below[2 * k] + below[2 * k + 1]);
-      coin[l][size] = (uint8_t)take;
-      now[size++] = take ? count[i] : below[2 * k] + below[2 * k + 1];
-      if (take) i++;
-      else k++;
-    }
-  }
-  memset(bits, 0, (size_t)n);
-  for (int l = levels - 1, take = 2 * n - 2; l >= 0; l--) {
-    int coins = 0;
-    for (int i = 0; i < take; i++) coins += coin[l][i];
-    for (int i = 0; i < coins; i++) bits[i]++;
-    take = 2 * (take - coins);
-  }
-}
-
-/* Build the code of the first n of `sorted` (falling counts) and an escape for the rest; returns the bits
- * that all of them take, counting each occurrence. */
-static uint64_t build(code *c, const value *sorted, int n, uint64_t total, int kind, int raw_bits) {
-  uint64_t count[MAX_VALUES + 1], covered = 0, sum = 0;
-  uint8_t bits[MAX_VALUES + 1];
-  int escape = 0, literal = kind == 2 ? 16 : 8 - raw_bits;
-  c->kind = kind;
-  c->raw_bits = raw_bits;
-  c->n = n;
-  for (int i = 0; i < n; i++) covered += sorted[i].count;
-  uint64_t rest = total > covered ? total - covered : 1; /* the escape is always there: a sample isn't all */
-  for (int i = n - 1, at = 0, put = 0; at <= n; at++) {
-    if (!put && (i < 0 || rest <= sorted[i].count)) {
-      count[at] = rest;
-      escape = at;
-      put = 1;
-    } else {
-      count[at] = sorted[i--].count;
-    }
-  }
-  package_merge(count, n + 1, bits);
-  for (int at = 0, i = n - 1; at <= n; at++) {
-    if (at == escape) {
-      c->escape_bits = bits[at];
-      sum += (total - covered) * (uint64_t)(bits[at] + literal);
-      continue;
-    }
-    c->values[i] = sorted[i].value;
-    c->bits[i] = bits[at];
-    sum += sorted[i--].count * (uint64_t)bits[at];
-  }
-  return sum + total * (uint64_t)raw_bits;
-}
-
-static uint32_t table_size(const code *c) {
-  return align_up(4 + 2 * WRITER_BITS + (uint32_t)(c->n * c->kind), 4);
-}
-
-/* The best code over how many values get a codeword of their own. `scale` is tensor over sample. */
-static uint64_t build_best(code *c, value *found, int distinct, uint64_t total, int kind, int raw_bits,
-                           uint64_t scale) {
-  static const int sizes[] = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512};
-  uint64_t least = UINT64_MAX, best = 0;
-  code trial;
-  int last = 0;
-  qsort(found, (size_t)distinct, sizeof *found, by_count);
-  for (size_t k = 0; k < sizeof sizes / sizeof *sizes && !last; k++) {
-    int n = sizes[k];
-    if (n >= distinct) {
-      n = distinct;
-      last = 1;
-    }
-    uint64_t bits = build(&trial, found, n, total, kind, raw_bits), cost = bits * scale + 8u * table_size(&trial);
-    if (cost < least) {
-      least = cost;
-      best = bits;
-      *c = trial;
-    } else if (cost > least + least / 64) {
-      break; /* past the minimum */
-    }
-  }
-  return best;
-}
-
-static int value_order(const code *c, int a, int b) {
-  if (c->bits[a] != c->bits[b]) return c->bits[a] < c->bits[b];
-  return c->values[a] < c->values[b];
-}
-
-/* Write a table (format.md 3): values by length, then by value. Returns its size. */
-static uint32_t write_table(const code *c, uint8_t *out) {
-  int order[MAX_VALUES];
-  uint32_t size = table_size(c);
-  memset(out, 0, size);
-  out[0] = (uint8_t)c->kind;
-  out[1] = WRITER_BITS;
-  out[2] = (uint8_t)c->raw_bits;
-  out[3] = (uint8_t)c->escape_bits;
-  for (int i = 0; i < c->n; i++) {
-    uint8_t *count = out + 4 + 2 * (c->bits[i] - 1);
-    int k = i;
-    store16(count, (uint16_t)(load16(count) + 1));
-    for (; k > 0 && value_order(c, i, order[k - 1]); k--) order[k] = order[k - 1];
-    order[k] = i;
-  }
-  for (int i = 0; i < c->n; i++) {
-    uint8_t *at = out + 4 + 2 * WRITER_BITS + i * c->kind;
-    if (c->kind == 2) store16(at, c->values[order[i]]);
-    else *at = (uint8_t)c->values[order[i]];
-  }
-  return size;
-}
 
 /* ---- the sample ---- */
 
@@ -163,7 +20,7 @@ typedef struct sampled {
   uint8_t *group;       /* variant of each chunk, NONE for one that is constant */
   uint32_t chunks, chunk_words, last_words;
   uint32_t *pairs;      /* 65536 counters */
-  value *found;         /* 65536 */
+  counted_value *found;         /* 65536 */
   uint64_t scale;
 } sampled;
 
@@ -185,7 +42,7 @@ static void count_symbols(sampled *s, uint32_t chunk) {
 }
 
 /* The code of all chunks of one group. Returns its bits, 0 if the group is empty. */
-static uint64_t group_code(sampled *s, int group, int kind, int raw_bits, code *c) {
+static uint64_t group_code(sampled *s, int group, int kind, int raw_bits, prefix_code *c) {
   uint64_t total = 0;
   int distinct = 0;
   if (kind == 2) {
@@ -201,7 +58,7 @@ static uint64_t group_code(sampled *s, int group, int kind, int raw_bits, code *
       for (int k = 0; k < 8; k++) any |= pairs[at + k];
       for (uint32_t v = at; any && v < at + 8; v++) { /* most eights are zeros */
         if (!pairs[v]) continue;
-        s->found[distinct++] = (value){pairs[v], (uint16_t)v};
+        s->found[distinct++] = (counted_value){pairs[v], (uint16_t)v};
         total += pairs[v];
       }
     }
@@ -212,19 +69,19 @@ static uint64_t group_code(sampled *s, int group, int kind, int raw_bits, code *
         for (int v = 0; v < 256; v++) counts[v >> raw_bits] += s->counts[i][v];
     for (int v = 0; v < 256 >> raw_bits; v++) {
       if (!counts[v]) continue;
-      s->found[distinct++] = (value){counts[v], (uint16_t)v};
+      s->found[distinct++] = (counted_value){counts[v], (uint16_t)v};
       total += counts[v];
     }
   }
   if (!distinct) return 0;
-  return build_best(c, s->found, distinct, total, kind, raw_bits, s->scale);
+  return tpde_code_build(c, s->found, distinct, total, kind, raw_bits, s->scale);
 }
 
 /* Group chunks by which of `variants` single-symbol codes suits them: start from their mean symbol, then
  * reassign, as k-means does, with code lengths for distances. Returns 0 if a group ran empty. */
 static int group_chunks(sampled *s, int variants, int raw_bits) {
   uint32_t live = 0, (*by_mean)[2] = malloc(sizeof *by_mean * s->chunks);
-  code *c = malloc(sizeof *c);
+  prefix_code *c = malloc(sizeof *c);
   int ok = c && by_mean;
   for (uint32_t i = 0; ok && i < s->chunks; i++) {
     uint64_t sum = 0;
@@ -274,10 +131,10 @@ static void one_group(sampled *s) {
 }
 
 /* Choose the tables of one plane. Returns how many (0: it stays raw), with the plane's expected bits. */
-static int plan_plane(sampled *s, int max_variants, int rotated_byte, code *codes, uint64_t *plane_bits) {
+static int plan_plane(sampled *s, int max_variants, int rotated_byte, prefix_code *codes, uint64_t *plane_bits) {
   uint64_t words = 0, best, bits;
   int kind = 1, raw_bits = 0, tables = 1;
-  code *trial = codes + SINGLE_VARIANTS;
+  prefix_code *trial = codes + SINGLE_VARIANTS;
   for (uint32_t i = 0; i < s->chunks; i++) {
     count_symbols(s, i);
     if (s->group[i] != NONE) words += words_of(s, i);
@@ -309,7 +166,7 @@ static int plan_plane(sampled *s, int max_variants, int rotated_byte, code *code
     for (int g = 0; g < variants && sum != UINT64_MAX; g++) {
       bits = group_code(s, g, kind, raw_bits, &trial[g]);
       sum = bits ? sum + bits : UINT64_MAX;
-      extra += bits ? 8 * table_size(&trial[g]) : 0;
+      extra += bits ? 8 * tpde_code_bytes(&trial[g]) : 0;
     }
     /* Twice the tables must save this much of the plane, or a GPU's shared memory is worth more. */
     uint64_t least = kind == 2 ? 995 : 999;
@@ -327,7 +184,7 @@ int tpde_plan(tpde_layout *layout, const void *sample, uint64_t sample_words, in
               uint32_t *section_bytes, uint64_t *estimate, tpde_error *error) {
   sampled s = {0};
   uint8_t *planes = NULL, *at[TPDE_MAX_PLANES];
-  code *codes = NULL;
+  prefix_code *codes = NULL;
   uint32_t used = 0;
   if (layout) layout->tables = 0; /* what it held before does not matter */
   for (int p = 0; layout && p < TPDE_MAX_PLANES; p++) layout->first_table[p] = layout->table_count[p] = 0;
@@ -366,7 +223,7 @@ int tpde_plan(tpde_layout *layout, const void *sample, uint64_t sample_words, in
       plane_bits = sample_words * 8;
     }
     for (int i = 0; i < n; i++) {
-      used += write_table(&codes[i], section + used);
+      used += tpde_code_write(&codes[i], section + used);
     }
     layout->first_table[p] = n ? layout->tables : 0;
     layout->table_count[p] = (uint8_t)n;

@@ -3,8 +3,8 @@
 
 #include "internal.h"
 
-int tpde_table_parse(const uint8_t *p, size_t bytes, table *t, const uint8_t **values, size_t *used,
-                     uint64_t number, tpde_error *error) {
+static int parse(const uint8_t *p, size_t bytes, table *t, const uint8_t **values, size_t *used, uint64_t number,
+                 tpde_error *error) {
   uint64_t codes = 0, sum = 0;
   memset(t, 0, sizeof *t);
   if (bytes < 4) return tpde_fail(error, TPDE_E_TABLE, "the section ends inside a table", number, -1, bytes, 4);
@@ -12,13 +12,13 @@ int tpde_table_parse(const uint8_t *p, size_t bytes, table *t, const uint8_t **v
   t->max_bits = p[1];
   t->raw_bits = p[2];
   t->escape_bits = p[3];
-  if (t->kind != 1 && t->kind != 2)
-    return tpde_fail(error, TPDE_E_TABLE, "unknown kind of table", number, -1, t->kind, 2);
+  if (t->kind < 1 || t->kind > KIND_TOKENS)
+    return tpde_fail(error, TPDE_E_TABLE, "unknown kind of table", number, -1, t->kind, KIND_TOKENS);
   if (t->max_bits < 1 || t->max_bits > MAX_BITS)
     return tpde_fail(error, TPDE_E_TABLE, "longest codeword out of range", number, -1, t->max_bits, MAX_BITS);
-  if (t->raw_bits > 7 || t->max_bits + t->raw_bits > MAX_BITS || (t->kind == 2 && t->raw_bits))
+  if (t->raw_bits > 7 || t->max_bits + t->raw_bits > MAX_BITS || (t->kind != 1 && t->raw_bits))
     return tpde_fail(error, TPDE_E_TABLE, "raw bits out of range", number, -1, t->raw_bits,
-                     t->kind == 2 ? 0 : (uint64_t)(MAX_BITS - t->max_bits));
+                     t->kind != 1 ? 0 : (uint64_t)(MAX_BITS - t->max_bits));
   if (t->escape_bits > t->max_bits)
     return tpde_fail(error, TPDE_E_TABLE, "escape longer than the longest codeword", number, -1,
                      t->escape_bits, t->max_bits);
@@ -36,7 +36,7 @@ int tpde_table_parse(const uint8_t *p, size_t bytes, table *t, const uint8_t **v
     return tpde_fail(error, TPDE_E_TABLE, "code lengths are not complete", number, -1, sum,
                      1ull << t->max_bits);
   if (!codes) return tpde_fail(error, TPDE_E_TABLE, "a table without values", number, -1, 0, 1);
-  *used = align_up((uint32_t)(4 + 2u * t->max_bits + codes * t->kind), 4);
+  *used = align_up((uint32_t)(4 + 2u * t->max_bits + codes * VALUE_BYTES(t->kind)), 4);
   if (*used > bytes)
     return tpde_fail(error, TPDE_E_TABLE, "the section ends inside a table", number, -1, bytes, *used);
   *values = p + 4 + 2 * t->max_bits;
@@ -58,7 +58,7 @@ static void expand_decode(table *t, uint32_t entry, uint32_t code, int bits) {
 static uint32_t encode_entry(uint32_t code, int bits) { return code << (32 - bits) | (uint32_t)bits; }
 
 static int expand(table *t, const uint8_t *values, int encode, uint64_t number, tpde_error *error) {
-  uint32_t symbols = t->kind == 2 ? 65536 : 256, raw = 1u << t->raw_bits, code = 0, at = 0;
+  uint32_t symbols = 1u << VALUE_BITS(t->kind), raw = 1u << t->raw_bits, code = 0, at = 0;
   uint8_t seen[65536 / 8] = {0};
   t->decode = malloc(sizeof(uint32_t) << t->index_bits);
   if (encode) t->encode = malloc(sizeof(uint32_t) * symbols);
@@ -69,7 +69,7 @@ static int expand(table *t, const uint8_t *values, int encode, uint64_t number, 
     const uint8_t *counts = (const uint8_t *)values - 2 * t->max_bits;
     uint32_t n = load16(counts + 2 * (bits - 1));
     for (uint32_t k = 0; k < n; k++, at++, code++) {
-      uint32_t v = t->kind == 2 ? load16(values + 2 * at) : values[at], r = reverse(code, bits);
+      uint32_t v = VALUE_BYTES(t->kind) == 2 ? load16(values + 2 * at) : values[at], r = reverse(code, bits);
       if (v >= symbols >> t->raw_bits)
         return tpde_fail(error, TPDE_E_TABLE, "a value out of range", number, -1, v, symbols >> t->raw_bits);
       if (seen[v / 8] >> (v % 8) & 1)
@@ -96,9 +96,16 @@ static int expand(table *t, const uint8_t *values, int encode, uint64_t number, 
     if (!t->escape_bits)
       return tpde_fail(error, TPDE_E_ARGUMENT, "a table without an escape cannot write every value", number, -1,
                        s, symbols);
-    t->encode[s] = ENTRY_ESCAPE | (t->escape_bits + 8u * t->kind);
+    t->encode[s] = ENTRY_ESCAPE | (uint32_t)(t->escape_bits + VALUE_BITS(t->kind));
   }
   return TPDE_OK;
+}
+
+int tpde_table_open(const uint8_t *p, size_t bytes, int encode, table *t, size_t *used, uint64_t number,
+                    tpde_error *error) {
+  const uint8_t *values = NULL;
+  int code = parse(p, bytes, t, &values, used, number, error);
+  return code ? code : expand(t, values, encode, number, error);
 }
 
 /* Collect the lengths of all tables, for counting. */
@@ -130,11 +137,11 @@ int tpde_codec_open(const tpde_layout *layout, const uint8_t *section, uint32_t 
   c->layout = *layout;
   int code = TPDE_OK;
   for (int i = 0; i < layout->tables && !code; i++) {
-    const uint8_t *values = NULL;
     size_t used = 0;
     table *t = &c->tables[i];
-    code = tpde_table_parse(section + at, section_bytes - at, t, &values, &used, (uint64_t)i, error);
-    if (!code) code = expand(t, values, encode, (uint64_t)i, error);
+    code = tpde_table_open(section + at, section_bytes - at, encode, t, &used, (uint64_t)i, error);
+    if (!code && t->kind == KIND_TOKENS)
+      code = tpde_fail(error, TPDE_E_TABLE, "a table of a delta's tokens", (uint64_t)i, -1, t->kind, 2);
     at += code ? 0 : used;
   }
   if (!code && align_up((uint32_t)at, 16) != section_bytes)

@@ -1,7 +1,7 @@
 /* tpde.h: the C API of the codec core.
  *
- * The core encodes and decodes chunks of packed tensors (docs/format.md, sections 2.3 to 5). It knows
- * nothing of files: the caller reads blob headers, and hands over tables, index maps and bytes.
+ * The core encodes and decodes chunks of packed tensors (docs/format.md, sections 2.3 to 5), and what changed
+ * between two states of a tensor (docs/delta.md, sections 1 to 4). It knows nothing of files: the caller reads blob headers, and hands over tables, index maps and bytes.
  *
  * Every function is safe on any input bytes: it returns an error instead of reading or writing out of
  * bounds, and allocates at most what tpde_codec_open and tpde_encode state. Functions may be called from
@@ -26,13 +26,16 @@
 extern "C" {
 #endif
 
-#define TPDE_ABI 3          /* raised with every change of this header */
+#define TPDE_ABI 4          /* raised with every change of this header */
 #define TPDE_LANES 32       /* format.md 5.1 */
 #define TPDE_MAX_PLANES 8   /* bytes of the largest word, format.md 2.1 */
 #define TPDE_MAX_TABLES 16  /* format.md 7 */
 #define TPDE_RECORD_BYTES 12 /* an index record, format.md 4.3 */
 #define TPDE_MAX_THREADS 256
 #define TPDE_MAX_TABLE_SECTION 20480 /* bytes that tpde_plan may write */
+#define TPDE_MAX_CLASSES 16 /* of a model of changes, delta.md 2.1 */
+#define TPDE_DELTA_CHUNK_WORDS 65536 /* delta.md 3.1 */
+#define TPDE_MAX_MODEL 20480 /* bytes that tpde_delta_plan_model may write */
 
 /* What a call returned: 0, or one of these. */
 enum {
@@ -43,7 +46,8 @@ enum {
   TPDE_E_INDEX = 4,     /* the index map is damaged */
   TPDE_E_CHUNK = 5,     /* a chunk's bytes are damaged */
   TPDE_E_CHECKSUM = 6,  /* a chunk decodes, but not to what was encoded */
-  TPDE_E_SPACE = 7      /* the output buffer is too small */
+  TPDE_E_SPACE = 7,     /* the output buffer is too small */
+  TPDE_E_MODEL = 8      /* a model of changes is damaged */
 };
 
 /* Details of a failure. `what` is a short English phrase without a name or a position. */
@@ -152,6 +156,61 @@ TPDE_API int tpde_merge(const tpde_layout *layout, const uint8_t *planes, uint64
 
 /* The checksum of a chunk's `bytes` decoded bytes (format.md 4.5). */
 TPDE_API uint32_t tpde_checksum(const void *words, uint64_t bytes);
+
+/* ---- deltas ---- */
+
+/* Add the terms of `bytes` bytes to a fingerprint (delta.md 4). They start at byte `offset` of the tensor, a multiple of
+ * 8, and their number is one too, unless they are the last. Order does not matter; a whole tensor's starts at zero. */
+TPDE_API void tpde_fingerprint(const void *data, uint64_t bytes, uint64_t offset, uint64_t sum[2]);
+
+/* Chooses a model (delta.md 2) for the changes of tensors of one kind of words. Takes 1.2 MiB, and 1 MiB more for
+ * tokens. Not for several threads at once. */
+typedef struct tpde_delta_plan tpde_delta_plan;
+
+/* `max_classes` is 1 for the fast mode, at most TPDE_MAX_CLASSES. NULL if memory is out or a number cannot be. */
+TPDE_API tpde_delta_plan *tpde_delta_plan_new(int word_bytes, int rotate, int max_classes);
+TPDE_API void tpde_delta_plan_free(tpde_delta_plan *plan);
+
+/* Count, at first, which symbols' words change, and how far. At most TPDE_DELTA_CHUNK_WORDS words at a time, 2^30 in all:
+ * whole chunks of the tensors, or a sample of them. */
+TPDE_API int tpde_delta_plan_survey(tpde_delta_plan *plan, const void *base, const void *target, uint64_t words,
+                                    tpde_error *error);
+
+/* Then choose the classes. There are `scale` times as many words as were surveyed. */
+TPDE_API int tpde_delta_plan_classes(tpde_delta_plan *plan, uint64_t scale, tpde_error *error);
+
+/* Then count tokens: the same chunks again. */
+TPDE_API int tpde_delta_plan_count(tpde_delta_plan *plan, const void *base, const void *target, uint64_t words,
+                                   tpde_error *error);
+
+/* Then write the model, at most TPDE_MAX_MODEL bytes. Deterministic: integers only. */
+TPDE_API int tpde_delta_plan_model(const tpde_delta_plan *plan, uint64_t scale, uint8_t *model, uint32_t *model_bytes,
+                                   tpde_error *error);
+
+/* A model, checked and expanded; read-only after it has been opened. Takes at most 16 KiB for each class, and with
+ * `encode` nonzero 64 KiB more. */
+typedef struct tpde_delta_model tpde_delta_model;
+TPDE_API int tpde_delta_model_open(const uint8_t *bytes, uint32_t size, int encode, tpde_delta_model **model,
+                                   tpde_error *error);
+TPDE_API void tpde_delta_model_close(tpde_delta_model *model);
+
+/* Number of chunks of a tensor. */
+TPDE_API uint64_t tpde_delta_chunks(uint64_t words);
+
+/* Encode what changed from `base` to `target`, as sparse chunks (delta.md 3). `changes` and `sizes` have a number for each
+ * chunk. The chunks' bytes, *used of them, go to the start of `out`; TPDE_E_SPACE if they take more than out_bytes, or a
+ * chunk more than its part of it: the tensor then is not worth a delta. Takes 140 KiB a thread. Nothing of the result
+ * depends on `threads`. */
+TPDE_API int tpde_delta_encode(const tpde_delta_model *model, const void *base, const void *target, uint64_t words,
+                               uint8_t *out, uint64_t out_bytes, uint64_t *used, uint32_t *changes, uint32_t *sizes,
+                               int threads, tpde_error *error);
+
+/* Turn a base into its target where it lies. `words` holds the tensor's words; with `check` nonzero they are left as they
+ * are, and all chunks are read to their end. Without that, a damaged chunk leaves some of them changed. Takes 80 KiB a
+ * thread. */
+TPDE_API int tpde_delta_apply(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes,
+                              const uint32_t *changes, const uint32_t *sizes, void *words, uint64_t count, int check,
+                              int threads, tpde_error *error);
 
 /* Beside chunks: bring mapped pages, from `address` on, which is one's start, into memory and into the process's page
  * tables, and let other threads map memory meanwhile. Returns 0, or what madvise(2) says: EFAULT where a file has

@@ -1,7 +1,8 @@
 """tpde makes neural-network weights small without changing one bit.
 
 `pack` and `unpack` turn safetensors files and model directories into smaller ones and back, `verify` checks
-them, `inspect` tells what is in them, and `safe_open` reads tensors straight from the packed form.
+them, `inspect` tells what is in them, and `safe_open` reads tensors straight from the packed form. `diff`
+stores what changed between two states of a model, and `patch` restores it.
 `pack_module` packs a live PyTorch model, which goes on computing the same bits, and `unpack_module` turns it
 back. `tpde.torch` and `tpde.numpy` save and load in the manner of `safetensors.torch` and
 `safetensors.numpy`.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tpde.errors import (
         Corrupt,
         InvalidInput,
+        MissingBase,
         TpdeError,
         Truncated,
         UnsupportedVersion,
@@ -29,21 +31,25 @@ if TYPE_CHECKING:
     from tpde.packing.api import pack, unpack, verify
     from tpde.packing.inspect import inspect
     from tpde.packing.writer import PackedWriter
+    from tpde.store.api import diff, patch
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Corrupt": "errors",
     "InvalidInput": "errors",
+    "MissingBase": "errors",
     "PackedWriter": "packing.writer",
     "TensorSpec": "format.container",
     "TpdeError": "errors",
     "Truncated": "errors",
     "UnsupportedVersion": "errors",
+    "diff": "store.api",
     "from_pretrained": "integrations.transformers",
     "inspect": "packing.inspect",
     "pack": "packing.api",
     "pack_module": "integrations.live",
+    "patch": "store.api",
     "safe_open": "access",
     "unpack": "packing.api",
     "unpack_module": "integrations.live",
@@ -53,16 +59,19 @@ _WHERE = {
 __all__ = [
     "Corrupt",
     "InvalidInput",
+    "MissingBase",
     "PackedWriter",
     "TensorSpec",
     "TpdeError",
     "Truncated",
     "UnsupportedVersion",
     "__version__",
+    "diff",
     "from_pretrained",
     "inspect",
     "pack",
     "pack_module",
+    "patch",
     "safe_open",
     "unpack",
     "unpack_module",

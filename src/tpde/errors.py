@@ -158,6 +158,10 @@ class MissingShard(InvalidInput):
     """A file that an index names is missing."""
 
 
+class MissingBase(InvalidInput):
+    """The base of a delta is not there, or is another one: supply the right one."""
+
+
 class UnsafePickle(InvalidInput):
     """A state dict holds pickled code, which is never run."""
 

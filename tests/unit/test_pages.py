@@ -89,4 +89,4 @@ def test_a_core_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
     monkeypatch.setattr(native, "library_path", lambda: library)
     with pytest.raises(NativeError, match="has ABI 1, this package needs"):
-        native._core.__wrapped__()
+        native.core.__wrapped__()

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpde.cli import bench, common, doctor, inspect, pack, plan, run, unpack, verify
+from tpde.cli import bench, common, diff, doctor, inspect, pack, patch, plan, run, unpack, verify
 
 app = typer.Typer(
     name="tpde",
@@ -23,6 +23,8 @@ app = typer.Typer(
 )
 app.command("pack")(pack.pack)
 app.command("unpack")(unpack.unpack)
+app.command("diff")(diff.diff)
+app.command("patch")(patch.patch)
 app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("run")(run.run)

@@ -18,7 +18,9 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="PATH", help="A safetensors file, packed or not, or a directory of them.", readable=False
+            metavar="PATH",
+            help="A safetensors file, packed or not, a directory of them, or a delta.",
+            readable=False,
         ),
     ],
     plot: Annotated[
@@ -27,7 +29,7 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    r"""Show each tensor's dtype, shape, sizes, codec, ratio and entropy.
+    r"""Show each tensor's dtype, shape, sizes, codec, ratio and entropy; of a delta, how much changed.
 
     The entropy is that of the symbol plane (the exponent, for BF16), from a sample of each tensor.
 
@@ -37,9 +39,21 @@ def inspect(
       tpde inspect packed.safetensors
       tpde inspect ./my-model-packed --plot ratios.png
     """
+    from tpde.cli.diff import render as render_delta
+    from tpde.errors import InvalidInput
     from tpde.packing.inspect import inspect as look
     from tpde.packing.plot import plot as draw
+    from tpde.store import api as store
 
+    if store.is_delta_file(path):
+        if plot is not None:
+            raise InvalidInput(f"`{path}` is a delta, of which there is no plot", hint="leave out `--plot`")
+        delta = store.inspect_delta(path)
+        if as_json:
+            print_json(delta)
+        else:
+            print(render_delta(delta))
+        return
     report = look(path, histogram=plot is not None or as_json)
     if plot is not None:
         draw(report, plot)

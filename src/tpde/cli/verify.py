@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tpde.cli.common import DAMAGE, OK, few_threads, guard, plural, print_json, progress_bar, say_left_out
+from tpde.cli.patch import target_bytes
 from tpde.cli.unpack import original_bytes
 from tpde.errors import printable
 
@@ -17,10 +18,17 @@ from tpde.errors import printable
 @guard
 def verify(
     packed: Annotated[
-        Path, typer.Argument(metavar="PACKED", help="A packed file or directory.", readable=False)
+        Path,
+        typer.Argument(metavar="PACKED", help="A packed file or directory, or a delta.", readable=False),
     ],
     against: Annotated[
         Path | None, typer.Option(metavar="SRC", help="Compare every byte with the source.", readable=False)
+    ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="BASE", help="Of a delta: check that its target comes out of it.", readable=False
+        ),
     ] = None,
     threads: Annotated[
         int | None,
@@ -34,7 +42,7 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
-    r"""Check every chunk and every tensor of a packed file or directory.
+    r"""Check every chunk and every tensor of a packed file or directory, or every byte of a delta.
 
     Prints what is damaged by tensor and chunk, and exits with 1 if anything is.
 
@@ -42,15 +50,27 @@ def verify(
 
     \b
       tpde verify packed.safetensors --against model.safetensors
+      tpde verify epoch_10.tpde --base epoch_9
     """
+    from tpde.errors import InvalidInput
     from tpde.packing import api
     from tpde.packing.tree import walk
+    from tpde.store import api as store
 
-    start = time.perf_counter()
-    with progress_bar("verifying", lambda: original_bytes(packed)) as progress:
-        problems = api.verify(
-            packed, against=against, threads=threads, exclude=exclude or (), progress=progress
+    start, delta = time.perf_counter(), store.is_delta_file(packed)
+    if (against if delta else base) is not None:
+        raise InvalidInput(
+            f"`{packed}` is {'a' if delta else 'no'} delta",
+            hint=f"name its {'base with `--base`' if delta else 'source with `--against`'}",
+            where=str(packed),
         )
+    with progress_bar("verifying", lambda: (target_bytes if delta else original_bytes)(packed)) as progress:
+        if delta:
+            problems = store.verify_delta(packed, base=base, threads=threads, progress=progress)
+        else:
+            problems = api.verify(
+                packed, against=against, threads=threads, exclude=exclude or (), progress=progress
+            )
     seconds = time.perf_counter() - start
     left_out = walk(against, exclude or ()).left_out if against is not None and against.is_dir() else ()
     say_left_out(left_out)
@@ -59,6 +79,7 @@ def verify(
             {
                 "path": str(packed),
                 "against": str(against) if against is not None else None,
+                "base": str(base) if base is not None else None,
                 "ok": not problems,
                 "problems": [dataclasses.asdict(p) for p in problems],
                 "left_out": [dataclasses.asdict(it) for it in left_out],
@@ -75,5 +96,6 @@ def verify(
             than = (
                 f", and so is what was packed of its source; {plural(len(left_out), 'thing')} of it was not"
             )
+        than = " and made from this base" if base is not None else than
         print(f"intact{than}, {seconds:.2f} s")
     return DAMAGE if problems else OK

@@ -19,16 +19,18 @@ import numpy.typing as npt
 from tpde.errors import Corrupt, NativeError
 from tpde.format.constants import RECORD_BYTES
 
-ABI = 3
+ABI = 4
 MAX_TABLE_SECTION = 20480
 NO_CHUNK = (1 << 64) - 1
 
-_E_MEMORY, _E_TABLE, _E_INDEX, _E_CHUNK, _E_CHECKSUM = 2, 3, 4, 5, 6
+_E_MEMORY, _E_TABLE, _E_INDEX, _E_CHUNK, _E_CHECKSUM, E_SPACE, _E_MODEL = 2, 3, 4, 5, 6, 7, 8
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Error(ctypes.Structure):
+class Error(ctypes.Structure):
+    """`tpde_error`: details of a failure."""
+
     _fields_ = [
         ("code", ctypes.c_int32),
         ("plane", ctypes.c_int32),
@@ -57,7 +59,7 @@ class CoreLayout(ctypes.Structure):
 
 _u8p, _u32p = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint32)
 _u64, _u32, _int, _ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
-_layout, _error = ctypes.POINTER(CoreLayout), ctypes.POINTER(_Error)
+_layout, _error = ctypes.POINTER(CoreLayout), ctypes.POINTER(Error)
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_abi": (_int, []),
@@ -92,6 +94,21 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_merge": (_int, [_layout, _u8p, _u64, _u64, _ptr]),
     "tpde_checksum": (_u32, [_ptr, _u64]),
     "tpde_populate": (_int, [_ptr, _u64]),
+    "tpde_fingerprint": (None, [_ptr, _u64, _u64, ctypes.POINTER(_u64)]),
+    "tpde_delta_plan_new": (_ptr, [_int, _int, _int]),
+    "tpde_delta_plan_free": (None, [_ptr]),
+    "tpde_delta_plan_survey": (_int, [_ptr, _ptr, _ptr, _u64, _error]),
+    "tpde_delta_plan_classes": (_int, [_ptr, _u64, _error]),
+    "tpde_delta_plan_count": (_int, [_ptr, _ptr, _ptr, _u64, _error]),
+    "tpde_delta_plan_model": (_int, [_ptr, _u64, _u8p, _u32p, _error]),
+    "tpde_delta_model_open": (_int, [_u8p, _u32, _int, ctypes.POINTER(_ptr), _error]),
+    "tpde_delta_model_close": (None, [_ptr]),
+    "tpde_delta_chunks": (_u64, [_u64]),
+    "tpde_delta_encode": (
+        _int,
+        [_ptr, _ptr, _ptr, _u64, _u8p, _u64, ctypes.POINTER(_u64), _ptr, _ptr, _int, _error],
+    ),
+    "tpde_delta_apply": (_int, [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, _int, _int, _error]),
 }
 
 
@@ -102,7 +119,8 @@ def library_path() -> Path:
 
 
 @functools.cache
-def _core() -> ctypes.CDLL:
+def core() -> ctypes.CDLL:
+    """The library, loaded when it is first asked for."""
     path = library_path()
     try:
         core = ctypes.CDLL(os.fspath(path))
@@ -124,13 +142,14 @@ def _core() -> ctypes.CDLL:
     return core
 
 
-def _address(buffer: Bytes) -> int:
+def address(buffer: Bytes) -> int:
+    """Where a contiguous buffer lies."""
     if not buffer.flags.c_contiguous:
         raise ValueError("the core takes contiguous buffers only")
     return int(buffer.ctypes.data)
 
 
-def _check(code: int, error: _Error) -> None:
+def check(code: int, error: Error) -> None:
     """Raise what a failed call means."""
     if not code:
         return
@@ -144,6 +163,8 @@ def _check(code: int, error: _Error) -> None:
     if code == _E_TABLE:
         where = "" if error.chunk == NO_CHUNK else f"table {error.chunk}: "
         raise Corrupt(where + what, found=error.found, needed=error.needed)
+    if code == _E_MODEL:
+        raise Corrupt(f"a model of changes: {what}", found=error.found, needed=error.needed)
     if code == _E_MEMORY:
         raise MemoryError(f"the native core ran out of memory: {what}")
     raise NativeError(f"the native core refused a call: {what}")
@@ -170,12 +191,12 @@ def as_bytes(buffer: Any) -> Bytes:
 
 def simd() -> str:
     """Name of the instruction-set path in use."""
-    return str(_core().tpde_simd().decode())
+    return str(core().tpde_simd().decode())
 
 
 def simd_available() -> list[str]:
     """Names of the paths that this build has and this machine can run, best first."""
-    return str(_core().tpde_simd_available().decode()).split()
+    return str(core().tpde_simd_available().decode()).split()
 
 
 def simd_select(name: str) -> None:
@@ -186,19 +207,19 @@ def simd_select(name: str) -> None:
     ValueError
         If this machine or this build lacks it.
     """
-    if _core().tpde_simd_select(name.encode()):
+    if core().tpde_simd_select(name.encode()):
         raise ValueError(f"no path `{name}` here; available: {', '.join(simd_available())}")
 
 
 def chunk_count(layout: CoreLayout) -> int:
     """Number of chunks of a layout (format.md 4.1)."""
-    return int(_core().tpde_chunk_count(layout))
+    return int(core().tpde_chunk_count(layout))
 
 
 def checksum(words: Any) -> int:
     """Checksum of a chunk's decoded bytes (format.md 4.5)."""
     data = as_bytes(words)
-    return int(_core().tpde_checksum(_address(data), data.size))
+    return int(core().tpde_checksum(address(data), data.size))
 
 
 def populate(address: int, size: int) -> int:
@@ -216,7 +237,7 @@ def populate(address: int, size: int) -> int:
     int
         0, or an `errno`: `EFAULT` where a file has become shorter, or cannot be read.
     """
-    return int(_core().tpde_populate(address, size))
+    return int(core().tpde_populate(address, size))
 
 
 def split(layout: CoreLayout, words: Any) -> Bytes:
@@ -229,7 +250,7 @@ def split(layout: CoreLayout, words: Any) -> Bytes:
     data = as_bytes(words)
     n = data.size // layout.word_bytes
     planes = np.empty((layout.word_bytes, n), np.uint8)
-    _core().tpde_split(layout, _address(data), n, _address(planes), n)
+    core().tpde_split(layout, address(data), n, address(planes), n)
     return planes
 
 
@@ -238,7 +259,7 @@ def merge(layout: CoreLayout, planes: Bytes, out: Bytes) -> None:
     n = planes.shape[1]
     if planes.shape[0] != layout.word_bytes or out.size != n * layout.word_bytes:
         raise ValueError("planes and words differ in size")
-    _core().tpde_merge(layout, _address(planes), n, n, _address(out))
+    core().tpde_merge(layout, address(planes), n, n, address(out))
 
 
 def plan(layout: CoreLayout, sample: Any, max_variants: int = 4) -> tuple[bytes, int]:
@@ -262,18 +283,18 @@ def plan(layout: CoreLayout, sample: Any, max_variants: int = 4) -> tuple[bytes,
     """
     data = as_bytes(sample)
     section = np.empty(MAX_TABLE_SECTION, np.uint8)
-    size, estimate, error = _u32(), _u64(), _Error()
-    code = _core().tpde_plan(
+    size, estimate, error = _u32(), _u64(), Error()
+    code = core().tpde_plan(
         layout,
-        _address(data),
+        address(data),
         data.size // layout.word_bytes,
         max_variants,
-        _address(section),
+        address(section),
         ctypes.byref(size),
         ctypes.byref(estimate),
         ctypes.byref(error),
     )
-    _check(code, error)
+    check(code, error)
     return section[: size.value].tobytes(), int(estimate.value)
 
 
@@ -290,11 +311,11 @@ def index_check(
     data = as_bytes(index)
     if data.size != RECORD_BYTES * chunk_count(layout):
         raise ValueError("the index map's size does not fit the layout")
-    error = _Error()
-    code = _core().tpde_index_check(
-        layout, _address(data), first_offset, blob_bytes, max_chunk_bytes, ctypes.byref(error)
+    error = Error()
+    code = core().tpde_index_check(
+        layout, address(data), first_offset, blob_bytes, max_chunk_bytes, ctypes.byref(error)
     )
-    _check(code, error)
+    check(code, error)
 
 
 class Encoded(NamedTuple):
@@ -334,22 +355,22 @@ class Codec:
 
     def __init__(self, layout: CoreLayout, section: Any, *, encode: bool = False) -> None:
         self._handle = _ptr()
-        data, error = as_bytes(section), _Error()
-        code = _core().tpde_codec_open(
+        data, error = as_bytes(section), Error()
+        code = core().tpde_codec_open(
             layout,
-            _address(data) if data.size else None,
+            address(data) if data.size else None,
             data.size,
             int(encode),
             ctypes.byref(self._handle),
             ctypes.byref(error),
         )
-        _check(code, error)
+        check(code, error)
         self.layout = layout
 
     def close(self) -> None:
         """Free the tables. The codec cannot be used afterwards."""
         if self._handle:
-            _core().tpde_codec_close(self._handle)
+            core().tpde_codec_close(self._handle)
             self._handle = _ptr()
 
     def __del__(self) -> None:
@@ -390,22 +411,22 @@ class Codec:
         """
         if not out.flags.writeable:
             raise ValueError("the output is read-only")
-        error = _Error()
-        code = _core().tpde_decode(
+        error = Error()
+        code = core().tpde_decode(
             self._handle,
-            _address(index),
+            address(index),
             first,
             index.size // RECORD_BYTES,
-            _address(data),
+            address(data),
             data_offset,
             data.size,
             end_offset,
-            _address(out),
+            address(out),
             out.size,
             threads,
             ctypes.byref(error),
         )
-        _check(code, error)
+        check(code, error)
 
     def tables(self) -> list[Table]:
         """Copies of the expanded tables, for decoders elsewhere."""
@@ -413,7 +434,7 @@ class Codec:
         for number in range(self.layout.tables):
             kind, raw_bits, index_bits, entries = _int(), _int(), _int(), _u32p()
             places = (ctypes.byref(it) for it in (kind, raw_bits, index_bits, entries))
-            if _core().tpde_codec_table(self._handle, number, *places):
+            if core().tpde_codec_table(self._handle, number, *places):
                 raise NativeError(f"the native core refused table {number} of {self.layout.tables}")
             copy = np.ctypeslib.as_array(entries, (1 << index_bits.value,)).copy()
             tables.append(Table(kind.value, raw_bits.value, copy))
@@ -421,7 +442,7 @@ class Codec:
 
     def bound(self, words: int, chunks: int) -> int:
         """Most bytes that encoding these many words in these many chunks can take."""
-        return int(_core().tpde_encode_bound(self.layout, words, chunks))
+        return int(core().tpde_encode_bound(self.layout, words, chunks))
 
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
@@ -442,21 +463,21 @@ class Codec:
             How many threads to use; the bytes do not depend on it.
         """
         index = np.empty(RECORD_BYTES * count, np.uint8)
-        used, max_chunk, max_stream, error = _u64(), _u32(), _u32(), _Error()
-        code = _core().tpde_encode(
+        used, max_chunk, max_stream, error = _u64(), _u32(), _u32(), Error()
+        code = core().tpde_encode(
             self._handle,
-            _address(words),
+            address(words),
             first,
             count,
             offset,
-            _address(out),
+            address(out),
             out.size,
             ctypes.byref(used),
-            _address(index),
+            address(index),
             ctypes.byref(max_chunk),
             ctypes.byref(max_stream),
             threads,
             ctypes.byref(error),
         )
-        _check(code, error)
+        check(code, error)
         return Encoded(out[: used.value], index, max_chunk.value, max_stream.value)

@@ -322,7 +322,7 @@ class Table:
 
     @staticmethod
     def _check_shape(kind: int, max_bits: int, raw_bits: int, escape_bits: int) -> None:
-        _check(kind in (1, 2), f"a table's kind is {kind}, needs 1 or 2")
+        _check(kind in (1, 2, 3), f"a table's kind is {kind}, needs 1, 2 or 3")
         _check(1 <= max_bits <= MAX_BITS, f"a table's max_bits is {max_bits}, needs 1 to 12")
         most = min(MAX_RAW_BITS, MAX_BITS - max_bits) if kind == 1 else 0
         _check(0 <= raw_bits <= most, f"a table's raw_bits is {raw_bits}, at most {most}")
@@ -338,7 +338,7 @@ class Table:
     @property
     def value_bits(self) -> int:
         """Bits of a value, as it follows an escape."""
-        return 8 - self.raw_bits if self.kind == 1 else 16
+        return 8 - self.raw_bits if self.kind == 1 else 16 if self.kind == 2 else 14
 
     @classmethod
     def from_lengths(
@@ -361,10 +361,10 @@ class Table:
             raise Truncated(f"a table's counts end at {values_at}, the data at {len(data)}")
         counts = list(struct.unpack_from(f"<{max_bits}H", data, at + 4))
         cls._check_complete(max_bits, escape_bits, counts)  # at most 4096 values from here on
-        end = values_at + kind * sum(counts)
+        end = values_at + min(kind, 2) * sum(counts)
         if len(data) < (stop := at + align(end - at, 4)):
             raise Truncated(f"a table ends at {stop}, the data at {len(data)}")
-        values = struct.unpack_from(f"<{sum(counts)}{'BH'[kind - 1]}", data, values_at)
+        values = struct.unpack_from(f"<{sum(counts)}{'BHH'[kind - 1]}", data, values_at)
         _check_zero(data[end:stop], "padding after a table")
         return cls(kind, max_bits, raw_bits, escape_bits, counts, list(values)), stop
 
@@ -372,11 +372,11 @@ class Table:
         """Give the table's bytes, padded to a multiple of 4."""
         out = bytes([self.kind, self.max_bits, self.raw_bits, self.escape_bits])
         out += struct.pack(f"<{len(self.counts)}H", *self.counts)
-        out += struct.pack(f"<{len(self.values)}{'BH'[self.kind - 1]}", *self.values)
+        out += struct.pack(f"<{len(self.values)}{'BHH'[self.kind - 1]}", *self.values)
         return out.ljust(align(len(out), 4), b"\0")
 
     def encode(self, value: int) -> str:
-        """Give the bits of a symbol (kind 1) or of a pair, first + 256 * second (kind 2)."""
+        """Give the bits of a symbol (kind 1), a pair, first + 256 * second (kind 2), or a token (kind 3)."""
         top, raw = value >> self.raw_bits, _low_first(value, self.raw_bits)
         if top in self.codewords:
             return self.codewords[top] + raw
@@ -416,6 +416,7 @@ def parse_tables(header: Header, blob: bytes) -> list[Table]:
             table, at = Table.parse(section, at)
         except Truncated as error:
             raise Corrupt(f"the table section is too short: {error}") from error
+        _check(table.kind != 3, "a table of kind 3 in a blob")
         tables.append(table)
     want = align(at, 16)
     _check(len(section) == want, f"tables_bytes is {len(section)}, the tables need {want}")

@@ -1,0 +1,292 @@
+"""Deltas of training steps: sizes of whole files against the peers', and the speed of one thread.
+
+    python benchmarks/delta.py [--pair NAME:BASE:TARGET[:BAR] ...] [--plot FILE.png] [--out FILE.md]
+
+The steps are those of a small GPT that is trained here on Python's own sources by AdamW with fp32 masters, at
+learning rates of 1e-6 to 1e-3: its weights in bf16, its masters, and its Adam states. `--pair` adds two model
+directories or files. The peers' figures leave out names and headers; ours are those of whole files.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from _delta_peers import PEERS, Pairs, sizes
+from _machine import arguments, emit, header, note, table, verdict
+
+from tpde.codec import delta
+from tpde.format.container import TensorSpec, canonical_header
+from tpde.packing.reader import PackedFile
+from tpde.store.api import diff, patch
+
+RATES = (1e-6, 1e-5, 1e-4, 1e-3)
+ORIGIN_BAR = 10.5
+SPEED_BARS = {"make": 0.5, "apply": 1.0, "make, fast": 2.0, "apply, fast": 4.0}
+
+
+class Case(NamedTuple):
+    """Two states, and what the ratio must be: a number, or so many times the best peer."""
+
+    name: str
+    pairs: Pairs
+    bar: float | None = None
+    times: float | None = None
+
+
+# ---- states
+
+
+def _corpus() -> bytes:
+    """Sources of the standard library, in order."""
+    folder = Path(statistics.__file__).parent
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[: 4 << 20]
+
+
+def train(width: int, warm: int) -> Iterator[tuple[float, dict[str, Pairs]]]:
+    """Train a small GPT, and give the states one step apart at each learning rate."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    text = torch.frombuffer(bytearray(_corpus()), dtype=torch.uint8).long()
+    layer = nn.TransformerEncoderLayer(width, 6, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(256, width),
+            "place": nn.Embedding(64, width),
+            "blocks": nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
+            "head": nn.Linear(width, 256),
+        }
+    )
+    mask = nn.Transformer.generate_square_subsequent_mask(64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> float:
+        at = torch.randint(0, len(text) - 65, (8,))
+        ids = torch.stack([text[i : i + 65] for i in at])
+        x = model["embed"](ids[:, :-1]) + model["place"].weight
+        logits = model["head"](model["blocks"](x, mask=mask, is_causal=True))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    def snapshot() -> dict[str, list[tuple[str, Any]]]:
+        states: dict[str, list[tuple[str, Any]]] = {"bf16": [], "fp32": [], "exp_avg": [], "exp_avg_sq": []}
+        for weight in model.parameters():
+            flat = weight.detach().flatten()
+            states["bf16"].append(("BF16", flat.bfloat16().view(torch.int16).numpy().view(np.uint16).copy()))
+            states["fp32"].append(("F32", flat.numpy().view(np.uint32).copy()))
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = optimizer.state[weight][name].flatten().numpy()
+                states[name].append(("F32", moment.view(np.uint32).copy()))
+        return states
+
+    for i in range(warm):
+        loss = step()
+        if i % 50 == 49:
+            note(f"step {i + 1}: loss {loss:.3f}")
+    for rate in RATES:
+        optimizer.param_groups[0]["lr"] = rate
+        for _ in range(5):
+            step()
+        before = snapshot()
+        step()
+        after = snapshot()
+        yield (
+            rate,
+            {
+                kind: [(d, old, new) for (d, old), (_, new) in zip(before[kind], after[kind], strict=True)]
+                for kind in before
+            },
+        )
+
+
+def origin() -> Pairs:
+    """The prototypes' own case: a tenth of a layer's weights moved."""
+    draw = np.random.default_rng(0)
+    old = (0.02 * draw.standard_normal(768 * 2304)).astype(np.float32)
+    new, places = old.copy(), draw.random(old.size) < 0.1
+    new[places] += (0.01 * draw.standard_normal(int(places.sum()))).astype(np.float32)
+    return [("F32", old.view(np.uint32), new.view(np.uint32))]
+
+
+def read_pairs(base: Path, target: Path) -> Pairs:
+    """Give the tensors that two files or directories have in common."""
+    kinds = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
+    names = sorted(base.rglob("*.safetensors")) if base.is_dir() else [base]
+    pairs: Pairs = []
+    for path in names:
+        with PackedFile(path) as old, PackedFile(target / path.relative_to(base)) as new:
+            for name, spec in old.specs.items():
+                if spec.dtype in kinds and new.specs.get(name) == spec:
+                    words = (it.read(name).view(kinds[spec.dtype]) for it in (old, new))
+                    pairs.append((spec.dtype, *words))
+    return pairs
+
+
+# ---- sizes
+
+
+def write(path: Path, pairs: Pairs, which: int) -> None:
+    """Write one state as a file, under names as models have them."""
+    specs = {f"model.layers.{i}.weight": TensorSpec(pair[0], (pair[1].size,)) for i, pair in enumerate(pairs)}
+    head = canonical_header(specs, {"format": "pt"})
+    order = sorted(range(len(pairs)), key=lambda i: f"model.layers.{i}.weight".encode())
+    data = b"".join(pairs[i][which].tobytes() for i in order)
+    path.write_bytes(len(head).to_bytes(8, "little") + head + data)
+
+
+def ours(pairs: Pairs, fast: bool) -> int:
+    """The size of our whole delta file, from which the target came back byte for byte."""
+    with tempfile.TemporaryDirectory() as name:
+        base, target, out = (Path(name) / it for it in ("base", "target", "delta"))
+        write(base, pairs, 1)
+        write(target, pairs, 2)
+        report = diff(base, target, out, fast=fast, threads=1)
+        patch(base, out, Path(name) / "again", threads=1)
+        if (Path(name) / "again").read_bytes() != target.read_bytes():
+            raise SystemExit("the target differs")
+        return report.file_bytes
+
+
+def row(case: Case, points: list[tuple[str, float, dict[str, float]]]) -> tuple[list[str], bool]:
+    """Measure one case: a row of the table, and whether it reaches its bar."""
+    note(case.name)
+    total = sum(new.nbytes for _, _, new in case.pairs)
+    words = sum(new.size for _, _, new in case.pairs)
+    changed = sum(int((old != new).sum()) for _, old, new in case.pairs) / words
+    best, fast = total / ours(case.pairs, False), total / ours(case.pairs, True)
+    peers = {name: total / size if size else None for name, size in sizes(case.pairs, note).items()}
+    found = [ratio for ratio in peers.values() if ratio is not None]
+    bar = case.bar if case.times is None else case.times * max(found, default=0.0)
+    passed = bar is None or best >= bar
+    known = {name: ratio for name, ratio in peers.items() if ratio is not None}
+    points.append((case.name, changed, {"tpde": best, "tpde --fast": fast, **known}))
+    cells = [case.name, f"{100 * changed:.3f} %", f"{best:.2f}", f"{fast:.2f}"]
+    cells += ["-" if peers[name] is None else f"{peers[name]:.2f}" for name in PEERS]
+    cells += ["" if bar is None else f"{bar:.2f}", "" if bar is None else verdict(passed)]
+    return cells, passed
+
+
+# ---- speed
+
+
+def _share(share: float, words: int) -> tuple[Any, Any]:
+    """Weights of bf16, of which a share moves by one unit in the last place, small ones before large ones."""
+    draw = np.random.default_rng(1)
+    old = (0.02 * draw.standard_normal(words)).astype(np.float32).view(np.uint32) >> 16
+    old = old.astype(np.uint16)
+    weight = np.exp2(127.0 - (old >> 7 & 255))
+    moved = draw.random(words) < weight * (share * words / weight.sum())
+    return old, np.where(moved, old + draw.choice([1, 0xFFFF], words).astype(np.uint16), old)
+
+
+def speeds(mib: int, runs: int) -> tuple[list[list[str]], bool]:
+    """Measure making and applying in memory on one thread."""
+    rows, passed = [], True
+    for share in (0.005, 0.035):
+        old, new = (it.view(np.uint8) for it in _share(share, mib << 19))
+        work, took = old.copy(), dict[str, list[float]]()
+
+        def timed(name: str, call: Callable[[], Any], took: dict[str, list[float]] = took) -> Any:
+            start = time.perf_counter()
+            result = call()
+            took.setdefault(name, []).append(time.perf_counter() - start)
+            return result
+
+        def make(fast: bool, old: Any = old, new: Any = new) -> tuple[Any, Any]:
+            model = delta.Model(delta.plan([(old, new)], 2, 1, fast=fast), encode=True)
+            return model, model.encode(old, new)
+
+        for _ in range(runs + 1):
+            for fast in (False, True):
+                suffix = ", fast" if fast else ""
+                model, sparse = timed(f"make{suffix}", lambda fast=fast: make(fast))
+                work[:] = old
+                timed(f"apply{suffix}", lambda m=model, s=sparse, w=work: m.apply(s, w))
+                if not np.array_equal(work, new):
+                    raise SystemExit("the target differs")
+            timed("fingerprint", lambda w=work: delta.fingerprint(w))
+        for name, times in took.items():
+            speed = old.size / statistics.median(times[1:]) / 1e9
+            bar = SPEED_BARS.get(name) if share == 0.005 else None
+            passed &= bar is None or speed >= bar
+            cells = [name, f"{100 * share:.1f} %", f"{speed:.2f}"]
+            rows.append([*cells, *(["", ""] if bar is None else [f"{bar:g}", verdict(speed >= bar)])])
+    return rows, passed
+
+
+# ---- the plot
+
+
+def plot(points: list[tuple[str, float, dict[str, float]]], path: Path) -> None:
+    """Draw ratios of bf16 against the share of words that changed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    chosen = sorted((it for it in points if "bf16" in it[0]), key=lambda it: it[1])
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for name in ("tpde", "tpde --fast", *PEERS):
+        line = [(100 * changed, ratios[name]) for _, changed, ratios in chosen if name in ratios]
+        if line:
+            axes.plot(*zip(*line, strict=True), marker="o", label=name, lw=2.5 if name == "tpde" else 1.2)
+    axes.set(
+        xscale="log", yscale="log", xlabel="words changed, %", ylabel="size of the plain weights / delta"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> int:
+    """Run all; returns 1 if a bar is missed."""
+    parser = arguments(__doc__)
+    parser.add_argument("--pair", action="append", default=[], metavar="NAME:BASE:TARGET[:BAR]")
+    parser.add_argument("--width", type=int, default=192, help="of the model that is trained")
+    parser.add_argument("--warm", type=int, default=200, help="steps before the first state")
+    parser.add_argument("--mib", type=int, default=64, help="size of the tensor whose speed is measured")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--plot", type=Path, help="draw ratios against the share that changed")
+    options = parser.parse_args()
+    cases = [Case("origin, 768x2304 fp32", origin(), bar=ORIGIN_BAR)]
+    for rate, states in train(options.width, options.warm):
+        for kind, pairs in states.items():
+            changed = sum(int((a != b).sum()) for _, a, b in pairs) / sum(a.size for _, a, _ in pairs)
+            times = 1.0 if kind != "bf16" else 1.3 if changed <= 0.1 else 1.05
+            cases.append(Case(f"{kind}, {rate:g}", pairs, times=times))
+    for text in options.pair:
+        name, base, target, *bar = text.split(":")
+        cases.append(
+            Case(f"{name}, bf16", read_pairs(Path(base), Path(target)), float(bar[0]) if bar else None)
+        )
+    points: list[tuple[str, float, dict[str, float]]] = []
+    rows, passed = [], True
+    for case in cases:
+        cells, good = row(case, points)
+        rows.append(cells)
+        passed &= good
+    quick, good = speeds(options.mib, options.runs)
+    titles = ["state, learning rate", "changed", "tpde", "tpde --fast", *PEERS, "bar", ""]
+    text = header("Deltas of training steps")
+    text += "\n## Size of the plain weights over the delta's\n\n" + table(titles, rows)
+    text += "\n## Speed of one thread, GB/s of the weights' bytes\n\n"
+    text += table(["", "changed", "GB/s", "bar", ""], quick)
+    emit(text, options.out)
+    if options.plot is not None:
+        plot(points, options.plot)
+    return int(not (passed and good))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""What changed between two states of a tensor (docs/delta.md 1 to 4), by the C core."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tpde.codec import native
+from tpde.codec.native import Bytes, Error, address, as_bytes, check, core
+
+CHUNK_WORDS = 65536  # delta.md 3.1
+MAX_CLASSES = 16  # delta.md 2.1
+# Of each state, what a model is made from; less where there is one table to make. On pycode-19m's chains a
+# third of the chunks costs at most 0.2 %, a ninth 0.9 %.
+SAMPLE_BYTES, FAST_SAMPLE_BYTES = 16 << 20, 8 << 20
+_MAX_MODEL = 20480
+# A chunk may take so much of its words' size before it is given up: other chunks may save what one costs.
+_ROOM = 9 / 8
+
+Numbers = npt.NDArray[np.uint32]
+
+
+def fingerprint(data: Any, offset: int = 0) -> bytes:
+    """The fingerprint of a tensor's bytes, or the share that some of them have in it (delta.md 4).
+
+    Parameters
+    ----------
+    data : bytes-like or ndarray
+        Contiguous. A multiple of 8 bytes, unless the tensor's last ones are among them.
+    offset : int
+        Where they lie in the tensor: a multiple of 8.
+
+    Returns
+    -------
+    bytes
+        Two sums of 64 bits. Those of parts, added up, are the tensor's.
+    """
+    part, sums = as_bytes(data), (ctypes.c_uint64 * 2)()
+    core().tpde_fingerprint(address(part), part.size, offset, sums)
+    return bytes(sums)
+
+
+def add_prints(prints: Iterable[bytes]) -> bytes:
+    """The fingerprint of a tensor from those of its parts."""
+    parts = np.frombuffer(b"".join(prints), "<u8").reshape(-1, 2)
+    return np.asarray(parts.sum(axis=0, dtype="<u8")).tobytes()
+
+
+def chunk_count(words: int) -> int:
+    """Number of chunks of a tensor (delta.md 3.1)."""
+    return -(-words // CHUNK_WORDS)
+
+
+class Sparse(NamedTuple):
+    """The changes of a tensor: its chunks one after the other, and a record of each (delta.md 3)."""
+
+    data: Bytes
+    changes: Numbers
+    sizes: Numbers
+
+
+class Model:
+    """A model of changes (delta.md 2), opened for applying, and for encoding if asked to.
+
+    Parameters
+    ----------
+    data : bytes
+        The model.
+    encode : bool
+        Expand the tables for encoding too: up to 1 MiB more.
+
+    Raises
+    ------
+    Corrupt
+        If it is damaged.
+    """
+
+    def __init__(self, data: bytes, *, encode: bool = False) -> None:
+        self._handle = ctypes.c_void_p()
+        error, buffer = Error(), as_bytes(data)
+        code = core().tpde_delta_model_open(
+            address(buffer) if buffer.size else None,
+            buffer.size,
+            int(encode),
+            ctypes.byref(self._handle),
+            ctypes.byref(error),
+        )
+        check(code, error)
+        self.data = bytes(data)
+        self.word_bytes, self.rotate, self.classes, self.folded = data[:4]
+
+    def encode(self, base: Any, target: Any, threads: int = 1) -> Sparse | None:
+        """Encode what changed.
+
+        Parameters
+        ----------
+        base, target : bytes-like or ndarray
+            The tensor's words in both states: contiguous, of one size.
+        threads : int
+            How many threads encode. The result does not depend on it.
+
+        Returns
+        -------
+        Sparse or None
+            None if it takes more than the words themselves, or nearly.
+        """
+        old, new = as_bytes(base), as_bytes(target)
+        if old.size != new.size or old.size % self.word_bytes:
+            raise ValueError(f"{old.size} and {new.size} bytes are no two states of a tensor")
+        words = old.size // self.word_bytes
+        chunks = chunk_count(words)
+        changes, sizes = np.empty(chunks, np.uint32), np.empty(chunks, np.uint32)
+        # Not touched but for what is used. The least is for chunks of a few words.
+        out = np.empty(int(old.size * _ROOM) + 64 * chunks, np.uint8)
+        used, error = ctypes.c_uint64(), Error()
+        code = core().tpde_delta_encode(
+            self._handle,
+            address(old),
+            address(new),
+            words,
+            address(out),
+            out.size,
+            ctypes.byref(used),
+            address(changes.view(np.uint8)),
+            address(sizes.view(np.uint8)),
+            threads,
+            ctypes.byref(error),
+        )
+        if code == native.E_SPACE:
+            return None
+        check(code, error)
+        return Sparse(out[: used.value], changes, sizes)
+
+    def apply(self, sparse: Sparse, words: Bytes, threads: int = 1, *, dry: bool = False) -> None:
+        """Turn a base into its target where it lies.
+
+        Parameters
+        ----------
+        sparse : Sparse
+            The changes.
+        words : ndarray of uint8
+            The base's words, which become the target's.
+        threads : int
+            How many threads decode.
+        dry : bool
+            Check that all chunks can be applied, and leave the words as they are.
+
+        Raises
+        ------
+        Corrupt
+            Naming a chunk that is damaged. Without a dry run before, words may be changed by then.
+        """
+        count, error = words.size // self.word_bytes, Error()
+        chunks = chunk_count(count)
+        if words.size % self.word_bytes or sparse.changes.size != chunks or sparse.sizes.size != chunks:
+            raise ValueError(f"{words.size} bytes, with records of {sparse.changes.size} chunks")
+        code = core().tpde_delta_apply(
+            self._handle,
+            address(sparse.data) if sparse.data.size else None,
+            sparse.data.size,
+            address(sparse.changes.view(np.uint8)),
+            address(sparse.sizes.view(np.uint8)),
+            address(words),
+            count,
+            int(dry),
+            threads,
+            ctypes.byref(error),
+        )
+        check(code, error)
+
+    def close(self) -> None:
+        """Free the tables. The model cannot be used afterwards."""
+        if self._handle:
+            core().tpde_delta_model_close(self._handle)
+            self._handle = ctypes.c_void_p()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) and not sys.is_finalizing():
+            self.close()
+
+
+class Planner:
+    """Chooses a model for the changes of all tensors of one kind of words.
+
+    Every chunk of the sample is surveyed, then the classes are chosen, then every chunk is counted, then the
+    model is written.
+
+    Parameters
+    ----------
+    word_bytes, rotate : int
+        The kind of words (format.md 2.1).
+    fast : bool
+        One class: larger deltas, which are made and applied faster.
+    """
+
+    def __init__(self, word_bytes: int, rotate: int, *, fast: bool = False) -> None:
+        self._word_bytes = word_bytes
+        self._handle = core().tpde_delta_plan_new(word_bytes, rotate, 1 if fast else MAX_CLASSES)
+        if not self._handle:
+            raise MemoryError("the native core has no memory for a plan of changes")
+
+    def _chunk(self, base: Bytes, target: Bytes) -> tuple[int, int, int]:
+        if base.size != target.size or base.size % self._word_bytes:
+            raise ValueError(f"{base.size} and {target.size} bytes are no two states of a chunk")
+        return address(base), address(target), base.size // self._word_bytes
+
+    def survey(self, base: Bytes, target: Bytes) -> None:
+        """Count which words of a chunk change, and how far."""
+        error = Error()
+        arguments = *self._chunk(base, target), ctypes.byref(error)
+        check(core().tpde_delta_plan_survey(self._handle, *arguments), error)
+
+    def choose(self, scale: int = 1) -> None:
+        """Choose the classes. There are `scale` times as many words as were surveyed."""
+        error = Error()
+        check(core().tpde_delta_plan_classes(self._handle, scale, ctypes.byref(error)), error)
+
+    def count(self, base: Bytes, target: Bytes) -> None:
+        """Count the tokens of a chunk."""
+        error = Error()
+        arguments = *self._chunk(base, target), ctypes.byref(error)
+        check(core().tpde_delta_plan_count(self._handle, *arguments), error)
+
+    def model(self, scale: int = 1) -> bytes:
+        """Write the model."""
+        out, size, error = np.empty(_MAX_MODEL, np.uint8), ctypes.c_uint32(), Error()
+        code = core().tpde_delta_plan_model(
+            self._handle, scale, address(out), ctypes.byref(size), ctypes.byref(error)
+        )
+        check(code, error)
+        return out[: size.value].tobytes()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) and not sys.is_finalizing():
+            core().tpde_delta_plan_free(self._handle)
+            self._handle = None
+
+
+def sample_step(chunks: int, word_bytes: int, *, fast: bool = False) -> int:
+    """Of so many chunks in all tensors, every which one is looked at to choose a model."""
+    most = (FAST_SAMPLE_BYTES if fast else SAMPLE_BYTES) // (CHUNK_WORDS * word_bytes)
+    return -(-chunks // most) or 1
+
+
+def chunk_ranges(nbytes: int, word_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where a tensor's chunks lie among its bytes."""
+    size = CHUNK_WORDS * word_bytes
+    for at in range(0, nbytes, size):
+        yield at, min(at + size, nbytes)
+
+
+def plan(pairs: Iterable[tuple[Bytes, Bytes]], word_bytes: int, rotate: int, *, fast: bool = False) -> bytes:
+    """Choose a model for tensors that are in memory.
+
+    Parameters
+    ----------
+    pairs : iterable of (ndarray of uint8, ndarray of uint8)
+        The tensors' bytes in both states.
+    word_bytes, rotate : int
+        Their kind of words (format.md 2.1).
+    fast : bool
+        One class.
+
+    Returns
+    -------
+    bytes
+        The model (delta.md 2).
+    """
+    parts = [
+        (old[begin:end], new[begin:end])
+        for old, new in pairs
+        for begin, end in chunk_ranges(old.size, word_bytes)
+    ]
+    planner, step = Planner(word_bytes, rotate, fast=fast), sample_step(len(parts), word_bytes, fast=fast)
+    if not fast:
+        for old, new in parts[::step]:
+            planner.survey(old, new)
+        planner.choose(step)
+    for old, new in parts[::step]:
+        planner.count(old, new)
+    return planner.model(step)

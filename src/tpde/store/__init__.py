@@ -1,0 +1,1 @@
+"""States of models, and what changed between them: delta files."""

@@ -1,0 +1,371 @@
+"""A delta file on its base: a state like any other, whose tensors are made when they are read."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+import zstandard
+
+from tpde.codec.delta import Model, Sparse, fingerprint
+from tpde.codec.native import Bytes
+from tpde.errors import Corrupt, InvalidInput, MissingBase, TpdeError
+from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
+from tpde.format.delta import (
+    DENSE,
+    FULL,
+    SAME,
+    SPARSE,
+    WITH_BASE,
+    Head,
+    OtherEntry,
+    Payload,
+    TensorEntry,
+    WeightsEntry,
+    check_header,
+    is_delta,
+    payloads,
+    read_head,
+)
+from tpde.format.source import FileSource
+from tpde.packing.documents import is_inside
+from tpde.store.payloads import add_differences, difference_spec, read_blob
+from tpde.store.states import BaseTensors, FilesState, Key, State
+
+MAX_OTHER_BYTES = 1 << 32  # of a file that holds no weights, which is read as a whole
+MAX_CHAIN = 240  # files that are open at a time; some systems allow 256
+
+
+class DeltaFile:
+    """A delta file without its base.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+
+    Attributes
+    ----------
+    head : Head
+        What it is.
+
+    Raises
+    ------
+    Truncated, Corrupt, UnsupportedVersion, UnsupportedDtype, InvalidInput
+        If it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, str(path)
+        self._source = FileSource(path)
+        try:
+            self.head: Head = read_head(self._source)
+            self._check_names()
+            self._models = [self._model(data) for data in self.head.models]
+        except BaseException:
+            self.close()
+            raise
+        self._places = {id(it): place for it, place in payloads(self.head)}
+
+    def _model(self, data: bytes) -> Model:
+        try:
+            return Model(data)
+        except Corrupt as error:
+            raise error.prefixed(f"`{self.name}`", where=self.name) from None
+
+    def _check_names(self) -> None:
+        """Check that files can be where they say, and that models suit their tensors."""
+        names = {file.name for file in self.head.files}
+        for name in names:
+            parents = Path(name).parents if name else []
+            if not (is_inside(name) or names == {""}) or any(p.as_posix() in names for p in parents):
+                raise Corrupt(
+                    f"`{self.name}` names {name[:200]!a}, which is no file of a directory",
+                    hint="it cannot be trusted",
+                    where=self.name,
+                )
+        for it in self.head.tensors:
+            facts = DTYPES[it.spec.dtype]
+            if it.codec == SPARSE and tuple(self.head.models[it.model][:2]) != (
+                facts.word_bytes,
+                facts.rotate,
+            ):
+                raise Corrupt(
+                    f"`{self.name}`: tensor `{it.name}` is under a model of other words",
+                    hint="the file is damaged, fetch it again",
+                    where=self.name,
+                    tensor=it.name,
+                )
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._source.size
+
+    def payload(self, it: TensorEntry | OtherEntry) -> Bytes:
+        """Read a payload, and check its hash.
+
+        Raises
+        ------
+        Corrupt
+            Naming the tensor or the file that it is of.
+        """
+        place: Payload = self._places[id(it)]
+        out = np.empty(place.size, np.uint8)
+        self._source.read_into(place.offset, out.data)
+        found = xxhash.xxh3_64_intdigest(out.data)
+        if place.size and found != place.hash:
+            what = "tensor" if isinstance(it, TensorEntry) else "file"
+            raise Corrupt(
+                f"`{self.name}`: {what} `{it.name}`: its bytes hash to {found:016x}, {place.hash:016x} was "
+                "written",
+                hint="the file is damaged, fetch it again",
+                tensor=it.name if what == "tensor" else None,
+                where=self.name,
+                found=found,
+                needed=place.hash,
+            )
+        return out
+
+    def other(self, it: OtherEntry) -> bytes:
+        """Read a file that the delta holds in full."""
+        frame = self.payload(it).tobytes()
+        try:
+            size = zstandard.frame_content_size(frame)
+            if not 0 <= size <= MAX_OTHER_BYTES:
+                raise ValueError(f"it claims {size} bytes")
+            content = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+        except (ValueError, zstandard.ZstdError) as error:
+            raise Corrupt(f"`{self.name}`: file `{it.name}` is damaged ({error})", where=self.name) from None
+        return content
+
+    def target_of(self, it: TensorEntry, old: Bytes | None, threads: int) -> Bytes:
+        """Make a tensor of the target. `old`, which has the base's words, may become it."""
+        try:
+            new = self._target_of(it, old, threads)
+        except TpdeError as error:
+            raise error.of_tensor(it.name).prefixed(f"`{self.name}`", where=self.name) from None
+        found = fingerprint(new)
+        if found != it.target:
+            raise Corrupt(
+                f"`{self.name}`: tensor `{it.name}` comes out with the fingerprint {found.hex()}, "
+                f"{it.target.hex()} was written",
+                hint="the file is damaged, fetch it again",
+                tensor=it.name,
+                where=self.name,
+                found=found.hex(),
+                needed=it.target.hex(),
+            )
+        return new
+
+    def _target_of(self, it: TensorEntry, old: Bytes | None, threads: int) -> Bytes:
+        data = self.payload(it)
+        if old is None:
+            return read_blob(it.spec, data, threads) if it.codec == FULL else data
+        if it.codec == SPARSE:
+            self._models[it.model].apply(Sparse(data, it.changes, it.sizes), old, threads)
+        elif it.codec == DENSE:
+            return add_differences(old, read_blob(difference_spec(it.spec), data, threads), it.spec)
+        return old
+
+    def close(self) -> None:
+        """Close the file."""
+        self._source.close()
+
+
+class DeltaState:
+    """The state that a delta makes of its base.
+
+    Parameters
+    ----------
+    file : DeltaFile
+        The delta. It is closed with the state, or if this fails.
+    base : State
+        Its base, likewise.
+
+    Raises
+    ------
+    MissingBase
+        If the base lacks a file or a tensor, or has it with another dtype or shape.
+    """
+
+    def __init__(self, file: DeltaFile, base: State) -> None:
+        self.name, self._base, self.file = file.name, base, file
+        self.headers: dict[str, bytes] = {}
+        self.specs: dict[Key, TensorSpec] = {}
+        self.others: dict[str, Callable[[], bytes]] = {}
+        self._tensors: dict[Key, TensorEntry] = {}
+        self._bases: dict[Key, Key] = {}
+        try:
+            finder = BaseTensors(base)
+            for entry in file.head.files:
+                if isinstance(entry, OtherEntry):
+                    self.others[entry.name] = functools.partial(self._other, entry)
+                else:
+                    self._weights(entry, finder)
+        except BaseException:
+            self.close()
+            raise
+
+    def _weights(self, file: WeightsEntry, finder: BaseTensors) -> None:
+        header = file.header
+        if header is None:
+            header = self._base.headers.get(file.name)
+            if header is None:
+                raise MissingBase(
+                    f"`{file.name}` is not in the base `{self._base.name}`",
+                    hint="name the base that the delta was made from",
+                    where=file.name,
+                )
+        for it in file.tensors:
+            key = file.name, it.name
+            self._tensors[key], self.specs[key] = it, it.spec
+            if it.codec in WITH_BASE:
+                self._bases[key] = finder.need(key, it.spec)
+        try:
+            check_header(file, header, f"`{self._base.name}`")
+        except Corrupt as error:
+            raise MissingBase(error.message, hint="name the base that the delta was made from") from None
+        self.headers[file.name] = header
+
+    def _other(self, file: OtherEntry) -> bytes:
+        if file.size:
+            content = self.file.other(file)
+        elif file.name in self._base.others:
+            content = self._base.others[file.name]()
+        else:
+            content = b""
+        found = xxhash.xxh3_128_hexdigest(content)
+        if found != file.hash:
+            kind = Corrupt if file.size else MissingBase
+            raise kind(
+                f"file `{file.name}` of `{self.name if file.size else self._base.name}` hashes to {found}, "
+                f"{file.hash} is needed",
+                hint="fetch it again" if file.size else "name the base that the delta was made from",
+                where=file.name,
+                found=found,
+                needed=file.hash,
+            )
+        return content
+
+    def read(self, key: Key, threads: int) -> Bytes:
+        """Make a tensor.
+
+        Raises
+        ------
+        MissingBase
+            If the base's has another fingerprint.
+        Corrupt
+            If the delta is damaged.
+        """
+        it, old = self._tensors[key], None
+        if key in self._bases:
+            old = self._base.read(self._bases[key], threads)
+            found = fingerprint(old)
+            if found != it.base:
+                raise MissingBase(
+                    f"tensor `{it.name}` of `{self._base.name}` is not what `{self.name}` was made from: its "
+                    f"fingerprint is {found.hex()}, {it.base.hex()} is needed",
+                    hint="name the base that the delta was made from",
+                    where=it.name,
+                    found=found.hex(),
+                    needed=it.base.hex(),
+                )
+            if it.codec == SAME:
+                return old
+        return self.file.target_of(it, old, threads)
+
+    def close(self) -> None:
+        """Close the delta and its base."""
+        self.file.close()
+        self._base.close()
+
+
+def is_delta_file(path: Path) -> bool:
+    """Whether a path is a delta file."""
+    if not path.is_file():
+        return False
+    source = FileSource(path)
+    try:
+        return is_delta(source)
+    finally:
+        source.close()
+
+
+def base_path(delta: DeltaFile) -> Path:
+    """Where a delta's base was when it was made.
+
+    Raises
+    ------
+    MissingBase
+        If the delta does not say, or there is nothing any longer.
+    """
+    hint = delta.head.base
+    found = delta.path.parent / hint if hint else None
+    if found is None or Path(hint or "").is_absolute() or "\0" in (hint or "") or not found.exists():
+        raise MissingBase(
+            f"`{delta.name}` has its base at {f'`{hint}`' if hint else 'an unknown place'}, where nothing is",
+            hint="put the base there, or name it",
+            where=delta.name,
+        )
+    return found
+
+
+def open_state(path: Path) -> State:
+    """Open a state: files as they are, or a delta with the chain of its bases.
+
+    Parameters
+    ----------
+    path : Path
+        A safetensors file, a model directory, either packed or not, or a delta.
+
+    Raises
+    ------
+    InvalidInput
+        If there is nothing, it is no state, or the chain is too long; `MissingBase` if the base of a delta is
+        not where it was.
+    Corrupt
+        If a chain comes back to a delta of it.
+    """
+    if not path.exists():
+        raise InvalidInput(f"`{path}` does not exist", hint="check the path", where=str(path))
+    links: list[DeltaFile] = []
+    seen: list[Path] = []
+    try:
+        while is_delta_file(path):
+            place = path.resolve()
+            if place in seen:
+                chain = " -> ".join(f"`{it.name}`" for it in (*seen, place))
+                raise Corrupt(
+                    f"the base of `{path}` is in the end itself: {chain}",
+                    hint="one of them is not what it was, fetch it again",
+                    where=str(path),
+                )
+            if len(seen) == MAX_CHAIN:
+                raise InvalidInput(
+                    f"`{links[0].name}` stands on more than {MAX_CHAIN} deltas",
+                    hint="restore one of these with `tpde patch`, and go on from there",
+                    where=links[0].name,
+                    needed=MAX_CHAIN,
+                )
+            seen.append(place)
+            links.append(DeltaFile(path))
+            path = base_path(links[-1])
+        state: State = FilesState(path)
+        while links:
+            state = DeltaState(links.pop(), state)
+        return state
+    except BaseException:
+        for link in links:
+            link.close()
+        raise
+
+
+def same_place(one: Path, other: Path) -> bool:
+    """Whether two paths are one file or folder."""
+    return one.exists() and other.exists() and os.path.samefile(one, other)

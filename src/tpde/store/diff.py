@@ -1,0 +1,190 @@
+"""Making a delta file from two states."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+import zstandard
+
+from tpde.codec import delta
+from tpde.codec.delta import Model, Planner, chunk_ranges, sample_step
+from tpde.codec.native import Bytes
+from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
+from tpde.format.delta import (
+    HEADER,
+    SAME,
+    SPARSE,
+    WITH_BASE,
+    Head,
+    OtherEntry,
+    TensorEntry,
+    WeightsEntry,
+    serialize,
+)
+from tpde.format.sink import Sink
+from tpde.packing.files import Progress
+from tpde.store.payloads import Stored, store_change, store_whole
+from tpde.store.states import BaseTensors, Key, State
+
+Kind = tuple[int, int]
+"""Bytes of a word, and whether it is signed in magnitude."""
+
+
+def kind_of(spec: TensorSpec) -> Kind:
+    """Of a tensor's words."""
+    return DTYPES[spec.dtype].word_bytes, DTYPES[spec.dtype].rotate
+
+
+class _Pair(NamedTuple):
+    key: Key
+    base: Key | None  # of the same dtype and shape
+
+
+class _Writer:
+    """Payloads to the sink, one after the other."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._at = sink, HEADER.size
+
+    def write(self, data: Bytes) -> int:
+        """Write a payload; returns its hash."""
+        if not data.size:
+            return 0
+        self._sink.write(self._at, [data])
+        self._at += data.size
+        return xxhash.xxh3_64_intdigest(data.data)
+
+    def finish(self, head: Head) -> None:
+        header, tail = serialize(head)
+        self._sink.write(self._at, [tail])
+        self._sink.write(0, [header])
+
+
+def _pairs(base: State, target: State) -> list[_Pair]:
+    bases = BaseTensors(base)
+    pairs = []
+    for key, spec in target.specs.items():
+        found = bases.find(key)
+        pairs.append(_Pair(key, found if found is not None and base.specs[found] == spec else None))
+    return pairs
+
+
+def _sample(
+    base: State, target: State, pairs: list[_Pair], kind: Kind, fast: bool, threads: int
+) -> tuple[list[tuple[Bytes, Bytes]], int]:
+    """Chunks of all tensors of a kind, evenly spread, and how many there are for each."""
+    mine = [it for it in pairs if it.base is not None and kind_of(target.specs[it.key]) == kind]
+    total = sum(delta.chunk_count(target.specs[it.key].nbytes // kind[0]) for it in mine)
+    step, number, parts = sample_step(total, kind[0], fast=fast), 0, []
+    for it in mine:
+        ranges = list(chunk_ranges(target.specs[it.key].nbytes, kind[0]))
+        wanted = [r for i, r in enumerate(ranges, number) if i % step == 0]
+        number += len(ranges)
+        if wanted and it.base is not None:
+            old, new = base.read(it.base, threads), target.read(it.key, threads)
+            if step == 1:
+                parts += [(old[a:b], new[a:b]) for a, b in wanted]
+            else:
+                parts += [(old[a:b].copy(), new[a:b].copy()) for a, b in wanted]
+    return parts, step
+
+
+def _models(base: State, target: State, pairs: list[_Pair], fast: bool, threads: int) -> dict[Kind, Model]:
+    models = {}
+    for kind in sorted({kind_of(target.specs[it.key]) for it in pairs if it.base is not None}):
+        parts, step = _sample(base, target, pairs, kind, fast, threads)
+        planner = Planner(*kind, fast=fast)
+        if not fast:
+            for old, new in parts:
+                planner.survey(old, new)
+            planner.choose(step)
+        for old, new in parts:
+            planner.count(old, new)
+        models[kind] = Model(planner.model(step), encode=True)
+    return models
+
+
+def _other_files(base: State, target: State) -> Iterator[tuple[OtherEntry, Bytes]]:
+    for name in target.others:
+        content = target.others[name]()
+        entry, payload = OtherEntry(name, xxhash.xxh3_128_hexdigest(content)), b""
+        if name not in base.others or base.others[name]() != content:
+            payload = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(content)
+            entry.size = len(payload)
+        yield entry, np.frombuffer(payload, np.uint8)
+
+
+def write_delta(
+    base: State,
+    target: State,
+    sink: Sink,
+    *,
+    hint: str | None,
+    fast: bool,
+    threads: int,
+    progress: Progress,
+) -> Head:
+    """Write the delta that turns one state into the other; returns what it is.
+
+    Parameters
+    ----------
+    base, target : State
+        The states.
+    sink : Sink
+        Where it goes. Not committed.
+    hint : str or None
+        Where the base is, relative to the delta.
+    fast : bool
+        Make models of one class.
+    threads : int
+        How many threads encode. The bytes do not depend on it.
+    progress : callable
+        Called with a number of the target's bytes when they are done.
+    """
+    pairs, writer = _pairs(base, target), _Writer(sink)
+    models = _models(base, target, pairs, fast, threads)
+    numbers: dict[Kind, int] = {}  # of the models that are used
+    entries: dict[str, list[TensorEntry]] = {name: [] for name in target.headers}
+    for it in pairs:
+        spec, new = target.specs[it.key], target.read(it.key, threads)
+        entry = TensorEntry(it.key[1], spec, SAME, target=delta.fingerprint(new))
+        if it.base is None:
+            stored = store_whole(spec, new, threads)
+        else:
+            old = base.read(it.base, threads)
+            entry.base = delta.fingerprint(old)
+            if np.array_equal(old, new):
+                stored = Stored(SAME, new[:0])
+            else:
+                stored = store_change(spec, models[kind_of(spec)], old, new, threads)
+        entry.codec, entry.size = stored.codec, stored.data.size
+        if stored.codec not in WITH_BASE:
+            entry.base = b""
+        if stored.sparse is not None and stored.codec == SPARSE:
+            entry.model = numbers.setdefault(kind_of(spec), len(numbers))
+            entry.changes, entry.sizes = stored.sparse.changes, stored.sparse.sizes
+        entry.payload_hash = writer.write(stored.data)
+        entries[it.key[0]].append(entry)
+        progress(spec.nbytes)
+    files: list[WeightsEntry | OtherEntry] = []
+    for name, header in target.headers.items():
+        shared = base.headers.get(name) == header
+        found = xxhash.xxh3_128_hexdigest(header)
+        files.append(WeightsEntry(name, None if shared else header, found, entries[name]))
+    for other, payload in _other_files(base, target):
+        other.payload_hash = writer.write(payload)
+        files.append(other)
+    head = Head(hint, files, [models[kind].data for kind in numbers])
+    writer.finish(head)
+    return head
+
+
+def hint_for(base: Path, destination: Path) -> str | None:
+    """Where a base is, relative to a delta's folder."""
+    return Path(os.path.relpath(base.resolve(), destination.resolve().parent)).as_posix()

@@ -1,0 +1,125 @@
+"""One tensor as a delta holds it: the smallest of its codecs, and back (docs/delta.md 5.3)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tpde.codec.blob import BlobReader
+from tpde.codec.delta import Model, Sparse
+from tpde.codec.native import Bytes
+from tpde.errors import Corrupt
+from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
+from tpde.format.delta import DENSE, FULL, PLAIN, SPARSE
+from tpde.format.sink import BytesSink
+from tpde.format.source import BytesSource
+from tpde.packing.tensor import TensorWriter, repeats
+
+# Sparse changes of less than this share of a tensor of floats are taken without a look at the other codecs,
+# which have never done better there.
+_CLEAR = 1 / 16
+# What a base must save: without one a tensor is read alone, and decoded several times as fast.
+_WORTH = 0.98
+
+
+class Stored(NamedTuple):
+    """A payload, its codec, and the records of its chunks if it is sparse."""
+
+    codec: str
+    data: Bytes
+    sparse: Sparse | None = None
+
+
+def difference_spec(spec: TensorSpec) -> TensorSpec:
+    """What the differences of a dense payload are (delta.md 5.3)."""
+    b = DTYPES[spec.dtype].word_bytes
+    return TensorSpec(f"U{8 * b}", (spec.nbytes // b,))
+
+
+def _ordered(words: Bytes, spec: TensorSpec) -> Any:
+    """The words as numbers in the order of the values, if they are signed in magnitude."""
+    b = DTYPES[spec.dtype].word_bytes
+    x = words.view(f"<u{b}")
+    if not DTYPES[spec.dtype].rotate:
+        return x
+    signs = (x.view(f"<i{b}") >> (8 * b - 1)).view(x.dtype)
+    return x ^ (signs & x.dtype.type((1 << (8 * b - 1)) - 1))
+
+
+def differences(old: Bytes, new: Bytes, spec: TensorSpec) -> Bytes:
+    """The differences of two states, small ones of either sign as small numbers (delta.md 5.3)."""
+    d = _ordered(new, spec) - _ordered(old, spec)
+    signs = (d.view(d.dtype.str.replace("u", "i")) >> (8 * d.itemsize - 1)).view(d.dtype)
+    stored: Bytes = ((d << d.dtype.type(1)) ^ signs).view(np.uint8)
+    return stored
+
+
+def add_differences(old: Bytes, stored: Bytes, spec: TensorSpec) -> Bytes:
+    """Invert `differences`: the target's words."""
+    z = stored.view(f"<u{DTYPES[spec.dtype].word_bytes}")
+    one = z.dtype.type(1)
+    d = (z >> one) ^ (~(z & one) + one)
+    new: Bytes = _ordered((_ordered(old, spec) + d).view(np.uint8), spec).view(np.uint8)
+    return new
+
+
+def _blob(spec: TensorSpec, data: Bytes, threads: int) -> Bytes | None:
+    """A blob of a tensor (format.md 2), or None if it does not shrink."""
+    sink = BytesSink()
+    writer = TensorWriter(spec, sink, 0, threads=threads, codec="auto", may_pack=True, background=None)
+    if not data.size:
+        return None
+    writer.write(data)
+    stored = writer.finish()
+    return np.frombuffer(sink.data, np.uint8)[: stored.size] if stored.packed else None
+
+
+def store_whole(spec: TensorSpec, data: Bytes, threads: int) -> Stored:
+    """Store a tensor without a base."""
+    blob = _blob(spec, data, threads)
+    return Stored(PLAIN, data) if blob is None else Stored(FULL, blob)
+
+
+def store_change(spec: TensorSpec, model: Model, old: Bytes, new: Bytes, threads: int) -> Stored:
+    """Store what changed, as whatever takes the fewest bytes."""
+    sparse = model.encode(old, new, threads)
+    b = DTYPES[spec.dtype].word_bytes
+    clear = DTYPES[spec.dtype].rotate and repeats(new, new[:b]) < new.size
+    if sparse is not None and clear and sparse.data.size < spec.nbytes * _CLEAR:
+        return Stored(SPARSE, sparse.data, sparse)
+    whole, found = store_whole(spec, new, threads), []
+    blob = _blob(difference_spec(spec), differences(old, new, spec), threads)
+    if blob is not None:
+        found.append(Stored(DENSE, blob))
+    if sparse is not None:
+        found.append(Stored(SPARSE, sparse.data, sparse))
+    best = min(found, key=_bytes, default=whole)
+    return best if _bytes(best) < _bytes(whole) * _WORTH else whole
+
+
+def _bytes(stored: Stored) -> int:
+    """What a payload takes, with the records of its chunks: some 2 bytes each, as they are in the file."""
+    return stored.data.size + (2 * stored.sparse.sizes.size if stored.sparse is not None else 0)
+
+
+def read_blob(spec: TensorSpec, data: Bytes, threads: int) -> Bytes:
+    """Decode a blob that must hold a tensor of this dtype and shape.
+
+    Raises
+    ------
+    Corrupt, Truncated
+        If it is damaged, or holds another.
+    """
+    reader = BlobReader(BytesSource(data), 0, data.size)
+    if reader.header.spec != spec:
+        found = reader.header.spec
+        raise Corrupt(
+            f"a blob of {found.dtype} {list(found.shape)}, {spec.dtype} {list(spec.shape)} is needed",
+            found=found,
+            needed=spec,
+        )
+    out = np.empty(spec.nbytes, np.uint8)
+    reader.read(0, out.size, out, threads)
+    return out

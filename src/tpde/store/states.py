@@ -1,0 +1,173 @@
+"""A state of a model: a file or a directory, plain or packed, whose files' bytes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from tpde.codec.native import Bytes
+from tpde.errors import InvalidInput, MissingBase, NotSafetensors
+from tpde.format.container import TensorSpec, parse_header
+from tpde.packing.files import check_digest
+from tpde.packing.manifest import is_packed_directory, read_manifest
+from tpde.packing.names import SAFETENSORS
+from tpde.packing.reader import PackedFile
+from tpde.packing.tree import walk
+
+Key = tuple[str, str]
+"""A tensor: the name of its file and its own."""
+
+
+class State(Protocol):
+    """A model as it was at one time.
+
+    Attributes
+    ----------
+    name : str
+        What messages call it.
+    """
+
+    name: str
+
+    @property
+    def headers(self) -> Mapping[str, bytes]:
+        """The headers of its weight files, by their relative paths; one file alone has an empty one."""
+
+    @property
+    def specs(self) -> Mapping[Key, TensorSpec]:
+        """All tensors, in the order of their bytes."""
+
+    @property
+    def others(self) -> Mapping[str, Callable[[], bytes]]:
+        """What reads each other file."""
+
+    def read(self, key: Key, threads: int) -> Bytes:
+        """Read a tensor: memory that belongs to the caller."""
+
+    def close(self) -> None:
+        """Close all files."""
+
+
+def _files_of(folder: Path) -> Mapping[str, Mapping[str, str]]:
+    """The files of a plain directory; a link counts as the file that it leads to."""
+    tree = walk(folder)
+    missing = [(it.name, it.reason) for it in tree.left_out if not it.expected]
+    missing += [(it, "a link to no file") for it in tree.links if not (folder / it).is_file()]
+    for name, reason in missing:
+        raise InvalidInput(
+            f"a delta cannot hold `{name}` of `{folder}`: {reason}",
+            hint="take the delta of a directory without it",
+            where=name,
+        )
+    return {name: {} for name in sorted((*tree.files, *tree.links), key=lambda it: it.split("/"))}
+
+
+class FilesState:
+    """Files as they lie there.
+
+    Parameters
+    ----------
+    path : Path
+        A safetensors file or a model directory, packed or not.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._open: dict[str, PackedFile] = {}
+        self.headers: dict[str, bytes] = {}
+        self.specs: dict[Key, TensorSpec] = {}
+        self.others: dict[str, Callable[[], bytes]] = {}
+        try:
+            if path.is_dir():
+                self._directory(path)
+            else:
+                self._weights("", path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _directory(self, folder: Path) -> None:
+        files = read_manifest(folder).files if is_packed_directory(folder) else _files_of(folder)
+        for name, info in files.items():
+            if "original" in info:
+                self.others[name] = info["original"].encode
+            elif name.endswith(SAFETENSORS):
+                self._weights(name, folder / name)
+            else:
+                self.others[name] = (folder / name).read_bytes
+        if not self.headers:
+            raise InvalidInput(
+                f"`{folder}` has no `*.safetensors` file", hint="name another directory", where=self.name
+            )
+
+    def _weights(self, name: str, path: Path) -> None:
+        try:
+            file = self._open[name] = PackedFile(path)
+        except NotSafetensors as error:
+            error.hint = "deltas are taken between safetensors files, and directories of them"
+            raise
+        self.headers[name] = file.source_header() if file.is_packed else file.container.header
+        container = parse_header(self.headers[name], f"`{path}`")
+        self.specs.update({(name, tensor): spec for tensor, spec in container.specs.items()})
+
+    def read(self, key: Key, threads: int) -> Bytes:
+        """Read a tensor, and check its hash if it is packed."""
+        tensor = self._open[key[0]].tensor(key[1])
+        out = np.empty(tensor.spec.nbytes, np.uint8)
+        tensor.read(0, out.size, out, threads)
+        if tensor.digest is not None:
+            check_digest(key[1], tensor, xxhash.xxh3_128_digest(out.data))
+        return out
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._open.values():
+            file.close()
+
+
+class BaseTensors:
+    """Where the tensors of a target have their base (delta.md 5.3)."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._by_name: dict[str, list[Key]] = {}
+        for key in state.specs:
+            self._by_name.setdefault(key[1], []).append(key)
+
+    def find(self, key: Key) -> Key | None:
+        """The base's tensor for one of the target, or None."""
+        if key in self._state.specs:
+            return key
+        found = self._by_name.get(key[1], [])
+        return found[0] if len(found) == 1 else None
+
+    def need(self, key: Key, spec: TensorSpec) -> Key:
+        """The base's tensor, which must be there.
+
+        Raises
+        ------
+        MissingBase
+            If it is not, or has another dtype or shape.
+        """
+        found = self.find(key)
+        if found is None:
+            raise MissingBase(
+                f"tensor `{key[1]}` is not in the base `{self._state.name}`",
+                hint="name the base that the delta was made from",
+                where=key[1],
+            )
+        has = self._state.specs[found]
+        if has != spec:
+            raise MissingBase(
+                f"tensor `{key[1]}` is {has.dtype} {list(has.shape)} in the base `{self._state.name}`, the "
+                f"delta needs {spec.dtype} {list(spec.shape)}",
+                hint="name the base that the delta was made from",
+                where=key[1],
+                found=has,
+                needed=spec,
+            )
+        return found

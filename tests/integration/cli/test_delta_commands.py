@@ -1,0 +1,79 @@
+"""diff, patch, and verify and inspect of deltas: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.cli import Run
+from support.states import content, files, folders
+
+
+@pytest.mark.parametrize("make", [files, folders], ids=["file", "directory"])
+def test_there_and_back(run: Run, tmp_path: Path, make) -> None:
+    base, target = make(tmp_path)
+    made = run("diff", base, target, tmp_path / "delta")
+    assert made.code == 0, made.err
+    assert "ratio" in made.out
+    assert "sparse" in made.out
+    done = run("patch", base, tmp_path / "delta", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert "restored" in done.out
+    assert content(tmp_path / "out") == content(target)
+    for more in ((), ("--base", base)):
+        checked = run("verify", tmp_path / "delta", *more)
+        assert checked.code == 0, checked.err
+        assert checked.out.startswith("intact")
+
+
+def test_json(run: Run, tmp_path: Path) -> None:
+    base, target = files(tmp_path)
+    made = json.loads(run("diff", base, target, tmp_path / "delta", "--fast", "--json").out)
+    assert made["base"] == base.name
+    assert made["file_bytes"] == (tmp_path / "delta").stat().st_size
+    assert {it["codec"] for it in made["tensors"]} == {"same", "sparse", "dense", "full", "plain"}
+    seen = json.loads(run("inspect", tmp_path / "delta", "--json").out)
+    assert seen == {key: value for key, value in made.items() if key != "seconds"}
+    assert json.loads(run("verify", tmp_path / "delta", "--json").out)["ok"] is True
+    done = json.loads(run("patch", base, tmp_path / "delta", tmp_path / "out", "--json").out)
+    assert done["target_bytes"] == made["target_bytes"]
+
+
+def test_inspect_shows_what_changed(run: Run, tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    run("diff", base, target, tmp_path / "delta")
+    lines = run("inspect", tmp_path / "delta").out.splitlines()
+    (weight,) = [line.split() for line in lines if line.startswith("layers.0.weight ")]
+    assert weight[1:5] == ["model-1.safetensors", "sparse", "BF16", "70000"]
+    assert 0.3 < float(weight[-2]) < 0.7
+    (norm,) = [line.split() for line in lines if line.startswith("layers.0.norm ")]
+    assert norm[2] == "same"
+    assert norm[-2:] == ["0.000", "%"]
+    assert any(line.split() == ["config.json", "same"] for line in lines)
+    assert lines[-1].endswith("its base was at `base`")
+
+
+def test_damage_is_shown_by_tensor(run: Run, tmp_path: Path) -> None:
+    base, target = files(tmp_path)
+    run("diff", base, target, tmp_path / "delta")
+    data = bytearray((tmp_path / "delta").read_bytes())
+    data[64 + 100] ^= 1
+    (tmp_path / "delta").write_bytes(data)
+    found = run("verify", tmp_path / "delta")
+    assert found.code == 1
+    assert "tensor `layers.0.weight`" in found.out
+    run("patch", base, tmp_path / "delta", tmp_path / "out").failed(3, "layers.0.weight", "fetch it again")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_refused(run: Run, tmp_path: Path) -> None:
+    base, target = files(tmp_path)
+    run("diff", base, target, tmp_path / "delta")
+    run("patch", target, tmp_path / "delta", tmp_path / "out").failed(2, "tensor `", "name the base")
+    run("patch", base, base, tmp_path / "out").failed(2, "is no delta", "tpde diff")
+    run("diff", base, target, tmp_path / "delta").failed(2, "exists already", "--force")
+    run("diff", base, tmp_path / "nothing", tmp_path / "other").failed(2, "does not exist", "check the path")
+    run("verify", tmp_path / "delta", "--against", target).failed(2, "is a delta", "--base")
+    run("verify", base, "--base", target).failed(2, "is no delta", "--against")
+    run("inspect", tmp_path / "delta", "--plot", tmp_path / "x.png").failed(2, "no plot", "leave out")

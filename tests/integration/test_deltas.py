@@ -1,0 +1,240 @@
+"""Deltas of files and directories: targets come back byte for byte, from the right base alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.contents import fill, rng, spec_of
+from support.files import safetensors_bytes
+from support.states import content, files, folders
+
+import tpde
+from tpde.errors import Corrupt, DestinationExists, InvalidDestination, InvalidInput, MissingBase
+from tpde.format.constants import DTYPES
+from tpde.packing.reader import PackedFile
+from tpde.store.api import diff, inspect_delta, patch, verify_delta
+
+makers = pytest.mark.parametrize("make", [files, folders], ids=["file", "directory"])
+
+
+@makers
+@pytest.mark.parametrize("fast", [False, True], ids=["classes", "fast"])
+def test_targets_come_back_byte_for_byte(make, fast: bool, tmp_path: Path) -> None:
+    base, target = make(tmp_path)
+    report = diff(base, target, tmp_path / "delta", fast=fast)
+    assert {it.codec for it in report.tensors} == {"same", "sparse", "dense", "full", "plain"}
+    assert report.base == base.name
+    assert report == inspect_delta(tmp_path / "delta")
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    assert content(tmp_path / "out") == content(target)
+    assert verify_delta(tmp_path / "delta") == verify_delta(tmp_path / "delta", base=base) == []
+
+
+@makers
+def test_states_may_be_packed(make, tmp_path: Path) -> None:
+    base, target = make(tmp_path)
+    for path in (base, target):
+        tpde.pack(path, tmp_path / f"packed_{path.name}")
+    packed = tmp_path / f"packed_{base.name}", tmp_path / f"packed_{target.name}"
+    diff(*packed, tmp_path / "one")
+    diff(base, target, tmp_path / "two")
+    assert inspect_delta(tmp_path / "one").tensors == inspect_delta(tmp_path / "two").tensors
+    for delta in ("one", "two"):  # from the plain base as from the packed one
+        for number, it in enumerate((base, packed[0])):
+            patch(it, tmp_path / delta, tmp_path / f"{delta}{number}")
+            assert content(tmp_path / f"{delta}{number}") == content(target)
+
+
+@makers
+def test_neither_threads_nor_places_change_a_byte(make, tmp_path: Path) -> None:
+    base, target = make(tmp_path)
+    for threads in (1, 3):
+        diff(base, target, tmp_path / f"delta{threads}", threads=threads)
+    assert (tmp_path / "delta1").read_bytes() == (tmp_path / "delta3").read_bytes()
+
+
+def _chain(folder: Path, length: int) -> tuple[list[bytes], list[Path]]:
+    """Give the states of a model that is trained, and the first as a file with a delta for each other."""
+    words, draw, states = 3000, rng("chain"), []
+    now = np.frombuffer(fill("normal", spec_of("BF16", words)), np.uint16)
+    plain = folder / "plain"
+    plain.mkdir()
+    for step in range(length):
+        states.append(safetensors_bytes({"w": (spec_of("BF16", words), now.tobytes())}, {"step": str(step)}))
+        (plain / f"step{step}").write_bytes(states[step])
+        now = np.where(draw.random(words) < 0.01, now + 1, now).astype(np.uint16)
+    places = [folder / f"step{step}" for step in range(length)]
+    places[0].write_bytes(states[0])
+    for step in range(1, length):  # among the plain states: it names the base that it will lie beside
+        diff(plain / f"step{step - 1}", plain / f"step{step}", plain / "delta", force=True)
+        (plain / "delta").rename(places[step])
+    return states, places
+
+
+def test_chains_are_followed(tmp_path: Path) -> None:
+    states, places = _chain(tmp_path, 6)
+    (tmp_path / "other").write_bytes(states[0])
+    diff(places[5], tmp_path / "other", tmp_path / "back")
+    patch(places[5], tmp_path / "back", tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == states[0]
+    for step in (1, 5):
+        patch(places[step - 1], places[step], tmp_path / "out", force=True)
+        assert (tmp_path / "out").read_bytes() == states[step]
+        assert verify_delta(places[step], base=places[step - 1]) == []
+
+
+def test_a_chain_of_two_hundred_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, places = _chain(tmp_path, 201)
+    (tmp_path / "other").write_bytes(states[0])
+    diff(places[200], tmp_path / "other", tmp_path / "back")
+    patch(places[199], places[200], tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == states[200]
+    monkeypatch.setattr("tpde.store.delta.MAX_CHAIN", 199)
+    with pytest.raises(InvalidInput, match="more than 199"):
+        diff(places[200], tmp_path / "other", tmp_path / "back", force=True)
+
+
+def test_a_missing_link_is_named(tmp_path: Path) -> None:
+    _, places = _chain(tmp_path, 4)
+    places[1].unlink()
+    with pytest.raises(MissingBase, match=r"step2.*step1"):
+        patch(places[2], places[3], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_exchanged_links_are_refused(tmp_path: Path) -> None:
+    _, places = _chain(tmp_path, 4)
+    shutil.copy(places[2], tmp_path / "kept")
+    shutil.copy(places[1], places[2])  # is now its own base's twin: made from step 0, it has it for a base
+    with pytest.raises(MissingBase, match="tensor `w`"):
+        patch(places[2], places[3], tmp_path / "out")
+
+
+def test_cycles_are_refused(tmp_path: Path) -> None:
+    _, places = _chain(tmp_path, 3)
+    (tmp_path / "kept").write_bytes(places[0].read_bytes())
+    diff(places[2], tmp_path / "kept", tmp_path / "turn")
+    shutil.copy(tmp_path / "turn", places[0])  # step0's base is step2, whose is step1, whose is step0
+    with pytest.raises(Corrupt, match=r"step2.*step1.*step0.*step2"):
+        patch(places[2], tmp_path / "turn", tmp_path / "out")
+
+
+@makers
+def test_another_base_is_refused_by_name(make, tmp_path: Path) -> None:
+    base, target = make(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    with pytest.raises(MissingBase, match="tensor `"):
+        patch(target, tmp_path / "delta", tmp_path / "out")
+    file = base if base.is_file() else base / "model-1.safetensors"
+    data = bytearray(file.read_bytes())
+    with PackedFile(file) as opened:
+        data[opened.container.data_start + opened.container.entries["layers.1.half"].begin] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(MissingBase, match="fingerprint") as caught:
+        patch(base, tmp_path / "delta", tmp_path / "out")
+    assert caught.value.where == "layers.1.half"
+    assert not (tmp_path / "out").exists()
+    problems = verify_delta(tmp_path / "delta", base=base)
+    assert [it.tensor for it in problems] == [caught.value.where]
+
+
+def test_a_base_of_another_shape_or_without_a_tensor_is_refused(tmp_path: Path) -> None:
+    spec = spec_of("BF16", 800)
+    states = [np.frombuffer(fill("normal", spec), np.uint16), None]
+    states[1] = np.where(np.arange(800) % 50, states[0], states[0] + 1).astype(np.uint16)
+    for name, words in zip(("base", "target"), states, strict=True):
+        (tmp_path / name).write_bytes(safetensors_bytes({"w": (spec, words.tobytes())}, {}))
+    diff(tmp_path / "base", tmp_path / "target", tmp_path / "delta")
+    for other, tensor in (("x", spec), ("w", spec_of("F16", 800)), ("w", spec_of("BF16", 801))):
+        data = fill("zeros", tensor)
+        (tmp_path / "wrong").write_bytes(safetensors_bytes({other: (tensor, data)}, {}))
+        with pytest.raises(MissingBase, match="tensor `w`"):
+            patch(tmp_path / "wrong", tmp_path / "delta", tmp_path / "out")
+
+
+def test_a_header_written_otherwise_is_no_base_for_a_file_that_shares_it(tmp_path: Path) -> None:
+    spec = spec_of("BF16", 800)
+    data = fill("normal", spec)
+    one, other = (
+        safetensors_bytes({"w": (spec, data)}, {"a": "1"}),
+        safetensors_bytes({"w": (spec, data)}, {}),
+    )
+    for name, state in (("base", one), ("target", one), ("wrong", other)):
+        (tmp_path / name).write_bytes(state)
+    diff(tmp_path / "base", tmp_path / "target", tmp_path / "delta")
+    with pytest.raises(MissingBase, match="header"):
+        patch(tmp_path / "wrong", tmp_path / "delta", tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(dtype: str, tmp_path: Path) -> None:
+    from support.deltas import pair
+
+    spec = spec_of(dtype, 2000)
+    for name, words in zip(("base", "target"), pair(dtype, "specials", "some", 2000), strict=True):
+        (tmp_path / name).write_bytes(safetensors_bytes({"w": (spec, words.tobytes())}, {}))
+    diff(tmp_path / "base", tmp_path / "target", tmp_path / "delta")
+    patch(tmp_path / "base", tmp_path / "delta", tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "target")
+
+
+def test_a_file_and_a_directory_are_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    file, folder = files(tmp_path)[0], folders(tmp_path)[1]
+    for pair in ((file, folder), (folder, file)):
+        with pytest.raises(InvalidInput, match="compare like with like"):
+            diff(*pair, tmp_path / "delta")
+
+
+@makers
+def test_destinations_are_guarded(make, tmp_path: Path) -> None:
+    base, target = make(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    with pytest.raises(DestinationExists):
+        diff(base, target, tmp_path / "delta")
+    with pytest.raises(DestinationExists):
+        patch(base, tmp_path / "delta", target)
+    before = content(base)
+    for destination in (base, tmp_path / "delta"):
+        with pytest.raises(InvalidDestination):
+            patch(base, tmp_path / "delta", destination, force=True)
+    if base.is_file():
+        with pytest.raises(InvalidDestination):
+            diff(base, target, base, force=True)
+    assert content(base) == before
+    assert verify_delta(tmp_path / "delta") == []
+
+
+def test_what_is_no_delta_is_refused(tmp_path: Path) -> None:
+    base, _ = files(tmp_path)
+    for path in (base, tmp_path, tmp_path / "nothing"):
+        for call in (inspect_delta, verify_delta, lambda it: patch(base, it, tmp_path / "out")):
+            with pytest.raises(InvalidInput):
+                call(path)
+
+
+def test_a_link_counts_as_the_file_that_it_leads_to(tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    (target / "extra.txt").write_text("text")
+    (target / "link.txt").symlink_to("extra.txt")
+    diff(base, target, tmp_path / "delta")
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    assert (tmp_path / "out" / "link.txt").read_text() == "text"
+    assert content(tmp_path / "out") == content(target)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    os.mkfifo(target / "pipe")
+    with pytest.raises(InvalidInput, match="cannot hold `pipe`"):
+        diff(base, target, tmp_path / "delta")
+    assert not (tmp_path / "delta").exists()
+    (target / "pipe").unlink()
+    (target / "loop").symlink_to(".")
+    with pytest.raises(InvalidInput, match="cannot hold `loop`.*a link to no file"):
+        diff(base, target, tmp_path / "delta")

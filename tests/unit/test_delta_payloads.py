@@ -1,0 +1,80 @@
+"""How a tensor is stored in a delta: as whatever takes the fewest bytes, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.contents import fill, rng, spec_of
+from support.deltas import CHANGES, model_of, pair
+
+from tpde.errors import Corrupt
+from tpde.format.constants import DTYPES
+from tpde.format.delta import DENSE, FULL, PLAIN, SPARSE
+from tpde.store.payloads import (
+    Stored,
+    add_differences,
+    difference_spec,
+    differences,
+    read_blob,
+    store_change,
+    store_whole,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_differences_come_back(dtype: str) -> None:
+    for content in ("normal", "specials", "random"):
+        for change in CHANGES:
+            old, new = pair(dtype, content, change, 500)
+            spec = spec_of(dtype, 500)
+            stored = differences(old, new, spec)
+            assert (add_differences(old, stored, spec) == new).all(), (content, change)
+            assert difference_spec(spec).nbytes == stored.size == spec.nbytes
+
+
+def test_differences_are_those_of_the_document() -> None:
+    old = np.array([0x0000, 0x8000, 0x3F80, 0xBF80, 0x8001], np.uint16).view(np.uint8)
+    new = np.array([0x8000, 0x0000, 0x3F81, 0xBF81, 0x0001], np.uint16).view(np.uint8)
+    # -0 is one below +0, and magnitudes of negative words count downwards.
+    found = differences(old, new, spec_of("BF16", 5)).view(np.uint16)
+    assert found.tolist() == [1, 2, 2, 1, 6]
+
+
+def _stored(dtype: str, old: np.ndarray, new: np.ndarray) -> Stored:
+    a, b = old.view(np.uint8), new.view(np.uint8)
+    return store_change(spec_of(dtype, old.size), model_of(dtype, a, b), a, b, 1)
+
+
+def test_the_smallest_is_taken() -> None:
+    n, draw = 40_000, rng("choice")
+    weights = np.frombuffer(fill("normal", spec_of("BF16", n)), np.uint16)
+    few = np.where(draw.random(n) < 0.01, weights + 1, weights).astype(np.uint16)
+    assert _stored("BF16", weights, few).codec == SPARSE
+    other = np.frombuffer(fill("normal", spec_of("BF16", n + 1)), np.uint16)[:n]
+    assert _stored("BF16", weights, other[::-1].copy()).codec == FULL
+    assert (
+        _stored("BF16", weights, np.zeros(n, np.uint16)).codec == FULL
+    )  # a constant takes no more than its shape
+    ids = np.arange(n, dtype=np.int64) * 1_000_003
+    assert _stored("I64", ids, ids + np.arange(n) % 7).codec == DENSE
+    noise = np.frombuffer(draw.bytes(2 * n), np.uint16)
+    assert _stored("U16", ids.astype(np.uint16), noise).codec == PLAIN
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_takes_more_than_the_target_alone(dtype: str) -> None:
+    for content in ("normal", "random", "zeros"):
+        for change in CHANGES:
+            old, new = pair(dtype, content, change, 3000)
+            spec = spec_of(dtype, 3000)
+            stored = store_change(spec, model_of(dtype, old, new), old, new, 1)
+            assert stored.data.size <= store_whole(spec, new, 1).data.size, (content, change)
+
+
+def test_a_blob_of_another_tensor_is_refused() -> None:
+    spec = spec_of("BF16", 5000)
+    stored = store_whole(spec, np.frombuffer(fill("normal", spec), np.uint8), 1)
+    assert stored.codec == FULL
+    assert (read_blob(spec, stored.data, 1) == np.frombuffer(fill("normal", spec), np.uint8)).all()
+    with pytest.raises(Corrupt, match="BF16"):
+        read_blob(spec_of("F16", 5000), stored.data, 1)
