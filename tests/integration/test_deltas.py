@@ -236,5 +236,5 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "delta").exists()
     (target / "pipe").unlink()
     (target / "loop").symlink_to(".")
-    with pytest.raises(InvalidInput, match="cannot hold `loop`.*a link to no file"):
+    with pytest.raises(InvalidInput, match=r"cannot hold `loop`.*a link to no file"):
         diff(base, target, tmp_path / "delta")
