@@ -76,6 +76,12 @@ def test_a_manifest_gives_no_weight_files_text(packed: Path) -> None:
                 action(packed)
 
 
+def test_a_manifest_that_is_gone(packed: Path) -> None:
+    (packed / MANIFEST).unlink()
+    (found,) = verify(packed)
+    assert "which restores the source, is missing" in found.message
+
+
 def test_a_manifest_without_one_of_its_entries(packed: Path) -> None:
     value = json.loads((packed / MANIFEST).read_text())
     del value["files"]["sub/notes.txt"]
