@@ -235,7 +235,7 @@ def plot(points: list[tuple[str, float, dict[str, float]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    chosen = sorted((it for it in points if "bf16" in it[0]), key=lambda it: it[1])
+    chosen = sorted((it for it in points if it[0].startswith("bf16")), key=lambda it: it[1])
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name in ("tpde", "tpde --fast", *PEERS):
         line = [(100 * changed, ratios[name]) for _, changed, ratios in chosen if name in ratios]

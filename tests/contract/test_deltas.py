@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.contents import rng
 from support.deltas import CHANGES, model_of, pair
@@ -87,6 +87,7 @@ def test_neither_threads_nor_instruction_sets_change_a_byte(
     assert len(found) == 1
 
 
+@settings(max_examples=500)
 @given(st.data())
 def test_any_pair_of_tensors(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(sorted(DTYPES)))

@@ -11,6 +11,7 @@ from support.states import content, files, folders
 
 from tpde.errors import Corrupt, MissingBase, TpdeError, Truncated, UnsupportedVersion
 from tpde.format.delta import HASH_AT, HEADER
+from tpde.format.delta_reader import is_delta
 from tpde.format.source import BytesSource
 from tpde.store.api import diff, inspect_delta, patch, verify_delta
 from tpde.store.delta import DeltaFile
@@ -171,7 +172,5 @@ def test_a_base_elsewhere_is_not_followed_out_of_reach(tmp_path: Path) -> None:
 
 
 def test_reading_stops_at_the_magic() -> None:
-    from tpde.format.delta import is_delta
-
     assert not is_delta(BytesSource(b""))
     assert not is_delta(BytesSource(b"\x89TPDE\r\n\x1a" + bytes(100)))

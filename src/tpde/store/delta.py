@@ -27,11 +27,9 @@ from tpde.format.delta import (
     Payload,
     TensorEntry,
     WeightsEntry,
-    check_header,
-    is_delta,
     payloads,
-    read_head,
 )
+from tpde.format.delta_reader import check_header, is_delta, read_head
 from tpde.format.source import FileSource
 from tpde.packing.documents import is_inside
 from tpde.store.payloads import add_differences, difference_spec, read_blob
