@@ -39,12 +39,14 @@ static int index_right(const tpde_layout *l, const uint8_t *index, uint64_t chun
     if (i + 1 < chunks) end = (wide)load32(r + TPDE_RECORD_BYTES) << l->unit_log2;
     if (i == 0 && offset != first_offset) return 0;
     if (end < offset || end > blob_bytes || end - offset > max_chunk) return 0;
-    int fills = 0;
+    int fills = 0, coded = 0;
     for (int p = 0; p < 8; p++) {
       int mode = r[8 + p / 4] >> (2 * (p % 4)) & 3;
       if (mode == 3 || (mode && p >= l->word_bytes)) return 0;
       fills += mode == 1;
+      coded += mode == 2;
     }
+    if (r[10] && !(coded && l->tables)) return 0;
     if (!fills && r[11]) return 0;
   }
   return 1;
@@ -61,6 +63,7 @@ static void check_index(input *in, const tpde_layout *l, uint64_t chunks) {
     store32(r, (uint32_t)(at >> l->unit_log2));
     at += (uint64_t)take(in, 1) << l->unit_log2;
     store16(r + 8, (uint16_t)(load16(r + 8) & 0x5555 & ((1u << 2 * l->word_bytes) - 1)));
+    r[10] = 0;
     if (!load16(r + 8)) r[11] = 0;
   }
   if (mode & 4) at = take_extreme(in, at);
