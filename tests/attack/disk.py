@@ -345,7 +345,9 @@ def _left(
             continue
         if isinstance(event, Change):
             torn = it in may and event.data is not None and draw.random() < 0.3
-            _apply(nodes[event.node], event, draw.randrange(len(event.data) + 1) if torn and event.data else None)
+            _apply(
+                nodes[event.node], event, draw.randrange(len(event.data) + 1) if torn and event.data else None
+            )
         elif isinstance(event, Entry):
             for key, value in event.names.items():
                 if value is None:

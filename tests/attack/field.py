@@ -128,7 +128,13 @@ class Field:
         )
 
     def problems(
-        self, name: str, outcome: Outcome, *, lasting: bool = False, may_leave: bool = False
+        self,
+        name: str,
+        outcome: Outcome,
+        *,
+        failing: bool = False,
+        lasting: bool = False,
+        may_leave: bool = False,
     ) -> Iterator[str]:
         """What is wrong after an operation.
 
@@ -138,6 +144,8 @@ class Field:
             The operation.
         outcome : Outcome
             How it ended.
+        failing : bool
+            Whether a call failed.
         lasting : bool
             Whether something went on failing, so that little could be done about it.
         may_leave : bool
@@ -154,7 +162,10 @@ class Field:
             yield "it says that it is done, and nothing is"
         if (left := self.left()) and not (killed or lasting or may_leave):
             yield f"it leaves {', '.join(left)}"
-        if strange := set(os.listdir(self.root / PLACE)) - {THERE, "kept", *left}:
+        strange = set(os.listdir(self.root / PLACE)) - {THERE, "kept", *left}
+        if failing:  # what could not be carried over is kept beside it, and said
+            strange = {it for it in strange if not it.startswith(f"{THERE}.replaced-")}
+        if strange:
             yield f"it makes {', '.join(strange)}"
         if killed or left:
             yield from self._after_next_run(name, state)

@@ -169,6 +169,8 @@ def differences(found: dict[str, tuple[str, int, object]], needed: dict[str, tup
     names = sorted(it for it in {*found, *needed} if found.get(it) != needed.get(it))
     words = []
     for name in names[:6]:
-        is_there = [("absent" if it is None else f"{it[0]} {it[1]:o}") for it in (found.get(name), needed.get(name))]
+        is_there = [
+            ("absent" if it is None else f"{it[0]} {it[1]:o}") for it in (found.get(name), needed.get(name))
+        ]
         words.append(f"{name} ({is_there[0]}, needed {is_there[1]})")
     return json.dumps(words)

@@ -35,8 +35,9 @@ def _follow(field: Field, replay: Replay, name: str, arming: Arming) -> Outcome:
     return outcome
 
 
-def attack(field: Field, case: str, draw: random.Random, tried: list[int]) -> list[Finding]:
+def attack(field: Field, case: str, seed: int, tried: list[int]) -> list[Finding]:
     """Try a case; adds the number of states to `tried`."""
+    draw = random.Random(f"{seed}:{case}")
     name = case.partition(":")[0]
     arming = Arming(flags=OPERATIONS[name].flags) if name == case else arming_of(case)[1]
     known = field.known(name)
@@ -68,7 +69,9 @@ def attack(field: Field, case: str, draw: random.Random, tried: list[int]) -> li
 
 def _last(disk: Disk, end: int) -> str:
     """The last events before a moment, in a few words."""
-    return f"event {end} of {len(disk.events)}: " + "; ".join(str(it)[:120] for it in disk.events[max(0, end - 3) : end])
+    return f"event {end} of {len(disk.events)}: " + "; ".join(
+        str(it)[:120] for it in disk.events[max(0, end - 3) : end]
+    )
 
 
 def _recovered(field: Field, name: str, left: Left, flags: bool) -> str:
