@@ -51,5 +51,5 @@ def attack(field: Field, case: str) -> list[Finding]:
     outcome = field.run(name, arming)
     # Who cannot look at, open or remove what is temporary must leave it: the next run can.
     may_leave = call in _REMOVAL
-    found = field.problems(name, outcome, failing=True, lasting=lasting, may_leave=may_leave)
+    found = field.problems(name, outcome, failing=error, lasting=lasting, may_leave=may_leave)
     return [Finding(case, f"{call}: {it}") for it in found]

@@ -1,8 +1,8 @@
 """A disk as a log of calls leaves it, and as a loss of power may leave it: POSIX keeps what was synced.
 
-What a call did to names (an *entry*) is kept once one of its folders is synced, as journals keep both ends of
-a rename; what it did to a file's bytes, size or mode (a *change*) once the file is. All else may be kept or not, in any
-order, but what touches one name happens in its order.
+What a call did to names (an *entry*) is kept once one of its folders is synced, since a rename happens as a
+whole; what it did to a file's bytes, size or mode (a *change*) once the file is. All else may be kept or not,
+in any order, but what touches one name happens in its order.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -132,7 +131,7 @@ class Field:
         name: str,
         outcome: Outcome,
         *,
-        failing: bool = False,
+        failing: str = "",
         lasting: bool = False,
         may_leave: bool = False,
     ) -> Iterator[str]:
@@ -144,8 +143,8 @@ class Field:
             The operation.
         outcome : Outcome
             How it ended.
-        failing : bool
-            Whether a call failed.
+        failing : str
+            The name of the error of a call.
         lasting : bool
             Whether something went on failing, so that little could be done about it.
         may_leave : bool
@@ -156,7 +155,10 @@ class Field:
             yield outcome.text
         state = self.state(name)
         between = (killed or lasting) and not flags and not picture(self.there)  # of two renames
-        if state not in ("old", "new") and not between and not self._says_so(name, outcome):
+        said = failing == "EACCES" and self._says_so(
+            name, outcome
+        )  # other errors are no reason to leave it out
+        if state not in ("old", "new") and not between and not said:
             yield state
         if outcome.how == "done" and state == "old" and self.known(name).old != self.known(name).new:
             yield "it says that it is done, and nothing is"
@@ -188,8 +190,3 @@ class Field:
             yield f"the next run leaves {', '.join(left)}"
         if not (self.root / PLACE / OTHER).is_dir():
             yield "the next run made nothing"
-
-
-def name_of(code: int) -> str:
-    """The name of an errno."""
-    return errno.errorcode[code]

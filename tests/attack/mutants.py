@@ -1,7 +1,7 @@
 """Mutated files and directories, whole, with hashes recomputed or not: opened, inspected, verified, unpacked.
 
-Whatever they hold, there is an error that callers are told of, or the right bytes: of what is not sealed again
-the source's, of what is, those that the reference decodes.
+Whatever they hold, there is an error that callers are told of, or the right bytes: of what is not sealed
+again the source's, of what is, those that the reference decodes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from support import changes
+
 from tpde.access import safe_open
 from tpde.codec import reference
 from tpde.errors import TpdeError
@@ -236,7 +237,7 @@ def _work(folder: Path, seed: int, numbers: range, seconds: float, at: Any, told
 
 
 def run(folder: Path, keep: Path, seed: int, numbers: range, seconds: float) -> tuple[int, list[Finding]]:
-    """Try mutants in processes with limits; returns how many, and what was found. Mutants of findings are kept."""
+    """Try mutants in processes with limits; returns how many, and what was found with those that are kept."""
     fork = multiprocessing.get_context("fork")
     end = time.monotonic() + seconds
     findings: list[Finding] = []

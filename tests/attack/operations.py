@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
 from support.changes import make_source
 from support.contents import fill, spec_of
 from support.files import safetensors_bytes
+
 from tpde.format.constants import MANIFEST
 from tpde.numpy import save_file
 from tpde.packing.api import pack, unpack

@@ -8,16 +8,17 @@ import json
 import random
 import struct
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import xxhash
 import zstandard
-
 from support import craft
 from support.changes import change_bytes, change_value
 from support.contents import fill, spec_of
 from support.files import pack_bytes, safetensors_bytes
+
 from tpde.codec import reference
 from tpde.errors import TpdeError
 from tpde.format.constants import SUFFIX
@@ -132,7 +133,7 @@ def seal(blob: bytes) -> bytes:
         else:
             tables, records = reference.parse_tables(header, blob), reference.parse_index(header, blob)
             real, pieces = reference.checksum, []
-            with mock.patch.object(reference, "checksum", lambda _: _Whatever(0)):
+            with mock.patch.object(reference, "checksum", return_value=_Whatever(0)):
                 for i in range(header.chunks):
                     pieces.append(reference.decode_chunk(header, tables, records, i, blob))
             for i, piece in enumerate(pieces):
@@ -191,7 +192,7 @@ def _change_part(blob: bytes, draw: random.Random) -> bytes:
     """Change bytes of the shape, the planes, the tables or the chunks, and keep where they lie."""
     header = reference.parse_header(_seal_metadata(blob))
     ends = [reference.HEADER.size, header.tables_at, header.index_at, header.chunks_at, len(blob)]
-    spans = [(a, b) for a, b in zip(ends, ends[1:], strict=False) if b > a]
+    spans = [(a, b) for a, b in pairwise(ends) if b > a]
     begin, end = draw.choice(spans)
     for _ in range(draw.choice((1, 1, 2, 8))):
         at = draw.randrange(begin, end)

@@ -1,4 +1,4 @@
-"""Losses of power at any moment: what was not synced may be gone, and there is the old or the new, complete."""
+"""Losses of power at any moment: what was not synced may be gone; there is the old or the new, complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shim before the C library's calls on files: built with the system's compiler, loaded with LD_PRELOAD."""
+"""The shim before the C library's calls on files: built with the system's compiler, loaded by LD_PRELOAD."""
 
 from __future__ import annotations
 

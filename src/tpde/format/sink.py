@@ -19,7 +19,15 @@ from tpde.format.temporary import clear_files, create
 
 _MAX_BUFFERS = 512  # of one pwritev; systems allow 1024
 # Of file systems that do not sync folders, and of folders that may be written, but not read.
-_UNSYNCED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.EACCES, errno.EPERM)
+_UNSYNCED = (
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.EBADF,
+    errno.EACCES,
+    errno.EPERM,
+)
 
 
 class Sink(Protocol):

@@ -20,7 +20,7 @@ from tpde.packing.names import may_stay_link
 
 HUB_CACHE = ".cache"  # below a folder that `huggingface_hub` downloaded: its own notes
 MAX_LINKS = 40  # in a row; as Linux follows
-# Errors that say something of what is there. All others, of the disk, say nothing, and nothing is left out for them.
+# Errors that say something of what is there. Others, of the disk, are no reason to leave anything out.
 _OF_WHAT_IS_THERE = (
     *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR),
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),
