@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test tools kernels test-large lint fuzz golden bench bench-gpu memcheck clean
+.PHONY: demo test tools kernels test-large lint fuzz attack golden bench bench-gpu memcheck clean
 
 # One environment; each extra is installed once, the package itself again whenever its files changed.
 $(BIN)/python:
@@ -48,6 +48,10 @@ lint: $(VENV)/.extra-test $(VENV)/.extra-lint $(VENV)/.package
 # SECONDS=7200 make fuzz: the long campaign. Needs clang with its sanitizers.
 fuzz:
 	$(MAKE) -C fuzz run SECONDS=$(or $(SECONDS),60)
+
+# SECONDS=7200 make attack: the long campaign. Needs Linux and a C compiler.
+attack: $(VENV)/.extra-test $(VENV)/.package
+	$(BIN)/python -m tests.attack --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
 golden: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python tests/golden/make.py

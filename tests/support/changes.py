@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -47,7 +48,7 @@ def content(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _bytes(data: bytes, draw: random.Random) -> bytes:
+def change_bytes(data: bytes, draw: random.Random) -> bytes:
     """One change to some bytes: of a bit, a byte, a run; inserted, removed, doubled or exchanged."""
     at = draw.randrange(len(data) + 1)
     end = min(len(data), at + draw.choice((1, 1, 1, 2, 4, 16, 64, 1000)))
@@ -65,7 +66,7 @@ def _bytes(data: bytes, draw: random.Random) -> bytes:
     return draw.choice(changes)()
 
 
-def _value(value: Any, draw: random.Random) -> Any:
+def change_value(value: Any, draw: random.Random) -> Any:
     """One change to a value of JSON, at any depth."""
     if isinstance(value, dict) and value and draw.random() < 0.8:
         key = draw.choice(sorted(value))
@@ -79,7 +80,7 @@ def _value(value: Any, draw: random.Random) -> Any:
             return value | {key: value[other]}
         if what == 3:
             return value | {key: value[other], other: value[key]}
-        return value | {key: _value(value[key], draw)}
+        return value | {key: change_value(value[key], draw)}
     if isinstance(value, str) and value:
         at = draw.randrange(len(value))
         return value[:at] + draw.choice('0a\n\\:/."{') + value[at + 1 :]
@@ -92,15 +93,16 @@ def change(packed: Path, draw: random.Random) -> str:
     path = draw.choice(files)
     name = path.relative_to(packed).as_posix()
     if path.suffix == ".json" and draw.random() < 0.5:
-        path.write_text(json.dumps(_value(json.loads(path.read_text()), draw)))
-        return f"{name}: a value of JSON"
+        with contextlib.suppress(ValueError):  # it was changed before, and is no JSON
+            path.write_text(json.dumps(change_value(json.loads(path.read_text()), draw)))
+            return f"{name}: a value of JSON"
     if draw.random() < 0.05:
         path.unlink()
         return f"{name}: removed"
     if draw.random() < 0.05:
         path.write_bytes(draw.choice(files).read_bytes())
         return f"{name}: another file"
-    path.write_bytes(_bytes(path.read_bytes(), draw))
+    path.write_bytes(change_bytes(path.read_bytes(), draw))
     return f"{name}: bytes"
 
 

@@ -18,6 +18,16 @@ from tpde.format.rename import rename_new
 from tpde.format.temporary import clear_files, create
 
 _MAX_BUFFERS = 512  # of one pwritev; systems allow 1024
+# Of file systems that do not sync folders, and of folders that may be written, but not read.
+_UNSYNCED = (
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.EBADF,
+    errno.EACCES,
+    errno.EPERM,
+)
 
 
 class Sink(Protocol):
@@ -234,13 +244,24 @@ class FileSink:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder outlast a loss of power, where the file system can."""
-    with contextlib.suppress(OSError):  # not every one syncs folders
+    """Make the names in a folder outlast a loss of power, where the file system can.
+
+    Raises
+    ------
+    OSError
+        If it can, and failed.
+    """
+    try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSYNCED:
+            raise OSError(
+                error.errno, f"making names outlast a loss of power failed: {error.strerror}", str(folder)
+            ) from error
 
 
 class BytesSink:

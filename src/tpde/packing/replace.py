@@ -201,12 +201,13 @@ def _put(outer: Path, destination: Path, removable: Mapping[str, Identity], forc
         old = os.lstat(destination)
         if stat.S_ISDIR(old.st_mode):
             _adopt(destination, new, removable)
+        sync_folder(destination.parent)  # or the old folder would be moved into one that may be lost
         _write_journal(outer, {"name": destination.name, "old": _identity(old)[0], "removable": removable})
         if not exchange(new, destination):
             os.rename(destination, outer / "old")
             rename_new(new, destination)
-    sync_folder(destination.parent)
-    sync_folder(outer)
+    else:
+        sync_folder(destination.parent)
 
 
 def _adopt(old: Path, new: Path, removable: Mapping[str, Identity]) -> None:
@@ -267,6 +268,8 @@ def _finish(outer: Path) -> None:
         rename_new(old, destination)
         sync_folder(destination.parent)
     elif old is not None:
+        sync_folder(destination.parent)  # whoever is here: the old one may only go when the new one is kept
+        sync_folder(outer)
         _settle(old, destination, removable)
     remove(outer)
 

@@ -6,6 +6,7 @@ nothing is left out without a word, and nothing but regular files is ever opened
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,11 @@ from tpde.packing.names import may_stay_link
 
 HUB_CACHE = ".cache"  # below a folder that `huggingface_hub` downloaded: its own notes
 MAX_LINKS = 40  # in a row; as Linux follows
+# Errors that say something of what is there. Others, of the disk, are no reason to leave anything out.
+_OF_WHAT_IS_THERE = (
+    *(errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class _Walk:
             with os.scandir(self.root / folder) as entries:
                 found = [it.name for it in entries]
         except OSError as error:
-            if not folder:
+            if not folder or error.errno not in _OF_WHAT_IS_THERE:
                 raise
             self.folders.remove(folder)
             self.leave(folder, f"the folder cannot be read: {error.strerror}")
@@ -156,6 +162,8 @@ class _Walk:
         try:
             mode = os.lstat(self.root / name).st_mode
         except OSError as error:
+            if error.errno not in _OF_WHAT_IS_THERE:
+                raise
             self.leave(name, f"it cannot be looked at: {error.strerror}")
             return
         if stat.S_ISDIR(mode):
@@ -187,6 +195,8 @@ class _Walk:
         try:
             mode = os.stat(self.root / name).st_mode
         except OSError as error:
+            if error.errno not in _OF_WHAT_IS_THERE:
+                raise
             self.leave(name, f"a link that leads nowhere: {error.strerror}")
             return
         if not stat.S_ISREG(mode):
@@ -230,7 +240,7 @@ def walk(root: Path, exclude: Sequence[str] = (), *, outside: bool = True) -> Tr
     InvalidInput
         If it is no directory.
     OSError
-        If it cannot be read.
+        If it cannot be read; or if the system failed, which is no property of what is there.
     """
     if not root.is_dir():
         raise InvalidInput(f"`{root}` is no folder", hint="check the path", where=str(root))

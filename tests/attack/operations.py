@@ -1,0 +1,176 @@
+"""What is attacked: packing, unpacking, saving and replacing, each from a small source to one destination."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from support.changes import make_source
+from support.contents import fill, spec_of
+from support.files import safetensors_bytes
+
+from tpde.format.constants import MANIFEST
+from tpde.numpy import save_file
+from tpde.packing.api import pack, unpack
+
+SOURCE, PLACE, THERE, OTHER = "source", "place", "there", "other"
+SPEC = spec_of("BF16", 3000)
+ONE = "model.safetensors"
+
+
+def _weights() -> dict[str, np.ndarray]:
+    return {
+        "a": np.frombuffer(fill("normal", spec_of("F32", 2000)), np.float32).copy(),
+        "b": np.arange(30, dtype=np.int64),
+    }
+
+
+def make_sources(folder: Path) -> None:
+    """Everything that operations start from."""
+    make_source(folder / "model")
+    (folder / "model" / "sub" / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "model" / "sub" / "run.sh").chmod(0o755)
+    tensors = {"w": (SPEC, fill("normal", SPEC)), "v": (SPEC, fill("random", SPEC))}
+    (folder / ONE).write_bytes(safetensors_bytes(tensors, {"format": "pt"}))
+    pack(folder / ONE, folder / "packed.safetensors", threads=1)
+    pack(folder / "model", folder / "packed", threads=1)
+    shutil.copytree(folder / "packed", folder / "resaved", symlinks=True)
+    (folder / "resaved" / MANIFEST).unlink()
+    (folder / "small").mkdir()
+    spec = spec_of("F32", 4)
+    (folder / "small" / ONE).write_bytes(safetensors_bytes({"w": (spec, fill("normal", spec))}))
+
+
+def _nothing(there: Path) -> None:
+    pass
+
+
+def _old_file(there: Path) -> None:
+    there.write_bytes(b"an old file, complete")
+    there.chmod(0o640)
+
+
+def _old_link(there: Path) -> None:
+    there.with_name("kept").write_text("what the link leads to")
+    there.symlink_to("kept")
+
+
+def _old_folder(there: Path) -> None:
+    """An older model, and what is not of it."""
+    (there / ".cache" / "deep").mkdir(parents=True)
+    (there / "config.json").write_text('{"a": "old"}')
+    (there / ".cache" / "deep" / "notes").write_text("notes")
+    (there / "sub").mkdir()
+    (there / "sub" / "notes.txt").write_text("old notes")
+    (there / "sub" / "elsewhere").symlink_to("/nowhere")
+    (there / "mine").mkdir()
+    (there / "mine" / "link").symlink_to("../config.json")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing that is done.
+
+    Attributes
+    ----------
+    act : callable
+        Does it, given the folder of the sources and the destination.
+    old : callable
+        Makes what is there before.
+    flags : bool
+        Whether there is `renameat2`.
+    """
+
+    act: Callable[[Path, Path], object]
+    old: Callable[[Path], None] = _nothing
+    flags: bool = True
+
+
+def _pack(name: str, *, force: bool, threads: int = 1) -> Callable[[Path, Path], object]:
+    return lambda source, there: pack(source / name, there, force=force, threads=threads)
+
+
+def _unpack(name: str, *, force: bool) -> Callable[[Path, Path], object]:
+    return lambda source, there: unpack(source / name, there, force=force, threads=1)
+
+
+def _save(source: Path, there: Path) -> None:
+    save_file(_weights(), there, threads=1)
+
+
+def _two_renames(operation: Operation) -> Operation:
+    return Operation(operation.act, operation.old, flags=False)
+
+
+_FORCED = Operation(_pack("model", force=True), _old_folder)
+OPERATIONS: dict[str, Operation] = {
+    "pack-file": Operation(_pack(ONE, force=False)),
+    "pack-file-threads": Operation(_pack(ONE, force=False, threads=2)),
+    "pack-file-force": Operation(_pack(ONE, force=True), _old_file),
+    "pack-file-force-link": Operation(_pack(ONE, force=True), _old_link),
+    "pack-file-renames": _two_renames(Operation(_pack(ONE, force=False))),
+    "unpack-file": Operation(_unpack("packed.safetensors", force=False)),
+    "unpack-file-force": Operation(_unpack("packed.safetensors", force=True), _old_file),
+    "save": Operation(_save),
+    "save-force": Operation(_save, _old_file),
+    "pack-folder": Operation(_pack("model", force=False)),
+    "pack-folder-renames": _two_renames(Operation(_pack("model", force=False))),
+    "pack-folder-force": _FORCED,
+    "pack-folder-force-renames": _two_renames(_FORCED),
+    "pack-folder-force-file": Operation(_pack("model", force=True), _old_file),
+    "pack-folder-force-link": Operation(_pack("model", force=True), _old_link),
+    "unpack-folder": Operation(_unpack("packed", force=False)),
+    "unpack-folder-force": Operation(_unpack("packed", force=True), _old_folder),
+    "unpack-folder-force-renames": _two_renames(Operation(_unpack("packed", force=True), _old_folder)),
+    "unpack-resaved": Operation(_unpack("resaved", force=True), _old_folder),
+}
+"""By name. `save_file` replaces a file that is there without being asked."""
+
+
+def next_run(source: Path, place: Path) -> object:
+    """What anybody does there next: it sets right what a killed process left."""
+    if (place / OTHER).exists():
+        shutil.rmtree(place / OTHER)
+    return pack(source / "small", place / OTHER, threads=1)
+
+
+def make_place(operation: Operation, place: Path) -> None:
+    """An empty folder with what is there before."""
+    if place.exists():
+        shutil.rmtree(place)
+    place.mkdir()
+    operation.old(place / THERE)
+
+
+def picture(path: Path) -> dict[str, tuple[str, int, object]]:
+    """Everything at a path, by relative names: kind, permissions and content."""
+    found: dict[str, tuple[str, int, object]] = {}
+    pending = [path] if os.path.lexists(path) else []
+    while pending:
+        it = pending.pop()
+        name = it.relative_to(path).as_posix()
+        if it.is_symlink():
+            found[name] = "link", 0o777, os.readlink(it)
+        elif it.is_dir():
+            found[name] = "folder", it.stat().st_mode & 0o7777, None
+            pending += it.iterdir()
+        else:
+            found[name] = "file", it.stat().st_mode & 0o7777, it.read_bytes()
+    return found
+
+
+def differences(found: dict[str, tuple[str, int, object]], needed: dict[str, tuple[str, int, object]]) -> str:
+    """What is different, in a few words."""
+    names = sorted(it for it in {*found, *needed} if found.get(it) != needed.get(it))
+    words = []
+    for name in names[:6]:
+        is_there = [
+            ("absent" if it is None else f"{it[0]} {it[1]:o}") for it in (found.get(name), needed.get(name))
+        ]
+        words.append(f"{name} ({is_there[0]}, needed {is_there[1]})")
+    return json.dumps(words)
