@@ -21,7 +21,7 @@ KILLED, SURVIVED, HUNG, BROKEN = "killed", "survived", "hung", "broken"
 TEST_SECONDS = 120  # of one test, after which it hangs
 _ALL_SECONDS = 1200  # of all tests of a mutant
 # Importing these takes 5 to 10 s, most of a mutant's time: processes are forked from one that has them.
-_LIBRARIES = ("numpy", "hypothesis", "torch", "torch._dynamo", "transformers.modeling_utils", "diffusers")
+_LIBRARIES = ("numpy", "torch", "torch._dynamo", "transformers.modeling_utils", "diffusers")
 _NO_PACKAGE = 90  # an exit code that pytest does not have
 _LIMITS = (f"faulthandler_timeout={TEST_SECONDS}", "faulthandler_exit_on_timeout=true")
 
@@ -79,13 +79,15 @@ def _main(tree: Path, tests: Sequence[str], log: Path) -> None:
         import tpde
 
         if Path(tpde.__file__).is_relative_to(tree):
+            # Plugins are there already, as parts of libraries.
             options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
             options += [it for limit in _LIMITS for it in ("-o", limit)]
             code = int(pytest.main([*options, *(f"tests/{it}" for it in tests)]))
         else:
             print(f"tpde comes from {tpde.__file__}, not from the copy in {tree}")
     except BaseException as error:  # a mutant may break the import
-        print(f"{type(error).__name__}: {error}")
+        print(f"1 error: {type(error).__name__}: {error}")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -97,7 +99,9 @@ def _result(code: int | None, log: str) -> str:
         return HUNG
     if code == 0:
         return SURVIVED
-    return BROKEN if code in (_NO_PACKAGE, 3, 4, 5) else KILLED  # 3 to 5: pytest itself, or no tests
+    # Else pytest itself failed, or found no tests. Signals have negative numbers: a core may crash.
+    killed = code < 0 or (code in (1, 2) and (" failed" in log or " error" in log))
+    return KILLED if killed else BROKEN
 
 
 class _Job(NamedTuple):
@@ -130,7 +134,6 @@ class Runner:
         """
         none = Mutant("", "", "", "", "", tuple(tests))
         job = self._start(none, self._base)
-        connection.wait([job.process.sentinel])
         return self._finish(job)
 
     def run(self, mutants: Sequence[Mutant], jobs: int) -> Iterator[Outcome]:
@@ -168,9 +171,10 @@ class Runner:
         return _Job(process, mutant, tree, time.monotonic())
 
     def _finish(self, job: _Job) -> Outcome:
+        job.process.join(max(job.start + _ALL_SECONDS - time.monotonic(), 1))
         if alive := job.process.is_alive():
             os.killpg(job.process.pid, signal.SIGKILL)
-        job.process.join()
+            job.process.join()
         log = (job.tree / "log").read_text(encoding="utf-8", errors="replace")
         seconds = time.monotonic() - job.start
         outcome = Outcome(job.mutant, _result(None if alive else job.process.exitcode, log), seconds, log)
