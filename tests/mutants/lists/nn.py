@@ -82,15 +82,6 @@ MUTANTS = (
         "nn/test_changes_within.py",
     ),
     mutant(
-        "a-failed-fill-is-a-fill",
-        "nn/group.py",
-        "        space.filled = None\n        if space.some:\n            space.some.clear()\n        space.order()\n        decode(space.buffer)\n",
-        "        if space.some:\n            space.some.clear()\n        space.order()\n        decode(space.buffer)\n",
-        "after an error in decoding, what is in the workspace is taken for the weights",
-        "nn/test_streamed.py",
-        "nn/test_second_thread.py",
-    ),
-    mutant(
         "weights-overlap",
         "nn/group.py",
         "                at += align(slot.nbytes, ALIGN)\n",
@@ -115,15 +106,6 @@ MUTANTS = (
         "a block's weights are given back while it computes",
         "nn/test_second_thread.py",
         "nn/test_training.py",
-    ),
-    mutant(
-        "views-of-the-old-buffer",
-        "nn/group.py",
-        "        if slot.view is None or slot.view_of is not self.buffer:\n",
-        "        if slot.view is None:\n",
-        "a weight is read from a workspace that was given up",
-        "nn/test_modules.py",
-        "nn/test_second_thread.py",
     ),
     mutant(
         "kept-weights-are-overwritten",
