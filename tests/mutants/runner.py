@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -22,6 +23,7 @@ TEST_SECONDS = 120  # of one test, after which it hangs
 _ALL_SECONDS = 1200  # of all tests of a mutant
 # Importing these takes 5 to 10 s, most of a mutant's time: processes are forked from one that has them.
 _LIBRARIES = ("numpy", "torch", "torch._dynamo", "transformers.modeling_utils", "diffusers")
+_FAILED = re.compile("^(FAILED|ERROR) ", re.MULTILINE)
 _NO_PACKAGE = 90  # an exit code that pytest does not have
 _LIMITS = (f"faulthandler_timeout={TEST_SECONDS}", "faulthandler_exit_on_timeout=true")
 
@@ -87,7 +89,7 @@ def _main(tree: Path, tests: Sequence[str], log: Path) -> None:
         else:
             print(f"tpde comes from {tpde.__file__}, not from the copy in {tree}")
     except BaseException as error:  # a mutant may break the import
-        print(f"1 error: {type(error).__name__}: {error}")
+        print(f"ERROR {type(error).__name__}: {error}")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -100,7 +102,7 @@ def _result(code: int | None, log: str) -> str:
     if code == 0:
         return SURVIVED
     # Else pytest itself failed, or found no tests. Signals have negative numbers: a core may crash.
-    killed = code < 0 or (code in (1, 2) and (" failed" in log or " error" in log))
+    killed = code < 0 or (code in (1, 2) and _FAILED.search(log) is not None)
     return KILLED if killed else BROKEN
 
 
