@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -90,3 +91,179 @@ def test_a_plain_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         assert (list(found.packed), list(found.plain)) == (["x"], ["bias"])
     with pytest.raises(Corrupt, match="`bias` is in another file too"):
         Checkpoint([*files, tmp_path / "b"])
+
+
+# ---- what readers refuse before the core does: others may call it, and some of it is left to it ----
+
+HEADER = reference.parse_header(prefix_blob())
+BLOB = np.frombuffer(prefix_blob(), np.uint8)
+RECORDS = np.dtype([("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")])
+
+
+def _coded() -> native.CoreLayout:
+    layout = _layout()
+    layout.first_table[1], layout.table_count[1] = 0, 1
+    return layout
+
+
+def _index() -> np.ndarray:
+    size = reference.RECORD.size * HEADER.chunks
+    return BLOB[HEADER.index_at : HEADER.index_at + size].copy()
+
+
+def _check(index: np.ndarray, largest: int = 1 << 16) -> None:
+    native.index_check(_coded(), index, HEADER.chunks_at, HEADER.blob_bytes, largest)
+
+
+def _decode(index: np.ndarray, *, data: np.ndarray = BLOB, end: int = 0, out: int = len(DATA)) -> np.ndarray:
+    words = np.empty(out, np.uint8)
+    codec = native.Codec(_coded(), _section(TABLE.serialize()))
+    codec.decode(index, 0, data, 0, end or HEADER.blob_bytes, words)
+    return words
+
+
+def _wrong_plane(layout: native.CoreLayout) -> None:
+    layout.first_table[1], layout.table_count[1] = 1, 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _wrong_plane,
+        lambda it: setattr(it, "segment_words", 0),
+        lambda it: setattr(it, "segment_words", it.words + 1),
+        lambda it: setattr(it, "unit_log2", 3),
+        lambda it: setattr(it, "unit_log2", 13),
+        lambda it: setattr(it, "chunk_words", 500),
+        lambda it: setattr(it, "chunk_words", 1 << 17),
+        lambda it: setattr(it, "word_bytes", 3),
+        lambda it: setattr(it, "rotate", 2),
+        lambda it: setattr(it, "words", 1 << 59),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(change: Callable[[native.CoreLayout], None]) -> None:
+    layout, section = _coded(), _section(TABLE.serialize())
+    native.Codec(layout, section)
+    change(layout)
+    with pytest.raises(NativeError, match="the layout is not valid"):
+        native.Codec(layout, section)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "field", "value", "says"),
+    [
+        (0, "offset", -1, "does not follow the index map"),
+        (0, "offset", 1, "does not follow the index map"),
+        (2, "offset", -1000, "ends before it starts"),
+        (2, "offset", 1 << 20, "outside the blob"),
+        (1, "modes", 1 << 4, "unknown mode of a plane"),
+        (1, "modes", 3, "unknown mode of a plane"),
+        (1, "fill", 1, "a fill value without a plane"),
+    ],
+)
+def test_index_maps_that_cannot_be_are_refused(chunk: int, field: str, value: int, says: str) -> None:
+    index = _index()
+    _check(index)
+    record = index.view(RECORDS)[chunk : chunk + 1]
+    found = int(record[field][0])
+    record[field] = max(found + value, 0) if field == "offset" else found | value
+    with pytest.raises(Corrupt, match=says):
+        _check(index)
+
+
+def test_chunks_as_large_as_the_header_allows_are_taken() -> None:
+    offsets = [*_index().view(RECORDS)["offset"].astype(int) << HEADER.unit_log2, HEADER.blob_bytes]
+    largest = int(np.diff(offsets).max())
+    _check(_index(), largest)
+    with pytest.raises(Corrupt, match="larger than the header allows"):
+        _check(_index(), largest - 1)
+
+
+def test_only_the_bytes_at_hand_are_read() -> None:
+    assert _decode(_index()).tobytes() == DATA
+    with pytest.raises(Corrupt, match="outside the bytes at hand"):
+        _decode(_index(), data=BLOB[:-16])
+
+
+@pytest.mark.parametrize("blocks", [1, 30])
+def test_a_plane_ends_with_its_chunk(blocks: int) -> None:
+    """Though the bytes behind are at hand, and are even the right ones."""
+    index = _index()
+    records = index.view(RECORDS)
+    first = int(records["offset"][0])
+    records["offset"][1] = first + blocks if blocks < 32 else first
+    with pytest.raises(Corrupt, match=r"the chunk ends inside a (raw|coded) plane"):
+        _decode(index)
+    # The last one's end is the caller's.
+    last = int(_index().view(RECORDS)["offset"][2]) << HEADER.unit_log2
+    with pytest.raises(Corrupt, match=r"the chunk ends inside a (raw|coded) plane"):
+        _decode(_index(), end=last + 16 * blocks)
+
+
+def test_a_coded_plane_ends_with_its_chunk() -> None:
+    """Cut by one block of 16, which holds nothing but the end of its lanes."""
+    offsets = _index().view(RECORDS)["offset"].astype(int)
+    index = _index()
+    index.view(RECORDS)["offset"][1] = offsets[1] - 2
+    with pytest.raises(Corrupt, match="the chunk ends inside a coded plane"):
+        _decode(index)
+
+
+@pytest.mark.usefixtures("simd_restored")
+@pytest.mark.parametrize("simd", native.simd_available())
+def test_lanes_that_read_their_neighbours_bits_are_named(simd: str) -> None:
+    """One lane has a bit fewer than its codewords, the last one a bit more: all together have as many."""
+    native.simd_select(simd)
+    at = (int(_index().view(RECORDS)["offset"][0]) << HEADER.unit_log2) + 512
+    damaged = BLOB.copy()
+    lengths = damaged[at + 4 : at + 36]
+    lane = int(lengths[:31].argmax())
+    lengths[lane] -= 1
+    lengths[31] += 1
+    with pytest.raises(Corrupt, match="a lane's codewords run past its bits"):
+        _decode(_index(), data=damaged)
+    damaged = BLOB.copy()
+    damaged[at] -= 1  # every lane has a bit fewer
+    with pytest.raises(Corrupt, match="a lane's codewords run past its bits"):
+        _decode(_index(), data=damaged)
+
+
+def test_a_lanes_header_has_no_fourth_byte() -> None:
+    at = (int(_index().view(RECORDS)["offset"][0]) << HEADER.unit_log2) + 512
+    for place, value in ((2, 9), (3, 1)):
+        damaged = BLOB.copy()
+        damaged[at + place] = value
+        with pytest.raises(Corrupt, match="a coded plane's header is not valid"):
+            _decode(_index(), data=damaged)
+
+
+@pytest.mark.parametrize("more", [-2, 2, 4096])
+def test_an_output_of_another_size_is_refused(more: int) -> None:
+    with pytest.raises(NativeError, match="the output's size does not fit"):
+        _decode(_index(), out=len(DATA) + more)
+
+
+def test_an_output_that_is_too_small_is_not_written() -> None:
+    codec = native.Codec(_coded(), _section(TABLE.serialize()), encode=True)
+    words = np.frombuffer(DATA, np.uint8)
+    bound = codec.bound(words.size // 2, HEADER.chunks)
+    codec.encode(words, 0, HEADER.chunks, 1 << 12, np.empty(bound, np.uint8))
+    with pytest.raises(NativeError, match="the output buffer is too small"):
+        codec.encode(words, 0, HEADER.chunks, 1 << 12, np.empty(bound - 1, np.uint8))
+
+
+def test_samples_that_cannot_be_are_refused() -> None:
+    words = np.frombuffer(DATA, np.uint8)
+    layout = _coded()
+    native.plan(layout, words)
+    layout.words = words.size // 2 - 1
+    layout.segment_words = layout.words
+    with pytest.raises(NativeError, match="no valid layout, sample"):
+        native.plan(layout, words)
+
+
+def test_an_escape_is_no_longer_than_the_longest_codeword() -> None:
+    table = bytearray(TABLE.serialize())
+    table[3] = table[1] + 1
+    with pytest.raises(Corrupt, match="escape longer than the longest codeword"):
+        native.Codec(_layout(), _section(bytes(table)))

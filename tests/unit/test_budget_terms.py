@@ -1,0 +1,244 @@
+"""Each term of a budget and of a prediction, in numbers that were worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tpde.errors import OutOfMemory
+from tpde.streaming import plan as plans
+from tpde.streaming.choices import STAGING_LEAST, STAGING_STEP, Choice, Tally, tally
+from tpde.streaming.plan import MIB, make_plan, page_tables
+from tpde.streaming.predict import Work, predict
+from tpde.streaming.units import Demand, Placement, Rates, Unit
+
+NOTHING = Work(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+RATES = Rates(copy=50e9, disk=5e9, memory=4e12, decode=2e12, launch=40e-6)
+ENDS = 1.5e-3
+
+
+def seconds(**fields: int) -> dict[str, float]:
+    return predict(NOTHING._replace(**fields), RATES)
+
+
+def test_a_token_ends_on_the_device_and_on_the_host() -> None:
+    assert seconds() == {"copy": 0.0, "disk": 0.0, "memory": ENDS, "host": ENDS}
+
+
+def test_the_host_calls_modules_units_and_pieces() -> None:
+    assert seconds(calls=100)["host"] == pytest.approx(ENDS + 100 * 40e-6)
+    assert seconds(units=10)["host"] == pytest.approx(ENDS + 17 * 40e-6)
+    assert seconds(pieces=10)["host"] == pytest.approx(ENDS + 10 * 40e-6)
+
+
+def test_the_device_reads_and_decodes() -> None:
+    assert seconds(read=4 * 10**9)["memory"] == pytest.approx(ENDS + 1e-3)
+    # Resident weights: their bytes, and what each launch takes.
+    assert seconds(decoded=2 * 10**9, launches=5)["memory"] == pytest.approx(ENDS + 1e-3 + 5 * 20e-6)
+    # Those that pass through the ring, a launch for each piece: counted once.
+    passing = seconds(decoded=2 * 10**9, passing=2 * 10**9, launches=7, pieces=7)
+    assert passing["memory"] == pytest.approx(ENDS + 1e-3 + 7 * 20e-6)
+    mixed = seconds(decoded=6 * 10**9, passing=2 * 10**9, launches=10, pieces=7)
+    assert mixed["memory"] == pytest.approx(ENDS + 3e-3 + 10 * 20e-6)
+
+
+def test_a_disk_is_read_at_its_rate() -> None:
+    assert seconds(disk=10 * 10**9)["disk"] == pytest.approx(2.0)
+
+
+def test_copies_take_their_bytes_and_each_its_start() -> None:
+    """With a ring in which 20 ms of copies fit, nothing is late and nothing stalls."""
+    ring = 10**9
+    assert seconds(copied=49 * 10**9, ring=ring)["copy"] == pytest.approx(1.0)
+    assert seconds(copied=49 * 10**9, pieces=1000, ring=ring)["copy"] == pytest.approx(1.0 + 1000 * 4e-6)
+
+
+def test_a_small_ring_runs_dry() -> None:
+    """Of 0.2 ms of copies: at some point of each unit the host is 1 ms late, and a token's end takes 1.5."""
+    ring, ahead = 10**7, 0.2e-3
+    late = 3 * (1e-3 - ahead) + (ENDS - ahead)
+    assert seconds(copied=49 * 10**9, streamed=3, ring=ring)["copy"] == pytest.approx(1.0 + late)
+
+
+def test_copies_stall_while_other_things_are_computed() -> None:
+    """The ring holds 20 ms of copies; all else takes 1 s of the host, or of the device."""
+    ring = 10**9
+    host = seconds(copied=49 * 10**9, ring=ring, streamed=2, calls=25_000)
+    assert host["copy"] == pytest.approx(1.0 + 1.0 - 2 * 0.02)
+    device = seconds(copied=49 * 10**9, ring=ring, streamed=2, read=4 * 10**12)
+    assert device["copy"] == pytest.approx(1.0 + 1.0 - 2 * 0.02)
+    # While pieces are queued and decoded, places of the ring get free: that does not stall it.
+    pieces = seconds(copied=49 * 10**9, ring=ring, streamed=2, pieces=25_000)
+    assert pieces["copy"] == pytest.approx(1.0 + 25_000 * 4e-6)
+
+
+PLAIN, PACKED, STREAMED = Unit("a", 700, 1000, 20), Unit("b", 701, 1001, 21), Unit("c", 702, 1002, 22)
+ROWS = Unit("rows", 5 * MIB + 1, 8 * MIB, 23, rows=True)
+
+
+def counted(*units: Unit, plain: str = "", packed: str = "", ram: int | None = None) -> Tally:
+    return tally(Choice(frozenset(plain.split()), frozenset(packed.split())), units, ram)
+
+
+def test_units_are_counted_as_the_allocator_rounds() -> None:
+    found = counted(PLAIN, PACKED, STREAMED, plain="a", packed="b")
+    assert (found.plain, found.packed, found.maps) == (1024, 1024, 512)
+    assert found.host == STREAMED.packed
+    assert found.decoded == (STREAMED, PACKED), "the largest first"
+    assert found.loading == 1024 + PLAIN.packed + PLAIN.index
+
+
+def test_plain_units_are_decoded_beside_those_before() -> None:
+    found = counted(PLAIN, PACKED, STREAMED, plain="a b c")
+    # The largest comes first; the last has the others beside it.
+    assert found.loading == 3 * 1024 + PLAIN.packed + PLAIN.index
+
+
+def test_host_memory_has_room_for_rows_and_for_staging() -> None:
+    large = [Unit(f"layers.{i}", 100 * MIB, 150 * MIB, 0) for i in range(20)]
+    found = counted(ROWS, *large, ram=1000 * MIB)
+    assert found.least_ram == ROWS.packed + STAGING_LEAST
+    assert found.staging == STAGING_LEAST
+    # 1000 MiB less 5 of rows and 256 to read to: seven units of 100.
+    assert len(large) - len(found.on_disk) == 7
+    assert found.host == ROWS.packed + 700 * MIB
+    small = counted(ROWS, *large[:1])
+    assert small.least_ram == ROWS.packed + 100 * MIB
+    assert (small.staging, small.on_disk) == (0, frozenset())
+
+
+def test_staging_is_a_share_in_whole_pieces() -> None:
+    large = [Unit(f"layers.{i}", 1000 * MIB, 1500 * MIB, 0) for i in range(20)]
+    assert counted(*large, ram=4100 * MIB).staging == 4100 * MIB // 8 // STAGING_STEP * STAGING_STEP
+    assert counted(*large, ram=19_000 * MIB).staging == 1024 * MIB
+
+
+NEEDS = Demand(
+    plain=3 * MIB,
+    cache=5 * MIB,
+    activations=7 * MIB,
+    fixed=11 * MIB,
+    experts=13 * MIB,
+    elsewhere=2 << 30,
+    column=4096,
+)
+
+
+def layout(found: Tally, slots: int = 4, tiled: int = 0, workspace: int = 17 * MIB) -> plans._Layout:
+    return plans._Layout(found, tiled=tiled, workspace=workspace, slots=slots, piece=32 * MIB)
+
+
+def test_every_part_of_a_budget() -> None:
+    big = dataclasses.replace(STREAMED, plain=64 * MIB, tile=16 * MIB, row=8192)
+    found = counted(PLAIN, PACKED, big, plain="a", packed="b")._replace(host=3 << 30, staging=1 << 30)
+    parts = plans._parts(layout(found, tiled=1), NEEDS, kept=19 * MIB)
+    assert parts == {
+        "plain": 3 * MIB,
+        "cache": 5 * MIB,
+        "activations": 7 * MIB,
+        "fixed": 11 * MIB,
+        "workspace": 17 * MIB,
+        "tiles": 17 * MIB // 8192 * 4096,
+        "ring": 128 * MIB,
+        "kept": 19 * MIB,
+        "experts": 13 * MIB,
+        "pages": 8 * MIB + 4 * MIB,
+        "index": 512,
+        "packed": 1024,
+        "decoded": 1024,
+    }
+    assert plans._parts(layout(found, slots=0), NEEDS)["experts"] == 0, "experts come with their blocks then"
+    assert plans._parts(layout(found), NEEDS)["tiles"] == 0, "nothing is tiled"
+
+
+def test_page_tables_are_whole_pages() -> None:
+    assert [page_tables(it) for it in (0, 1, 1 << 30, (1 << 30) + 1)] == [0, 2 * MIB, 2 * MIB, 4 * MIB]
+
+
+def test_loading_may_need_more_than_running() -> None:
+    big = Unit("big", 280 * MIB, 416 * MIB, MIB)
+    found = counted(big, STREAMED, plain="big")
+    running = sum(plans._parts(layout(found, 0, workspace=0), NEEDS).values())
+    loading = (3 + 11) * MIB + 6 * MIB + 512 + big.plain + big.packed + big.index
+    assert loading > running
+    assert layout(found, 0, workspace=0).used(NEEDS) == loading
+    slots = layout(found, 10)
+    assert slots.used(NEEDS) == sum(plans._parts(slots, NEEDS).values()) > loading
+
+
+BLOCKS = [Unit(f"layers.{i}", 100 * MIB + 7, 150 * MIB, MIB) for i in range(12)]
+
+
+def worked(found: Tally, workspace: int, slots: int = 4) -> Work:
+    return plans._work(layout(found, slots, workspace=workspace), read=5, calls=6)
+
+
+def test_what_a_token_does() -> None:
+    found = counted(*BLOCKS, packed="layers.0 layers.1")._replace(on_disk=frozenset({"layers.2"}))
+    size = BLOCKS[0].packed - BLOCKS[0].index
+    pieces = -(-size // (32 * MIB))
+    assert worked(found, 150 * MIB) == Work(
+        calls=6,
+        read=5,
+        decoded=12 * 150 * MIB,
+        passing=10 * 150 * MIB,
+        launches=2 + 10 * pieces,
+        units=12,
+        copied=10 * size,
+        pieces=10 * pieces,
+        streamed=10,
+        disk=size,
+        ring=128 * MIB,
+    )
+
+
+def test_tiles_take_turns() -> None:
+    """Three of 64 MiB for 150, each a launch, and each a piece at least."""
+    found = counted(*BLOCKS[:2], packed="layers.0")
+    made = worked(found, 64 * MIB)
+    assert (made.streamed, made.launches, made.pieces) == (3, 3 + 4, 4)
+    small = counted(Unit("small", MIB, 150 * MIB, 0))
+    assert worked(small, 64 * MIB).pieces == 3
+
+
+def test_what_is_kept_is_copied_once() -> None:
+    work = NOTHING._replace(copied=100, disk=40, passing=200)
+    assert plans._without(work, 0) == work
+    # Those of the disk first, for they take longest.
+    assert plans._without(work, 30) == work._replace(copied=70, disk=10, passing=140)
+    assert plans._without(work, 60) == work._replace(copied=60, disk=0, passing=120)
+    assert plans._without(work._replace(disk=0), 60) == work._replace(copied=40, disk=0, passing=80)
+
+
+def test_how_much_is_kept() -> None:
+    found, needs = counted(*BLOCKS), dataclasses.replace(NEEDS, experts=0)
+    here = layout(found, workspace=150 * MIB)
+    work, used = worked(found, 150 * MIB), here.used(needs)
+    left = plans.LEFT_FREE
+
+    def kept(spare: int, demand: Demand = needs) -> int:
+        return plans._kept(here, work, demand, used + left + spare)
+
+    assert kept(64 * MIB) == 64 * MIB
+    assert kept(64 * MIB - 1) == 0, "too little to be worth it"
+    assert kept(67 * MIB) == 66 * MIB, "whole pages"
+    assert kept(1 << 40) == (work.copied + 512 * work.pieces) // (2 * MIB) * 2 * MIB, "all there is"
+    assert plans._kept(here, work, NEEDS, 1 << 40) == 0, "experts have what is left over"
+    assert plans._kept(here._replace(slots=0), work, needs, 1 << 40) == 0
+
+
+def test_a_budget_is_exact_to_the_byte() -> None:
+    """The least that works is what its parts add up to, and a byte less does not."""
+    with pytest.raises(OutOfMemory) as caught:
+        make_plan(BLOCKS, NEEDS, 1, None, RATES, calls=10)
+    least = caught.value.least
+    assert least is not None
+    pages = page_tables(sum(it.packed for it in BLOCKS)) + page_tables(NEEDS.elsewhere)
+    rings = 4 * 4 * MIB
+    assert least == NEEDS.total + NEEDS.experts + 150 * MIB + rings + pages + 12 * MIB
+    made = make_plan(BLOCKS, NEEDS, least, None, RATES, calls=10)
+    assert made.used == least
+    assert set(made.placements.values()) == {Placement.HOST}
+    with pytest.raises(OutOfMemory):
+        make_plan(BLOCKS, NEEDS, least - 1, None, RATES, calls=10)

@@ -1,0 +1,352 @@
+"""What waits for what, and what is given back, at the first use of a unit, on errors, and after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.simulated import Probe
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from support.locking import FakeLock  # noqa: E402
+from support.ring import SIZES, Fixture, filled  # noqa: E402
+
+from tpde.errors import Corrupt  # noqa: E402
+from tpde.format.source import Extent, FileSource  # noqa: E402
+from tpde.streaming import arena as arenas  # noqa: E402
+from tpde.streaming import direct, disk, lock, stream  # noqa: E402
+from tpde.streaming import tensor as tensors  # noqa: E402
+from tpde.streaming.cache import ExpertCache  # noqa: E402
+from tpde.streaming.disk import ReadAhead  # noqa: E402
+from tpde.streaming.order import Order  # noqa: E402
+from tpde.streaming.pieces import GAP_BYTES, Part, cut  # noqa: E402
+
+
+def damage(made: Fixture, number: int, chunk: int = 5) -> None:
+    extent, offsets = made.tensors[number].extent, made.tensors[number].offsets
+    made.supply._bytes(extent)[extent.offset + int(offsets[chunk]) + 40] ^= 1
+
+
+def test_a_first_use_waits_for_its_decoding(tmp_path: Path) -> None:
+    """Else damage would be told at the second use, and the first one computes with it."""
+    with Fixture(tmp_path, SIZES, blocking=False) as made:
+        damage(made, 2)
+        (unit, expected) = made.units((2,))[0]
+        gate = threading.Event()
+        made.device.compute.put(lambda: gate.wait(60) and None)
+        threading.Timer(0.05, gate.set).start()
+        with pytest.raises(Corrupt, match="`t2`, chunk 5: .*is damaged"):
+            unit(torch.empty(len(expected), dtype=torch.uint8))
+        assert not unit.verified
+
+
+def test_what_was_damaged_at_first_is_not_verified(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        (unit, expected) = made.units((2,))[0]
+        damage(made, 2)
+        for _ in range(2):
+            with pytest.raises(Corrupt, match="is damaged"):
+                filled(unit, len(expected))
+            assert not unit.verified
+        damage(made, 2)  # and back again
+        assert filled(unit, len(expected)) == expected
+        assert unit.verified
+
+
+def test_a_check_that_fails_asks_again_for_what_it_has_not_told(tmp_path: Path) -> None:
+    """One unit's report is of two launches: the second is told by the next check."""
+    with Fixture(tmp_path, SIZES) as made:
+        (unit, expected) = made.units((0,))[0]
+        filled(unit, len(expected))
+        found = [Corrupt("one"), Corrupt("two")]
+
+        def report() -> None:
+            if found:
+                raise found.pop(0)
+
+        unit.report = report  # type: ignore[method-assign]
+        for what in ("one", "two"):
+            with pytest.raises(Corrupt, match=what):
+                made.streamer.check()
+        made.streamer.check()
+        assert not made.streamer._checks._open
+
+
+def test_checking_waits_for_another_threads_fill(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        (unit, expected) = made.units((0,))[0]
+        probe = made.streamer._lock = Probe(made.streamer._lock)  # type: ignore[assignment]
+        copy, checked, seen = made.device.copy, [], list[bool]()
+
+        def check() -> None:
+            made.streamer.check()
+            checked.append(1)
+            probe.asked.set()  # had it not asked
+
+        other = threading.Thread(target=check)
+
+        def slow(*args: Any) -> Any:
+            if not seen:
+                other.start()
+                assert probe.asked.wait(60)
+            seen.append(bool(checked))
+            return copy(*args)
+
+        made.device.copy = slow  # type: ignore[method-assign]
+        made.streamer.prefetch = False
+        assert filled(unit, len(expected)) == expected
+        other.join()
+        assert not any(seen)
+        assert checked
+
+
+def test_filling_waits_for_another_threads_fill(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        (unit, expected), (other_unit, needed) = made.units((0,), (1,))
+        probe = made.streamer._lock = Probe(made.streamer._lock)  # type: ignore[assignment]
+        copy, seen, results = made.device.copy, list[bool](), list[bytes]()
+
+        def fill() -> None:
+            results.append(filled(other_unit, len(needed)))
+            probe.asked.set()
+
+        other = threading.Thread(target=fill)
+
+        def slow(*args: Any) -> Any:
+            if not seen:
+                seen.append(False)
+                other.start()
+                assert probe.asked.wait(60)
+            seen.append(bool(results) and len(seen) < len(unit.pieces))
+            return copy(*args)
+
+        made.device.copy = slow  # type: ignore[method-assign]
+        made.streamer.prefetch = False
+        assert filled(unit, len(expected)) == expected
+        other.join()
+        assert results == [needed]
+        assert not any(seen)
+
+
+def test_after_an_error_places_are_free_when_the_device_is_done(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES, blocking=False) as made:
+        (unit, expected) = made.units((0, 1))[0]
+        gate, decode, calls = threading.Event(), made.device.decode, []
+
+        def interrupted(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                made.device.compute.put(lambda: gate.wait(60) and None)
+                threading.Timer(0.05, gate.set).start()
+                raise KeyboardInterrupt
+            return decode(*args)
+
+        made.device.decode = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            filled(unit, len(expected))
+        assert gate.is_set(), "it was waited for"
+        assert [freed for _, freed in made.streamer._free] == [None] * 4
+
+
+def test_ctrl_c_between_asking_and_noting_gives_the_ticket_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        (unit, expected) = made.units((0,))[0]
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(stream, "_Step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                filled(unit, len(expected))
+        assert len(made.supply.requested) == made.supply.cancelled == 1
+        assert filled(unit, len(expected)) == expected
+
+
+def test_supplies_are_told_of_every_copy(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        told: list[tuple[str, Any]] = []
+        made.supply.copied = lambda extent, event: told.append((extent.name, event))  # type: ignore[method-assign]
+        for unit, expected in made.units((0,), (1,), (2,)):
+            assert filled(unit, len(expected)) == expected
+        assert [name for name, _ in told] == made.device.copied
+        assert all(hasattr(event, "wait") for _, event in told)
+
+
+def test_what_lies_far_between_two_tensors_is_not_copied(tmp_path: Path) -> None:
+    with Fixture(tmp_path, [3000, 3000]) as made:
+        first, second = made.tensors
+        far = second.extent._replace(offset=first.extent.offset + first.extent.size + GAP_BYTES + 256)
+        parts = [Part(first, 0, 0, 0), Part(second, 0, 0, 0)]
+        assert len(cut(parts, 64 << 20)) == 1
+        second.extent = far
+        assert len(cut(parts, 64 << 20)) == 2
+
+
+def test_what_was_made_first_follows_what_was_made_last() -> None:
+    order: Order[str] = Order()
+    for name in "abc":
+        order.expect(name)
+    assert [order.after(name) for name in "abc"] == ["b", "c", "a"]
+    order.saw("c")
+    order.saw("b")
+    assert order.after("c") == "b"
+
+
+def test_an_expert_is_held_by_all_who_hold_it() -> None:
+    cache: ExpertCache[str] = ExpertCache(1)
+    place = cache.insert("a")
+    assert cache.lookup("a") == place
+    cache.release("a")
+    assert cache.insert("b") is None, "one still decodes it"
+    cache.release("a")
+    assert cache.insert("b") == place
+
+
+# ---- memory and files ----
+
+
+def test_an_arena_is_given_back_where_locking_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[arenas.Arena] = []
+
+    class Noted(arenas.Arena):
+        closed = False
+
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            made.append(self)
+
+        def lock(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            self.closed = True
+            super().close()
+
+    monkeypatch.setattr(disk, "Arena", Noted)
+    with pytest.raises(KeyboardInterrupt):
+        ReadAhead(2, 4096, 1, 0)
+    assert [it.closed for it in made] == [True]
+
+
+def test_an_arena_unlocks_what_it_has_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeLock(monkeypatch)
+    made = arenas.Arena(8 * 4096)
+    made.lock(0, 0, 4096)
+    made.lock(0, 4096, 8192)
+    assert len(fake.locked) == 2
+    made.close()
+    assert not fake.locked
+
+
+def test_a_driver_that_fails_has_locked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What says that memory cannot be locked is `Refused`; everything else is an error of the device."""
+
+    class Code(int):
+        name = "CUDA_ERROR"
+
+    codes = iter([0, 2, 719])
+    driver = SimpleNamespace(
+        cuCtxPushCurrent=lambda _: (Code(0),),
+        cuCtxPopCurrent=lambda: None,
+        cuMemHostRegister=lambda *_: (Code(next(codes)),),
+    )
+    monkeypatch.setattr(lock, "bindings", lambda: (driver, None))
+    monkeypatch.setattr(lock, "_primary", lambda _: 0)
+    lock.lock(4096, 4096, 0, read_only=False)
+    with pytest.raises(lock.Refused, match="CUDA_ERROR"):
+        lock.lock(4096, 4096, 0, read_only=False)
+    with pytest.raises(Exception, match="page-locking 4096 bytes failed"):
+        lock.lock(4096, 4096, 0, read_only=False)
+
+
+def test_an_arena_outlives_the_copies_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(64 << 10))
+    source = FileSource(path)
+    synchronized, closed = list[bool](), threading.Event()
+    real = arenas.Arena.close
+
+    def close(self: arenas.Arena) -> None:
+        closed.set()
+        real(self)
+
+    monkeypatch.setattr(arenas.Arena, "close", close)
+
+    class Copying:
+        def synchronize(self) -> None:
+            synchronized.append(closed.is_set())
+
+    ahead = ReadAhead(1, 64 << 10, 1, None)
+    ticket = ahead.request(Extent(source, 0, 64 << 10, "x"))
+    ticket.wait()
+    ticket.copied(Copying())
+    ahead.close()
+    assert synchronized == [False]
+    assert closed.is_set()
+    source.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs direct reads")
+def test_short_direct_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(8 * direct.BLOCK)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    real = os.preadv
+
+    def short(descriptor: int, buffers: Any, offset: int) -> int:
+        return real(descriptor, [buffers[0][: 3 * direct.BLOCK // 2]], offset)
+
+    monkeypatch.setattr(direct.os, "preadv", short)
+    out = bytearray(len(data))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        assert direct._read_direct(descriptor, "file", 0, memoryview(out), len(data))
+    finally:
+        os.close(descriptor)
+    assert bytes(out) == data
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_files_that_were_opened_for_direct_reads_are_closed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+    source, files = FileSource(path), direct.Files()
+    before = len(os.listdir("/proc/self/fd"))
+    files.direct(source)
+    opened = list(files._opened)
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    for descriptor in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    source.close()
+
+
+def test_two_threads_put_tables_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One must not replace what the other has launched a kernel with."""
+    with Fixture(tmp_path, [50_000]) as made:
+        it, begun, allocate = made.tensors[0], threading.Event(), tensors.allocate
+        allocations: list[int] = []
+
+        def slow(*args: Any) -> Any:
+            allocations.append(1)
+            begun.set()
+            if len(allocations) == 1:
+                other.start()
+                other.join(0.2)  # it waits for this one
+            return allocate(*args)
+
+        monkeypatch.setattr(tensors, "allocate", slow)
+        other = threading.Thread(target=lambda: tensors.put_on_device([it]))
+        tensors.put_on_device([it])
+        other.join()
+        assert begun.is_set()
+        assert allocations == [1]

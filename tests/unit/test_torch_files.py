@@ -1,0 +1,78 @@
+"""What `tpde.torch` and `tpde.numpy` save, replace, and refuse to save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+import tpde.numpy  # noqa: E402
+import tpde.torch  # noqa: E402
+from tpde.errors import InvalidInput, UnsupportedDtype  # noqa: E402
+from tpde.format.container import TensorSpec  # noqa: E402
+from tpde.frameworks import to_torch, torch_shape, torch_spec  # noqa: E402
+
+
+def test_tensors_that_overlap_are_refused() -> None:
+    whole = torch.arange(1000, dtype=torch.int32)
+    for one, other in ((whole[:500], whole[499:]), (whole, whole[10:20]), (whole[100:200], whole[:101])):
+        with pytest.raises(InvalidInput, match="share memory"):
+            tpde.torch.save({"one": one, "other": other})
+    found = tpde.torch.load(tpde.torch.save({"one": whole[:500], "other": whole[500:], "none": whole[:0]}))
+    assert torch.equal(found["one"], whole[:500])
+    assert torch.equal(found["other"], whole[500:])
+
+
+def test_tensors_that_are_not_contiguous_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="`x` is not contiguous"):
+        tpde.torch.save({"x": torch.zeros(3, 4).t()})
+
+
+def test_what_holds_no_data_is_refused() -> None:
+    for tensor, says in (
+        (torch.empty(3, device="meta"), "has no data"),
+        (torch.eye(3).to_sparse(), "is not dense"),
+        ([1.0], "is a list"),
+    ):
+        with pytest.raises(InvalidInput, match=says):
+            tpde.torch.save({"x": tensor})
+
+
+def test_saving_replaces_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for value in (1, 2):
+        tpde.torch.save_file({"x": torch.full((9,), value)}, path)
+        assert torch.equal(tpde.torch.load_file(path)["x"], torch.full((9,), value))
+        tpde.numpy.save_file({"x": np.full(9, value)}, path)
+        assert np.array_equal(tpde.numpy.load_file(path)["x"], np.full(9, value))
+
+
+def test_lazy_conjugates_and_negatives_are_saved_as_they_look() -> None:
+    values = torch.randn(50, dtype=torch.complex64)
+    found = tpde.torch.load(tpde.torch.save({"x": values.conj(), "y": values.clone().conj().imag.clone()}))
+    assert torch.equal(found["x"].view(torch.int64), values.conj().resolve_conj().view(torch.int64))
+    assert torch.equal(found["y"], -values.imag)
+
+
+def test_big_endian_arrays_are_saved_as_numbers() -> None:
+    values = np.arange(700)
+    for kind in (">i8", ">f4", ">u2"):
+        found = tpde.numpy.load(tpde.numpy.save({"x": values.astype(kind)}))["x"]
+        assert found.dtype == np.dtype(kind).newbyteorder("=")
+        assert np.array_equal(found, values.astype(kind))
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="needs a torch with numbers of four bits")
+def test_numbers_of_four_bits_are_pairs() -> None:
+    """A byte holds two; files count numbers, PyTorch counts bytes."""
+    pairs = torch.arange(32, dtype=torch.uint8).view(4, 8).view(torch.float4_e2m1fn_x2)
+    assert torch_spec("x", pairs) == TensorSpec("F4", (4, 16))
+    assert torch_shape(TensorSpec("F4", (4, 16))) == (4, 8)
+    found = tpde.torch.load(tpde.torch.save({"x": pairs}))["x"]
+    assert found.shape == (4, 8)
+    assert torch.equal(found.view(torch.uint8), pairs.view(torch.uint8))
+    with pytest.raises(UnsupportedDtype, match="is odd"):
+        to_torch(np.zeros(3, np.uint8), TensorSpec("F4", (2, 3)))

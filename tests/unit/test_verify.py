@@ -1,0 +1,139 @@
+"""What `verify` compares, what it names, and what it leaves open; single files and small directories."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.contents import fill
+from support.files import pack_bytes, safetensors_bytes
+
+import tpde
+from tpde.errors import Corrupt
+from tpde.format.container import TensorSpec
+from tpde.packing import copies
+from tpde.packing.reader import PackedFile
+from tpde.packing.tree import walk
+
+SPEC = TensorSpec("BF16", (20_000,))
+A, B = fill("normal", SPEC), fill("exponents", SPEC)
+
+
+def files(tmp_path: Path, source: bytes, packed_of: bytes | None = None) -> tuple[Path, Path]:
+    """Give a source, and what was packed of it, or of something else."""
+    plain, packed = tmp_path / "plain.safetensors", tmp_path / "packed.safetensors"
+    plain.write_bytes(source)
+    packed.write_bytes(pack_bytes(source if packed_of is None else packed_of))
+    return packed, plain
+
+
+def said(tmp_path: Path, source: bytes, packed_of: bytes) -> list[str]:
+    packed, plain = files(tmp_path, source, packed_of)
+    return [it.message for it in tpde.verify(packed, against=plain)]
+
+
+def test_a_source_is_equal_to_itself(tmp_path: Path) -> None:
+    source = safetensors_bytes({"a": (SPEC, A), "b": (SPEC, B)}, {"format": "pt"})
+    assert said(tmp_path, source, source) == []
+
+
+def test_another_header_is_another_source(tmp_path: Path) -> None:
+    one = safetensors_bytes({"a": (SPEC, A)}, {"format": "pt"})
+    other = safetensors_bytes({"a": (SPEC, A)}, {"format": "np"})
+    (message,) = said(tmp_path, one, other)
+    assert "the source's header differs" in message
+
+
+def test_tensors_that_only_one_has_are_named(tmp_path: Path) -> None:
+    one, both = safetensors_bytes({"a": (SPEC, A)}), safetensors_bytes({"a": (SPEC, A), "b": (SPEC, B)})
+    assert "tensor `b` is missing from the packed file" in said(tmp_path, both, one)
+    assert "tensor `b` is missing from the source file" in said(tmp_path, one, both)
+
+
+def test_the_first_byte_that_differs_is_named(tmp_path: Path) -> None:
+    other = bytearray(A)
+    other[30_001] ^= 0x40
+    other[35_000] ^= 0x40
+    source = safetensors_bytes({"a": (SPEC, bytes(other))})
+    (message,) = said(tmp_path, source, safetensors_bytes({"a": (SPEC, A)}))
+    assert message == f"tensor `a`: byte 30001 is {A[30_001]:#04x}, but {other[30_001]:#04x} in the source"
+
+
+def test_a_failed_unpack_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.packing import files as packing
+
+    packed, _ = files(tmp_path, safetensors_bytes({"a": (SPEC, A)}))
+    before = sorted(os.listdir(tmp_path))
+    for error in (KeyboardInterrupt, MemoryError):
+
+        def fail(*_: Any, error: type[BaseException] = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(packing, "stream", fail)
+        with pytest.raises(error):
+            tpde.unpack(packed, tmp_path / "out.safetensors")
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_file_that_is_refused_is_closed() -> None:
+    class Source:
+        name, closed = "x", 0
+        data = pack_bytes(safetensors_bytes({"a": (SPEC, A)})).replace(b'"tpde.source_hash":"', b'"tpde.source_hash":"0')
+
+        def __init__(self) -> None:
+            self.size = len(self.data)
+
+        def read_into(self, offset: int, out: memoryview) -> None:
+            out[:] = self.data[offset : offset + out.nbytes]
+
+        def view(self, offset: int, size: int) -> None:
+            return None
+
+        def close(self) -> None:
+            self.closed += 1
+
+    made = Source()
+    with pytest.raises(Corrupt):
+        PackedFile(made)  # type: ignore[arg-type]
+    assert made.closed == 1
+
+
+def directory(tmp_path: Path) -> tuple[Path, Path]:
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    (plain / "logs").mkdir(parents=True)
+    (plain / "config.json").write_text("{}")
+    (plain / "logs" / "one.txt").write_text("1")
+    for name, data in (("a", A), ("b", B)):
+        (plain / f"{name}.safetensors").write_bytes(safetensors_bytes({name: (SPEC, data)}))
+    return plain, packed
+
+
+def test_one_bad_shard_hides_no_other(tmp_path: Path) -> None:
+    plain, packed = directory(tmp_path)
+    tpde.pack(plain, packed)
+    for name in ("a", "b"):
+        (packed / f"{name}.safetensors").write_bytes(b"\xff" * 100)
+    found = tpde.verify(packed)
+    assert {Path(it.file).name for it in found} == {"a.safetensors", "b.safetensors"}
+
+
+@pytest.mark.parametrize("pattern", ["logs", "logs/", "logs/one.txt", "./logs/one.txt", "*.txt", "l*s"])
+def test_exclusions_name_files_folders_and_paths(tmp_path: Path, pattern: str) -> None:
+    plain, _ = directory(tmp_path)
+    assert "logs/one.txt" in walk(plain).files
+    tree = walk(plain, (pattern,))
+    assert "logs/one.txt" not in tree.files
+    assert [it.reason for it in tree.left_out] == ["excluded"]
+
+
+def test_short_writes_of_a_copy_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(100_000)
+    (tmp_path / "source").write_bytes(data)
+    write = os.write
+    monkeypatch.setattr(copies.os, "write", lambda descriptor, piece: write(descriptor, piece[:7777]))
+    copies.copy_file(tmp_path / "source", tmp_path / "target")
+    copies.write_text(tmp_path / "text", "x" * 20_000, 0o600)
+    assert (tmp_path / "target").read_bytes() == data
+    assert (tmp_path / "text").read_text() == "x" * 20_000
