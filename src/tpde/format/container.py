@@ -7,11 +7,10 @@ that the stock library makes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -123,7 +122,7 @@ class Container:
 
 
 METADATA = "__metadata__"
-_USUAL = ["dtype", "shape", "data_offsets"]
+_USUAL = ("dtype", "shape", "data_offsets")
 _KEYS = set(_USUAL)
 
 
@@ -135,12 +134,20 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def check_texts(names: Iterable[object], metadata: object) -> None:
+def _are_names(names: Collection[Any]) -> bool:
+    """Whether all names are what a tensor may be called, told by all of them at once."""
+    try:
+        return METADATA not in names and _is_unicode("".join(names))
+    except TypeError:  # not texts
+        return False
+
+
+def check_texts(names: Collection[object], metadata: object) -> None:
     """Check names of tensors and `__metadata__`: what every reader demands, and so every writer asks for.
 
     Parameters
     ----------
-    names : iterable of str
+    names : collection of str
         Of tensors.
     metadata : mapping of str to str
         Of the file.
@@ -150,7 +157,7 @@ def check_texts(names: Iterable[object], metadata: object) -> None:
     ValueError
         Saying what is wrong, and where.
     """
-    for name in names:
+    for name in () if _are_names(names) else names:
         if not isinstance(name, str):
             raise ValueError(f"the name {name!a:.200} is a {type(name).__name__}; names are texts")
         if name == METADATA:
@@ -179,20 +186,21 @@ class _Entries:
 
         Anything else is a dictionary, for `read` to say what is wrong with it, and by name.
         """
-        if [key for key, _ in pairs] == _USUAL:
-            (_, dtype), (_, shape), (_, offsets) = pairs
+        try:
+            (first, dtype), (second, shape), (third, (begin, end)) = pairs
             if (
-                type(dtype) is str
+                (first, second, third) == _USUAL
+                and type(dtype) is str
                 and type(shape) is list
                 and _are_sizes(shape)
-                and type(offsets) is list
-                and len(offsets) == 2
-                and _are_sizes(offsets)
+                and type(begin) is int is type(end)
+                and begin >= 0
             ):
-                with contextlib.suppress(UnsupportedDtype, ValueError):
-                    spec = self._shared(dtype, shape)
-                    if offsets[1] - offsets[0] == spec.nbytes:
-                        return Entry(spec, *offsets)
+                spec = self._shared(dtype, shape)
+                if end - begin == spec.nbytes:
+                    return Entry(spec, begin, end)
+        except (UnsupportedDtype, ValueError, TypeError):
+            pass
         result = dict(pairs)
         if len(result) != len(pairs):
             raise ValueError("a name occurs twice")
@@ -206,9 +214,7 @@ class _Entries:
         return spec
 
     def read(self, name: str, info: Any) -> Entry:
-        """One tensor's entry. Keys that are not known are passed over, as the stock library does."""
-        if isinstance(info, Entry):
-            return info
+        """An entry that `of_object` left. Unknown keys are passed over, as the stock library does."""
         if not isinstance(info, dict) or not info.keys() >= _KEYS:
             raise self._corrupt(name, "lacks one of dtype, shape, data_offsets")
         shape, offsets = info["shape"], info["data_offsets"]
@@ -306,10 +312,12 @@ def parse_header(header: bytes, where: str) -> Container:
         check_texts(parsed, metadata)
     except ValueError as error:
         raise Corrupt(f"{where}: {error}") from None
-    entries = {name: reader.read(name, info) for name, info in parsed.items()}
-    if not _are_in_order(entries):
-        entries = dict(sorted(entries.items(), key=lambda item: item[1][1:]))
-    at = 0
+    entries = {
+        name: info if type(info) is Entry else reader.read(name, info) for name, info in parsed.items()
+    }
+    if _are_in_order(entries):
+        return Container(header, entries, metadata)
+    entries, at = dict(sorted(entries.items(), key=lambda item: item[1][1:])), 0
     for name, entry in entries.items():
         if entry.begin != at:
             raise Corrupt(
@@ -376,9 +384,9 @@ def read_container(source: Source) -> Container:
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def text_json(text: str) -> str:
-    """A text as it stands in a header."""
-    return _encode(text)
+def names_bytes(names: Iterable[str]) -> int:
+    """Bytes that names take in a header, without their quotes."""
+    return len(_encode("".join(names)).encode()) - 2
 
 
 def entry_json(name: str, spec: TensorSpec, begin: int, end: int) -> str:
@@ -416,7 +424,8 @@ def canonical_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str
     bytes
         The JSON with its padding, without the 8 bytes of its length.
     """
-    order = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].code, name.encode()))
+    # Texts compare by code points, in the order of their UTF-8 bytes.
+    order = sorted(specs, key=lambda name: (-DTYPES[specs[name].dtype].code, name))
     at, entries = 0, []
     for name in order:
         entries.append(entry_json(name, specs[name], at, at + specs[name].nbytes))

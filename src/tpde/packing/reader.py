@@ -44,6 +44,8 @@ _DIGITS = re.compile("[0-9a-fA-F]*")  # `bytes.fromhex` passes over white space
 class _PlainTensor:
     """A tensor stored as it is."""
 
+    __slots__ = ("_offset", "_source", "digest", "spec", "stored_bytes")
+
     def __init__(self, source: Source, offset: int, entry: Entry, digest: bytes | None) -> None:
         self._source, self._offset = source, offset
         self.spec, self.stored_bytes, self.digest = entry.spec, entry.end - entry.begin, digest
@@ -147,7 +149,8 @@ class PackedFile:
             candidates = [n[: -len(SUFFIX)] for n in stored]
         self._packed = {name: name + SUFFIX for name in candidates}
         self.is_packed = bool(self._packed) or version is not None
-        self._plain = sorted(set(entries).difference(self._packed.values()), key=str.encode)
+        # Texts compare by code points, in the order of their UTF-8 bytes (1.3).
+        self._plain = sorted(set(entries).difference(self._packed.values()))
         collision = next((n for n in self._plain if n in self._packed), None)
         if collision is not None:
             raise Corrupt(f"{where}: tensor `{collision}` is there both plain and packed", tensor=collision)
