@@ -160,8 +160,10 @@ class PackedFile:
             self._digests = self._plain_digests()
         else:
             self._digests = {}
-            specs = {n: entries[n].spec for n in self._plain} | {n: self.tensor(n).spec for n in self._packed}
-            self.specs = dict(sorted(specs.items()))
+            self.specs = {n: entries[n].spec for n in self._plain}
+            if self._packed:
+                found = self.specs | {n: self.tensor(n).spec for n in self._packed}
+                self.specs = {n: found[n] for n in sorted(found)}
 
     def _has_magic(self, entry: Entry) -> bool:
         if entry.spec.dtype != "U8" or len(entry.spec.shape) != 1 or entry.spec.nbytes < len(MAGIC):
@@ -225,17 +227,18 @@ class PackedFile:
                 where=self.source.name,
                 tensor=name,
             )
+        entries, specs = self.container.entries, self.specs
         for name in self._plain:
-            self._same_spec(name, self.container.entries[name].spec)
+            if entries[name].spec != specs[name]:
+                raise self._other_spec(name, entries[name].spec)
 
-    def _same_spec(self, name: str, found: TensorSpec) -> None:
-        if self.original is not None and found != self.specs[name]:
-            raise Corrupt(
-                f"tensor `{name}` is {found.dtype} {list(found.shape)}, but {self.specs[name].dtype} "
-                f"{list(self.specs[name].shape)} in the source's header",
-                hint="the file is damaged, fetch it again",
-                tensor=name,
-            )
+    def _other_spec(self, name: str, found: TensorSpec) -> Corrupt:
+        return Corrupt(
+            f"tensor `{name}` is {found.dtype} {list(found.shape)}, but {self.specs[name].dtype} "
+            f"{list(self.specs[name].shape)} in the source's header",
+            hint="the file is damaged, fetch it again",
+            tensor=name,
+        )
 
     def tensor(self, name: str) -> Tensor:
         """Open a tensor: its header, tables and index map are read and checked.
@@ -251,7 +254,8 @@ class PackedFile:
             entry = self.container.entries[self._packed[name]]
             at = self.container.data_start + entry.begin
             packed = PackedTensor(name, self.source, at, entry.end - entry.begin)
-            self._same_spec(name, packed.spec)
+            if self.original is not None and packed.spec != self.specs[name]:
+                raise self._other_spec(name, packed.spec)
             return packed
         if name not in self.specs:
             raise KeyError(f"no tensor `{name}` in `{self.source.name}`")
