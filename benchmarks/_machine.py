@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,6 +96,22 @@ def _command(arguments: Sequence[str]) -> str:
         elif not argument.startswith(("--out=", "--dir=", "--plot=")):
             kept.append(argument.rstrip("/").rsplit("/", 1)[-1])
     return " ".join(kept)
+
+
+def peak_bytes() -> int:
+    """Most memory that this process ever held.
+
+    `VmHWM` belongs to the program that runs; `ru_maxrss` survives `exec`, so that a child starts with its
+    parent's figure. It is used only where there is no `/proc`.
+    """
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -18,26 +17,10 @@ import time
 from pathlib import Path
 
 from _data import same_bytes, write_bf16_file
-from _machine import arguments, emit, header, note, table, verdict
+from _machine import arguments, emit, header, note, peak_bytes, table, verdict
 
 BAR_MIB = 512
 COLUMNS = 4096
-
-
-def peak_bytes() -> int:
-    """Most memory that this process ever held.
-
-    `VmHWM` belongs to the program that runs; `ru_maxrss` survives `exec`, so that a child starts with its
-    parent's figure. It is used only where there is no `/proc`.
-    """
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak << 10
 
 
 def step(action: str, source: str, destination: str, threads: int | None) -> None:

@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
@@ -51,6 +51,8 @@ _HINTS: dict[type[BaseException], str] = {
 }
 
 MAX_CELL = 120  # characters of a table's cell, which all others of the column are padded to
+
+_STEP = 256 << 10  # bytes by which a bar moves: a move takes longer than a small tensor
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -193,8 +195,16 @@ def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
         transient=True,
     )
     with bar:
-        task = bar.add_task(label, total=expected)
-        yield lambda size: bar.advance(task, size)
+        task, waiting = bar.add_task(label, total=expected), 0
+
+        def advance(size: int) -> None:
+            nonlocal waiting
+            waiting += size
+            if waiting >= _STEP:
+                bar.advance(task, waiting)
+                waiting = 0
+
+        yield advance
 
 
 def size(count: float) -> str:
@@ -224,19 +234,40 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
     Of a cell of more than `MAX_CELL` characters its start and its end are shown.
     """
-    lines = [list(titles), *([bounded(printable(cell), MAX_CELL) for cell in row] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(titles))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    lines = [titles, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    layout = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join([layout.format(*line).rstrip() for line in lines])
+
+
+def _cells(row: Sequence[str]) -> Sequence[str]:
+    """A row as it may be shown, which most are as they are."""
+    if "".join(row).isprintable() and max(map(len, row)) <= MAX_CELL:
+        return row
+    return [bounded(printable(cell), MAX_CELL) for cell in row]
 
 
 def print_json(value: Any) -> None:
-    """Print a dataclass or a mapping as JSON. Only ASCII, whatever the locale."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
-    print(json.dumps(value, indent=2, allow_nan=False))
+    """Print a dataclass or a mapping as JSON, lists one item to a line. Only ASCII, whatever the locale."""
+    sys.stdout.writelines(_json(value if isinstance(value, dict) else _fields(value)))
+
+
+def _json(fields: Mapping[str, Any]) -> Iterator[str]:
+    encode = json.JSONEncoder(allow_nan=False, default=_fields).encode
+    lead = "{"
+    for key, value in fields.items():
+        yield f"{lead}\n  {encode(key)}: "
+        lead = ","
+        if isinstance(value, (list, tuple)) and value:
+            yield "[\n    " + encode(value[0])
+            for item in value[1:]:
+                yield ",\n    " + encode(item)
+            yield "\n  ]"
+        else:
+            yield encode(value)
+    yield "\n}\n"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What a dataclass holds."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

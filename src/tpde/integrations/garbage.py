@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tpde.format import garbage
+
 
 class _Next:
     """Whether the next load begins with collecting garbage."""
@@ -35,16 +37,12 @@ def collecting_later() -> Iterator[None]:
     ...     gc.isenabled()
     False
     """
-    enabled = gc.isenabled()
+    if gc.isenabled() and _Next.collects:
+        gc.collect()
+        _Next.collects = False  # now: what was only found to be dropped just then is gone, too
     try:
-        if enabled and _Next.collects:
-            gc.collect()
-            _Next.collects = False  # now: what was only found to be dropped just then is gone, too
-        gc.disable()
-        yield
+        with garbage.collecting_later():
+            yield
     except BaseException:
         collect_first()
         raise
-    finally:
-        if enabled:
-            gc.enable()

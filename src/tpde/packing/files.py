@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from tpde.format.constants import ALIGN_BLOB
 from tpde.format.container import parse_header
 from tpde.format.sink import FileSink, Sink
 from tpde.packing.copies import mode_of
+from tpde.packing.gathered import Gathered
 from tpde.packing.order import block_of, forward_order
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
 from tpde.packing.sources import TensorSource, open_source, read_pieces, read_sample
@@ -77,18 +79,13 @@ def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress 
 
 def _blocks(order: list[str], packed: set[str]) -> Iterator[tuple[str, str, list[str]]]:
     """Runs of tensors of one block, a packed one last so that it can take the padding."""
-    at = 0
-    while at < len(order):
-        end = at + 1
-        while end < len(order) and block_of(order[end]) == block_of(order[at]):
-            end += 1
-        names = order[at:end]
+    for _, run in itertools.groupby(order, block_of):
+        names = list(run)
         last = next((n for n in reversed(names) if n in packed), None)
         if last is not None:
             names.remove(last)
             names.append(last)
         yield names[0], names[-1], names
-        at = end
 
 
 def pack_file(
@@ -142,10 +139,9 @@ def stream(tensor: Tensor, threads: int, take: Callable[[int, Bytes], None]) -> 
 
     The piece is valid only during the call.
     """
-    hasher, buffer = xxhash.xxh3_128(), np.empty(0, np.uint8)
-    for begin, end in tensor.pieces():
-        if buffer.size < end - begin:
-            buffer = np.empty(end - begin, np.uint8)
+    hasher, pieces = xxhash.xxh3_128(), list(tensor.pieces())
+    buffer = np.empty(max((end - begin for begin, end in pieces), default=0), np.uint8)
+    for begin, end in pieces:
         piece = buffer[: end - begin]
         tensor.read(begin, end, piece, threads)
         hasher.update(piece.data)
@@ -167,7 +163,7 @@ def check_digest(name: str, tensor: Tensor, found: bytes) -> None:
 
 def unpack_to(packed: PackedFile, sink: Sink, threads: int, progress: Progress = no_progress) -> int:
     """Write the source file of a packed one; returns its size in bytes."""
-    header = packed.source_header()
+    header, out = packed.source_header(), Gathered(sink)
     sink.write(0, [len(header).to_bytes(8, "little") + header])
     at = 8 + len(header)
     source = packed.original or parse_header(header, f"`{packed.source.name}`")
@@ -177,11 +173,12 @@ def unpack_to(packed: PackedFile, sink: Sink, threads: int, progress: Progress =
         tensor = packed.tensor(name)
 
         def take(offset: int, piece: Bytes, place: int = place) -> None:
-            sink.write(place + offset, [piece])
+            out.write(place + offset, piece.data)
             progress(piece.size)
 
         check_digest(name, tensor, stream(tensor, threads, take))
         end = max(end, place + tensor.spec.nbytes)
+    out.flush()
     return end
 
 

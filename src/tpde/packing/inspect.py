@@ -7,12 +7,15 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tpde.codec import native
+from tpde.codec.native import Bytes
 from tpde.codec.plan import base_header, core_layout, sample_ranges
 from tpde.codec.registry import PREFIX, codec_of
 from tpde.errors import InvalidInput
@@ -24,6 +27,11 @@ from tpde.packing.tree import walk
 
 PLAIN = "plain"
 Counts = npt.NDArray[np.int64]
+_BATCH, _BATCH_BYTES = (
+    1024,
+    1 << 20,
+)  # tensors that are counted at a time: one by one takes many times as long
+_NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +200,9 @@ def survey(path: str | os.PathLike[str], *, sample: bool, histogram: bool = Fals
         name = file.relative_to(root).as_posix() if file != root else file.name
         with PackedFile(file) as opened:
             packed |= opened.is_packed
-            for tensor_name in forward_order(opened.specs):
-                tensor = opened.tensor(tensor_name)
-                if sample and tensor.spec.dtype not in counts:
-                    counts[tensor.spec.dtype] = np.zeros(256, np.int64)
-                seen = symbol_counts(tensor) if sample and tensor.spec.nbytes else None
-                tensors.append(_tensor_report(tensor_name, name, tensor, seen))
-                if seen is not None:
-                    counts[tensor.spec.dtype] += seen
+            for batch in _batches(opened, sample):
+                entropies = _entropies(batch, counts) if sample else [None] * len(batch)
+                tensors += map(_tensor_report, repeat(name), batch, entropies)
     total = _group("", tensors)
     return Report(
         str(root),
@@ -236,51 +239,96 @@ def safetensors_files(path: Path) -> Iterator[Path]:
     yield from found
 
 
-def symbol_counts(tensor: Tensor) -> Counts:
-    """Count the symbols in the sample of a tensor's symbol plane: 256 numbers."""
-    spec = tensor.spec
-    counts = np.zeros(256, np.int64)
-    layout = _layout(spec)
-    for begin, end in sample_ranges(spec):
-        words = np.empty(end - begin, np.uint8)
-        tensor.read(begin, end, words)
-        if words.size:
-            counts += np.bincount(native.split(layout, words)[-1], minlength=256)
-    return counts
+class _Look(NamedTuple):
+    """What there is to know of a tensor, and the words of its sample."""
+
+    name: str
+    spec: TensorSpec
+    stored_bytes: int
+    codec: str
+    words: Bytes
 
 
-@functools.lru_cache(maxsize=64)  # many tensors are alike
-def _layout(spec: TensorSpec) -> native.CoreLayout:
-    return core_layout(base_header(spec, PREFIX.number))
+def _batches(opened: PackedFile, sample: bool) -> Iterator[list[_Look]]:
+    """Tensors in the order of a forward pass, so many at a time that their samples stay small."""
+    batch, held = list[_Look](), 0
+    for name in forward_order(opened.specs):
+        tensor = opened.tensor(name)
+        codec = codec_of(tensor.blob.header).name if isinstance(tensor, PackedTensor) else PLAIN
+        words = _read_sample(tensor) if sample else _NOTHING
+        batch.append(_Look(name, tensor.spec, tensor.stored_bytes, codec, words))
+        held += words.size
+        if len(batch) == _BATCH or held >= _BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    yield batch
 
 
-def entropy(counts: Counts) -> float | None:
-    """Entropy in bits of a symbol, or None if there are no symbols."""
-    total = int(counts.sum())
-    if not total:
-        return None
-    p = counts[counts > 0] / total
-    return max(0.0, float(-(p * np.log2(p)).sum()))  # not -0.0 where one symbol has it all
+def _read_sample(tensor: Tensor) -> Bytes:
+    ranges = list(sample_ranges(tensor.spec))
+    words, at = np.empty(sum(end - begin for begin, end in ranges), np.uint8), 0
+    for begin, end in ranges:
+        if end > begin:
+            tensor.read(begin, end, words[at : at + end - begin])
+        at += end - begin
+    return words
+
+
+def _entropies(batch: list[_Look], counts: dict[str, Counts]) -> list[float | None]:
+    """The entropy of each tensor's sample; what is counted is added to the counts of its dtype."""
+    found: list[float | None] = [None] * len(batch)
+    places: dict[str, list[int]] = {}
+    for i, it in enumerate(batch):
+        if it.spec.dtype not in counts:
+            counts[it.spec.dtype] = np.zeros(256, np.int64)
+        if it.words.size:
+            places.setdefault(it.spec.dtype, []).append(i)
+    for dtype, members in places.items():
+        rows = _symbol_counts(dtype, [batch[i].words for i in members])
+        counts[dtype] += rows.sum(axis=0)
+        for i, value in zip(members, _entropy(rows), strict=True):
+            found[i] = value
+    return found
+
+
+def _symbol_counts(dtype: str, samples: list[Bytes]) -> Counts:
+    """Count the symbols in the symbol planes of samples: 256 numbers for each."""
+    layout = _layout(dtype)
+    symbols = native.split(layout, np.concatenate(samples))[-1]
+    whose = np.repeat(np.arange(len(samples)), [words.size // layout.word_bytes for words in samples])
+    return np.bincount(256 * whose + symbols, minlength=256 * len(samples)).reshape(-1, 256)
+
+
+@functools.cache
+def _layout(dtype: str) -> native.CoreLayout:
+    return core_layout(base_header(TensorSpec(dtype, (8,)), PREFIX.number))
+
+
+def _entropy(counts: Counts) -> list[float]:
+    """Entropy in bits of a symbol, of each row of counts; none is all zeros."""
+    rows, symbols = counts.nonzero()
+    p = counts[rows, symbols] / counts.sum(axis=1)[rows]
+    bits: list[float] = (0.0 - np.bincount(rows, p * np.log2(p))).tolist()  # 0.0 -: never -0.0
+    return bits
 
 
 def _ratio(source: int, stored: int) -> float:
     return source / stored if stored else 1.0
 
 
-def _tensor_report(name: str, file: str, tensor: Tensor, counts: Counts | None) -> TensorReport:
-    spec, stored = tensor.spec, tensor.stored_bytes
-    codec = codec_of(tensor.blob.header).name if isinstance(tensor, PackedTensor) else PLAIN
+def _tensor_report(file: str, look: _Look, entropy: float | None) -> TensorReport:
+    spec, stored = look.spec, look.stored_bytes
     count = math.prod(spec.shape)
     return TensorReport(
-        name,
+        look.name,
         file,
         spec.dtype,
         spec.shape,
         spec.nbytes,
         stored,
-        codec,
+        look.codec,
         8 * stored / count if count else None,
-        entropy(counts) if counts is not None else None,
+        entropy,
         _ratio(spec.nbytes, stored),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 
@@ -25,13 +26,13 @@ _INSIDE = (
 )
 
 
-def natural(name: str) -> tuple[tuple[int, str, str], ...]:
+def natural(name: str) -> tuple[str | int, ...]:
     """Sort key in which `layers.9` comes before `layers.10`."""
-    parts = iter(_DIGITS.split(name))  # text and digits, which may be many, in turn; text last
-    key = [(0, next(parts), "")]
-    for digits in parts:
+    parts = _DIGITS.split(name)  # text and digits, which may be many, in turn; text last
+    key: list[str | int] = parts[:1]
+    for digits, text in zip(parts[1::2], parts[2::2], strict=True):
         number = digits.lstrip("0")
-        key += (len(number), number, digits), (0, next(parts), "")
+        key += len(number), number, digits, text
     return tuple(key)
 
 
@@ -48,7 +49,11 @@ def _ranked(*parts: tuple[str, ...]) -> _Ranked:
     return tuple((word, i) for i, words in enumerate(parts) for word in words)
 
 
-_RANKS_INSIDE, _RANKS_AFTER = _ranked(*_INSIDE), _ranked(_AFTER[:4], _AFTER[4:])
+_RANKS_BEFORE, _RANKS_INSIDE, _RANKS_AFTER = (
+    _ranked(_BEFORE),
+    _ranked(*_INSIDE),
+    _ranked(_AFTER[:4], _AFTER[4:]),
+)
 
 
 def _rank(words: _Ranked, name: str) -> int:
@@ -69,16 +74,21 @@ def forward_order(names: Iterable[str]) -> list[str]:
     >>> forward_order(["lm_head.weight", "layers.10.w1", "layers.9.w1", "embed.weight"])
     ['embed.weight', 'layers.9.w1', 'layers.10.w1', 'lm_head.weight']
     """
-    blocks: dict[str, tuple[tuple[int, str, str], ...]] = {}
-
-    def key(name: str) -> tuple[object, ...]:
-        lower, block = name.lower(), block_of(name)
+    before: list[str] = []
+    blocks: dict[str, list[str]] = {}
+    after: list[str] = []
+    for name in names:
+        block = block_of(name)
         if block is not None:
-            if block not in blocks:
-                blocks[block] = natural(block)
-            return 1, blocks[block], _rank(_RANKS_INSIDE, lower[len(block) :] + "."), natural(name)
-        if any(word in lower for word in _BEFORE):
-            return 0, (), 0, natural(name)
-        return 2, (), _rank(_RANKS_AFTER, lower), natural(name)
-
-    return sorted(names, key=key)
+            blocks.setdefault(block, []).append(name)
+        elif _rank(_RANKS_BEFORE, name.lower()) == 0:
+            before.append(name)
+        else:
+            after.append(name)
+    order = sorted(before, key=natural)
+    # By what follows the block in a name, since blocks are mostly alike.
+    inside = functools.cache(lambda rest: (_rank(_RANKS_INSIDE, rest.lower() + "."), natural(rest)))
+    for block in sorted(blocks, key=natural):
+        start = len(block)
+        order += sorted(blocks[block], key=lambda name, start=start: inside(name[start:]))  # type: ignore[misc]
+    return order + sorted(after, key=lambda name: (_rank(_RANKS_AFTER, name.lower()), natural(name)))

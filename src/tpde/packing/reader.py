@@ -44,6 +44,8 @@ _DIGITS = re.compile("[0-9a-fA-F]*")  # `bytes.fromhex` passes over white space
 class _PlainTensor:
     """A tensor stored as it is."""
 
+    __slots__ = ("_offset", "_source", "digest", "spec", "stored_bytes")
+
     def __init__(self, source: Source, offset: int, entry: Entry, digest: bytes | None) -> None:
         self._source, self._offset = source, offset
         self.spec, self.stored_bytes, self.digest = entry.spec, entry.end - entry.begin, digest
@@ -147,7 +149,8 @@ class PackedFile:
             candidates = [n[: -len(SUFFIX)] for n in stored]
         self._packed = {name: name + SUFFIX for name in candidates}
         self.is_packed = bool(self._packed) or version is not None
-        self._plain = sorted(set(entries).difference(self._packed.values()), key=str.encode)
+        # Texts compare by code points, in the order of their UTF-8 bytes (1.3).
+        self._plain = sorted(set(entries).difference(self._packed.values()))
         collision = next((n for n in self._plain if n in self._packed), None)
         if collision is not None:
             raise Corrupt(f"{where}: tensor `{collision}` is there both plain and packed", tensor=collision)
@@ -157,8 +160,10 @@ class PackedFile:
             self._digests = self._plain_digests()
         else:
             self._digests = {}
-            specs = {n: entries[n].spec for n in self._plain} | {n: self.tensor(n).spec for n in self._packed}
-            self.specs = dict(sorted(specs.items()))
+            self.specs = {n: entries[n].spec for n in self._plain}
+            if self._packed:
+                found = self.specs | {n: self.tensor(n).spec for n in self._packed}
+                self.specs = {n: found[n] for n in sorted(found)}
 
     def _has_magic(self, entry: Entry) -> bool:
         if entry.spec.dtype != "U8" or len(entry.spec.shape) != 1 or entry.spec.nbytes < len(MAGIC):
@@ -222,17 +227,18 @@ class PackedFile:
                 where=self.source.name,
                 tensor=name,
             )
+        entries, specs = self.container.entries, self.specs
         for name in self._plain:
-            self._same_spec(name, self.container.entries[name].spec)
+            if entries[name].spec != specs[name]:
+                raise self._other_spec(name, entries[name].spec)
 
-    def _same_spec(self, name: str, found: TensorSpec) -> None:
-        if self.original is not None and found != self.specs[name]:
-            raise Corrupt(
-                f"tensor `{name}` is {found.dtype} {list(found.shape)}, but {self.specs[name].dtype} "
-                f"{list(self.specs[name].shape)} in the source's header",
-                hint="the file is damaged, fetch it again",
-                tensor=name,
-            )
+    def _other_spec(self, name: str, found: TensorSpec) -> Corrupt:
+        return Corrupt(
+            f"tensor `{name}` is {found.dtype} {list(found.shape)}, but {self.specs[name].dtype} "
+            f"{list(self.specs[name].shape)} in the source's header",
+            hint="the file is damaged, fetch it again",
+            tensor=name,
+        )
 
     def tensor(self, name: str) -> Tensor:
         """Open a tensor: its header, tables and index map are read and checked.
@@ -248,7 +254,8 @@ class PackedFile:
             entry = self.container.entries[self._packed[name]]
             at = self.container.data_start + entry.begin
             packed = PackedTensor(name, self.source, at, entry.end - entry.begin)
-            self._same_spec(name, packed.spec)
+            if self.original is not None and packed.spec != self.specs[name]:
+                raise self._other_spec(name, packed.spec)
             return packed
         if name not in self.specs:
             raise KeyError(f"no tensor `{name}` in `{self.source.name}`")

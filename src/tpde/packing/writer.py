@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -38,11 +39,12 @@ from tpde.format.container import (
     join_header,
     max_source_header,
     metadata_json,
+    names_bytes,
     parse_header,
-    text_json,
 )
 from tpde.format.sink import FileSink, Sink
-from tpde.packing.tensor import TensorWriter, repeats
+from tpde.packing.gathered import Gathered
+from tpde.packing.tensor import SmallWriter, TensorWriter, repeats
 
 # Of the source's header. Level 19 takes 0.2 s for 300 kB and 85 s for 30 MB, level 9 0.15 s for that, a
 # quarter larger. Where it is quick, 19 saves up to a third.
@@ -139,7 +141,7 @@ class PackedWriter:
         self._written: dict[str, tuple[TensorSpec, int, int]] = {}  # stored name: spec, begin, end
         self._plain: dict[str, str] = {}
         self._plans: dict[str, Plan | None] = {}
-        self._now: tuple[str, TensorWriter] | None = None
+        self._now: tuple[str, SmallWriter | TensorWriter] | None = None
         self._done: set[str] = set()
         total = sum(spec.nbytes for spec in self._specs.values())
         unit = ALIGN_LARGE if total >= LARGE_BYTES else ALIGN_BLOB if total >= 4 * ALIGN_BLOB else 8
@@ -165,6 +167,7 @@ class PackedWriter:
             if isinstance(destination, (str, os.PathLike))
             else destination
         )
+        self._small = Gathered(self._sink)
 
     def _reserve(self, total: int) -> int:
         """Most bytes that the header can take: it is written last, in front of the data."""
@@ -172,11 +175,9 @@ class PackedWriter:
         largest = 10**digits - 1
         size = len(metadata_json(self._metadata | {KEY_PLAIN: "0" * (32 * len(self._specs))}).encode()) + 2
         packed = len(entry_json(SUFFIX, TensorSpec("U8", (largest,)), largest, largest))
-        plain: dict[TensorSpec, int] = {}  # by what tensors are: few of many differ in it
-        for name, spec in self._specs.items():
-            if spec not in plain:
-                plain[spec] = len(entry_json("", spec, largest, largest))
-            size += len(text_json(name).encode()) - 2 + max(plain[spec], packed) + 1
+        size += names_bytes(self._specs)
+        for spec, count in Counter(self._specs.values()).items():  # few of many tensors differ in it
+            size += count * (max(len(entry_json("", spec, largest, largest)), packed) + 1)
         return size
 
     def may_pack(self, name: str) -> bool:
@@ -227,7 +228,7 @@ class PackedWriter:
         if tensor.size == tensor.spec.nbytes:
             self._end(name, tensor)
 
-    def _begin(self, name: str) -> TensorWriter:
+    def _begin(self, name: str) -> SmallWriter | TensorWriter:
         if self._now is not None:
             other, tensor = self._now
             raise ValueError(
@@ -238,8 +239,12 @@ class PackedWriter:
             raise KeyError(f"tensor `{name}` was not announced")
         if name in self._done:
             raise ValueError(f"tensor `{name}` was written already")
+        spec = self._specs[name]
+        if spec.nbytes < MIN_BYTES:
+            return SmallWriter(spec, self._small, self._start + self._at)
+        self._small.flush()
         tensor = TensorWriter(
-            self._specs[name],
+            spec,
             self._sink,
             self._start + self._at,
             threads=self._threads,
@@ -251,7 +256,7 @@ class PackedWriter:
             tensor.decide(self._plans[name])
         return tensor
 
-    def _end(self, name: str, tensor: TensorWriter) -> None:
+    def _end(self, name: str, tensor: SmallWriter | TensorWriter) -> None:
         stored, spec, size = tensor.finish(), tensor.spec, tensor.spec.nbytes
         self._done.add(name)
         self._now = None
@@ -301,15 +306,17 @@ class PackedWriter:
             raise
 
     def _complete(self) -> None:
-        for name, spec in self._specs.items():
-            if name not in self._done and not spec.nbytes and self._now is None:
-                self._end(name, self._begin(name))
+        if self._now is None:
+            for name in [name for name, spec in self._specs.items() if not spec.nbytes]:
+                if name not in self._done:
+                    self._end(name, self._begin(name))
+        self._small.flush()
         missing = [name for name in self._specs if name not in self._done]
         if missing:
             raise ValueError(f"tensor `{missing[0]}` is not complete ({len(missing)} are not)")
         if self._plain:
-            order = sorted(self._plain, key=str.encode)
-            self._metadata[KEY_PLAIN] = "".join(self._plain[name] for name in order)
+            # Texts compare by code points, in the order of their UTF-8 bytes.
+            self._metadata[KEY_PLAIN] = "".join(self._plain[name] for name in sorted(self._plain))
         entries = (entry_json(name, *where) for name, where in self._written.items())
         header = join_header(self._metadata, entries).ljust(self._start - 8, b" ")
         self._sink.write(0, [(self._start - 8).to_bytes(8, "little") + header])
@@ -342,7 +349,7 @@ class PackedWriter:
             self.abort()
 
 
-def _checked(names: Iterable[str], metadata: Mapping[str, str] | None) -> dict[str, str]:
+def _checked(names: Collection[str], metadata: Mapping[str, str] | None) -> dict[str, str]:
     """The metadata, once names and metadata are such as readers take."""
     found = {} if metadata is None else metadata
     try:
