@@ -78,6 +78,7 @@ def _main(tree: Path, tests: Sequence[str], log: Path) -> None:
     code = _NO_PACKAGE
     try:
         import pytest
+
         import tpde
 
         if Path(tpde.__file__).is_relative_to(tree):

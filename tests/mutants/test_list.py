@@ -37,5 +37,5 @@ def test_stale_mutants_are_refused(tmp_path: Path) -> None:
         Mutant("gone", "some.py", "z = 1", "z = 2", "", ()).changed(tmp_path)
     with pytest.raises(Stale, match="occurs 2 times"):
         Mutant("twice", "some.py", "= 1", "= 2", "", ()).changed(tmp_path)
-    with pytest.raises(Stale, match="there is no `unit/test_none.py`"):
+    with pytest.raises(Stale, match=r"there is no `unit/test_none\.py`"):
         Mutant("untested", "some.py", "x", "y", "", ("unit/test_none.py",)).require_tests(tmp_path)
