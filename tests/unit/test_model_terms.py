@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from support.contents import fill  # noqa: E402
 from support.craft import file_of, prefix_blob  # noqa: E402
 from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 
-from tpde.errors import Corrupt, InvalidInput, ReadError, UnsupportedDevice, UnsupportedVersion  # noqa: E402
+from tpde.errors import Corrupt, InvalidInput, PackedWeight, ReadError, UnsupportedDevice, UnsupportedVersion  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent  # noqa: E402
 from tpde.integrations import device as devices  # noqa: E402
@@ -31,7 +33,7 @@ from tpde.integrations.streaming import planning  # noqa: E402
 from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
 from tpde.integrations.streaming.units import TABLES_BYTES  # noqa: E402
-from tpde.integrations.transformers import demand, memory  # noqa: E402
+from tpde.integrations.transformers import demand, experts, memory  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
 from tpde.integrations.transformers.recurrent import NONE, Recurrent  # noqa: E402
 from tpde.streaming.budget import Budget  # noqa: E402
@@ -269,3 +271,33 @@ def test_a_closed_model_gives_its_budget_back(monkeypatch: pytest.MonkeyPatch) -
     assert card.fraction == 1
     Allowance(DEVICE, 8 << 30, 0)  # what it had is there again
     gc.collect()
+
+
+def test_two_experts_have_room_with_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the largest module; an expert may be larger than the mean, and shares chunks with its neighbours."""
+    monkeypatch.setattr(experts, "is_routed", lambda model, runs, name: name != "dense.weight")
+    runs: Any = {
+        name: SimpleNamespace(
+            shape=(8, 1, 1), parts=[SimpleNamespace(extent=SimpleNamespace(size=size)) for size in sizes]
+        )
+        for name, sizes in {
+            "a.up": [40 << 20, 40 << 20],
+            "a.down": [80 << 20],
+            "b.up": [8 << 20],
+            "dense.weight": [1 << 40],
+        }.items()
+    }
+    largest = 20 << 20
+    assert experts.cache_least(None, runs, None) == -(-2 * (largest * 17 // 16 + (64 << 10)) // (2 << 20)) * (
+        2 << 20
+    )
+    small = -(-2 * ((1 << 20) * 17 // 16 + (64 << 10)) // (2 << 20)) * (2 << 20)
+    assert experts.cache_least(None, runs, {"b.up"}) == small
+    assert experts.cache_least(None, runs, {"dense.weight"}) == 0
+
+
+def test_what_streams_a_model_is_not_copied() -> None:
+    """Though nothing of it were packed: its files and memory are this process's."""
+    for duplicate in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(PackedWeight, match="cannot be copied or pickled"):
+            duplicate(Streaming(Budget(4 << 30)))
