@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from .mutant import ROOT, Mutant
@@ -75,6 +76,7 @@ def _main(tree: Path, tests: Sequence[str], log: Path) -> None:
         *(it for it in sys.path if it not in ("", str(ROOT), str(ROOT / "src"))),
     ]
     os.environ["PYTHONPATH"] = package
+    sys.modules["__main__"] = ModuleType("__main__")  # else processes that tests spawn import this one's
     code = _NO_PACKAGE
     try:
         import pytest

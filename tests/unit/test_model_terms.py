@@ -20,7 +20,15 @@ from support.contents import fill  # noqa: E402
 from support.craft import file_of, prefix_blob  # noqa: E402
 from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 
-from tpde.errors import Corrupt, InvalidInput, PackedWeight, ReadError, UnsupportedDevice, UnsupportedVersion  # noqa: E402
+from tpde.errors import (  # noqa: E402
+    Corrupt,
+    InvalidInput,
+    OutOfMemory,
+    PackedWeight,
+    ReadError,
+    UnsupportedDevice,
+    UnsupportedVersion,
+)
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent  # noqa: E402
 from tpde.integrations import device as devices  # noqa: E402
@@ -29,7 +37,7 @@ from tpde.integrations.allowance import Allowance  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.integrations.place import place  # noqa: E402
 from tpde.integrations.quantized import PackedConfig  # noqa: E402
-from tpde.integrations.streaming import planning  # noqa: E402
+from tpde.integrations.streaming import opening, planning  # noqa: E402
 from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
 from tpde.integrations.streaming.units import TABLES_BYTES  # noqa: E402
@@ -301,3 +309,31 @@ def test_what_streams_a_model_is_not_copied() -> None:
     for duplicate in (pickle.dumps, copy.deepcopy):
         with pytest.raises(PackedWeight, match="cannot be copied or pickled"):
             duplicate(Streaming(Budget(4 << 30)))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_supplies_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: whoever has the error may keep it, and with it all that was opened."""
+    closed: list[str] = []
+
+    class Memory:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            return
+
+        def close(self) -> None:
+            closed.append("memory")
+
+    def refuse(*_: Any) -> None:
+        raise OutOfMemory("no buffers")
+
+    monkeypatch.setattr(opening, "HostMemory", Memory)
+    monkeypatch.setattr(opening, "ReadAhead", refuse)
+    weight = (SPEC, fill("normal", SPEC))
+    with Checkpoint(_write(tmp_path, {"a": weight}, {"b": weight})) as found:
+        host, disk = [found.packed["a"]], [found.packed["b"]]
+        plan: Any = SimpleNamespace(staging=1 << 20, piece=1 << 20)
+        with pytest.raises(OutOfMemory, match="no buffers") as caught:
+            opening.Supplies(torch.device("cpu"), plan, host, disk)
+        assert closed == ["memory"]
+        assert _open_files(tmp_path) == 2, "the checkpoint's own"
+        assert caught.value.message == "no buffers"

@@ -256,6 +256,7 @@ MUTANTS = (
         "        except BaseException:\n            self.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "locked memory and files of a model that fails to load stay",
+        "unit/test_model_terms.py",
         "integration/test_vram_host_memory.py",
         _BACK,
     ),
