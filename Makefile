@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test tools kernels test-large lint fuzz attack golden bench bench-gpu memcheck clean
+.PHONY: demo test mutants tools kernels test-large lint fuzz attack golden bench bench-gpu memcheck clean
 
 # One environment; each extra is installed once, the package itself again whenever its files changed.
 $(BIN)/python:
@@ -28,6 +28,10 @@ demo: $(VENV)/.extra-demo $(VENV)/.package
 test: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/gpu
 	$(BIN)/python -m pytest tests/gpu
+
+# ONLY="streaming csrc/table.c": these areas or files. All take some two hours of one core.
+mutants: $(VENV)/.extra-test $(VENV)/.package
+	$(BIN)/python -m tests.mutants $(if $(ONLY),--only $(ONLY))
 
 # What `kernels` and `lint` need, so that these can run at a time.
 tools: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.extra-lint $(VENV)/.package

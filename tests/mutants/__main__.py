@@ -70,7 +70,7 @@ def _run(mutants: Sequence[Mutant], jobs: int, baseline: bool) -> int:
             it = outcome.mutant
             what = "" if outcome.result == KILLED else f": {it.breaks} ({it.path})"
             print(f"{outcome.result:<9}{it.name} {outcome.seconds:.1f} s{what}", flush=True)
-            if outcome.result == BROKEN:
+            if outcome.result in (BROKEN, HUNG):
                 print(outcome.log, file=sys.stderr)
     print(_score(outcomes))
     if any(it.result == BROKEN for it in outcomes):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from .mutant import ROOT, Mutant
@@ -75,9 +76,11 @@ def _main(tree: Path, tests: Sequence[str], log: Path) -> None:
         *(it for it in sys.path if it not in ("", str(ROOT), str(ROOT / "src"))),
     ]
     os.environ["PYTHONPATH"] = package
+    sys.modules["__main__"] = ModuleType("__main__")  # else processes that tests spawn import this one's
     code = _NO_PACKAGE
     try:
         import pytest
+
         import tpde
 
         if Path(tpde.__file__).is_relative_to(tree):
@@ -96,7 +99,8 @@ def _main(tree: Path, tests: Sequence[str], log: Path) -> None:
     os._exit(code)
 
 
-def _result(code: int | None, log: str) -> str:
+def result_of(code: int | None, log: str) -> str:
+    """What an exit code, None of a run that did not end, and a log of pytest say of a mutant."""
     if code is None or "Timeout (" in log:
         return HUNG
     if code == 0:
@@ -136,6 +140,7 @@ class Runner:
         """
         none = Mutant("", "", "", "", "", tuple(tests))
         job = self._start(none, self._base)
+        job.process.join()  # however long it takes
         return self._finish(job)
 
     def run(self, mutants: Sequence[Mutant], jobs: int) -> Iterator[Outcome]:
@@ -179,7 +184,7 @@ class Runner:
             job.process.join()
         log = (job.tree / "log").read_text(encoding="utf-8", errors="replace")
         seconds = time.monotonic() - job.start
-        outcome = Outcome(job.mutant, _result(None if alive else job.process.exitcode, log), seconds, log)
+        outcome = Outcome(job.mutant, result_of(None if alive else job.process.exitcode, log), seconds, log)
         if job.tree != self._base:
             shutil.rmtree(job.tree)
         return outcome

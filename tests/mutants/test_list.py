@@ -8,6 +8,7 @@ import pytest
 
 from mutants.lists import AREAS, MUTANTS
 from mutants.mutant import ROOT, Mutant, Stale
+from mutants.runner import BROKEN, HUNG, KILLED, SURVIVED, result_of
 
 LEAST = 150
 
@@ -37,5 +38,24 @@ def test_stale_mutants_are_refused(tmp_path: Path) -> None:
         Mutant("gone", "some.py", "z = 1", "z = 2", "", ()).changed(tmp_path)
     with pytest.raises(Stale, match="occurs 2 times"):
         Mutant("twice", "some.py", "= 1", "= 2", "", ()).changed(tmp_path)
-    with pytest.raises(Stale, match="there is no `unit/test_none.py`"):
+    with pytest.raises(Stale, match=r"there is no `unit/test_none\.py`"):
         Mutant("untested", "some.py", "x", "y", "", ("unit/test_none.py",)).require_tests(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "result"),
+    [
+        (0, "", SURVIVED),
+        (1, "FAILED tests/unit/test_some.py::test_it - assert 1 == 2", KILLED),
+        (2, "ERROR tests/unit/test_some.py - ImportError", KILLED),
+        (-11, "", KILLED),
+        (None, "", HUNG),
+        (1, "Timeout (0:02:00)!", HUNG),
+        (4, "ImportError while loading conftest", BROKEN),
+        (1, "pytest.PytestAssertRewriteWarning", BROKEN),
+        (90, "tpde comes from elsewhere", BROKEN),
+    ],
+)
+def test_what_a_run_comes_to(code: int | None, log: str, result: str) -> None:
+    """What kills a mutant is a test that fails, or a crash; not a pytest that cannot run."""
+    assert result_of(code, log) == result

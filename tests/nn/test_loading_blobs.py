@@ -1,4 +1,4 @@
-"""New blobs in old weights: what was prepared for the old ones is made anew, and nothing is shared with the caller."""
+"""New blobs in old weights: what was prepared for old ones is made anew, and nothing is the caller's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def packed(seed: int, rows: int = 96, columns: int = 64) -> PackedTensor:
 
 
 class _Addressed:
-    """Decodes as a device would: from the address that the blob had when this was made, wherever it is now."""
+    """Decodes as a device would: from the address that the blob had when this was made."""
 
     def __init__(self, items: Sequence[tuple[Source, int]], device: Any) -> None:
         self.items = [(it, at, it.blob.data_ptr()) for it, at in items]

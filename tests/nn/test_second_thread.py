@@ -1,4 +1,4 @@
-"""A thread inside another's block, a layer called alone after another block, hooks of others: whose is the workspace?"""
+"""A thread inside another's block, a layer alone after another block: whose is the workspace?"""
 
 from __future__ import annotations
 

@@ -50,6 +50,11 @@ def test_bytes_after_a_table_are_refused() -> None:
     native.Codec(_layout(), _section(table))
     with pytest.raises(Corrupt, match="does not fit its tables"):
         native.Codec(_layout(), _section(table) + bytes(16))
+    later = bytearray(_section(table, table))
+    native.Codec(_layout(2), bytes(later))
+    later[2 * len(table) - 1] = 1
+    with pytest.raises(Corrupt, match="table 1: padding after a table is not zero"):
+        native.Codec(_layout(2), bytes(later))
     padded = reference.align(len(table), 16)
     blob = prefix_blob()
     for at in (len(table) - 1, padded - 1):  # of the table, and of the section
@@ -97,7 +102,9 @@ def test_a_plain_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 
 HEADER = reference.parse_header(prefix_blob())
 BLOB = np.frombuffer(prefix_blob(), np.uint8)
-RECORDS = np.dtype([("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")])
+RECORDS = np.dtype(
+    [("offset", "<u4"), ("checksum", "<u4"), ("modes", "<u2"), ("table", "u1"), ("fill", "u1")]
+)
 
 
 def _coded() -> native.CoreLayout:

@@ -40,7 +40,7 @@ def test_a_first_use_waits_for_its_decoding(tmp_path: Path) -> None:
         gate = threading.Event()
         made.device.compute.put(lambda: gate.wait(60) and None)
         threading.Timer(0.05, gate.set).start()
-        with pytest.raises(Corrupt, match="`t2`, chunk 5: .*is damaged"):
+        with pytest.raises(Corrupt, match=r"`t2`, chunk 5: .*is damaged"):
             unit(torch.empty(len(expected), dtype=torch.uint8))
         assert not unit.verified
 

@@ -42,7 +42,7 @@ def test_a_descriptor_says_where_everything_is(packed: Any) -> None:
 
 
 def test_tables_for_kernels_are_those_of_the_document(packed: Any) -> None:
-    """Each entry: bits in the lowest byte, the symbol above; an escape has its raw bits in the symbol's place."""
+    """Each entry has its bits in the lowest byte, the symbol above, or an escape's raw bits."""
     tables = lookup_tables(packed.header, packed.section)
     assert tables is not None
     kind = np.dtype("<u4" if tables.pairs else "<u2")

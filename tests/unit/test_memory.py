@@ -74,3 +74,20 @@ def test_no_room_for_the_workspace(card: Card, monkeypatch: pytest.MonkeyPatch) 
     space.reserve(0)
     assert space.buffer is not None
     assert space.buffer.numel() == 2 << 20
+
+
+def test_what_is_free_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    card.keep(2 * GIB, 1 * GIB)
+    assert free_bytes(DEVICE) == card.free + 1 * GIB
+    card.limit(0.5)
+    assert free_bytes(DEVICE) == card.total // 2 - 2 * GIB
+    require(free_bytes(DEVICE), DEVICE, "it")
+    with pytest.raises(OutOfMemory, match=r"it needs 6\.00 GiB on cuda:0, 6\.00 GiB are free"):
+        require(free_bytes(DEVICE) + 1, DEVICE, "it")
+
+
+def test_buffers_made_in_inference_mode_are_ordinary() -> None:
+    with torch.inference_mode():
+        made = allocate(64, torch.device("cpu"), "it")
+    assert not made.is_inference()

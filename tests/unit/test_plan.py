@@ -81,3 +81,14 @@ def test_units_grow_with_the_blob() -> None:
 )
 def test_large_slices_of_three_dimensions_are_segments(shape: tuple[int, ...], segment: int) -> None:
     assert plan.segment_words(TensorSpec("BF16", shape)) == segment
+
+
+def test_what_zstd_gives_is_that_of_the_whole_tensor() -> None:
+    """Of eight times as much as its sample, which it does not shrink."""
+    spec = TensorSpec("U8", (8 << 20,))
+    sample = np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)
+    assert plan.plan_tensor(spec, sample, "zstd") is None
+    halves = np.where(np.arange(sample.size) % 2 == 0, sample, 7).astype(np.uint8)
+    made = plan.plan_tensor(spec, halves, "zstd")
+    assert made is not None
+    assert 0.5 * spec.nbytes < made.estimate < 0.7 * spec.nbytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tpde.format import rename, temporary
+from tpde.format import rename, sink, temporary
 from tpde.format.rename import exchange, rename_new
 
 
@@ -91,3 +91,47 @@ def test_what_another_user_left_is_not_removed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     temporary.clear_files(tmp_path)
     assert not left.exists()
+
+
+# ---- files that are written ----
+
+
+def test_a_file_is_synced_before_it_has_its_name_and_its_folder_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not synced may be lost with the power, in any order."""
+    done: list[str] = []
+    fsync, sync_folder, path = os.fsync, sink.sync_folder, tmp_path / "x"
+
+    def synced(descriptor: int) -> None:
+        done.append("file, named" if path.exists() else "file")
+        fsync(descriptor)
+
+    def folder_synced(folder: Path) -> None:
+        assert folder == tmp_path
+        done.append("folder, named" if path.exists() else "folder")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            sync_folder(folder)
+
+    monkeypatch.setattr(sink.os, "fsync", synced)
+    monkeypatch.setattr(sink, "sync_folder", folder_synced)
+    made = sink.FileSink(path)
+    made.write(0, [b"abc"])
+    made.commit()
+    assert done == ["file", "folder, named"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, None])
+def test_others_may_not_read_what_is_being_written_of_a_private_file(
+    tmp_path: Path, mode: int | None
+) -> None:
+    before = os.umask(0)
+    try:
+        made = sink.FileSink(tmp_path / "x", mode=mode)
+        (temporary_file,) = tmp_path.iterdir()
+        assert temporary_file.stat().st_mode & 0o777 == (0o666 if mode is None else 0o600)
+        made.commit()
+        assert (tmp_path / "x").stat().st_mode & 0o777 == (0o666 if mode is None else mode)
+    finally:
+        os.umask(before)

@@ -78,4 +78,6 @@ def test_weights_that_are_decoded_together_are_on_one_device(source: Any) -> Non
             Materializer([(source, 0)], device)
     out = torch.zeros(2 * source.nbytes, dtype=torch.uint8)
     Materializer([(source, source.nbytes), (source, 0)], torch.device("cpu"))(out)
-    assert np.array_equal(out.numpy().view(np.uint16), np.tile(WEIGHT.view(torch.int16).numpy().view(np.uint16).ravel(), 2))
+    assert np.array_equal(
+        out.numpy().view(np.uint16), np.tile(WEIGHT.view(torch.int16).numpy().view(np.uint16).ravel(), 2)
+    )

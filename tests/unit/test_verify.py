@@ -80,7 +80,9 @@ def test_a_failed_unpack_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_file_that_is_refused_is_closed() -> None:
     class Source:
         name, closed = "x", 0
-        data = pack_bytes(safetensors_bytes({"a": (SPEC, A)})).replace(b'"tpde.source_hash":"', b'"tpde.source_hash":"0')
+        data = pack_bytes(safetensors_bytes({"a": (SPEC, A)})).replace(
+            b'"tpde.source_hash":"', b'"tpde.source_hash":"0'
+        )
 
         def __init__(self) -> None:
             self.size = len(self.data)

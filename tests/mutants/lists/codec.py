@@ -348,6 +348,7 @@ MUTANTS = (
         "                os.close(lock)\n        sync_folder(self.path.parent)",
         "                os.close(lock)",
         "a file's name may be lost with the power",
+        "unit/test_rename.py",
         "unit/test_sink.py",
     ),
     mutant(
@@ -389,6 +390,7 @@ MUTANTS = (
         "bits = 0o666 if self._mode is None else 0o600",
         "bits = 0o666",
         "others read what is being written of a private file",
+        "unit/test_rename.py",
         "integration/test_replacing.py",
         "integration/test_trees.py",
         "unit/test_sink.py",

@@ -247,6 +247,7 @@ MUTANTS = (
         "    def __getstate__(self) -> dict[str, Any]:\n",
         "    def _getstate(self) -> dict[str, Any]:\n",
         "a streamed model is pickled without its weights",
+        "unit/test_model_terms.py",
         _VRAM,
     ),
     mutant(
@@ -255,6 +256,7 @@ MUTANTS = (
         "        except BaseException:\n            self.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "locked memory and files of a model that fails to load stay",
+        "unit/test_model_terms.py",
         "integration/test_vram_host_memory.py",
         _BACK,
     ),
@@ -509,15 +511,6 @@ MUTANTS = (
         _BACK,
         "integration/test_vram_host_memory.py",
         _LIMITS,
-    ),
-    mutant(
-        "loading-leaves-files-open",
-        "integrations/transformers/quantizer.py",
-        "            self._untie()\n        finally:\n            checkpoint.close()\n",
-        "            self._untie()\n        finally:\n            pass\n",
-        "a loaded model leaks the descriptors of its files",
-        "unit/test_model_terms.py",
-        _PRETRAINED,
     ),
     mutant(
         "tied-weights-are-saved-twice",

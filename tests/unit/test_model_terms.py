@@ -1,0 +1,339 @@
+"""What a model needs beside its packed weights, term by term, in numbers that were worked out by hand."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+from support.card import DEVICE, Card  # noqa: E402
+from support.contents import fill  # noqa: E402
+from support.craft import file_of, prefix_blob  # noqa: E402
+from support.files import pack_bytes, safetensors_bytes  # noqa: E402
+
+from tpde.errors import (  # noqa: E402
+    Corrupt,
+    InvalidInput,
+    OutOfMemory,
+    PackedWeight,
+    ReadError,
+    UnsupportedDevice,
+    UnsupportedVersion,
+)
+from tpde.format.container import TensorSpec  # noqa: E402
+from tpde.format.source import Extent  # noqa: E402
+from tpde.integrations import device as devices  # noqa: E402
+from tpde.integrations import reading  # noqa: E402
+from tpde.integrations.allowance import Allowance  # noqa: E402
+from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
+from tpde.integrations.place import place  # noqa: E402
+from tpde.integrations.quantized import PackedConfig  # noqa: E402
+from tpde.integrations.streaming import opening, planning  # noqa: E402
+from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
+from tpde.integrations.streaming.loading import Streaming  # noqa: E402
+from tpde.integrations.streaming.units import TABLES_BYTES  # noqa: E402
+from tpde.integrations.transformers import demand, experts, memory  # noqa: E402
+from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
+from tpde.integrations.transformers.recurrent import NONE, Recurrent  # noqa: E402
+from tpde.streaming.budget import Budget  # noqa: E402
+from tpde.streaming.units import Demand  # noqa: E402
+
+SPEC = TensorSpec("BF16", (64, 128))
+
+
+def llama(**options: Any) -> Any:
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.LlamaConfig(**(sizes | heads | {"pad_token_id": 0} | options))
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def test_a_cache_of_keys_and_values() -> None:
+    """Of 100 tokens: 2 heads x 16 x 2 x 2 bytes a token and layer; a quarter more, and a layer that grows."""
+    layer = 2 * 16 * 2 * 2 * 100
+    assert demand.cache_bytes(llama(), 100, 2) == int(layer * 3 * 1.25) + layer
+    assert demand.cache_bytes(llama(num_key_value_heads=4), 100, 2) == int(2 * layer * 3 * 1.25) + 2 * layer
+    only = {"model.layers.1.mlp.up_proj.weight"}
+    assert demand.cache_bytes(llama(), 100, 2, only) == int(layer * 1.25) + layer
+    assert demand.cache_bytes(llama(), 100, 2, set()) == 0
+
+
+def test_a_cache_of_an_encoder_and_a_decoder() -> None:
+    config = transformers.T5Config(
+        vocab_size=100, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    layer = 4 * 16 * 4 * 100
+    assert demand.cache_bytes(model, 100, 4) == int(layer * 4 * 1.25) + layer
+
+
+def test_states_and_the_one_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demand, "recurrent_of", lambda *_: NONE._replace(states=1000))
+    monkeypatch.setattr(demand, "recurrent_layers", lambda _: iter(range(3)))
+    assert demand.state_bytes(None, 8) == 8 * (1000 + 334)
+
+
+class _Scan:
+    def bytes(self, tokens: int, batch: int) -> int:
+        return 7 * tokens * batch
+
+
+ROOM = Activations(states=10, inside=0, pair=0, experts=0, logits=0, sampling=0)
+
+
+def test_the_largest_of_what_follows_each_other() -> None:
+    assert ROOM.tokens(100, 4) == 1000
+    assert ROOM._replace(inside=3, pair=2).tokens(100, 4) == 1000 + 300 + 20_000
+    assert ROOM._replace(logits=5, sampling=6).tokens(100, 4) == 1000 + 500 + 24
+    assert ROOM._replace(sampling=6).tokens(3, 8) == 30 + 18, "no more sequences than tokens"
+    scanning = Recurrent(states=0, scan=_Scan())  # type: ignore[arg-type]
+    assert ROOM._replace(recurrent=scanning).tokens(100, 4) == 1000 + 2800
+    every = ROOM._replace(inside=3, logits=5, recurrent=scanning)
+    assert every.tokens(100, 4) == 1000 + 2800, "one after the other"
+
+
+def test_copies_of_experts_come_on_top() -> None:
+    copying = ROOM._replace(experts=11, copies=True)
+    assert copying.bytes(100, 4) == 1000 + 44
+    assert copying.bytes(2, 4) == 20 + 22
+    assert copying._replace(copies=False).bytes(100, 4) == 1000
+
+
+def test_activations_of_a_model() -> None:
+    found = activations_of(llama(), 2)
+    assert found.states == 64 * (2 * 2 + 3 * 4)
+    assert found.inside == 2 * 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
+    assert (found.logits, found.sampling, found.experts) == (2000, 40_000, 0)
+    scaled = llama()
+    scaled.config.final_logit_softcapping = 30.0
+    assert activations_of(scaled, 2).logits == 4000, "and a copy that is scaled"
+
+
+def test_plain_weights_are_counted_as_they_are_allocated() -> None:
+    model = llama(tie_word_embeddings=True)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    norms = 7 * 512  # of 128 bytes
+    buffers = len({id(it) for it in model.buffers()}) * 512
+    packed = {name for name, it in names.items() if it.dim() == 2} - {"lm_head.weight"}
+    assert plain_bytes(model, packed) == norms + buffers, "the head is the embedding"
+    assert plain_bytes(model, packed - {"model.embed_tokens.weight"}) == norms + buffers + 128_000
+    assert plain_bytes(model, packed, {"model.norm.weight"}) == 512
+
+
+def test_lists_of_modules_are_not_called() -> None:
+    lists = [torch.nn.ModuleList([torch.nn.Linear(1, 1)]), torch.nn.ModuleDict({"a": torch.nn.ReLU()})]
+    assert module_calls(torch.nn.Sequential(*lists)) == 3
+
+
+def test_tables_of_what_is_on_the_device_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Demand] = []
+    monkeypatch.setattr(planning, "units_of", lambda *_: [])
+    monkeypatch.setattr(planning, "make_plan", lambda units, needs, *_, **__: seen.append(needs))
+    runs: Any = {
+        "a": SimpleNamespace(parts=[SimpleNamespace(name="x"), SimpleNamespace(name="y")]),
+        "b": SimpleNamespace(parts=[SimpleNamespace(name="x")]),
+        "c": SimpleNamespace(parts=[SimpleNamespace(name="z")]),
+    }
+    for only, tensors in ((None, 3), ({"a", "b"}, 2), (set(), 0)):
+        planning.place_units(torch.nn.ReLU(), runs, Demand(5, 0, 0, 0), 1, None, only)
+        assert seen.pop().plain == 5 + tensors * TABLES_BYTES
+
+
+# ---- files and places ----
+
+
+def _write(tmp_path: Path, *parts: dict[str, Any]) -> list[Path]:
+    paths = [tmp_path / f"{i}.safetensors" for i in range(len(parts))]
+    for path, tensors in zip(paths, parts, strict=True):
+        path.write_bytes(pack_bytes(safetensors_bytes(tensors)))
+    return paths
+
+
+def _open_files(folder: Path) -> int:
+    links = [os.path.join("/proc/self/fd", it) for it in os.listdir("/proc/self/fd")]
+    return sum(os.path.realpath(it).startswith(str(folder)) for it in links if os.path.lexists(it))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_a_checkpoint_that_is_refused_leaves_nothing_open(tmp_path: Path) -> None:
+    weight, bias = (SPEC, fill("normal", SPEC)), (TensorSpec("U8", (3,)), b"abc")
+    for other in ({"w": weight}, {"b": bias}):
+        paths = _write(tmp_path, {"w": weight, "b": bias}, other)
+        with pytest.raises(Corrupt, match="is in another file too") as caught:
+            Checkpoint(paths)
+        assert _open_files(tmp_path) == 0
+        assert caught.value.where == str(paths[1])
+    with Checkpoint(paths[:1]) as found:
+        assert _open_files(tmp_path) == 1
+        assert (list(found.packed), list(found.plain)) == (["w"], ["b"])
+    assert _open_files(tmp_path) == 0
+
+
+def test_a_blob_of_another_shape_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(file_of(prefix_blob()))
+    with Checkpoint([tmp_path / "x"]) as found:
+        stored = found.packed["x"]
+        (opened,) = found.read([stored], torch.device("cpu"))
+        assert opened.shape == (3, 500)
+        stored.spec = TensorSpec("BF16", (500, 3))
+        with pytest.raises(Corrupt, match=r"is BF16 \[3, 500\], but BF16 \[500, 3\]") as caught:
+            found.read([stored], torch.device("cpu"))
+        assert caught.value.tensor == "x"
+
+
+def test_others_read_no_more_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PIECE_BYTES", 10)
+    monkeypatch.setattr(reading, "READERS", 1)
+    reads: list[int] = []
+
+    class Source:
+        name, size = "x", 1000
+
+        def read_into(self, offset: int, out: memoryview) -> None:
+            reads.append(offset)
+            if len(reads) == 2:
+                raise ReadError("the disk failed")
+
+    with pytest.raises(ReadError, match="the disk failed"):
+        reading.read_extents([Extent(Source(), 0, 1000, "x")], torch.device("cpu"))  # type: ignore[arg-type]
+    assert len(reads) == 2
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert devices.checked_device("cuda") == torch.device("cuda", 1)
+    assert devices.checked_device(0) == torch.device("cuda", 0)
+    for index in (2, 3):
+        with pytest.raises(
+            UnsupportedDevice, match=f"there is no `cuda:{index}`, the last device is `cuda:1`"
+        ):
+            devices.checked_device(index)
+    with pytest.raises(UnsupportedDevice, match="not on `meta`"):
+        devices.checked_device("meta")
+
+
+@pytest.mark.parametrize(("before", "frozen", "after"), [(1, 0, 1), (1, 1, 1), (0, 0, 1), (0, 1, 0)])
+def test_what_was_frozen_stays_so_where_that_is_asked_for(before: int, frozen: int, after: int) -> None:
+    layer = torch.nn.Linear(4, 3)
+    layer.weight.requires_grad_(bool(before))
+    place(layer, "weight", torch.ones(3, 4), frozen=bool(frozen))
+    assert layer.weight.requires_grad == bool(after)
+    with pytest.raises(
+        InvalidInput, match=r"has shape \[4, 3\] in the packed files, the model needs \[3, 4\]"
+    ):
+        place(layer, "weight", torch.ones(4, 3))
+
+
+def test_configurations_that_cannot_run() -> None:
+    PackedConfig()
+    with pytest.raises(UnsupportedVersion, match="format version 2"):
+        PackedConfig(2)
+    for source in ({"quant_method": "fp8"}, "fp8"):
+        with pytest.raises(InvalidInput, match="quantized with `fp8` before it was packed"):
+            PackedConfig(source=source)
+
+
+# ---- memory of a device ----
+
+
+def test_a_peak_counts_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch)
+    free = [100]
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: free[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 200))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 50)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 20)
+    peak = memory.Peak(DEVICE)
+    free[0] = 75
+    assert peak.bytes() == 25 + 30
+
+
+def test_a_footprint_is_of_weights_and_buffers() -> None:
+    model: Any = torch.nn.Linear(4, 3)
+    model.register_buffer("more", torch.zeros(10, dtype=torch.int64))
+    footprint = memory.Footprint(model)
+    assert footprint() == 4 * 15 + 80
+    assert footprint(return_buffers=False) == 4 * 15
+
+
+def test_a_closed_model_gives_its_budget_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    streaming = Streaming(Budget(4 << 30))
+    plan: Any = SimpleNamespace(parts={"pages": 2 << 20})
+    streaming.decide(DEVICE, lambda _: plan)
+    assert card.fraction < 1
+    streaming.close()
+    assert card.fraction == 1
+    Allowance(DEVICE, 8 << 30, 0)  # what it had is there again
+    gc.collect()
+
+
+def test_two_experts_have_room_with_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the largest module; an expert may be larger than the mean, and shares chunks with its neighbours."""
+    monkeypatch.setattr(experts, "is_routed", lambda model, runs, name: name != "dense.weight")
+    runs: Any = {
+        name: SimpleNamespace(
+            shape=(8, 1, 1), parts=[SimpleNamespace(extent=SimpleNamespace(size=size)) for size in sizes]
+        )
+        for name, sizes in {
+            "a.up": [40 << 20, 40 << 20],
+            "a.down": [80 << 20],
+            "b.up": [8 << 20],
+            "dense.weight": [1 << 40],
+        }.items()
+    }
+    largest = 20 << 20
+    assert experts.cache_least(None, runs, None) == -(-2 * (largest * 17 // 16 + (64 << 10)) // (2 << 20)) * (
+        2 << 20
+    )
+    small = -(-2 * ((1 << 20) * 17 // 16 + (64 << 10)) // (2 << 20)) * (2 << 20)
+    assert experts.cache_least(None, runs, {"b.up"}) == small
+    assert experts.cache_least(None, runs, {"dense.weight"}) == 0
+
+
+def test_what_streams_a_model_is_not_copied() -> None:
+    """Though nothing of it were packed: its files and memory are this process's."""
+    for duplicate in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(PackedWeight, match="cannot be copied or pickled"):
+            duplicate(Streaming(Budget(4 << 30)))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_supplies_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: whoever has the error may keep it, and with it all that was opened."""
+    closed: list[str] = []
+
+    class Memory:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            return
+
+        def close(self) -> None:
+            closed.append("memory")
+
+    def refuse(*_: Any) -> None:
+        raise OutOfMemory("no buffers")
+
+    monkeypatch.setattr(opening, "HostMemory", Memory)
+    monkeypatch.setattr(opening, "ReadAhead", refuse)
+    weight = (SPEC, fill("normal", SPEC))
+    with Checkpoint(_write(tmp_path, {"a": weight}, {"b": weight})) as found:
+        host, disk = [found.packed["a"]], [found.packed["b"]]
+        plan: Any = SimpleNamespace(staging=1 << 20, piece=1 << 20)
+        with pytest.raises(OutOfMemory, match="no buffers") as caught:
+            opening.Supplies(torch.device("cpu"), plan, host, disk)
+        assert closed == ["memory"]
+        assert _open_files(tmp_path) == 2, "the checkpoint's own"
+        assert caught.value.message == "no buffers"
