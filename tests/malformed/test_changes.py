@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -80,6 +82,27 @@ def test_a_manifest_that_is_gone(packed: Path) -> None:
     (packed / MANIFEST).unlink()
     (found,) = verify(packed)
     assert "which restores the source, is missing" in found.message
+
+
+def test_a_manifest_that_calls_a_file_a_link(packed: Path) -> None:
+    """What is said of a link and of the file that it leads to is exchanged: the file would be lost."""
+    value = json.loads((packed / MANIFEST).read_text())
+    files = value["files"]
+    files["link"], files["sub/notes.txt"] = files["sub/notes.txt"], files["link"]
+    (packed / MANIFEST).write_text(json.dumps(value))
+    assert _wrong(packed) == ["notes.txt"]
+
+
+def test_a_copy_stands_for_a_link(packed: Path) -> None:
+    """Stores without links have a copy of what one leads to, and nothing else in its place."""
+    (packed / "link").unlink()
+    (packed / "link").write_bytes((packed / "sub/notes.txt").read_bytes())
+    assert verify(packed) == []
+    unpack(packed, packed.with_name("back"))
+    assert os.readlink(packed.with_name("back") / "link") == "sub/notes.txt"
+    shutil.rmtree(packed.with_name("back"))
+    (packed / "link").write_bytes(b"something else")
+    assert _wrong(packed) == ["link"]
 
 
 def test_a_manifest_without_one_of_its_entries(packed: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from tpde.errors import InvalidInput, NotSafetensors, TpdeError, printable
-from tpde.packing.copies import sha256
+from tpde.packing.copies import sha256, stands_for_link
 from tpde.packing.directory import packed_config, packed_index, through_links
 from tpde.packing.documents import parse_object
 from tpde.packing.files import Problem, Progress, no_progress, verify_file
@@ -94,10 +93,8 @@ def _may_be_packed(path: Path) -> bool:
 
 
 def _is_link(path: Path, target: str, *, strict: bool) -> bool:
-    """Whether a path is a link that says this; stores without links have a copy of what it leads to."""
-    if not path.is_symlink():
-        return path.exists() and not strict
-    return os.readlink(path) == target
+    """Whether a path is a link that says this; if that is not strict, a copy of what it leads to will do."""
+    return stands_for_link(path, target) and (path.is_symlink() or not strict)
 
 
 def _source_sha256(path: Path, info: Mapping[str, str]) -> str:

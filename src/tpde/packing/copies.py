@@ -29,6 +29,16 @@ def sha256(path: Path) -> str:
     return _each_piece(path, lambda _: None)
 
 
+def stands_for_link(path: Path, target: str) -> bool:
+    """Whether a path is a link that says this, or a copy of what it leads to, as in stores without links."""
+    if path.is_symlink():
+        return os.readlink(path) == target
+    other = path.parent / target
+    if path.is_dir() or not path.is_file():
+        return path.is_dir() and other.is_dir()
+    return other.is_file() and sha256(path) == sha256(other)
+
+
 def copy_file(source: Path, target: Path) -> str:
     """Copy a regular file and its permissions to a new one; returns the SHA-256 of what was copied."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

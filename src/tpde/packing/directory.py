@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,6 +28,7 @@ from tpde.packing.copies import (
     mode_of,
     sha256,
     sha256_of_tensors,
+    stands_for_link,
     write_text,
 )
 from tpde.packing.documents import parse_object, read_document
@@ -243,6 +245,12 @@ def unpack_directory(
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if "link" in info:
+                if os.path.lexists(source / name) and not stands_for_link(source / name, info["link"]):
+                    raise Corrupt(
+                        f"`{source / name}` is not the link that was packed, nor a copy of what it leads to",
+                        hint="the directory is damaged, fetch it again",
+                        where=str(source / name),
+                    )
                 continue
             if not (source / name).is_file():
                 raise Truncated(
