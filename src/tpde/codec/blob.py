@@ -284,14 +284,21 @@ class BlobReader:
                 target[:] = words[lo - w0 * b : hi - w0 * b]
 
     def _pieces(self, begin: int, end: int, step: int = PIECE_BYTES) -> Iterator[tuple[int, int]]:
-        """Runs of chunks of at most `step` bytes of words that cover a range of bytes."""
+        """Runs of chunks of at most `step` bytes of words that cover a range of bytes.
+
+        A chunk of which only a part is in the range is a run by itself, since it is decoded beside `out`.
+        """
         if begin >= end:
             return
         b = self.header.word_bytes
         first, stop = self.header.chunk_of(begin // b), self.header.chunk_of((end - 1) // b)
         run = max(1, step // (self.header.chunk_words * b))
+        whole = self.header.chunk_range(stop, stop)[1] * b <= end  # the last chunk
+        if self.header.chunk_range(first, first)[0] * b < begin and first < stop:
+            yield first, first
+            first += 1
         while first <= stop:
-            last = min(first + run - 1, stop)
+            last = min(first + run - 1, stop if whole else max(first, stop - 1))
             yield first, last
             first = last + 1
 

@@ -20,6 +20,7 @@ from tpde.codec.plan import base_header, core_layout, sample_ranges
 from tpde.codec.registry import PREFIX, codec_of
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
+from tpde.format.garbage import collecting_later
 from tpde.packing.order import forward_order
 from tpde.packing.plot import plot
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
@@ -200,9 +201,10 @@ def survey(path: str | os.PathLike[str], *, sample: bool, histogram: bool = Fals
         name = file.relative_to(root).as_posix() if file != root else file.name
         with PackedFile(file) as opened:
             packed |= opened.is_packed
-            for batch in _batches(opened, sample):
-                entropies = _entropies(batch, counts) if sample else [None] * len(batch)
-                tensors += map(_tensor_report, repeat(name), batch, entropies)
+            with collecting_later():  # what is made here stays
+                for batch in _batches(opened, sample):
+                    entropies = _entropies(batch, counts) if sample else [None] * len(batch)
+                    tensors += map(_tensor_report, repeat(name), batch, entropies)
     total = _group("", tensors)
     return Report(
         str(root),
@@ -255,7 +257,7 @@ def _batches(opened: PackedFile, sample: bool) -> Iterator[list[_Look]]:
     for name in forward_order(opened.specs):
         tensor = opened.tensor(name)
         codec = codec_of(tensor.blob.header).name if isinstance(tensor, PackedTensor) else PLAIN
-        words = _read_sample(tensor) if sample else _NOTHING
+        words = _read_sample(tensor) if sample and tensor.spec.nbytes else _NOTHING
         batch.append(_Look(name, tensor.spec, tensor.stored_bytes, codec, words))
         held += words.size
         if len(batch) == _BATCH or held >= _BATCH_BYTES:
@@ -268,8 +270,7 @@ def _read_sample(tensor: Tensor) -> Bytes:
     ranges = list(sample_ranges(tensor.spec))
     words, at = np.empty(sum(end - begin for begin, end in ranges), np.uint8), 0
     for begin, end in ranges:
-        if end > begin:
-            tensor.read(begin, end, words[at : at + end - begin])
+        tensor.read(begin, end, words[at : at + end - begin])
         at += end - begin
     return words
 
