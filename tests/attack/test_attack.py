@@ -33,7 +33,7 @@ def test_a_few_seconds_of_the_campaign_find_nothing(kind: str, tmp_path: Path) -
     (tmp_path / "folder").mkdir()
     tally = run(kind, tmp_path / "folder", tmp_path / "keep", seed=22, seconds=3)
     assert tally.findings == []
-    assert tally.tried > 10
+    assert tally.tried > 3
 
 
 # ---- what it found

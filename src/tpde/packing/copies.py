@@ -30,7 +30,7 @@ def sha256(path: Path) -> str:
 
 
 def stands_for_link(path: Path, target: str) -> bool:
-    """Whether a path is a link that says this, or a copy of what it leads to, as in stores without links."""
+    """Whether a path is a link that says this, or a copy of what it leads to: some stores have no links."""
     if path.is_symlink():
         return os.readlink(path) == target
     other = path.parent / target
