@@ -65,8 +65,8 @@ MUTANTS = (
         "    if (!fills && r[11])\n",
         "    if (!fills && r[11] > 255)\n",
         "two index maps mean the same",
+        _REFUSES,
         _BLOBS,
-        "malformed/test_attacks_input.py",
     ),
     mutant(
         "planes-beyond-the-word-have-modes",
@@ -74,8 +74,8 @@ MUTANTS = (
         "if (p >= layout->word_bytes ? mode != MODE_RAW : mode > MODE_CODED)",
         "if (mode > MODE_CODED)",
         "two index maps mean the same",
+        _REFUSES,
         _BLOBS,
-        "malformed/test_attacks_input.py",
     ),
     mutant(
         "chunks-outside-the-bytes-at-hand",
