@@ -146,15 +146,6 @@ MUTANTS = (
         _COMMANDS,
     ),
     mutant(
-        "inspect-has-infinite-numbers",
-        "cli/common.py",
-        "print(json.dumps(value, indent=2, allow_nan=False))",
-        "print(json.dumps(value, indent=2))",
-        "`--json` prints what is no JSON",
-        "unit/test_messages.py",
-        _COMMANDS,
-    ),
-    mutant(
         "sizes-count-thousands",
         "cli/common.py",
         "        count /= 1024\n",
