@@ -15,6 +15,7 @@ from tpde.errors import OutOfMemory  # noqa: E402
 from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
 from tpde.integrations.transformers.activations import activations_of  # noqa: E402
 from tpde.integrations.transformers.demand import cache_bytes  # noqa: E402
+from tpde.integrations.transformers.recurrent import _Peak  # noqa: E402
 from tpde.integrations.transformers.tokens import check_experts, check_sequences, check_tokens  # noqa: E402
 
 
@@ -281,3 +282,20 @@ def test_calls_are_those_of_a_forward_pass():
     assert module_calls(model) == pytest.approx(len(called), abs=2)
     for handle in handles:
         handle.remove()
+
+
+@pytest.mark.parametrize(("itemsize", "each"), [(2, 16), (4, 20)])
+def test_learned_position_biases_may_not_be_fused(itemsize, each):
+    """Biases, alone and with the mask, and as PyTorch's own attention needs them, scores and weights."""
+    config = transformers.T5Config(vocab_size=100, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+    with torch.device("meta"):
+        model = transformers.T5ForConditionalGeneration(config)
+    assert activations_of(model, itemsize).pair == 1 + itemsize + 3 * 8 + 4 * each
+
+
+def test_the_largest_tensor_counts_twice():
+    """The allocator may have cut the memory that it had in the layer before."""
+    with _Peak([]) as mode:
+        large = torch.empty(1000, dtype=torch.uint8, device="meta")
+        small = torch.empty(500, dtype=torch.uint8, device="meta")
+    assert mode.peak == large.nbytes + small.nbytes + large.nbytes

@@ -368,10 +368,6 @@ def _moved(
     return PackedParameter(made, weight.plain_requires_grad, weight.memory_format)
 
 
-def _cast(dtype: torch.dtype, func: Any, weight: PackedParameter, **kwargs: Any) -> Tensor:
-    return _moved(weight, None, dtype)
-
-
 def _cpu(func: Any, weight: PackedParameter, **kwargs: Any) -> Tensor:
     return _moved(weight, torch.device("cpu"), None)
 
