@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -305,3 +307,30 @@ def test_components_of_a_pipeline_say_that_they_are_packed(tmp_path: Path) -> No
     assert [Path(it.file).parent.name for it in verify(packed)] == ["unet"]
     unpack(tmp_path / "packed", tmp_path / "back")
     assert _tree(tmp_path / "back") == _tree(source)
+
+
+def test_a_configuration_that_opens_later_is_never_taken_for_a_plain_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpacking would copy it: plain weights, and a configuration that says they are packed."""
+    packed, back = tmp_path / "packed", tmp_path / "back"
+    pack(model, packed)
+    (packed / MANIFEST).unlink()
+    calls, opened = itertools.count(), os.open
+
+    def failing(path: str, *args: int, **given: int) -> int:
+        if Path(path) == packed / "config.json" and next(calls) == moment:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, *args, **given)
+
+    monkeypatch.setattr(os, "open", failing)
+    for moment in itertools.count():
+        calls = itertools.count()
+        try:
+            unpack(packed, back)
+            break
+        except InvalidInput as error:
+            assert "Too many open files" in str(error)
+            assert not back.exists()
+    assert next(calls) == moment >= 2
+    assert "quantization_config" not in (back / "config.json").read_text()

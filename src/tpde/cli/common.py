@@ -270,4 +270,10 @@ def _json(fields: Mapping[str, Any]) -> Iterator[str]:
 
 def _fields(value: Any) -> dict[str, Any]:
     """What a dataclass holds."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {name: getattr(value, name) for name in _names(type(value))}
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    """The fields of a dataclass: `dataclasses.fields` looks through them at each call."""
+    return tuple(field.name for field in dataclasses.fields(kind))

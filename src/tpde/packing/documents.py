@@ -39,25 +39,31 @@ def is_inside(name: object, *, everywhere: bool = False) -> bool:
     return path.as_posix() == name and name != "." and not path.is_absolute() and ".." not in path.parts
 
 
+class NotJson(InvalidInput):
+    """A file that can be read holds no JSON, or too much of it."""
+
+
 def read_document(path: Path) -> str:
     """The text of a regular file of at most `MAX_JSON_BYTES`.
 
     Raises
     ------
     InvalidInput
-        If it is something else, such as a pipe, which would be waited for, too large, or not UTF-8.
+        If it cannot be opened, or is something else, such as a pipe, which would be waited for.
+    NotJson
+        If it is too large, or not UTF-8.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(MAX_JSON_BYTES + 1)
         if len(data) > MAX_JSON_BYTES:
-            raise InvalidInput(
+            raise NotJson(
                 f"`{path}` has {os.fstat(file.fileno()).st_size} bytes, {MAX_JSON_BYTES} at most are read",
                 hint="mend it, or fetch it again",
             )
     try:
         return data.decode("utf-8")
     except ValueError as error:
-        raise InvalidInput(f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again") from None
+        raise NotJson(f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -72,20 +78,20 @@ def parse_json(text: str, path: Path, *, unique: bool = False) -> Any:
 
     Raises
     ------
-    InvalidInput
+    NotJson
         If it is no JSON, or too deep, or holds more than `MAX_JSON_VALUES` values; with `unique` if a name
         occurs twice in an object: readers differ in which they take.
     """
     # Every value but the first stands behind one of these; those within texts are counted, too.
     if sum(map(text.count, ",:[{")) >= MAX_JSON_VALUES:
-        raise InvalidInput(
+        raise NotJson(
             f"`{path}` holds more than {MAX_JSON_VALUES} values, which is no description of a model",
             hint="mend it, or fetch it again",
         )
     try:
         return json.loads(text, object_pairs_hook=_unique if unique else None)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again") from None
+        raise NotJson(f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again") from None
 
 
 def parse_object(text: str, path: Path, *, unique: bool = False) -> dict[str, Any]:
@@ -93,12 +99,12 @@ def parse_object(text: str, path: Path, *, unique: bool = False) -> dict[str, An
 
     Raises
     ------
-    InvalidInput
+    NotJson
         As `parse_json`, or if it is no object.
     """
     value = parse_json(text, path, unique=unique)
     if not isinstance(value, dict):
-        raise InvalidInput(f"`{path}` holds no JSON object", hint="mend it, or fetch it again")
+        raise NotJson(f"`{path}` holds no JSON object", hint="mend it, or fetch it again")
     return value
 
 
@@ -127,5 +133,5 @@ def read_modules(folder: Path) -> list[dict[str, Any]]:
         return []
     found = parse_json(read_document(path), path)
     if not isinstance(found, list) or not all(isinstance(it, dict) for it in found):
-        raise InvalidInput(f"`{path}` is no list of modules", hint="mend it, or fetch it again")
+        raise NotJson(f"`{path}` is no list of modules", hint="mend it, or fetch it again")
     return found

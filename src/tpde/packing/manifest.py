@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from tpde.errors import Corrupt, InvalidInput, NotPacked, UnsupportedVersion, printable
+from tpde.errors import Corrupt, NotPacked, UnsupportedVersion, printable
 from tpde.format.constants import MANIFEST, VERSION
-from tpde.packing.documents import is_inside, is_text, parse_json, read_document
+from tpde.packing.documents import NotJson, is_inside, is_text, parse_json, read_document
 from tpde.packing.names import may_change
 from tpde.packing.tree import stays_inside
 from tpde.packing.weights import not_packed
@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _no_manifest(folder)
     try:
         value = parse_json(read_document(path), path, unique=True)
-    except InvalidInput as error:
+    except NotJson as error:
         raise Corrupt(error.message, hint="fetch it again", where=str(path)) from None
     version = value.get("version") if isinstance(value, dict) else None
     if type(version) is not int or version != VERSION:

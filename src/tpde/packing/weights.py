@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from tpde.errors import AlreadyPacked, InvalidInput, MissingShard, NotPacked, TpdeError, printable
 from tpde.format.constants import METHOD
-from tpde.packing.documents import json_object, read_modules
+from tpde.packing.documents import NotJson, json_object, read_modules
 from tpde.packing.names import PICKLES, SAFETENSORS, folder_of, is_config, last_of, safetensors_name
 from tpde.packing.reader import PackedFile
 from tpde.packing.shards import ShardIndex, is_index, read_index
@@ -193,13 +193,19 @@ def says_packed(config: object) -> bool:
 
 
 def packing_configs(tree: Tree) -> list[str]:
-    """The configurations in a directory that say that weights are packed by tpde."""
+    """The configurations in a directory that say that weights are packed by tpde.
+
+    Raises
+    ------
+    InvalidInput
+        If one cannot be read: what it says is not known then.
+    """
     found = []
     for name in tree.files:
         if is_config(name):
             try:
                 config = json_object(tree.root / name)[1]
-            except InvalidInput:
+            except NotJson:
                 continue
             if says_packed(config):
                 found.append(name)
