@@ -270,7 +270,7 @@ def _json(fields: Mapping[str, Any]) -> Iterator[str]:
 
 def _fields(value: Any) -> dict[str, Any]:
     """What a dataclass holds."""
-    return {name: getattr(value, name) for name in _names(type(value))}
+    return {name: getattr(value, name) for name in _names(value.__class__)}
 
 
 @functools.cache

@@ -140,7 +140,7 @@ def stream(tensor: Tensor, threads: int, take: Callable[[int, Bytes], None]) -> 
     The piece is valid only during the call.
     """
     hasher, pieces = xxhash.xxh3_128(), list(tensor.pieces())
-    buffer = np.empty(max((end - begin for begin, end in pieces), default=0), np.uint8)
+    buffer = np.empty(max([end - begin for begin, end in pieces], default=0), np.uint8)
     for begin, end in pieces:
         piece = buffer[: end - begin]
         tensor.read(begin, end, piece, threads)
@@ -310,8 +310,9 @@ def _verify_tensor(
             return
         other = np.empty(piece.size, np.uint8)
         compare.read(name, offset, offset + piece.size, other)
-        if not np.array_equal(piece, other):
-            at = int(np.argmax(piece != other))
+        differ = piece != other
+        if differ.any():
+            at = int(np.argmax(differ))
             problems.append(
                 Corrupt(
                     f"tensor `{name}`: byte {offset + at} is {piece[at]:#04x}, but {other[at]:#04x} in the "

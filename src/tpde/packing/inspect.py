@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -205,7 +205,8 @@ def survey(path: str | os.PathLike[str], *, sample: bool, histogram: bool = Fals
                 for batch in _batches(opened, sample):
                     entropies = _entropies(batch, counts) if sample else [None] * len(batch)
                     tensors += map(_tensor_report, repeat(name), batch, entropies)
-    total = _group("", tensors)
+    sums = _sums(tensors)
+    total = _group("", sums.values())
     return Report(
         str(root),
         packed,
@@ -215,8 +216,8 @@ def survey(path: str | os.PathLike[str], *, sample: bool, histogram: bool = Fals
         total.stored_bytes,
         total.bits_per_weight,
         total.ratio,
-        _groups(tensors, lambda t: t.codec),
-        _groups(tensors, lambda t: t.dtype),
+        _groups(sums, 0),
+        _groups(sums, 1),
         tuple(tensors),
         tuple(Histogram(d, tuple(map(int, c))) for d, c in counts.items()) if histogram else None,
     )
@@ -334,19 +335,31 @@ def _tensor_report(file: str, look: _Look, entropy: float | None) -> TensorRepor
     )
 
 
-def _group(name: str, tensors: list[TensorReport]) -> Group:
-    source = sum(t.source_bytes for t in tensors)
-    stored = sum(t.stored_bytes for t in tensors)
-    count = sum(math.prod(t.shape) for t in tensors)
-    bits = 8 * stored / count if count else None
-    return Group(name, len(tensors), source, stored, bits, _ratio(source, stored))
+# Of a codec and a dtype: tensors, source bytes, stored bytes, elements.
+_Sums = dict[tuple[str, str], list[int]]
 
 
-def _groups(tensors: list[TensorReport], key: Callable[[TensorReport], str]) -> tuple[Group, ...]:
-    parts: dict[str, list[TensorReport]] = {}
-    for tensor in tensors:
-        parts.setdefault(key(tensor), []).append(tensor)
-    groups = [_group(name, members) for name, members in parts.items()]
+def _sums(tensors: list[TensorReport]) -> _Sums:
+    """What tensors of a codec and a dtype have together. All groups come from this one pass."""
+    found: _Sums = {}
+    for it in tensors:
+        sums = found.setdefault((it.codec, it.dtype), [0, 0, 0, 0])
+        sums[0] += 1
+        sums[1] += it.source_bytes
+        sums[2] += it.stored_bytes
+        sums[3] += math.prod(it.shape)
+    return found
+
+
+def _group(name: str, members: Iterable[list[int]]) -> Group:
+    tensors, source, stored, count = map(sum, zip((0, 0, 0, 0), *members, strict=True))
+    return Group(name, tensors, source, stored, 8 * stored / count if count else None, _ratio(source, stored))
+
+
+def _groups(sums: _Sums, place: int) -> tuple[Group, ...]:
+    """Groups by the codec, which is in place 0, or the dtype, in place 1."""
+    names = {key[place] for key in sums}
+    groups = [_group(name, [it for key, it in sums.items() if key[place] == name]) for name in names]
     return tuple(sorted(groups, key=lambda g: (-g.source_bytes, g.name)))
 
 
