@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from .architecture import DTYPES
-from .report import label, page, summary
+from .report import label, libraries, page, summary
 from .runner import FLOW, Result, Task, keep, kept, run, warm
 
 
@@ -64,7 +65,7 @@ def main() -> int:
         if result.status in shown:
             print(f"{label(result.task)}: {result.status}: {result.reason}", flush=True)
         if options.results:
-            keep(options.results, result)
+            keep(options.results, replace(result, libraries=libraries()))
 
     start = time.monotonic()
     ended |= {it.task: it for it in run((task for task in tasks if task not in ended), options.jobs, report)}

@@ -43,7 +43,7 @@ def page(results: list[Result]) -> str:
         "Tiny random models, packed and plain side by side, compared bit by bit on the CPU. "
         "`python -m tests.zoo --out docs/zoo.md` writes this page.",
         "",
-        f"With {_versions()}.",
+        f"With {'; and some with '.join(_libraries(results))}.",
         "",
         "`yes`: every bit as the plain model's. **no**: see the reasons below. `-`: the plain model does not "
         "do it either, or not twice the same way.",
@@ -53,7 +53,13 @@ def page(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _versions() -> str:
+def _libraries(results: list[Result]) -> list[str]:
+    """What results were taken with, that of most of them first."""
+    return [name for name, _ in Counter(it.libraries or libraries() for it in results).most_common()]
+
+
+def libraries() -> str:
+    """Name the libraries that are tested with, and their versions."""
     names = ("torch", "transformers", "diffusers", "timm", "peft", "accelerate", "sentence-transformers")
     found = []
     for name in names:

@@ -39,6 +39,7 @@ class Result:
     task: Task
     status: str
     reason: str = ""
+    libraries: str = ""  # and their versions, of results that were kept
 
 
 def keep(file: Path, result: Result) -> None:
@@ -52,7 +53,7 @@ def kept(file: Path) -> dict[Task, Result]:
     if not file.exists():
         return {}
     found = [json.loads(line) for line in file.read_text().splitlines()]
-    results = [Result(Task(**it["task"]), it["status"], it["reason"]) for it in found]
+    results = [Result(Task(**it["task"]), it["status"], it["reason"], it["libraries"]) for it in found]
     return {result.task: result for result in results}
 
 
