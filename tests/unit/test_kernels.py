@@ -16,6 +16,7 @@ from support.contents import FLOATS, fill
 from support.packed import Packed, pack
 
 from tpde.format.container import TensorSpec
+from tpde.format.temporary import temporary_name
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, of `tpde[cuda]`")
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde[cuda]`")
@@ -247,6 +248,14 @@ class TestCache:
             assert self.get() == code
             assert entry.read_bytes()[32:] == code
         assert [entry] == list((self.root / "kernels").iterdir())
+
+    def test_what_a_killed_process_left_is_removed(self) -> None:
+        folder = self.root / "kernels"
+        folder.mkdir()
+        temporary_name(folder / "entry.cubin").write_bytes(b"half")
+        self.get()
+        [entry] = folder.iterdir()
+        assert entry.suffix == ".cubin"
 
     def test_another_architecture_is_another_entry(self) -> None:
         self.get()

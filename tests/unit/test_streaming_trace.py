@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpde.errors import InvalidDestination
+from tpde.format.temporary import temporary_name
 from tpde.streaming.trace import TRACKS, Event, Trace, write_trace
 
 
@@ -141,3 +142,10 @@ def test_the_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(InvalidDestination, match="create the folder first"):
         write_trace(tmp_path / "none" / "t.json", [trace()])
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    temporary_name(path).write_text("half")
+    write_trace(path, [trace()])
+    assert list(tmp_path.iterdir()) == [path]

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import io
 import os
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tpde.cuda.device import INSTALL, bindings, call, driver_version, facts
-from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
+from tpde.errors import CompileError, InvalidDestination, MissingDependency, UnsupportedDevice
+from tpde.format.sink import FileSink
 
 _lock = threading.Lock()
 
@@ -122,15 +122,13 @@ def cached_cubin(source: str, defines: Mapping[str, int], arch: str) -> bytes:
     code, _ = cubin(source, defines, arch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+        sink = FileSink(path, force=True)
         try:
-            with open(descriptor, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
+            sink.write(0, [hashlib.sha256(code).digest(), code])
+            sink.commit()
+        finally:
+            sink.abort()  # nothing, once it is committed
+    except (OSError, InvalidDestination) as error:
         _warn_once(
             f"compiled kernels cannot be kept in `{path.parent}` ({error}); every process compiles them "
             "again: set TPDE_CACHE_DIR to a directory that can be written"

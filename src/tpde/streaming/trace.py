@@ -6,17 +6,16 @@ device's clock is read later, when the work is long done, so that recording neve
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from tpde.format.sink import unwritable
+from tpde.format.sink import FileSink, unwritable
 
 LIMIT = 200_000  # spans kept: about 60 MB of memory, 40 MB of file, half an hour of 100 pieces a second
 _PENDING = 1024  # spans whose events the device may not have passed: each holds two of its driver's events
@@ -199,23 +198,28 @@ def write_trace(path: str | os.PathLike[str], traces: Sequence[Trace]) -> None:
     InvalidDestination
         If it cannot be written.
     """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    sink, at = FileSink(path, force=True), 0
     try:
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                dropped = sum(trace.dropped for trace in traces)
-                about = json.dumps({"dropped_spans": dropped})
-                file.write(f'{{"displayTimeUnit": "ms", "otherData": {about},\n"traceEvents": [')
-                for i, event in enumerate(_events(traces)):
-                    file.write((",\n" if i else "\n") + json.dumps(event))
-                file.write("\n]}\n")
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        for text in _texts(traces):
+            data = text.encode()
+            sink.write(at, [data])
+            at += len(data)
+        sink.commit()
     except OSError as error:
-        raise unwritable(target, error) from error
+        raise unwritable(sink.path, error) from error
+    finally:
+        sink.abort()  # nothing, once it is committed
+
+
+def _texts(traces: Sequence[Trace]) -> Iterator[str]:
+    """The file, in pieces of some 100 kB."""
+    about = json.dumps({"dropped_spans": sum(trace.dropped for trace in traces)})
+    yield f'{{"displayTimeUnit": "ms", "otherData": {about},\n"traceEvents": ['
+    lead, events = "\n", map(json.dumps, _events(traces))
+    while lines := list(itertools.islice(events, 1000)):
+        yield lead + ",\n".join(lines)
+        lead = ",\n"
+    yield "\n]}\n"
 
 
 def _events(traces: Sequence[Trace]) -> Iterator[dict[str, Any]]:
