@@ -2,7 +2,8 @@
 
 `pack` and `unpack` turn safetensors files and model directories into smaller ones and back, `verify` checks
 them, `inspect` tells what is in them, and `safe_open` reads tensors straight from the packed form. `diff`
-stores what changed between two states of a model, and `patch` restores it.
+stores what changed between two states of a model, and `patch` restores it; `make_delta` and `apply_delta` do
+so with live tensors.
 `pack_module` packs a live PyTorch model, which goes on computing the same bits, and `unpack_module` turns it
 back. `tpde.torch` and `tpde.numpy` save and load in the manner of `safetensors.torch` and
 `safetensors.numpy`.
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tpde.packing.inspect import inspect
     from tpde.packing.writer import PackedWriter
     from tpde.store.api import diff, patch
+    from tpde.store.live import apply_delta, make_delta
 
 __version__ = "0.1.0"
 
@@ -44,9 +46,11 @@ _WHERE = {
     "TpdeError": "errors",
     "Truncated": "errors",
     "UnsupportedVersion": "errors",
+    "apply_delta": "store.live",
     "diff": "store.api",
     "from_pretrained": "integrations.transformers",
     "inspect": "packing.inspect",
+    "make_delta": "store.live",
     "pack": "packing.api",
     "pack_module": "integrations.live",
     "patch": "store.api",
@@ -66,9 +70,11 @@ __all__ = [
     "Truncated",
     "UnsupportedVersion",
     "__version__",
+    "apply_delta",
     "diff",
     "from_pretrained",
     "inspect",
+    "make_delta",
     "pack",
     "pack_module",
     "patch",
@@ -81,7 +87,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        if name in ("pack_module", "unpack_module"):
+        if name in ("apply_delta", "make_delta", "pack_module", "unpack_module"):
             from tpde.frameworks import require_torch
 
             require_torch(f"`tpde.{name}`")

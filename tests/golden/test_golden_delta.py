@@ -13,6 +13,7 @@ import pytest
 import tpde
 from tpde.codec import delta_reference as reference
 from tpde.format.delta import HEADER, SPARSE
+from tpde.format.source import FileSource
 from tpde.packing.reader import PackedFile
 from tpde.store.api import verify_delta
 from tpde.store.delta import DeltaFile
@@ -50,7 +51,7 @@ def test_the_golden_delta_gives_its_target(folder: Path) -> None:
 
 
 def test_the_slow_codec_reads_its_chunks(folder: Path) -> None:
-    file, sparse = DeltaFile(MAKE.DELTA), 0
+    file, sparse = DeltaFile(FileSource(MAKE.DELTA)), 0
     with PackedFile(folder / "base.safetensors") as base, PackedFile(folder / "target.safetensors") as target:
         for it in file.head.tensors:
             assert reference.fingerprint(target.read(it.name).tobytes()) == it.target
@@ -75,7 +76,7 @@ def test_the_same_states_give_the_same_delta(folder: Path) -> None:
     size = HEADER.unpack_from(needed)[6]
     assert found[HEADER.size : HEADER.size + size] == needed[HEADER.size : HEADER.size + size]
     (folder / "found").write_bytes(found)
-    one, two = DeltaFile(folder / "found"), DeltaFile(MAKE.DELTA)
+    one, two = DeltaFile(FileSource(folder / "found")), DeltaFile(FileSource(MAKE.DELTA))
     assert one.head.models == two.head.models
     for a, b in zip(one.head.tensors, two.head.tensors, strict=True):
         assert (a.name, a.spec, a.codec, a.size, a.model) == (b.name, b.spec, b.codec, b.size, b.model)

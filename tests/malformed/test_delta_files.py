@@ -12,7 +12,7 @@ from support.states import content, files, folders
 from tpde.errors import Corrupt, MissingBase, TpdeError, Truncated, UnsupportedVersion
 from tpde.format.delta import HASH_AT, HEADER
 from tpde.format.delta_reader import is_delta
-from tpde.format.source import BytesSource
+from tpde.format.source import BytesSource, FileSource
 from tpde.store.api import diff, inspect_delta, patch, verify_delta
 from tpde.store.delta import DeltaFile
 
@@ -65,7 +65,7 @@ def test_damage_that_hashes_hide_is_found_with_the_base(
     base, target, whole = made
     path, draw = tmp_path / "delta", rng("hidden")
     (tmp_path / "good").write_bytes(whole)
-    places = list(DeltaFile(tmp_path / "good")._places.values())
+    places = list(DeltaFile(FileSource(tmp_path / "good"))._places.values())
     start = HEADER.size + sum(it.size for it in places)
     outcomes = set()
     for _ in range(150):

@@ -12,6 +12,7 @@ from tpde.format.constants import DTYPES
 from tpde.format.container import parse_header
 from tpde.format.delta import SAME, SPARSE, WeightsEntry
 from tpde.format.sink import FileSink, Sink, refuse_file
+from tpde.format.source import FileSource
 from tpde.packing.directory import refuse_nested, replaceable
 from tpde.packing.files import Problem, Progress, no_progress
 from tpde.packing.replace import new_folder
@@ -218,7 +219,7 @@ def patch(
     """
     count, out = check_threads(threads), Path(target)
     _refuse_same(out, base, delta)
-    state = _open_on(DeltaFile(_existing_delta(delta)), base)
+    state = _open_on(DeltaFile(FileSource(_existing_delta(delta))), base)
     try:
         if "" in state.headers:
             refuse_file(out, force)
@@ -322,7 +323,7 @@ def verify_delta(
             problems.append(Problem(str(path), tensor, chunk, str(error)))
 
     try:
-        file = DeltaFile(path)
+        file = DeltaFile(FileSource(path))
     except Corrupt as error:
         return [Problem(str(path), error.tensor, None, str(error))]
     try:
@@ -336,7 +337,7 @@ def verify_delta(
         file.close()
     if base is None or problems:
         return problems
-    state = _open_on(DeltaFile(path), base)
+    state = _open_on(DeltaFile(FileSource(path)), base)
     try:
         for key, spec in state.specs.items():
             attempt(key[1], lambda key=key: state.read(key, count))  # type: ignore[misc]
@@ -358,7 +359,7 @@ def inspect_delta(path: str | os.PathLike[str]) -> DeltaReport:
     Truncated, Corrupt, UnsupportedVersion
         If it is damaged, or newer than this version.
     """
-    file = DeltaFile(_existing_delta(path))
+    file = DeltaFile(FileSource(_existing_delta(path)))
     try:
         return _report(file)
     finally:

@@ -30,7 +30,7 @@ from tpde.format.delta import (
     payloads,
 )
 from tpde.format.delta_reader import check_header, is_delta, read_head
-from tpde.format.source import FileSource
+from tpde.format.source import FileSource, Source
 from tpde.packing.documents import is_inside
 from tpde.store.payloads import add_differences, difference_spec, read_blob
 from tpde.store.states import BaseTensors, FilesState, Key, State
@@ -44,8 +44,8 @@ class DeltaFile:
 
     Parameters
     ----------
-    path : Path
-        The file.
+    source : Source
+        The file, or its bytes in memory. It is closed with this, or if this fails.
 
     Attributes
     ----------
@@ -58,9 +58,9 @@ class DeltaFile:
         If it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.name = path, str(path)
-        self._source = FileSource(path)
+    def __init__(self, source: Source) -> None:
+        self.name = source.name
+        self._source = source
         try:
             self.head: Head = read_head(self._source)
             self._check_names()
@@ -304,7 +304,7 @@ def base_path(delta: DeltaFile) -> Path:
         If the delta does not say, or there is nothing any longer.
     """
     hint = delta.head.base
-    found = delta.path.parent / hint if hint else None
+    found = Path(delta.name).parent / hint if hint else None
     if found is None or Path(hint or "").is_absolute() or "\0" in (hint or "") or not found.exists():
         raise MissingBase(
             f"`{delta.name}` has its base at {f'`{hint}`' if hint else 'an unknown place'}, where nothing is",
@@ -352,7 +352,7 @@ def open_state(path: Path) -> State:
                     needed=MAX_CHAIN,
                 )
             seen.append(place)
-            links.append(DeltaFile(path))
+            links.append(DeltaFile(FileSource(path)))
             path = base_path(links[-1])
         state: State = FilesState(path)
         while links:

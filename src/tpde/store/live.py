@@ -1,0 +1,303 @@
+"""Deltas of live tensors: what changed between two states in memory, as bytes, and applied where they lie."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+
+from tpde.codec.delta import fingerprint
+from tpde.codec.native import Bytes
+from tpde.errors import InvalidInput, MissingBase
+from tpde.format.container import TensorSpec, canonical_header, parse_header
+from tpde.format.delta import WITH_BASE, TensorEntry
+from tpde.format.sink import BytesSink
+from tpde.format.source import BytesSource, FileSource
+from tpde.frameworks import refuse_expanded, to_torch, torch_bytes, torch_spec
+from tpde.packing.files import Progress, no_progress
+from tpde.packing.writer import check_threads
+from tpde.store.delta import DeltaFile, open_state
+from tpde.store.diff import write_delta
+from tpde.store.states import Key, State
+
+if TYPE_CHECKING:
+    import torch
+
+    Live = torch.nn.Module | Mapping[str, torch.Tensor]
+
+__all__ = ["apply_delta", "make_delta"]
+
+
+def _tensors(state: Live, what: str) -> dict[str, torch.Tensor]:
+    """The tensors of a module or a state dict, by name; none of them packed."""
+    import torch
+
+    found: Any = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
+    if not isinstance(found, Mapping):
+        raise InvalidInput(
+            f"{what} is a {type(found).__name__}", hint="pass a module, or a mapping of names to tensors"
+        )
+    for name, tensor in found.items():
+        spec = torch_spec(name, tensor)
+        if not _has_bytes(tensor):
+            raise InvalidInput(
+                f"`{name}` is a {type(tensor).__name__}, which has no plain bytes in memory",
+                hint="call `tpde.unpack_module(model)` first if it is packed",
+                where=name,
+            )
+        refuse_expanded(name, spec.nbytes, tensor.untyped_storage().nbytes())
+    return dict(found)
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of PyTorch's own: subclasses may hold anything."""
+    import torch
+
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class _LiveState:
+    """Tensors in memory as the one file of a state. What is read may be the tensor's own memory."""
+
+    name = "<memory>"
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        specs = {name: torch_spec(name, tensors[name]) for name in sorted(tensors)}
+        header = canonical_header(specs, {})
+        self.headers: Mapping[str, bytes] = {"": header}
+        self.specs: Mapping[Key, TensorSpec] = {
+            ("", name): spec for name, spec in parse_header(header, self.name).specs.items()
+        }
+        self.others: Mapping[str, Callable[[], bytes]] = {}
+
+    def read(self, key: Key, threads: int) -> Bytes:
+        """The bytes of a tensor."""
+        return torch_bytes(self._tensors[key[1]])
+
+    def close(self) -> None:
+        """None: it is the caller's."""
+
+
+def make_delta(
+    old: Live | str | os.PathLike[str],
+    new: Live,
+    *,
+    fast: bool = False,
+    threads: int | None = None,
+    progress: Progress = no_progress,
+) -> bytes:
+    """Tell what changed between two states of a model's tensors.
+
+    Tensors of a GPU are copied to the CPU one by one.
+
+    Parameters
+    ----------
+    old : nn.Module, mapping of str to torch.Tensor, or path-like
+        The base, which must not be the same memory: clones, or a file such as `tpde.torch.save_file` writes,
+        which is smaller.
+    new : nn.Module or mapping of str to torch.Tensor
+        The target. It may hold a part of the tensors: the delta is of that part.
+    fast : bool
+        Code positions without the base's exponents: the delta is larger, and faster to make and to apply.
+    threads : int, optional
+        By default one for each processor. The delta does not depend on it.
+    progress : callable
+        Called with a number of bytes of the target when they are done.
+
+    Returns
+    -------
+    bytes
+        A delta file (docs/delta.md) of one nameless file of the target's tensors.
+
+    Raises
+    ------
+    InvalidInput
+        If a state cannot be read, a tensor is packed, or both states are the same memory.
+    UnsupportedDtype
+        If safetensors has no name for a dtype.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tpde import apply_delta, make_delta
+    >>> old = {"weight": torch.zeros(1000)}
+    >>> new = {"weight": torch.zeros(1000).index_fill_(0, torch.tensor([7]), 1.0)}
+    >>> delta = make_delta(old, new)
+    >>> apply_delta(old, delta)
+    1
+    >>> torch.equal(old["weight"], new["weight"])
+    True
+    """
+    count, after = check_threads(threads), _tensors(new, "`new`")
+    sink = BytesSink()
+    base: State
+    if isinstance(old, (str, os.PathLike)):
+        base = open_state(Path(old))
+    else:
+        before = _tensors(old, "`old`")
+        _refuse_one_memory(before, after)
+        base = _LiveState(before)
+    try:
+        write_delta(base, _LiveState(after), sink, hint=None, fast=fast, threads=count, progress=progress)
+    finally:
+        base.close()
+    return bytes(sink.data)
+
+
+def _refuse_one_memory(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
+    """Refuse two states that are the same tensors: the delta would say that nothing changed."""
+    both = [name for name in new if name in old and new[name].numel()]
+    if both and all(old[name].data_ptr() == new[name].data_ptr() for name in both):
+        raise InvalidInput(
+            f"`old` and `new` are the same tensors, such as `{both[0]}`: nothing would have changed",
+            hint="clone the tensors before they change, or save them with `tpde.torch.save_file`",
+            where=both[0],
+        )
+
+
+class _Change(NamedTuple):
+    name: str
+    tensor: torch.Tensor
+    data: Bytes
+
+
+def apply_delta(
+    state: Live,
+    delta: bytes | str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    progress: Progress = no_progress,
+) -> int:
+    """Turn live tensors from a delta's base into its target, where they lie.
+
+    Everything is made and checked before the first tensor is written. A tensor that is the target's already
+    is left as it is, so a delta may be applied twice, or again after Ctrl-C. Files of the delta that hold no
+    weights are passed over.
+
+    Parameters
+    ----------
+    state : nn.Module or mapping of str to torch.Tensor
+        What holds the base. It may have more tensors than the delta.
+    delta : bytes or path-like
+        As `make_delta` gives it, or a file that `tpde diff` wrote.
+    threads : int, optional
+        By default one for each processor.
+    progress : callable
+        Called with a number of bytes of the target when they are done.
+
+    Returns
+    -------
+    int
+        How many tensors were written.
+
+    Raises
+    ------
+    MissingBase
+        If a tensor is neither the base's nor the target's, or not there: it is named, nothing was changed.
+    InvalidInput
+        If a tensor cannot be written where it lies, two tensors share memory and would differ, or it is no
+        delta.
+    Truncated, Corrupt, UnsupportedVersion
+        If the delta is damaged, or newer than this version.
+
+    Notes
+    -----
+    Memory: what the changed tensors take, and one tensor more.
+    """
+    count, tensors = check_threads(threads), _tensors(state, "`state`")
+    source = BytesSource(delta, "<delta>") if isinstance(delta, (bytes, bytearray, memoryview)) else None
+    file = DeltaFile(source or FileSource(cast("Any", delta)))
+    try:
+        changes = list(_changes(file, tensors, count, progress))
+    finally:
+        file.close()
+    for it in changes:
+        _write(it)
+    return len(changes)
+
+
+def _changes(
+    file: DeltaFile, tensors: Mapping[str, torch.Tensor], threads: int, progress: Progress
+) -> Iterator[_Change]:
+    """All tensors that must be written, and with what."""
+    names: set[str] = set()
+    shared: dict[tuple[object, int], TensorEntry] = {}
+    for it in file.head.tensors:
+        if it.name in names:
+            raise InvalidInput(
+                f"`{file.name}` has `{it.name}` in two files; live tensors have no files",
+                hint="take a delta of one model's files alone",
+                where=it.name,
+            )
+        names.add(it.name)
+        tensor = _target(file, it, tensors)
+        if tensor.numel():
+            twin = shared.setdefault((tensor.device, tensor.data_ptr()), it)
+            if twin.target != it.target:
+                raise InvalidInput(
+                    f"`{twin.name}` and `{it.name}` share memory, and `{file.name}` makes them differ",
+                    hint="untie them first",
+                    where=it.name,
+                )
+        old = torch_bytes(tensor)
+        found = fingerprint(old)
+        progress(it.spec.nbytes)
+        if found == it.target:
+            continue
+        if it.codec in WITH_BASE and found != it.base:
+            raise MissingBase(
+                f"tensor `{it.name}` is not what `{file.name}` was made from: its fingerprint is "
+                f"{found.hex()}, {it.base.hex()} is needed",
+                hint="apply it to the state that it was made from; nothing was changed",
+                where=it.name,
+                found=found.hex(),
+                needed=it.base.hex(),
+            )
+        own = old.copy() if it.codec in WITH_BASE else None
+        yield _Change(it.name, tensor, file.target_of(it, own, threads))
+
+
+def _target(file: DeltaFile, it: TensorEntry, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The live tensor of an entry, which must be there, be as it says, and can be written."""
+    tensor = tensors.get(it.name)
+    if tensor is None:
+        raise MissingBase(
+            f"tensor `{it.name}` of `{file.name}` is not in the state; nothing was changed",
+            hint="apply it to the state that it was made from",
+            where=it.name,
+        )
+    spec = torch_spec(it.name, tensor)
+    if spec != it.spec:
+        raise MissingBase(
+            f"tensor `{it.name}` is {spec.dtype} {list(spec.shape)}, `{file.name}` makes it "
+            f"{it.spec.dtype} {list(it.spec.shape)}; nothing was changed",
+            hint="apply it to the state that it was made from",
+            where=it.name,
+            found=spec,
+            needed=it.spec,
+        )
+    repeats = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if repeats or tensor.is_conj() or tensor.is_neg():
+        raise InvalidInput(
+            f"tensor `{it.name}` is a view that cannot be written where it lies; nothing was changed",
+            hint="`.clone()` it first",
+            where=it.name,
+        )
+    return tensor
+
+
+def _write(it: _Change) -> None:
+    """Write a tensor's bytes where it lies; PyTorch counts it as a change in place."""
+    import torch
+
+    with torch.inference_mode(it.tensor.is_inference()), torch.no_grad():
+        own = it.tensor.detach()
+        if own.is_contiguous():  # as bytes: whatever they are, they are not normalized
+            own = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
+            own.copy_(torch.from_numpy(np.ascontiguousarray(it.data)))
+        else:
+            own.copy_(to_torch(it.data, torch_spec(it.name, it.tensor)))

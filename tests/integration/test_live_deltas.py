@@ -1,0 +1,275 @@
+"""Deltas of live tensors: made from memory, applied where tensors lie, whole or not at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tpde
+from tpde.errors import Corrupt, InvalidInput, MissingBase, TpdeError, Truncated
+from tpde.format.container import TensorSpec
+from tpde.frameworks import to_torch, torch_bytes, torch_dtype_name
+from tpde.store import live
+from tpde.store.api import diff
+from tpde.torch import load_file, save_file
+
+torch = pytest.importorskip("torch", reason="live tensors are PyTorch's")
+
+DTYPES = ("bool", "uint8", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn")
+
+
+def _bits(state: Any) -> dict[str, bytes]:
+    found = state.state_dict() if isinstance(state, torch.nn.Module) else state
+    return {name: torch_bytes(it).tobytes() for name, it in found.items()}
+
+
+def _clones(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: it.clone() for name, it in state.items()}
+
+
+def _model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.BatchNorm1d(96), torch.nn.Linear(96, 8)).to(
+        torch.bfloat16
+    )
+
+
+def _train(model: Any) -> None:
+    """Change a few weights by little, some tensors as a whole, and others not at all."""
+    with torch.no_grad():
+        first, last = model[0].weight, model[2].weight
+        bits = first.view(torch.int16)
+        bits.view(-1)[::37] += 1
+        last.normal_()
+        model[1].num_batches_tracked.add_(3)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["classes", "fast"])
+def test_a_module_becomes_the_target(fast: bool) -> None:
+    model, old = _model(), _model()
+    _train(model)
+    delta = tpde.make_delta(old, model, fast=fast)
+    places = {name: it.data_ptr() for name, it in old.state_dict().items()}
+    assert tpde.apply_delta(old, delta) == 3
+    assert _bits(old) == _bits(model)
+    assert {name: it.data_ptr() for name, it in old.state_dict().items()} == places
+    assert all(it.requires_grad for it in old.parameters())
+
+
+def test_applied_twice_it_changes_nothing() -> None:
+    model, old = _model(), _model()
+    _train(model)
+    delta = tpde.make_delta(old, model)
+    tpde.apply_delta(old, delta)
+    assert tpde.apply_delta(old, delta) == 0
+    assert _bits(old) == _bits(model)
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_what_was_interrupted_is_completed(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, old = _model(), _model()
+    _train(model)
+    delta = tpde.make_delta(old, model)
+    written, write = [], live._write
+
+    def interrupted(it: Any) -> None:
+        if len(written) == moment:
+            raise KeyboardInterrupt
+        written.append(it.name)
+        write(it)
+
+    monkeypatch.setattr(live, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tpde.apply_delta(old, delta)
+    monkeypatch.undo()
+    assert tpde.apply_delta(old, delta) == 3 - moment
+    assert _bits(old) == _bits(model)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), size=st.integers(0, 400), fast=st.booleans())
+def test_every_dtype_and_every_bit(data: st.DataObject, dtype: str, size: int, fast: bool) -> None:
+    spec = TensorSpec(torch_dtype_name(getattr(torch, dtype)), (size,))
+    nbytes = spec.nbytes
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
+    old = rng.integers(0, 256, nbytes, dtype=np.uint8)
+    new = np.where(rng.random(nbytes) < data.draw(st.sampled_from([0.0, 0.01, 0.5, 1.0])), ~old, old)
+    made = [{"w": to_torch(it.copy(), spec)} for it in (old, new)]
+    tpde.apply_delta(made[0], tpde.make_delta(*made, fast=fast))
+    assert torch_bytes(made[0]["w"]).tobytes() == new.tobytes()
+
+
+def test_views_are_changed_where_they_lie() -> None:
+    old = {"t": torch.randn(40, 30).T, "part": torch.randn(50, 20)[:, 3:9], "scalar": torch.tensor(1.5)}
+    new = {name: it.clone() + 0.25 for name, it in old.items()}
+    around = old["part"]._base.clone()
+    delta = tpde.make_delta(old, new)
+    places = [(it.data_ptr(), it.stride()) for it in old.values()]
+    assert tpde.apply_delta(old, delta) == 3
+    assert _bits(old) == _bits(new)
+    assert [(it.data_ptr(), it.stride()) for it in old.values()] == places
+    around[:, 3:9] = new["part"]
+    assert torch.equal(old["part"]._base, around)
+
+
+def test_a_part_of_a_model_is_updated_alone() -> None:
+    model, old = _model(), _model()
+    _train(model)
+    part = {"0.weight": model[0].weight}
+    before = _bits(old)
+    assert tpde.apply_delta(old, tpde.make_delta(old, part)) == 1
+    assert _bits(old) == before | {"0.weight": _bits(model)["0.weight"]}
+
+
+def test_from_a_file_that_holds_the_old_state(tmp_path: Path) -> None:
+    model, old = _model(), _model()
+    save_file(old.state_dict(), tmp_path / "old.safetensors")
+    _train(model)
+    assert tpde.apply_delta(old, tpde.make_delta(tmp_path / "old.safetensors", model)) == 3
+    assert _bits(old) == _bits(model)
+
+
+def test_deltas_of_files_and_of_memory_are_one_format(tmp_path: Path) -> None:
+    model, old = _model(), _model()
+    _train(model)
+    save_file(old.state_dict(), tmp_path / "old.safetensors")
+    save_file(model.state_dict(), tmp_path / "new.safetensors")
+    (tmp_path / "made").write_bytes(tpde.make_delta(tmp_path / "old.safetensors", model))
+    tpde.patch(tmp_path / "old.safetensors", tmp_path / "made", tmp_path / "out.safetensors")
+    assert _bits(load_file(tmp_path / "out.safetensors")) == _bits(model)
+    diff(tmp_path / "old.safetensors", tmp_path / "new.safetensors", tmp_path / "delta")
+    assert tpde.apply_delta(old, tmp_path / "delta") == 3
+    assert _bits(old) == _bits(model)
+
+
+def test_tied_tensors_stay_tied() -> None:
+    shared = torch.randn(30, 20)
+    old = {"embed": shared, "head": shared}
+    new = {"embed": shared + 1, "head": shared + 1}
+    delta = tpde.make_delta(_clones(old), new)
+    tpde.apply_delta(old, delta)
+    assert old["embed"] is old["head"]
+    assert _bits(old) == _bits(new)
+    apart = tpde.make_delta(_clones(old), {"embed": shared + 1, "head": shared + 2})
+    before = _bits(old)
+    with pytest.raises(InvalidInput, match="share memory"):
+        tpde.apply_delta(old, apart)
+    assert _bits(old) == before
+
+
+def test_inference_tensors_and_autograd() -> None:
+    with torch.inference_mode():
+        old = {"w": torch.randn(100)}
+    new = {"w": old["w"].clone() * 2}
+    tpde.apply_delta(old, tpde.make_delta(old, new))
+    assert _bits(old) == _bits(new)
+    weight = torch.nn.Parameter(torch.randn(10))
+    loss = (weight**2).sum()
+    tpde.apply_delta({"w": weight}, tpde.make_delta({"w": weight}, {"w": weight.detach() + 1}))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def _another(old: dict[str, Any]) -> None:
+    old["b"][5] += 1
+
+
+def _missing(old: dict[str, Any]) -> None:
+    del old["b"]
+
+
+def _reshaped(old: dict[str, Any]) -> None:
+    old["b"] = old["b"].reshape(-1, 1)
+
+
+def _cast(old: dict[str, Any]) -> None:
+    old["b"] = old["b"].to(torch.float64)
+
+
+@pytest.mark.parametrize("change", [_another, _missing, _reshaped, _cast])
+def test_another_base_is_refused_by_name_and_left_alone(change: Callable[[dict[str, Any]], None]) -> None:
+    old = {"a": torch.randn(500), "b": torch.randn(600), "c": torch.randn(700)}
+    delta = tpde.make_delta(old, {name: torch.where(it > 1.5, it + 1, it) for name, it in old.items()})
+    change(old)
+    before = _bits(old)
+    with pytest.raises(MissingBase, match="`b`") as found:
+        tpde.apply_delta(old, delta)
+    assert found.value.where == "b"
+    assert _bits(old) == before
+
+
+def test_damage_is_found_before_anything_is_written() -> None:
+    old = {name: torch.randn(300) for name in "abc"}
+    delta = tpde.make_delta(old, {name: torch.where(it > 1, it * 2, it) for name, it in old.items()})
+    before = _bits(old)
+    for at in range(0, len(delta), 7):
+        bad = bytearray(delta)
+        bad[at] ^= 0x10
+        with pytest.raises(TpdeError):
+            tpde.apply_delta(old, bytes(bad))
+        assert _bits(old) == before
+    for end in range(0, len(delta), 11):
+        with pytest.raises((Truncated, Corrupt, InvalidInput)):
+            tpde.apply_delta(old, delta[:end])
+        assert _bits(old) == before
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is() -> None:
+    old = {"a": torch.randn(5), "b": torch.zeros(1).expand(5)}
+    delta = tpde.make_delta(old, {"a": old["a"] + 1, "b": torch.ones(5)})
+    before = _bits(old)
+    with pytest.raises(InvalidInput, match="`b` is a view"):
+        tpde.apply_delta(old, delta)
+    assert _bits(old) == before
+
+
+def test_one_memory_has_no_two_states() -> None:
+    model = _model()
+    with pytest.raises(InvalidInput, match="are the same tensors"):
+        tpde.make_delta(model.state_dict(), model)
+
+
+def test_packed_models_are_refused_by_name() -> None:
+    model, old = _model(), _model()
+    _train(model)
+    delta = tpde.make_delta(old, model)
+    packed = tpde.pack_module(_model(), min_bytes=1)
+    for call in (lambda: tpde.apply_delta(packed, delta), lambda: tpde.make_delta(old, packed)):
+        with pytest.raises(InvalidInput, match=r"unpack_module") as found:
+            call()
+        assert "weight" in str(found.value.where)
+
+
+@pytest.mark.parametrize("state", [None, 3, ["a"], {"a": np.zeros(3)}, {"a": 3}])
+def test_what_holds_no_tensors_is_refused(state: Any) -> None:
+    with pytest.raises(InvalidInput):
+        tpde.make_delta({"a": torch.zeros(3)}, state)
+
+
+def test_directories_with_a_tensor_twice_have_no_live_state(tmp_path: Path) -> None:
+    for step in (0, 1):
+        for part in ("one", "two"):
+            folder = tmp_path / str(step) / part
+            folder.mkdir(parents=True)
+            save_file({"w": torch.full((500,), step + 0.5)}, folder / "model.safetensors")
+    diff(tmp_path / "0", tmp_path / "1", tmp_path / "delta")
+    with pytest.raises(InvalidInput, match="in two files"):
+        tpde.apply_delta({"w": torch.full((500,), 0.5)}, tmp_path / "delta")
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or sys.platform != "linux", reason="needs gloo, and files to meet at"
+)
+def test_a_replica_follows_a_trainer() -> None:
+    example = Path(__file__).parents[2] / "examples" / "weight_sync.py"
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the replica has the trainer's weights, bit for bit" in done.stdout
