@@ -10,6 +10,7 @@ import pytest
 import zstandard
 from support.craft import (
     DATA,
+    SPEC,
     TABLE,
     bounded,
     constant_blob,
@@ -160,6 +161,9 @@ def test_a30_chunks_larger_than_the_header_or_the_format_allows() -> None:
     # Never larger than raw (format.md 7): 512 words are 1024 bytes.
     refused(edited(blob, max_chunk_bytes=1 << 30))
     refused(edited(blob, max_chunk_bytes=1040))
+    # Nor is a coded plane larger than its chunk.
+    refused(edited(blob, max_stream_bytes=reference.parse_header(blob).max_chunk_bytes + 4))
+    refused(edited(blob, max_stream_bytes=1 << 31))
 
 
 @pytest.mark.parametrize(
@@ -246,6 +250,17 @@ def test_a35_lanes_that_leave_their_place(at: int, data: bytes) -> None:
         refused(patch(blob, _stream_at(blob, chunk) + at, data), chunk=chunk)
 
 
+@pytest.mark.parametrize("codec", ["prefix", "zstd"])
+def test_raw_planes_that_end_after_their_chunk(codec: str) -> None:
+    """The last chunk's are followed by nothing, the others' by the next chunk."""
+    blob = prefix_blob()
+    if codec == "zstd":
+        blob = reference.encode_blob(DATA, SPEC.dtype, SPEC.shape, codec="zstd", chunk_words=512)
+    for chunk, record in enumerate(reference.parse_index(reference.parse_header(blob), blob)):
+        assert record.modes == (reference.RAW, reference.CODED)
+        refused(edited_record(blob, chunk, modes=0), match="raw plane", chunk=chunk)
+
+
 def test_a36_checksums_and_hashes_that_are_wrong() -> None:
     blob = prefix_blob()
     refused(edited_record(blob, 2, checksum=1), match="checksum", chunk=2)
@@ -260,8 +275,8 @@ def test_a36_checksums_and_hashes_that_are_wrong() -> None:
 
 
 def _zstd_with(frame: bytes, size: int | None = None) -> bytes:
-    """Give a zstd blob whose only frame is another."""
-    blob = zstd_blob()
+    """Give a zstd blob whose only frame is another, and whose checksum is that of 512 times the letter A."""
+    blob = edited_record(zstd_blob(), 0, checksum=reference.checksum(b"A" * 512))
     header = reference.parse_header(blob)
     body = struct.pack("<I", len(frame) if size is None else size) + frame
     body = body.ljust(reference.align(len(body), 16), b"\0")
@@ -306,6 +321,7 @@ def _frame(content: int | None, blocks: bytes, window_log: int | None = 10) -> b
     ],
 )
 def test_a37_zstd_bombs_and_frames_that_lie(frame: bytes) -> None:
+    assert read_blob(_zstd_with(_frame(512, _block(512, last=True)))) == b"A" * 512  # one that does not
     with bounded(1):
         refused(_zstd_with(frame), chunk=0)
     for size in (len(frame) + 60, 1 << 31, 0xFFFFFFFF):
@@ -318,7 +334,6 @@ def test_a38_zstd_frames_with_a_huge_window(window_log: int) -> None:
     """The window of a frame whose content is known needs no memory: it may be refused, never allocated."""
     resource = pytest.importorskip("resource")
     blob = _zstd_with(_frame(512, _block(512, last=True), window_log))
-    blob = edited_record(blob, 0, checksum=reference.checksum(b"A" * 512))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with contextlib.suppress(Corrupt):
         assert read_blob(blob) == b"A" * 512

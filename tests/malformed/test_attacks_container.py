@@ -124,6 +124,12 @@ def test_a06_numbers_that_are_not_sizes(number: str) -> None:
         with pytest.raises(Corrupt, match="`x`") as caught:
             _open(f'{{"x":{entry}}}'.encode())
         assert caught.value.tensor == "x"
+    # Nor where what Python takes them for would fit.
+    for zero, one in (("false", "true"), ("0.0", "1.0"), ("-0.0", "1e0")):
+        for shape, begin, end in ((one, 0, 1), (1, 0, one), (1, zero, 1)):
+            entry = f'{{"dtype":"U8","shape":[{shape}],"data_offsets":[{begin},{end}]}}'
+            with pytest.raises(Corrupt, match="`x`"):
+                _open(f'{{"x":{entry}}}'.encode(), bytes(1))
     with pytest.raises(NotSafetensors):
         _open(b'{"x":{"dtype":"U8","shape":[8],"data_offsets":[0,' + b"9" * 5000 + b"]}}")
 

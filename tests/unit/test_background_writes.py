@@ -82,8 +82,9 @@ def test_the_error_of_every_background_write_is_raised(number: int, monkeypatch:
         written = 0
 
         def write(self, offset: int, buffers: Sequence[Any]) -> None:
-            self.written += 1
-            if self.written == number + 1:
+            # The header, at 0, is written by the thread that finishes, which may be ahead of the last piece.
+            self.written += offset > 0
+            if offset and self.written == number + 1:
                 raise OSError(errno.ENOSPC, "No space left on device")
             super().write(offset, buffers)
 

@@ -9,13 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.contents import spec_of
-from support.craft import FIELDS, constant_blob, prefix_blob, zstd_blob
+from support.craft import FIELDS, constant_blob, edited, prefix_blob, zstd_blob
 
 from tpde.codec import reference
 from tpde.codec.plan import ZSTD_CHUNK_WORDS, base_header
 from tpde.errors import Corrupt, TpdeError, Truncated, UnsupportedVersion
 from tpde.format.blob import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
-from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD, DTYPES, HEADER_BYTES, MAX_DIMS, RECORD_BYTES
+from tpde.format.constants import (
+    CODEC_PREFIX,
+    CODEC_ZSTD,
+    DTYPES,
+    HEADER_BYTES,
+    MAX_DIMS,
+    MAX_UNIT_LOG2,
+    MIN_UNIT_LOG2,
+    RECORD_BYTES,
+)
 from tpde.format.container import TensorSpec
 
 BLOBS = {"prefix": prefix_blob(), "zstd": zstd_blob(), "constant": constant_blob()}
@@ -67,6 +76,18 @@ def test_every_field_damaged_gives_a_typed_error(name: str, field: str) -> None:
             expected = (UnsupportedVersion,)
         with pytest.raises(expected, match=r"fetch|upgrade|here are"):
             _parse_all(damaged)
+
+
+@pytest.mark.parametrize("unit", range(MIN_UNIT_LOG2, MAX_UNIT_LOG2 + 1))
+def test_blobs_end_where_offsets_do(unit: int) -> None:
+    most = 1 << (32 + unit)
+    for size in (most, most + 1, most + (1 << unit), most * 2):
+        head = edited(BLOBS["prefix"], unit_log2=unit, blob_bytes=size)[:MAX_FIXED_BYTES]
+        if size == most:
+            assert parse_blob_header(head, size).blob_bytes == size
+        else:
+            with pytest.raises(Corrupt, match=r"more than 2\^32 units"):
+                parse_blob_header(head, size)
 
 
 @pytest.mark.parametrize("name", BLOBS)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.contents import CONTENTS, fill, spec_of
+from support.files import pack_bytes, safetensors_bytes, unpack_bytes
 
 from tpde.codec import native, plan
-from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD, DTYPES
+from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD, DTYPES, MAX_TABLES
 from tpde.format.container import TensorSpec
 
 
@@ -74,6 +75,7 @@ def test_units_grow_with_the_blob() -> None:
         ((0,), 1),
         ((0, 4, 4), 1),
         ((1000, 1000), 1_000_000),
+        ((4, 1 << 20), 4 << 20),  # rows as large as slices
         ((8, 1024, 1024), 1 << 20),
         ((8, 16, 16), 8 * 256),
         ((8, 2, 1024, 1024), 2 << 20),
@@ -81,6 +83,30 @@ def test_units_grow_with_the_blob() -> None:
 )
 def test_large_slices_of_three_dimensions_are_segments(shape: tuple[int, ...], segment: int) -> None:
     assert plan.segment_words(TensorSpec("BF16", shape)) == segment
+
+
+def _shifting(words: int, planes: int) -> np.ndarray:
+    """Give words of 8 bytes whose upper planes are of 6 bits, which begin elsewhere in every chunk."""
+    chunk = np.arange(words) // plan.PREFIX_CHUNK_WORDS
+    at = (32 * (chunk[:, None] % 4)).astype(np.uint8)
+    draw = np.random.default_rng(planes)
+    found = draw.integers(0, 256, (words, 8), np.uint8)
+    found[:, 8 - planes :] = at + draw.integers(0, 64, (words, planes), np.uint8)
+    return found.reshape(-1)
+
+
+@pytest.mark.parametrize("planes", [1, 4, 5, 8])
+def test_no_tensor_has_more_tables_than_a_reader_takes(planes: int) -> None:
+    """Where planes want more, the upper ones have theirs, and the rest are raw."""
+    spec = TensorSpec("U64", (40 * plan.PREFIX_CHUNK_WORDS,))
+    words = _shifting(spec.shape[0], planes)
+    made = plan.plan_tensor(spec, words, "prefix")
+    assert made is not None
+    wanted = [0] * (8 - planes) + [4] * planes
+    assert [count for _, count in made.header.planes] == [0] * 4 + wanted[4:]
+    assert made.header.tables == sum(wanted[4:]) <= MAX_TABLES
+    source = safetensors_bytes({"x": (spec, words.tobytes())})
+    assert unpack_bytes(pack_bytes(source, codec="prefix")) == source
 
 
 def test_what_zstd_gives_is_that_of_the_whole_tensor() -> None:

@@ -47,6 +47,21 @@ def test_the_lowest_error_is_raised_once_nobody_works_any_longer() -> None:
         assert not running
 
 
+def test_after_an_error_no_thread_takes_another_number() -> None:
+    failed: list[int] = []
+
+    def fail(number: int) -> None:
+        if number >= 5:
+            failed.append(number)
+            raise ValueError(number)
+
+    for threads in (2, 3, 8):
+        failed.clear()
+        with pytest.raises(ValueError, match=r"^5$"):
+            pool.each(fail, range(200), seconds=0.0, threads=threads, shared=True)
+        assert len(failed) <= threads  # those that had a number already
+
+
 def test_the_threads_are_kept() -> None:
     pool.each(time.sleep, range(0), seconds=0.0, threads=2, shared=True)
     pool.hand_off(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,29 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
             FileSource(tmp_path / "dangling")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_that_nobody_writes_to_is_refused_at_once(tmp_path: Path) -> None:
+    path, errors = tmp_path / "pipe", list[BaseException]()
+    os.mkfifo(path)
+
+    def work() -> None:
+        try:
+            FileSource(path)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    waits = thread.is_alive()
+    if waits:  # somebody who writes ends that
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        thread.join(20)
+    assert not waits
+    assert isinstance(errors[0], InvalidInput)
+    assert "not a regular file" in str(errors[0])
+
+
 def test_a_file_that_shrinks_while_it_is_open_is_truncated(tmp_path: Path) -> None:
     spec = spec_of("BF16", 50_000)
     path = tmp_path / "x.safetensors"
@@ -81,10 +105,16 @@ def test_a_file_that_shrinks_while_it_is_open_is_truncated(tmp_path: Path) -> No
     assert not (tmp_path / "y").exists()
 
 
-def test_a_file_that_cannot_be_opened_is_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["text", "folder", "pipe"])
+def test_a_file_that_cannot_be_opened_is_closed(kind: str, tmp_path: Path) -> None:
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("no list of open files here")
-    (tmp_path / "x").write_bytes(b"no safetensors file")
+    if kind == "text":
+        (tmp_path / "x").write_bytes(b"no safetensors file")
+    elif kind == "folder":
+        (tmp_path / "x").mkdir()
+    else:
+        os.mkfifo(tmp_path / "x")
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with pytest.raises(TpdeError):
