@@ -180,7 +180,8 @@ class Model:
             self._handle = ctypes.c_void_p()
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) and not sys.is_finalizing():
+        # `sys` is None once the interpreter has cleared this module.
+        if getattr(self, "_handle", None) and sys is not None and not sys.is_finalizing():
             self.close()
 
 
@@ -236,7 +237,8 @@ class Planner:
         return out[: size.value].tobytes()
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) and not sys.is_finalizing():
+        # `sys` is None once the interpreter has cleared this module.
+        if getattr(self, "_handle", None) and sys is not None and not sys.is_finalizing():
             core().tpde_delta_plan_free(self._handle)
             self._handle = None
 

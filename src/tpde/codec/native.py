@@ -374,7 +374,8 @@ class Codec:
             self._handle = _ptr()
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) and not sys.is_finalizing():
+        # `sys` is None once the interpreter has cleared this module.
+        if getattr(self, "_handle", None) and sys is not None and not sys.is_finalizing():
             self.close()
 
     def decode(
