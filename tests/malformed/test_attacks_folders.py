@@ -118,6 +118,7 @@ def test_a59_entries_that_are_missing_or_there_twice(packed: Path) -> None:
     less = {name: it for name, it in value["files"].items() if name != "notes.txt"}
     for changed in (
         json.dumps(value | {"files": less}),
+        json.dumps({key: it for key, it in value.items() if key != "entries"}),
         json.dumps(value | {"files": {}, "entries": 0}),
         text.replace('"notes.txt"', '"config.json"'),
         json.dumps(value | {"folders": ["notes.txt"], "entries": value["entries"] + 1}),

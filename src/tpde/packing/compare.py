@@ -69,6 +69,7 @@ def _verify(
         ]
     if not path.is_file():
         return [_problem(path, f"`{path}` is missing, or is no file")]
+    manifest.refuse_link(folder, name)
     if other is not None and not other.is_file():
         return [_problem(path, f"`{other}` is missing from the source, or is no file")]
     found = []

@@ -256,6 +256,7 @@ def unpack_directory(
                 raise Truncated(
                     f"`{source}` lacks `{name}`, which its manifest names", hint="fetch it", where=name
                 )
+            manifest.refuse_link(source, name)
             if "original" in info:
                 found = write_text(target, info["original"], mode_of(source / name))
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,26 @@ class Manifest:
     def links(self) -> dict[str, str]:
         """The links, and what they say."""
         return {name: info["link"] for name, info in self.files.items() if "link" in info}
+
+    def refuse_link(self, folder: Path, name: str) -> None:
+        """Refuse a link to another of these files where a file was packed, even if that has its content.
+
+        Other links may stand there, as in the hub's cache.
+
+        Raises
+        ------
+        Corrupt
+            If there is one.
+        """
+        path = folder / name
+        if path.is_symlink():
+            target = os.path.normpath(PurePosixPath(name).parent / os.readlink(path))
+            if target in self.files:
+                raise Corrupt(
+                    f"`{path}` is a link to `{printable(target)}`, where a file was packed",
+                    hint="the directory is damaged, fetch it again",
+                    where=str(path),
+                )
 
     def text(self) -> str:
         """The file's content."""
@@ -90,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
         _refuse(path, "it has no `files`")
     if not isinstance(folders, list) or not all(map(is_inside, folders)):
         _refuse(path, "its `folders` are no list of folders of the directory")
-    found, needed = len(files) + len(folders), value.get("entries", len(files) + len(folders))
+    found, needed = len(files) + len(folders), value.get("entries")
     if type(needed) is not int or found != needed:
         _refuse(path, f"it has {found} files and folders, and says {printable(needed)[:20]}")
     names = {*files, *folders}
