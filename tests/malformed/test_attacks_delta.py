@@ -1,4 +1,4 @@
-"""Delta files cut short or with a byte changed: a typed error that names what is damaged."""
+"""Attacks on deltas (docs/security.md, A65 to A70)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, bytes]:
     return base, target, (folder / "delta").read_bytes()
 
 
-def test_every_prefix_is_refused(made: tuple[Path, Path, bytes], tmp_path: Path) -> None:
+def test_a65_deltas_cut_anywhere(made: tuple[Path, Path, bytes], tmp_path: Path) -> None:
     data, path = made[2], tmp_path / "delta"
     for end in [*range(0, 200), *range(200, len(data), 211), len(data) - 1]:
         path.write_bytes(data[:end])
@@ -39,7 +39,7 @@ def test_every_prefix_is_refused(made: tuple[Path, Path, bytes], tmp_path: Path)
         inspect_delta(path)
 
 
-def test_verify_finds_every_flipped_byte(made: tuple[Path, Path, bytes], tmp_path: Path) -> None:
+def test_a66_flipped_bytes_of_deltas(made: tuple[Path, Path, bytes], tmp_path: Path) -> None:
     data, path, draw = bytearray(made[2]), tmp_path / "delta", rng("flips")
     places = [*range(8, 64), *draw.integers(8, len(data), 400), *range(len(data) - 400, len(data), 7)]
     named = 0
@@ -58,7 +58,7 @@ def test_verify_finds_every_flipped_byte(made: tuple[Path, Path, bytes], tmp_pat
     assert named > 200
 
 
-def test_damage_that_hashes_hide_is_found_with_the_base(
+def test_a67_damage_that_hashes_hide(
     made: tuple[Path, Path, bytes], tmp_path: Path
 ) -> None:
     """Contents and hashes changed by one who makes them right again: the target's fingerprint tells."""
@@ -108,7 +108,7 @@ def _sealed(data: bytearray) -> bytes:
     [(8, 2, UnsupportedVersion), (10, 1, Corrupt), (20, 255, Corrupt), (23, 255, Corrupt), (32, 1, Corrupt)],
     ids=["version", "reserved", "another size", "a bomb", "reserved bytes"],
 )
-def test_headers_that_cannot_be(
+def test_a68_headers_of_deltas_that_cannot_be(
     at: int, value: int, error: type[TpdeError], made: tuple[Path, Path, bytes], tmp_path: Path
 ) -> None:
     data = bytearray(made[2])
@@ -158,14 +158,14 @@ def _with_contents(folder: Path, old: bytes, new: bytes) -> Path:
         (b'"files":[', b'"files":[' + b"[" * 100_000),
     ],
 )
-def test_contents_that_cannot_be(old: bytes, new: bytes, tmp_path: Path) -> None:
+def test_a69_contents_of_deltas_that_cannot_be(old: bytes, new: bytes, tmp_path: Path) -> None:
     path = _with_contents(tmp_path, old, new)
     with pytest.raises(TpdeError):
         inspect_delta(path)
     assert verify_delta(path)
 
 
-def test_a_base_elsewhere_is_not_followed_out_of_reach(tmp_path: Path) -> None:
+def test_a70_bases_out_of_reach(tmp_path: Path) -> None:
     path = _with_contents(tmp_path, b'"base":"base.safetensors"', b'"base":"/etc/hostname"')
     with pytest.raises(MissingBase):
         patch(path, path, tmp_path / "out")
