@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -115,9 +116,13 @@ def test_numbers_of_four_bits_are_sliced_in_pairs() -> None:
             assert part[2:4].view(torch.uint8).numpy().tobytes() == data[2:4].tobytes()
             assert part[1, 3].view(torch.uint8).numpy().tobytes() == data[1, 3].tobytes()
             assert opened.get_tensor("F4").view(torch.uint8).numpy().tobytes() == data.tobytes()
+            for low, high in ((0, 0), (0, 2), (2, 6), (398, 400)):
+                found = part[1, 3, low:high].view(torch.uint8).numpy()
+                assert found.tobytes() == data[1, 3, low // 2 : high // 2].tobytes()
+        for low, high in ((1, 3), (1, 4), (0, 3), (399, 400)):
+            with pytest.raises(UnsupportedDtype, match="inside a byte"):
+                part[0, 0, low:high]
         with pytest.raises(UnsupportedDtype, match="inside a byte"):
-            part[0, 0, 1:4]
-        with pytest.raises(UnsupportedDtype):
             part[0, 0, 3]
 
 
@@ -170,6 +175,24 @@ def test_close_closes_and_tensors_stay(tmp_path: Path) -> None:
     for use in (lambda: opened.get_tensor("F32"), lambda: part[0]):
         with pytest.raises((OSError, ValueError)):
             use()
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_leaving_the_block_closes(failing: bool, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(FILE)
+    with contextlib.suppress(RuntimeError), tpde.safe_open(tmp_path / "x", framework="np") as opened:
+        assert opened.get_tensor("F32").shape == SHAPE
+        if failing:
+            raise RuntimeError
+    with pytest.raises((OSError, ValueError)):
+        opened.get_tensor("F32")
+
+
+@pytest.mark.parametrize("framework", ["np", "numpy"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "meta"])
+def test_arrays_are_on_no_device(framework: Any, device: str) -> None:
+    with pytest.raises(ValueError, match=f"NumPy arrays live on the CPU, not on `{device}`"):
+        tpde.safe_open(FILE, framework=framework, device=device)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,36 @@ def directory(tmp_path: Path) -> tuple[Path, Path]:
     return plain, packed
 
 
-def test_one_bad_shard_hides_no_other(tmp_path: Path) -> None:
+def _headless(data: bytes) -> bytes:
+    return b"\xff" * 100
+
+
+def _cut(data: bytes) -> bytes:
+    return data[:-40]
+
+
+def _newer(data: bytes) -> bytes:
+    return data.replace(b'"tpde":"1"', b'"tpde":"9"')
+
+
+def _unhashed(data: bytes) -> bytes:
+    return data.replace(b'"tpde.source_hash":"', b'"tpde.source_hash":"0')
+
+
+def _damaged(data: bytes) -> bytes:
+    return data[:-200] + bytes([data[-200] ^ 1]) + data[-199:]
+
+
+@pytest.mark.parametrize("spoil", [_headless, _cut, _newer, _unhashed, _damaged])
+def test_one_bad_shard_hides_no_other(spoil: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """Whatever is wrong with a shard: even one that is not opened."""
     plain, packed = directory(tmp_path)
     tpde.pack(plain, packed)
     for name in ("a", "b"):
-        (packed / f"{name}.safetensors").write_bytes(b"\xff" * 100)
+        path = packed / f"{name}.safetensors"
+        before = path.read_bytes()
+        path.write_bytes(spoil(before))
+        assert path.read_bytes() != before
     found = tpde.verify(packed)
     assert {Path(it.file).name for it in found} == {"a.safetensors", "b.safetensors"}
 
