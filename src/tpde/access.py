@@ -76,7 +76,7 @@ class safe_open:
 
     def offset_keys(self) -> list[str]:
         """Names of all tensors, in the order of their bytes in the source."""
-        return list(self._file.specs)
+        return self._file.offset_names()
 
     def metadata(self) -> dict[str, str] | None:
         """The source's `__metadata__`, None if it has none."""

@@ -5,18 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from support import spoilt
 from support.contents import fill, rng, spec_of
 from support.files import safetensors_bytes
 from support.states import content, files, folders
 
 import tpde
-from tpde.errors import Corrupt, DestinationExists, InvalidDestination, InvalidInput, MissingBase
+from tpde.errors import (
+    Corrupt,
+    DestinationExists,
+    InvalidDestination,
+    InvalidInput,
+    MissingBase,
+    Truncated,
+    UnsupportedVersion,
+)
 from tpde.format.constants import DTYPES
 from tpde.packing.reader import PackedFile
-from tpde.store.api import diff, inspect_delta, patch, verify_delta
+from tpde.store.api import diff, inspect_delta, is_delta_file, patch, verify_delta
 
 makers = pytest.mark.parametrize("make", [files, folders], ids=["file", "directory"])
 
@@ -215,6 +225,126 @@ def test_what_is_no_delta_is_refused(tmp_path: Path) -> None:
         for call in (inspect_delta, verify_delta, lambda it: patch(base, it, tmp_path / "out")):
             with pytest.raises(InvalidInput):
                 call(path)
+
+
+def _two(folder: Path) -> tuple[Path, Path]:
+    """Give two states of one file, and the delta between them."""
+    (folder / "base").write_bytes(spoilt.PLAIN)
+    words = np.frombuffer(fill("normal", spoilt.SPEC), np.uint16).copy()
+    words[::50] ^= 1
+    tensors = {"w": (spoilt.SPEC, words.tobytes()), "few": (spoilt.SMALL, bytes(range(9)))}
+    (folder / "target").write_bytes(safetensors_bytes(tensors))
+    diff(folder / "base", folder / "target", folder / "delta")
+    return folder / "base", folder / "target"
+
+
+@pytest.mark.parametrize("way", spoilt.PACKED_WAYS)
+def test_states_that_cannot_be_read_are_refused_and_nothing_is_left(way: str, tmp_path: Path) -> None:
+    base, target = _two(tmp_path)
+    wrong = tmp_path / "wrong"
+    error = spoilt.write(wrong, way)
+    before = sorted(tmp_path.iterdir())
+    for call in (
+        lambda: diff(wrong, target, tmp_path / "out"),
+        lambda: diff(base, wrong, tmp_path / "out"),
+        lambda: patch(wrong, tmp_path / "delta", tmp_path / "out"),
+    ):
+        with pytest.raises(error):
+            call()
+    assert sorted(tmp_path.iterdir()) == before
+    if way == "damaged":
+        (problem,) = verify_delta(tmp_path / "delta", base=wrong)
+        assert (problem.tensor, problem.chunk) == ("w", 1)
+        return
+    with pytest.raises(error):
+        verify_delta(tmp_path / "delta", base=wrong)
+
+
+def _in_the_head(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+def _in_a_payload(data: bytes) -> bytes:
+    return data[:90] + bytes([data[90] ^ 4]) + data[91:]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda data: data[:5], InvalidInput),
+        (lambda data: data[:40], Truncated),
+        (lambda data: data[:-9], Truncated),
+        (lambda data: data[:8] + b"\x09" + data[9:], UnsupportedVersion),
+        (lambda data: data + b"\0", Corrupt),
+        (_in_the_head, Corrupt),
+        (_in_a_payload, Corrupt),
+    ],
+    ids=["no magic", "cut in the front", "cut", "newer", "longer", "head", "payload"],
+)
+def test_deltas_that_cannot_be_read_are_refused_and_nothing_is_left(
+    change: Any, error: type[Exception], tmp_path: Path
+) -> None:
+    base, target = _two(tmp_path)
+    delta = tmp_path / "delta"
+    delta.write_bytes(change(delta.read_bytes()))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(error):
+        patch(base, delta, tmp_path / "out")
+    if change is not _in_a_payload:  # which is not read
+        with pytest.raises(error):
+            inspect_delta(delta)
+    for it in (None, base):
+        if error is Corrupt:
+            assert verify_delta(delta, base=it)
+        else:
+            with pytest.raises(error):
+                verify_delta(delta, base=it)
+    if error is not InvalidInput:  # it says that it is a delta
+        with pytest.raises(error):
+            diff(delta, target, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_is_a_delta_is_told_by_its_first_bytes(tmp_path: Path) -> None:
+    base, _ = _two(tmp_path)
+    (tmp_path / "few").write_bytes((tmp_path / "delta").read_bytes()[:7])
+    assert is_delta_file(tmp_path / "delta")
+    assert not any(map(is_delta_file, (base, tmp_path, tmp_path / "nothing", tmp_path / "few")))
+
+
+def test_a_report_says_what_changed_and_progress_counts_the_target(tmp_path: Path) -> None:
+    base, target = _two(tmp_path)
+    delta, size = tmp_path / "delta", spoilt.SPEC.nbytes + spoilt.SMALL.nbytes
+    report = inspect_delta(delta)
+    assert (report.path, report.base, report.others) == (str(delta), "base", ())
+    assert (report.file_bytes, report.target_bytes) == (delta.stat().st_size, size)
+    assert report.ratio == size / report.file_bytes
+    found = {it.name: it for it in report.tensors}
+    assert [(it.codec, it.changed) for it in report.tensors] == [("sparse", 400 / 20_000), ("same", 0.0)]
+    assert (found["w"].dtype, found["w"].shape, found["w"].bytes) == ("BF16", (20_000,), 40_000)
+    assert 0 < found["w"].stored_bytes < report.file_bytes
+    assert found["few"].stored_bytes == 0
+    for call in (
+        lambda told: diff(base, target, delta, force=True, progress=told),
+        lambda told: patch(base, delta, tmp_path / "out", progress=told),
+        lambda told: verify_delta(delta, progress=told),
+        lambda told: verify_delta(delta, base=base, progress=told),
+    ):
+        done: list[int] = []
+        call(done.append)
+        assert sum(done) == size
+
+
+def test_places_where_no_file_can_be_are_refused(tmp_path: Path) -> None:
+    base, target = _two(tmp_path)
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("folder", "none/out", "base/out"):
+        with pytest.raises(InvalidDestination):
+            diff(base, target, tmp_path / name, force=True)
+        with pytest.raises(InvalidDestination):
+            patch(base, tmp_path / "delta", tmp_path / name, force=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_link_counts_as_the_file_that_it_leads_to(tmp_path: Path) -> None:

@@ -418,6 +418,14 @@ def test_importing_tpde_imports_neither_torch_nor_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_public_names_are_there_and_no_others() -> None:
+    assert dir(tpde) == sorted(tpde.__all__)
+    for name in tpde.__all__:
+        assert getattr(tpde, name).__doc__
+    with pytest.raises(AttributeError, match="module `tpde` has no attribute `unpakc`"):
+        tpde.unpakc  # noqa: B018
+
+
 def test_experts_some_of_which_are_plain(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

@@ -14,6 +14,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from support import spoilt
 
 import tpde
 from tpde.codec.plan import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS
@@ -154,6 +155,18 @@ def test_damage_is_an_error(packed: Path) -> None:
     packed.write_bytes(data)
     with pytest.raises(Corrupt, match="codec 9 is unknown"):
         inspect(packed)
+
+
+@pytest.mark.parametrize("way", spoilt.PACKED_WAYS)
+def test_files_that_cannot_be_read_are_refused(way: str, tmp_path: Path) -> None:
+    (tmp_path / "good.safetensors").write_bytes(spoilt.PACKED)
+    for whole in (spoilt.PACKED, *([spoilt.PLAIN] if way in spoilt.WAYS else [])):
+        path = tmp_path / "x.safetensors"
+        path.unlink(missing_ok=True)
+        error = spoilt.write(path, way, whole)
+        for it in (path, tmp_path) if path.exists() else (path,):
+            with pytest.raises(error):
+                inspect(it)
 
 
 def fabricated(report: Report, tensors: int) -> Report:

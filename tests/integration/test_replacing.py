@@ -379,6 +379,7 @@ def test_everything_is_synced_before_the_old_folder_goes(
     synced: set[int] = set()
     events: list[str] = []
     real_sync, real_put, real_settle = os.fsync, replace._put, replace._settle
+    real_exchange = replace.exchange
 
     def fsync(descriptor: int) -> None:
         real_sync(descriptor)
@@ -392,6 +393,12 @@ def test_everything_is_synced_before_the_old_folder_goes(
         real_put(outer, *args)
         events.append("put")
 
+    def exchange(new: Path, there: Path) -> bool:
+        """From here on only the journal tells the old folder from the new."""
+        assert {it.stat().st_ino for it in (new.parent / "journal", new.parent)} <= synced
+        events.append("exchange")
+        return real_exchange(new, there)
+
     def settle(*args: Any) -> None:
         assert old.parent.stat().st_ino in synced
         events.append("settle")
@@ -399,9 +406,10 @@ def test_everything_is_synced_before_the_old_folder_goes(
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(replace, "_put", put)
+    monkeypatch.setattr(replace, "exchange", exchange)
     monkeypatch.setattr(replace, "_settle", settle)
     pack(model, old, force=True)
-    assert events == ["put", "settle"]
+    assert events == ["exchange", "put", "settle"]
 
 
 def test_a_second_rename_that_fails_puts_the_old_folder_back(

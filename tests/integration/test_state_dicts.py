@@ -178,6 +178,49 @@ def test_storages_that_are_not_in_the_file_as_they_are_in_memory(change: str, tm
     assert out.tobytes() == torch_bytes(tensors["w"]).tobytes()
 
 
+class Viewed:
+    """A tensor that is pickled as any view of its storage, even one that reaches behind it."""
+
+    def __init__(self, tensor: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        self.tensor, self.view = tensor, (offset, shape, stride)
+
+    def __reduce__(self) -> Any:
+        storage = torch.storage.TypedStorage(
+            wrap_storage=self.tensor.untyped_storage(), dtype=self.tensor.dtype, _internal=True
+        )
+        return torch._utils._rebuild_tensor_v2, (storage, *self.view, False, OrderedDict())
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "stride", "within"),
+    [
+        (0, (1000,), (1,), True),
+        (990, (10,), (1,), True),
+        (0, (10, 10), (110, 1), True),
+        (0, (1001,), (1,), False),
+        (991, (10,), (1,), False),
+        (1, (10, 10), (110, 1), False),
+        (0, (2,), (1000,), False),
+        (3000, (1,), (1,), False),
+    ],
+)
+def test_a_tensor_that_reaches_behind_its_storage_is_refused(
+    offset: int, shape: tuple[int, ...], stride: tuple[int, ...], within: bool, tmp_path: Path
+) -> None:
+    """What lies there in the file is another tensor's."""
+    tensors = {"w": torch.arange(1000.0), "other": torch.full((1000,), 7.0)}
+    torch.save(tensors | {"w": Viewed(tensors["w"], offset, shape, stride)}, tmp_path / "x.pt")
+    if not within:
+        with pytest.raises(InvalidInput, match=r"x\.pt"):
+            pack(tmp_path / "x.pt", tmp_path / "packed")
+        assert not (tmp_path / "packed").exists()
+        return
+    pack(tmp_path / "x.pt", tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "out")
+    view = tensors["w"].as_strided(shape, stride, offset)
+    assert (tmp_path / "out").read_bytes() == _as_stock(tensors | {"w": view}, tmp_path / "stock")
+
+
 def test_an_expanded_tensor_of_a_petabyte_is_refused(tmp_path: Path) -> None:
     for new in (True, False):
         torch.save(

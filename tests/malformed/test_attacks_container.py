@@ -280,6 +280,11 @@ def test_a16_hashes_of_plain_tensors() -> None:
         outer["__metadata__"] = meta | {"tpde.plain": text}
         with pytest.raises(Corrupt, match=r"tpde\.plain"):
             _open(outer, data)
+    outer["__metadata__"] = {key: value for key, value in meta.items() if key != "tpde.plain"}
+    with pytest.raises(Corrupt, match=r"`tpde\.plain` is missing"):
+        _open(outer, data)
+    with _open(*_packed({"a.weight": spec_of("BF16", 2000)})) as file:  # nothing is plain
+        assert "tpde.plain" not in file.container.metadata
     outer["__metadata__"] = meta | {"tpde.plain": digits[::-1]}
     assert [p.tensor for p in verify_bytes(container(outer, data))] == ["b"]
     with pytest.raises(Corrupt) as caught:

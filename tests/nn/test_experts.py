@@ -330,6 +330,9 @@ def test_what_cannot_be_routed() -> None:
             super().__init__()
             self.a, self.b = nn.Parameter(torch.randn(4, 64, 96)), nn.Parameter(torch.randn(3, 64, 96))
 
+    linear = pack_module(nn.Sequential(nn.Linear(64, 64)), min_bytes=0)
+    with pytest.raises(InvalidInput, match=r"fused weights of a .*Linear are of \[\] experts"):
+        route_experts(linear[0], Spy(None, []))
     model = pack_module(nn.Sequential(Odd()).to(torch.bfloat16), min_bytes=0)
     with pytest.raises(InvalidInput, match=r"Odd are of \[4, 3\] experts"):
         route_experts(model[0], Spy(None, []))

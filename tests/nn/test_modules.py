@@ -231,6 +231,65 @@ def test_damage_names_tensor_and_chunk() -> None:
         model(IDS)
 
 
+def test_unpacking_stops_at_damage(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    names = [name for name, _ in packed_modules(packed)]
+    blob = blob_of(packed.blocks[1].down.weight)
+    blob[blob.numel() * 3 // 4] ^= 0x10
+    with pytest.raises(Corrupt) as caught:
+        unpack_module(packed)
+    assert caught.value.tensor == "blocks.1.down.weight"
+    assert caught.value.chunk is not None
+    left = [name for name, _ in packed_modules(packed)]
+    assert left == names[names.index("blocks.1.down") :]
+    for name in names[: names.index("blocks.1.down")]:
+        assert type(packed.get_submodule(name).weight) is nn.Parameter
+        assert_same_bits(packed.get_submodule(name).weight, plain.get_submodule(name).weight, name)
+
+
+def test_a_tensor_packed_alone_is_the_same_whatever_the_threads() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(300, 200).bfloat16()
+    one, three = (pack_tensor(weight, "w", threads) for threads in (1, 3))
+    assert one is not None
+    assert three is not None
+    assert torch.equal(one.sources[0].blob, three.sources[0].blob)
+    assert (one.name, one.dtype, tuple(one.shape), one.device) == (
+        "w",
+        weight.dtype,
+        (300, 200),
+        weight.device,
+    )
+    assert one.packed_bytes < weight.nbytes
+    assert_same_bits(one.decoded(), weight)
+    noise = torch.empty(64, 64)
+    noise.view(torch.int32).random_(-(2**31), 2**31 - 1)
+    assert pack_tensor(noise, "noise") is None
+
+
+def test_weights_smaller_than_asked_for_stay_plain() -> None:
+    sizes = {"0": 64 * 64 * 4, "1": 64 * 32 * 4}
+    for least, expected in (
+        (0, ["0", "1"]),
+        (sizes["1"] + 1, ["0"]),
+        (sizes["0"], ["0"]),
+        (sizes["0"] + 1, []),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+        assert pack_module(model, min_bytes=least) is model
+        assert [name for name, _ in packed_modules(model)] == expected
+
+
+def test_tied_weights_share_memory_in_a_plain_state_dict(pair: tuple[Model, Model]) -> None:
+    plain, packed = pair
+    found = plain_state_dict(packed)
+    assert list(found) == list(plain.state_dict())
+    assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
+    kept = [it.data_ptr() for name, it in found.items() if name != "head.weight"]
+    assert len(set(kept)) == len(kept)
+
+
 def test_other_errors_leave_no_scope_open(pair: tuple[Model, Model]) -> None:
     plain, packed = pair
     with pytest.raises(RuntimeError):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.files import container
 
-from tpde.errors import Corrupt, NotSafetensors, Truncated
+from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
 from tpde.format.constants import DTYPES
 from tpde.format.container import Container, TensorSpec, canonical_header, parse_header, read_container
 from tpde.format.source import BytesSource
@@ -155,6 +155,19 @@ def test_specs_of_no_whole_bytes_or_too_many_are_refused(dtype: str, shape: tupl
         TensorSpec(dtype, shape)
     with pytest.raises(ValueError, match="cannot have"):
         TensorSpec(dtype, (-1,))
+
+
+@pytest.mark.parametrize("dtype", ["X8", "bf16", "", "F128"])
+def test_specs_of_unknown_dtypes_are_refused(dtype: str) -> None:
+    with pytest.raises(UnsupportedDtype, match="upgrade tpde") as caught:
+        TensorSpec(dtype, (8,))
+    assert caught.value.found == dtype
+
+
+@pytest.mark.parametrize("shape", [(-1,), (3, -1, 0), (1,) * 65])
+def test_specs_of_shapes_that_cannot_be_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="cannot have the shape"):
+        TensorSpec("U8", shape)
 
 
 def test_json_of_other_writers_is_kept_as_it_is() -> None:

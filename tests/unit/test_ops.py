@@ -14,7 +14,7 @@ from support.contents import CONTENTS, fill
 from support.models import assert_same_bits, inputs, make, torch
 from torch import nn
 
-from tpde.errors import Corrupt, InvalidInput, Truncated
+from tpde.errors import Corrupt, InvalidInput, Truncated, UnsupportedVersion
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_torch
 from tpde.nn import PackedParameter, pack_module, pack_tensor
@@ -58,6 +58,10 @@ def test_blobs_that_are_none() -> None:
         Resident(good.to("meta"), "w")
     with pytest.raises(Truncated, match="`w`"):
         Resident(good[:-1000].clone(), "w")
+    newer = good.clone()
+    newer[8] = 9
+    with pytest.raises(UnsupportedVersion, match="`w`"):
+        Resident(newer, "w")
     bad = good.clone()
     bad[200] ^= 1  # in a table
     with pytest.raises(Corrupt, match="`w`") as caught:

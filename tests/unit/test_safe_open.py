@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
 import pickle
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import spoilt
 from support.contents import CONTENTS, fill
-from support.files import pack_bytes, safetensors_bytes
+from support.files import container, pack_bytes, safetensors_bytes
 
 import tpde
 import tpde.numpy
-from tpde.errors import InvalidInput, UnsupportedDtype
+from tpde.errors import InvalidInput, MissingDependency, UnsupportedDtype
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.frameworks import _ML_DTYPES, _NUMPY, _TORCH, torch_bytes
@@ -115,9 +119,13 @@ def test_numbers_of_four_bits_are_sliced_in_pairs() -> None:
             assert part[2:4].view(torch.uint8).numpy().tobytes() == data[2:4].tobytes()
             assert part[1, 3].view(torch.uint8).numpy().tobytes() == data[1, 3].tobytes()
             assert opened.get_tensor("F4").view(torch.uint8).numpy().tobytes() == data.tobytes()
+            for low, high in ((0, 0), (0, 2), (2, 6), (398, 400)):
+                found = part[1, 3, low:high].view(torch.uint8).numpy()
+                assert found.tobytes() == data[1, 3, low // 2 : high // 2].tobytes()
+        for low, high in ((1, 3), (1, 4), (0, 3), (399, 400)):
+            with pytest.raises(UnsupportedDtype, match="inside a byte"):
+                part[0, 0, low:high]
         with pytest.raises(UnsupportedDtype, match="inside a byte"):
-            part[0, 0, 1:4]
-        with pytest.raises(UnsupportedDtype):
             part[0, 0, 3]
 
 
@@ -158,6 +166,103 @@ def test_names_order_and_metadata_are_the_sources() -> None:
         assert opened.metadata() is None
         with pytest.raises(KeyError, match="no tensor `b`"):
             opened.get_tensor("b")
+        with pytest.raises(KeyError, match="no tensor `b`"):
+            opened.get_slice("b")
+
+
+def test_offset_keys_are_in_the_order_of_the_bytes() -> None:
+    places = {"a": (8, 12), "b": (0, 3), "c": (3, 8)}
+    header = {
+        name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+        for name, (begin, end) in places.items()
+    }
+    plain = container(header, bytes(range(12)))
+    for file in (plain, pack_bytes(plain)):
+        with tpde.safe_open(file, framework="np") as opened:
+            assert sorted(opened.keys()) == sorted(opened) == ["a", "b", "c"]
+            assert opened.offset_keys() == ["b", "c", "a"]
+            for name, (begin, end) in places.items():
+                assert opened.get_tensor(name).tolist() == list(range(begin, end))
+
+
+def test_offset_keys_of_a_file_that_was_saved_again_are_in_its_own_order() -> None:
+    stock = pytest.importorskip("safetensors.torch")
+    specs = {"a": TensorSpec("BF16", (9000,)), "a0": TensorSpec("U8", (40,))}
+    packed = pack_bytes(safetensors_bytes({n: (s, fill("normal", s)) for n, s in specs.items()}))
+    again = stock.save(stock.load(packed))  # without metadata; `a0` comes before `a_tpde`
+    for file, order in ((packed, ["a", "a0"]), (again, ["a0", "a"])):
+        with tpde.safe_open(file, framework="np") as opened:
+            assert opened.offset_keys() == order
+            assert opened.keys() == ["a", "a0"]
+
+
+def _opened(path: Path, framework: Any) -> Any:
+    with tpde.safe_open(path, framework=framework) as opened:
+        return {name: opened.get_tensor(name) for name in opened}
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "safe_open pt": lambda path: _opened(path, "pt"),
+    "safe_open np": lambda path: _opened(path, "np"),
+    "torch.load_file": tpde.torch.load_file,
+    "numpy.load_file": tpde.numpy.load_file,
+    "torch.load": lambda path: tpde.torch.load(path.read_bytes()),
+    "numpy.load": lambda path: tpde.numpy.load(path.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("way", spoilt.PACKED_WAYS)
+@pytest.mark.parametrize("reader", READERS)
+def test_files_that_cannot_be_read_are_refused(reader: str, way: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for whole in (spoilt.PACKED, *([spoilt.PLAIN] if way in spoilt.WAYS else [])):
+        path.write_bytes(whole)
+        assert READERS[reader](path).keys() == {"w", "few"}
+        path.unlink()
+        error = spoilt.write(path, way, whole)
+        if path.exists() or not reader.endswith(".load"):
+            with pytest.raises(error) as caught:
+                READERS[reader](path)
+            if way == "damaged":
+                assert (caught.value.tensor, caught.value.chunk) == ("w", 1)  # type: ignore[attr-defined]
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    for reader, read in READERS.items():
+        if not reader.endswith(".load"):
+            with pytest.raises(InvalidInput):
+                read(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", KNOWN)
+def test_dtypes_that_numpy_knows_by_another_package_ask_for_it(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    file = pack_bytes(safetensors_bytes({"x": (SPECS[dtype], fill("normal", SPECS[dtype]))}))
+    if dtype in _NUMPY:
+        assert tpde.numpy.load(file)["x"].shape == SHAPE
+        return
+    with pytest.raises(MissingDependency, match=rf"{dtype} only with `ml_dtypes`.*pip install ml_dtypes"):
+        tpde.numpy.load(file)
+
+
+def test_dtypes_that_a_framework_lacks_are_refused_in_all_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(FILE)  # every dtype
+    for read in READERS.values():
+        with pytest.raises(UnsupportedDtype):
+            read(tmp_path / "x")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_go_to_the_device_that_is_named(device: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(spoilt.PACKED)
+    with tpde.safe_open(tmp_path / "x", device=device) as opened:
+        found = [opened.get_tensor("w"), opened.get_slice("w")[3:9], opened.get_slice("w")[5]]
+    for it in (device, torch.device(device)):
+        found += tpde.torch.load_file(tmp_path / "x", device=it).values()
+    assert {it.device.type for it in found} == {device}
+    assert [tuple(it.shape) for it in found[:3]] == [(20_000,), (6,), ()]
 
 
 def test_close_closes_and_tensors_stay(tmp_path: Path) -> None:
@@ -170,6 +275,24 @@ def test_close_closes_and_tensors_stay(tmp_path: Path) -> None:
     for use in (lambda: opened.get_tensor("F32"), lambda: part[0]):
         with pytest.raises((OSError, ValueError)):
             use()
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_leaving_the_block_closes(failing: bool, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(FILE)
+    with contextlib.suppress(RuntimeError), tpde.safe_open(tmp_path / "x", framework="np") as opened:
+        assert opened.get_tensor("F32").shape == SHAPE
+        if failing:
+            raise RuntimeError
+    with pytest.raises((OSError, ValueError)):
+        opened.get_tensor("F32")
+
+
+@pytest.mark.parametrize("framework", ["np", "numpy"])
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "meta"])
+def test_arrays_are_on_no_device(framework: Any, device: str) -> None:
+    with pytest.raises(ValueError, match=f"NumPy arrays live on the CPU, not on `{device}`"):
+        tpde.safe_open(FILE, framework=framework, device=device)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files here")

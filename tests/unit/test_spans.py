@@ -116,6 +116,26 @@ def test_what_is_decoded(size: int, dtype: Any, monkeypatch: pytest.MonkeyPatch)
         assert seen.chunks == list(range(begin // 16384, -(-end // 16384)) if end > begin else [])
 
 
+def test_damage_is_told_by_spans_that_need_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, data = _weight(PACKED[0], "BF16", monkeypatch)
+    source, out = weight.sources[0], torch.empty(len(data) // 2, dtype=torch.bfloat16)
+    chunk, size = 3, source.header.chunk_words * 2
+    reader = source.host_reader()
+    source.blob[int(reader.offsets[chunk]) + 40] ^= 0x10
+    for begin, end in ((0, chunk * size), ((chunk + 1) * size, len(data))):
+        assert _bytes(weight.span(begin, end).decoded()) == data[begin:end]
+    for begin, end in (
+        (0, len(data)),
+        (chunk * size, chunk * size + 2),
+        (chunk * size - 2, chunk * size + 2),
+    ):
+        span = weight.span(begin, end)
+        for decode in (span.decoded, lambda span=span: span.decode_to(out[: span.nbytes // 2])):
+            with pytest.raises(Corrupt) as caught:
+                decode()
+            assert (caught.value.tensor, caught.value.chunk) == ("w", chunk)
+
+
 def test_joined() -> None:
     weight, other = "a weight", "another"
     parts: list[Span[Any]] = [

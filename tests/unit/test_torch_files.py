@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import tpde.numpy  # noqa: E402
 import tpde.torch  # noqa: E402
-from tpde.errors import InvalidInput, UnsupportedDtype  # noqa: E402
+from tpde.errors import InvalidDestination, InvalidInput, UnsupportedDtype  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.frameworks import to_torch, torch_shape, torch_spec  # noqa: E402
 
@@ -76,3 +77,72 @@ def test_numbers_of_four_bits_are_pairs() -> None:
     assert torch.equal(found.view(torch.uint8), pairs.view(torch.uint8))
     with pytest.raises(UnsupportedDtype, match="is odd"):
         to_torch(np.zeros(3, np.uint8), TensorSpec("F4", (2, 3)))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros(3, np.complex128),
+        np.zeros(3, "M8[s]"),
+        np.zeros(3, object),
+        np.array(["text"]),
+        np.zeros(3, [("a", "f4")]),
+    ],
+    ids=lambda it: str(it.dtype),
+)
+def test_arrays_of_dtypes_that_files_lack_are_refused(array: Any) -> None:
+    with pytest.raises(UnsupportedDtype, match="cast the array first"):
+        tpde.numpy.save({"x": array})
+
+
+def test_tensors_of_dtypes_that_files_lack_are_refused() -> None:
+    with pytest.raises(UnsupportedDtype, match="complex128; cast the tensor first"):
+        tpde.torch.save({"x": torch.zeros(3, dtype=torch.complex128)})
+
+
+def test_only_arrays_are_saved_as_arrays() -> None:
+    for value in ([1.0], np.float32(1), torch.zeros(3), None):
+        with pytest.raises(InvalidInput, match=rf"`x` is a {type(value).__name__}; arrays can be saved"):
+            tpde.numpy.save({"x": value})  # type: ignore[dict-item]
+
+
+SAVERS = {
+    "numpy": (tpde.numpy.save_file, np.arange(40_000, dtype=np.float32), np.zeros(3, object)),
+    "torch": (tpde.torch.save_file, torch.arange(40_000.0), torch.zeros(3, dtype=torch.complex128)),
+}
+
+
+@pytest.mark.parametrize("library", SAVERS)
+def test_places_where_no_file_can_be_are_refused(library: str, tmp_path: Path) -> None:
+    save, value, _ = SAVERS[library]
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("folder", "none/x", "file/x"):
+        with pytest.raises(InvalidDestination):
+            save({"x": value}, tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("library", SAVERS)
+def test_what_is_refused_leaves_the_file_that_was_there(library: str, tmp_path: Path) -> None:
+    save, value, refused = SAVERS[library]
+    save({"x": value}, tmp_path / "x")
+    before = (tmp_path / "x").read_bytes()
+    with pytest.raises(UnsupportedDtype):
+        save({"x": value, "y": refused}, tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "x"]
+
+
+@pytest.mark.parametrize("library", SAVERS)
+def test_metadata_is_restored_and_threads_change_nothing(library: str, tmp_path: Path) -> None:
+    save, value, _ = SAVERS[library]
+    for threads in (1, 3):
+        save({"x": value}, tmp_path / str(threads), metadata={"format": "pt", "a": "b"}, threads=threads)
+    assert (tmp_path / "1").read_bytes() == (tmp_path / "3").read_bytes()
+    tpde.unpack(tmp_path / "1", tmp_path / "plain")
+    for name in ("1", "plain"):
+        with tpde.safe_open(tmp_path / name) as opened:
+            assert opened.metadata() == {"format": "pt", "a": "b"}
+            assert torch.equal(opened.get_tensor("x"), torch.arange(40_000.0))

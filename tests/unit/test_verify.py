@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import spoilt
 from support.contents import fill
 from support.files import pack_bytes, safetensors_bytes
 
 import tpde
-from tpde.errors import Corrupt
+from tpde.errors import Corrupt, InvalidInput, NotPacked
 from tpde.format.container import TensorSpec
 from tpde.packing import copies
 from tpde.packing.reader import PackedFile
@@ -112,11 +113,16 @@ def directory(tmp_path: Path) -> tuple[Path, Path]:
     return plain, packed
 
 
-def test_one_bad_shard_hides_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", spoilt.PACKED_WAYS)
+def test_one_bad_shard_hides_no_other(way: str, tmp_path: Path) -> None:
+    """Whatever is wrong with a shard: even one that is not opened."""
     plain, packed = directory(tmp_path)
     tpde.pack(plain, packed)
     for name in ("a", "b"):
-        (packed / f"{name}.safetensors").write_bytes(b"\xff" * 100)
+        path = packed / f"{name}.safetensors"
+        before = path.read_bytes()
+        path.unlink()
+        spoilt.write(path, way, before)
     found = tpde.verify(packed)
     assert {Path(it.file).name for it in found} == {"a.safetensors", "b.safetensors"}
 
@@ -139,3 +145,44 @@ def test_short_writes_of_a_copy_are_continued(tmp_path: Path, monkeypatch: pytes
     copies.write_text(tmp_path / "text", "x" * 20_000, 0o600)
     assert (tmp_path / "target").read_bytes() == data
     assert (tmp_path / "text").read_text() == "x" * 20_000
+
+
+@pytest.mark.parametrize("way", spoilt.PACKED_WAYS)
+def test_damage_is_returned_and_what_cannot_be_judged_is_raised(way: str, tmp_path: Path) -> None:
+    path = tmp_path / "packed"
+    error = spoilt.write(path, way)
+    if error is not Corrupt:
+        with pytest.raises(error):
+            tpde.verify(path)
+        return
+    (problem,) = tpde.verify(path)
+    assert problem.file == str(path)
+    assert (problem.tensor, problem.chunk) == (("w", 1) if way == "damaged" else (None, None))
+
+
+@pytest.mark.parametrize("way", spoilt.WAYS)
+def test_a_source_that_cannot_be_read_is_raised(way: str, tmp_path: Path) -> None:
+    """The packed file is as it should be, so that there is no problem to return."""
+    (tmp_path / "packed").write_bytes(spoilt.PACKED)
+    error = spoilt.write(tmp_path / "plain", way, spoilt.PLAIN)
+    with pytest.raises(error):
+        tpde.verify(tmp_path / "packed", against=tmp_path / "plain")
+
+
+def test_only_what_is_packed_is_verified(tmp_path: Path) -> None:
+    plain, packed = directory(tmp_path)
+    for path in (plain, plain / "a.safetensors", plain / "logs"):
+        with pytest.raises(NotPacked):
+            tpde.verify(path)
+    tpde.pack(plain, packed)
+    for one, other in ((packed, plain / "a.safetensors"), (packed / "a.safetensors", plain)):
+        with pytest.raises(InvalidInput, match="compare like with like"):
+            tpde.verify(one, against=other)
+
+
+def test_progress_counts_the_bytes_of_the_original(tmp_path: Path) -> None:
+    packed, plain = files(tmp_path, spoilt.PLAIN)
+    for against in (None, plain):
+        done: list[int] = []
+        assert tpde.verify(packed, against=against, progress=done.append) == []
+        assert sum(done) == spoilt.SPEC.nbytes + spoilt.SMALL.nbytes

@@ -15,7 +15,7 @@ from support.contents import fill, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
 
 from tpde.codec import blob, native, plan
-from tpde.errors import TpdeError
+from tpde.errors import DestinationExists, InvalidDestination, TpdeError
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec, canonical_header, parse_header
 from tpde.format.sink import BytesSink
@@ -199,3 +199,53 @@ def test_a_source_header_that_readers_would_take_for_a_bomb_is_refused() -> None
         assert len(file.source_header()) == len(padded)
     with pytest.raises(TpdeError, match="blanks between its values"):
         _write(MIXED, [], source_header=b"{" + b" " * (8 << 20) + header[1:])
+
+
+def test_a_writer_says_what_it_will_pack_and_what_it_packed() -> None:
+    few = TensorSpec("U8", (40,))
+    specs = {"w": SPEC, "random": SPEC, "few": few, "x": SPEC, "x_tpde": SPEC}
+    writer = PackedWriter(BytesSink(), specs)
+    assert [name for name in specs if writer.may_pack(name)] == ["w", "random", "few"]
+    data = {name: fill("random" if name == "random" else "normal", spec) for name, spec in specs.items()}
+    planned = set()
+    for name, spec in specs.items():
+        sample = b"".join(data[name][begin:end] for begin, end in plan.sample_ranges(spec))
+        if writer.plan(name, sample):
+            planned.add(name)
+    assert planned == {"w"}
+    assert writer.packed_names() == set()
+    for name in specs:
+        writer.write(name, data[name])
+        assert writer.packed_names() == {"w"}
+    writer.close()
+
+
+def test_places_where_no_file_can_be_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_bytes(b"theirs")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DestinationExists, match="taken"):
+        PackedWriter(tmp_path / "taken", {"w": SPEC})
+    for name in ("folder", "none/x", "taken/x"):
+        for force in (False, True):
+            with pytest.raises(InvalidDestination):
+                PackedWriter(tmp_path / name, {"w": SPEC}, force=force)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "taken").read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("how", ["abort", "exception", "incomplete"])
+def test_a_writer_that_does_not_end_well_leaves_no_trace(how: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"before")
+    writer = PackedWriter(tmp_path / "x", {"w": SPEC}, force=True)
+    writer.write("w", fill("normal", SPEC)[:-1])
+    if how == "abort":
+        writer.abort()
+    elif how == "exception":
+        with pytest.raises(ValueError, match="complete before `other`"), writer:
+            writer.write("other", b"")
+    else:
+        with pytest.raises(ValueError, match="is not complete"):
+            writer.close()
+    assert (tmp_path / "x").read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [tmp_path / "x"]

@@ -125,7 +125,7 @@ def pack(
         If the source cannot be packed; its subclasses say why.
     DestinationExists, InvalidDestination
         If the destination cannot be used.
-    Truncated, Corrupt, UnsupportedDtype
+    Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
         If the source is damaged, or newer than this version.
 
     Notes
@@ -183,7 +183,7 @@ def unpack(
     ------
     NotPacked, InvalidInput
         If the source is not packed, or is not there.
-    Truncated, Corrupt, UnsupportedVersion
+    Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
         If it is damaged, or newer than this version.
     DestinationExists, InvalidDestination
         If the destination cannot be used.
@@ -239,8 +239,10 @@ def verify(
     ------
     NotPacked, InvalidInput
         If it is not packed, or is not there.
-    Truncated, UnsupportedVersion
-        If it is incomplete, or newer than this version.
+    Truncated, UnsupportedDtype, UnsupportedVersion
+        If a file alone is incomplete, or newer than this version; a directory's are problems.
+    Truncated, Corrupt, UnsupportedDtype
+        If `against` is a file that is damaged, or newer than this version.
 
     Examples
     --------

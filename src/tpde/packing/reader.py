@@ -263,6 +263,13 @@ class PackedFile:
         at = self.container.data_start + entry.begin
         return _PlainTensor(self.source, at, entry, self._digests.get(name))
 
+    def offset_names(self) -> list[str]:
+        """Names of all tensors, in the order of their bytes: in the source or, where it is unknown, here."""
+        if self.original is not None:
+            return list(self.specs)
+        source = {stored: name for name, stored in self._packed.items()}
+        return [source.get(stored, stored) for stored in self.container.entries]
+
     def packed_names(self) -> list[str]:
         """Names of the tensors that are packed."""
         return list(self._packed)

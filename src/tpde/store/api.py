@@ -207,7 +207,7 @@ def patch(
         If the base is not the one that the delta was made from, naming the tensor.
     InvalidInput
         If a state cannot be read.
-    Truncated, Corrupt, UnsupportedVersion
+    Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
         If the delta or the base is damaged, or newer than this version.
     DestinationExists, InvalidDestination
         If the destination cannot be used.
@@ -311,6 +311,8 @@ def verify_delta(
         If it is no delta, or the base is no state.
     Truncated, UnsupportedVersion
         If it is incomplete, or newer than this version.
+    Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
+        If the base cannot be opened. A tensor of it that is damaged is a problem.
     """
     path, count = _existing_delta(delta), check_threads(threads)
     problems: list[Problem] = []

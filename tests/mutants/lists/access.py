@@ -54,6 +54,14 @@ MUTANTS = (
         "unit/test_safe_open.py",
     ),
     mutant(
+        "offset-keys-by-name",
+        "access.py",
+        "        return self._file.offset_names()\n",
+        "        return list(self._file.specs)\n",
+        "`offset_keys` of a plain file are in the order of the names",
+        "unit/test_safe_open.py",
+    ),
+    mutant(
         "leaving-does-not-close",
         "access.py",
         "    def __exit__(self, *exc: Any) -> None:\n        self._file.close()\n",

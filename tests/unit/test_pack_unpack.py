@@ -1,0 +1,126 @@
+"""What `pack` and `unpack` promise of single files: what they return, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import spoilt
+
+import tpde
+from tpde.errors import (
+    AlreadyPacked,
+    DestinationExists,
+    InvalidDestination,
+    InvalidInput,
+    NotPacked,
+    UnsupportedVersion,
+)
+
+CALLS = {"pack": (tpde.pack, spoilt.PLAIN), "unpack": (tpde.unpack, spoilt.PACKED)}
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    """Give a folder with a plain file, and the same packed."""
+    (tmp_path / "plain").write_bytes(spoilt.PLAIN)
+    (tmp_path / "packed").write_bytes(spoilt.PACKED)
+    return tmp_path
+
+
+def test_summaries_say_what_was_done(there: Path) -> None:
+    sizes = len(spoilt.PLAIN), len(spoilt.PACKED)
+    packed = tpde.pack(there / "plain", there / "one")
+    unpacked = tpde.unpack(there / "one", there / "two")
+    assert (there / "two").read_bytes() == spoilt.PLAIN
+    assert (packed.source, packed.destination) == (str(there / "plain"), str(there / "one"))
+    assert (unpacked.source, unpacked.destination) == (str(there / "one"), str(there / "two"))
+    assert (packed.source_bytes, packed.destination_bytes) == sizes
+    assert (unpacked.source_bytes, unpacked.destination_bytes) == sizes[::-1]
+    for summary in (packed, unpacked):
+        assert (summary.tensors, summary.packed) == (2, 1)
+        assert summary.ratio == sizes[0] / sizes[1]
+        assert summary.left_out == ()
+        (file,) = summary.files
+        assert (file.source_bytes, file.destination_bytes) == (
+            summary.source_bytes,
+            summary.destination_bytes,
+        )
+        assert (file.tensors, file.packed) == (2, 1)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_progress_counts_the_bytes_of_the_original(name: str, there: Path) -> None:
+    call, whole = CALLS[name]
+    (there / "source").write_bytes(whole)
+    done: list[int] = []
+    call(there / "source", there / "target", progress=done.append)
+    assert sum(done) == spoilt.SPEC.nbytes + spoilt.SMALL.nbytes
+
+
+@pytest.mark.parametrize("way", spoilt.PACKED_WAYS)
+@pytest.mark.parametrize("name", CALLS)
+def test_sources_that_cannot_be_read_are_refused_and_nothing_is_left(
+    name: str, way: str, tmp_path: Path
+) -> None:
+    call, whole = CALLS[name]
+    if name == "pack" and way not in spoilt.WAYS:
+        pytest.skip("a plain file has neither version nor hashes")
+    error = spoilt.write(tmp_path / "source", way, whole)
+    before = list(tmp_path.iterdir())
+    with pytest.raises(error):
+        call(tmp_path / "source", tmp_path / "target")
+    assert list(tmp_path.iterdir()) == before
+
+
+def test_each_takes_only_what_the_other_makes(there: Path) -> None:
+    before = sorted(there.iterdir())
+    with pytest.raises(AlreadyPacked):
+        tpde.pack(there / "packed", there / "target")
+    for source in (there / "plain", there):
+        with pytest.raises(NotPacked):
+            tpde.unpack(source, there / "target")
+    spoilt.write(there / "packed", "newer")
+    with pytest.raises(UnsupportedVersion):
+        tpde.pack(there / "packed", there / "target")
+    assert sorted(there.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_destinations_are_refused_before_anything_is_written(name: str, there: Path) -> None:
+    call, whole = CALLS[name]
+    (there / "source").write_bytes(whole)
+    (there / "link").symlink_to("source")
+    (there / "taken").write_bytes(b"theirs")
+    (there / "folder").mkdir()
+    before = sorted(there.rglob("*"))
+    with pytest.raises(DestinationExists, match="taken"):
+        call(there / "source", there / "taken")
+    for force in (False, True):
+        for target in ("source", "link", "folder", "none/target", "taken/target"):
+            with pytest.raises(InvalidDestination):
+                call(there / "source", there / target, force=force)
+    assert sorted(there.rglob("*")) == before
+    assert (there / "taken").read_bytes() == b"theirs"
+    assert (there / "source").read_bytes() == whole
+    call(there / "source", there / "taken", force=True)
+    assert (there / "taken").read_bytes() == (spoilt.PACKED if name == "pack" else spoilt.PLAIN)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_threads_do_not_change_a_byte(name: str, there: Path) -> None:
+    call, whole = CALLS[name]
+    (there / "source").write_bytes(whole)
+    for threads in (1, 3, None):
+        call(there / "source", there / f"target{threads}", threads=threads)
+    made = {(there / f"target{threads}").read_bytes() for threads in (1, 3, None)}
+    assert made == {spoilt.PACKED if name == "pack" else spoilt.PLAIN}
+
+
+def test_a_source_that_is_no_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for source in (tmp_path / "folder", tmp_path / "nothing"):
+        for call in (tpde.pack, tpde.unpack):
+            with pytest.raises(InvalidInput):
+                call(source, tmp_path / "target")
+    assert [it.name for it in tmp_path.iterdir()] == ["folder"]
