@@ -84,6 +84,20 @@ def test_a_weight_alone_is_decoded_from_where_it_is() -> None:
     assert_same_bits(one.rows(torch.arange(5, 9)), other.decoded()[5:9])
 
 
+@pytest.mark.usefixtures("addressed")
+def test_a_blob_in_shared_memory_is_decoded_from_where_it_is() -> None:
+    """It is the same tensor at another address."""
+    ours, one = model(0), packed(0)
+    expected, whole = ours(IDS), one.decoded().clone()
+    ours.share_memory()
+    assert all(it.is_shared() for it in ours.parameters())
+    assert_same_bits(ours(IDS), expected)
+    one.rows(torch.arange(3))
+    one.apply(lambda blob: blob.share_memory_())
+    assert_same_bits(one.decoded(), whole)
+    assert_same_bits(one.rows(torch.arange(5, 9)), whole[5:9])
+
+
 def test_a_new_blob_has_its_own_tables() -> None:
     one = packed(0)
     narrow = pack_tensor((torch.randn(96, 64) * 1e-20).to(torch.bfloat16), "w")
