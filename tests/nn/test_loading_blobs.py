@@ -146,6 +146,17 @@ def test_assigning_takes_the_callers_blob() -> None:
     assert ours.get_parameter(name).packed.sources[0].blob is state[name].packed.sources[0].blob
 
 
+def test_a_parameter_is_where_the_blob_is_that_was_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries put inputs where parameters say that they are."""
+    ours, state = model(0), model(1).state_dict()
+    name, card = "blocks.0.up.weight", torch.device("cuda:0")
+    there = state[name].packed.sources[0].blob  # as far as anybody asks: there need not be a card
+    monkeypatch.setattr(Resident, "device", property(lambda it: card if it.blob is there else it.blob.device))
+    ours.load_state_dict(state, assign=True)
+    found = {it: parameter.device for it, parameter in ours.named_parameters()}
+    assert found == {it: card if it == name else torch.device("cpu") for it in found}
+
+
 def test_a_blob_of_another_shape_is_refused() -> None:
     one = packed(0)
     before = one.decoded().clone()
