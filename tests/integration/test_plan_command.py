@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import threading
+from collections import Counter
 
 import pytest
 from support.checkpoints import checkpoint
@@ -156,11 +157,12 @@ def test_units_are_groups_of_the_loaded_model(packed):
     from tpde.nn import packed_modules
 
     model = tpde.from_pretrained(packed)
-    groups = {}
+    groups, experts = {}, Counter()
     for path, module in packed_modules(model):
         for slot in module.tpde_slots.values():
-            blobs = groups.setdefault(path if slot.group is None else slot.group.name, {})
-            blobs.update({id(source): source for source in slot.packed.sources})
+            name = path if slot.group is None else slot.group.name
+            groups.setdefault(name, {}).update({id(source): source for source in slot.packed.sources})
+            experts[name] += slot.shape[0] if len(slot.shape) == 3 else 0
     with opened_shape(packed) as (shape, checkpoint, plan):
         units = {unit.name: unit for unit in units_of(shape, plan.runs)}
         assert {unit_of(shape, name) for name in plan.runs} == set(units)
@@ -169,6 +171,9 @@ def test_units_are_groups_of_the_loaded_model(packed):
     for name, blobs in whole.items():
         assert units[name].packed == sum(it.packed_bytes for it in blobs.values())
         assert units[name].plain >= sum(it.nbytes for it in blobs.values())
+        maps = sum(-(-12 * it.header.chunks // 512) * 512 for it in blobs.values())
+        # Tables and descriptors of each blob, and more of these where experts are copied one by one.
+        assert units[name].index == maps + 18 * 1024 * len(blobs) + 512 * experts[name]
     # What is not a unit of its own is an embedding tied to one.
     kept = {key for blobs in whole.values() for key in blobs}
     assert all(set(blobs) <= kept for blobs in groups.values())

@@ -99,6 +99,7 @@ def test_what_is_read_is_ordinary(pair: tuple[Model, Model]) -> None:
     def look(layer: Any, *_: Any) -> None:
         weight = layer.weight
         assert not torch.overrides.has_torch_function((weight,))
+        found.extend([copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))])
         found.extend([copy.deepcopy(weight.detach()), pickle.loads(pickle.dumps(weight.detach()))])
         found.extend([weight * 1, weight.clone(), weight.data.clone(), weight.t().contiguous().t()])
 

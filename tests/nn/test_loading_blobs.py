@@ -84,6 +84,20 @@ def test_a_weight_alone_is_decoded_from_where_it_is() -> None:
     assert_same_bits(one.rows(torch.arange(5, 9)), other.decoded()[5:9])
 
 
+@pytest.mark.usefixtures("addressed")
+def test_a_blob_in_shared_memory_is_decoded_from_where_it_is() -> None:
+    """It is the same tensor at another address."""
+    ours, one = model(0), packed(0)
+    expected, whole = ours(IDS), one.decoded().clone()
+    ours.share_memory()
+    assert all(it.is_shared() for it in ours.parameters())
+    assert_same_bits(ours(IDS), expected)
+    one.rows(torch.arange(3))
+    one.apply(lambda blob: blob.share_memory_())
+    assert_same_bits(one.decoded(), whole)
+    assert_same_bits(one.rows(torch.arange(5, 9)), whole[5:9])
+
+
 def test_a_new_blob_has_its_own_tables() -> None:
     one = packed(0)
     narrow = pack_tensor((torch.randn(96, 64) * 1e-20).to(torch.bfloat16), "w")
@@ -130,6 +144,17 @@ def test_assigning_takes_the_callers_blob() -> None:
     ours.load_state_dict(state, assign=True)
     name = "blocks.0.up.weight"
     assert ours.get_parameter(name).packed.sources[0].blob is state[name].packed.sources[0].blob
+
+
+def test_a_parameter_is_where_the_blob_is_that_was_assigned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries put inputs where parameters say that they are."""
+    ours, state = model(0), model(1).state_dict()
+    name, card = "blocks.0.up.weight", torch.device("cuda:0")
+    there = state[name].packed.sources[0].blob  # as far as anybody asks: there need not be a card
+    monkeypatch.setattr(Resident, "device", property(lambda it: card if it.blob is there else it.blob.device))
+    ours.load_state_dict(state, assign=True)
+    found = {it: parameter.device for it, parameter in ours.named_parameters()}
+    assert found == {it: card if it == name else torch.device("cpu") for it in found}
 
 
 def test_a_blob_of_another_shape_is_refused() -> None:

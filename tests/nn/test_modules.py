@@ -48,6 +48,30 @@ def test_what_is_packed(pair: tuple[Model, Model]) -> None:
     assert set(kinds.values()) == {nn.Parameter, PackedParameter}
 
 
+@pytest.mark.parametrize("width", [60, 64])
+def test_weights_lie_in_the_workspace_side_by_side_at_round_addresses(width: int) -> None:
+    """As round as the allocator's own: matrix libraries choose kernels by it."""
+    ours = pack_module(Model(width).to(torch.bfloat16), min_bytes=0)
+    space = ours.blocks[0].up.tpde_group().workspace
+    found: dict[int, list[range]] = {}
+
+    def look(layer: Any, *_: Any) -> None:
+        at, size = layer.weight.data_ptr() - space.start, layer.weight.nbytes
+        found.setdefault(id(layer.tpde_group()), []).append(range(at, at + size))
+
+    for layer in (it for block in ours.blocks for it in (block.up, block.down)):
+        layer.register_forward_pre_hook(look)
+    with torch.no_grad():
+        ours(IDS)
+    assert sorted(len(it) for it in found.values()) == [2, 2, 2]
+    for places in found.values():
+        assert all(it.start % 512 == 0 for it in places)
+        end = 0
+        for it in sorted(places, key=lambda it: it.start):
+            assert end <= it.start <= it.stop <= space.end - space.start
+            end = it.stop
+
+
 def test_tied_weights_are_one_blob(pair: tuple[Model, Model]) -> None:
     _, packed = pair
     assert packed.embed.weight is packed.head.weight

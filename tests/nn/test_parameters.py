@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import multiprocessing
+import operator
 import pickle
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch.nn.utils import parametrize
 import tpde
 from tpde.errors import Corrupt, InvalidInput, PackedWeight
 from tpde.nn import PackedParameter, PackedTensor, Resident, pack_module, pack_tensor, unpack_module
+from tpde.weights.parameter import rebuild_parameter
 from tpde.weights.source import Source
+from tpde.weights.tensor import rebuild_tensor
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -238,6 +241,33 @@ def test_changes_are_refused_by_name(change: Any, weight: Any) -> None:
         change(ours)
     assert "`w`" in str(caught.value) or "not a Tensor" in str(caught.value)
     assert_same_bits(ours.clone(), weight)
+
+
+@pytest.mark.usefixtures("no_decoding")
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.add_(1),
+        lambda w: nn.init.normal_(tensor=w),
+        *(
+            lambda w, change=change: change(w, 2)
+            for change in (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv)
+        ),
+        *(lambda w, change=change: change(w, 2) for change in (operator.ipow, operator.imod, operator.iand)),
+        lambda w: operator.setitem(w, 0, 1.0),
+        lambda w: torch.add(torch.ones(96, 64), 1, out=w),
+        lambda w: torch.mm(torch.ones(96, 8), torch.ones(8, 64), out=w),
+    ],
+)
+def test_what_says_that_it_changes_a_weight_is_refused_before_it_is_decoded(
+    change: Any, trained: bool, gradients: bool, weight: Any
+) -> None:
+    """PyTorch would refuse some of it later, in words of its own."""
+    ours = packed(weight, trained)
+    with torch.set_grad_enabled(gradients), pytest.raises(PackedWeight, match=r"`w` is packed.*`\w+` would"):
+        change(ours)
 
 
 def test_what_reads_memory_is_refused(weight: Any) -> None:
@@ -485,22 +515,50 @@ def test_a_weight_read_outside_makes_no_workspace(weight: Any) -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        ([{}], ["w"], (96, 64), "w", 0),
-        ([None], ["w"], (96, 64), "w", 0),
-        (None, ["w"], (96, 64), "w", 0),
-        ([], ["w"], (96, 64), "w", 0),
-        ([torch.zeros(3)], ["w"], (96, 64), "w", "x"),
-        ([torch.zeros(3)], ["w"], (10**30,), "w", 0),
-        ([torch.zeros(3)], ["w"], ("a",), "w", 0),
-        ([torch.zeros(3)], ["w"], (-96, -64), "w", 0),
-        ([torch.zeros(3)], [7], (96, 64), None, 0),
+        {"blobs": [{}, {}]},
+        {"blobs": [None, None]},
+        {"blobs": None},
+        {"blobs": []},
+        {"blobs": [torch.zeros(3), torch.zeros(3)]},
+        {"names": None},
+        {"names": ["w"]},
+        {"names": [7, "w"]},
+        {"shape": [2, 96, 64]},
+        {"shape": (10**30, 96, 64)},
+        {"shape": (1 << 62, 1 << 62, 0)},
+        {"shape": ("a", 96, 64)},
+        {"shape": (2.0, 96, 64)},
+        {"shape": (-2, -96, 64)},
+        {"shape": (3, 96, 64)},
+        {"name": None},
+        {"tile_bytes": "x"},
+        {"tile_bytes": -512},
+        {"tile_bytes": 1 << 62},
+    ],
+    ids=repr,
+)
+def test_hostile_pickles_are_refused(state: Any, weight: Any) -> None:
+    blob = packed(weight).packed.sources[0].blob
+    valid = {"blobs": [blob, blob], "names": ["a", "b"], "shape": (2, 96, 64), "name": "w", "tile_bytes": 0}
+    assert_same_bits(rebuild_tensor(**valid).decoded(), torch.stack([weight, weight]))
+    with pytest.raises(InvalidInput):
+        rebuild_tensor(**(valid | state))
+
+
+@pytest.mark.parametrize(
+    "memory_format",
+    [
+        *("torch.strided", "channels_last", "", 7, None, [], torch.channels_last),
+        *("torch.channels_last", "torch.channels_last_3d"),  # of weights that are no matrices
     ],
 )
-def test_hostile_pickles_are_refused(state: Any) -> None:
-    from tpde.weights.tensor import rebuild_tensor
-
-    with pytest.raises(InvalidInput):
-        rebuild_tensor(*state)
+def test_pickles_of_formats_that_a_weight_cannot_have_are_refused(memory_format: Any, weight: Any) -> None:
+    made = packed(weight).packed
+    assert rebuild_parameter(made, True, "torch.contiguous_format").packed is made
+    with pytest.raises(InvalidInput, match=r"`w`.*memory format"):
+        rebuild_parameter(made, True, memory_format)
+    with pytest.raises(InvalidInput, match="no packed weight, but a Tensor"):
+        rebuild_parameter(weight, True, "torch.contiguous_format")  # type: ignore[arg-type]
 
 
 def test_pieces_are_copied_and_saved_as_ordinary_tensors(weight: Any) -> None:

@@ -46,7 +46,10 @@ def in_thread(work: Callable[[], Any]) -> Any:
 X = torch.randn(5, 64).to(torch.bfloat16)
 
 
-def test_a_second_thread_computes_with_copies_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_second_thread_computes_with_copies_of_its_own(
+    gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it used of the workspace would be overwritten when the first one goes on."""
     plain, ours = pair()
     linear, used = torch.nn.functional.linear, dict[int, list[int]]()
@@ -58,8 +61,12 @@ def test_a_second_thread_computes_with_copies_of_its_own(monkeypatch: pytest.Mon
 
     space, results = group_of(ours).workspace, []
 
+    def second() -> Any:
+        with torch.set_grad_enabled(gradients):  # which each thread has its own
+            return threading.get_ident(), ours.blocks[0].up(X)
+
     def within(x: Any) -> None:
-        results.append(in_thread(lambda: (threading.get_ident(), ours.blocks[0].up(X))))
+        results.append(in_thread(second))
 
     ours.blocks[0].__dict__["within"] = within
     monkeypatch.setattr(torch.nn.functional, "linear", noted)

@@ -189,3 +189,11 @@ def test_what_a_streamed_model_refuses(tmp_path: Path) -> None:
         with pytest.raises(PackedWeight, match="cannot be cast"):
             ours.model.half()
         ours.model.to("cpu")
+        for away in (
+            lambda it: it.to("meta"),
+            lambda it: it.to(device="meta"),
+            lambda it: it.model.to("meta"),
+        ):
+            with pytest.raises(PackedWeight, match=r"is streamed .* to move it from cpu"):
+                away(ours.model)
+            assert {it.device.type for it in ours.model.parameters()} == {"cpu"}, "nor what is plain"

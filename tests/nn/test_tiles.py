@@ -14,10 +14,20 @@ from support.small import Model
 from support.streamed import stream_model, write_blobs
 from torch import nn
 
+from tpde.codec import reference
 from tpde.errors import OutOfMemory, PackedWeight
-from tpde.nn import finish, pack_module, packed_modules, plain_state_dict, unpack_module
+from tpde.nn import (
+    PackedTensor,
+    Resident,
+    finish,
+    pack_module,
+    pack_tensor,
+    packed_modules,
+    plain_state_dict,
+    unpack_module,
+)
 from tpde.nn.group import Workspace
-from tpde.nn.tiles import row_tiles
+from tpde.nn.tiles import RowTiles, row_tiles
 from tpde.streaming.stream import Streamer
 
 CHUNK = 8192
@@ -82,6 +92,44 @@ def test_forward_and_backward(columns: int, rows: int, room: int, bias: bool) ->
     if bias:
         (expected,) = torch.autograd.grad(plain(x.detach()), plain[0].bias, grad)
         assert_same_bits(got[1], expected)
+
+
+def _in_parts(data: Any, *rows: int) -> PackedTensor:
+    """A matrix made up of several, whose chunks start anew with each."""
+    parts = [pack_tensor(it.clone(), f"part {n}") for n, it in enumerate(data.split(rows))]
+    return PackedTensor([it.sources[0] for it in parts if it is not None], data.shape)
+
+
+def _in_segments(data: Any, rows: int) -> PackedTensor:
+    """A matrix of one tensor, whose chunks start anew after so many rows, as those of experts do."""
+    plain, words = data.view(torch.uint8).numpy().tobytes(), rows * data.shape[1]
+    blob = reference.encode_blob(plain, "BF16", tuple(data.shape), segment_words=words)
+    return PackedTensor(Resident(torch.frombuffer(bytearray(blob), dtype=torch.uint8), "w"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: _in_parts(data, 100),
+        lambda data: _in_parts(data, 30, 20, 50),
+        lambda data: _in_parts(data, 3, 97),
+        lambda data: _in_segments(data, 100),
+        lambda data: _in_segments(data, 30),
+        lambda data: _in_segments(data, 7),
+    ],
+)
+@pytest.mark.parametrize("room", [36 << 10, 50_000, 64 << 10, 128 << 10])
+def test_tiles_of_matrices_in_parts(room: int, make: Any) -> None:
+    """Wherever chunks start, a tile and the rest of its chunks have room."""
+    data, seen = draw(100, 1024), 0
+    packed = make(data)
+    packed.tile_bytes = room
+    for begin, end, rows in RowTiles(packed)(torch.empty(room, dtype=torch.uint8)):
+        assert begin == seen < end
+        assert rows.storage_offset() * rows.element_size() % 512 == 0
+        assert_same_bits(rows, data[begin:end])
+        seen = end
+    assert seen == 100
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -154,6 +154,23 @@ def test_adapters(pack_last: bool, checkpointing: bool | None) -> None:
     assert_same_bits(_train(packed, took), _train(plain, took))
 
 
+@pytest.mark.parametrize("packed_before", [False, True])
+def test_layers_that_are_trained_beside_frozen_ones_stay_plain(packed_before: bool) -> None:
+    """Adapters of any library: they are the smaller part of what is packed, and none of it is trained."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 128)).bfloat16()
+    plain[0].requires_grad_(False)
+    ours = copy.deepcopy(plain)
+    if packed_before:
+        pack_module(ours[0], min_bytes=0)
+    pack_module(ours, min_bytes=0)
+    assert [type(it.weight) for it in ours] == [PackedParameter, nn.Parameter]
+    x = torch.randn(3, 256).bfloat16()
+    for model in (plain, ours):
+        model(x).float().square().sum().backward()
+    assert_same_bits(ours[1].weight.grad, plain[1].weight.grad)
+
+
 def test_no_graph_keeps_a_plain_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what autograd saved nor what the backward pass decoded stays alive."""
     from tpde.nn.slot import Slot

@@ -34,6 +34,7 @@ class Fixture:
         sizes: list[int],
         places: int = 4,
         offset: int = 0,
+        apart: int = 0,
         keep: int = 0,
         **device: object,
     ) -> None:
@@ -47,7 +48,7 @@ class Fixture:
                 file.seek(at)
                 file.write(packed.blob.tobytes())
                 extents.append((at, packed.blob.size))
-                at += -(-packed.blob.size // 256) * 256
+                at += -(-packed.blob.size // 256) * 256 + apart
         self.source = FileSource(self.path)
         self.supply = MemorySupply()
         self.device = SimulatedDevice(places * ROOM + keep, **device)  # type: ignore[arg-type]

@@ -20,9 +20,17 @@ from tpde.weights.launch import Damage
 
 
 class Stream:
-    """Does what it is given in order, each after a random delay."""
+    """Does what it is given in order, each after a random delay.
+
+    Attributes
+    ----------
+    failed : BaseException or None
+        What the first job has raised that did: whoever waits for the device is told.
+    """
 
     def __init__(self, name: str, seed: int, delay: float) -> None:
+        self.failed: BaseException | None = None
+        self._closed = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._random, self._delay = random.Random(seed), delay
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -32,17 +40,23 @@ class Stream:
         while (job := self._jobs.get()) is not None:
             if self._delay and self._random.random() < 0.3:
                 time.sleep(self._random.random() * self._delay)
-            job()
+            try:
+                job()
+            except BaseException as error:
+                self.failed = self.failed or error
 
     def put(self, job: Callable[[], None]) -> None:
+        if self._closed:
+            raise RuntimeError("the simulated device was closed")
         self._jobs.put(job)
 
     def record(self) -> threading.Event:
         event = threading.Event()
-        self._jobs.put(event.set)
+        self.put(event.set)
         return event
 
     def close(self) -> None:
+        self._closed = True
         self._jobs.put(None)
         self._thread.join()
 
@@ -118,7 +132,7 @@ class SimulatedDevice:
         self.compute.put(job)
         event = self.compute.record()
         if self.blocking:
-            _wait(event)
+            self._wait(event)
         return event
 
     def damage(self, handle: Any) -> Damage | None:
@@ -126,11 +140,17 @@ class SimulatedDevice:
         return found
 
     def wait(self) -> None:
-        _wait(self.compute.record())
-        _wait(self.copies.record())
+        self._wait(self.compute.record())
+        self._wait(self.copies.record())
 
     def decoded(self) -> None:
-        _wait(self.compute.record())
+        self._wait(self.compute.record())
+
+    def _wait(self, event: threading.Event) -> None:
+        _wait(event)
+        failed = self.copies.failed or self.compute.failed
+        if failed is not None:
+            raise RuntimeError(f"the simulated device failed: {failed}") from failed
 
     def recording(self) -> bool:
         return self.graph

@@ -364,3 +364,32 @@ def test_interrupted_again_while_waiting(tmp_path: Path, monkeypatch: pytest.Mon
     it.experts.fetch([2, 3], it.out)
     assert not it.wrong([2, 3])
     it.close()
+
+
+@pytest.mark.parametrize("kind", ["wait", "copy", "decode"])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_what_a_failed_fetch_has_requested_is_given_back(
+    kind: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supply with few buffers would have none left otherwise."""
+    it, calls = Fixture(tmp_path, 6, 3), list[None]()
+    of = it.supply if kind == "wait" else it.device
+    real, copied = getattr(of, kind), list[Extent]()
+
+    def fails(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) > number:
+            raise OSError("it failed")
+        return real(*args)
+
+    monkeypatch.setattr(it.supply, "copied", lambda extent, event: copied.append(extent))
+    with monkeypatch.context() as patch:
+        patch.setattr(of, kind, fails)
+        with pytest.raises(OSError, match="it failed"):
+            it.experts.fetch([*range(6)], it.out)
+    assert it.supply.requested
+    assert len(it.supply.requested) == len(copied) + it.supply.cancelled
+    it.experts.fetch([*range(6)], it.out)
+    assert not it.wrong([*range(6)])
+    assert len(it.supply.requested) == len(copied) + it.supply.cancelled
+    it.close()

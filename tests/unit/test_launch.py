@@ -151,6 +151,25 @@ def test_damage_is_named_and_found_once(card: Card) -> None:
     assert card.uploads == uploads
 
 
+@pytest.mark.parametrize("part", [False, True])
+def test_damage_that_is_found_at_first_is_looked_for_again(part: bool, card: Card) -> None:
+    """Whoever goes on after the error is told again, until what is there is not damaged."""
+    ((packed, data),) = blobs = _blobs(card, "prefix")
+    decode: Any = Materializer(_laid_out(blobs)[0], card)
+    if part:
+        decode = ChunkDecoder(packed, 0, 7, 0)
+    out = _fresh(len(data))
+    packed.blob[packed.header.blob_bytes - 3000] ^= 8
+    for _ in range(3):
+        with pytest.raises(Corrupt, match="`w0`, chunk 7"):
+            decode(out)
+    packed.blob[packed.header.blob_bytes - 3000] ^= 8
+    for _ in range(2):
+        decode(out)
+        assert out.numpy().tobytes() == data
+    assert [it["CHECK"] for it in card.launches] == [1] * 4 + [0]
+
+
 def test_while_a_graph_is_recorded_nobody_waits(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     items, expected = _laid_out(_blobs(card, "prefix"))
     decode, part = Materializer(items, card), ChunkDecoder(items[0][0], 0, 1, 0)

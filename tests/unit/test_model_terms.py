@@ -19,7 +19,9 @@ from support.card import DEVICE, Card  # noqa: E402
 from support.contents import fill  # noqa: E402
 from support.craft import file_of, prefix_blob  # noqa: E402
 from support.files import pack_bytes, safetensors_bytes  # noqa: E402
+from support.small import Block, Model  # noqa: E402
 
+import tpde.torch as packed_torch  # noqa: E402
 from tpde.errors import (  # noqa: E402
     Corrupt,
     InvalidInput,
@@ -40,7 +42,7 @@ from tpde.integrations.quantized import PackedConfig  # noqa: E402
 from tpde.integrations.streaming import opening, planning  # noqa: E402
 from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
-from tpde.integrations.streaming.units import TABLES_BYTES  # noqa: E402
+from tpde.integrations.streaming.units import TABLES_BYTES, units_of  # noqa: E402
 from tpde.integrations.transformers import demand, experts, memory  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
 from tpde.integrations.transformers.recurrent import NONE, Recurrent  # noqa: E402
@@ -132,6 +134,45 @@ def test_plain_weights_are_counted_as_they_are_allocated() -> None:
 def test_lists_of_modules_are_not_called() -> None:
     lists = [torch.nn.ModuleList([torch.nn.Linear(1, 1)]), torch.nn.ModuleDict({"a": torch.nn.ReLU()})]
     assert module_calls(torch.nn.Sequential(*lists)) == 3
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_rows_are_decoded_where_there_are_embeddings_alone(tied: bool, tmp_path: Path) -> None:
+    """Neither of a head that is an embedding's weight, nor of a block that has one among others."""
+
+    class Places(Block):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.places = torch.nn.Embedding(300, width)
+
+    model: Any = Model(block=Places).to(torch.bfloat16)
+    state = {name: it.detach() for name, it in model.named_parameters() if it.dim() == 2}
+    model.all_tied_weights_keys = {"head.weight": "embed.weight"} if tied else {}
+    if not tied:
+        state["head.weight"] = state["embed.weight"] * 2
+    packed_torch.save_file(state, tmp_path / "model.safetensors")
+    with Checkpoint([tmp_path / "model.safetensors"]) as checkpoint:
+        assert set(checkpoint.packed) == set(state)
+        found = units_of(model, {name: it.run for name, it in checkpoint.packed.items()})
+    blocks = {f"blocks.{i}": False for i in range(3)}
+    assert {it.name: it.rows for it in found} == blocks | {"head": False} | ({} if tied else {"embed": True})
+
+
+@pytest.mark.parametrize("numbers", [[4], [8, 8], [4, 16, 2]])
+def test_a_cache_of_experts_has_whole_places_for_those_that_there_are(
+    numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules: Any = [
+        SimpleNamespace(tpde_slots={name: SimpleNamespace(shape=(it, 8, 8)) for name in ("up", "down")})
+        for it in numbers
+    ]
+    monkeypatch.setattr(experts, "expert_room", lambda slots, piece: 1000 * slots[0].shape[0] + piece)
+    for least in (40_000, 100_000):
+        for spare in (0, 1000, (2 << 20) + 70_000, 1 << 30):
+            size, room = experts.cache_size(modules, 512, least, spare)
+            assert room == 1000 * max(numbers) + 512
+            fit = (least + max(spare - (2 << 20), 0)) // room
+            assert size == min(fit, sum(numbers)) * room
 
 
 def test_tables_of_what_is_on_the_device_have_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,30 @@ def test_what_is_complete_is_used_while_others_are_read(
     assert numbers == [1, 2, 0]
 
 
+def test_after_a_failure_nobody_reads_the_rest(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads share what is read; the one that fails goes on to what is wanted next."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(reading, "GROUP_BYTES", 100_000)
+    monkeypatch.setattr(reading, "default_threads", lambda: 2)
+    held, went_on, read = threading.Event(), threading.Event(), list[int]()
+
+    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+        read.append(offset)
+        if offset == 0:
+            held.set()
+            went_on.wait(20)
+        elif offset == 1000:
+            assert held.wait(60)
+            raise OSError("it failed")
+        elif offset >= 100_000:
+            went_on.set()
+
+    monkeypatch.setattr(FileSource, "read_into", read_into)
+    with pytest.raises(OSError, match="it failed"):
+        read_extents([Extent(source, at, 100_000, "x") for at in (0, 100_000)], CPU)
+    assert sorted(it for it in read if it < 100_000) == [0, 1000]
+
+
 def test_using_that_fails(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "GROUP_BYTES", 1)
 

@@ -24,7 +24,7 @@ from tpde.integrations import checkpoint as checkpoints  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.packing.tensor import TensorWriter  # noqa: E402
 from tpde.weights.resident import Resident  # noqa: E402
-from tpde.weights.span import Span, joined  # noqa: E402
+from tpde.weights.span import ALIGN, Span, joined  # noqa: E402
 from tpde.weights.tensor import PackedTensor  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -80,6 +80,7 @@ def test_bits(case: Case, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = span.decoded()
         assert _bytes(found) == data[begin:end], (begin, end)
         assert found.data_ptr() % size == 0
+        assert found.storage_offset() % ALIGN == begin % ALIGN, "an address is as round as in the weight"
         out = torch.empty(span.nbytes // weight.dtype.itemsize, dtype=weight.dtype)
         span.decode_to(out)
         assert _bytes(out) == data[begin:end], (begin, end)

@@ -66,9 +66,28 @@ def piece(source: Any, offset: int, size: int = PIECE) -> Extent:
     return Extent(source, offset, size, f"at {offset}")
 
 
+def waited(ticket: Any) -> int:
+    """What `wait` gives, or raises; it must do either soon, whatever has become of the buffers."""
+    found: list[int | BaseException] = []
+
+    def wait() -> None:
+        try:
+            found.append(ticket.wait())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found, f"`{ticket.extent.name}` is waited for in vain"
+    if isinstance(found[0], BaseException):
+        raise found.pop()  # type: ignore[misc]
+    return found[0]
+
+
 def check(supply: ReadAhead, ticket: Any, data: bytes) -> None:
     extent = ticket.extent
-    found = ctypes.string_at(ticket.wait(), extent.size)
+    found = ctypes.string_at(waited(ticket), extent.size)
     assert found == data[extent.offset : extent.offset + extent.size], extent.name
     assert ticket.ready()
 
@@ -307,7 +326,7 @@ def test_truncated_while_open(
     ticket = supply.request(piece(source, 4 * MIB))
     for _ in range(2):
         with pytest.raises(Truncated, match=r"`at 4194304`: `.*blobs` ends at byte 4199304") as caught:
-            ticket.wait()
+            waited(ticket)
         assert (caught.value.where, caught.value.found) == (source.name, 4199304)
         assert "fetch" in (caught.value.hint or "")
     assert not ticket.ready()
@@ -315,7 +334,7 @@ def test_truncated_while_open(
     check(supply, supply.request(piece(source, 4 * MIB, 5000)), data)
     for _ in range(5):  # buffers come back
         with pytest.raises(Truncated):
-            supply.request(piece(source, 5 * MIB)).wait()
+            waited(supply.request(piece(source, 5 * MIB)))
     supply.close()
 
 
@@ -347,7 +366,7 @@ def test_the_disk_fails(source: FileSource, data: bytes, monkeypatch: pytest.Mon
         with pytest.raises(
             ReadError, match=r"`at 1048576`: bytes \d+ to \d+ of .*: the disk failed; check it"
         ):
-            tickets[1].wait()
+            waited(tickets[1])
         check(supply, tickets[2], data)
         tickets[1].cancel()
         tickets[2].cancel()
@@ -370,13 +389,13 @@ def test_the_device_fails(
     supply = ReadAhead(1, PIECE, 2, 0)
     first = supply.request(piece(source, 0))
     if where == "event":
-        first.wait()
+        waited(first)
         event = Copied()
         event.synchronize = broken  # type: ignore[method-assign]
         first.copied(event)
         first = supply.request(piece(source, PIECE))
     with pytest.raises(ReadError, match="an illegal memory access was encountered; load the model again"):
-        first.wait()
+        waited(first)
     supply.close()
 
 

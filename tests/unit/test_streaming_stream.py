@@ -39,11 +39,15 @@ def replace_shape(header: Any, shape: tuple[int, ...]) -> Any:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(3000, 120_000), min_size=1, max_size=5), st.integers(40_000, 200_000))
+@given(
+    st.lists(st.integers(3000, 120_000), min_size=1, max_size=5),
+    st.integers(40_000, 200_000),
+    st.sampled_from([0, 8, 16]),
+)
 def test_pieces_hold_every_chunk_once(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int, apart: int
 ) -> None:
-    with Fixture(tmp_path_factory.mktemp("cut"), sizes) as made:
+    with Fixture(tmp_path_factory.mktemp("cut"), sizes, apart=apart) as made:
         parts = [Part(it, 0, 0, it.header.chunks - 1) for it in made.tensors]
         pieces = cut(parts, limit)
         seen: list[tuple[str, int]] = []
@@ -59,8 +63,10 @@ def test_pieces_hold_every_chunk_once(
         assert seen == [(it.name, i) for it in made.tensors for i in range(it.header.chunks)]
 
 
-def test_blobs_at_odd_offsets_are_put_at_even_places(tmp_path: Path) -> None:
-    with Fixture(tmp_path, SIZES, offset=8) as made:
+@pytest.mark.parametrize("apart", [0, 8, 16])
+@pytest.mark.parametrize("offset", [0, 8])
+def test_blobs_at_odd_offsets_are_put_at_even_places(offset: int, apart: int, tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES, offset=offset, apart=apart) as made:
         (unit, expected) = made.units((0, 1, 2))[0]
         assert all(span.at % 16 == 0 for piece in unit.pieces for span in piece.spans)
         assert filled(unit, len(expected)) == expected
@@ -237,8 +243,8 @@ def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:
         made.streamer.check()  # it was told
 
 
-def test_checking_waits_for_what_was_queued(tmp_path: Path) -> None:
-    """The device is at its last decode still, and would find the damage later."""
+def test_checking_waits_for_what_was_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is at its last decode as long as nobody waits for it, and finds the damage later."""
     with Fixture(tmp_path, SIZES, blocking=False) as made:
         go, (other, size) = threading.Event(), _sized(made.units((0,))[0])
         filled(other, size)
@@ -246,9 +252,12 @@ def test_checking_waits_for_what_was_queued(tmp_path: Path) -> None:
         made.device.wait()
         with pytest.raises(Corrupt):
             made.streamer.check()
+        for name in ("wait", "decoded"):
+            waits = getattr(made.device, name)
+            monkeypatch.setattr(made.device, name, lambda waits=waits: (go.set(), waits()))
         made.device.compute.put(lambda: go.wait(60) and None)
         filled(unit, 600_000)
-        threading.Thread(target=go.set).start()
+        assert not go.is_set()
         with pytest.raises(Corrupt):
             made.streamer.check()
 

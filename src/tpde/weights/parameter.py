@@ -541,7 +541,11 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 _OTHERS_FIRST = {functional.embedding, _T.copy_}  # whose first argument may be another tensor
 
 
-_FORMATS = {str(it): it for it in (CONTIGUOUS, torch.channels_last, torch.channels_last_3d)}
+# Formats by their names, each with the number of dimensions that it is for; 0 is any.
+_FORMATS = {
+    str(it): (it, rank)
+    for it, rank in ((CONTIGUOUS, 0), (torch.channels_last, 4), (torch.channels_last_3d, 5))
+}
 
 
 def rebuild_parameter(packed: PackedTensor, requires_grad: bool, memory_format: str) -> PackedParameter:
@@ -550,11 +554,18 @@ def rebuild_parameter(packed: PackedTensor, requires_grad: bool, memory_format: 
     Raises
     ------
     InvalidInput
-        If it names a memory format that no weight has.
+        If it is no packed weight, or names a memory format that such a weight cannot have.
     """
-    if memory_format not in _FORMATS:
-        raise InvalidInput(f"what was pickled is no packed weight, its memory format is {memory_format!r}")
-    return PackedParameter(packed, requires_grad, _FORMATS[memory_format])
+    if not isinstance(packed, PackedTensor):
+        raise InvalidInput(f"what was pickled is no packed weight, but a {type(packed).__name__}")
+    known = _FORMATS.get(memory_format) if isinstance(memory_format, str) else None
+    if known is None or known[1] not in (0, len(packed.shape)):
+        raise InvalidInput(
+            f"`{packed.name}` of shape {list(packed.shape)} was pickled with {str(memory_format)[:200]!r}, "
+            "which is no memory format of such a weight",
+            hint="fetch it again",
+        )
+    return PackedParameter(packed, requires_grad, known[0])
 
 
 # What `torch.load(weights_only=True)` may call: both check what they are given.

@@ -308,9 +308,8 @@ MUTANTS = (
         "integrations/streaming/units.py",
         "rows=all(_is_rows(model, it) for it in users)",
         "rows=any(_is_rows(model, it) for it in users)",
-        "a head that is tied to an embedding has no workspace",
-        "integration/test_plan_command.py",
-        _VRAM,
+        "a block with an embedding among its weights has no workspace",
+        "unit/test_model_terms.py",
     ),
     # ---- transformers ----
     mutant(
@@ -483,7 +482,7 @@ MUTANTS = (
         "return min(places, experts) * room, room",
         "return places * room, room",
         "a cache has more places than there are experts",
-        _VRAM,
+        "unit/test_model_terms.py",
     ),
     mutant(
         "experts-have-no-margin",

@@ -198,9 +198,8 @@ MUTANTS = (
         "nn/modules.py",
         'if name.startswith(f"{leaf}_") and (leaf not in self._parameters or param is slot.parameter):',
         "if name == leaf and (leaf not in self._parameters or param is slot.parameter):",
-        "pruning a packed layer does nothing, silently",
-        "nn/test_parameters.py",
-        "nn/test_modules.py",
+        "a packed layer that refuses to be pruned is half pruned",
+        "nn/test_all_or_nothing.py",
     ),
     mutant(
         "chosen-experts-are-not-bounded",

@@ -805,7 +805,7 @@ MUTANTS = (
         "streaming/trace.py",
         "        if after > _REANCHOR:\n",
         "        if after < 0:\n",
-        "after a minute, times of the device are off by microseconds",
+        "after an hour, times of the device are off by a tenth of a millisecond",
         "unit/test_streaming_trace.py",
     ),
 )
