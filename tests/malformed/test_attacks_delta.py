@@ -58,9 +58,7 @@ def test_a66_flipped_bytes_of_deltas(made: tuple[Path, Path, bytes], tmp_path: P
     assert named > 200
 
 
-def test_a67_damage_that_hashes_hide(
-    made: tuple[Path, Path, bytes], tmp_path: Path
-) -> None:
+def test_a67_damage_that_hashes_hide(made: tuple[Path, Path, bytes], tmp_path: Path) -> None:
     """Contents and hashes changed by one who makes them right again: the target's fingerprint tells."""
     base, target, whole = made
     path, draw = tmp_path / "delta", rng("hidden")

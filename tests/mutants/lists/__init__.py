@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ..mutant import Mutant
-from . import access, cli, codec, core, cuda, integrations, nn, packing, streaming, weights
+from . import access, cli, codec, core, cuda, integrations, nn, packing, store, streaming, weights
 
 AREAS: dict[str, tuple[Mutant, ...]] = {
     "codec": codec.MUTANTS,
     "core": core.MUTANTS,
     "packing": packing.MUTANTS,
+    "store": store.MUTANTS,
     "access": access.MUTANTS,
     "weights": weights.MUTANTS,
     "nn": nn.MUTANTS,

@@ -84,8 +84,8 @@ MUTANTS = (
     mutant(
         "verify-names-one-difference-too-late",
         "packing/files.py",
-        "at = int(np.argmax(piece != other))",
-        "at = int(np.argmin(piece != other))",
+        "at = int(np.argmax(differ))",
+        "at = int(np.argmin(differ))",
         "`verify --against` names a byte that is equal",
         "integration/cli/test_errors.py",
         "unit/test_verify.py",
@@ -330,8 +330,8 @@ MUTANTS = (
     mutant(
         "manifests-name-a-file-twice",
         "packing/manifest.py",
-        "unique=True)\n    except InvalidInput",
-        "unique=False)\n    except InvalidInput",
+        "unique=True)\n    except NotJson",
+        "unique=False)\n    except NotJson",
         "which of two entries counts depends on the reader",
         "malformed/test_changes.py",
     ),
