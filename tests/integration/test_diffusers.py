@@ -280,8 +280,11 @@ def test_what_is_not_such_a_component(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"lacks `down_blocks\.0\.resnets\.1"):
         load(diffusers.UNet2DModel, folder)
     (folder / "config.json").write_text(json.dumps(config | {"in_channels": 4}))
-    with pytest.raises(InvalidInput, match=r"`conv_in\.weight` has shape \[32, 3, 3, 3\]"):
+    says = r"`conv_in\.weight` has shape \[32, 3, 3, 3\] in `.*packed`, a UNet2DModel of its `config\.json`"
+    with pytest.raises(InvalidInput, match=says) as caught:
         load(diffusers.UNet2DModel, folder)
+    assert (caught.value.found, caught.value.needed) == ((32, 3, 3, 3), (32, 4, 3, 3))
+    assert caught.value.hint == "fetch `config.json` and the weights together"
 
 
 # ---- budgets ----

@@ -567,7 +567,7 @@ MUTANTS = (
         "integrations/diffusers/loading.py",
         "        if specs[name].shape != shape:\n",
         "        if len(specs[name].shape) != len(shape):\n",
-        "weights of another component fail deep inside",
+        "who names a `config.json` of other weights is not told which of the two is wrong",
         "integration/test_diffusers.py",
     ),
     mutant(
