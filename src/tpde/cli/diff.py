@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpde.cli.common import guard, plural, print_json, progress_bar, size, table
+from tpde.cli.common import few_threads, guard, plural, print_json, progress_bar, size, table
 
 if TYPE_CHECKING:
     from tpde.store.api import DeltaReport
@@ -30,7 +30,10 @@ def diff(
     delta: Annotated[Path, typer.Argument(metavar="DELTA", help="Where what changed goes.", readable=False)],
     fast: Annotated[bool, typer.Option("--fast", help="Larger, and faster to make and to apply.")] = False,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="How many threads encode.", show_default="all processors")
+        int | None,
+        typer.Option(
+            min=1, callback=few_threads, help="How many threads encode.", show_default="all processors"
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace DELTA if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

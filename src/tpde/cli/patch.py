@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tpde.cli.common import guard, print_json, progress_bar, size
+from tpde.cli.common import few_threads, guard, print_json, progress_bar, size
 
 
 def target_bytes(delta: Path) -> int:
@@ -31,7 +31,10 @@ def patch(
         Path, typer.Argument(metavar="TARGET", help="Where the target's files go.", readable=False)
     ],
     threads: Annotated[
-        int | None, typer.Option(min=1, help="How many threads decode.", show_default="all processors")
+        int | None,
+        typer.Option(
+            min=1, callback=few_threads, help="How many threads decode.", show_default="all processors"
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace TARGET if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

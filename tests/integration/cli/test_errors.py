@@ -361,12 +361,14 @@ def test_files_whose_names_are_not_utf8(run: Run, plain: Path, tmp_path: Path) -
     found.failed(common.DAMAGED_INPUT, r"udcfe", "fetch")
 
 
-@pytest.mark.parametrize("threads", [0, 1 << 31, (1 << 32) + 1])
+@pytest.mark.parametrize("threads", [0, 100_000, 1 << 31, (1 << 32) + 1])
 def test_numbers_of_threads_that_cannot_be(threads: int, run: Run, plain: Path, tmp_path: Path) -> None:
     for command in (
         ("pack", plain, tmp_path / "out"),
         ("verify", plain),
         ("unpack", plain, tmp_path / "out"),
+        ("diff", plain, plain, tmp_path / "out"),
+        ("patch", plain, plain, tmp_path / "out"),
     ):
         found = run(*command, "--threads", threads)
         found.failed(common.USAGE, "'--threads'", "--help")
