@@ -45,11 +45,11 @@ def names(folder: Path) -> set[str]:
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*")}
 
 
-def damage(packed: Path) -> None:
-    """Flip a bit in the last chunk that holds weights, of three in `layers.0.weight`."""
+def damage(packed: Path, name: str = "layers.0.weight") -> None:
+    """Flip a bit in the last chunk that holds weights, of three in one tensor."""
     data = bytearray(packed.read_bytes())
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    start = 8 + int.from_bytes(data[:8], "little") + header["layers.0.weight_tpde"]["data_offsets"][0]
+    start = 8 + int.from_bytes(data[:8], "little") + header[f"{name}_tpde"]["data_offsets"][0]
     shape_end = start + 128 + 16 + 8 + 8  # format.md 2: header, shape, planes, padding
     (tables,) = struct.unpack_from("<I", data, start + 104)
     (offset,) = struct.unpack_from("<I", data, shape_end + tables + 12 * 2)

@@ -122,6 +122,11 @@ def fail(error: BaseException) -> int:
     return exit_code(error)
 
 
+def _drop_output() -> None:
+    """Write what stdout still holds to nowhere: Python would complain at exit, with a code of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def guard(command: Callable[P, int | None]) -> Callable[P, None]:
     """Turn the errors of a command into messages and exit codes."""
 
@@ -135,11 +140,15 @@ def guard(command: Callable[P, int | None]) -> Callable[P, None]:
             print("interrupted; no half-written file is left", file=sys.stderr, flush=True)
             code = INTERRUPTED
         except BrokenPipeError:
-            # The reader, such as `head`, has what it wanted. Python would complain again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            _drop_output()  # the reader, such as `head`, has what it wanted
             code = OK
         except (errors.TpdeError, OSError, MemoryError) as error:
             code = fail(error)
+            try:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+            except OSError:  # that was the error
+                _drop_output()
         raise typer.Exit(code)
 
     # Help is the docstring, and a backspace alone on a line keeps what follows from being wrapped.

@@ -34,6 +34,22 @@ def test_verify_names_tensor_and_chunk(run: Run, packed: Path) -> None:
     assert last == "1 problem found"
 
 
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nintact, 0.01 s", "a\r\x08b"])
+def test_verify_names_what_is_damaged_in_one_line(name: str, run: Run, tmp_path: Path) -> None:
+    """Whatever files and tensors are called: what is printed is for terminals and scripts."""
+    source = tmp_path / "source"
+    safetensors.torch.save_file({name: weights()["layers.0.weight"]}, source)
+    packed = tmp_path / f"{name}.safetensors"
+    assert run("pack", source, packed).code == 0
+    damage(packed, name)
+    done = run("verify", packed)
+    assert (done.code, done.err) == (1, "")
+    first, last = done.out.splitlines()
+    assert first.isprintable()
+    assert "`, chunk 2: " in first
+    assert last == "1 problem found"
+
+
 def test_verify_against_another_source(run: Run, packed: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.safetensors"
     tensors = weights()

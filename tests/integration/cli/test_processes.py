@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -119,6 +120,19 @@ def test_reader_that_goes_away(packed: Path) -> None:
     done = process("inspect", packed, stdout=writer, stderr=subprocess.PIPE, capture_output=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs `/dev/full`")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_its_disk_has_no_room_for(options: list[str], unbuffered: str, packed: Path) -> None:
+    """It is little: buffered, it waits in the process until its end."""
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        streams: dict[str, Any] = {"stdout": full, "stderr": subprocess.PIPE, "capture_output": False}
+        done = process("inspect", packed, *options, env=env, **streams)
+    assert done.returncode == 4
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
 def test_names_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:

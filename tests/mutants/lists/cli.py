@@ -72,7 +72,7 @@ MUTANTS = (
     mutant(
         "a-reader-that-goes-away-is-an-error",
         "cli/common.py",
-        "            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)\n            code = OK\n",
+        "            _drop_output()  # the reader, such as `head`, has what it wanted\n            code = OK\n",
         "            code = IO_ERROR\n",
         "`tpde inspect | head` fails",
         _PROCESSES,
@@ -82,7 +82,15 @@ MUTANTS = (
         "cli/common.py",
         "                sys.stdout.flush()\n        except KeyboardInterrupt:",
         "                pass\n        except KeyboardInterrupt:",
-        "output that does not fit its disk is lost with exit code 0",
+        "output that does not fit its disk is lost with an exit code of Python's, and no message of ours",
+        _PROCESSES,
+    ),
+    mutant(
+        "what-cannot-be-written-is-written-again",
+        "cli/common.py",
+        "            except OSError:  # that was the error\n                _drop_output()\n",
+        "            except OSError:  # that was the error\n                pass\n",
+        "Python writes output once more that did not fit its disk, and ends with an exit code of its own",
         _PROCESSES,
     ),
     mutant(
