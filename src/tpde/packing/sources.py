@@ -64,7 +64,8 @@ class SafetensorsSource:
 
     def read(self, name: str, begin: int, end: int, out: Bytes) -> None:
         """Read a tensor's bytes from `begin` to `end` into `out`."""
-        self._file.tensor(name).read(begin, end, out)
+        at = self.container.data_start + self.container.entries[name].begin
+        self._file.source.read_into(at + begin, out.data)
 
     def close(self) -> None:
         """Close the file."""
