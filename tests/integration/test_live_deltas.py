@@ -80,11 +80,11 @@ def test_what_was_interrupted_is_completed(moment: int, monkeypatch: pytest.Monk
     delta = tpde.make_delta(old, model)
     written, write = [], live._write
 
-    def interrupted(it: Any) -> None:
+    def interrupted(tensor: Any, it: Any) -> None:
         if len(written) == moment:
             raise KeyboardInterrupt
-        written.append(it.name)
-        write(it)
+        written.append(it.entry.name)
+        write(tensor, it)
 
     monkeypatch.setattr(live, "_write", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -160,9 +160,29 @@ def test_tied_tensors_stay_tied() -> None:
     assert _bits(old) == _bits(new)
     apart = tpde.make_delta(_clones(old), {"embed": shared + 1, "head": shared + 2})
     before = _bits(old)
-    with pytest.raises(InvalidInput, match="share memory"):
+    with pytest.raises(InvalidInput, match="shares memory"):
         tpde.apply_delta(old, apart)
     assert _bits(old) == before
+
+
+def _buffer() -> dict[str, Any]:
+    """Give views of one memory: all of it, its start, columns beside each other."""
+    torch.manual_seed(0)
+    whole = torch.randn(20, 30)
+    return {"whole": whole, "start": whole[:5], "left": whole[:, :10], "right": whole[:, 10:]}
+
+
+def test_views_of_one_memory() -> None:
+    old, new = _buffer(), _buffer()
+    new["whole"][2, 3:20] += 1
+    assert tpde.apply_delta(old, tpde.make_delta(_buffer(), new)) == 4
+    assert _bits(old) == _bits(new)
+    apart = _clones(new)
+    apart["start"][0, 0] += 1
+    delta = tpde.make_delta(new, apart)
+    with pytest.raises(InvalidInput, match="shares memory"):
+        tpde.apply_delta(old, delta)
+    assert _bits(old) == _bits(new)
 
 
 def test_inference_tensors_and_autograd() -> None:

@@ -176,6 +176,18 @@ class DeltaFile:
         self._source.close()
 
 
+def other_base(it: TensorEntry, base: str, delta: str, found: bytes) -> MissingBase:
+    """The error for a base whose tensor has another fingerprint than the delta's had."""
+    return MissingBase(
+        f"tensor `{it.name}` of `{base}` is not what `{delta}` was made from: its fingerprint is "
+        f"{found.hex()}, {it.base.hex()} is needed",
+        hint="name the base that the delta was made from",
+        where=it.name,
+        found=found.hex(),
+        needed=it.base.hex(),
+    )
+
+
 class DeltaState:
     """The state that a delta makes of its base.
 
@@ -266,14 +278,7 @@ class DeltaState:
             old = self._base.read(self._bases[key], threads)
             found = fingerprint(old)
             if found != it.base:
-                raise MissingBase(
-                    f"tensor `{it.name}` of `{self._base.name}` is not what `{self.name}` was made from: its "
-                    f"fingerprint is {found.hex()}, {it.base.hex()} is needed",
-                    hint="name the base that the delta was made from",
-                    where=it.name,
-                    found=found.hex(),
-                    needed=it.base.hex(),
-                )
+                raise other_base(it, self._base.name, self.name, found)
             if it.codec == SAME:
                 return old
         return self.file.target_of(it, old, threads)

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpde.codec.delta import fingerprint
 from tpde.codec.native import Bytes
-from tpde.errors import InvalidInput, MissingBase
+from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec, canonical_header, parse_header
 from tpde.format.delta import WITH_BASE, TensorEntry
 from tpde.format.sink import BytesSink
@@ -19,9 +19,9 @@ from tpde.format.source import BytesSource, FileSource
 from tpde.frameworks import refuse_expanded, to_torch, torch_bytes, torch_spec
 from tpde.packing.files import Progress, no_progress
 from tpde.packing.writer import check_threads
-from tpde.store.delta import DeltaFile, open_state
+from tpde.store.delta import DeltaFile, open_state, other_base
 from tpde.store.diff import write_delta
-from tpde.store.states import Key, State
+from tpde.store.states import BaseTensors, Key, State
 
 if TYPE_CHECKING:
     import torch
@@ -160,9 +160,11 @@ def _refuse_one_memory(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.
 
 
 class _Change(NamedTuple):
-    name: str
+    """A tensor of a delta, where it lies, and the target's bytes; None if it has them."""
+
+    entry: TensorEntry
     tensor: torch.Tensor
-    data: Bytes
+    data: Bytes | None
 
 
 def apply_delta(
@@ -206,26 +208,29 @@ def apply_delta(
 
     Notes
     -----
-    Memory: what the changed tensors take, and one tensor more.
+    Memory: what the changed tensors take, and one tensor more; where several share memory, that once more.
     """
     count, tensors = check_threads(threads), _tensors(state, "`state`")
     source = BytesSource(delta, "<delta>") if isinstance(delta, (bytes, bytearray, memoryview)) else None
     file = DeltaFile(source or FileSource(cast("Any", delta)))
     try:
-        changes = list(_changes(file, tensors, count, progress))
+        found = list(_changes(file, tensors, count, progress))
     finally:
         file.close()
+    _refuse_conflicts(found, file.name)
+    changes = [it for it in found if it.data is not None]
     for it in changes:
-        _write(it)
+        _write(it.tensor, it)
     return len(changes)
 
 
 def _changes(
     file: DeltaFile, tensors: Mapping[str, torch.Tensor], threads: int, progress: Progress
 ) -> Iterator[_Change]:
-    """All tensors that must be written, and with what."""
+    """All tensors of a delta, with what must be written."""
     names: set[str] = set()
-    shared: dict[tuple[object, int], TensorEntry] = {}
+    state = _LiveState(tensors)
+    bases = BaseTensors(state)
     for it in file.head.tensors:
         if it.name in names:
             raise InvalidInput(
@@ -234,70 +239,74 @@ def _changes(
                 where=it.name,
             )
         names.add(it.name)
-        tensor = _target(file, it, tensors)
-        if tensor.numel():
-            twin = shared.setdefault((tensor.device, tensor.data_ptr()), it)
-            if twin.target != it.target:
-                raise InvalidInput(
-                    f"`{twin.name}` and `{it.name}` share memory, and `{file.name}` makes them differ",
-                    hint="untie them first",
-                    where=it.name,
-                )
-        old = torch_bytes(tensor)
+        key = bases.need(("", it.name), it.spec)
+        _require_writable(it.name, tensors[it.name])
+        old = state.read(key, threads)
         found = fingerprint(old)
         progress(it.spec.nbytes)
-        if found == it.target:
-            continue
-        if it.codec in WITH_BASE and found != it.base:
-            raise MissingBase(
-                f"tensor `{it.name}` is not what `{file.name}` was made from: its fingerprint is "
-                f"{found.hex()}, {it.base.hex()} is needed",
-                hint="apply it to the state that it was made from; nothing was changed",
-                where=it.name,
-                found=found.hex(),
-                needed=it.base.hex(),
-            )
-        own = old.copy() if it.codec in WITH_BASE else None
-        yield _Change(it.name, tensor, file.target_of(it, own, threads))
+        data = None
+        if found != it.target:
+            if it.codec in WITH_BASE and found != it.base:
+                raise other_base(it, state.name, file.name, found)
+            data = file.target_of(it, old.copy() if it.codec in WITH_BASE else None, threads)
+        yield _Change(it, tensors[it.name], data)
 
 
-def _target(file: DeltaFile, it: TensorEntry, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The live tensor of an entry, which must be there, be as it says, and can be written."""
-    tensor = tensors.get(it.name)
-    if tensor is None:
-        raise MissingBase(
-            f"tensor `{it.name}` of `{file.name}` is not in the state; nothing was changed",
-            hint="apply it to the state that it was made from",
-            where=it.name,
-        )
-    spec = torch_spec(it.name, tensor)
-    if spec != it.spec:
-        raise MissingBase(
-            f"tensor `{it.name}` is {spec.dtype} {list(spec.shape)}, `{file.name}` makes it "
-            f"{it.spec.dtype} {list(it.spec.shape)}; nothing was changed",
-            hint="apply it to the state that it was made from",
-            where=it.name,
-            found=spec,
-            needed=it.spec,
-        )
+def _require_writable(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a view that cannot be written where it lies."""
     repeats = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if repeats or tensor.is_conj() or tensor.is_neg():
         raise InvalidInput(
-            f"tensor `{it.name}` is a view that cannot be written where it lies; nothing was changed",
+            f"tensor `{name}` is a view that cannot be written where it lies; nothing was changed",
             hint="`.clone()` it first",
-            where=it.name,
+            where=name,
         )
-    return tensor
 
 
-def _write(it: _Change) -> None:
+def _refuse_conflicts(changes: list[_Change], delta: str) -> None:
+    """Refuse tensors that share memory and would miss their targets: tried in a copy of that memory."""
+    import torch
+
+    shared: dict[tuple[object, int], list[_Change]] = {}
+    for it in changes:
+        if it.tensor.numel():
+            place = it.tensor.device, it.tensor.untyped_storage().data_ptr()
+            shared.setdefault(place, []).append(it)
+    for group in shared.values():
+        if len(group) == 1 or all(it.data is None for it in group):
+            continue
+        storage = group[0].tensor.untyped_storage()
+        own = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        with torch.inference_mode(False), torch.no_grad():
+            copy = own.set_(storage).to("cpu", copy=True).untyped_storage()
+            views = [
+                torch.empty(0, dtype=it.tensor.dtype).set_(
+                    copy, it.tensor.storage_offset(), it.tensor.shape, it.tensor.stride()
+                )
+                for it in group
+            ]
+        for view, it in zip(views, group, strict=True):
+            _write(view, it)
+        for view, it in zip(views, group, strict=True):
+            if fingerprint(torch_bytes(view)) != it.entry.target:
+                raise InvalidInput(
+                    f"`{it.entry.name}` shares memory with other tensors, and `{delta}` makes them differ; "
+                    "nothing was changed",
+                    hint="untie them first",
+                    where=it.entry.name,
+                )
+
+
+def _write(tensor: torch.Tensor, it: _Change) -> None:
     """Write a tensor's bytes where it lies; PyTorch counts it as a change in place."""
     import torch
 
-    with torch.inference_mode(it.tensor.is_inference()), torch.no_grad():
-        own = it.tensor.detach()
+    if it.data is None:
+        return
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        own = tensor.detach()
         if own.is_contiguous():  # as bytes: whatever they are, they are not normalized
             own = own.as_strided((own.numel(),), (1,)).view(torch.uint8)
             own.copy_(torch.from_numpy(np.ascontiguousarray(it.data)))
         else:
-            own.copy_(to_torch(it.data, torch_spec(it.name, it.tensor)))
+            own.copy_(to_torch(it.data, it.entry.spec))
