@@ -3,7 +3,7 @@
 `pack` and `unpack` turn safetensors files and model directories into smaller ones and back, `verify` checks
 them, `inspect` tells what is in them, and `safe_open` reads tensors straight from the packed form. `diff`
 stores what changed between two states of a model, and `patch` restores it; `make_delta` and `apply_delta` do
-so with live tensors.
+so with live tensors, and `CheckpointStore` keeps the steps of a training run.
 `pack_module` packs a live PyTorch model, which goes on computing the same bits, and `unpack_module` turns it
 back. `tpde.torch` and `tpde.numpy` save and load in the manner of `safetensors.torch` and
 `safetensors.numpy`.
@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from tpde.packing.inspect import inspect
     from tpde.packing.writer import PackedWriter
     from tpde.store.api import diff, patch
+    from tpde.store.checkpoints import CheckpointStore
     from tpde.store.live import apply_delta, make_delta
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "CheckpointStore": "store.checkpoints",
     "Corrupt": "errors",
     "InvalidInput": "errors",
     "MissingBase": "errors",
@@ -61,6 +63,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "CheckpointStore",
     "Corrupt",
     "InvalidInput",
     "MissingBase",

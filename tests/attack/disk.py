@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .field import Picture
+from .operations import Picture
 
 _EXCHANGE = 2  # flag of renameat2
 Key = tuple[int, str]  # a folder's number, and a name in it

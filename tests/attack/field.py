@@ -17,6 +17,7 @@ from .operations import (
     PLACE,
     SOURCE,
     THERE,
+    Picture,
     differences,
     make_place,
     make_sources,
@@ -25,7 +26,6 @@ from .operations import (
 from .server import NEXT_RUN, Outcome, Server
 from .shim import Arming
 
-Picture = dict[str, tuple[str, int, object]]
 TEMPORARY = ".tpde-tmp"
 
 
@@ -95,15 +95,19 @@ class Field:
             flags, counted = OPERATIONS[name].flags, []
             for changes in (False, True):
                 self.prepare(name)
-                old = picture(self.there)
+                old = self.view(name)
                 outcome = self.run(name, Arming(changes=changes, flags=flags), log=True)
                 assert outcome.how == "done", outcome.text
                 assert self.left() == [], self.left()
                 assert not name.startswith("pack") or not verify(self.there, threads=1)
                 lines = self.log.read_bytes().split(b"\n")
                 counted.append([it[2:].decode() for it in lines if it.startswith(b"#\t")])
-            self._known[name] = Known(old, picture(self.there), *counted)
+            self._known[name] = Known(old, self.view(name), *counted)
         return self._known[name]
+
+    def view(self, name: str) -> Picture:
+        """What is at the destination, as far as it matters to an operation."""
+        return OPERATIONS[name].view(self.there)
 
     def left(self) -> list[str]:
         """Temporary files and folders in the place."""
@@ -111,7 +115,7 @@ class Field:
 
     def state(self, name: str) -> str:
         """`old`, `new`, or what is wrong with what is there."""
-        known, found = self.known(name), picture(self.there)
+        known, found = self.known(name), self.view(name)
         if found == known.new:
             return "new"
         if found == known.old:
@@ -120,7 +124,7 @@ class Field:
 
     def _says_so(self, name: str, outcome: Outcome) -> bool:
         """Whether what is missing of the new is what could not be read, as it says."""
-        new, found = self.known(name).new, picture(self.there)
+        new, found = self.known(name).new, self.view(name)
         missing = [it for it in new if found.get(it) != new[it] and it != MANIFEST and new[it][0] != "link"]
         return bool(outcome.left_out) and all(
             any(it == left or it.startswith(f"{left}/") for left in outcome.left_out) for it in missing

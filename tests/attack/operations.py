@@ -1,4 +1,4 @@
-"""What is attacked: packing, unpacking, saving and replacing, each from a small source to one destination."""
+"""What is attacked: packing, unpacking, saving, replacing, checkpoints; from small sources to one place."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from support.files import safetensors_bytes
 from tpde.format.constants import MANIFEST
 from tpde.numpy import save_file
 from tpde.packing.api import pack, unpack
+from tpde.store.checkpoints import CheckpointStore
+
+Picture = dict[str, tuple[str, int, object]]
 
 SOURCE, PLACE, THERE, OTHER = "source", "place", "there", "other"
 SPEC = spec_of("BF16", 3000)
@@ -41,6 +44,7 @@ def make_sources(folder: Path) -> None:
     pack(folder / "model", folder / "packed", threads=1)
     shutil.copytree(folder / "packed", folder / "resaved", symlinks=True)
     (folder / "resaved" / MANIFEST).unlink()
+    _store(folder / "store")
     (folder / "small").mkdir()
     spec = spec_of("F32", 4)
     (folder / "small" / ONE).write_bytes(safetensors_bytes({"w": (spec, fill("normal", spec))}))
@@ -72,6 +76,23 @@ def _old_folder(there: Path) -> None:
     (there / "mine" / "link").symlink_to("../config.json")
 
 
+def picture(path: Path) -> Picture:
+    """Everything at a path, by relative names: kind, permissions and content."""
+    found: Picture = {}
+    pending = [path] if os.path.lexists(path) else []
+    while pending:
+        it = pending.pop()
+        name = it.relative_to(path).as_posix()
+        if it.is_symlink():
+            found[name] = "link", 0o777, os.readlink(it)
+        elif it.is_dir():
+            found[name] = "folder", it.stat().st_mode & 0o7777, None
+            pending += it.iterdir()
+        else:
+            found[name] = "file", it.stat().st_mode & 0o7777, it.read_bytes()
+    return found
+
+
 @dataclass(frozen=True)
 class Operation:
     """One thing that is done.
@@ -84,11 +105,14 @@ class Operation:
         Makes what is there before.
     flags : bool
         Whether there is `renameat2`.
+    view : callable
+        What is at the destination, as far as it matters: it must be that of before, or of afterwards.
     """
 
     act: Callable[[Path, Path], object]
     old: Callable[[Path], None] = _nothing
     flags: bool = True
+    view: Callable[[Path], Picture] = picture
 
 
 def _pack(name: str, *, force: bool, threads: int = 1) -> Callable[[Path, Path], object]:
@@ -101,6 +125,63 @@ def _unpack(name: str, *, force: bool) -> Callable[[Path, Path], object]:
 
 def _save(source: Path, there: Path) -> None:
     save_file(_weights(), there, threads=1)
+
+
+_STEPS = range(5)  # of the store that is there; a keyframe is every third
+
+
+def _state(step: int) -> dict[str, object]:
+    weight = np.frombuffer(fill("normal", spec_of("F32", 500)), np.float32).copy()
+    weight[: step * 7] += 0.5
+    return {"weight": weight, "step": step}
+
+
+def _store(there: Path) -> None:
+    """A store of a few steps."""
+    with CheckpointStore(there, keyframe_every=3, threads=1) as store:
+        for step in _STEPS:
+            store.save(step, _state(step))
+
+
+def _old_export(there: Path) -> None:
+    """What an export wrote before."""
+    there.mkdir()
+    (there / "state.json").write_text("{}")
+
+
+def _save_step(*, keep: int | None = None, background: bool = False) -> Callable[[Path, Path], object]:
+    def act(source: Path, there: Path) -> None:
+        with CheckpointStore(there, keyframe_every=3, keep=keep, threads=1) as store:
+            store.save(len(_STEPS), _state(len(_STEPS)), background=background)
+
+    return act
+
+
+def _prune(source: Path, there: Path) -> None:
+    with CheckpointStore(there, keyframe_every=3, threads=1) as store:
+        store.prune(3, drop=[3])
+
+
+def _export(source: Path, there: Path) -> None:
+    CheckpointStore(source / "store", threads=1).export(4, there, force=True)
+
+
+def _steps(*must: int) -> Callable[[Path], Picture]:
+    """A view of a store: these steps and the newest, if they load, and all that do not."""
+
+    def view(there: Path) -> Picture:
+        store = CheckpointStore(there, threads=1)
+        steps, found = store.steps, dict[str, tuple[str, int, object]]()
+        for step in steps:
+            state, needed = store.load(step), _state(step)
+            same = state["step"] == step and state["weight"].tobytes() == needed["weight"].tobytes()  # type: ignore[attr-defined]
+            if not same or step in must or step == steps[-1]:
+                found[f"step {step}"] = "right" if same else "wrong", 0, None
+        if wrong := store.verify():
+            found["wrong"] = "problems", 0, [it.message for it in wrong]
+        return found
+
+    return view
 
 
 def _two_renames(operation: Operation) -> Operation:
@@ -127,6 +208,12 @@ OPERATIONS: dict[str, Operation] = {
     "unpack-folder": Operation(_unpack("packed", force=False)),
     "unpack-folder-force": Operation(_unpack("packed", force=True), _old_folder),
     "unpack-folder-force-renames": _two_renames(Operation(_unpack("packed", force=True), _old_folder)),
+    "store-save": Operation(_save_step(), _store, view=_steps(*_STEPS)),
+    "store-save-first": Operation(_save_step(), view=_steps()),
+    "store-save-background": Operation(_save_step(background=True), _store, view=_steps(*_STEPS)),
+    "store-save-keep": Operation(_save_step(keep=1), _store, view=_steps()),
+    "store-prune": Operation(_prune, _store, view=_steps(1, 2, 4)),
+    "store-export": Operation(_export, _old_export),
     "unpack-resaved": Operation(_unpack("resaved", force=True), _old_folder),
 }
 """By name. `save_file` replaces a file that is there without being asked."""
@@ -145,23 +232,6 @@ def make_place(operation: Operation, place: Path) -> None:
         shutil.rmtree(place)
     place.mkdir()
     operation.old(place / THERE)
-
-
-def picture(path: Path) -> dict[str, tuple[str, int, object]]:
-    """Everything at a path, by relative names: kind, permissions and content."""
-    found: dict[str, tuple[str, int, object]] = {}
-    pending = [path] if os.path.lexists(path) else []
-    while pending:
-        it = pending.pop()
-        name = it.relative_to(path).as_posix()
-        if it.is_symlink():
-            found[name] = "link", 0o777, os.readlink(it)
-        elif it.is_dir():
-            found[name] = "folder", it.stat().st_mode & 0o7777, None
-            pending += it.iterdir()
-        else:
-            found[name] = "file", it.stat().st_mode & 0o7777, it.read_bytes()
-    return found
 
 
 def differences(found: dict[str, tuple[str, int, object]], needed: dict[str, tuple[str, int, object]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from .disk import Disk, Left, Replay, disk_of, states, write_out
 from .field import TEMPORARY, Field, Finding
 from .kills import arming_of
 from .kills import cases as kills
-from .operations import OPERATIONS, PLACE, THERE, picture
+from .operations import OPERATIONS, PLACE, THERE, Picture, picture
 from .server import NEXT_RUN, Outcome
 from .shim import Arming
 
@@ -53,7 +54,7 @@ def attack(field: Field, case: str, seed: int, tried: list[int]) -> list[Finding
     number = 0
     for end, left in states(disk, draw, PER_MOMENT):
         number += 1
-        there = left.picture(THERE)
+        there = _view(field, name, left)
         text = ""
         if there not in (known.old, known.new) and not (not there and not arming.flags):
             text = "neither old nor new"
@@ -65,6 +66,16 @@ def attack(field: Field, case: str, seed: int, tried: list[int]) -> list[Finding
             found.setdefault(text, Finding(case, f"{text} (after {_last(disk, end)})"))
     tried.append(number)
     return list(found.values())
+
+
+def _view(field: Field, name: str, left: Left) -> Picture:
+    """What an operation's destination is, as power left it."""
+    view = OPERATIONS[name].view
+    if view is picture:
+        return left.picture(THERE)
+    with tempfile.TemporaryDirectory(dir=field.root) as folder:
+        write_out(left, Path(folder))
+        return view(Path(folder) / THERE)
 
 
 def _last(disk: Disk, end: int) -> str:
@@ -89,7 +100,7 @@ def _recovered(field: Field, name: str, left: Left, flags: bool) -> str:
     outcome = field.run(NEXT_RUN, Arming(flags=flags))
     if outcome.how != "done":
         return f"the next run fails: {outcome.text}"
-    found = picture(place / THERE)
+    found = field.view(name)
     if found not in (known.old, known.new):
         return "neither old nor new after the next run"
     return f"the next run leaves {field.left()[0].rpartition('.')[2]}" if field.left() else ""

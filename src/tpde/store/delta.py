@@ -33,7 +33,7 @@ from tpde.format.delta_reader import check_header, is_delta, read_head
 from tpde.format.source import FileSource, Source
 from tpde.packing.documents import is_inside
 from tpde.store.payloads import add_differences, difference_spec, read_blob
-from tpde.store.states import BaseTensors, FilesState, Key, State
+from tpde.store.states import BaseTensors, FilesState, Key, State, nothing
 
 MAX_OTHER_BYTES = 1 << 32  # of a file that holds no weights, which is read as a whole
 MAX_CHAIN = 240  # files that are open at a time; some systems allow 256
@@ -99,6 +99,14 @@ class DeltaFile:
                     where=self.name,
                     tensor=it.name,
                 )
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether it has anything from a base."""
+        weights = [it for it in self.head.files if isinstance(it, WeightsEntry)]
+        return any(it.header is None for it in weights) or any(
+            it.codec in WITH_BASE for it in self.head.tensors
+        )
 
     @property
     def size(self) -> int:
@@ -358,8 +366,10 @@ def open_state(path: Path) -> State:
                 )
             seen.append(place)
             links.append(DeltaFile(FileSource(path)))
+            if links[-1].head.base is None and not links[-1].needs_base:
+                break
             path = base_path(links[-1])
-        state: State = FilesState(path)
+        state = nothing() if links and links[-1].head.base is None else FilesState(path)
         while links:
             state = DeltaState(links.pop(), state)
         return state

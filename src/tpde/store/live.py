@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -12,7 +12,6 @@ import numpy as np
 from tpde.codec.delta import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
-from tpde.format.container import TensorSpec, canonical_header, parse_header
 from tpde.format.delta import WITH_BASE, TensorEntry
 from tpde.format.sink import BytesSink
 from tpde.format.source import BytesSource, FileSource
@@ -21,7 +20,7 @@ from tpde.packing.files import Progress, no_progress
 from tpde.packing.writer import check_threads
 from tpde.store.delta import DeltaFile, open_state, other_base
 from tpde.store.diff import write_delta
-from tpde.store.states import BaseTensors, Key, State
+from tpde.store.states import BaseTensors, MemoryState, State
 
 if TYPE_CHECKING:
     import torch
@@ -59,27 +58,9 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-class _LiveState:
-    """Tensors in memory as the one file of a state. What is read may be the tensor's own memory."""
-
-    name = "<memory>"
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        specs = {name: torch_spec(name, tensors[name]) for name in sorted(tensors)}
-        header = canonical_header(specs, {})
-        self.headers: Mapping[str, bytes] = {"": header}
-        self.specs: Mapping[Key, TensorSpec] = {
-            ("", name): spec for name, spec in parse_header(header, self.name).specs.items()
-        }
-        self.others: Mapping[str, Callable[[], bytes]] = {}
-
-    def read(self, key: Key, threads: int) -> Bytes:
-        """The bytes of a tensor."""
-        return torch_bytes(self._tensors[key[1]])
-
-    def close(self) -> None:
-        """None: it is the caller's."""
+def _live_state(tensors: Mapping[str, torch.Tensor]) -> MemoryState:
+    specs = {name: torch_spec(name, tensors[name]) for name in sorted(tensors)}
+    return MemoryState(specs, lambda name: torch_bytes(tensors[name]))
 
 
 def make_delta(
@@ -140,9 +121,9 @@ def make_delta(
     else:
         before = _tensors(old, "`old`")
         _refuse_one_memory(before, after)
-        base = _LiveState(before)
+        base = _live_state(before)
     try:
-        write_delta(base, _LiveState(after), sink, hint=None, fast=fast, threads=count, progress=progress)
+        write_delta(base, _live_state(after), sink, hint=None, fast=fast, threads=count, progress=progress)
     finally:
         base.close()
     return bytes(sink.data)
@@ -229,7 +210,7 @@ def _changes(
 ) -> Iterator[_Change]:
     """All tensors of a delta, with what must be written."""
     names: set[str] = set()
-    state = _LiveState(tensors)
+    state = _live_state(tensors)
     bases = BaseTensors(state)
     for it in file.head.tensors:
         if it.name in names:

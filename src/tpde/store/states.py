@@ -11,7 +11,7 @@ import xxhash
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, MissingBase, NotSafetensors
-from tpde.format.container import TensorSpec, parse_header
+from tpde.format.container import TensorSpec, canonical_header, parse_header
 from tpde.packing.files import check_digest
 from tpde.packing.manifest import is_packed_directory, read_manifest
 from tpde.packing.names import SAFETENSORS
@@ -46,7 +46,7 @@ class State(Protocol):
         """What reads each other file."""
 
     def read(self, key: Key, threads: int) -> Bytes:
-        """Read a tensor: memory that belongs to the caller."""
+        """Read a tensor. The bytes are the caller's, but for a `MemoryState`'s."""
 
     def close(self) -> None:
         """Close all files."""
@@ -127,6 +127,53 @@ class FilesState:
         """Close all files."""
         for file in self._open.values():
             file.close()
+
+
+class MemoryState:
+    """Tensors in memory as the one nameless file of a state.
+
+    Parameters
+    ----------
+    specs : mapping of str to TensorSpec
+        The tensors; none for a state of nothing, on which all is new.
+    read : callable
+        Gives a tensor's bytes by its name. They may be the tensor's own memory.
+    metadata : mapping of str to str
+        Of the file.
+    name : str
+        What messages call it.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        read: Callable[[str], Bytes],
+        metadata: Mapping[str, str] | None = None,
+        name: str = "<memory>",
+    ) -> None:
+        self.name, self._read = name, read
+        header = canonical_header(specs, metadata or {})
+        self.headers: Mapping[str, bytes] = {"": header}
+        self.specs: Mapping[Key, TensorSpec] = {
+            ("", name): spec for name, spec in parse_header(header, self.name).specs.items()
+        }
+        self.others: Mapping[str, Callable[[], bytes]] = {}
+
+    def read(self, key: Key, threads: int) -> Bytes:
+        """The bytes of a tensor."""
+        return self._read(key[1])
+
+    def close(self) -> None:
+        """None: it is the caller's."""
+
+
+def nothing() -> State:
+    """A state without tensors: on it, all is new."""
+
+    def read(name: str) -> Bytes:
+        raise KeyError(name)
+
+    return MemoryState({}, read, name="<nothing>")
 
 
 class BaseTensors:

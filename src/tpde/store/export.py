@@ -1,0 +1,87 @@
+"""A state of training as files that other tools read (docs/checkpoints.md 3)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tpde.format.container import TensorSpec, canonical_header, parse_header
+from tpde.format.sink import FileSink
+from tpde.packing.documents import is_inside
+from tpde.packing.names import SAFETENSORS
+from tpde.packing.replace import new_folder
+from tpde.store.states import State
+from tpde.store.trees import is_mapping, map_tensors
+
+REST = "state.json"
+
+
+def export_state(step: int, tree: Any, state: State, folder: Path, force: bool, threads: int) -> None:
+    """Write a state into a new folder.
+
+    Parameters
+    ----------
+    step : int
+        Which it is.
+    tree : object
+        Its tree, as parsed.
+    state : State
+        Its tensors.
+    folder : Path
+        Where it goes.
+    force : bool
+        Replace what an export wrote.
+    threads : int
+        How many threads decode.
+
+    Raises
+    ------
+    Corrupt
+        If the tree is damaged, or names a tensor that is not there.
+    DestinationExists, InvalidDestination
+        If the folder cannot be made.
+    """
+    files: dict[str, dict[str, str]] = {}  # of each file, which tensor has which name there
+    stems: dict[str, str] = {}  # of each key of the state, what its file is called
+    parts = is_mapping(tree)
+
+    def place(path: tuple[str, ...], tensor: str) -> list[str]:
+        stem = "state"
+        if parts:
+            stem, path = stems.setdefault(path[0], _stem(path[0], stems)), path[1:]
+        names = files.setdefault(f"{stem}{SAFETENSORS}", {})
+        name = free = "/".join(path) or "tensor"
+        while free in names or free == "__metadata__":
+            free = f"{name}'{len(names)}"
+        names[free] = tensor
+        return [f"{stem}{SAFETENSORS}", free]
+
+    rest = map_tensors(tree, place, {key[1] for key in state.specs}, state.name)
+    with new_folder(folder, {*files, REST}, force=force) as new:
+        for file, names in files.items():
+            _write(new / file, names, state, threads)
+        text = json.dumps({"step": step, "state": rest}, ensure_ascii=False)
+        (new / REST).write_text(text + "\n", encoding="utf-8")
+
+
+def _stem(key: str, stems: Mapping[str, str]) -> str:
+    """What the file of a key is called: the key, where that can be a file's name."""
+    fits = "/" not in key and is_inside(f"{key}{SAFETENSORS}", everywhere=True) and not key.startswith(".")
+    return key if fits and key not in stems.values() else f"part-{len(stems)}"
+
+
+def _write(path: Path, names: Mapping[str, str], state: State, threads: int) -> None:
+    specs: dict[str, TensorSpec] = {name: state.specs["", tensor] for name, tensor in names.items()}
+    header = canonical_header(specs, {"format": "pt"})
+    sink = FileSink(path)
+    try:
+        sink.write(0, [len(header).to_bytes(8, "little") + header])
+        for name, entry in parse_header(header, str(path)).entries.items():
+            data = state.read(("", names[name]), threads)
+            sink.write(8 + len(header) + entry.begin, [data])
+        sink.commit()
+    except BaseException:
+        sink.abort()
+        raise

@@ -1,0 +1,98 @@
+"""A copy of a state's tensors, into memory that is used again: what training waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tpde.codec.native import Bytes
+from tpde.format.container import TensorSpec
+
+_ALIGN = 64
+
+
+class Staging:
+    """Memory for one copy of a state.
+
+    It is page-locked if a tensor is on a GPU, and kept for the next copy: its first use costs what the system
+    takes to provide it.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Any = np.empty(0, np.uint8)
+
+    def copy(self, leaves: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> Callable[[str], Bytes]:
+        """Copy all tensors.
+
+        Parameters
+        ----------
+        leaves : mapping of str to torch.Tensor or ndarray
+            The tensors, on any devices.
+        specs : mapping of str to TensorSpec
+            What they are.
+
+        Returns
+        -------
+        callable
+            Gives the bytes of a tensor by its name. They are good until the next copy.
+        """
+        places, at = dict[str, int](), 0
+        for name in leaves:
+            places[name] = at
+            at += -(-specs[name].nbytes // _ALIGN) * _ALIGN
+        self._reserve(at, any(_on_gpu(it) for it in leaves.values()))
+        out = self._bytes()
+        devices = set()
+        for name, leaf in leaves.items():
+            place = out[places[name] : places[name] + specs[name].nbytes]
+            if isinstance(leaf, np.ndarray):
+                np.copyto(place.view(leaf.dtype.newbyteorder("<")).reshape(leaf.shape), leaf)
+            elif place.size:
+                _copy(place, leaf, wait=not _on_gpu(leaf))
+                if _on_gpu(leaf):
+                    devices.add(leaf.device)
+        _wait(devices)
+        return lambda name: out[places[name] : places[name] + specs[name].nbytes]
+
+    def _reserve(self, size: int, pinned: bool) -> None:
+        """Make the memory large enough, and page-locked where that helps."""
+        if pinned:
+            import torch
+
+            if isinstance(self._buffer, np.ndarray) or self._buffer.numel() < size:
+                self._buffer = None  # first, so that there are never two
+                self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        elif len(self._buffer) < size:
+            self._buffer = None
+            self._buffer = np.empty(size, np.uint8)
+
+    def _bytes(self) -> Bytes:
+        buffer: Bytes = self._buffer if isinstance(self._buffer, np.ndarray) else self._buffer.numpy()
+        return buffer
+
+
+def _on_gpu(leaf: Any) -> bool:
+    return not isinstance(leaf, np.ndarray) and leaf.device.type == "cuda"
+
+
+def _copy(place: Bytes, tensor: Any, *, wait: bool) -> None:
+    """Copy a tensor's bits, or begin to."""
+    import torch
+
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        # As bytes: whatever they are, they are not normalized.
+        source = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        torch.from_numpy(place).copy_(source, non_blocking=not wait)
+    else:
+        torch.from_numpy(place).view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=not wait)
+
+
+def _wait(devices: set[Any]) -> None:
+    """Wait until what was begun on GPUs is done."""
+    if devices:
+        import torch
+
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,81 @@
+"""One writer at a time in a folder: a lock that dies with its process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+from tpde.errors import InvalidInput
+from tpde.format.sink import unwritable
+
+NAME = "writer.lock"
+
+
+class WriterLock:
+    """The right to write in a folder, until `release`, or until the process ends.
+
+    A file is locked (`flock`), which another process, and another object in this one, cannot. Processes that
+    are forked do not have the lock, nor do they keep it.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder, which exists.
+
+    Raises
+    ------
+    InvalidInput
+        If somebody has it.
+    InvalidDestination
+        If the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._owner, self._descriptor = os.getpid(), -1
+        path = folder / NAME
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.release()
+            if not isinstance(error, BlockingIOError):
+                raise unwritable(path, error) from error
+            raise InvalidInput(
+                f"`{folder}` is being written by another process, or by another store of this one",
+                hint="close that one first; any number may read",
+                where=str(folder),
+            ) from None
+        _LOCKS.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        return self._descriptor >= 0 and self._owner == os.getpid()
+
+    def release(self) -> None:
+        """Let others write. The file stays: whoever removed it might remove one that is locked."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+_LOCKS: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Close what was inherited, so that the lock ends with the process that took it."""
+    for lock in list(_LOCKS):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,696 @@
+"""The checkpoint store: every step loads, whatever happens."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tpde
+import tpde.store.api
+from tpde import CheckpointStore
+from tpde.errors import Corrupt, DestinationExists, InvalidInput, MissingBase, TpdeError, Truncated
+from tpde.format.sink import FileSink
+from tpde.packing.files import no_progress
+from tpde.store import chain, checkpoints
+from tpde.store.chain import name_of
+from tpde.store.delta import DeltaState
+from tpde.store.diff import write_delta
+from tpde.store.states import MemoryState, State, nothing
+from tpde.store.trees import Tree, leaf_bytes
+
+torch = pytest.importorskip("torch", reason="checkpoints hold PyTorch's tensors")
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states have the same bits."""
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.tolist() == other.tolist()
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    return bool(one == other)
+
+
+def training(steps: int, size: int = 64) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The states of a small run; its model has tied weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for _ in range(3))).to(torch.bfloat16)
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    for step in range(1, steps + 1):
+        model(torch.randn(4, size, dtype=torch.bfloat16)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "rng": {"torch": torch.get_rng_state(), "numpy": np.random.default_rng(step).bytes(8)},
+            "step": step,
+        }
+        yield step, state
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[int, dict[str, Any]]:
+    return {step: copy.deepcopy(state) for step, state in training(9)}
+
+
+def filled(folder: Path, run: dict[int, dict[str, Any]], **options: Any) -> CheckpointStore:
+    """A store of a run."""
+    with CheckpointStore(folder, **options) as store:
+        for step, state in run.items():
+            store.save(step, state)
+    return store
+
+
+def check(folder: Path, run: dict[int, dict[str, Any]], steps: Any) -> None:
+    """That a store has these steps, that they load, and that nothing is wrong with it."""
+    store = CheckpointStore(folder)
+    assert store.steps == tuple(steps)
+    for step in steps:
+        assert equal(store.load(step), run[step])
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_every_step_loads_with_its_bits(
+    run: dict[int, Any], tmp_path: Path, background: bool, fast: bool
+) -> None:
+    with CheckpointStore(tmp_path / "store", keyframe_every=4, fast=fast) as store:
+        for step, state in training(9):
+            store.save(step, state, background=background)
+    check(tmp_path / "store", run, run)
+    assert equal(store.load(), run[9])
+    assert [it.base for it in store.describe()] == [None, 1, 2, 3, None, 5, 6, 7, None]
+    found = store.load(9)["model"]
+    assert found["0.weight"] is found["2.weight"]
+
+
+def test_a_step_takes_what_changed(tmp_path: Path) -> None:
+    state = {"weight": torch.randn(512, 512)}
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, state)
+        state["weight"][0] *= 1.5
+        store.save(2, state)
+        store.save(3, state)
+    first, second, third = store.describe()
+    assert second.file_bytes < first.file_bytes / 50
+    assert third.file_bytes < 1000
+    assert (third.tensors, third.changed, third.state_bytes) == (1, 0, 1 << 20)
+
+
+def test_a_chain_of_200_steps(tmp_path: Path) -> None:
+    weight, wanted = torch.zeros(300), {}
+    state: State = nothing()
+    for step in range(200):
+        weight[step] += 1
+        tree = Tree({"weight": weight})
+        target = MemoryState(
+            tree.specs, lambda name: leaf_bytes(weight), {chain.STEP: str(step), chain.TREE: tree.text}
+        )
+        _write(tmp_path, step, state, target, name_of(step - 1) if step else None)
+        state = DeltaState(chain.open_step(tmp_path, step).file, state)
+        wanted[step] = weight.clone()
+    state.close()
+    store = CheckpointStore(tmp_path)
+    assert store.describe()[-1].base == 198
+    for step in (0, 1, 100, 199):
+        assert torch.equal(store.load(step)["weight"], wanted[step])
+    assert store.verify() == []
+    with CheckpointStore(tmp_path, keyframe_every=240) as store:
+        store.save(200, {"weight": weight})
+    assert store.describe()[-1].base == 199
+
+
+def _write(folder: Path, step: int, base: State, target: State, hint: str | None) -> None:
+    """A file of a step."""
+    sink = FileSink(folder / name_of(step))
+    write_delta(base, target, sink, hint=hint, fast=False, threads=1, progress=no_progress)
+    sink.commit()
+
+
+def test_a_run_goes_on_in_another_process(run: dict[int, Any], tmp_path: Path) -> None:
+    filled(tmp_path, {step: run[step] for step in (1, 2)})
+    filled(tmp_path, {step: run[step] for step in (3, 4)})
+    check(tmp_path, run, (1, 2, 3, 4))
+    assert [it.base for it in CheckpointStore(tmp_path).describe()] == [None, 1, 2, 3]
+
+
+def test_a_background_save_has_the_state_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Event()
+    write = checkpoints.write_delta
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert begin.wait(60)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoints, "write_delta", slow)
+    tensor, array = torch.arange(1000), np.arange(10)
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, [tensor, tensor.view(10, 100).t(), array], background=True)
+        tensor.zero_()
+        array[:] = 0
+        begin.set()
+    whole = torch.arange(1000)
+    found = store.load(1)
+    assert torch.equal(found[0], whole)
+    assert torch.equal(found[1], whole.view(10, 100).t())
+    assert np.array_equal(found[2], np.arange(10))
+
+
+def test_memory_of_background_saves_is_used_again(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        places = []
+        for step, size in enumerate((1000, 1000, 10, 2000)):
+            store.save(step, {"weight": torch.full((size,), float(step))}, background=True)
+            store.wait()
+            places.append(store._staging._buffer.ctypes.data)
+        assert places[0] == places[1] == places[2]
+    for step in range(4):
+        assert CheckpointStore(tmp_path).load(step)["weight"][0] == step
+    assert store._staging._buffer.size == 0
+
+
+@pytest.mark.parametrize("call", ["save", "load", "steps", "wait", "close", "verify", "prune", "export"])
+def test_what_fails_in_the_background_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    store = CheckpointStore(tmp_path / "store")
+    store.save(1, {"x": 1})
+    write = checkpoints.write_delta
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: store.save(3, {"x": 3}),
+        "load": store.load,
+        "steps": lambda: store.steps,
+        "wait": store.wait,
+        "close": store.close,
+        "verify": store.verify,
+        "prune": lambda: store.prune(1),
+        "export": lambda: store.export(1, tmp_path / "out"),
+    }
+    monkeypatch.setattr(checkpoints, "write_delta", full)
+    store.save(2, {"x": 2}, background=True)
+    with pytest.raises(OSError, match="No space left"):
+        calls[call]()
+    assert "step 2 was not saved" in caplog.text
+    monkeypatch.setattr(checkpoints, "write_delta", write)
+    assert store.steps == (1,)  # once alone
+    store.save(2, {"x": 2})
+    assert store.load() == {"x": 2}
+    store.close()
+
+
+def test_an_error_of_ours_in_the_background_names_the_step(tmp_path: Path, run: dict[int, Any]) -> None:
+    filled(tmp_path, {1: run[1]})
+    path = tmp_path / name_of(1)
+    path.write_bytes(path.read_bytes()[:-1])
+    store = CheckpointStore(tmp_path)
+    store.save(2, run[2], background=True)
+    with pytest.raises(Truncated, match=r"step 2 was not saved.*step-00000001\.tpde"):
+        store.wait()
+    store.close()
+
+
+def test_one_writer_at_a_time(tmp_path: Path, run: dict[int, Any]) -> None:
+    first, second = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    first.save(1, run[1])
+    with pytest.raises(InvalidInput, match="being written"):
+        second.save(2, run[2])
+    with pytest.raises(InvalidInput, match="being written"):
+        second.prune(1)
+    assert equal(second.load(), run[1])  # reading is free
+    first.close()
+    second.save(2, run[2])
+    with pytest.raises(InvalidInput, match="being written"):
+        first.save(3, run[3])
+    del second  # without `close`
+    first.save(3, run[3])
+    first.close()
+    check(tmp_path, run, (1, 2, 3))
+
+
+_FORKS = """
+import os, sys, torch
+from tpde import CheckpointStore
+store = CheckpointStore(sys.argv[1])
+store.save(1, {"x": torch.ones(10)})
+closed, close = os.pipe()
+told, tell = os.pipe()
+child = os.fork()
+if not child:
+    os.close(close)
+    try:
+        store.save(2, {"x": torch.ones(10)})
+        os.write(tell, b"wrote")
+    except Exception as error:
+        os.write(tell, str(error).encode())
+    os.read(closed, 1)  # until the parent is done
+    os._exit(0)
+print(os.read(told, 10000).decode())
+store.close()
+with CheckpointStore(sys.argv[1]) as other:  # the child, which lives, holds no lock
+    other.save(3, {"x": torch.ones(10)})
+os.close(close)
+os.waitpid(child, 0)
+print(CheckpointStore(sys.argv[1]).steps)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_neither_writes_nor_holds_the_lock(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    said, steps = done.stdout.splitlines()
+    assert "is being written by another process" in said
+    assert steps == "(1, 3)"
+
+
+def test_a_killed_writer_holds_nothing(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys, torch
+from tpde import CheckpointStore
+from tpde.store import checkpoints
+store = CheckpointStore(sys.argv[1])
+store.save(1, {"x": torch.ones(10)})
+checkpoints.write_delta = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+store.save(2, {"x": torch.ones(10)})
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = {it.name for it in tmp_path.iterdir()}
+    assert len(left) == 3  # the step, the lock, and what was being written
+    with CheckpointStore(tmp_path) as store:
+        assert store.steps == (1,)
+        store.save(2, {"x": 2})
+    assert {it.name for it in tmp_path.iterdir()} == {name_of(1), name_of(2), "writer.lock"}
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "steps"),
+    [(1, 1, (9,)), (3, 1, (7, 8, 9)), (2, 4, (5, 6, 7, 8, 9)), (1, 4, (9,)), (20, 4, range(1, 10))],
+)
+def test_keep_removes_what_nothing_stands_on(
+    run: dict[int, Any], tmp_path: Path, keep: int, every: int, steps: Any
+) -> None:
+    filled(tmp_path, run, keep=keep, keyframe_every=every)
+    check(tmp_path, run, steps)
+
+
+@pytest.mark.parametrize(
+    ("keep", "drop", "left"),
+    [
+        (None, [2, 5, 6], (1, 3, 4, 7, 8, 9)),
+        (3, [], (7, 8, 9)),
+        (1, [9], (8,)),
+        (2, [1, 8], (7, 9)),
+        (None, [1], range(2, 10)),
+        (None, range(1, 10), ()),
+        (99, [], range(1, 10)),
+    ],
+)
+@pytest.mark.parametrize("every", [4, 16])
+def test_pruning_keeps_the_bits_of_what_stays(
+    run: dict[int, Any], tmp_path: Path, every: int, keep: int | None, drop: Any, left: Any
+) -> None:
+    filled(tmp_path, run, keyframe_every=every)
+    with CheckpointStore(tmp_path, keyframe_every=every) as store:
+        gone = store.prune(keep, drop=drop)
+    assert set(gone) == set(run).difference(left)
+    check(tmp_path, run, left)
+    links = {it.step: it.base for it in store.describe()}
+    depth = {None: 0}
+    for step, base in links.items():
+        depth[step] = depth[base] + 1
+    assert max(depth.values()) <= every
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_pruning_that_fails_anywhere_loses_nothing(
+    run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """After each renaming and each removal."""
+    filled(tmp_path, run)
+    count = 0
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if str(args[-1]).endswith(".tpde"):
+                count += 1
+                if count > at:
+                    raise OSError(5, "no more")
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    monkeypatch.setattr(os, "replace", failing(os.replace))
+    monkeypatch.setattr(Path, "unlink", lambda it, **_: failing(os.unlink)(it))
+    with CheckpointStore(tmp_path) as store, pytest.raises(OSError, match="no more"):
+        store.prune(3, drop=[4, 6, 8])
+    monkeypatch.undo()
+    there = CheckpointStore(tmp_path).steps
+    assert {5, 7, 9} <= set(there)
+    check(tmp_path, run, there)
+    with CheckpointStore(tmp_path) as store:
+        store.prune(3, drop=set(there).intersection({4, 6, 8}))
+    check(tmp_path, run, (5, 7, 9))
+
+
+def test_a_reader_follows_a_chain_that_is_pruned_meanwhile(
+    run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path, run)
+    opened, real = [], chain.open_step
+
+    def pruned(folder: Path, step: int) -> Any:
+        opened.append(step)
+        if len(opened) == 3:
+            monkeypatch.undo()
+            with CheckpointStore(tmp_path) as store:
+                store.prune(2)
+            monkeypatch.setattr(chain, "open_step", pruned)
+        return real(folder, step)
+
+    monkeypatch.setattr(chain, "open_step", pruned)
+    assert equal(CheckpointStore(tmp_path).load(9), run[9])
+    assert opened == [9, 8, 7, 9, 8]
+    monkeypatch.undo()
+    check(tmp_path, run, (8, 9))
+
+
+def test_an_open_reader_outlives_pruning(
+    run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path, run)
+    state = chain.state_of(chain.open_links(tmp_path, 3))
+    with CheckpointStore(tmp_path) as store:
+        store.prune(1)
+    name = "model/0.bias"
+    assert (
+        state.read(("", name), 1).tobytes() == run[3]["model"]["0.bias"].view(torch.uint8).numpy().tobytes()
+    )
+    state.close()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The files of a store of four steps."""
+    folder = tmp_path_factory.mktemp("small")
+    state = {"a": torch.arange(40.0), "b": [torch.ones(3, dtype=torch.int64), "text"], "n": 0}
+    with CheckpointStore(folder, keyframe_every=3) as store:
+        for step in range(4):
+            state["a"][step] += 1
+            state["n"] = step
+            store.save(step, state)
+    return {it.name: it.read_bytes() for it in folder.iterdir() if it.name != "writer.lock"}
+
+
+def put(folder: Path, files: dict[str, bytes]) -> CheckpointStore:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return CheckpointStore(folder)
+
+
+def loads(store: CheckpointStore, step: int) -> Any:
+    """A state, or what refused it."""
+    try:
+        return store.load(step)
+    except TpdeError as error:
+        return error
+
+
+def test_verify_finds_every_flipped_byte(small: dict[str, bytes], tmp_path: Path) -> None:
+    store = put(tmp_path, small)
+    assert store.verify() == []
+    good = {step: store.load(step) for step in store.steps}
+    for name in (name_of(0), name_of(2)):
+        data = bytearray(small[name])
+        for at in range(len(data)):
+            data[at] ^= 1 << at % 8
+            (tmp_path / name).write_bytes(data)
+            found = store.verify()
+            assert found, at
+            assert any(name in it.file for it in found)
+            if at % 16 == 0:
+                for step in store.steps:
+                    state = loads(store, step)
+                    assert isinstance(state, (Truncated, Corrupt, TpdeError)) or equal(state, good[step])
+            data[at] ^= 1 << at % 8
+        (tmp_path / name).write_bytes(data)
+
+
+def test_every_prefix_is_refused(small: dict[str, bytes], tmp_path: Path) -> None:
+    store = put(tmp_path, small)
+    name = name_of(3)
+    for size in range(len(small[name])):
+        (tmp_path / name).write_bytes(small[name][:size])
+        assert [it.file for it in store.verify()] == [str(tmp_path / name)]
+        with pytest.raises(TpdeError, match="step-00000003"):
+            store.load(3)
+
+
+def test_exchanged_files_are_found(small: dict[str, bytes], tmp_path: Path) -> None:
+    names = sorted(small)
+    files = dict(small)
+    files[names[1]], files[names[2]] = files[names[2]], files[names[1]]
+    store = put(tmp_path, files)
+    assert {it.file for it in store.verify()} == {str(tmp_path / name) for name in names[1:3]}
+    with pytest.raises(Corrupt, match=r"step-00000001\.tpde.*of step '2', not of 1"):
+        store.load(1)
+    with pytest.raises(Corrupt, match=r"step-00000002"):
+        store.load(2)
+    assert store.load(0)["n"] == 0
+    assert store.load(3)["n"] == 3
+
+
+def test_a_step_of_another_run_is_no_base(small: dict[str, bytes], tmp_path: Path) -> None:
+    store = put(tmp_path, small)
+    other = tmp_path / "other"
+    with CheckpointStore(other) as away:
+        away.save(1, {"a": torch.zeros(40), "b": [torch.ones(3, dtype=torch.int64), "text"], "n": 1})
+    (tmp_path / name_of(1)).write_bytes((other / name_of(1)).read_bytes())
+    with pytest.raises(MissingBase, match="tensor `a`") as caught:
+        store.load(2)
+    assert "step-00000001.tpde" in str(caught.value)
+    assert "step-00000002.tpde" in str(caught.value)
+    problems = store.verify()
+    assert [(it.file, it.tensor) for it in problems] == [(str(tmp_path / name_of(2)), "a")]
+
+
+def test_a_missing_link_is_named(small: dict[str, bytes], tmp_path: Path) -> None:
+    store = put(tmp_path, small)
+    (tmp_path / name_of(1)).unlink()
+    with pytest.raises(MissingBase, match=r"step-00000002\.tpde.* stands on step 1, which is not there"):
+        store.load(2)
+    assert store.load(0)["n"] == 0
+    assert [it.message for it in store.verify()] == ["it stands on step 1, which cannot be read"]
+
+
+def test_links_and_chains_of_strangers_are_bounded(
+    small: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = put(tmp_path, small)
+    monkeypatch.setattr(chain, "MAX_CHAIN", 2)
+    assert store.load(1)["n"] == 1
+    with pytest.raises(Corrupt, match="stands on more than 2 steps"):
+        store.load(2)
+
+
+@pytest.mark.parametrize("base", ["step-00000002.tpde", "step-00000003.tpde", "../x", "step-1.tpde", ""])
+def test_a_base_that_is_no_earlier_step_is_refused(tmp_path: Path, base: str) -> None:
+    target = MemoryState({}, lambda name: b"", {chain.STEP: "2", chain.TREE: "1"})  # type: ignore[arg-type,return-value]
+    _write(tmp_path, 2, nothing(), target, base)
+    with pytest.raises(Corrupt, match="no earlier step"):
+        CheckpointStore(tmp_path).load(2)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "no step of a store"),
+        ({"a": "b"}, "no tree"),
+        ({chain.TREE: "1"}, "of step"),
+        ({chain.STEP: "02", chain.TREE: "1"}, "of step"),
+        ({chain.STEP: "2"}, "no tree"),
+        ({chain.STEP: "2", chain.TREE: '["tensor","x"]'}, "no tensor"),
+        ({chain.STEP: "2", chain.TREE: "{"}, "tree of its state is damaged"),
+    ],
+)
+def test_deltas_that_are_no_steps_are_refused(tmp_path: Path, metadata: Any, message: str) -> None:
+    target = MemoryState({}, lambda name: b"", metadata)  # type: ignore[arg-type,return-value]
+    _write(tmp_path, 2, nothing(), target, None)
+    store = CheckpointStore(tmp_path)
+    for call in (store.load, lambda: store.export(2, tmp_path / "out")):
+        with pytest.raises(Corrupt, match=message):
+            call()
+    assert not (tmp_path / "out").exists()
+    assert message in store.verify()[0].message
+
+
+def test_other_deltas_are_no_steps(tmp_path: Path) -> None:
+    from support.files import safetensors_bytes
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "model.safetensors").write_bytes(safetensors_bytes({}))
+    tpde.diff(tmp_path / "a", tmp_path / "a", tmp_path / name_of(1))
+    with pytest.raises(Corrupt, match="it is no step of a store"):
+        CheckpointStore(tmp_path).load()
+    (tmp_path / name_of(2)).write_bytes(b"nothing")
+    with pytest.raises(TpdeError, match=name_of(2)):
+        CheckpointStore(tmp_path).load()
+    assert len(CheckpointStore(tmp_path).verify()) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1.tpde", "step-000000001.tpde", "step-00000001.tpde~", "notes", "step--0000001.tpde"]
+)
+def test_other_files_are_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    with CheckpointStore(tmp_path, keep=1) as store:
+        for step in (3, 4):
+            store.save(step, {"x": step})
+        store.prune(drop=[4])
+        assert store.steps == (3,)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_an_export_is_what_others_read(run: dict[int, Any], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    store = filled(tmp_path / "store", run)
+    out = tmp_path / "out"
+    store.export(4, out)
+    assert sorted(it.name for it in out.iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "rng.safetensors",
+        "state.json",
+    ]
+    model = load_file(out / "model.safetensors")
+    assert equal({name: model[name] for name in run[4]["model"]}, dict(run[4]["model"]))
+    exp_avg = load_file(out / "optimizer.safetensors")["state/0/exp_avg"]
+    assert equal(exp_avg, run[4]["optimizer"]["state"][0]["exp_avg"])
+    rest = json.loads((out / "state.json").read_text())
+    assert rest["step"] == 4
+    assert rest["state"]["rng"]["torch"] == ["tensor", ["rng.safetensors", "torch"]]
+    with pytest.raises(DestinationExists):
+        store.export(4, out)
+    store.export(5, out, force=True)
+    assert json.loads((out / "state.json").read_text())["step"] == 5
+    (out / "mine").write_text("mine")
+    with pytest.raises(TpdeError):
+        store.export(6, out, force=True)
+    assert json.loads((out / "state.json").read_text())["step"] == 5
+
+
+@pytest.mark.parametrize(
+    ("state", "files"),
+    [
+        ([torch.ones(2)], {"state.safetensors": ["0"]}),
+        (torch.ones(2), {"state.safetensors": ["tensor"]}),
+        (
+            {"a/b": torch.ones(1), ".c": torch.ones(1)},
+            {"part-0.safetensors": ["tensor"], "part-1.safetensors": ["tensor"]},
+        ),
+        ({1: torch.ones(1), "1": {"x": torch.ones(2)}}, {"1.safetensors": ["tensor", "x"]}),
+        ({"a": {"__metadata__": torch.ones(1)}}, {"a.safetensors": ["__metadata__'0"]}),
+        ({"a": 1}, {}),
+    ],
+)
+def test_exports_of_odd_states(tmp_path: Path, state: Any, files: dict[str, list[str]]) -> None:
+    from safetensors import safe_open
+
+    with CheckpointStore(tmp_path / "store") as store:
+        store.save(1, state)
+        store.export(1, tmp_path / "out")
+    found = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found[path.name] = sorted(file.keys())
+    assert found == files
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda store: store.save(2, {}), "step 2 comes after step 3"),
+        (lambda store: store.save(3, {}), "step 3 comes after step 3"),
+        (lambda store: store.save(-1, {}), "step is -1"),
+        (lambda store: store.save(1.5, {}), r"step is 1\.5"),
+        (lambda store: store.save(True, {}), "step is True"),
+        (lambda store: store.save(10**18, {}), "step is"),
+        (lambda store: store.save(4, object()), "not stored"),
+        (lambda store: store.load(2), "no step 2"),
+        (lambda store: store.load(3, map_location="nowhere"), "map_location"),
+        (lambda store: store.export(9, "/nowhere/out"), "no step 9"),
+        (lambda store: store.prune(0), "keep is 0"),
+        (lambda store: store.prune(drop=[2]), "no step 2"),
+        (lambda store: CheckpointStore(store.directory, keyframe_every=0), "keyframe_every is 0"),
+        (lambda store: CheckpointStore(store.directory, keyframe_every=241), "keyframe_every is 241"),
+        (lambda store: CheckpointStore(store.directory, keep=0), "keep is 0"),
+        (lambda store: CheckpointStore(store.directory / "none").load(), "no steps"),
+        (lambda store: CheckpointStore(store.directory / name_of(3)).load(), "cannot be listed"),
+    ],
+)
+def test_wrong_calls_are_refused_and_change_nothing(
+    tmp_path: Path, call: Callable[[CheckpointStore], Any], message: str
+) -> None:
+    with CheckpointStore(tmp_path) as store:
+        store.save(3, {"x": 3})
+        before = {it.name: it.read_bytes() for it in tmp_path.iterdir()}
+        with pytest.raises(InvalidInput, match=message):
+            call(store)
+        assert {it.name: it.read_bytes() for it in tmp_path.iterdir()} == before
+        store.save(np.int64(4), {"x": 4})
+        assert store.load() == {"x": 4}
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TpdeError, match="file"):
+        CheckpointStore(tmp_path / "file").save(1, {})
+
+
+def test_loading_puts_tensors_where_they_are_wanted(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, {"x": torch.ones(2)})
+        assert store.load(map_location="meta")["x"].device.type == "meta"
+        assert store.load(map_location=torch.device("cpu"))["x"].device.type == "cpu"
+
+
+def test_steps_are_deltas_like_others(run: dict[int, Any], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    filled(tmp_path / "store", {step: run[step] for step in (1, 2)})
+    report = tpde.store.api.inspect_delta(tmp_path / "store" / name_of(2))
+    assert report.base == name_of(1)
+    assert report.ratio > 1
+    tpde.patch(tmp_path / "store" / name_of(1), tmp_path / "store" / name_of(2), tmp_path / "out")
+    assert equal(load_file(tmp_path / "out")["model/0.weight"], run[2]["model"]["0.weight"])
