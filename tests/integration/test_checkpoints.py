@@ -15,34 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoints import equal, write_step
 
 import tpde
 import tpde.store.api
 from tpde import CheckpointStore
-from tpde.errors import Corrupt, DestinationExists, InvalidInput, MissingBase, TpdeError, Truncated
-from tpde.format.sink import FileSink
-from tpde.packing.files import no_progress
+from tpde.errors import Corrupt, DestinationExists, InvalidInput, TpdeError, Truncated
 from tpde.store import chain, checkpoints
 from tpde.store.chain import name_of
 from tpde.store.delta import DeltaState
-from tpde.store.diff import write_delta
 from tpde.store.states import MemoryState, State, nothing
 from tpde.store.trees import Tree, leaf_bytes
 
 torch = pytest.importorskip("torch", reason="checkpoints hold PyTorch's tensors")
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two states have the same bits."""
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.tolist() == other.tolist()
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    return bool(one == other)
 
 
 def training(steps: int, size: int = 64) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -126,7 +111,7 @@ def test_a_chain_of_200_steps(tmp_path: Path) -> None:
         target = MemoryState(
             tree.specs, lambda name: leaf_bytes(weight), {chain.STEP: str(step), chain.TREE: tree.text}
         )
-        _write(tmp_path, step, state, target, name_of(step - 1) if step else None)
+        write_step(tmp_path, step, state, target, name_of(step - 1) if step else None)
         state = DeltaState(chain.open_step(tmp_path, step).file, state)
         wanted[step] = weight.clone()
     state.close()
@@ -138,13 +123,6 @@ def test_a_chain_of_200_steps(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, keyframe_every=240) as store:
         store.save(200, {"weight": weight})
     assert store.describe()[-1].base == 199
-
-
-def _write(folder: Path, step: int, base: State, target: State, hint: str | None) -> None:
-    """A file of a step."""
-    sink = FileSink(folder / name_of(step))
-    write_delta(base, target, sink, hint=hint, fast=False, threads=1, progress=no_progress)
-    sink.commit()
 
 
 def test_a_run_goes_on_in_another_process(run: dict[int, Any], tmp_path: Path) -> None:
@@ -417,141 +395,6 @@ def test_an_open_reader_outlives_pruning(
         state.read(("", name), 1).tobytes() == run[3]["model"]["0.bias"].view(torch.uint8).numpy().tobytes()
     )
     state.close()
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a store of four steps."""
-    folder = tmp_path_factory.mktemp("small")
-    state = {"a": torch.arange(40.0), "b": [torch.ones(3, dtype=torch.int64), "text"], "n": 0}
-    with CheckpointStore(folder, keyframe_every=3) as store:
-        for step in range(4):
-            state["a"][step] += 1
-            state["n"] = step
-            store.save(step, state)
-    return {it.name: it.read_bytes() for it in folder.iterdir() if it.name != "writer.lock"}
-
-
-def put(folder: Path, files: dict[str, bytes]) -> CheckpointStore:
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return CheckpointStore(folder)
-
-
-def loads(store: CheckpointStore, step: int) -> Any:
-    """A state, or what refused it."""
-    try:
-        return store.load(step)
-    except TpdeError as error:
-        return error
-
-
-def test_verify_finds_every_flipped_byte(small: dict[str, bytes], tmp_path: Path) -> None:
-    store = put(tmp_path, small)
-    assert store.verify() == []
-    good = {step: store.load(step) for step in store.steps}
-    for name in (name_of(0), name_of(2)):
-        data = bytearray(small[name])
-        for at in range(len(data)):
-            data[at] ^= 1 << at % 8
-            (tmp_path / name).write_bytes(data)
-            found = store.verify()
-            assert found, at
-            assert any(name in it.file for it in found)
-            if at % 16 == 0:
-                for step in store.steps:
-                    state = loads(store, step)
-                    assert isinstance(state, (Truncated, Corrupt, TpdeError)) or equal(state, good[step])
-            data[at] ^= 1 << at % 8
-        (tmp_path / name).write_bytes(data)
-
-
-def test_every_prefix_is_refused(small: dict[str, bytes], tmp_path: Path) -> None:
-    store = put(tmp_path, small)
-    name = name_of(3)
-    for size in range(len(small[name])):
-        (tmp_path / name).write_bytes(small[name][:size])
-        assert [it.file for it in store.verify()] == [str(tmp_path / name)]
-        with pytest.raises(TpdeError, match="step-00000003"):
-            store.load(3)
-
-
-def test_exchanged_files_are_found(small: dict[str, bytes], tmp_path: Path) -> None:
-    names = sorted(small)
-    files = dict(small)
-    files[names[1]], files[names[2]] = files[names[2]], files[names[1]]
-    store = put(tmp_path, files)
-    assert {it.file for it in store.verify()} == {str(tmp_path / name) for name in names[1:3]}
-    with pytest.raises(Corrupt, match=r"step-00000001\.tpde.*of step '2', not of 1"):
-        store.load(1)
-    with pytest.raises(Corrupt, match=r"step-00000002"):
-        store.load(2)
-    assert store.load(0)["n"] == 0
-    assert store.load(3)["n"] == 3
-
-
-def test_a_step_of_another_run_is_no_base(small: dict[str, bytes], tmp_path: Path) -> None:
-    store = put(tmp_path, small)
-    other = tmp_path / "other"
-    with CheckpointStore(other) as away:
-        away.save(1, {"a": torch.zeros(40), "b": [torch.ones(3, dtype=torch.int64), "text"], "n": 1})
-    (tmp_path / name_of(1)).write_bytes((other / name_of(1)).read_bytes())
-    with pytest.raises(MissingBase, match="tensor `a`") as caught:
-        store.load(2)
-    assert "step-00000001.tpde" in str(caught.value)
-    assert "step-00000002.tpde" in str(caught.value)
-    problems = store.verify()
-    assert [(it.file, it.tensor) for it in problems] == [(str(tmp_path / name_of(2)), "a")]
-
-
-def test_a_missing_link_is_named(small: dict[str, bytes], tmp_path: Path) -> None:
-    store = put(tmp_path, small)
-    (tmp_path / name_of(1)).unlink()
-    with pytest.raises(MissingBase, match=r"step-00000002\.tpde.* stands on step 1, which is not there"):
-        store.load(2)
-    assert store.load(0)["n"] == 0
-    assert [it.message for it in store.verify()] == ["it stands on step 1, which cannot be read"]
-
-
-def test_links_and_chains_of_strangers_are_bounded(
-    small: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = put(tmp_path, small)
-    monkeypatch.setattr(chain, "MAX_CHAIN", 2)
-    assert store.load(1)["n"] == 1
-    with pytest.raises(Corrupt, match="stands on more than 2 steps"):
-        store.load(2)
-
-
-@pytest.mark.parametrize("base", ["step-00000002.tpde", "step-00000003.tpde", "../x", "step-1.tpde", ""])
-def test_a_base_that_is_no_earlier_step_is_refused(tmp_path: Path, base: str) -> None:
-    target = MemoryState({}, lambda name: b"", {chain.STEP: "2", chain.TREE: "1"})  # type: ignore[arg-type,return-value]
-    _write(tmp_path, 2, nothing(), target, base)
-    with pytest.raises(Corrupt, match="no earlier step"):
-        CheckpointStore(tmp_path).load(2)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({}, "no step of a store"),
-        ({"a": "b"}, "no tree"),
-        ({chain.TREE: "1"}, "of step"),
-        ({chain.STEP: "02", chain.TREE: "1"}, "of step"),
-        ({chain.STEP: "2"}, "no tree"),
-        ({chain.STEP: "2", chain.TREE: '["tensor","x"]'}, "no tensor"),
-        ({chain.STEP: "2", chain.TREE: "{"}, "tree of its state is damaged"),
-    ],
-)
-def test_deltas_that_are_no_steps_are_refused(tmp_path: Path, metadata: Any, message: str) -> None:
-    target = MemoryState({}, lambda name: b"", metadata)  # type: ignore[arg-type,return-value]
-    _write(tmp_path, 2, nothing(), target, None)
-    store = CheckpointStore(tmp_path)
-    for call in (store.load, lambda: store.export(2, tmp_path / "out")):
-        with pytest.raises(Corrupt, match=message):
-            call()
-    assert not (tmp_path / "out").exists()
-    assert message in store.verify()[0].message
 
 
 def test_other_deltas_are_no_steps(tmp_path: Path) -> None:

@@ -293,8 +293,10 @@ class DeltaState:
 
     def close(self) -> None:
         """Close the delta and its base."""
-        self.file.close()
-        self._base.close()
+        try:
+            self.file.close()
+        finally:
+            self._base.close()
 
 
 def is_delta_file(path: Path) -> bool:
