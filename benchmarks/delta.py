@@ -43,41 +43,13 @@ class Case(NamedTuple):
 # ---- states
 
 
-def _corpus() -> bytes:
-    """Sources of the standard library, in order."""
-    folder = Path(statistics.__file__).parent
-    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[: 4 << 20]
-
-
 def train(width: int, warm: int) -> Iterator[tuple[float, dict[str, Pairs]]]:
     """Train a small GPT, and give the states one step apart at each learning rate."""
     import torch
-    from torch import nn
+    from _training import Training
 
-    torch.manual_seed(0)
-    text = torch.frombuffer(bytearray(_corpus()), dtype=torch.uint8).long()
-    layer = nn.TransformerEncoderLayer(width, 6, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
-    model = nn.ModuleDict(
-        {
-            "embed": nn.Embedding(256, width),
-            "place": nn.Embedding(64, width),
-            "blocks": nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
-            "head": nn.Linear(width, 256),
-        }
-    )
-    mask = nn.Transformer.generate_square_subsequent_mask(64)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step() -> float:
-        at = torch.randint(0, len(text) - 65, (8,))
-        ids = torch.stack([text[i : i + 65] for i in at])
-        x = model["embed"](ids[:, :-1]) + model["place"].weight
-        logits = model["head"](model["blocks"](x, mask=mask, is_causal=True))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
+    training = Training(width)
+    model, optimizer, step = training.model, training.optimizer, training.step
 
     def snapshot() -> dict[str, list[tuple[str, Any]]]:
         states: dict[str, list[tuple[str, Any]]] = {"bf16": [], "fp32": [], "exp_avg": [], "exp_avg_sq": []}
@@ -95,7 +67,7 @@ def train(width: int, warm: int) -> Iterator[tuple[float, dict[str, Pairs]]]:
         if i % 50 == 49:
             note(f"step {i + 1}: loss {loss:.3f}")
     for rate in RATES:
-        optimizer.param_groups[0]["lr"] = rate
+        training.set_rate(rate)
         for _ in range(5):
             step()
         before = snapshot()

@@ -22,7 +22,11 @@ torch = pytest.importorskip("torch", reason="states hold PyTorch's tensors")
 def again(state: Any) -> Any:
     """A state, taken apart and made again."""
     tree = Tree(state)
-    return rebuild(tree.text, "here", lambda name: (leaf_bytes(tree.leaves[name]).copy(), tree.specs[name]))
+    return rebuild(
+        parse_tree(tree.text, "here"),
+        "here",
+        lambda name: (leaf_bytes(tree.leaves[name]).copy(), tree.specs[name]),
+    )
 
 
 def bits(value: Any) -> Any:
@@ -178,7 +182,7 @@ def test_depth_is_bounded_both_ways() -> None:
     for _ in range(2):
         text = f'["list",{text}]'
     with pytest.raises(Corrupt, match="levels"):
-        rebuild(text, "here", pytest.fail)
+        rebuild(parse_tree(text, "here"), "here", pytest.fail)
     with pytest.raises(Corrupt, match="levels"):
         map_tensors(json.loads(text), lambda path, name: name, (), "here")
 
@@ -219,7 +223,7 @@ def test_a_damaged_tree_is_corrupt(text: str) -> None:
         raise KeyError(name)
 
     with pytest.raises(Corrupt, match="here"):
-        rebuild(text, "here", read)
+        rebuild(parse_tree(text, "here"), "here", read)
 
 
 def test_trees_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

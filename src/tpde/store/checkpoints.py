@@ -225,13 +225,7 @@ class CheckpointStore:
         self._write(step, target, there[-1] if there else None)
         if self._keep is not None:
             there.append(step)
-            stays = set[int]()
-            for kept in there[-self._keep :]:
-                at: int | None = kept
-                while at is not None and at not in stays:
-                    stays.add(at)
-                    at = self._base_of(at)
-            self._remove(it for it in there if it not in stays)
+            self._remove(set(there).difference(self._needed(there[-self._keep :])))
 
     def _write(self, step: int, target: State, base: int | None, *, force: bool = False) -> None:
         """Write a step's file on a base, or as a keyframe if there is none or the chain is long enough."""
@@ -306,13 +300,15 @@ class CheckpointStore:
 
     # Reading
 
-    def load(self, step: int | None = None, *, map_location: Any = None) -> Any:
+    def load(self, step: int | None = None, *, part: str | None = None, map_location: Any = None) -> Any:
         """Load a state.
 
         Parameters
         ----------
         step : int, optional
             By default the newest.
+        part : str, optional
+            Of a state that is a dict, the key of which the value is wanted alone.
         map_location : torch.device or str, optional
             Where tensors go, one by one. By default they are in the processor's memory, wherever they were.
 
@@ -324,7 +320,7 @@ class CheckpointStore:
         Raises
         ------
         InvalidInput
-            If there is no such step, or none.
+            If there is no such step, or none, or no such part.
         MissingBase
             If a file is gone on which it stands.
         Truncated, Corrupt, UnsupportedVersion
@@ -340,9 +336,31 @@ class CheckpointStore:
                 spec = state.specs["", name]
                 return state.read(("", name), self._threads), spec
 
-            return rebuild(links[0].tree, links[0].file.name, read, place)
+            where = links[0].file.name
+            tree = parse_tree(links[0].tree, where)
+            if part is not None:
+                if not isinstance(tree, dict) or part not in tree:
+                    raise InvalidInput(f"`{where}` has no part `{part}`", hint="load the whole", where=where)
+                tree = tree[part]
+            return rebuild(tree, where, read, place)
         finally:
             state.close()
+
+    def parts(self, step: int | None = None) -> tuple[str, ...]:
+        """The keys of a state that is a dict; none of another.
+
+        Raises
+        ------
+        InvalidInput
+            If there is no such step, or none.
+        Truncated, Corrupt, UnsupportedVersion
+            If its file is damaged.
+        """
+        self.wait()
+        links = open_links(self.directory, self._step(step))
+        close_links(links)
+        tree = parse_tree(links[0].tree, links[0].file.name)
+        return tuple(tree) if isinstance(tree, dict) else ()
 
     def _step(self, step: int | None) -> int:
         if step is not None:
@@ -445,7 +463,9 @@ class CheckpointStore:
 
     # Removing
 
-    def prune(self, keep: int | None = None, *, drop: Iterable[int] = ()) -> tuple[int, ...]:
+    def prune(
+        self, keep: int | None = None, *, drop: Iterable[int] = (), rewrite: bool = True
+    ) -> tuple[int, ...]:
         """Remove steps, and rewrite those that stand on them: each that stays has the bits that it had.
 
         Parameters
@@ -454,6 +474,8 @@ class CheckpointStore:
             How many of the newest of what is not dropped stay. By default all do.
         drop : iterable of int
             Steps to remove.
+        rewrite : bool
+            False: rewrite nothing, and leave those on which a step stands that stays.
 
         Returns
         -------
@@ -479,8 +501,8 @@ class CheckpointStore:
         stays = [it for it in there if it not in gone]
         if keep is not None:
             stays = stays[-_number("keep", keep, 1, MAX_STEP) :]
-        gone = set(there).difference(stays)
-        for step in stays:
+        gone = set(there).difference(stays if rewrite else self._needed(stays))
+        for step in stays if rewrite else ():
             base = was = self._base_of(step)
             while base in gone:
                 base = self._base_of(base)
@@ -492,6 +514,16 @@ class CheckpointStore:
                     state.close()
         self._remove(gone)
         return tuple(sorted(gone))
+
+    def _needed(self, steps: Iterable[int]) -> set[int]:
+        """These steps, and all that they stand on."""
+        found = set[int]()
+        for step in steps:
+            at: int | None = step
+            while at is not None and at not in found:
+                found.add(at)
+                at = self._base_of(at)
+        return found
 
     def _base_of(self, step: int) -> int | None:
         it = open_step(self.directory, step)

@@ -304,14 +304,14 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def rebuild(
-    text: str, where: str, read: Callable[[str], tuple[Bytes, TensorSpec]], map_location: Any = None
+    tree: Any, where: str, read: Callable[[str], tuple[Bytes, TensorSpec]], map_location: Any = None
 ) -> Any:
     """Make a state again.
 
     Parameters
     ----------
-    text : str
-        `Tree.text`.
+    tree : object
+        As `parse_tree` gives it.
     where : str
         What it is from, for messages.
     read : callable
@@ -322,11 +322,10 @@ def rebuild(
     Raises
     ------
     Corrupt
-        If it is no text of a state, or names a tensor that is not there.
+        If it is no tree, or names a tensor that is not there.
     UnsupportedDtype, MissingDependency
         If PyTorch or NumPy cannot hold a tensor.
     """
-    tree = parse_tree(text, where)
     try:
         return _Builder(read, map_location).node(tree)
     except (ValueError, TypeError, struct.error) as error:

@@ -1,0 +1,212 @@
+"""Checkpoints of Lightning's Trainer and of accelerate in a store, and of a plain loop."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import equal
+
+from tpde import CheckpointStore
+from tpde.errors import InvalidInput
+from tpde.store.linked import LINK, STORE
+
+torch = pytest.importorskip("torch", reason="trainers need PyTorch")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def _network() -> Any:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 4))
+
+
+def test_the_examples_loop_resumes_bit_for_bit(tmp_path: Path) -> None:
+    train = runpy.run_path(str(EXAMPLES / "resume.py"))["train"]
+    whole = train(tmp_path / "whole", 12)
+    first = train(tmp_path / "run", 7)
+    second = train(tmp_path / "run", 12)
+    assert sorted(second) == list(range(7, 13))
+    assert first | second == whole
+
+
+# ---- accelerate
+
+
+def _accelerated(folder: Path) -> tuple[Any, Any, Any, Any]:
+    accelerate = pytest.importorskip("accelerate", reason="these are its hooks")
+    from tpde.integrations.accelerate import store_checkpoints
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = _network()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return accelerator, model, optimizer, store_checkpoints(accelerator, folder / STORE, keyframe_every=3)
+
+
+def _steps_of(accelerator: Any, model: Any, optimizer: Any, begin: int, end: int) -> list[float]:
+    found = []
+    for step in range(begin, end):
+        draw = torch.Generator().manual_seed(step)
+        loss = model(torch.randn(8, 16, generator=draw)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_accelerate_saves_and_loads_models_through_a_store(tmp_path: Path) -> None:
+    accelerator, model, optimizer, steps = _accelerated(tmp_path)
+    losses = _steps_of(accelerator, model, optimizer, 0, 4)
+    accelerator.save_state(str(tmp_path / "four"))
+    saved = {name: it.clone() for name, it in model.state_dict().items()}
+    losses += _steps_of(accelerator, model, optimizer, 4, 6)
+    accelerator.save_state(str(tmp_path / "six"))
+    losses += _steps_of(accelerator, model, optimizer, 6, 8)
+    steps.store.close()
+    assert not list(tmp_path.rglob("model*.safetensors"))
+    assert equal(CheckpointStore(tmp_path / STORE).load(0)["0"], saved)
+
+    again, model, optimizer, _ = _accelerated(tmp_path)
+    again.load_state(str(tmp_path / "four"))
+    assert equal(dict(model.state_dict()), saved)
+    assert _steps_of(again, model, optimizer, 4, 8) == losses[4:]
+
+
+def test_accelerate_forgets_what_nobody_links_to(tmp_path: Path) -> None:
+    import shutil
+
+    accelerator, _, _, steps = _accelerated(tmp_path)
+    for name in "abcde":
+        accelerator.save_state(str(tmp_path / name))
+    for name in "abc":
+        shutil.rmtree(tmp_path / name)
+    steps.forget()
+    assert steps.store.steps == (3, 4)  # each third is whole
+    (tmp_path / "d" / LINK).write_text("{}")
+    shutil.rmtree(tmp_path / "e")
+    with pytest.raises(InvalidInput, match="does not name a step"):
+        steps.forget()
+    assert steps.store.steps == (3, 4)
+    steps.store.close()
+
+
+def test_accelerate_loads_its_own_folders_too(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="these are its hooks")
+    plain = accelerate.Accelerator(cpu=True)
+    model = plain.prepare(_network())
+    saved = {name: it.clone() for name, it in model.state_dict().items()}
+    plain.save_state(str(tmp_path / "plain"))
+    accelerator, model, _, _ = _accelerated(tmp_path)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    accelerator._optimizers.clear()
+    accelerator.load_state(str(tmp_path / "plain"))
+    assert equal(dict(model.state_dict()), saved)
+
+
+def test_accelerate_names_models_that_were_not_saved(tmp_path: Path) -> None:
+    accelerator, _, _, steps = _accelerated(tmp_path)
+    accelerator.save_state(str(tmp_path / "one"))
+    accelerator.prepare(_network())
+    with pytest.raises(InvalidInput, match="has 1 models, 2 are prepared"):
+        accelerator.load_state(str(tmp_path / "one"))
+    steps.store.close()
+
+
+def test_accelerate_with_models_in_pieces_is_refused(tmp_path: Path) -> None:
+    import types
+
+    from tpde.integrations.accelerate import store_checkpoints
+
+    fake: Any = types.SimpleNamespace(distributed_type=types.SimpleNamespace(value="FSDP"))
+    with pytest.raises(InvalidInput, match="FSDP"):
+        store_checkpoints(fake, tmp_path / STORE)
+
+
+# ---- Lightning
+
+
+@pytest.fixture
+def lightning() -> Any:
+    return pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+
+
+def _fit(lightning: Any, folder: Path, steps: int, *, stored: Any = None, resume: Any = None) -> Any:
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network, self.losses = _network(), {}
+
+        def training_step(self, batch: Any, at: int) -> Any:
+            # Lightning begins an epoch's batches anew when it resumes within one.
+            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(self.global_step))
+            loss = self.network(batch).square().mean()
+            self.losses[self.global_step] = loss.item()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+        def on_save_checkpoint(self, checkpoint: Any) -> None:
+            checkpoint["random"] = torch.get_rng_state()
+
+        def on_load_checkpoint(self, checkpoint: Any) -> None:
+            self.random = checkpoint["random"]
+
+        def on_train_start(self) -> None:
+            if hasattr(self, "random"):
+                torch.set_rng_state(self.random)
+
+    keep = lightning.callbacks.ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max", save_last=True
+    )
+    trainer = lightning.Trainer(
+        max_steps=steps, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[keep], plugins=[stored] if stored else None,
+    )  # fmt: skip
+    module = Module()
+    draw = torch.Generator().manual_seed(7)
+    data = torch.utils.data.DataLoader(torch.randn(200, 16, generator=draw), batch_size=4)
+    trainer.fit(module, data, ckpt_path=resume)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("background", [False, True])
+def test_lightning_resumes_from_a_store(lightning: Any, tmp_path: Path, background: bool) -> None:
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    whole = _fit(lightning, tmp_path / "plain", 10)
+    folder = tmp_path / "run"
+    stored = StoredCheckpointIO(keyframe_every=2, background=background)
+    first = _fit(lightning, folder, 6, stored=stored)
+    stored.teardown()
+    assert first.losses == {step: loss for step, loss in whole.losses.items() if step < 6}
+    assert {it.name for it in folder.iterdir()} == {"step=4.ckpt", "step=6.ckpt", "last.ckpt", STORE}
+    assert set(json.loads((folder / "step=6.ckpt").read_text())) == {"tpde_step"}
+    assert 2 not in CheckpointStore(folder / STORE).steps
+    second = _fit(lightning, folder, 10, stored=StoredCheckpointIO(), resume=str(folder / "step=6.ckpt"))
+    assert second.losses == {step: loss for step, loss in whole.losses.items() if step >= 6}
+    state = StoredCheckpointIO().load_checkpoint(folder / "last.ckpt")["state_dict"]
+    assert equal(dict(state), dict(second.state_dict()))
+    assert CheckpointStore(folder / STORE).verify() == []
+
+
+def test_lightning_without_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+    import sys
+
+    from tpde.errors import MissingDependency
+
+    monkeypatch.setitem(sys.modules, "lightning.fabric.plugins.io.checkpoint_io", None)
+    monkeypatch.setitem(sys.modules, "lightning_fabric.plugins.io.checkpoint_io", None)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.setitem(sys.modules, "lightning_fabric", None)
+    monkeypatch.delitem(sys.modules, "tpde.integrations.lightning", raising=False)
+    with pytest.raises(MissingDependency, match="pip install lightning"):
+        importlib.import_module("tpde.integrations.lightning")
