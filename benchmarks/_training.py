@@ -1,4 +1,4 @@
-"""A small GPT, trained on Python's own sources by AdamW: where benchmarks of deltas have their states from."""
+"""A small GPT, trained on Python's own sources by AdamW: the states of benchmarks of deltas."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class DeltaFile:
         if it.codec == SPARSE:
             self._models[it.model].apply(Sparse(data, it.changes, it.sizes), old, threads)
         elif it.codec == DENSE:
-            return add_differences(old, read_blob(difference_spec(it.spec), data, threads), it.spec)
+            add_differences(old, read_blob(difference_spec(it.spec), data, threads), it.spec)
         return old
 
     def close(self) -> None:

@@ -87,12 +87,25 @@ def _sample(
         wanted = [r for i, r in enumerate(ranges, number) if i % step == 0]
         number += len(ranges)
         if wanted and it.base is not None:
-            old, new = base.read(it.base, threads), target.read(it.key, threads)
-            if step == 1:
-                parts += [(old[a:b], new[a:b]) for a, b in wanted]
-            else:
-                parts += [(old[a:b].copy(), new[a:b].copy()) for a, b in wanted]
+            parts += _chunks_of(base, target, it.base, it.key, wanted, threads, copy=step > 1)
     return parts, step
+
+
+def _chunks_of(
+    base: State,
+    target: State,
+    base_key: Key,
+    key: Key,
+    ranges: list[tuple[int, int]],
+    threads: int,
+    *,
+    copy: bool,
+) -> list[tuple[Bytes, Bytes]]:
+    """Chunks of one tensor; copies, if not all are wanted and the tensor need not stay."""
+    old, new = base.read(base_key, threads), target.read(key, threads)
+    if not copy:
+        return [(old[a:b], new[a:b]) for a, b in ranges]
+    return [(old[a:b].copy(), new[a:b].copy()) for a, b in ranges]
 
 
 def _models(base: State, target: State, pairs: list[_Pair], fast: bool, threads: int) -> dict[Kind, Model]:
@@ -118,6 +131,24 @@ def _other_files(base: State, target: State) -> Iterator[tuple[OtherEntry, Bytes
             payload = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(content)
             entry.size = len(payload)
         yield entry, np.frombuffer(payload, np.uint8)
+
+
+def _tensor(
+    base: State, target: State, it: _Pair, models: dict[Kind, Model], threads: int
+) -> tuple[TensorEntry, Stored]:
+    """How a tensor is stored; a function of its own, so that its states are gone when it is written."""
+    spec, new = target.specs[it.key], target.read(it.key, threads)
+    entry = TensorEntry(it.key[1], spec, SAME, target=delta.fingerprint(new))
+    if it.base is None:
+        stored = store_whole(spec, new, threads)
+    else:
+        old = base.read(it.base, threads)
+        entry.base = delta.fingerprint(old)
+        if np.array_equal(old, new):
+            stored = Stored(SAME, new[:0])
+        else:
+            stored = store_change(spec, models[kind_of(spec)], old, new, threads)
+    return entry, stored
 
 
 def write_delta(
@@ -152,17 +183,8 @@ def write_delta(
     numbers: dict[Kind, int] = {}  # of the models that are used
     entries: dict[str, list[TensorEntry]] = {name: [] for name in target.headers}
     for it in pairs:
-        spec, new = target.specs[it.key], target.read(it.key, threads)
-        entry = TensorEntry(it.key[1], spec, SAME, target=delta.fingerprint(new))
-        if it.base is None:
-            stored = store_whole(spec, new, threads)
-        else:
-            old = base.read(it.base, threads)
-            entry.base = delta.fingerprint(old)
-            if np.array_equal(old, new):
-                stored = Stored(SAME, new[:0])
-            else:
-                stored = store_change(spec, models[kind_of(spec)], old, new, threads)
+        spec = target.specs[it.key]
+        entry, stored = _tensor(base, target, it, models, threads)
         entry.codec, entry.size = stored.codec, stored.data.size
         if stored.codec not in WITH_BASE:
             entry.base = b""
@@ -172,6 +194,7 @@ def write_delta(
         entry.payload_hash = writer.write(stored.data)
         entries[it.key[0]].append(entry)
         progress(spec.nbytes)
+        del stored  # before the next one is made
     files: list[WeightsEntry | OtherEntry] = []
     for name, header in target.headers.items():
         shared = base.headers.get(name) == header

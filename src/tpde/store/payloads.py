@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from tpde.packing.tensor import TensorWriter, repeats
 _CLEAR = 1 / 16
 # What a base must save: without one a tensor is read alone, and decoded several times as fast.
 _WORTH = 0.98
+_PIECE = 1 << 18  # bytes, of whole words: what is computed of them stays in a processor's cache
 
 
 class Stored(NamedTuple):
@@ -50,24 +52,31 @@ def _ordered(words: Bytes, spec: TensorSpec) -> Any:
 
 def differences(old: Bytes, new: Bytes, spec: TensorSpec) -> Bytes:
     """The differences of two states, small ones of either sign as small numbers (delta.md 5.3)."""
-    d = _ordered(new, spec) - _ordered(old, spec)
-    signs = (d.view(d.dtype.str.replace("u", "i")) >> (8 * d.itemsize - 1)).view(d.dtype)
-    stored: Bytes = ((d << d.dtype.type(1)) ^ signs).view(np.uint8)
+    stored: Bytes = np.empty(new.size, np.uint8)
+    for part in _pieces(new.size):
+        d = _ordered(new[part], spec) - _ordered(old[part], spec)
+        signs = (d.view(d.dtype.str.replace("u", "i")) >> (8 * d.itemsize - 1)).view(d.dtype)
+        stored[part] = ((d << d.dtype.type(1)) ^ signs).view(np.uint8)
     return stored
 
 
-def add_differences(old: Bytes, stored: Bytes, spec: TensorSpec) -> Bytes:
-    """Invert `differences`: the target's words."""
-    z = stored.view(f"<u{DTYPES[spec.dtype].word_bytes}")
-    one = z.dtype.type(1)
-    d = (z >> one) ^ (~(z & one) + one)
-    new: Bytes = _ordered((_ordered(old, spec) + d).view(np.uint8), spec).view(np.uint8)
-    return new
+def add_differences(words: Bytes, stored: Bytes, spec: TensorSpec) -> None:
+    """Invert `differences`: the base's words become the target's."""
+    for part in _pieces(words.size):
+        z = stored[part].view(f"<u{DTYPES[spec.dtype].word_bytes}")
+        one = z.dtype.type(1)
+        d = (z >> one) ^ (~(z & one) + one)
+        words[part] = _ordered((_ordered(words[part], spec) + d).view(np.uint8), spec).view(np.uint8)
+
+
+def _pieces(size: int) -> Iterator[slice]:
+    """Parts of a tensor's bytes, so that what is computed on the way is no copy of all of it."""
+    return (slice(at, min(at + _PIECE, size)) for at in range(0, size, _PIECE))
 
 
 def _blob(spec: TensorSpec, data: Bytes, threads: int) -> Bytes | None:
     """A blob of a tensor (format.md 2), or None if it does not shrink."""
-    sink = BytesSink()
+    sink = BytesSink(data.size)  # of which what is not used costs address space only
     writer = TensorWriter(spec, sink, 0, threads=threads, codec="auto", may_pack=True, background=None)
     if not data.size:
         return None
@@ -89,12 +98,11 @@ def store_change(spec: TensorSpec, model: Model, old: Bytes, new: Bytes, threads
     clear = DTYPES[spec.dtype].rotate and repeats(new, new[:b]) < new.size
     if sparse is not None and clear and sparse.data.size < spec.nbytes * _CLEAR:
         return Stored(SPARSE, sparse.data, sparse)
-    whole, found = store_whole(spec, new, threads), []
+    found = [] if sparse is None else [Stored(SPARSE, sparse.data, sparse)]
     blob = _blob(difference_spec(spec), differences(old, new, spec), threads)
     if blob is not None:
         found.append(Stored(DENSE, blob))
-    if sparse is not None:
-        found.append(Stored(SPARSE, sparse.data, sparse))
+    whole = store_whole(spec, new, threads)  # last: the differences are gone
     best = min(found, key=_bytes, default=whole)
     return best if _bytes(best) < _bytes(whole) * _WORTH else whole
 
