@@ -8,7 +8,7 @@ from support.contents import CONTENTS, fill, spec_of
 from support.files import pack_bytes, safetensors_bytes, unpack_bytes
 
 from tpde.codec import native, plan
-from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD, DTYPES, MAX_TABLES
+from tpde.format.constants import ALIGN_BLOB, CODEC_PREFIX, CODEC_ZSTD, DTYPES, MAX_TABLES
 from tpde.format.container import TensorSpec
 
 
@@ -79,10 +79,92 @@ def test_units_grow_with_the_blob() -> None:
         ((8, 1024, 1024), 1 << 20),
         ((8, 16, 16), 8 * 256),
         ((8, 2, 1024, 1024), 2 << 20),
+        ((8, 512, 1024), 1 << 19),  # of exactly 1 MiB
+        ((8, 1, (1 << 19) - 1), 8 * ((1 << 19) - 1)),
     ],
 )
 def test_large_slices_of_three_dimensions_are_segments(shape: tuple[int, ...], segment: int) -> None:
     assert plan.segment_words(TensorSpec("BF16", shape)) == segment
+
+
+def test_slices_that_end_within_a_word_are_no_segments() -> None:
+    for last, segment in (((1 << 21) + 2, (1 << 20) + 1), ((1 << 21) + 1, (1 << 21) + 1)):
+        assert plan.segment_words(TensorSpec("F4", (2, 1, last))) == segment
+
+
+@pytest.mark.parametrize("codec", ["prefix", "zstd"])
+def test_what_a_header_takes_counts(codec: plan.CodecName) -> None:
+    """Of 1200 bytes nearly a half is saved, and 480 are the dimensions of a header."""
+    words = np.frombuffer(np.random.default_rng(0).bytes(1200), np.uint16) & 0x1FF  # upper bytes of 0 and 1
+    for dims in (0, 60):
+        spec = TensorSpec("U16", (600, *[1] * dims))
+        assert (plan.plan_tensor(spec, words.view(np.uint8), codec) is None) == bool(dims), dims
+
+
+def _estimated(
+    spec: TensorSpec, size: int, patch: pytest.MonkeyPatch, codec: plan.CodecName = "prefix"
+) -> bool:
+    """Whether a tensor is packed whose blob is said to take so many bytes."""
+    header = plan.base_header(spec, CODEC_PREFIX)
+    patch.setattr(native, "plan", lambda layout, sample: (b"", size - header.chunks_at))
+    return plan.plan_tensor(spec, np.zeros(spec.nbytes, np.uint8), codec) is not None
+
+
+def test_a_tensor_is_packed_if_that_saves_a_hundredth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what blobs and tensors take in a file, where they begin at multiples of so many bytes."""
+    worth = 99 * ALIGN_BLOB
+    spec = TensorSpec("BF16", (100 * ALIGN_BLOB // 2,))
+    assert _estimated(spec, worth - ALIGN_BLOB + 1, monkeypatch)
+    assert _estimated(spec, worth, monkeypatch)
+    assert not _estimated(spec, worth + 1, monkeypatch)
+    assert not _estimated(TensorSpec("BF16", (spec.shape[0] - 1,)), worth, monkeypatch)
+
+
+def test_tensors_below_a_kibibyte_stay_plain() -> None:
+    for words, packed in ((512, True), (511, False)):
+        data = np.arange(words, dtype=np.uint16) // 64 * 256
+        for codec in ("prefix", "zstd"):
+            assert (
+                plan.plan_tensor(TensorSpec("U16", (words,)), data.view(np.uint8), codec) is not None
+            ) == packed
+    assert plan.plan_tensor(TensorSpec("U16", (4096,)), np.empty(0, np.uint8)) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codec", "shrinks", "tried"),
+    [
+        ("BF16", "auto", True, "p"),  # weights whose prefix codes are worth it are not given to zstd
+        ("BF16", "auto", False, "pz"),
+        ("U16", "auto", True, "pz"),
+        ("BF16", "prefix", False, "p"),
+        ("U16", "prefix", True, "p"),
+        ("BF16", "zstd", True, "z"),
+        ("U16", "zstd", False, "z"),
+    ],
+)
+def test_which_codecs_are_tried(
+    dtype: str, codec: plan.CodecName, shrinks: bool, tried: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, spec = [], TensorSpec(dtype, (50 * ALIGN_BLOB,))
+    size = 99 * ALIGN_BLOB if shrinks else 99 * ALIGN_BLOB + 1
+    header = plan.base_header(spec, CODEC_PREFIX)
+
+    def prefix(layout: native.CoreLayout, sample: np.ndarray) -> tuple[bytes, int]:
+        seen.append("p")
+        return b"", size - header.chunks_at
+
+    real = native.split
+
+    def split(layout: native.CoreLayout, sample: np.ndarray) -> np.ndarray:
+        seen.append("z")
+        return real(layout, sample)
+
+    monkeypatch.setattr(native, "plan", prefix)
+    monkeypatch.setattr(native, "split", split)
+    noise = np.frombuffer(np.random.default_rng(0).bytes(spec.nbytes), np.uint8)
+    made = plan.plan_tensor(spec, noise, codec)
+    assert "".join(seen) == tried
+    assert (made is not None) == (shrinks and "p" in tried)
 
 
 def _shifting(words: int, planes: int) -> np.ndarray:
