@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# The core's own calls go to `tested_...`, by macros. Argument 1: how many threads can be started; or "memory".
+# The core's own calls go to `tested_...`, by macros. Argument 1: how many threads can be started, or "memory".
 PROGRAM = r"""
 #include <pthread.h>
 #include <stdio.h>
@@ -18,7 +18,7 @@ PROGRAM = r"""
 #include "tpde.h"
 
 static int can_start = 99;
-static _Atomic long held, left = -1; /* blocks that are not freed; how many can be had before one is refused */
+static _Atomic long held, left = -1; /* blocks not freed; how many can be had before one is refused */
 
 static void *counted(void *made) {
   held += made != NULL;
@@ -83,7 +83,8 @@ static int encoded(int threads) {
 
 static int decoded(int threads) {
   memset(other, 0, sizeof other);
-  int code = tpde_decode(codec, map[0], 0, chunks, out[0], 0, used[0], used[0], other, sizeof other, threads, &error);
+  int code = tpde_decode(codec, map[0], 0, chunks, out[0], 0, used[0], used[0], other, sizeof other, threads,
+                         &error);
   return code || !memcmp(words, other, sizeof words) ? code : 99;
 }
 
@@ -110,7 +111,8 @@ static int made_model(int encode) {
 
 static int changed(int threads) {
   uint64_t size;
-  return tpde_delta_encode(opened, words, other, WORDS, out[1], bound, &size, changes, sizes, threads, &error);
+  return tpde_delta_encode(opened, words, other, WORDS, out[1], bound, &size, changes, sizes, threads,
+                           &error);
 }
 
 static int applied(int threads) {
@@ -137,7 +139,7 @@ static int starved(int (*call)(int), int with) {
 static int without_memory(void) {
   int code;
 #define CHECK(call, with) \
-  if ((code = starved(call, with))) return printf("%s(%d): %d, with %d %s\n", #call, with, code, error.code, error.what), 8
+  if ((code = starved(call, with))) return printf("%s(%d): %d: %s\n", #call, with, code, error.what), 8
   CHECK(planned, 1);
   CHECK(made_codec, 0);
   CHECK(made_codec, 1);
