@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# The core's own calls go to `tested_...`, by macros. Argument 1: how many threads can be started, or "memory".
+# The core's own calls go to `tested_...`, by macros. Argument 1: how many threads can be start, or "memory".
 PROGRAM = r"""
 #include <pthread.h>
 #include <stdio.h>
