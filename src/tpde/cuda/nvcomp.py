@@ -227,7 +227,7 @@ class ZstdBlob:
             if mode[plane] != MODE_CODED:
                 continue
             size = int.from_bytes(blob[at : at + 4].tobytes(), "little")
-            if not at + 4 <= at + 4 + size <= end <= blob.size:
+            if not at + 4 + size <= end <= blob.size:
                 raise Corrupt(f"the chunk ends inside a zstd frame (plane {plane})", chunk=chunk)
             try:
                 content = zstandard.frame_content_size(blob[at + 4 : at + 4 + size].data)
