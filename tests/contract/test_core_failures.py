@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# The core's own calls go to `tested_...`, by macros. Argument 1: how many threads can be start, or what else.
+# The core's own calls go to `tested_...`, by macros. Argument 1: how many threads can start, or what else.
 PROGRAM = r"""
 #include <pthread.h>
 #include <signal.h>
@@ -46,7 +46,20 @@ int tested_create(pthread_t *id, const pthread_attr_t *with, void *(*job)(void *
 
 static _Atomic int waits; /* whether a thread waits for others */
 
+static _Thread_local int locked;
+
+int tested_lock(pthread_mutex_t *lock) {
+  if (locked++) abort();
+  return pthread_mutex_lock(lock);
+}
+
+int tested_unlock(pthread_mutex_t *lock) {
+  if (!locked--) abort();
+  return pthread_mutex_unlock(lock);
+}
+
 int tested_wait(pthread_cond_t *until, pthread_mutex_t *lock) {
+  if (!locked) abort();
   waits = 1;
   return pthread_cond_wait(until, lock);
 }
@@ -175,18 +188,20 @@ static int without_memory(void) {
   return 0;
 }
 
-/* The first words are there as soon as a thread waits for the one that needs them. */
+/* A page is there as soon as a thread waits for the one that needs it. */
+static void *missing;
+
 static void come(int signal) {
   (void)signal;
   while (!waits) usleep(1000);
-  mprotect(words, PAGE, PROT_READ | PROT_WRITE);
+  mprotect(missing, PAGE, PROT_READ | PROT_WRITE);
 }
 
-/* Hold one thread up until the others have made all that may be held. */
-static int held_up(int threads) {
+/* Hold one thread up, that encodes or puts to their place, until the others have made all that may be held. */
+static int held_up(int threads, void *page) {
   waits = 0;
   signal(SIGSEGV, come);
-  if (mprotect(words, PAGE, PROT_NONE)) return 20;
+  if (mprotect(missing = page, PAGE, PROT_NONE)) return 20;
   int code = encode(1, threads) ? 21 : used[0] != used[1] || memcmp(out[0], out[1], used[0]) ? 22 : 0;
   signal(SIGSEGV, SIG_DFL);
   return code ? code : memcmp(map[0], map[1], TPDE_RECORD_BYTES * chunks) ? 23 : 0;
@@ -198,7 +213,7 @@ int main(int count, char **given) {
   chunks = tpde_chunk_count(&l);
   bound = tpde_encode_bound(&l, WORDS, chunks);
   for (int k = 0; k < 2; k++) {
-    out[k] = malloc(bound);
+    out[k] = aligned_alloc(PAGE, (bound / PAGE + 1) * PAGE);
     map[k] = malloc(TPDE_RECORD_BYTES * chunks);
   }
   for (uint32_t i = 0, r = 1; i < WORDS; i++) {
@@ -219,7 +234,8 @@ int main(int count, char **given) {
     if (code) return code;
   }
   if (count > 1 && !strcmp(given[1], "held up")) {
-    int code = held_up(2);
+    int code = held_up(2, words);
+    if (!code) code = held_up(2, out[1]);
     if (code) return code;
   }
   tpde_codec_close(codec);
@@ -244,6 +260,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = [compiler, "-std=gnu11", "-O1", "-Wall", "-Werror", f"-I{ROOT / 'csrc'}"]
     replaced = [f"-D{name}=tested_{name}" for name in ("malloc", "calloc", "free")]
     replaced += ["-Dpthread_create=tested_create", "-Dpthread_cond_wait=tested_wait"]
+    replaced += [f"-Dpthread_mutex_{name}=tested_{name}" for name in ("lock", "unlock")]
     sources = sorted((ROOT / "csrc").glob("*.c"))
     subprocess.run([*flags, *replaced, "-c", *map(str, sources)], check=True, cwd=folder)
     objects = sorted(folder.glob("*.o"))
