@@ -127,11 +127,6 @@ static int group_chunks(sampled *s, int variants, int raw_bits) {
   return ok;
 }
 
-static void one_group(sampled *s) {
-  for (uint32_t i = 0; i < s->chunks; i++)
-    if (s->group[i] != NONE) s->group[i] = 0;
-}
-
 /* Choose the tables of one plane. Returns how many (0: it stays raw), with the plane's expected bits. */
 static int plan_plane(sampled *s, int max_variants, int rotated_byte, prefix_code *codes, uint64_t *plane_bits) {
   uint64_t words = 0, best, bits;
@@ -177,7 +172,6 @@ static int plan_plane(sampled *s, int max_variants, int rotated_byte, prefix_cod
     tables = variants;
     memcpy(codes, trial, sizeof *codes * (size_t)variants);
   }
-  one_group(s);
   *plane_bits = best;
   return tables;
 }

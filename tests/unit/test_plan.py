@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from support.contents import CONTENTS, fill, spec_of
 from support.files import pack_bytes, safetensors_bytes, unpack_bytes
 
-from tpde.codec import native, plan
+from tpde.codec import native, plan, reference
 from tpde.format.constants import ALIGN_BLOB, CODEC_PREFIX, CODEC_ZSTD, DTYPES, MAX_TABLES
 from tpde.format.container import TensorSpec
 
@@ -200,3 +202,90 @@ def test_what_zstd_gives_is_that_of_the_whole_tensor() -> None:
     made = plan.plan_tensor(spec, halves, "zstd")
     assert made is not None
     assert 0.5 * spec.nbytes < made.estimate < 0.7 * spec.nbytes
+
+
+# ---- how a plane is coded, from 64 chunks of 512 symbols ----
+
+_SAMPLE = 64 * 512
+_CHUNK = np.arange(_SAMPLE) // 512
+
+
+def _draw(seed: int) -> np.ndarray:
+    """Give numbers that no library's generator changes (SplitMix64)."""
+    z = (np.arange(_SAMPLE, dtype=np.uint64) + np.uint64(1 + (seed << 32))) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return z ^ z >> np.uint64(31)
+
+
+def _even(values: int, seed: int = 1) -> np.ndarray:
+    return (_draw(seed) % np.uint64(values)).astype(np.int64)
+
+
+def _falling(seed: int = 2) -> np.ndarray:
+    """Give numbers of which each is half as frequent as the one before."""
+    z = _draw(seed) | np.uint64(1 << 12)
+    return np.log2((z & (~z + np.uint64(1))).astype(np.float64)).astype(np.int64)
+
+
+def _section(plane: np.ndarray, times: int = 1000) -> bytes:
+    """Give the tables of a plane of which these symbols are a sample."""
+    words = plane.size * times
+    layout = native.CoreLayout(words=words, segment_words=words, chunk_words=512, word_bytes=1, unit_log2=4)
+    return native.plan(layout, plane.astype(np.uint8))[0]
+
+
+def _kinds(plane: np.ndarray) -> list[int]:
+    section, at, found = _section(plane), 0, []
+    while any(section[at:]):
+        table, at = reference.Table.parse(section, at)
+        found.append(table.kind)
+    return found
+
+
+def test_a_plane_is_coded_if_it_shrinks_by_three_hundredths() -> None:
+    assert _kinds(_even(208))
+    assert not _kinds(_even(212))
+
+
+def test_symbols_are_coded_in_pairs_where_that_takes_no_more() -> None:
+    """Two look-ups are worth half a percent; above 9 bits a pair has too many values for a table."""
+    assert _kinds(_even(16)) == [2]
+    assert set(_kinds(_even(22))) == {1}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "two", "four"), [(2, 1, 1), (3, 1, 1), (4, 2, 2), (7, 2, 2), (8, 2, 4), (64, 2, 4)]
+)
+def test_a_table_has_two_chunks_at_least(chunks: int, two: int, four: int) -> None:
+    """Pairs have up to two tables, single symbols four."""
+    pairs, single = _falling() + _CHUNK % 2 * 80, _even(40) + 50 * (_CHUNK % 4)
+    assert _kinds(pairs[: 512 * chunks]) == [2] * two
+    assert _kinds(single[: 512 * chunks]) == [1] * four
+
+
+def test_more_tables_must_save_half_a_percent_of_pairs_and_a_tenth_of_single_symbols() -> None:
+    def mixed(of: int) -> np.ndarray:
+        other = (_CHUNK % 2 == 1) & (_even(1000, 6) < of)
+        return np.where(other, 20 + _falling() % 3, _falling())
+
+    assert _kinds(mixed(5)) == [2, 2]
+    assert _kinds(mixed(4)) == [2]
+    assert _kinds(_even(40, 5)) == [1] * 4, "which the chances of the sample are enough for"
+
+
+def test_the_same_symbols_have_the_same_tables_in_every_release() -> None:
+    """Chunks of three kinds with one mean, which take some rounds to be told apart."""
+    found = hashlib.sha256()
+    for seed in range(6):
+        spread = np.array([3, 9, 33, 65])[(_draw(7)[::512] % np.uint64(4)).astype(np.int64).repeat(512)]
+        plane = 120 - spread // 2 + (_draw(seed) % spread.astype(np.uint64)).astype(np.int64)
+        for times in (1, 1000):
+            found.update(_section(plane, times))
+        found.update(_section(_falling(seed) * 3 % 40 + 7 * (_CHUNK % 3)))
+    assert found.hexdigest()[:12] == "12af0e74a04b"
+
+
+def test_what_a_table_costs_is_nothing_in_the_largest_tensors() -> None:
+    for plane in (_even(40), _falling() + _CHUNK % 2 * 80):
+        assert _section(plane, 1 << 24) == _section(plane, 1 << 43) != _section(plane, 1)

@@ -28,6 +28,7 @@ def test_results_come_in_order_and_other_threads_take_part() -> None:
     found = pool.each(slow_square, range(5, 45), seconds=0.0, threads=4, shared=True)
     assert found == [n * n for n in range(5, 45)]
     assert 1 < len(seen) <= 4
+    assert threading.get_ident() in seen
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])

@@ -205,7 +205,7 @@ class ZstdBlob:
         self.descriptors: Bytes = np.concatenate(
             [facts.view(np.uint8), np.array(slots, "<u8").view(np.uint8)]
         )
-        step = max(SCRATCH_BYTES // header.chunk_words, header.word_bytes)  # at least one chunk's
+        step = SCRATCH_BYTES // header.chunk_words  # or one chunk's, if they are more
         self._runs: list[tuple[int, int]] = []
         first = 0
         while first < header.chunks:
