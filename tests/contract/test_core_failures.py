@@ -197,7 +197,7 @@ static void come(int signal) {
   mprotect(missing, PAGE, PROT_READ | PROT_WRITE);
 }
 
-/* Hold one thread up, that encodes or puts to their place, until the others have made all that may be held. */
+/* Hold one thread up, that encodes or puts to their place, until others have made all that may be held. */
 static int held_up(int threads, void *page) {
   waits = 0;
   signal(SIGSEGV, come);

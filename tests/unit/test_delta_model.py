@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 
 import numpy as np
@@ -199,3 +200,75 @@ def test_a_fast_model_has_one_class_and_the_other_as_many_as_pay() -> None:
     states = old.view(np.uint8), new.view(np.uint8)
     assert plan([states], 2, 1, fast=True)[2] == 1
     assert 1 < plan([states], 2, 1)[2] <= 16
+
+
+def _draw(seed: int, n: int) -> np.ndarray:
+    """Give numbers that no library's generator changes (SplitMix64)."""
+    z = (np.arange(n, dtype=np.uint64) + np.uint64(1 + (seed << 32))) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return z ^ z >> np.uint64(31)
+
+
+def _states(word_bytes: int, seed: int, n: int = 20_000) -> tuple[Bytes, Bytes]:
+    """Words of falling exponents; the smaller one is, the more of them change, and the further."""
+    kind = np.dtype(f"<u{word_bytes}")
+    z, other, bits = _draw(seed, n), _draw(seed + 100, n), 8 * word_bytes
+    low = (z & (~z + np.uint64(1))).astype(np.float64)
+    exponent = 110 - np.minimum(np.log2(low), 12).astype(np.uint64)
+    old = (z >> np.uint64(64 - bits + 8) | exponent << np.uint64(bits - 9)) if bits > 8 else exponent
+    step = np.uint64(1) + (other >> np.uint64(40)) % (np.uint64(113) - exponent)
+    changes = other % np.uint64(64) < np.uint64(111) - exponent
+    signs = np.where(other % np.uint64(97) == 0, np.uint64(1 << (bits - 1)), np.uint64(0))
+    up = np.where(other >> np.uint64(20) & np.uint64(1), step, ~step + np.uint64(1))
+    new = np.where(changes, (old + up) ^ signs, old)
+    return old.astype(kind).view(np.uint8), new.astype(kind).view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("word_bytes", "rotate", "found"),
+    [
+        (1, 0, "00c25dddfe4a"),
+        (1, 1, "e2b3cc41d9b9"),
+        (2, 0, "533d6d906366"),
+        (2, 1, "06b0c18c36c2"),
+        (4, 0, "1bbe9ed34ef9"),
+        (4, 1, "23944c4908af"),
+        (8, 0, "f1c1e9a17a05"),
+        (8, 1, "1806bc918937"),
+    ],
+)
+def test_the_same_changes_have_the_same_models_in_every_release(
+    word_bytes: int, rotate: int, found: str
+) -> None:
+    hashed = hashlib.sha256()
+    for seed in range(3):
+        for n in (300, 20_000):
+            old, new = _states(word_bytes, seed, n)
+            for scale in (1, 1000):
+                for fast in (False, True):
+                    planner = Planner(word_bytes, rotate, fast=fast)
+                    planner.survey(old, new)
+                    planner.choose(scale)
+                    planner.count(old, new)
+                    hashed.update(planner.model(scale))
+    assert hashed.hexdigest()[:12] == found
+
+
+def test_what_a_table_costs_is_nothing_for_the_most_changes() -> None:
+    planner = Planner(2, 1)
+    old, new = _states(2, 1)
+    planner.survey(old, new)
+    planner.choose(1 << 40)
+    planner.count(old, new)
+    assert planner.model(1 << 30) == planner.model(1 << 62) != planner.model(1)
+
+
+def test_nothing_that_changes_has_a_model_too() -> None:
+    for fast in (False, True):
+        same = Model(plan([(OLD, OLD)], 2, 1, fast=fast), encode=True)
+        assert _sparse(same, OLD, OLD).data.size == 0
+        sparse, out = _sparse(same), OLD.copy()
+        same.apply(sparse, out)
+        assert np.array_equal(out, NEW)
+    assert Model(plan([], 2, 1)).classes == 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.craft import DATA, SPEC, constant_blob, reseal
+from support.craft import DATA, SPEC, constant_blob, edited, reseal
 
 from tpde.codec import reference
 from tpde.codec.reference import Table
-from tpde.errors import Corrupt
+from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 
 
 @pytest.mark.parametrize(
@@ -122,3 +122,13 @@ def test_bytes_behind_a_frame_are_no_plane() -> None:
         reference.decode_zstd(stream, 0, len(stream) - 4, 1200)
     with pytest.raises(Corrupt, match="coded plane's size"):
         reference.decode_zstd(stream, 0, 3, 1200)
+
+
+def test_a_version_is_told_as_soon_as_it_is_there() -> None:
+    other = edited(constant_blob(), version=2)
+    for end in (10, 11, 127, len(other)):
+        with pytest.raises(UnsupportedVersion):
+            reference.parse_header(other[:end])
+    for end in (0, 8, 9):
+        with pytest.raises(Truncated):
+            reference.parse_header(other[:end])
