@@ -255,6 +255,23 @@ def test_the_same_changes_have_the_same_models_in_every_release(
     assert hashed.hexdigest()[:12] == found
 
 
+def test_no_more_classes_are_chosen_than_a_model_may_have() -> None:
+    """Of forty exponents each changes by a step of its own, in a tensor where any table pays."""
+    exponent = np.arange(40_000, dtype=np.uint64) % np.uint64(40)
+    old = (exponent + np.uint64(60)) << np.uint64(7)
+    new = np.where(
+        _draw(9, old.size) % (exponent + np.uint64(2)) == 0,
+        old + (np.uint64(1) << exponent % np.uint64(7)),
+        old,
+    )
+    planner = Planner(2, 1)
+    states = old.astype("<u2").view(np.uint8), new.astype("<u2").view(np.uint8)
+    planner.survey(*states)
+    planner.choose(1 << 30)
+    planner.count(*states)
+    assert Model(planner.model(1 << 30)).classes == 16
+
+
 def test_what_a_table_costs_is_nothing_for_the_most_changes() -> None:
     planner = Planner(2, 1)
     old, new = _states(2, 1)
