@@ -22,6 +22,7 @@ typedef struct sampled {
   uint32_t *pairs;      /* 65536 counters */
   counted_value *found;         /* 65536 */
   uint64_t scale;
+  int starved;          /* there was no memory for grouping: another plan would do, but it would be another file */
 } sampled;
 
 #define NONE 255
@@ -83,6 +84,7 @@ static int group_chunks(sampled *s, int variants, int raw_bits) {
   uint32_t live = 0, (*by_mean)[2] = malloc(sizeof *by_mean * s->chunks);
   prefix_code *c = malloc(sizeof *c);
   int ok = c && by_mean;
+  s->starved |= !ok;
   for (uint32_t i = 0; ok && i < s->chunks; i++) {
     uint64_t sum = 0;
     uint32_t k = live;
@@ -123,11 +125,6 @@ static int group_chunks(sampled *s, int variants, int raw_bits) {
   free(c);
   free(by_mean);
   return ok;
-}
-
-static void one_group(sampled *s) {
-  for (uint32_t i = 0; i < s->chunks; i++)
-    if (s->group[i] != NONE) s->group[i] = 0;
 }
 
 /* Choose the tables of one plane. Returns how many (0: it stays raw), with the plane's expected bits. */
@@ -175,7 +172,6 @@ static int plan_plane(sampled *s, int max_variants, int rotated_byte, prefix_cod
     tables = variants;
     memcpy(codes, trial, sizeof *codes * (size_t)variants);
   }
-  one_group(s);
   *plane_bits = best;
   return tables;
 }
@@ -230,6 +226,10 @@ int tpde_plan(tpde_layout *layout, const void *sample, uint64_t sample_words, in
     layout->tables = (uint8_t)(layout->tables + n);
     bits += plane_bits;
     coded += n > 0;
+  }
+  if (s.starved) {
+    status = tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, s.chunks);
+    goto out;
   }
   memset(section + used, 0, align_up(used, 16) - used);
   *section_bytes = align_up(used, 16);

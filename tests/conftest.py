@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `support` for every test, however pytest is started
 # Torch's threads then sleep while they wait for each other, and leave the processors to those they wait for.
@@ -17,7 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # `support` for every test, howe
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
-settings.register_profile("ci", derandomize=True, max_examples=60, **_COMMON)
+# A failure is shown as it was found: with the slow codecs a smaller example may take minutes to find.
+_FOUND = (Phase.explicit, Phase.generate)
+settings.register_profile("ci", derandomize=True, max_examples=60, phases=_FOUND, **_COMMON)
 settings.register_profile("thorough", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

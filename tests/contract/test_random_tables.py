@@ -100,7 +100,7 @@ def test_the_core_decodes_and_encodes_what_the_reference_wrote(made: tuple[bytes
             if not can_encode:  # the core's encoder takes only tables that code every symbol
                 continue
             codec = native.Codec(core_layout(header), blob[header.tables_at : header.index_at], encode=True)
-            room = np.empty(codec.bound(header.words, header.chunks), np.uint8)
+            room = np.full(codec.bound(header.words, header.chunks), 0xA5, np.uint8)
             words = np.frombuffer(data, np.uint8)
             again = codec.encode(words, 0, header.chunks, header.chunks_at, room)
             assert again.records.tobytes() == reader.index.tobytes(), path
@@ -109,6 +109,29 @@ def test_the_core_decodes_and_encodes_what_the_reference_wrote(made: tuple[bytes
             assert (again.max_chunk, again.max_stream) == (header.max_chunk_bytes, header.max_stream_bytes)
     finally:
         native.simd_select(before)
+
+
+@pytest.mark.parametrize("best", range(4))
+def test_a_plane_with_fewer_tables_takes_its_last(best: int) -> None:
+    """Its table is that of the chunk's number, or the last that it has; so it is written and read."""
+    low = [reference.Table.from_lengths(1, 3, 0, {v: 1, v + 1: 2, v + 2: 3}, 3) for v in (0, 10)]
+    high = [reference.Table.from_lengths(1, 3, 0, {v: 1, v + 1: 2, v + 2: 3}, 3) for v in (40, 50, 60, 70)]
+    draw, n = rng("fewer", best), 1400
+    planes = [10 * min(best, 1) + draw.integers(0, 3, n), 40 + 10 * best + draw.integers(0, 3, n)]
+    data = reference.merge([plane.astype(np.uint8).tobytes() for plane in planes], 2, 0)
+    uses = [(0, 2), (2, 4)]
+    blob = reference.encode_blob(data, "U16", (n,), tables=[*low, *high], planes=uses, chunk_words=512)
+    reader = BlobReader(BytesSource(blob), 0, len(blob))
+    assert set(reader.records["table"].tolist()) == {best}
+    assert set(reader.records["modes"].tolist()) == {0b1010}
+    header, out = reader.header, np.empty(len(data), np.uint8)
+    reader.read(0, len(data), out)
+    assert out.tobytes() == data
+    codec = native.Codec(core_layout(header), reader.section, encode=True)
+    room = np.full(codec.bound(header.words, header.chunks), 0xA5, np.uint8)
+    again = codec.encode(np.frombuffer(data, np.uint8), 0, header.chunks, header.chunks_at, room)
+    assert again.records.tobytes() == reader.index.tobytes()
+    assert again.data.tobytes() == blob[header.chunks_at :]
 
 
 @pytest.mark.parametrize("kind", [1, 2])

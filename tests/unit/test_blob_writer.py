@@ -12,11 +12,11 @@ import pytest
 from support.contents import fill, spec_of
 from support.craft import edited_record, patch, read_blob, zstd_blob
 
-from tpde.codec.blob import RECORD, BlobReader, BlobWriter
-from tpde.codec.plan import PREFIX_CHUNK_WORDS, plan_tensor, sample_ranges
+from tpde.codec.blob import RECORD, BlobReader, BlobWriter, write_constant
+from tpde.codec.plan import PREFIX_CHUNK_WORDS, Plan, base_header, plan_tensor, sample_ranges
 from tpde.codec.reference import META_HASH_AT
 from tpde.errors import Corrupt
-from tpde.format.constants import MODE_CODED
+from tpde.format.constants import CODEC_ZSTD, MODE_CODED
 from tpde.format.container import TensorSpec
 from tpde.format.sink import BytesSink
 from tpde.format.source import BytesSource
@@ -98,6 +98,36 @@ def test_what_is_not_complete_is_not_finished() -> None:
         writer.write(DATA[:size])
         with pytest.raises(ValueError, match="not complete"):
             writer.finish(bytes(16))
+
+
+@pytest.mark.parametrize("more", [2, 1000])
+def test_more_than_the_tensor_is_not_finished(more: int) -> None:
+    sample = np.concatenate([DATA[a:b] for a, b in sample_ranges(SPEC)])
+    plan = plan_tensor(SPEC, sample, "prefix")
+    assert plan is not None
+    writer = BlobWriter(plan, BytesSink(), 0, 1)
+    writer.write(DATA)
+    writer.write(DATA[:more])
+    with pytest.raises(ValueError, match="not complete"):
+        writer.finish(bytes(16))
+
+
+def test_pieces_are_of_8_mib_and_end_with_chunks() -> None:
+    """The last one with the tensor."""
+    spec, mib = TensorSpec("U8", ((17 << 20) + 3,)), 1 << 20
+    header = base_header(spec, CODEC_ZSTD, 65536)
+    words = np.zeros(spec.nbytes, np.uint8)
+    words[0] = 1
+    sink = BytesSink()
+    writer = BlobWriter(Plan(header, b"", 0), sink, 0, 1)
+    writer.write(words)
+    size = writer.finish(bytes(16))
+    reader = BlobReader(BytesSource(bytes(sink.data[:size])), 0, size)
+    assert list(reader.pieces()) == [(0, 8 * mib), (8 * mib, 16 * mib), (16 * mib, spec.nbytes)]
+    sink = BytesSink()
+    size = write_constant(spec, b"\0", bytes(16), sink, 0)
+    constant = BlobReader(BytesSource(bytes(sink.data[:size])), 0, size)
+    assert list(constant.pieces()) == list(reader.pieces())
 
 
 def test_every_damaged_chunk_is_named() -> None:

@@ -141,7 +141,8 @@ def _wrong_plane(layout: native.CoreLayout) -> None:
         lambda it: setattr(it, "segment_words", it.words + 1),
         lambda it: setattr(it, "unit_log2", 3),
         lambda it: setattr(it, "unit_log2", 13),
-        lambda it: setattr(it, "chunk_words", 500),
+        lambda it: setattr(it, "chunk_words", 256),
+        lambda it: setattr(it, "chunk_words", 768),
         lambda it: setattr(it, "chunk_words", 1 << 17),
         lambda it: setattr(it, "word_bytes", 3),
         lambda it: setattr(it, "rotate", 2),
@@ -166,6 +167,7 @@ def test_layouts_that_cannot_be_are_refused(change: Callable[[native.CoreLayout]
         (1, "modes", 1 << 4, "unknown mode of a plane"),
         (1, "modes", 3, "unknown mode of a plane"),
         (1, "fill", 1, "a fill value without a plane"),
+        (1, "table", 1, "a table without a plane that it codes"),
     ],
 )
 def test_index_maps_that_cannot_be_are_refused(chunk: int, field: str, value: int, says: str) -> None:
@@ -173,6 +175,8 @@ def test_index_maps_that_cannot_be_are_refused(chunk: int, field: str, value: in
     _check(index)
     record = index.view(RECORDS)[chunk : chunk + 1]
     found = int(record[field][0])
+    if field == "table":
+        record["modes"] = 0
     record[field] = max(found + value, 0) if field == "offset" else found | value
     with pytest.raises(Corrupt, match=says):
         _check(index)
@@ -186,10 +190,95 @@ def test_chunks_as_large_as_the_header_allows_are_taken() -> None:
         _check(_index(), largest - 1)
 
 
+def test_a_table_where_there_are_none_is_refused() -> None:
+    index = _index()
+    index.view(RECORDS)["table"][2] = 1
+    _check(index)
+    with pytest.raises(Corrupt, match="a table without a plane that it codes") as caught:
+        native.index_check(_layout(0), index, HEADER.chunks_at, HEADER.blob_bytes, 1 << 16)
+    assert caught.value.chunk == 2
+
+
 def test_only_the_bytes_at_hand_are_read() -> None:
     assert _decode(_index()).tobytes() == DATA
     with pytest.raises(Corrupt, match="outside the bytes at hand"):
         _decode(_index(), data=BLOB[:-16])
+    codec, first = native.Codec(_coded(), _section(TABLE.serialize())), HEADER.chunks_at
+    words = np.empty(len(DATA), np.uint8)
+    codec.decode(_index(), 0, BLOB[first:], first, HEADER.blob_bytes, words)
+    with pytest.raises(Corrupt, match="outside the bytes at hand") as caught:
+        codec.decode(_index(), 0, BLOB[first + 16 :], first + 16, HEADER.blob_bytes, words)
+    assert caught.value.chunk == 0
+
+
+def test_a_chunk_that_ends_before_it_begins_is_not_decoded() -> None:
+    index = _index()
+    index.view(RECORDS)["offset"][1] = index.view(RECORDS)["offset"][0] - 1
+    with pytest.raises(Corrupt, match="outside the bytes at hand") as caught:
+        _decode(index)
+    assert caught.value.chunk == 0
+
+
+def test_modes_that_are_not_known_are_not_decoded() -> None:
+    for modes in (0b1000 | 3, 0b1100):
+        index = _index()
+        index.view(RECORDS)["modes"][1] = modes
+        with pytest.raises(Corrupt, match="unknown mode of a plane") as caught:
+            _decode(index)
+        assert caught.value.chunk == 1
+
+
+def test_a_coded_plane_has_a_whole_header() -> None:
+    """Of 36 bytes; a chunk that ends within it says so, and not what the rest of the header would."""
+    last = int(_index().view(RECORDS)["offset"][2]) << HEADER.unit_log2
+    raw = reference.align(1500 - 2 * 512, 16)
+    for left in (0, 16, 32):
+        with pytest.raises(Corrupt, match="inside a coded plane") as caught:
+            _decode(_index(), end=last + raw + left)
+        assert (caught.value.found, caught.value.needed) == (left, 36)
+
+
+def test_a_table_without_an_escape_writes_every_value_or_nothing() -> None:
+    few = reference.Table.from_lengths(1, 1, 0, {3: 1, 4: 1}).serialize()
+    native.Codec(_layout(), _section(few))
+    with pytest.raises(NativeError, match="without an escape cannot write every value"):
+        native.Codec(_layout(), _section(few), encode=True)
+    every = reference.Table.from_lengths(1, 8, 0, dict.fromkeys(range(256), 8)).serialize()
+    native.Codec(_layout(), _section(every), encode=True)
+
+
+def _opens(table: bytes) -> bool:
+    try:
+        native.Codec(_layout(), _section(table))
+    except Corrupt:
+        return False
+    return True
+
+
+def _parses(table: bytes) -> bool:
+    try:
+        made, end = reference.Table.parse(_section(table), 0)
+    except Corrupt:
+        return False
+    rest = _section(table)[end:]
+    return made.kind < 3 and len(rest) < 16 and not any(rest)
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+def test_tables_are_refused_as_the_document_says(kind: int) -> None:
+    """Bytes changed anywhere, and counts moved from one length to another."""
+    lengths = {1: 1, 2: 3, 3: 4, 5: 5, 4: 5, 9: 3, 6: 5, 7: 5} if kind == 1 else {256: 1, 2: 2, 770: 4, 5: 4}
+    escape = 4 if kind == 1 else 3
+    whole = reference.Table.from_lengths(kind, 5 if kind == 1 else 4, 0, lengths, escape).serialize()
+    assert _opens(whole)
+    draw, refused = np.random.default_rng(kind), 0
+    for number in range(800):
+        data = bytearray(whole)
+        at = number % len(whole) if number < 300 else int(draw.integers(0, len(whole)))
+        data[at] = (data[at] + int(draw.integers(-2, 3))) & 255 if number % 3 else int(draw.integers(0, 256))
+        assert _opens(bytes(data)) == _parses(bytes(data)), data.hex()
+        refused += not _opens(bytes(data))
+    assert 200 < refused < 750
 
 
 @pytest.mark.parametrize("blocks", [1, 30])

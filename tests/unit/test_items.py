@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ from support.contents import fill
 from support.packed import pack
 
 from tpde.codec import reference
+from tpde.codec.plan import base_header
 from tpde.cuda import decode
-from tpde.cuda.items import DESCRIPTOR_BYTES, Chunks, Item, descriptor, lookup_tables
+from tpde.cuda.items import DESCRIPTOR_BYTES, Chunks, Item, descriptor, kind_defines, lookup_tables
+from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD
 from tpde.format.container import TensorSpec
 
 SPEC = TensorSpec("BF16", (3, 700, 1024))  # segments of 87.5 chunks: each starts a chunk of its own
@@ -58,6 +61,96 @@ def test_tables_for_kernels_are_those_of_the_document(packed: Any) -> None:
         assert ((entries & 0x1F) >= 1).all()
     assert found
     assert escapes > 0, "weights have rare exponents, which escape"
+
+
+def _opened(tables: list[reference.Table], planes: list[tuple[int, int]], dtype: str = "BF16") -> Any:
+    """Tables of a blob of these, and the blob's header."""
+    section = b"".join(it.serialize() for it in tables)
+    section = section.ljust(reference.align(len(section), 16), b"\0")
+    header = base_header(TensorSpec(dtype, (5000,)), CODEC_PREFIX)
+    header = replace(header, tables=len(tables), tables_bytes=len(section), planes=tuple(planes))
+    return lookup_tables(header, section), header
+
+
+SHORT = reference.Table.from_lengths(1, 2, 1, {5: 1, 6: 2}, 2)
+LONG = reference.Table.from_lengths(1, 4, 0, {7: 1, 8: 2, 9: 3, 10: 4}, 4)
+PAIRS = reference.Table.from_lengths(2, 3, 0, {0x0102: 1, 0x0304: 2, 0x0506: 3}, 3)
+
+
+def test_entries_of_tables_of_single_symbols() -> None:
+    """The shorter of two is repeated until it is as long: bits of both index it alike."""
+    tables, _ = _opened([SHORT, LONG], [(0, 0), (0, 2)])
+    assert (tables.bits, tables.pairs, tables.image.size) == (4, 0, 2 * 16 * 2)
+    short, long = tables.image.view("<u2").reshape(2, 16)
+    # Codewords of 0, 10 and the escape 11, first bit lowest; behind them a raw bit, but for the escape.
+    values = {0: 5 << 1, 1: 6 << 1, 2: 5 << 1 | 1, 4: 5 << 1, 5: 6 << 1 | 1, 6: 5 << 1 | 1}
+    bits = {0: 2, 1: 3, 2: 2, 4: 2, 5: 3, 6: 2}
+    expected = [0x80 | 1 << 8 | 2 if i % 4 == 3 else values[i] << 8 | bits[i] for i in range(8)]
+    assert short.tolist() == expected * 2
+    assert long[0b0000] == 7 << 8 | 1
+    assert long[0b0001] == 8 << 8 | 2
+    assert long[0b0011] == 9 << 8 | 3
+    assert long[0b0111] == 10 << 8 | 4
+    assert long[0b1111] == 0x80 | 4
+
+
+def test_entries_of_tables_of_pairs() -> None:
+    tables, _ = _opened([PAIRS, SHORT], [(1, 1), (0, 1)])
+    assert (tables.bits, tables.pairs, tables.image.size) == (3, 0b10, 2 * 8 * 4)
+    pairs, short = tables.image.view("<u4").reshape(2, 8)
+    assert pairs[0] == 0x0102 << 16 | 1
+    assert pairs[0b001] == 0x0304 << 16 | 2
+    assert pairs[0b011] == 0x0506 << 16 | 3
+    assert pairs[0b111] == 0x80 | 3
+    assert short[0] == (5 << 1) << 16 | 2
+    assert short[0b011] == 0x80 | 1 << 8 | 2
+
+
+def test_images_end_at_multiples_of_16() -> None:
+    one, _ = _opened([reference.Table.from_lengths(1, 1, 0, {1: 1, 2: 1})], [(0, 0), (0, 1)])
+    assert (one.bits, one.image.size) == (1, 16)
+    assert one.image[:4].view("<u2").tolist() == [1 << 8 | 1, 2 << 8 | 1]
+    assert not one.image[4:].any()
+    none, header = _opened([], [(0, 0), (0, 0)])
+    assert (none.bits, none.pairs, none.image.size) == (0, 0, 0)
+    assert kind_defines(header, none)["CODED"] == 0
+
+
+def test_what_is_not_for_these_kernels_has_no_tables() -> None:
+    assert _opened([SHORT, PAIRS], [(0, 0), (0, 2)])[0] is None, "of both kinds for one plane"
+    assert _opened([SHORT, PAIRS], [(0, 1), (1, 1)])[0] is not None
+    spec = TensorSpec("U16", (5000,))
+    assert lookup_tables(base_header(spec, CODEC_ZSTD, 65536), b"") is None
+
+
+@pytest.mark.parametrize(
+    ("planes", "coded", "pairs"),
+    [
+        ([(0, 0), (0, 1)], 0b10, 0),
+        ([(0, 1), (0, 2)], 0b11, 0),
+        ([(0, 1), (2, 1)], 0b11, 0b10),
+        ([(1, 1), (0, 0)], 0b01, 0),
+        ([(2, 1), (0, 0)], 0b01, 0b01),
+    ],
+)
+def test_kernels_are_made_for_the_planes_that_are_coded(
+    planes: list[tuple[int, int]], coded: int, pairs: int
+) -> None:
+    tables, header = _opened([SHORT, LONG, PAIRS], planes)
+    assert kind_defines(header, tables) == {"WORD": 2, "ROTATE": 1, "CODED": coded, "PAIRS": pairs}
+
+
+def test_a_descriptor_holds_all_of_the_header() -> None:
+    tables, header = _opened([SHORT, LONG, PAIRS], [(1, 1), (0, 2)])
+    header = replace(header, unit_log2=5, blob_bytes=9999, segment_words=2500)
+    (row,) = descriptor(Item(header, tables, 0, 64, -32), 1, 2)
+    assert (row["words"], row["segment_words"], row["chunk_words"]) == (5000, 2500, 8192)
+    assert (row["unit_log2"], row["segment_chunks"], row["chunks"], row["high"]) == (5, 1, 2, 9999)
+    assert (row["table_bits"], row["tables_bytes"]) == (tables.bits, tables.image.size)
+    assert row["first_table"].tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert row["table_count"].tolist() == [1, 2, 0, 0, 0, 0, 0, 0]
+    assert row["out"] == (1 << 64) - 32
+    assert descriptor(Item(header, tables, 0, 64, 0, index_at=0), 1, 2)["index"][0] == 0
 
 
 @pytest.mark.parametrize("wrong", ["blob", "tables_at"])

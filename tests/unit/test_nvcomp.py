@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +16,14 @@ from support.nvcomp import FakeNvcomp, merge
 from support.packed import pack
 
 from tpde.codec import plan as planning
+from tpde.codec.blob import BlobWriter
 from tpde.codec.native import Bytes
 from tpde.cuda import nvcomp
 from tpde.errors import Corrupt
-from tpde.format.blob import BlobHeader
-from tpde.format.constants import DTYPES
+from tpde.format.blob import BlobHeader, parse_blob_header
+from tpde.format.constants import CODEC_ZSTD, DTYPES
 from tpde.format.container import TensorSpec
+from tpde.format.sink import BytesSink
 
 Install = Callable[[Any], None]
 
@@ -187,3 +190,151 @@ def test_damage_is_found_before_and_after_decoding(install: Install, merged_here
         assert error.value.chunk == 1
     with pytest.raises(ValueError, match="codec 1"):
         nvcomp.ZstdBlob(planning.base_header(header.spec, 1), blob, 0)
+
+
+def _frames(header: BlobHeader, blob: Bytes) -> list[int]:
+    """Where chunks begin, and where the last one ends."""
+    records = blob[header.index_at : header.index_at + 12 * header.chunks].view("<u4")[::3].astype(int)
+    return [*(records << header.unit_log2).tolist(), header.blob_bytes]
+
+
+def _written(words: Bytes) -> tuple[BlobHeader, Bytes]:
+    """Give a blob of U16 in chunks of 512 words."""
+    header = planning.base_header(TensorSpec("U16", (words.size // 2,)), CODEC_ZSTD, 512)
+    sink = BytesSink()
+    writer = BlobWriter(planning.Plan(header, b"", 0), sink, 0, 1)
+    writer.write(words)
+    blob = np.frombuffer(bytes(sink.data[: writer.finish(bytes(16))]), np.uint8).copy()
+    return parse_blob_header(blob.tobytes()[:4096], blob.size), blob
+
+
+def _coded() -> tuple[BlobHeader, Bytes, list[int]]:
+    """Give a blob of three chunks whose planes are all coded, and where these begin."""
+    words = (np.arange(1300) * 7 % 13 * 257).astype(np.uint16)
+    header, blob = _written(words.view(np.uint8))
+    return header, blob, _frames(header, blob)
+
+
+def test_frames_end_with_their_chunk() -> None:
+    """Not in the next one, though its bytes are there, nor behind the blob."""
+    header, blob, starts = _coded()
+    nvcomp.ZstdBlob(header, blob, 0)
+    for chunk in range(3):
+        at = starts[chunk]
+        first = int(blob[at : at + 4].view("<u4")[0])
+        second = at + -(-(4 + first) // 4) * 4
+        for size, good in ((starts[chunk + 1] - second - 4, True), (starts[chunk + 1] - second - 3, False)):
+            damaged = blob.copy()
+            damaged[second : second + 4] = np.frombuffer(size.to_bytes(4, "little"), np.uint8)
+            if good:  # to the last byte of its chunk
+                nvcomp.ZstdBlob(header, damaged, 0)
+                continue
+            with pytest.raises(Corrupt, match=r"ends inside a zstd frame \(plane 1\)") as caught:
+                nvcomp.ZstdBlob(header, damaged, 0)
+            assert caught.value.chunk == chunk
+    with pytest.raises(Corrupt, match="ends inside a zstd frame") as caught:
+        nvcomp.ZstdBlob(header, blob[:-1], 0)
+    assert caught.value.chunk == 2
+
+
+def test_where_frames_lie(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are of as many chunks as there is room for, and of one at least; each plane has its place."""
+    header, blob, starts = _coded()
+    given: list[Any] = []
+    monkeypatch.setattr(nvcomp, "decode_frames", lambda *it: given.append(it))
+    launched: list[Any] = []
+    monkeypatch.setattr(nvcomp.nvrtc, "kernel", lambda *it: it)
+    monkeypatch.setattr(nvcomp.nvrtc, "launch", lambda *it: launched.append(it))
+    install(FakeNvcomp("6.0.0"))
+    each = [(0, 1), (1, 2), (2, 3)]
+    for planes, runs in ((6, [(0, 3)]), (5, [(0, 2), (2, 3)]), (4, [(0, 2), (2, 3)]), (3, each), (0, each)):
+        monkeypatch.setattr(nvcomp, "SCRATCH_BYTES", 512 * planes)
+        opened = nvcomp.ZstdBlob(header, blob, 2, number=9)
+        given.clear()
+        launched.clear()
+        assert opened.launch(10, 20, 30, 40, 50, 60)
+        assert opened.scratch_bytes == 512 * 2 * max(last - first for first, last in runs)
+        assert len(given) == len(launched) == len(runs)
+        for (first, last), frames, (kernel, grid, block, shared, stream, *rest) in zip(
+            runs, given, launched, strict=True
+        ):
+            source, offsets, sizes, out, places, contents, device, on = frames
+            assert (source, out, device, on) == (40, 50, 2, 30)
+            assert places == [512 * i for i in range(2 * (last - first))]
+            words = [min(512, 1300 - 512 * chunk) for chunk in range(first, last) for _ in range(2)]
+            assert contents == words
+            assert offsets[::2] == [start + 4 for start in starts[first:last]]
+            assert sizes == [int(blob[at - 4 : at].view("<u4")[0]) for at in offsets]
+            assert kernel == ("merge.cu", "merge", {"WORD": 2, "ROTATE": 0}, 2)
+            assert (grid, block, shared, stream) == (last - first, 128, 0, 30)
+            assert [int(it) for it in rest] == [10, 40, first, 2 * first, 50, 60, 20]
+            assert all(isinstance(it, np.uint64) for it in rest)
+
+
+def test_a_blob_without_frames_needs_little_room(install: Install, merged_here: None) -> None:
+    words = np.frombuffer(np.random.default_rng(0).bytes(2600), np.uint8)
+    header, blob = _written(words)
+    fake = FakeNvcomp("6.0.0")
+    install(fake)
+    opened = nvcomp.ZstdBlob(header, blob, 0)
+    assert opened.scratch_bytes == 16
+    assert _decode(header, blob, opened) == (True, words.tobytes(), [0, 0, 0, 0])
+    assert not fake.calls, "there is nothing to decode"
+
+
+@pytest.mark.parametrize(
+    ("version", "good"),
+    [
+        ("4.9.0", False),
+        ("5.1.9", False),
+        ("5.2.0", True),
+        ("5.10.1", True),
+        ("6.99.0", True),
+        ("7.0.0", False),
+    ],
+)
+def test_versions_whose_api_is_known(version: str, good: bool, install: Install) -> None:
+    install(FakeNvcomp(version))
+    if good:
+        assert nvcomp.available()
+        return
+    with pytest.warns(RuntimeWarning, match=f"nvCOMP {version} has another Python API than 5.2 to 6.x"):
+        assert not nvcomp.available()
+
+
+def test_one_codec_is_used_by_one_thread_at_a_time(install: Install) -> None:
+    """It is shared by all that use its stream."""
+    fake = FakeNvcomp("5.2.0")
+    install(fake)
+    inside, most, threads = [0], [0], list[threading.Thread]()
+
+    class Watched:
+        def __init__(self, **options: Any) -> None:
+            pass
+
+        def decode(self, srcs: Any, out: Any) -> None:
+            inside[0] += 1
+            most.append(inside[0])
+            if not threads:
+                threads.append(threading.Thread(target=decode))
+                threads[0].start()
+                threads[0].join(0.05)  # it would be in here by then, if it did not wait
+            inside[0] -= 1
+
+    content = np.zeros(64, np.uint8)
+    at = content.ctypes.data
+
+    def decode() -> None:
+        nvcomp.decode_frames(at, [0], [8], at, [0], [8], 0, 7)
+
+    fake.Codec = Watched
+    decode()
+    threads[0].join(20)
+    assert most == [0, 1, 1]
+
+
+def test_nothing_to_decode_asks_for_no_codec(install: Install) -> None:
+    fake = FakeNvcomp("6.0.0")
+    install(fake)
+    nvcomp.decode_frames(0, [], [], 0, [], [], 0, 7)
+    assert not fake.options

@@ -28,9 +28,11 @@ def test_results_come_in_order_and_other_threads_take_part() -> None:
     found = pool.each(slow_square, range(5, 45), seconds=0.0, threads=4, shared=True)
     assert found == [n * n for n in range(5, 45)]
     assert 1 < len(seen) <= 4
+    assert threading.get_ident() in seen
 
 
-def test_the_lowest_error_is_raised_once_nobody_works_any_longer() -> None:
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_the_lowest_error_is_raised_once_nobody_works_any_longer(kind: type[BaseException]) -> None:
     running: set[int] = set()
 
     def fail(number: int) -> int:
@@ -38,11 +40,11 @@ def test_the_lowest_error_is_raised_once_nobody_works_any_longer() -> None:
         time.sleep(0.001 * (40 - number) / 40)
         running.discard(number)
         if number >= 7:
-            raise ValueError(number)
+            raise kind(number)
         return number
 
     for _ in range(20):
-        with pytest.raises(ValueError, match=r"^7$"):
+        with pytest.raises(kind, match=r"^7$"):
             pool.each(fail, range(40), seconds=0.0, threads=8, shared=True)
         assert not running
 
@@ -78,6 +80,10 @@ def test_sharing_follows_the_measured_break_even(monkeypatch: pytest.MonkeyPatch
     assert pool.pays(210e-6, 2)
     assert not pool.pays(100e-6, 4)
     assert pool.pays(140e-6, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "hand_off", lambda threads: 0.0)
+        assert not pool.pays(30e-6, 2), "what takes so little is never shared"
+        assert pool.pays(31e-6, 2)
     used: set[int] = set()
 
     def note(_: int) -> None:

@@ -179,7 +179,7 @@ class Rows:
         self._device, self._item = device, item
         self._row_words = header.words // header.spec.shape[0]
         row, chunk = self._row_words, header.chunk_words
-        if row and chunk % row == 0:
+        if chunk % row == 0:
             self._per_row = 1
         elif row % chunk == 0:
             self._per_row = row // chunk
@@ -204,7 +204,7 @@ class Rows:
         number that is not a row's ends in a trap, as in the framework's own kernel. For the other parameters
         see `WorkList.launch`.
         """
-        if not count or not self._row_words:
+        if not count:
             return
         blocks = -(-count * self._per_row // self._warps)
         grid = min(blocks, 4 * facts(self._device).multiprocessors)

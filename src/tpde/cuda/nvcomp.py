@@ -205,7 +205,7 @@ class ZstdBlob:
         self.descriptors: Bytes = np.concatenate(
             [facts.view(np.uint8), np.array(slots, "<u8").view(np.uint8)]
         )
-        step = max(SCRATCH_BYTES // header.chunk_words, header.word_bytes)  # at least one chunk's
+        step = SCRATCH_BYTES // header.chunk_words  # or one chunk's, if they are more
         self._runs: list[tuple[int, int]] = []
         first = 0
         while first < header.chunks:
@@ -227,7 +227,7 @@ class ZstdBlob:
             if mode[plane] != MODE_CODED:
                 continue
             size = int.from_bytes(blob[at : at + 4].tobytes(), "little")
-            if not at + 4 <= at + 4 + size <= end <= blob.size:
+            if not at + 4 + size <= end <= blob.size:
                 raise Corrupt(f"the chunk ends inside a zstd frame (plane {plane})", chunk=chunk)
             try:
                 content = zstandard.frame_content_size(blob[at + 4 : at + 4 + size].data)

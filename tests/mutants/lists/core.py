@@ -265,7 +265,7 @@ MUTANTS = (
         "  for (int i = started; i < threads; i++) job(context, i);",
         "  if (started == threads - 1) job(context, started);",
         "where threads cannot start, nothing is done",
-        "integration/test_core_failures.py",
+        "contract/test_core_failures.py",
     ),
     mutant(
         "threads-are-not-waited-for",

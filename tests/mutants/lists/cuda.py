@@ -72,8 +72,8 @@ MUTANTS = (
     mutant(
         "frames-outside-their-chunks",
         "cuda/nvcomp.py",
-        "if not at + 4 <= at + 4 + size <= end <= blob.size:",
-        "if not at + 4 <= at + 4 + size <= blob.size:",
+        "if not at + 4 + size <= end <= blob.size:",
+        "if not at + 4 + size <= blob.size:",
         "a frame is read from the next chunk",
         "unit/test_nvcomp.py",
     ),

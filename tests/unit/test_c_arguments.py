@@ -1,0 +1,220 @@
+"""Calls of the core's C API that cannot be are refused: a null pointer for each argument, and numbers."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+from support.craft import DATA, SPEC, TABLE
+from support.deltas import pair
+
+from tpde.codec import delta, native
+from tpde.codec.plan import base_header, core_layout
+from tpde.format.constants import CODEC_PREFIX
+
+ARGUMENT = 1  # `TPDE_E_ARGUMENT`
+WORDS = np.frombuffer(DATA, np.uint8)
+SECTION = np.frombuffer(TABLE.serialize().ljust(16, b"\0"), np.uint8)
+OLD, NEW = pair("BF16", "normal", "some", 400)
+KEEP: list[Any] = []  # what addresses are of
+
+
+def _room(size: int) -> int:
+    KEEP.append(np.zeros(size, np.uint8))
+    return int(KEEP[-1].ctypes.data)
+
+
+def _layout() -> native.CoreLayout:
+    layout = core_layout(base_header(SPEC, CODEC_PREFIX, 512))
+    layout.tables, layout.first_table[1], layout.table_count[1] = 1, 0, 1
+    return layout
+
+
+def _calls() -> dict[str, list[Any]]:
+    """Arguments of each call with which it succeeds, but for the last one, the error."""
+    u32, u64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
+    layout = _layout()
+    codec = native.Codec(layout, SECTION, encode=True)
+    out = np.zeros(codec.bound(1500, 3), np.uint8)
+    made = codec.encode(WORDS, 0, 3, 0, out)
+    model = delta.Model(delta.plan([(OLD, NEW)], 2, 1), encode=True)
+    sparse = model.encode(OLD, NEW)
+    assert sparse is not None
+    planner = delta.Planner(2, 1)
+    model_bytes = np.frombuffer(model.data, np.uint8)
+    KEEP.extend([codec, out, made, model, sparse, planner, model_bytes])
+    target = OLD.copy()
+    KEEP.append(target)
+    data = made.data.ctypes.data
+    records, changed = (sparse.changes.ctypes.data, sparse.sizes.ctypes.data), sparse.data.ctypes.data
+    states, words_room = (OLD.ctypes.data, NEW.ctypes.data), (_room(3000), 3000)
+    size, words = out.size, WORDS.ctypes.data
+    return {
+        "tpde_plan": [_layout(), words, 1500, 4, _room(20480), u32(), u64()],
+        "tpde_codec_open": [layout, SECTION.ctypes.data, 16, 0, pointer()],
+        "tpde_index_check": [layout, made.records.ctypes.data, 0, made.data.size, 1 << 20],
+        "tpde_decode": [
+            codec._handle,
+            made.records.ctypes.data,
+            0,
+            3,
+            data,
+            0,
+            made.data.size,
+            made.data.size,
+            *words_room,
+            1,
+        ],
+        "tpde_encode": [codec._handle, words, 0, 3, 0, _room(size), size, u64(), _room(36), u32(), u32(), 1],
+        "tpde_delta_plan_survey": [planner._handle, *states, 400],
+        "tpde_delta_plan_classes": [planner._handle, 1],
+        "tpde_delta_plan_count": [planner._handle, *states, 400],
+        "tpde_delta_plan_model": [planner._handle, 1, _room(20480), u32()],
+        "tpde_delta_model_open": [model_bytes.ctypes.data, model_bytes.size, 0, pointer()],
+        "tpde_delta_encode": [
+            model._handle,
+            OLD.ctypes.data,
+            NEW.ctypes.data,
+            400,
+            _room(2000),
+            2000,
+            u64(),
+            _room(4),
+            _room(4),
+            1,
+        ],
+        "tpde_delta_apply": [
+            model._handle,
+            changed,
+            sparse.data.size,
+            *records,
+            target.ctypes.data,
+            400,
+            0,
+            1,
+        ],
+    }
+
+
+def _code(name: str, arguments: list[Any]) -> int:
+    """What a call returns; its error says the same, and may be left out."""
+    error = native.Error()
+    given = [ctypes.byref(it) if _is_place(name, i, it) else it for i, it in enumerate(arguments)]
+    code = int(getattr(native.core(), name)(*given, error))
+    assert error.code == code
+    if code:
+        assert getattr(native.core(), name)(*given, None) == code
+    return code
+
+
+def _is_place(name: str, number: int, it: Any) -> bool:
+    return isinstance(it, (ctypes.c_uint32, ctypes.c_uint64)) or (
+        isinstance(it, ctypes.c_void_p) and name.endswith("_open") and number == 4 - ("delta" in name)
+    )
+
+
+CALLS = _calls()
+NAMES = list(CALLS)
+POINTERS = [
+    (name, i) for name in NAMES for i, it in enumerate(CALLS[name]) if not isinstance(it, int) or it > 1 << 32
+]
+
+
+def test_the_calls_are_right() -> None:
+    planner = delta.Planner(2, 1)
+    for name in NAMES:
+        arguments = list(CALLS[name])
+        if "_plan_" in name:
+            arguments[0] = planner._handle
+        assert _code(name, arguments) == 0, name
+    assert sum(name == "tpde_encode" for name, _ in POINTERS) == 7
+    assert sum(name == "tpde_delta_apply" for name, _ in POINTERS) == 5
+
+
+@pytest.mark.parametrize(("name", "number"), POINTERS)
+def test_null_pointers_are_refused(name: str, number: int) -> None:
+    arguments = list(CALLS[name])
+    arguments[number] = None
+    assert _code(name, arguments) == ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "value"),
+    [
+        ("tpde_plan", 2, 0),
+        ("tpde_plan", 2, 1501),
+        ("tpde_plan", 3, 0),
+        ("tpde_plan", 3, 5),
+        ("tpde_decode", 2, 4),
+        ("tpde_decode", 2, 1),
+        ("tpde_decode", 3, 4),
+        ("tpde_decode", 3, 2),  # the output is of three
+        ("tpde_decode", 10, 0),
+        ("tpde_encode", 2, 4),
+        ("tpde_encode", 2, 1),
+        ("tpde_encode", 3, 4),
+        ("tpde_encode", 4, 8),  # no multiple of the unit
+        ("tpde_encode", 4, 1 << 36),
+        ("tpde_encode", 11, 0),
+        ("tpde_delta_plan_survey", 3, 65537),
+        ("tpde_delta_plan_count", 3, 65537),
+        ("tpde_delta_plan_classes", 1, 0),
+        ("tpde_delta_plan_model", 1, 0),
+        ("tpde_delta_encode", 3, 1 << 59),
+        ("tpde_delta_encode", 9, 0),
+        ("tpde_delta_apply", 6, 1 << 59),
+        ("tpde_delta_apply", 8, 0),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(name: str, number: int, value: int) -> None:
+    arguments = list(CALLS[name])
+    arguments[number] = value
+    assert _code(name, arguments) == ARGUMENT
+
+
+def test_chunks_too_large_for_lanes_are_refused() -> None:
+    layout = native.CoreLayout(words=65536, segment_words=65536, chunk_words=65536, word_bytes=2, unit_log2=4)
+    codec, words = native.Codec(layout, b""), np.zeros(1 << 17, np.uint8)
+    encode = [codec._handle, words.ctypes.data, 0, 1, 0, _room(1 << 18), 1 << 18]
+    encode += [ctypes.c_uint64(), _room(12), ctypes.c_uint32(), ctypes.c_uint32(), 1]
+    assert _code("tpde_encode", encode) == ARGUMENT
+    decode = [codec._handle, _room(12), 0, 1, words.ctypes.data, 0, words.size, words.size]
+    assert _code("tpde_decode", [*decode, _room(1 << 17), 1 << 17, 1]) == ARGUMENT
+
+
+def test_samples_of_4096_chunks_are_refused() -> None:
+    words = 4096 * 512
+    layout = native.CoreLayout(words=words, segment_words=words, chunk_words=512, word_bytes=1, unit_log2=4)
+    sample = np.zeros(words, np.uint8)
+    rest = [4, _room(20480), ctypes.c_uint32(), ctypes.c_uint64()]
+    assert _code("tpde_plan", [layout, sample.ctypes.data, words, *rest]) == ARGUMENT
+    assert _code("tpde_plan", [layout, sample.ctypes.data, words - 1, *rest]) == 0
+
+
+@pytest.mark.parametrize(
+    "given", [(3, 0, 1), (0, 0, 1), (16, 0, 1), (2, -1, 1), (2, 2, 1), (2, 1, 0), (2, 1, 17)]
+)
+def test_plans_of_changes_that_cannot_be(given: tuple[int, int, int]) -> None:
+    assert not native.core().tpde_delta_plan_new(*given)
+
+
+def test_classes_are_chosen_before_tokens_are_counted() -> None:
+    planner = delta.Planner(2, 1)
+    planner.survey(OLD, NEW)
+    planner.choose()
+    planner.count(OLD, NEW)
+    assert _code("tpde_delta_plan_classes", [planner._handle, 1]) == ARGUMENT
+
+
+def test_nothing_is_closed_counted_and_split() -> None:
+    core, wrong = native.core(), native.CoreLayout(words=1, word_bytes=3)
+    for close in (core.tpde_codec_close, core.tpde_delta_model_close, core.tpde_delta_plan_free):
+        close(None)
+    for layout in (None, wrong):
+        assert core.tpde_chunk_count(layout) == core.tpde_encode_bound(layout, 1, 1) == 0
+        assert core.tpde_split(layout, _room(8), 1, _room(8), 1) == ARGUMENT
+        assert core.tpde_merge(layout, _room(8), 1, 1, _room(8)) == ARGUMENT
+        error = native.Error()
+        assert core.tpde_index_check(layout, _room(12), 0, 1, 1, error) == error.code == ARGUMENT

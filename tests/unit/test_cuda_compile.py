@@ -1,0 +1,286 @@
+"""Kernels are compiled once, kept on disk under all that they depend on, and prepared: all without CUDA."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tpde.cuda import compile as nvrtc
+from tpde.cuda.device import DeviceFacts
+from tpde.errors import MissingDependency, UnsupportedDevice
+from tpde.format.sink import FileSink
+
+DEFINES = {"WORD": 2, "CHECK": 1}
+
+
+class Code(int):
+    """A result of NVRTC or the driver."""
+
+    name = "SOME_ERROR"
+
+
+class Machine:
+    """Modules of CUDA that note what they are asked for.
+
+    Attributes
+    ----------
+    compiled : list
+        What was compiled.
+    asked : list
+        What was asked of the driver and of cuda.core, in order.
+    version, driver_version : tuple of int
+        Of NVRTC, and of the driver.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.compiled: list[Any] = []
+        self.asked: list[Any] = []
+        self.version, self.driver_version, self.current = (13, 1), (13, 0), 5
+        self.during: Any = None  # called while a kernel is compiled
+        self.broken = False  # kernels cannot be loaded
+        core, package = ModuleType("cuda.core"), ModuleType("cuda")
+        core.Device = lambda number: SimpleNamespace(set_current=lambda: self._switch(number))  # type: ignore[attr-defined]
+        core.ObjectCode = SimpleNamespace(from_cubin=self._load)  # type: ignore[attr-defined]
+        core.LEGACY_DEFAULT_STREAM = "legacy"  # type: ignore[attr-defined]
+        core.Stream = SimpleNamespace(from_handle=lambda handle: f"stream {handle}")  # type: ignore[attr-defined]
+        core.LaunchConfig = lambda **named: named  # type: ignore[attr-defined]
+        core.launch = lambda *given: self.asked.append(("launch", *given))  # type: ignore[attr-defined]
+        package.core = core  # type: ignore[attr-defined]
+        patch.setitem(sys.modules, "cuda", package)
+        patch.setitem(sys.modules, "cuda.core", core)
+        driver = SimpleNamespace(
+            CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="room"),
+            CUkernel=lambda handle: f"kernel {handle}",
+            cuCtxGetCurrent=lambda: (Code(0), self.current),
+            cuCtxSetCurrent=self._restore,
+            cuKernelSetAttribute=self._attribute,
+        )
+        patch.setattr(nvrtc, "bindings", lambda: (driver, None))
+        patch.setattr(nvrtc, "nvrtc_version", lambda: self.version)
+        patch.setattr(nvrtc, "driver_version", lambda: self.driver_version)
+        patch.setattr(nvrtc, "facts", lambda device: DeviceFacts("card", (8, 6), 84, 99 << 10))
+        patch.setattr(nvrtc, "cubin", self._compile)
+
+    def _compile(self, source: str, defines: Any, arch: str) -> tuple[bytes, str]:
+        self.compiled.append((source, dict(defines), arch))
+        if self.during is not None:
+            self.during()
+        return f"{source} {sorted(defines.items())} {arch}".encode() * 3, ""
+
+    def _switch(self, number: int) -> None:
+        self.current = number
+
+    def _restore(self, context: int) -> tuple[Any, ...]:
+        self.current = context
+        return (Code(0),)
+
+    def _load(self, code: bytes, name: str) -> Any:
+        self.asked.append(("load", code, name, self.current))
+        if self.broken:
+            raise RuntimeError("no kernel image is available")
+        kernel = SimpleNamespace(handle=7, attributes=SimpleNamespace(shared_size_bytes=144))
+        return SimpleNamespace(get_kernel=lambda name: self.asked.append(name) or kernel)
+
+    def _attribute(self, *given: Any) -> tuple[Any, ...]:
+        self.asked.append(given)
+        return (Code(0),)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
+    monkeypatch.setenv("TPDE_CACHE_DIR", str(tmp_path / "kept"))
+    caches = (nvrtc._kernel, nvrtc._stream, nvrtc._warn_once)
+    for cache in caches:
+        cache.cache_clear()
+    yield Machine(monkeypatch)
+    for cache in caches:
+        cache.cache_clear()
+
+
+# ---- on disk ----
+
+
+def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TPDE_CACHE_DIR", "/one")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/other")
+    assert nvrtc.cache_directory() == Path("/one")
+    monkeypatch.setenv("TPDE_CACHE_DIR", "")
+    assert nvrtc.cache_directory() == Path("/other/tpde")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert nvrtc.cache_directory() == tmp_path / ".cache" / "tpde"
+    monkeypatch.delenv("TPDE_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert nvrtc.cache_directory() == tmp_path / ".cache" / "tpde"
+
+
+def _kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "kept" / "kernels").iterdir())
+
+
+def test_an_entry_is_a_hash_and_a_kernel(machine: Machine, tmp_path: Path) -> None:
+    made = nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86")
+    assert nvrtc.cached_cubin("decode.cu", dict(reversed(DEFINES.items())), "sm_86") == made
+    assert len(machine.compiled) == 1
+    [entry] = _kept(tmp_path)
+    assert entry.suffix == ".cubin"
+    assert entry.read_bytes() == hashlib.sha256(made).digest() + made
+    assert stat.S_IMODE(entry.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("what", ["source", "defines", "architecture", "compiler", "text"])
+def test_whatever_a_kernel_depends_on_makes_another_entry(
+    what: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, defines, arch = "decode.cu", DEFINES, "sm_86"
+    nvrtc.cached_cubin(source, defines, arch)
+    if what == "source":
+        source = "merge.cu"
+    elif what == "defines":
+        defines = {**DEFINES, "CHECK": 0}
+    elif what == "architecture":
+        arch = "sm_90"
+    elif what == "compiler":
+        machine.version = (13, 2)
+    else:
+        monkeypatch.setattr(nvrtc, "source_text", lambda source: "other")
+    nvrtc.cached_cubin(source, defines, arch)
+    assert len(machine.compiled) == len(_kept(tmp_path)) == 2
+
+
+def test_a_damaged_entry_is_written_again(machine: Machine, tmp_path: Path) -> None:
+    made = nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86")
+    [entry] = _kept(tmp_path)
+    whole = entry.read_bytes()
+    nothing = hashlib.sha256(b"").digest()  # the right hash of no kernel
+    for number, damaged in enumerate((b"", whole[:31], nothing, whole[:-1], whole + b"\0", bytes(32) + made)):
+        entry.write_bytes(damaged)
+        assert nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86") == made
+        assert len(machine.compiled) == number + 2
+        assert entry.read_bytes() == whole
+    assert _kept(tmp_path) == [entry]
+
+
+def test_a_write_that_fails_leaves_nothing(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSink, "write", full)
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        assert nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86")
+    assert _kept(tmp_path) == []
+
+
+# ---- on a device ----
+
+
+def test_a_kernel_is_prepared_once(machine: Machine) -> None:
+    made = nvrtc.kernel("decode.cu", "decode_rows", DEFINES, 2)
+    assert machine.compiled == [("decode.cu", DEFINES, "sm_86")]
+    (load, code, name, on), function, attribute = machine.asked
+    assert (load, name, on) == ("load", "decode.cu", 2)
+    assert code == nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86")
+    assert function == "decode_rows"
+    assert attribute == ("room", (99 << 10) - 144, "kernel 7", 2), "what is static takes from the same memory"
+    assert machine.current == 5, "the context that was current is so again"
+    assert nvrtc.kernel("decode.cu", "decode_rows", dict(reversed(DEFINES.items())), 2) is made
+    assert len(machine.asked) == 3
+    nvrtc.kernel("decode.cu", "decode_rows", DEFINES, 1)
+    nvrtc.kernel("decode.cu", "decode_items", DEFINES, 1)
+    assert len(machine.asked) == 9
+
+
+def test_a_kernel_that_cannot_be_loaded_restores_the_context(machine: Machine) -> None:
+    machine.broken = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no kernel image"):
+            nvrtc.kernel("decode.cu", "decode_items", DEFINES, 0)
+        assert machine.current == 5
+    machine.broken = False
+    assert nvrtc.kernel("decode.cu", "decode_items", DEFINES, 0)
+
+
+@pytest.mark.parametrize(
+    ("driver", "good"), [((12, 8), False), ((13, 0), True), ((13, 2), True), ((14, 0), True)]
+)
+def test_a_driver_older_than_the_compiler(driver: tuple[int, int], good: bool, machine: Machine) -> None:
+    machine.driver_version = driver
+    if good:
+        assert nvrtc.kernel("decode.cu", "decode_items", DEFINES, 0)
+        return
+    with pytest.raises(
+        UnsupportedDevice, match=r"supports CUDA 12.8, the installed NVRTC is of CUDA 13.1"
+    ) as it:
+        nvrtc.kernel("decode.cu", "decode_items", DEFINES, 0)
+    assert (it.value.found, it.value.needed) == ((12, 8), (13, 1))
+    assert "cuda-bindings<13" in str(it.value.hint)
+    assert not machine.compiled
+
+
+def test_two_threads_compile_a_kernel_once(machine: Machine) -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(nvrtc.kernel("merge.cu", "merge", DEFINES, 0)))
+
+    def during() -> None:
+        machine.during = None
+        thread.start()
+        thread.join(0.05)  # it would be through by then, if it did not wait
+
+    machine.during = during
+    made = nvrtc.kernel("merge.cu", "merge", DEFINES, 0)
+    thread.join(20)
+    assert found == [made]
+    assert len(machine.compiled) == 1
+
+
+def test_launches(machine: Machine) -> None:
+    start = nvrtc.Launch("kernel", 3, 64, 1000)
+    config = {"grid": 3, "block": 64, "shmem_size": 1000}
+    go = start.bind(0, "a", "b")
+    assert machine.asked == []
+    go()
+    go()
+    nvrtc.launch("kernel", 3, 64, 1000, 77, "c")
+    legacy = ("launch", "legacy", config, "kernel", "a", "b")
+    assert machine.asked == [legacy, legacy, ("launch", "stream 77", config, "kernel", "c")]
+
+
+# ---- the compiler ----
+
+
+def _compiler(patch: pytest.MonkeyPatch, answer: Any) -> None:
+    def version() -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    patch.setattr(nvrtc, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=version)))
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    nvrtc.nvrtc_version.cache_clear()
+    yield
+    nvrtc.nvrtc_version.cache_clear()
+
+
+def test_the_compilers_version(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    _compiler(monkeypatch, RuntimeError("libnvrtc.so.13"))
+    with pytest.raises(MissingDependency, match=r"not found \(libnvrtc.so.13\)") as caught:
+        nvrtc.nvrtc_version()
+    assert "nvidia-cuda-nvrtc" in str(caught.value.hint)
+    _compiler(monkeypatch, (Code(5), 0, 0))
+    with pytest.raises(MissingDependency, match="NVRTC does not work: SOME_ERROR"):
+        nvrtc.nvrtc_version()
+    _compiler(monkeypatch, (Code(0), 13, 2))
+    assert nvrtc.nvrtc_version() == (13, 2)

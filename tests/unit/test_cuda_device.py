@@ -1,0 +1,133 @@
+"""What is asked of a driver, and what is said of one that is missing, too old or broken; no GPU is needed."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tpde.cuda import device
+from tpde.errors import MissingDependency, UnsupportedDevice
+
+ATTRIBUTES = {
+    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": 9,
+    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": 0,
+    "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT": 132,
+    "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 227 << 10,
+}
+
+
+class Code(int):
+    """A result of the driver."""
+
+    name = "CUDA_ERROR_NO_DEVICE"
+
+
+class Driver:
+    """Two devices, and a driver of CUDA 12.8."""
+
+    CUdevice_attribute = SimpleNamespace(**{name: name for name in ATTRIBUTES})
+
+    def __init__(self) -> None:
+        self.attributes, self.started, self.fails, self.missing = dict(ATTRIBUTES), 0, "", False
+
+    def _done(self, what: str, *values: Any) -> tuple[Any, ...]:
+        return (Code(100) if what == self.fails else Code(0), *values)
+
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        if self.missing:
+            raise RuntimeError("libcuda.so.1 not found")
+        self.started += 1
+        return self._done("init")
+
+    def cuDriverGetVersion(self) -> tuple[Any, ...]:
+        return self._done("version", 12080)
+
+    def cuDeviceGetCount(self) -> tuple[Any, ...]:
+        return self._done("count", 2)
+
+    def cuDeviceGet(self, number: int) -> tuple[Any, ...]:
+        return self._done("get", number)
+
+    def cuDeviceGetAttribute(self, attribute: str, handle: int) -> tuple[Any, ...]:
+        assert handle in (0, 1)
+        return self._done(attribute, self.attributes[attribute])
+
+    def cuDeviceGetName(self, size: int, handle: int) -> tuple[Any, ...]:
+        return self._done("name", f"Card {handle}".encode().ljust(size, b"\0"))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = Driver()
+    monkeypatch.setattr(device, "bindings", lambda: (made, None))
+    device.driver_version.cache_clear()
+    device.facts.cache_clear()
+    yield made
+    device.driver_version.cache_clear()
+    device.facts.cache_clear()
+
+
+def test_facts_of_a_device(driver: Driver) -> None:
+    assert device.driver_version() == (12, 8)
+    assert device.facts(1) == device.DeviceFacts("Card 1", (9, 0), 132, 227 << 10)
+    assert device.facts(0).name == "Card 0"
+    assert device.facts(1) is device.facts(1)
+    assert driver.started == 1
+
+
+@pytest.mark.parametrize("number", [-1, 2, 3])
+def test_devices_that_are_not_there(number: int, driver: Driver) -> None:
+    with pytest.raises(UnsupportedDevice, match=f"no CUDA device {number}: 2 found") as caught:
+        device.facts(number)
+    assert caught.value.hint
+    assert caught.value.found == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "good"), [((7, 5), False), ((8, 0), True), ((8, 6), True), ((10, 0), True)]
+)
+def test_capabilities(capability: tuple[int, int], good: bool, driver: Driver) -> None:
+    major, minor = list(ATTRIBUTES)[:2]
+    driver.attributes |= {major: capability[0], minor: capability[1]}
+    if good:
+        assert device.facts(0).capability == capability
+        return
+    with pytest.raises(UnsupportedDevice, match=r"compute capability 7.5, tpde's kernels need 8.0") as caught:
+        device.facts(0)
+    assert (caught.value.found, caught.value.needed) == ((7, 5), (8, 0))
+
+
+@pytest.mark.parametrize("what", ["version", "count", "get", "name", *ATTRIBUTES])
+def test_every_answer_of_the_driver_is_checked(what: str, driver: Driver) -> None:
+    driver.fails = what
+    with pytest.raises(UnsupportedDevice, match=r"failed: CUDA_ERROR_NO_DEVICE \(100\)"):
+        device.facts(0)
+
+
+def test_a_driver_that_does_not_start(driver: Driver) -> None:
+    driver.fails = "init"
+    with pytest.raises(UnsupportedDevice, match=r"cannot be used: CUDA_ERROR_NO_DEVICE \(100\)") as caught:
+        device.driver_version()
+    assert "nvidia-smi" in str(caught.value.hint)
+    driver.missing = True
+    with pytest.raises(UnsupportedDevice, match="no NVIDIA driver is installed") as caught:
+        device.driver_version()
+    assert "device='cpu'" in str(caught.value.hint)
+
+
+def test_values_of_a_call() -> None:
+    assert device.call((Code(0), 5), "asking") == 5
+    assert device.call((Code(0), 5, 6), "asking") == (5, 6)
+    assert device.call((Code(0),), "asking") == ()
+    with pytest.raises(UnsupportedDevice, match="asking failed"):
+        device.call((Code(1), 5), "asking")
+
+
+def test_bindings_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(MissingDependency, match="needs `cuda-core` and `cuda-bindings`") as caught:
+        device.bindings()
+    assert caught.value.hint == device.INSTALL

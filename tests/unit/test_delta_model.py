@@ -1,0 +1,291 @@
+"""Models of changes, and chunks of changes, that cannot be; and what is asked of sizes before the core is."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import numpy as np
+import pytest
+from support.deltas import model_of, pair
+
+from tpde.codec import delta
+from tpde.codec.delta import CHUNK_WORDS, Model, Planner, Sparse, chunk_ranges, plan, sample_step
+from tpde.codec.delta_reference import Model as Slow
+from tpde.codec.native import Bytes
+from tpde.codec.reference import Table
+from tpde.errors import Corrupt
+
+OLD, NEW = pair("BF16", "normal", "some", 400)
+MODEL = model_of("BF16", OLD, NEW)
+
+
+def _sparse(model: Model = MODEL, old: Bytes = OLD, new: Bytes = NEW) -> Sparse:
+    made = model.encode(old, new)
+    assert made is not None
+    return made
+
+
+# ---- models ----
+
+
+@pytest.mark.parametrize("behind", [bytes(1), bytes(4), b"\1", bytes(300), MODEL.data])
+def test_bytes_behind_the_tables_are_refused(behind: bytes) -> None:
+    Model(MODEL.data)
+    with pytest.raises(Corrupt, match="its tables end before it does") as caught:
+        Model(MODEL.data + behind)
+    assert (caught.value.found, caught.value.needed) == (len(MODEL.data), len(MODEL.data) + len(behind))
+
+
+def _of_classes(count: int, kind: int = 3, escape: int = 1) -> bytes:
+    values = {1024: 1} if escape else {1024: 1, 0: 1}
+    table = Table.from_lengths(
+        kind, 1, 0, {value & 0xFF if kind == 1 else value: 1 for value in values}, escape
+    )
+    return Slow(2, 1, 1, list(range(count)), [table] * count).serialize()
+
+
+def test_sixteen_classes_are_the_most() -> None:
+    assert Model(_of_classes(16)).classes == 16
+    assert Model(_of_classes(1)).classes == 1
+    with pytest.raises(Corrupt, match="number of classes is out of range"):
+        Model(_of_classes(17))
+    with pytest.raises(Corrupt, match="number of classes is out of range"):
+        Model(_of_classes(0) + bytes(8))
+
+
+@pytest.mark.parametrize(("kind", "escape"), [(1, 1), (2, 1), (3, 0)])
+def test_tables_that_cannot_write_every_change_are_refused(kind: int, escape: int) -> None:
+    for model in (_of_classes(1, kind, escape), _of_classes(3, kind, escape)):
+        with pytest.raises(Corrupt, match="a table that cannot write every change"):
+            Model(model)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"), [(0, 3), (0, 0), (0, 16), (1, 2), (3, 2), (4, 1), (5, 0), (6, 1), (7, 1)]
+)
+def test_headers_of_models_that_cannot_be_are_refused(at: int, value: int) -> None:
+    """Of three classes, which begin at 0, 1 and 2; the last byte is padding."""
+    data = bytearray(_of_classes(3))
+    assert data[:8].hex() == "0201030100010200"
+    Model(bytes(data))
+    data[at] = value
+    with pytest.raises(Corrupt):
+        Model(bytes(data))
+
+
+# ---- chunks ----
+
+
+def test_a_chunk_without_changes_has_no_bytes() -> None:
+    sparse = _sparse()
+    none = sparse._replace(changes=np.zeros(1, np.uint32))
+    with pytest.raises(Corrupt, match="do not end where its bytes and words do") as caught:
+        MODEL.apply(none, OLD.copy())
+    assert caught.value.chunk == 0
+    out = OLD.copy()
+    MODEL.apply(Sparse(np.empty(0, np.uint8), np.zeros(1, np.uint32), np.zeros(1, np.uint32)), out)
+    assert np.array_equal(out, OLD)
+
+
+def test_no_more_words_change_than_there_are() -> None:
+    """As many do, and not one more."""
+    new = OLD ^ 1
+    model = model_of("BF16", OLD, new, fast=True)
+    sparse, out = _sparse(model, OLD, new), OLD.copy()
+    assert sparse.changes.tolist() == [400]
+    model.apply(sparse, out)
+    assert np.array_equal(out, new)
+    with pytest.raises(Corrupt):
+        model.apply(sparse._replace(changes=sparse.changes + 1), OLD.copy())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_the_lowest_damaged_chunk_is_named(threads: int) -> None:
+    words = 9 * CHUNK_WORDS + 5
+    old = np.zeros(words, np.uint16).view(np.uint8)
+    new = np.where(np.arange(words) % 1000 == 7, 1, 0).astype(np.uint16).view(np.uint8)
+    model = model_of("BF16", old, new)
+    sparse, out = _sparse(model, old, new), old.copy()
+    model.apply(sparse, out, threads)
+    assert np.array_equal(out, new)
+    for damaged in itertools.combinations((0, 3, 4, 9), 2):
+        changes = sparse.changes.copy()
+        changes[list(damaged)] += 1
+        for dry in (True, False):
+            with pytest.raises(Corrupt) as caught:
+                model.apply(sparse._replace(changes=changes), old.copy(), threads, dry=dry)
+            assert caught.value.chunk == damaged[0]
+
+
+def test_records_of_other_bytes_are_refused() -> None:
+    sparse = _sparse()
+    with pytest.raises(Corrupt, match="ends beyond its tensor's bytes") as caught:
+        MODEL.apply(sparse._replace(sizes=sparse.sizes + 1), OLD.copy())
+    assert caught.value.chunk == 0
+    with pytest.raises(Corrupt, match="bytes that belong to no chunk"):
+        MODEL.apply(sparse._replace(data=np.append(sparse.data, np.uint8(0))), OLD.copy())
+
+
+# ---- before the core ----
+
+
+def test_states_of_two_sizes_are_refused() -> None:
+    for old, new in ((OLD, NEW[:-2]), (OLD[:-2], NEW), (OLD[:-1], NEW[:-1])):
+        with pytest.raises(ValueError, match="are no two states of a tensor"):
+            MODEL.encode(old, new)
+        planner = Planner(2, 1)
+        for take in (planner.survey, planner.count):
+            with pytest.raises(ValueError, match="are no two states of a chunk"):
+                take(old, new)
+
+
+def test_records_of_another_number_of_chunks_are_refused() -> None:
+    sparse, two = _sparse(), np.zeros(2, np.uint32)
+    for wrong, words in (
+        (sparse._replace(changes=two), OLD),
+        (sparse._replace(sizes=two), OLD),
+        (sparse._replace(changes=two[:0]), OLD),
+        (sparse._replace(sizes=two[:0]), OLD),
+        (sparse, OLD[:-1]),
+        (sparse, np.zeros(2 * CHUNK_WORDS + 2, np.uint8)),
+        (sparse, OLD[:0]),
+    ):
+        with pytest.raises(ValueError, match="bytes, with records of"):
+            MODEL.apply(wrong, words.copy())
+
+
+def test_plans_of_words_that_cannot_be_have_no_memory() -> None:
+    with pytest.raises(MemoryError):
+        Planner(3, 0)
+
+
+def test_sums_of_fingerprints_wrap_around() -> None:
+    most = b"\xff" * 16
+    assert delta.add_prints([most, (1).to_bytes(8, "little") * 2]) == bytes(16)
+    assert delta.add_prints([]) == bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "word_bytes", "fast", "step"),
+    [
+        (0, 2, False, 1),
+        (1, 2, False, 1),
+        (128, 2, False, 1),
+        (129, 2, False, 2),
+        (257, 2, False, 3),
+        (64, 2, True, 1),
+        (65, 2, True, 2),
+        (32, 8, False, 1),
+        (33, 8, False, 2),
+    ],
+)
+def test_a_sample_is_16_mib_of_each_state_or_8(chunks: int, word_bytes: int, fast: bool, step: int) -> None:
+    assert sample_step(chunks, word_bytes, fast=fast) == step
+
+
+def test_ranges_of_chunks() -> None:
+    size = 4 * CHUNK_WORDS
+    assert list(chunk_ranges(0, 4)) == []
+    assert list(chunk_ranges(size, 4)) == [(0, size)]
+    assert list(chunk_ranges(size + 4, 4)) == [(0, size), (size, size + 4)]
+    assert [delta.chunk_count(n) for n in (0, 1, CHUNK_WORDS, CHUNK_WORDS + 1)] == [0, 1, 1, 2]
+
+
+def test_a_fast_model_has_one_class_and_the_other_as_many_as_pay() -> None:
+    draw = np.random.default_rng(0)
+    exponent = draw.integers(100, 110, 50_000).astype(np.uint16)
+    old = exponent << 7
+    new = np.where((exponent == 100) & (draw.random(old.size) < 0.5), old ^ 1, old)
+    states = old.view(np.uint8), new.view(np.uint8)
+    assert plan([states], 2, 1, fast=True)[2] == 1
+    assert 1 < plan([states], 2, 1)[2] <= 16
+
+
+def _draw(seed: int, n: int) -> np.ndarray:
+    """Give numbers that no library's generator changes (SplitMix64)."""
+    z = (np.arange(n, dtype=np.uint64) + np.uint64(1 + (seed << 32))) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return z ^ z >> np.uint64(31)
+
+
+def _states(word_bytes: int, seed: int, n: int = 20_000) -> tuple[Bytes, Bytes]:
+    """Words of falling exponents; the smaller one is, the more of them change, and the further."""
+    kind = np.dtype(f"<u{word_bytes}")
+    z, other, bits = _draw(seed, n), _draw(seed + 100, n), 8 * word_bytes
+    low = (z & (~z + np.uint64(1))).astype(np.float64)
+    exponent = 110 - np.minimum(np.log2(low), 12).astype(np.uint64)
+    old = (z >> np.uint64(64 - bits + 8) | exponent << np.uint64(bits - 9)) if bits > 8 else exponent
+    step = np.uint64(1) + (other >> np.uint64(40)) % (np.uint64(113) - exponent)
+    changes = other % np.uint64(64) < np.uint64(111) - exponent
+    signs = np.where(other % np.uint64(97) == 0, np.uint64(1 << (bits - 1)), np.uint64(0))
+    up = np.where(other >> np.uint64(20) & np.uint64(1), step, ~step + np.uint64(1))
+    new = np.where(changes, (old + up) ^ signs, old)
+    return old.astype(kind).view(np.uint8), new.astype(kind).view(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("word_bytes", "rotate", "found"),
+    [
+        (1, 0, "00c25dddfe4a"),
+        (1, 1, "e2b3cc41d9b9"),
+        (2, 0, "533d6d906366"),
+        (2, 1, "06b0c18c36c2"),
+        (4, 0, "1bbe9ed34ef9"),
+        (4, 1, "23944c4908af"),
+        (8, 0, "f1c1e9a17a05"),
+        (8, 1, "1806bc918937"),
+    ],
+)
+def test_the_same_changes_have_the_same_models_in_every_release(
+    word_bytes: int, rotate: int, found: str
+) -> None:
+    hashed = hashlib.sha256()
+    for seed in range(3):
+        for n in (300, 20_000):
+            old, new = _states(word_bytes, seed, n)
+            for scale in (1, 1000):
+                for fast in (False, True):
+                    planner = Planner(word_bytes, rotate, fast=fast)
+                    planner.survey(old, new)
+                    planner.choose(scale)
+                    planner.count(old, new)
+                    hashed.update(planner.model(scale))
+    assert hashed.hexdigest()[:12] == found
+
+
+def test_no_more_classes_are_chosen_than_a_model_may_have() -> None:
+    """Of forty exponents each changes by a step of its own, in a tensor where any table pays."""
+    exponent = np.arange(40_000, dtype=np.uint64) % np.uint64(40)
+    old = (exponent + np.uint64(60)) << np.uint64(7)
+    new = np.where(
+        _draw(9, old.size) % (exponent + np.uint64(2)) == 0,
+        old + (np.uint64(1) << exponent % np.uint64(7)),
+        old,
+    )
+    planner = Planner(2, 1)
+    states = old.astype("<u2").view(np.uint8), new.astype("<u2").view(np.uint8)
+    planner.survey(*states)
+    planner.choose(1 << 30)
+    planner.count(*states)
+    assert Model(planner.model(1 << 30)).classes == 16
+
+
+def test_what_a_table_costs_is_nothing_for_the_most_changes() -> None:
+    planner = Planner(2, 1)
+    old, new = _states(2, 1)
+    planner.survey(old, new)
+    planner.choose(1 << 40)
+    planner.count(old, new)
+    assert planner.model(1 << 30) == planner.model(1 << 62) != planner.model(1)
+
+
+def test_nothing_that_changes_has_a_model_too() -> None:
+    for fast in (False, True):
+        same = Model(plan([(OLD, OLD)], 2, 1, fast=fast), encode=True)
+        assert _sparse(same, OLD, OLD).data.size == 0
+        sparse, out = _sparse(same), OLD.copy()
+        same.apply(sparse, out)
+        assert np.array_equal(out, NEW)
+    assert Model(plan([], 2, 1)).classes == 1
