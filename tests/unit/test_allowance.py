@@ -323,7 +323,7 @@ def test_a_budget_of_all_that_is_free(card: Card) -> None:
 def test_a_budget_of_all_that_the_user_allows(card: Card) -> None:
     card.limit(0.25)
     Allowance(DEVICE, 4 * GIB + OUTSIDE, OUTSIDE)
-    with pytest.raises(OutOfMemory, match="by `torch.cuda.set_per_process"):
+    with pytest.raises(OutOfMemory, match=r"by `torch\.cuda\.set_per_process"):
         Allowance(DEVICE, 4 * GIB + OUTSIDE + 1, OUTSIDE)
 
 

@@ -96,7 +96,9 @@ def test_a_text_without_tokens_is_nothing() -> None:
 def test_texts_come_in_batches(count: int) -> None:
     tokenizer, texts = Tokenizer(), ["x" * (1 + i % 5) for i in range(count)]
     found, tokens = embed(Encoder(), tokenizer, texts, Recipe("mean", False, 9))
-    assert [len(given) for given, _ in tokenizer.calls] == [32] * (count // 32) + [count % 32] * (count % 32 > 0)
+    assert [len(given) for given, _ in tokenizer.calls] == [32] * (count // 32) + [count % 32] * (
+        count % 32 > 0
+    )
     assert [it for given, _ in tokenizer.calls for it in given] == texts
     assert found.shape == (count, 1)
     assert tokens == sum(map(len, texts))

@@ -173,6 +173,8 @@ def test_a_folder_without_a_tokenizer(
         raise error("there is none\nat all")
 
     monkeypatch.setattr(generating.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(InvalidInput, match="has no tokenizer that transformers can load .*there is none") as caught:
+    with pytest.raises(
+        InvalidInput, match=r"has no tokenizer that transformers can load .*there is none"
+    ) as caught:
         load_tokenizer(tmp_path)
     assert error is KeyError or "at all" not in str(caught.value)

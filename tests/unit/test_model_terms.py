@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,12 +41,14 @@ from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.integrations.place import place  # noqa: E402
 from tpde.integrations.quantized import PackedConfig  # noqa: E402
 from tpde.integrations.streaming import opening, planning  # noqa: E402
-from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
+from tpde.integrations.streaming.demand import FIXED_BYTES, module_calls, plain_bytes  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
 from tpde.integrations.streaming.units import TABLES_BYTES, units_of  # noqa: E402
 from tpde.integrations.transformers import demand, experts, memory  # noqa: E402
+from tpde.integrations.transformers import planning as model_planning  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
-from tpde.integrations.transformers.recurrent import NONE, Recurrent  # noqa: E402
+from tpde.integrations.transformers.recurrent import NONE, Recurrent, Scan  # noqa: E402
+from tpde.nn import pack_module, packed_modules  # noqa: E402
 from tpde.streaming.budget import Budget  # noqa: E402
 from tpde.streaming.units import Demand  # noqa: E402
 
@@ -378,3 +381,174 @@ def test_supplies_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: 
         assert closed == ["memory"]
         assert _open_files(tmp_path) == 2, "the checkpoint's own"
         assert caught.value.message == "no buffers"
+
+
+# ---- terms that few models have ----
+
+
+def test_the_larger_of_two_scans() -> None:
+    one, other = Scan(1, 5.0, 3), Scan(4, 2.0, 6)
+    assert one.most(other) == other.most(one) == Scan(4, 5.0, 6)
+    assert Scan(7, 0.5, 11).bytes(10, 3) == 70 + 50 + 33
+
+
+@pytest.mark.parametrize(
+    ("named", "copies"),
+    [
+        ({}, 1),
+        ({"final_logit_softcapping": None}, 1),
+        ({"final_logit_softcapping": 30.0}, 2),
+        ({"logit_scale": 0.25}, 2),
+        ({"logits_scaling": 8.0}, 2),
+        ({"output_multiplier": 2.0}, 2),
+        ({"lm_head_multiplier": 2.0}, 2),
+        ({"softcap": 20.0}, 2),
+        ({"attn_logit_softcapping": 50.0}, 1),
+        ({"router_logits_scale": 50.0}, 1),
+        ({"logit_scale_init_value": 2.6}, 1),
+    ],
+)
+def test_logits_that_are_scaled_are_there_twice(named: dict[str, Any], copies: int) -> None:
+    model = llama()
+    for name, value in named.items():
+        setattr(model.config, name, value)
+    assert activations_of(model, 2).logits == copies * 2000
+
+
+def test_latent_attention_is_cached_expanded() -> None:
+    """For each head: keys of both kinds and values, of 100 tokens in two bytes."""
+    model = llama()
+    for name, value in {"qk_nope_head_dim": 5, "qk_rope_head_dim": 3, "v_head_dim": 7}.items():
+        setattr(model.config, name, value)
+    layer = 4 * (5 + 3 + 7) * 2 * 100
+    assert demand.cache_bytes(model, 100, 2) == int(layer * 3 * 1.25) + layer
+
+
+def test_models_that_cache_nothing() -> None:
+    class NoCache(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any) -> Any:
+            return input_ids
+
+    model = llama()
+    assert demand.cache_bytes(NoCache(model.config), 100, 2) == 0
+    model.config.is_decoder = True
+    assert demand.cache_bytes(model, 100, 2) > 0
+    model.config.is_decoder = False
+    assert demand.cache_bytes(model, 100, 2) == 0, "an encoder"
+    model = llama()
+    vars(model.config)["num_attention_heads"] = None
+    assert demand.cache_bytes(model, 100, 2) == 0, "no attention"
+
+
+def test_blocks_of_unknown_kinds_cache_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are more blocks than layers, it is not known which of them cache."""
+    model, only = llama(), {"model.layers.1.mlp.up_proj.weight"}
+    every = demand.cache_bytes(model, 100, 2)
+    assert demand.cache_bytes(model, 100, 2, only) < every
+    monkeypatch.setattr(demand, "_blocks", lambda _: [["a"], ["b"], ["c"], ["d"]])
+    assert demand.cache_bytes(model, 100, 2, {"a"}) == every
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "`max_tokens`"),
+        ({"copies": True}, "`max_tokens` or `max_batch`"),
+        ({"recurrent": NONE._replace(states=4)}, "`max_tokens` or `max_batch`"),
+    ],
+)
+def test_all_that_a_model_needs(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Activations(states=10, inside=0, pair=0, experts=3, logits=0, sampling=0)._replace(**options)
+    monkeypatch.setattr(demand, "activations_of", lambda model, itemsize: made)
+    monkeypatch.setattr(demand, "state_bytes", lambda model, batch, only: 1000 * batch)
+    model = llama()
+    needs = demand.demand_of(model, set(), 100, 4, torch.bfloat16)
+    assert needs.plain == plain_bytes(model, set())
+    assert needs.cache == demand.cache_bytes(model, 100, 2) + 4000
+    assert needs.activations == made.bytes(100, 4)
+    assert (needs.fixed, needs.column, needs.argument) == (FIXED_BYTES, 200, said)
+    here = {"model.norm.weight"}
+    assert demand.demand_of(model, set(), 100, 4, torch.bfloat16, here).plain == plain_bytes(
+        model, set(), here
+    )
+
+
+def test_the_dtype_of_most_numbers() -> None:
+    many, few = torch.zeros(10, dtype=torch.float16), torch.zeros(9, dtype=torch.bfloat16)
+    assert demand.activation_dtype([few, many]) is torch.float16
+    assert demand.activation_dtype([few, many, few]) is torch.bfloat16, "all of one dtype together"
+    assert demand.activation_dtype([]) is torch.float32
+
+
+@pytest.mark.parametrize("experts", [0, 1])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager", None])
+def test_experts_are_copied_where_generate_does(
+    experts: int, implementation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpde.integrations.transformers import activations
+
+    monkeypatch.setattr(activations, "_gathered_bytes", lambda *_: experts)
+    model = llama()
+    monkeypatch.setattr(activations, "experts_of", lambda config: implementation)
+    assert activations_of(model, 2).copies == (experts > 0 and implementation in ("grouped_mm", "batched_mm"))
+
+
+def test_attention_that_is_never_fused_has_scores() -> None:
+    model = llama()
+    assert activations_of(model, 2).pair == 1 + 2
+    model.set_attn_implementation("eager")
+    assert activations_of(model, 2).pair == 1 + 2 + 4 * (2 * 2 + 4)
+
+
+def test_what_a_plan_of_a_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several devices: what the others have comes through page tables only."""
+    seen: list[Demand] = []
+    monkeypatch.setattr(model_planning, "cache_least", lambda model, runs, only: 7)
+    monkeypatch.setattr(model_planning, "place_units", lambda model, runs, needs, *_: seen.append(needs))
+    parts = {
+        name: SimpleNamespace(name=name, extent=SimpleNamespace(size=size))
+        for name, size in (("x", 100), ("y", 20), ("z", 3))
+    }
+    runs = {"a": SimpleNamespace(parts=[parts["x"], parts["y"]]), "b": SimpleNamespace(parts=[parts["z"]])}
+    runs["tied"] = SimpleNamespace(parts=[parts["x"]])
+    plan: Any = SimpleNamespace(runs=runs)
+    for only, elsewhere in ((None, 0), ({"a"}, 3), ({"b"}, 120), ({"b", "tied"}, 20), (set(), 123)):
+        model_planning.plan_streaming(llama(), None, plan, Budget(1 << 30, None, 64), only=only)  # type: ignore[arg-type]
+        needs = seen.pop()
+        assert (needs.experts, needs.elsewhere) == (7, elsewhere)
+
+
+# ---- what runs take ----
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_a_peak_of_the_process(platform: str, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource", reason="needs POSIX")
+    monkeypatch.setattr(memory.sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
+    assert memory.Peak(torch.device("cpu")).bytes() == 3000 * unit
+
+
+def test_a_footprint_counts_packed_weights_once_as_what_they_take() -> None:
+    torch.manual_seed(0)
+    model: Any = Model().to(torch.bfloat16)
+    plain = sum(it.nbytes for it in model.parameters())
+    pack_module(model, min_bytes=0)
+    sizes = memory.weight_bytes(model)
+    packed = {
+        id(slot.packed): slot.packed for _, it in packed_modules(model) for slot in it.tpde_slots.values()
+    }
+    assert sizes["packed_bytes"] == sum(it.packed_bytes for it in packed.values())
+    assert sizes["unpacked_bytes"] == sum(it.nbytes for it in packed.values())
+    assert sizes["unpacked_bytes"] + sizes["plain_bytes"] == plain
+    assert memory.Footprint(model)(False) == sizes["packed_bytes"] + sizes["plain_bytes"]
+
+
+def test_a_footprint_keeps_no_model_and_goes_with_its_copy() -> None:
+    model = torch.nn.Linear(4, 3)
+    model.footprint = memory.Footprint(model)
+    gone, other = weakref.ref(model), copy.deepcopy(model)
+    other.bias = None
+    assert (model.footprint(), other.footprint()) == (60, 48)
+    del model
+    assert gone() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -16,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from support.card import DEVICE, GIB, Card  # noqa: E402
+from support.simulated import Probe  # noqa: E402
 
 from tpde.errors import OutOfMemory, Truncated  # noqa: E402
 from tpde.format.source import FileSource  # noqa: E402
@@ -139,6 +141,55 @@ def test_what_is_complete_is_not_held(source: FileSource) -> None:
         assert gone() is None
 
 
+@pytest.mark.parametrize(("readers", "processors", "threads"), [(8, 2, 2), (2, 8, 2), (8, 8, 5)])
+def test_no_more_threads_than_are_of_use(
+    readers: int, processors: int, threads: int, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them wait here until they have been counted; there are five pieces."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(reading, "READERS", readers)
+    monkeypatch.setattr(reading, "default_threads", lambda: processors)
+    counted = threading.Event()
+    monkeypatch.setattr(FileSource, "read_into", lambda *_: counted.wait(60) and None)
+    with reading.Reader(CPU) as reader:
+        begun = reader.begin([torch.empty(4001, dtype=torch.uint8)], [Extent(source, 0, 4001, "x")])
+        found = [it for it in threading.enumerate() if it.name.startswith("tpde-read")]
+        counted.set()
+        begun.wait()
+    assert len(found) == threads
+
+
+@pytest.mark.parametrize("what", ["asks for a piece", "stops"])
+def test_pieces_are_handed_out_to_one_thread_at_a_time(what: str, source: FileSource) -> None:
+    work = reading._Work([torch.empty(10, dtype=torch.uint8)], [Extent(source, 0, 10, "x")])
+    probe, done = Probe(threading.RLock()), list[Any]()
+    work._lock = probe  # type: ignore[assignment]
+
+    def go() -> None:
+        done.append(next(iter(work)) if what == "asks for a piece" else work.stop())
+        probe.asked.set()  # had it not asked
+
+    thread = threading.Thread(target=go)
+    with probe:
+        thread.start()
+        assert probe.asked.wait(60)
+        assert not done
+    thread.join(60)
+    assert done == [(0, 0, 10) if what == "asks for a piece" else None]
+    assert list(itertools.islice(work, 9)) == []
+
+
+def test_each_piece_is_handed_out_once(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of files and offsets, whatever that of the extents."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", 100)
+    sizes, places = (250, 0, 100), (500, 300, 100)
+    extents = [Extent(source, at, size, "x") for at, size in zip(places, sizes, strict=True)]
+    work = reading._Work([], extents)
+    assert len(work) == 4
+    wanted = [(2, 0, 100), (0, 0, 100), (0, 100, 100), (0, 200, 50)]
+    assert list(itertools.islice(work, 9)) == wanted
+
+
 # ---- memory for them ----
 
 
@@ -151,7 +202,9 @@ class Allocator:
         Called with the number of bytes; raises what the allocation does.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.sizes: list[tuple[str, int]] = []
         self.fails, self._empty = fails, torch.empty
         monkeypatch.setattr(torch, "empty", self)
@@ -196,11 +249,15 @@ def test_memory_in_pieces_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_that_do_not_fit_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
     Allocator(monkeypatch, _no_more_than(GIB))
-    with pytest.raises(OutOfMemory, match=r"need 4\.00 GiB on cuda:0; 15\.00 GiB are free, but not in one") as one:
+    with pytest.raises(
+        OutOfMemory, match=r"need 4\.00 GiB on cuda:0; 15\.00 GiB are free, but not in one"
+    ) as one:
         reading._allocate([2 * GIB, 2 * GIB], DEVICE)
     assert (one.value.where, one.value.needed) == ("cuda:0", 4 * GIB)
     card.free = 3 * GIB
-    with pytest.raises(OutOfMemory, match=r"the packed weights needs 4\.00 GiB on cuda:0, 3\.00 GiB are free"):
+    with pytest.raises(
+        OutOfMemory, match=r"the packed weights needs 4\.00 GiB on cuda:0, 3\.00 GiB are free"
+    ):
         reading._allocate([2 * GIB, 2 * GIB], DEVICE)
 
 

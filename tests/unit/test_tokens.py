@@ -197,7 +197,11 @@ def test_as_many_states_as_there_is_room_for() -> None:
 def test_as_many_copies_of_experts_as_there_is_room_for() -> None:
     made = PLAIN._replace(experts=1000, copies=True)
     check_experts(2, 2, 100, 4, made)
-    for batch, new, fewer in ((5, 1, "at most 4 x 1 at once"), (1, 5, "fewer at once"), (2, 4, "at most 1 x 4")):
+    for batch, new, fewer in (
+        (5, 1, "at most 4 x 1 at once"),
+        (1, 5, "fewer at once"),
+        (2, 4, "at most 1 x 4"),
+    ):
         error = refused(check_experts, batch, new, 100, 4, made)
         assert (error.found, error.needed) == (4000, batch * new * 1000)
         assert f"pass {fewer}" in str(error)
