@@ -154,7 +154,7 @@ def test_what_no_streamer_owns_is_closed(world: World, checkpoint: Checkpoint) -
 
 
 def test_a_streamer_that_is_dropped_leaves_nothing_open(world: World, checkpoint: Checkpoint) -> None:
-    """Copies may still read the host's memory: the device is waited for, and all is closed though it fails."""
+    """Copies may still read the host's memory: the device is waited for, and all is closed."""
     made = Supplies(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
     streamer: Any = made.open()[0]
 
