@@ -126,7 +126,7 @@ def test_what_is_no_sequence_of_spans(make: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize(("least", "refused"), [(4 * 4, False), (4 * 4 + 1, True)])
 def test_how_short_a_strip_may_be(least: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A strip is what lies together of a piece, though the piece next to it were of any length, or of none."""
+    """A strip is what lies together of a piece, however long the piece next to it is."""
     monkeypatch.setattr(runs, "STRIP_BYTES", least)
     (a,), (made,) = _both((3, 16))
     for sizes in ([4, 12], [12, 4], [4, 0, 12]):
