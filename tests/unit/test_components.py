@@ -314,3 +314,153 @@ def test_an_old_diffusers_is_told_nothing(asks: bool, monkeypatch: pytest.Monkey
     quantizers.clear()
     module.register()
     assert quantizers == ({"tpde": TpdeQuantizer} if asks else {})
+
+
+# ---- loading one ----
+
+
+class World:
+    """What `load` uses, made up: a model of some tensors, their files, what streams them. All is `meta`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[Any] = []
+        self.fails, self.packed = "", {"linear.weight": SimpleNamespace(run="run", spec=WEIGHT[0])}
+        self.meta = torch.device("meta")
+        for name, value in {
+            "weight_files": lambda folder, variant: [folder / f"{variant}"],
+            "checked_device": lambda device: self.meta,
+            "check_gpu": lambda device, hint: self.log.append("checked"),
+            "Checkpoint": self._checkpoint,
+            "build": self._build,
+            "planned": self._planned,
+            "replace_parameter": lambda model, name, weight: self.log.append(("packed", name, weight)),
+            "finish": lambda model: self._step("finish"),
+        }.items():
+            monkeypatch.setattr(loading, name, value)
+        quantizer = importlib.import_module("tpde.integrations.diffusers.quantizer")
+        monkeypatch.setattr(quantizer, "belong", lambda model: self.log.append("belongs"))
+
+    def _step(self, name: str) -> None:
+        if name == self.fails:
+            raise KeyboardInterrupt
+        self.log.append(name)
+
+    def _checkpoint(self, files: list[Path]) -> Any:
+        self.log.append(files)
+        norm = {f"norm.{it}": TensorSpec("BF16", (8192,)) for it in ("weight", "bias")}
+        plain = norm | {"linear.bias": TensorSpec("BF16", (64,)), "places": TensorSpec("BF16", (8192,))}
+
+        class Files:
+            is_packed = True
+
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                world.log.append("files closed")
+
+            def plain_tensor(self, name: str, device: Any) -> Any:
+                return torch.zeros(plain[name].shape, dtype=BF16, device=device)
+
+            def decode(self, runs: Any, device: Any, dtype: Any) -> Any:
+                return [torch.zeros(WEIGHT[0].shape, dtype=dtype, device=device) for _ in runs]
+
+            def open(self, runs: Any, where: Any) -> Any:
+                world.log.append(("opened", dict(runs), where))
+                return dict.fromkeys(runs, "here")
+
+        world, made = self, Files()
+        made.plain, made.packed = plain, self.packed  # type: ignore[attr-defined]
+        return made
+
+    def _build(self, kind: Any, folder: Path, dtype: Any) -> Any:
+        model = Component().to(dtype).eval()
+        model.register_buffer("computed", torch.ones(3), persistent=False)
+        model.register_buffer("absent", None)
+        self.model: Any = model
+        return model
+
+    def _planned(self, model: Any, packed: Any, device: Any, budget: Any) -> Any:
+        self.log.append(("planned", list(packed), device, budget.vram))
+        return SimpleNamespace(
+            close=lambda: self.log.append("closed"),
+            load=lambda model, checkpoint, runs, where: self.log.append(("loaded", where)) or {"x": "there"},
+            cut=lambda model: self._step("cut"),
+            attach=lambda model: self._step("attach"),
+            begin=lambda model: self._step("begin"),
+        )
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+def test_where_all_of_a_component_goes(world: World) -> None:
+    """What is in no file, too; each in the dtype that is asked for, or most have."""
+    model = loading.load(Component, "x", variant="fp16")
+    assert world.log == [
+        [Path("x/fp16")],
+        ("opened", {"linear.weight": "run"}, {"linear.weight": world.meta}),
+        ("packed", "linear.weight", "here"),
+        "finish",
+        "files closed",
+        "belongs",
+    ]
+    assert model is world.model
+    assert model.absent is None
+    found = {name: (it.device, it.dtype) for name, it in model.state_dict().items()}
+    assert set(found.values()) == {(world.meta, BF16)}, "of most bytes"
+    assert model.computed.device == world.meta
+
+
+def test_a_dtype_that_is_asked_for(world: World) -> None:
+    model = loading.load(Component, "x", dtype=torch.float32)
+    assert {it.dtype for it in model.state_dict().values()} == {torch.float32}
+    assert ("opened", {}, {}) in world.log, "what is cast is plain"
+
+
+def test_a_streamed_component_is_loaded_in_this_order(world: World) -> None:
+    """Host memory is brought when all else is there."""
+    loading.load(Component, "x", vram="1GiB", dtype=BF16)
+    assert world.log == [
+        "checked",
+        [Path("x/None")],
+        ("planned", ["linear.weight"], world.meta, 1 << 30),
+        ("loaded", {"linear.weight": world.meta}),
+        ("packed", "x", "there"),
+        "cut",
+        "finish",
+        "attach",
+        "begin",
+        "files closed",
+        "belongs",
+    ]
+
+
+@pytest.mark.parametrize("fails", ["cut", "finish", "attach", "begin"])
+def test_a_streamed_component_that_fails_gives_all_back(fails: str, world: World) -> None:
+    world.fails = fails
+    with pytest.raises(KeyboardInterrupt):
+        loading.load(Component, "x", vram="1GiB", dtype=BF16)
+    assert world.log[-2:] == ["closed", "files closed"]
+
+
+def test_what_stays_packed_and_in_which_dtype_the_rest_is() -> None:
+    model = Component()
+    model._keep_in_fp32_modules = ["norm"]
+    model.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+    found = {name: TensorSpec("BF16", tuple(it.shape)) for name, it in model.state_dict().items()}
+    found["count"] = TensorSpec("I64", (3,))
+    packed: Any = {name: SimpleNamespace(run=f"run of {name}") for name in found}
+    stay, plain = loading._sort(model, SimpleNamespace(packed=packed), found, BF16)  # type: ignore[arg-type]
+    assert stay == {"linear.weight": "run of linear.weight"}
+    kept = {"norm.weight": torch.float32, "norm.bias": torch.float32, "count": torch.int64}
+    assert plain == {"linear.bias": BF16, "places": BF16} | kept
+    for name, it in model.state_dict().items():
+        assert (it.device.type, it.dtype) == ("meta", plain.get(name, BF16)), name
+    stay, plain = loading._sort(model, SimpleNamespace(packed=packed), found, torch.float16)  # type: ignore[arg-type]
+    assert not stay, "of another dtype"
+    assert plain["linear.weight"] is torch.float16
+    del packed["linear.weight"]
+    assert not loading._sort(model, SimpleNamespace(packed=packed), found, BF16)[0]  # type: ignore[arg-type]

@@ -296,3 +296,64 @@ def test_weights_that_nobody_has_tied_are_shown_in_the_end() -> None:
     assert done == [1]
     assert "b.weight" in model.state_dict()
     assert model.ties == 0
+
+
+# ---- names ----
+
+
+class Named(torch.nn.Module):
+    """A model that knows some names of old."""
+
+    base_model_prefix = "base"
+    _keys_to_ignore_on_load_unexpected = {r"^old\."}  # noqa: RUF012 - as transformers has it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+
+
+def sorted_names(packed: list[str], plain: list[str] = [], conversions: Any = ()) -> tuple[Any, Any]:  # noqa: B006
+    checkpoint: Any = SimpleNamespace(packed=dict.fromkeys(packed), plain=dict.fromkeys(plain))
+    return plans._sources(Named(), checkpoint, conversions)
+
+
+def test_what_has_no_place_is_told_but_for_what_is_known() -> None:
+    known = ["old.x", "rotary_emb.inv_freq", "x.rotary_emb.inv_freq", "position_ids", "x.position_ids"]
+    odd = ["strange", "not.old.x", "my_position_ids"]
+    sources, unexpected = sorted_names(["a.weight", *known, *odd], ["b.weight", "plain"])
+    assert sorted(unexpected) == sorted(odd), "what is plain transformers tells itself"
+    assert {name: it.names for name, it in sources.items()} == {
+        "a.weight": {"a.weight": ["a.weight"]},
+        "b.weight": {"b.weight": ["b.weight"]},
+    }
+    assert all(it.converter is None for it in sources.values())
+
+
+def test_a_name_that_a_model_has_is_its_own_whatever_it_was_once_renamed_to() -> None:
+    from tpde.integrations.transformers.internals import WeightRenaming
+
+    sources, unexpected = sorted_names(["a.weight"], [], [WeightRenaming("a", "gone")])
+    assert (list(sources), unexpected) == (["a.weight"], [])
+    sources, unexpected = sorted_names(["c.weight"], [], [WeightRenaming("c", "a")])
+    assert (list(sources), unexpected) == (["a.weight"], [])
+    sources, unexpected = sorted_names(["base.a.weight"])
+    assert (list(sources), unexpected) == (["a.weight"], []), "of a larger model"
+
+
+def test_all_that_is_decoded_is_cast(tmp_path: Path) -> None:
+    """Plain tensors, too, that become one weight with packed ones."""
+    given: dict[str, Any] = {}
+
+    def convert(self: Any, model: Any, take: Any) -> dict[str, Any]:
+        given.update({name: take(name) for name in ("a", "b")})
+        return {"weight": given["a"] + given["b"]}
+
+    plain = (TensorSpec("BF16", (64, 128)), bytes(2 * 64 * 128))
+    (tmp_path / "y").write_bytes(safetensors_bytes({"b": plain}))
+    with Checkpoint([write(tmp_path / "x", a=PACKED), tmp_path / "y"]) as checkpoint:
+        source = type("Sum", (Source,), {"convert": convert})("weight", None, {"p": ["a"], "q": ["b"]})
+        model = torch.nn.Linear(128, 64, bias=False)
+        assert load_plain(model, source, checkpoint, torch.device("cpu"), torch.float64) == ["weight"]
+    assert {name: it.dtype for name, it in given.items()} == dict.fromkeys("ab", torch.float64)
+    words = torch.frombuffer(bytearray(PACKED[1]), dtype=BF16).reshape(64, 128)
+    assert torch.equal(model.weight.detach(), words.double())

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 from support.kernels import Card  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 import tpde.torch as packed_torch  # noqa: E402
 from tpde.errors import Corrupt, Truncated  # noqa: E402
@@ -288,3 +289,75 @@ def test_a_gpu_tells_damage(card: Card, weights: dict[str, Any], checkpoint: Che
         on_card(card, model_of(weights), checkpoint, 1 << 20)
     assert caught.value.tensor == NAMES[3]
     assert not threads()
+
+
+# ---- the room for blobs ----
+
+
+class Rooms:
+    """Notes the room that blobs are read to: how large, and that the one before is gone by then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.before: list[StorageWeakRef] = []
+        allocate = plain.allocate
+
+        def allocated(size: int, device: Any, what: str) -> Any:
+            if what != "the room that plain weights are decoded from":
+                return allocate(size, device, what)
+            assert all(it.expired() for it in self.before), "the room before is still there"
+            made = allocate(size, device, what)
+            self.sizes.append(size)
+            self.before.append(StorageWeakRef(made.untyped_storage()))
+            return made
+
+        monkeypatch.setattr(plain, "allocate", allocated)
+
+
+def test_the_room_before_is_given_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "SCRATCH_LEAST", 0)
+    rooms = Rooms(monkeypatch)
+    scratch = plain._Scratch([1000, 100, 100], 50, CPU)
+    for number in range(3):
+        scratch.place(number, [])
+    assert rooms.sizes == [1000, 100], "twice as much as is needed would stay"
+    scratch.free()
+    assert rooms.before[-1].expired()
+
+
+def test_blobs_are_gone_when_the_next_room_is_taken(
+    weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three are so much larger that their room is too large for the others."""
+    monkeypatch.setattr(plain, "SCRATCH_LEAST", 0)
+    rooms = Rooms(monkeypatch)
+    real = plain._Scratch
+    monkeypatch.setattr(
+        plain,
+        "_Scratch",
+        lambda sizes, room, device: real(
+            [8 * it if i < 3 else it for i, it in enumerate(sizes)], room, device
+        ),
+    )
+    decode(model_of(weights), checkpoint, 0)
+    assert len(rooms.sizes) == 2
+
+
+def test_a_small_room_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares a segment of the allocator with others, and would not go back."""
+    rooms = Rooms(monkeypatch)
+    monkeypatch.setattr(plain, "SCRATCH_LEAST", 1000)
+    scratch = plain._Scratch([1000, 100, 50], 0, CPU)
+    for number in range(3):
+        scratch.place(number, [])
+    assert rooms.sizes == [1000]
+
+
+def test_there_is_no_more_room_than_is_of_use(
+    weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = max(it.extent.size + 256 for it in checkpoint.packed.values())
+    monkeypatch.setattr(plain, "SCRATCH_BYTES", 2 * size)
+    rooms = Rooms(monkeypatch)
+    decode(model_of(weights), checkpoint, 1 << 30)
+    assert 0 < max(rooms.sizes) <= 2 * size

@@ -21,6 +21,7 @@ from tpde.integrations import live  # noqa: E402
 from tpde.integrations.transformers import loading, quantizer  # noqa: E402
 from tpde.integrations.transformers.config import TpdeConfig  # noqa: E402
 from tpde.integrations.transformers.quantizer import TpdeHfQuantizer, loading_to  # noqa: E402
+from tpde.nn import pack_module as nn_pack_module  # noqa: E402
 from tpde.streaming.budget import Budget  # noqa: E402
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -472,3 +473,78 @@ def test_a_model_whose_quantizer_is_another_is_left_alone() -> None:
     gone = weakref.ref(model)
     del model
     assert gone() is None
+
+
+def _llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1
+    )
+    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def test_an_unpacked_model_is_as_it_was() -> None:
+    model = _llama()
+    before = [set(vars(it)) for it in (model, model.model)]
+    live.pack_module(model, min_bytes=0)
+    for it in (model, model.model):
+        assert isinstance(it.hf_quantizer, TpdeHfQuantizer)
+        assert it.get_memory_footprint() < 0.9 * sum(p.nbytes for p in it.parameters())
+    live.unpack_module(model)
+    for it, names in zip((model, model.model), before, strict=True):
+        assert set(vars(it)) - {"hf_quantizer"} <= names
+        assert not hasattr(it.config, "quantization_config")
+        assert it.get_memory_footprint() == sum(p.nbytes for p in it.parameters()) + sum(
+            b.nbytes for b in it.buffers()
+        )
+
+
+def test_a_part_that_stays_packed_stays_ours() -> None:
+    model = _llama()
+    live.pack_module(torch.nn.ModuleList([model]), min_bytes=0)
+    live.unpack_module(torch.nn.ModuleList([model.lm_head]))
+    assert isinstance(model.hf_quantizer, TpdeHfQuantizer)
+    live.unpack_module(torch.nn.ModuleList([torch.nn.ModuleList([model])]))
+    assert getattr(model, "get_memory_footprint", None) == type(model).get_memory_footprint.__get__(model)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_model_within_a_streamed_one_is_streamed(streamed: bool) -> None:
+    model = _llama()
+    nn_pack_module(model, min_bytes=0)
+    it = made()
+    it.streamed = streamed
+    it.adopt_inner(model)
+    assert "hf_quantizer" not in vars(model)
+    assert model.model.hf_quantizer.streamed == streamed
+    theirs = model.model.hf_quantizer
+    it.adopt_inner(model)
+    assert model.model.hf_quantizer is theirs
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_is_done_when_a_model_is_loaded(streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a budget, the process is held to it and host memory is brought when all else is done."""
+    log: list[str] = []
+    monkeypatch.setattr(quantizer, "finish", lambda model: log.append("finish"))
+    it, model = made(), _llama()
+    nn_pack_module(model, min_bytes=0)
+    model._weight_conversions = [7]
+    for config in (model.config, model.model.config):
+        config._is_quantized = True
+    it._model, it._checkpoint, it._files, it._parts = model, object(), ["a"], {"a": object()}  # type: ignore[assignment,dict-item]
+    it._placeholders = SimpleNamespace(close=lambda: log.append("shown"))  # type: ignore[assignment]
+    if streams:
+        names = ("cut", "route", "attach", "begin")
+        streaming = {name: lambda given, name=name: log.append(name) or given is model for name in names}
+        it._target.streaming = SimpleNamespace(**streaming)  # type: ignore[assignment]
+    assert it._process_model_after_weight_loading(model) is model
+    brought = ["attach", "begin"] if streams else []
+    assert log == ["shown", *(["cut", "route"] if streams else []), "finish", *brought]
+    assert it.pre_quantized
+    assert (it.conversions, model._weight_conversions) == ([7], [])
+    assert not hasattr(model.config, "_is_quantized")
+    assert model.get_memory_footprint() < sum(p.nbytes for p in model.parameters())
+    assert isinstance(model.model.hf_quantizer, TpdeHfQuantizer)
+    held = {name: value for name, value in vars(it).items() if value and name[0] == "_"}
+    assert set(held) == {"_dtype", "_target"}, "nothing of the files, nor of the model"
+    assert held["_target"].streaming is None
