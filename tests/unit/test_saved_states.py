@@ -13,6 +13,8 @@ transformers = pytest.importorskip("transformers", minversion="5.13", reason="ne
 
 import tpde  # noqa: E402
 from tpde.errors import InvalidInput, NotPacked, TpdeError, Truncated  # noqa: E402
+from tpde.integrations import runs  # noqa: E402
+from tpde.integrations.runs import NotARun  # noqa: E402
 from tpde.integrations.transformers import save, shape  # noqa: E402
 from tpde.integrations.transformers.folder import packed_directory, require_files  # noqa: E402
 from tpde.integrations.transformers.save import state_to_save  # noqa: E402
@@ -153,3 +155,32 @@ def test_the_dtype_of_a_shape(
     with pytest.raises(NotPacked, match="no further"), shape.opened_shape(tmp_path):
         pass
     assert seen == [used]
+
+
+def test_a_conversion_that_cuts_through_blobs_is_done_on_plain_weights(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of what it takes, and no more; what comes out is packed again."""
+    model = llama()
+    weights = {name: it.detach().clone() for name, it in model.state_dict().items()}
+    tpde.pack_module(model, min_bytes=0)
+    norm, used = "model.norm.weight", [object()]
+
+    def revert(model: Any, state: dict[str, Any], conversions: Any) -> dict[str, Any]:
+        assert conversions is used
+        if not isinstance(state[HEAD], torch.Tensor):
+            raise NotARun
+        assert not isinstance(state[EMBED], torch.Tensor), "which nothing cuts"
+        head = state.pop(HEAD)
+        return state | {"turned": head.T, "tiny": head[:1, :3].clone(), "other": 5}
+
+    monkeypatch.setattr(save, "revert", revert)
+    monkeypatch.setattr(save, "_is_converted", lambda name, given: given is used and name in (HEAD, norm))
+    made = save._revert(model, save._with_runs(model), used)  # type: ignore[arg-type]
+    assert "a conversion cuts through blobs" in caplog.text
+    assert torch.equal(made[norm], weights[norm])
+    assert HEAD not in made
+    (turned,) = runs.decoded([made["turned"]], torch.device("cpu"), lambda source: source)
+    assert torch.equal(turned, weights[HEAD].T)
+    assert torch.equal(made["tiny"], weights[HEAD][:1, :3])
+    assert made["other"] == 5
