@@ -24,7 +24,10 @@ from tpde.integrations.diffusers import loading  # noqa: E402
 from tpde.integrations.diffusers.config import TpdeConfig  # noqa: E402
 from tpde.integrations.diffusers.loading import expected_dtype, weight_files  # noqa: E402
 from tpde.integrations.diffusers.quantizer import TpdeQuantizer, belong  # noqa: E402
+from tpde.integrations.streaming.demand import FIXED_BYTES, plain_bytes  # noqa: E402
 from tpde.nn import PackedParameter, pack_module  # noqa: E402
+from tpde.streaming.budget import Budget  # noqa: E402
+from tpde.streaming.units import Demand  # noqa: E402
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 WEIGHT = (TensorSpec("BF16", (64, 128)), fill("normal", TensorSpec("BF16", (64, 128))))
@@ -464,3 +467,38 @@ def test_what_stays_packed_and_in_which_dtype_the_rest_is() -> None:
     assert plain["linear.weight"] is torch.float16
     del packed["linear.weight"]
     assert not loading._sort(model, SimpleNamespace(packed=packed), found, BF16)[0]  # type: ignore[arg-type]
+
+
+def test_a_loaded_component_is_finished_and_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its blocks decode together from then on."""
+    module = importlib.import_module("tpde.integrations.diffusers.quantizer")
+    finished: list[Any] = []
+    monkeypatch.setattr(module, "finish", lambda model: finished.append(model) or model)
+    made, model, _ = asked(tmp_path, {"linear.weight": WEIGHT})
+    assert made._process_model_after_weight_loading(model) is model
+    assert finished == [model]
+    assert made._model is None
+
+
+def test_a_budget_of_a_component_has_room_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is its own: other components come on top."""
+    module = importlib.import_module("tpde.integrations.diffusers.streamed")
+    planned: list[Any] = []
+    made: list[Any] = []
+
+    class Streaming:
+        def __init__(self, budget: Budget, *, whole: bool) -> None:
+            made.append((budget, whole))
+
+        def decide(self, device: Any, planner: Any) -> None:
+            made.append((device, planner(77)))
+
+    monkeypatch.setattr(module, "Streaming", Streaming)
+    monkeypatch.setattr(module, "place_units", lambda *given: planned.append(given) or "plan")
+    budget, model, runs = Budget(1 << 30, 5, activations=9), Component(), {"linear.weight": "run"}
+    device = torch.device("cuda", 0)
+    assert isinstance(module.planned(model, runs, device, budget), Streaming)
+    assert made == [(budget, False), (device, "plan")]
+    ((of, what, needs, vram, ram),) = planned
+    assert (of, what, vram, ram) == (model, runs, 77, 5)
+    assert needs == Demand(plain_bytes(model, runs), 0, 9, FIXED_BYTES, argument="`activations`")

@@ -548,3 +548,64 @@ def test_what_is_done_when_a_model_is_loaded(streams: bool, monkeypatch: pytest.
     held = {name: value for name, value in vars(it).items() if value and name[0] == "_"}
     assert set(held) == {"_dtype", "_target"}, "nothing of the files, nor of the model"
     assert held["_target"].streaming is None
+
+
+EMBED, HEAD = "embed.weight", "head.weight"
+
+
+@pytest.mark.parametrize(
+    ("runs", "parts", "same", "left", "tied"),
+    [
+        ([EMBED, HEAD], [EMBED, HEAD], True, {EMBED: EMBED, HEAD: EMBED}, True),
+        ([EMBED, HEAD], [EMBED, HEAD], False, {EMBED: EMBED, HEAD: HEAD}, False),
+        ([EMBED, HEAD], [HEAD], True, {}, True),  # under a budget, the embedding is plain
+        ([EMBED, HEAD], [], True, {}, True),
+        ([EMBED], [EMBED], False, {EMBED: EMBED}, True),
+        ([HEAD], [HEAD], False, {HEAD: HEAD}, True),
+        ([], [], False, {}, True),
+    ],
+)
+def test_tied_weights_that_are_both_in_the_files(
+    runs: list[str],
+    parts: list[str],
+    same: bool,
+    left: dict[str, str],
+    tied: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(quantizer, "same_bytes", lambda a, b: same)
+    it: Any = made()
+    it._model = SimpleNamespace(all_tied_weights_keys={HEAD: EMBED})
+    it._plan, it._parts = SimpleNamespace(runs={name: name for name in runs}), {name: name for name in parts}
+    it._untie()
+    assert it._parts == left
+    assert it._model.all_tied_weights_keys == ({HEAD: EMBED} if tied else {})
+    assert ("they are not tied" in caplog.text) == (not tied)
+
+
+def test_weights_are_installed_under_all_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are tied become one; a second path to the same module changes nothing."""
+    model: Any = torch.nn.Module()
+    model.a, model.b, model.c = (torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+    model.b.weight = model.a.weight
+    model.again = model.a
+    model.c.weight.requires_grad_(False)
+    installed: list[Any] = []
+
+    def replace(model: Any, name: str, parameter: Any) -> None:
+        installed.append((name, parameter))
+        path, _, leaf = name.rpartition(".")
+        del model.get_submodule(path)._parameters[leaf]  # as packed ones are elsewhere
+
+    monkeypatch.setattr(quantizer, "replace_parameter", replace)
+    monkeypatch.setattr(quantizer, "PackedParameter", lambda packed, grad: (packed, grad))
+    it: Any = made()
+    it._model = model
+    it._parts = {"a.weight": "one", "b.weight": "one", "c.weight": "other"}
+    it._install()
+    assert installed == [
+        ("a.weight", ("one", True)),
+        ("b.weight", ("one", True)),
+        ("c.weight", ("other", False)),
+    ]
