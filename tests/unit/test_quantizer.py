@@ -609,3 +609,20 @@ def test_weights_are_installed_under_all_of_their_names(monkeypatch: pytest.Monk
         ("b.weight", ("one", True)),
         ("c.weight", ("other", False)),
     ]
+
+
+def test_each_device_is_asked_for_room_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    monkeypatch.setattr(quantizer, "Placeholders", lambda *given: given)
+    monkeypatch.setattr(quantizer, "checked_device", lambda device: log.append(("checked", device)))
+    monkeypatch.setattr(TpdeHfQuantizer, "_require", lambda self, plan, device: log.append(("room", device)))
+    monkeypatch.setattr(TpdeHfQuantizer, "_decode", lambda *_: [])
+    it: Any = made()
+    it._model, it._device_map = torch.nn.Linear(2, 2), {"weight": 1, "bias": 0}
+    it._model.all_tied_weights_keys = {}
+    it._checkpoint = SimpleNamespace(close=lambda: None, open=lambda *_: log.append("read") or {})
+    it._plan = SimpleNamespace(runs={"weight": object()}, unexpected=[], halves=lambda _: [])
+    it._load()
+    one, two = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert set(log[:2]) == {("checked", one), ("checked", two)}
+    assert log[2:] == [("room", two), "read"], "where anything is packed"
