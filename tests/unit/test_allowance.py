@@ -251,3 +251,105 @@ def test_one_models_budget_needs_memory_too(card: Card) -> None:
     card.limit(0.25)
     with pytest.raises(OutOfMemory, match=r"may allocate 2\.00 GiB, by"):
         Allowance(DEVICE, 4 * GIB, OUTSIDE, whole=False)
+
+
+# ---- what a device holds ----
+
+
+def test_what_pytorch_can_give_back_is_given_back_first(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.reserved, card.allocated = 5 * GIB, 2 * GIB
+
+    def empty_cache() -> None:
+        card.reserved = 2 * GIB
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    assert allowance.held(DEVICE) == (2 * GIB, 0, 0)
+    assert Allowance(DEVICE, 4 * GIB, OUTSIDE).others == 2 * GIB
+
+
+def test_holes_of_another_device_do_not_count(card: Card) -> None:
+    card.keep(MIB, GIB)
+    card.segments[0]["device"] = 1
+    assert allowance.held(DEVICE) == (MIB, 0, GIB)
+
+
+def test_segments_of_a_pytorch_that_names_no_pools(card: Card) -> None:
+    card.keep(MIB, GIB)
+    del card.segments[0]["segment_pool_id"]
+    assert allowance.held(DEVICE) == (MIB, GIB, 0)
+
+
+def test_memory_in_use_is_no_hole(card: Card) -> None:
+    card.keep(GIB, 32 * MIB)
+    found = allowance.held(DEVICE)
+    assert found == (GIB, 32 * MIB, 0)
+    assert (found.counted, found.reserved) == (GIB, GIB + 32 * MIB)
+    # A snapshot of another moment may have more holes than there is.
+    card.reserved = GIB + 33 * MIB
+    card.segments[0]["blocks"].append({"size": GIB, "state": "inactive"})
+    assert allowance.held(DEVICE).rest == 0
+
+
+def test_what_is_held_is_told() -> None:
+    assert allowance.describe(allowance.Held(GIB, 0, 0)) == "1.00 GiB in tensors"
+    for idle in ((GIB, 0), (0, GIB)):
+        found = allowance.describe(allowance.Held(2 * GIB, *idle))
+        assert found == "3.00 GiB, 2.00 GiB of it in tensors and 1.00 GiB unused"
+
+
+def test_a_budget_below_its_fixed_part_is_left_to_the_plan(card: Card) -> None:
+    """Which knows what else there must be, and names the least."""
+    assert Allowance(DEVICE, OUTSIDE // 2, OUTSIDE).others == 0
+
+
+def test_a_budget_of_all_that_pytorch_keeps(card: Card) -> None:
+    card.keep(GIB)
+    assert Allowance(DEVICE, GIB + OUTSIDE, OUTSIDE).others == GIB
+    with pytest.raises(OutOfMemory, match="is less than this process has") as caught:
+        Allowance(DEVICE, GIB + OUTSIDE - 1, OUTSIDE)
+    assert caught.value.least == caught.value.needed == GIB + OUTSIDE
+    assert caught.value.found == GIB + OUTSIDE - 1
+
+
+def test_a_budget_of_all_that_is_free(card: Card) -> None:
+    card.free = 3 * GIB
+    Allowance(DEVICE, 3 * GIB + OUTSIDE, OUTSIDE)
+    with pytest.raises(OutOfMemory, match="is more than cuda:0 has"):
+        Allowance(DEVICE, 3 * GIB + OUTSIDE + 1, OUTSIDE)
+    card.keep(GIB)  # which counts towards the budget, and is there
+    Allowance(DEVICE, 3 * GIB + OUTSIDE, OUTSIDE)
+
+
+def test_a_budget_of_all_that_the_user_allows(card: Card) -> None:
+    card.limit(0.25)
+    Allowance(DEVICE, 4 * GIB + OUTSIDE, OUTSIDE)
+    with pytest.raises(OutOfMemory, match=r"by `torch\.cuda\.set_per_process"):
+        Allowance(DEVICE, 4 * GIB + OUTSIDE + 1, OUTSIDE)
+
+
+def test_budgets_may_add_up_to_more_than_a_card_where_the_user_has_set_no_limit(card: Card) -> None:
+    """Each is what a model may take; whether so much is free is asked of the card."""
+    Allowance(DEVICE, 12 * GIB, OUTSIDE).start()
+    Allowance(DEVICE, 12 * GIB, OUTSIDE)
+
+
+def test_a_budget_that_was_never_started_ends_quietly(card: Card) -> None:
+    first, other = Allowance(DEVICE, 4 * GIB, OUTSIDE), Allowance(DEVICE, 2 * GIB, OUTSIDE)
+    first.start()
+    other.close()
+    assert card.allowed == 4 * GIB - OUTSIDE
+    first.close()
+    assert card.fraction == 1.0
+
+
+def test_a_limit_that_is_set_after_a_budget_has_ended_is_the_users(card: Card) -> None:
+    """Also where it is the one that the budget had set."""
+    made = Allowance(DEVICE, 4 * GIB, OUTSIDE)
+    made.start()
+    ours = card.fraction
+    made.close()
+    card.limit(ours)
+    other = Allowance(DEVICE, GIB, OUTSIDE)
+    other.start()
+    other.close()
+    assert card.fraction == ours

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from support.card import DEVICE, GIB, Card  # noqa: E402
 
+from tpde import memory  # noqa: E402
 from tpde.errors import OutOfMemory  # noqa: E402
 from tpde.memory import allocate, free_bytes, require  # noqa: E402
 from tpde.nn.group import Workspace  # noqa: E402
@@ -91,3 +92,40 @@ def test_buffers_made_in_inference_mode_are_ordinary() -> None:
     with torch.inference_mode():
         made = allocate(64, torch.device("cpu"), "it")
     assert not made.is_inference()
+
+
+def test_a_pytorch_that_tells_no_limits(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    card.limit(0.25)
+    assert memory.memory_limit(DEVICE) == 4 * GIB
+    monkeypatch.delattr(torch.cuda.memory, "get_per_process_memory_fraction")
+    assert memory.memory_fraction(DEVICE) is None
+    assert memory.memory_limit(DEVICE) == 16 * GIB
+
+
+@pytest.mark.parametrize(("device", "error"), [(CPU, OutOfMemory), (DEVICE, RuntimeError)])
+def test_other_errors_of_an_allocation(
+    device: torch.device, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU they are no lack of memory."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(torch, "empty", fails)
+    with pytest.raises(error) as caught:
+        allocate(3 * GIB, device, "it")
+    assert type(caught.value) is error
+    if error is OutOfMemory:
+        assert "it needs 3.00 GiB of host memory, and the system refused" in str(caught.value)
+        assert caught.value.needed == 3 * GIB
+
+
+def test_what_is_needed_and_what_is_there_is_for_programs_too(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.exhaust(monkeypatch, 1)
+    for refused in (require, allocate):
+        with pytest.raises(OutOfMemory) as caught:
+            refused(20 * GIB, DEVICE, "it")
+        error = caught.value
+        assert (error.where, error.found, error.needed) == ("cuda:0", 15 * GIB, 20 * GIB)

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ import tpde.torch as packed_torch  # noqa: E402
 from tpde.errors import (  # noqa: E402
     Corrupt,
     InvalidInput,
+    NotPacked,
     OutOfMemory,
     PackedWeight,
     ReadError,
@@ -39,13 +41,15 @@ from tpde.integrations.allowance import Allowance  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.integrations.place import place  # noqa: E402
 from tpde.integrations.quantized import PackedConfig  # noqa: E402
-from tpde.integrations.streaming import opening, planning  # noqa: E402
-from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
+from tpde.integrations.streaming import opening, planning, units  # noqa: E402
+from tpde.integrations.streaming.demand import FIXED_BYTES, module_calls, plain_bytes  # noqa: E402
 from tpde.integrations.streaming.loading import Streaming  # noqa: E402
 from tpde.integrations.streaming.units import TABLES_BYTES, units_of  # noqa: E402
 from tpde.integrations.transformers import demand, experts, memory  # noqa: E402
+from tpde.integrations.transformers import planning as model_planning  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
-from tpde.integrations.transformers.recurrent import NONE, Recurrent  # noqa: E402
+from tpde.integrations.transformers.recurrent import NONE, Recurrent, Scan  # noqa: E402
+from tpde.nn import pack_module, packed_modules  # noqa: E402
 from tpde.streaming.budget import Budget  # noqa: E402
 from tpde.streaming.units import Demand  # noqa: E402
 
@@ -378,3 +382,352 @@ def test_supplies_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: 
         assert closed == ["memory"]
         assert _open_files(tmp_path) == 2, "the checkpoint's own"
         assert caught.value.message == "no buffers"
+
+
+# ---- terms that few models have ----
+
+
+def test_the_larger_of_two_scans() -> None:
+    one, other = Scan(1, 5.0, 3), Scan(4, 2.0, 6)
+    assert one.most(other) == other.most(one) == Scan(4, 5.0, 6)
+    assert Scan(7, 0.5, 11).bytes(10, 3) == 70 + 50 + 33
+
+
+@pytest.mark.parametrize(
+    ("named", "copies"),
+    [
+        ({}, 1),
+        ({"final_logit_softcapping": None}, 1),
+        ({"final_logit_softcapping": 30.0}, 2),
+        ({"logit_scale": 0.25}, 2),
+        ({"logits_scaling": 8.0}, 2),
+        ({"output_multiplier": 2.0}, 2),
+        ({"lm_head_multiplier": 2.0}, 2),
+        ({"softcap": 20.0}, 2),
+        ({"attn_logit_softcapping": 50.0}, 1),
+        ({"router_logits_scale": 50.0}, 1),
+        ({"logit_scale_init_value": 2.6}, 1),
+    ],
+)
+def test_logits_that_are_scaled_are_there_twice(named: dict[str, Any], copies: int) -> None:
+    model = llama()
+    for name, value in named.items():
+        setattr(model.config, name, value)
+    assert activations_of(model, 2).logits == copies * 2000
+
+
+def test_latent_attention_is_cached_expanded() -> None:
+    """For each head: keys of both kinds and values, of 100 tokens in two bytes."""
+    model = llama()
+    for name, value in {"qk_nope_head_dim": 5, "qk_rope_head_dim": 3, "v_head_dim": 7}.items():
+        setattr(model.config, name, value)
+    layer = 4 * (5 + 3 + 7) * 2 * 100
+    assert demand.cache_bytes(model, 100, 2) == int(layer * 3 * 1.25) + layer
+
+
+def test_models_that_cache_nothing() -> None:
+    class NoCache(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any) -> Any:
+            return input_ids
+
+    model = llama()
+    assert demand.cache_bytes(NoCache(model.config), 100, 2) == 0
+    model.config.is_decoder = True
+    assert demand.cache_bytes(model, 100, 2) > 0
+    model.config.is_decoder = False
+    assert demand.cache_bytes(model, 100, 2) == 0, "an encoder"
+    model = llama()
+    vars(model.config)["num_attention_heads"] = None
+    assert demand.cache_bytes(model, 100, 2) == 0, "no attention"
+
+
+def test_blocks_of_unknown_kinds_cache_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are more blocks than layers, it is not known which of them cache."""
+    model, only = llama(), {"model.layers.1.mlp.up_proj.weight"}
+    every = demand.cache_bytes(model, 100, 2)
+    assert demand.cache_bytes(model, 100, 2, only) < every
+    monkeypatch.setattr(demand, "_blocks", lambda _: [["a"], ["b"], ["c"], ["d"]])
+    assert demand.cache_bytes(model, 100, 2, {"a"}) == every
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "`max_tokens`"),
+        ({"copies": True}, "`max_tokens` or `max_batch`"),
+        ({"recurrent": NONE._replace(states=4)}, "`max_tokens` or `max_batch`"),
+    ],
+)
+def test_all_that_a_model_needs(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Activations(states=10, inside=0, pair=0, experts=3, logits=0, sampling=0)._replace(**options)
+    monkeypatch.setattr(demand, "activations_of", lambda model, itemsize: made)
+    monkeypatch.setattr(demand, "state_bytes", lambda model, batch, only: 1000 * batch)
+    model = llama()
+    needs = demand.demand_of(model, set(), 100, 4, torch.bfloat16)
+    assert needs.plain == plain_bytes(model, set())
+    assert needs.cache == demand.cache_bytes(model, 100, 2) + 4000
+    assert needs.activations == made.bytes(100, 4)
+    assert (needs.fixed, needs.column, needs.argument) == (FIXED_BYTES, 200, said)
+    here = {"model.norm.weight"}
+    assert demand.demand_of(model, set(), 100, 4, torch.bfloat16, here).plain == plain_bytes(
+        model, set(), here
+    )
+
+
+def test_the_dtype_of_most_numbers() -> None:
+    many, few = torch.zeros(10, dtype=torch.float16), torch.zeros(9, dtype=torch.bfloat16)
+    assert demand.activation_dtype([few, many]) is torch.float16
+    assert demand.activation_dtype([few, many, few]) is torch.bfloat16, "all of one dtype together"
+    assert demand.activation_dtype([]) is torch.float32
+
+
+@pytest.mark.parametrize("experts", [0, 1])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager", None])
+def test_experts_are_copied_where_generate_does(
+    experts: int, implementation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpde.integrations.transformers import activations
+
+    monkeypatch.setattr(activations, "_gathered_bytes", lambda *_: experts)
+    model = llama()
+    monkeypatch.setattr(activations, "experts_of", lambda config: implementation)
+    assert activations_of(model, 2).copies == (experts > 0 and implementation in ("grouped_mm", "batched_mm"))
+
+
+def test_attention_that_is_never_fused_has_scores() -> None:
+    model = llama()
+    assert activations_of(model, 2).pair == 1 + 2
+    model.set_attn_implementation("eager")
+    assert activations_of(model, 2).pair == 1 + 2 + 4 * (2 * 2 + 4)
+
+
+def test_what_a_plan_of_a_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several devices: what the others have comes through page tables only."""
+    seen: list[Demand] = []
+    monkeypatch.setattr(model_planning, "cache_least", lambda model, runs, only: 7)
+    monkeypatch.setattr(model_planning, "place_units", lambda model, runs, needs, *_: seen.append(needs))
+    parts = {
+        name: SimpleNamespace(name=name, extent=SimpleNamespace(size=size))
+        for name, size in (("x", 100), ("y", 20), ("z", 3))
+    }
+    runs = {"a": SimpleNamespace(parts=[parts["x"], parts["y"]]), "b": SimpleNamespace(parts=[parts["z"]])}
+    runs["tied"] = SimpleNamespace(parts=[parts["x"]])
+    plan: Any = SimpleNamespace(runs=runs)
+    for only, elsewhere in ((None, 0), ({"a"}, 3), ({"b"}, 120), ({"b", "tied"}, 20), (set(), 123)):
+        model_planning.plan_streaming(llama(), None, plan, Budget(1 << 30, None, 64), only=only)  # type: ignore[arg-type]
+        needs = seen.pop()
+        assert (needs.experts, needs.elsewhere) == (7, elsewhere)
+
+
+# ---- what runs take ----
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_a_peak_of_the_process(platform: str, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource", reason="needs POSIX")
+    monkeypatch.setattr(memory.sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
+    assert memory.Peak(torch.device("cpu")).bytes() == 3000 * unit
+
+
+def test_a_footprint_counts_packed_weights_once_as_what_they_take() -> None:
+    torch.manual_seed(0)
+    model: Any = Model().to(torch.bfloat16)
+    plain = sum(it.nbytes for it in model.parameters())
+    pack_module(model, min_bytes=0)
+    sizes = memory.weight_bytes(model)
+    packed = {
+        id(slot.packed): slot.packed for _, it in packed_modules(model) for slot in it.tpde_slots.values()
+    }
+    assert sizes["packed_bytes"] == sum(it.packed_bytes for it in packed.values())
+    assert sizes["unpacked_bytes"] == sum(it.nbytes for it in packed.values())
+    assert sizes["unpacked_bytes"] + sizes["plain_bytes"] == plain
+    assert memory.Footprint(model)(False) == sizes["packed_bytes"] + sizes["plain_bytes"]
+
+
+def test_a_footprint_keeps_no_model_and_goes_with_its_copy() -> None:
+    model = torch.nn.Linear(4, 3)
+    model.footprint = memory.Footprint(model)
+    gone, other = weakref.ref(model), copy.deepcopy(model)
+    other.bias = None
+    assert (model.footprint(), other.footprint()) == (60, 48)
+    del model
+    assert gone() is None
+
+
+# ---- units of a plan ----
+
+
+def _units(model: Any, folder: Path, names: list[str], only: Any = None) -> dict[str, Any]:
+    state = {name: it.detach() for name, it in model.named_parameters() if name in names}
+    packed_torch.save_file(state, folder / "model.safetensors")
+    with Checkpoint([folder / "model.safetensors"]) as checkpoint:
+        sizes = {name: it.extent.size for name, it in checkpoint.packed.items()}
+        found = units_of(model, {name: it.run for name, it in checkpoint.packed.items()}, only)
+        assert set(sizes) == set(names)
+    return {it.name: (it, sizes) for it in found}
+
+
+def _layers(width: int = 96) -> Any:
+    torch.manual_seed(0)
+    made = torch.nn.Module()
+    made.head, made.tied = torch.nn.Linear(width, 70), torch.nn.Linear(width, 70)
+    made.tied.weight = made.head.weight
+    made.conv = torch.nn.Conv1d(32, 33, 3)
+    made.blocks = torch.nn.ModuleList([Block(32)])
+    return made.to(torch.bfloat16)
+
+
+def test_a_layer_outside_of_blocks_may_be_tiled(tmp_path: Path) -> None:
+    """By itself only: not a block's, nor one that is tied, nor what has no rows."""
+    names = ["head.weight", "conv.weight", "blocks.0.up.weight", "blocks.0.down.weight"]
+    model = _layers()
+    found = {name: it for name, (it, _) in _units(model, tmp_path, names).items()}
+    assert (found["head"].tile, found["head"].row) == (16 << 20, 96 * 2)
+    assert [(found[it].tile, found[it].row) for it in ("conv", "blocks.0")] == [(0, 0)] * 2
+    model.all_tied_weights_keys = {"tied.weight": "head.weight"}
+    found = {name: it for name, (it, _) in _units(model, tmp_path, names).items()}
+    assert (found["head"].tile, found["head"].row) == (0, 0)
+    with torch.device("meta"):
+        wide = torch.nn.Linear((9 << 20) + 1, 70, dtype=torch.bfloat16)
+    model.head = wide
+    model.all_tied_weights_keys = {}
+    tile = units._tile(model, ["head.weight"])
+    assert tile["row"] == (18 << 20) + 2
+    assert tile["tile"] > tile["row"] + 512, "and what the chunks that it begins and ends in have beside it"
+    assert tile["tile"] % 512 == 0
+
+
+def test_bytes_of_a_unit(tmp_path: Path) -> None:
+    names = ["head.weight", "blocks.0.up.weight", "blocks.0.down.weight"]
+    found = _units(_layers(), tmp_path, names)
+    for unit, (it, sizes) in found.items():
+        here = [name for name in names if name.startswith(unit)]
+        assert it.packed == sum(sizes[name] for name in here)
+        plain = {"head.weight": 70 * 96 * 2, "blocks.0.up.weight": 6144, "blocks.0.down.weight": 6144}
+        assert it.plain == sum(-(-plain[name] // 512) * 512 for name in here)
+        assert it.index == len(here) * (512 + (16 << 10) + (2 << 10)), "of a chunk each"
+        assert not it.resident
+        assert not it.rows
+    assert list(_units(_layers(), tmp_path, names, {"head.weight"})) == ["head"]
+    assert list(found) == ["blocks.0", "head"], "in the order of a forward pass"
+
+
+def test_experts_have_pieces_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["head.weight"]
+    (before, _) = _units(_layers(), tmp_path, names)["head"]
+    monkeypatch.setattr(units, "is_routed", lambda *_: True)
+    (after, _) = _units(_layers(), tmp_path, names)["head"]
+    assert after.index == before.index + 70 * 512
+
+
+def test_what_no_gpu_decodes_in_pieces_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "codec_of", lambda _: SimpleNamespace(stays=True))
+    assert _units(_layers(), tmp_path, ["head.weight"])["head"][0].resident
+
+
+def test_a_damaged_header_names_its_tensor(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(file_of(prefix_blob()))
+    with Checkpoint([tmp_path / "x"]) as found:
+        stored = found.packed["x"]
+        with (tmp_path / "x").open("r+b") as file:
+            file.seek(stored.extent.offset)
+            file.write(b"????")
+        model: Any = torch.nn.Module()
+        model.x = torch.nn.Linear(500, 3, bias=False)
+        stored.name = "x.weight"
+        with pytest.raises(Corrupt) as caught:
+            units_of(model, {"x.weight": stored.run})
+    assert caught.value.tensor == "x.weight"
+
+
+# ---- a checkpoint's tensors ----
+
+
+def test_files_that_are_no_weights(tmp_path: Path) -> None:
+    for name, hint in (("model.bin", "make a plain model of it"), ("model.safetensors", "fetch it again")):
+        (tmp_path / name).write_bytes(b"\x80\x02}q\x00." * 100)
+        with pytest.raises(NotPacked) as caught:
+            Checkpoint([tmp_path / name])
+        assert hint in str(caught.value.hint)
+        assert caught.value.where == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_one_packed_file_makes_a_checkpoint_packed(plain_first: bool, tmp_path: Path) -> None:
+    paths = _write(tmp_path, {"w": (SPEC, fill("normal", SPEC))})
+    (tmp_path / "plain").write_bytes(safetensors_bytes({"b": (TensorSpec("U8", (3,)), b"abc")}))
+    paths.insert(0 if plain_first else 1, tmp_path / "plain")
+    with Checkpoint(paths) as found:
+        assert found.is_packed
+        assert found.plain_tensor("b", torch.device("cpu")).tolist() == [97, 98, 99]
+    with Checkpoint([tmp_path / "plain"]) as found:
+        assert not found.is_packed
+
+
+def test_large_tensors_are_decoded_on_the_gpu_that_they_go_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones by a processor, without a blob's way to the device."""
+    from tpde.integrations import checkpoint as module
+    from tpde.integrations import runs as module_of_runs
+
+    read: list[tuple[list[str], Any]] = []
+    empty = torch.empty
+    monkeypatch.setattr(module_of_runs, "allocate", lambda size, device, what: empty(size, dtype=torch.uint8))
+    cpu, reading_blobs = torch.device("cpu"), Checkpoint.read
+
+    def to_device(self: Any, stored: Any, device: Any) -> Any:
+        read.append(([it.name for it in stored], device))
+        return reading_blobs(self, stored, cpu)
+
+    monkeypatch.setattr(Checkpoint, "read", to_device)
+    data = fill("normal", SPEC)
+    with Checkpoint(_write(tmp_path, {"w": (SPEC, data)})) as found:
+        run = found.packed["w"].run
+        for device, small, reads in ((DEVICE, SPEC.nbytes - 1, 1), (DEVICE, SPEC.nbytes, 0), (cpu, 0, 0)):
+            monkeypatch.setattr(module, "SMALL_BYTES", small)
+            (made,) = found.decode([run], device)
+            assert made.view(torch.uint8).numpy().tobytes() == data
+            assert read == [(["w"], DEVICE)] * reads
+            read.clear()
+            (cast,) = found.decode([run], device, torch.float64)
+            assert torch.equal(cast, made.double())
+            read.clear()
+
+
+def test_each_device_is_read_to_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[list[str], Any]] = []
+    reading_blobs, cpu = Checkpoint.read, torch.device("cpu")
+
+    def to_device(self: Any, stored: Any, device: Any) -> Any:
+        read.append(([it.name for it in stored], device))
+        return reading_blobs(self, stored, cpu)
+
+    monkeypatch.setattr(Checkpoint, "read", to_device)
+    names = ["a", "b", "c"]
+    with Checkpoint(_write(tmp_path, {it: (SPEC, fill("normal", SPEC)) for it in names})) as found:
+        runs = {it: found.packed[it].run for it in names} | {"again": found.packed["a"].run}
+        made = found.open(runs, {"a": DEVICE, "b": cpu, "c": DEVICE, "again": DEVICE})
+    assert read == [(["a", "c"], DEVICE), (["b"], cpu)]
+    assert list(made) == list(runs)
+    assert made["a"].sources[0] is made["again"].sources[0]
+
+
+def test_buffers_have_their_places_too() -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    place(norm, "running_mean", torch.full((3,), 7.0))
+    assert norm.running_mean.tolist() == [7.0] * 3
+    assert "running_mean" in dict(norm.named_buffers())
+    for name, shape, needed in (
+        ("running_mean", (4,), r"\[3\]"),
+        ("nothing", (3,), "none"),
+        ("weight", (4,), r"\[3\]"),
+    ):
+        with pytest.raises(InvalidInput, match=rf"has shape .* the model needs {needed}") as caught:
+            place(norm, name, torch.zeros(shape))
+        assert caught.value.where == name
+    whole = torch.nn.Linear(2, 2)
+    whole.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    place(whole, "weight", torch.ones(2, 2, dtype=torch.int8))
+    assert not whole.weight.requires_grad, "integers have none"

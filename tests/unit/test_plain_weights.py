@@ -11,14 +11,20 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from support.files import pack_bytes, safetensors_bytes  # noqa: E402
+from support.kernels import Card  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+
 import tpde.torch as packed_torch  # noqa: E402
 from tpde.errors import Corrupt, Truncated  # noqa: E402
+from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.integrations import reading  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.integrations.runs import Run  # noqa: E402
 from tpde.integrations.streaming import plain  # noqa: E402
 from tpde.integrations.streaming.plain import decode_runs  # noqa: E402
+from tpde.streaming.tensor import Streamed  # noqa: E402
 
 CPU = torch.device("cpu")
 COUNT, ROWS = 9, 64
@@ -216,3 +222,142 @@ def test_decoding_that_fails(
         decode(model_of(weights), checkpoint, room)
     assert len(seen) == 1
     assert not threads()
+
+
+# ---- on a GPU ----
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    """A GPU whose memory is the host's."""
+    made, empty, reader = Card(monkeypatch), torch.empty, plain.Reader
+
+    def placed(*args: Any, device: Any = None, **options: Any) -> Any:
+        return empty(*args, device=CPU if device is made else device, **options)
+
+    monkeypatch.setattr(torch, "empty", placed)
+    monkeypatch.setattr(plain, "Reader", lambda _: reader(CPU))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return made
+
+
+def on_card(card: Card, model: Any, checkpoint: Checkpoint, room: int) -> None:
+    decode_runs(model, runs_of(checkpoint), card, None, room)  # type: ignore[arg-type]
+
+
+def test_a_gpu_decodes_each_batch_with_one_launch(
+    card: Card, weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(card.uploads))
+    size = max(it.extent.size + 256 for it in checkpoint.packed.values())
+    for room, launches in ((0, COUNT), (100 * size, 1)):
+        card.uploads = 0
+        model = model_of(weights)
+        on_card(card, model, checkpoint, room)
+        for name, it in model.named_parameters():
+            assert torch.equal(it.detach().view(torch.int16), weights[name].view(torch.int16)), name
+            assert not it.is_inference()
+        assert card.uploads == launches
+        assert all(it["CHECK"] for it in card.launches)
+        assert given.pop() == launches, "what blobs were read to is given back"
+
+
+def test_what_a_gpu_cannot_decode_is_decoded_alone(
+    card: Card, weights: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    spec = {name: (TensorSpec("BF16", tuple(it.shape)), it.view(torch.int16)) for name, it in weights.items()}
+    data = safetensors_bytes({name: (one, it.numpy().tobytes()) for name, (one, it) in spec.items()})
+    path.write_bytes(pack_bytes(data, codec="zstd"))
+    with Checkpoint([path]) as checkpoint:
+        model = model_of(weights)
+        on_card(card, model, checkpoint, 1 << 20)
+    for name, it in model.named_parameters():
+        assert torch.equal(it.detach().view(torch.int16), weights[name].view(torch.int16)), name
+    assert not card.launches
+
+
+def test_a_gpu_tells_damage(card: Card, weights: dict[str, Any], checkpoint: Checkpoint) -> None:
+    stored = checkpoint.packed[NAMES[3]]
+    at = stored.extent.offset + Streamed(stored.extent, None, CPU, None).header.chunks_at + 99
+    path = Path(stored.extent.source.name)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Corrupt, match=NAMES[3]) as caught:
+        on_card(card, model_of(weights), checkpoint, 1 << 20)
+    assert caught.value.tensor == NAMES[3]
+    assert not threads()
+
+
+# ---- the room for blobs ----
+
+
+class Rooms:
+    """Notes the room that blobs are read to: how large, and that the one before is gone by then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.before: list[StorageWeakRef] = []
+        allocate = plain.allocate
+
+        def allocated(size: int, device: Any, what: str) -> Any:
+            if what != "the room that plain weights are decoded from":
+                return allocate(size, device, what)
+            assert all(it.expired() for it in self.before), "the room before is still there"
+            made = allocate(size, device, what)
+            self.sizes.append(size)
+            self.before.append(StorageWeakRef(made.untyped_storage()))
+            return made
+
+        monkeypatch.setattr(plain, "allocate", allocated)
+
+
+def test_the_room_before_is_given_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "SCRATCH_LEAST", 0)
+    rooms = Rooms(monkeypatch)
+    scratch = plain._Scratch([1000, 100, 100], 50, CPU)
+    for number in range(3):
+        scratch.place(number, [])
+    assert rooms.sizes == [1000, 100], "twice as much as is needed would stay"
+    scratch.free()
+    assert rooms.before[-1].expired()
+
+
+def test_blobs_are_gone_when_the_next_room_is_taken(
+    weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three are so much larger that their room is too large for the others."""
+    monkeypatch.setattr(plain, "SCRATCH_LEAST", 0)
+    rooms = Rooms(monkeypatch)
+    real = plain._Scratch
+    monkeypatch.setattr(
+        plain,
+        "_Scratch",
+        lambda sizes, room, device: real(
+            [8 * it if i < 3 else it for i, it in enumerate(sizes)], room, device
+        ),
+    )
+    decode(model_of(weights), checkpoint, 0)
+    assert len(rooms.sizes) == 2
+
+
+def test_a_small_room_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shares a segment of the allocator with others, and would not go back."""
+    rooms = Rooms(monkeypatch)
+    monkeypatch.setattr(plain, "SCRATCH_LEAST", 1000)
+    scratch = plain._Scratch([1000, 100, 50], 0, CPU)
+    for number in range(3):
+        scratch.place(number, [])
+    assert rooms.sizes == [1000]
+
+
+def test_there_is_no_more_room_than_is_of_use(
+    weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = max(it.extent.size + 256 for it in checkpoint.packed.values())
+    monkeypatch.setattr(plain, "SCRATCH_BYTES", 2 * size)
+    rooms = Rooms(monkeypatch)
+    decode(model_of(weights), checkpoint, 1 << 30)
+    assert 0 < max(rooms.sizes) <= 2 * size

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
+
+from support.card import DEVICE, GIB, Card  # noqa: E402
+from support.simulated import Probe  # noqa: E402
 
 from tpde.errors import OutOfMemory, Truncated  # noqa: E402
 from tpde.format.source import FileSource  # noqa: E402
@@ -119,3 +127,320 @@ def test_running_out_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.explained(torch.device("cuda", 0), "generating"),
     ):
         raise torch.cuda.OutOfMemoryError(text)
+
+
+def test_what_is_complete_is_not_held(source: FileSource) -> None:
+    """Whoever asked for it may give it back, though others are still being read."""
+    with reading.Reader(CPU) as reader:
+        tensor = torch.empty(1000, dtype=torch.uint8)
+        begun = reader.begin([tensor], [Extent(source, 0, 1000, "x")])
+        begun.wait()
+        gone = weakref.ref(tensor)
+        del tensor
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize(("readers", "processors", "threads"), [(8, 2, 2), (2, 8, 2), (8, 8, 5)])
+def test_no_more_threads_than_are_of_use(
+    readers: int, processors: int, threads: int, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them wait here until they have been counted; there are five pieces."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(reading, "READERS", readers)
+    monkeypatch.setattr(reading, "default_threads", lambda: processors)
+    counted = threading.Event()
+    monkeypatch.setattr(FileSource, "read_into", lambda *_: counted.wait(60) and None)
+    with reading.Reader(CPU) as reader:
+        begun = reader.begin([torch.empty(4001, dtype=torch.uint8)], [Extent(source, 0, 4001, "x")])
+        found = [it for it in threading.enumerate() if it.name.startswith("tpde-read")]
+        counted.set()
+        begun.wait()
+    assert len(found) == threads
+
+
+@pytest.mark.parametrize("what", ["asks for a piece", "stops"])
+def test_pieces_are_handed_out_to_one_thread_at_a_time(what: str, source: FileSource) -> None:
+    work = reading._Work([torch.empty(10, dtype=torch.uint8)], [Extent(source, 0, 10, "x")])
+    probe, done = Probe(threading.RLock()), list[Any]()
+    work._lock = probe  # type: ignore[assignment]
+
+    def go() -> None:
+        done.append(next(iter(work)) if what == "asks for a piece" else work.stop())
+        probe.asked.set()  # had it not asked
+
+    thread = threading.Thread(target=go)
+    with probe:
+        thread.start()
+        assert probe.asked.wait(60)
+        assert not done
+    thread.join(60)
+    assert done == [(0, 0, 10) if what == "asks for a piece" else None]
+    assert list(itertools.islice(work, 9)) == []
+
+
+def test_each_piece_is_handed_out_once(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of files and offsets, whatever that of the extents."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", 100)
+    sizes, places = (250, 0, 100), (500, 300, 100)
+    extents = [Extent(source, at, size, "x") for at, size in zip(places, sizes, strict=True)]
+    work = reading._Work([], extents)
+    assert len(work) == 4
+    wanted = [(2, 0, 100), (0, 0, 100), (0, 100, 100), (0, 200, 50)]
+    assert list(itertools.islice(work, 9)) == wanted
+
+
+# ---- memory for them ----
+
+
+class Allocator:
+    """Notes what is allocated, and on which device; all of it is on the CPU.
+
+    Attributes
+    ----------
+    fails : callable
+        Called with the number of bytes; raises what the allocation does.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self.sizes: list[tuple[str, int]] = []
+        self.fails, self._empty = fails, torch.empty
+        monkeypatch.setattr(torch, "empty", self)
+
+    def __call__(self, size: int, *, dtype: Any, device: Any) -> Any:
+        self.sizes.append((str(device), size))
+        self.fails(size)
+        return self._empty(size, dtype=dtype)
+
+
+MIB = 1 << 20
+
+
+def test_large_tensors_come_out_of_one_block_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each a multiple of 512 bytes; small ones come out of the allocator's small blocks."""
+    made = Allocator(monkeypatch)
+    sizes = [MIB, 3 * MIB + 1, 5, MIB + 512]
+    with torch.inference_mode():
+        tensors = reading._allocate(sizes, DEVICE)
+    assert made.sizes == [("cuda:0", it) for it in (4 * MIB + 1024, *sizes)]
+    assert [it.numel() for it in tensors] == sizes
+    assert not any(it.is_inference() for it in tensors)
+    for device, wanted in ((DEVICE, [MIB, 7]), (CPU, [2 * MIB])):
+        made.sizes.clear()
+        reading._allocate(wanted, device)
+        assert made.sizes == [(str(device), it) for it in wanted]
+
+
+def _no_more_than(most: int) -> Callable[[int], None]:
+    def fails(size: int) -> None:
+        if size > most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    return fails
+
+
+def test_memory_in_pieces_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    Allocator(monkeypatch, _no_more_than(2 * MIB))
+    assert [it.numel() for it in reading._allocate([2 * MIB, 2 * MIB], DEVICE)] == [2 * MIB, 2 * MIB]
+
+
+def test_weights_that_do_not_fit_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    Allocator(monkeypatch, _no_more_than(GIB))
+    with pytest.raises(
+        OutOfMemory, match=r"need 4\.00 GiB on cuda:0; 15\.00 GiB are free, but not in one"
+    ) as one:
+        reading._allocate([2 * GIB, 2 * GIB], DEVICE)
+    assert (one.value.where, one.value.needed) == ("cuda:0", 4 * GIB)
+    card.free = 3 * GIB
+    with pytest.raises(
+        OutOfMemory, match=r"the packed weights needs 4\.00 GiB on cuda:0, 3\.00 GiB are free"
+    ):
+        reading._allocate([2 * GIB, 2 * GIB], DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "error"),
+    [
+        (CPU, "you tried to allocate 12 bytes", OutOfMemory),
+        (CPU, "an illegal instruction", RuntimeError),
+        (DEVICE, "CUDA cannot allocate: illegal memory access", RuntimeError),
+    ],
+)
+def test_what_a_system_refuses(
+    device: Any, said: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(size: int) -> None:
+        raise RuntimeError(said)
+
+    Allocator(monkeypatch, fails)
+    with pytest.raises(error) as caught:
+        reading._allocate([12], device)
+    assert type(caught.value) is error
+    if error is OutOfMemory:
+        assert "host memory, and the system refused" in str(caught.value)
+        assert caught.value.needed == 12
+    else:
+        assert str(caught.value) == said
+
+
+# ---- copies to a GPU ----
+
+
+class Stream:
+    """Does what it is given when somebody waits for it."""
+
+    device = DEVICE
+
+    def __init__(self, device: Any = DEVICE) -> None:
+        self.jobs: list[Callable[[], None]] = []
+        self.waited: list[Any] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited.append(other)
+
+    def run(self, count: int) -> None:
+        jobs, self.jobs = self.jobs[:count], self.jobs[count:]
+        for job in jobs:
+            job()
+
+    def synchronize(self) -> None:
+        self.run(len(self.jobs))
+
+
+class Event:
+    """The end of what a stream was given so far."""
+
+    def __init__(self) -> None:
+        self.reached, self.stream = True, Stream()
+
+    def record(self, stream: Stream) -> None:
+        self.reached, self.stream = False, stream
+        stream.jobs.append(lambda: setattr(self, "reached", True))
+
+    def synchronize(self) -> None:
+        while not self.reached:
+            self.stream.run(1)
+
+
+class Streams:
+    """Those of a device, and which each thread copies on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.main, self.made, self._local = Stream(), list[Stream](), threading.local()
+        self.devices = 0
+        self._empty = torch.empty
+        for name, value in {
+            "current_stream": lambda _: self.main,
+            "Stream": self._make,
+            "Event": Event,
+            "device": self._device,
+            "stream": self._on,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "empty", self._pinned)
+
+    def _make(self, device: Any) -> Stream:
+        assert device == DEVICE
+        self.made.append(Stream())
+        return self.made[-1]
+
+    def _pinned(self, size: int, *, pin_memory: bool = False, **options: Any) -> Any:
+        assert pin_memory
+        return self._empty(size, **options)
+
+    @contextmanager
+    def _device(self, device: Any) -> Iterator[None]:
+        assert device == DEVICE
+        self.devices += 1
+        yield
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        self._local.now = stream
+        yield
+        self._local.now = self.main
+
+    @property
+    def current(self) -> Stream:
+        return getattr(self._local, "now", self.main)
+
+
+class OnDevice:
+    """A tensor on the device: what is copied there arrives when its stream gets to it."""
+
+    def __init__(self, streams: Streams, size: int) -> None:
+        self.data, self._streams = torch.zeros(size, dtype=torch.uint8), streams
+
+    def __getitem__(self, part: slice) -> OnDevice:
+        made = OnDevice(self._streams, 0)
+        made.data = self.data[part]
+        return made
+
+    def copy_(self, other: Any, *, non_blocking: bool = False) -> None:
+        stream = self._streams.current
+        assert stream is not self._streams.main
+        stream.jobs.append(lambda: self.data.copy_(other))
+        if not non_blocking:
+            stream.synchronize()
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_copies_to_a_gpu(
+    readers: int, source: FileSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buffer is read to again when its copy is done; when reading is, all copies are."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(reading, "READERS", readers)
+    monkeypatch.setattr(reading, "default_threads", lambda: 8)
+    streams, data = Streams(monkeypatch), (tmp_path / "bytes").read_bytes()
+    extents = [Extent(source, at, 50_001, "x") for at in (150_000, 7, 60_000)]
+    with reading.Reader(DEVICE) as reader:
+        for _ in range(2):
+            tensors: list[Any] = [OnDevice(streams, it.size) for it in extents]
+            reader.begin(tensors, extents).wait()
+            for tensor, extent in zip(tensors, extents, strict=True):
+                assert tensor.data.numpy().tobytes() == data[extent.offset : extent.offset + extent.size]
+    assert 1 <= len(streams.made) <= readers
+    assert all(streams.main in it.waited for it in streams.made)
+    assert streams.devices
+
+
+def test_two_copies_to_a_gpu_are_under_way(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is copied, the next piece is read."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(reading, "READERS", 1)
+    streams, under_way, real = Streams(monkeypatch), list[int](), FileSource.read_into
+
+    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+        under_way.append(sum(len(it.jobs) for it in streams.made))
+        real(source, offset, out)
+
+    monkeypatch.setattr(FileSource, "read_into", read_into)
+    with reading.Reader(DEVICE) as reader:
+        tensors: list[Any] = [OnDevice(streams, 40_000)]
+        reader.begin(tensors, [Extent(source, 0, 40_000, "x")]).wait()
+    assert max(under_way) == 2, "a copy, and the event behind it"
+
+
+def test_copies_that_were_begun_are_waited_for_after_an_error(
+    source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read a buffer that is given back."""
+    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(reading, "READERS", 1)
+    streams, real = Streams(monkeypatch), FileSource.read_into
+
+    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+        if offset == 8192:
+            raise Truncated("the disk ends here")
+        real(source, offset, out)
+
+    monkeypatch.setattr(FileSource, "read_into", read_into)
+    with reading.Reader(DEVICE) as reader:
+        tensors: list[Any] = [OnDevice(streams, 40_000)]
+        with pytest.raises(Truncated, match="ends here"):
+            reader.begin(tensors, [Extent(source, 0, 40_000, "x")]).wait()
+    assert [len(it.jobs) for it in streams.made] == [0]

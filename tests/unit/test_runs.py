@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from tpde.integrations import runs  # noqa: E402
 from tpde.integrations.runs import NotARun, Run  # noqa: E402
+from tpde.nn import pack_tensor  # noqa: E402
 
 
 class Leaf:
@@ -50,6 +52,13 @@ WHOLE: list[Callable[..., Any]] = [
     lambda a, b, c, d: torch.split(torch.cat([a, b, c, d]), 8)[1],
     lambda a, b, c, d: torch.stack([a, b]).unsqueeze(1).squeeze(),
     lambda a, b, c, d: torch.cat(torch.chunk(a, 3)),  # cut, and whole again
+    lambda a, b, c, d: a.unsqueeze(-1),
+    lambda a, b, c, d: a.unsqueeze(-1).squeeze(-1),
+    lambda a, b, c, d: a.unsqueeze(0).squeeze(1),  # which is no dimension of one
+    lambda a, b, c, d: a.unsqueeze(1).squeeze(-2),
+    lambda a, b, c, d: torch.unbind(torch.stack([a, b]), dim=-3)[1],
+    lambda a, b, c, d: torch.split(torch.cat([a, b, c, d]), 16)[0],
+    lambda a, b, c, d: torch.concat([a, b], -2),
 ]
 CUT: list[Callable[..., Any]] = [
     lambda a, b, c, d: torch.chunk(a, 2)[0],
@@ -113,6 +122,101 @@ def test_what_is_no_sequence_of_spans(make: Callable[..., Any]) -> None:
     _, made = _both((4, 3), (4, 3))
     with pytest.raises(NotARun):
         make(*made)
+
+
+@pytest.mark.parametrize(("least", "refused"), [(4 * 4, False), (4 * 4 + 1, True)])
+def test_how_short_a_strip_may_be(least: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strip is what lies together of a piece, however long the piece next to it is."""
+    monkeypatch.setattr(runs, "STRIP_BYTES", least)
+    (a,), (made,) = _both((3, 16))
+    for sizes in ([4, 12], [12, 4], [4, 0, 12]):
+        if refused:
+            with pytest.raises(NotARun):
+                torch.split(made, sizes, dim=1)
+        else:
+            for found, expected in zip(
+                torch.split(made, sizes, dim=1), torch.split(a, sizes, dim=1), strict=True
+            ):
+                _same(found, expected)
+    _same(torch.split(made, [1, 2])[0], torch.split(a, [1, 2])[0])  # rows are no strips
+
+
+def test_what_a_run_says_of_itself() -> None:
+    _, (made,) = _both((4, 3))
+    assert made.dim() == made.ndim == 2
+    assert (made.size(), made.size(0), made.size(-1)) == (torch.Size([4, 3]), 4, 3)
+    assert made.contiguous() is made
+    assert (made.nbytes, made.whole) == (48, True)
+    assert made.parts == (made.spans[0].tensor,)
+    nothing = torch.split(made, [0, 4])[0]
+    assert (nothing.nbytes, nothing.whole) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dim"),
+    [((4, 3), (2, 4, 3), 0), ((4, 3), (4, 2), 0), ((2, 4, 3), (2, 5, 3), 0), ((2, 4, 3), (3, 4, 3), 1)],
+)
+def test_what_cannot_be_joined(one: Any, other: Any, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "STRIP_BYTES", 0)
+    _, made = _both(one, other)
+    with pytest.raises(NotARun):
+        torch.cat(made, dim)
+
+
+class Opened:
+    """A blob, by its tensor; notes when it is opened."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def __call__(self, part: Any) -> Any:
+        self.log.append(part.name)
+        return part.source
+
+
+def _parts(*names: str) -> list[Any]:
+    made = []
+    for seed, name in enumerate(names):
+        torch.manual_seed(seed)
+        words = torch.randn(64, 40).to(torch.bfloat16)
+        packed = pack_tensor(words, name)
+        assert packed is not None
+        (source,) = packed.sources
+        made.append(Part(name=name, nbytes=words.nbytes, words=words, source=source))
+    return made
+
+
+class Part(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def test_each_blob_is_opened_once_for_all_that_is_cut_from_it() -> None:
+    parts, opened = _parts("a", "b"), Opened()
+    a, b = (Run(it.words.shape, torch.bfloat16, [it]) for it in parts)
+    whole = torch.cat([it.words for it in parts])
+    made = [torch.cat([a, b]), *torch.chunk(torch.cat([a, b]), 3), torch.split(a, [0, 64])[0]]
+    wanted = [whole, *torch.chunk(whole, 3), whole[:0]]
+    for dtype in (None, torch.float64):
+        opened.log.clear()
+        for found, expected in zip(
+            runs.decoded(made, torch.device("cpu"), opened, dtype), wanted, strict=True
+        ):
+            assert found.dtype is (dtype or torch.bfloat16)
+            assert torch.equal(found, expected.to(found.dtype))
+        assert opened.log == ["a", "b"]
+
+
+def test_what_there_is_no_room_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        runs,
+        "allocate",
+        lambda size, device, what: asked.append((size, what)) or torch.empty(size, dtype=torch.uint8),
+    )
+    (part,), opened = _parts("a"), Opened()
+    run = Run(part.words.shape, torch.bfloat16, [part])
+    runs.decoded([run, torch.split(run, [0, 64])[0]], torch.device("cpu"), opened, torch.float32)
+    assert asked == [(64 * 40 * 4, "`a`, decoded,"), (1, "`nothing`, decoded,")]
 
 
 def test_what_no_tensor_has() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,3 +129,71 @@ def test_what_a_load_in_vain_leaves_is_for_the_next(
     last = begin()
     last.wait()
     assert last.reserved == reserved  # by now it is a model's
+
+
+@pytest.mark.parametrize(
+    ("options", "attends"),
+    [
+        ({}, [(4, 16)]),
+        ({"_attn_implementation": "sdpa"}, [(4, 16)]),
+        ({"_attn_implementation": "eager"}, []),
+        ({"_attn_implementation": "flash_attention_2"}, []),
+        ({"head_dim": 24}, [(4, 24)]),
+        ({"head_dim": None}, [(4, 16)]),
+        ({"num_attention_heads": None}, []),
+        ({"num_attention_heads": [4, 8]}, []),
+        ({"hidden_act": "no_such_function"}, [(4, 16)]),
+    ],
+)
+def test_attention_that_pytorch_computes(
+    options: dict[str, Any], attends: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool) -> None:
+        assert is_causal
+        assert query.dtype is torch.float16
+        seen.append((query.shape[1], query.shape[3]))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    config = SimpleNamespace(**({"hidden_size": 64, "num_attention_heads": 4} | options))
+    warmup.run_typical(config, torch.device("cpu"), torch.float16)
+    assert seen == attends
+
+
+def test_no_less_than_nothing_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(warmup, "_left", {device: 50})
+    monkeypatch.setattr(warmup, "run_typical", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(warmup, "held", lambda device: SimpleNamespace(counted=30))
+    made = warmup.Warmup(LlamaConfig(), device, torch.bfloat16)
+    assert made.reserved == 0
+    made.abandon()
+    assert warmup._left == {device: 30}
+
+
+def test_a_warmup_runs_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread: what libraries keep, they keep for each stream."""
+    seen: list[Any] = []
+    now = threading.local()
+
+    class On:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            now.stream = self.stream
+
+        def __exit__(self, *error: object) -> None:
+            del now.stream
+
+    def work(config: Any, device: Any, dtype: Any) -> None:
+        seen.append((getattr(now, "stream", None), threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(warmup, "run_typical", work)
+    monkeypatch.setattr(warmup, "held", lambda device: SimpleNamespace(counted=0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the model's")
+    monkeypatch.setattr(torch.cuda, "stream", On)
+    warmup.Warmup(LlamaConfig(), torch.device("cuda", 0), torch.bfloat16).wait()
+    assert seen == [("the model's", False)]

@@ -43,11 +43,12 @@ def place(model: nn.Module, name: str, tensor: torch.Tensor, *, frozen: bool = F
     """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
-    if leaf in module._buffers:
-        module._buffers[leaf] = tensor
-        return
-    before = module._parameters.get(leaf)
+    is_buffer = leaf in module._buffers
+    before = module._buffers[leaf] if is_buffer else module._parameters.get(leaf)
     if before is None or before.shape != tensor.shape:
         raise misshapen(name, tensor.shape, None if before is None else before.shape)
+    if is_buffer:
+        module._buffers[leaf] = tensor
+        return
     trained = tensor.is_floating_point() and (before.requires_grad or not frozen)
     module._parameters[leaf] = nn.Parameter(tensor, requires_grad=trained)

@@ -157,8 +157,7 @@ class TokenLimit:
         if self._samples:
             check_sequences(batch, self.max_tokens, self.max_batch, self._activations)
         # `generate` changes it, from one call to the next.
-        gathers = experts_of(self._config) == "batched_mm"
-        if gathers and self._activations.experts:
+        if experts_of(self._config) == "batched_mm":
             check_experts(batch, new, self.max_tokens, self.max_batch, self._activations)
 
     def before_encoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,180 @@
+"""Text from a model: how it is asked, what is told of it. Model, tokenizer and clock are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+from tpde.errors import InvalidInput, OutOfMemory  # noqa: E402
+from tpde.integrations.transformers import generate as generating  # noqa: E402
+from tpde.integrations.transformers import memory  # noqa: E402
+from tpde.integrations.transformers.generate import Generation, generate, load_tokenizer  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+class Took(dict[str, Any]):
+    """What a tokenizer gives."""
+
+    def to(self, device: Any) -> Took:
+        assert device == CPU
+        return self
+
+
+class Tokenizer:
+    """A token for each word of a prompt; its tokens are numbers."""
+
+    pad_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __call__(self, text: str, **options: Any) -> Took:
+        assert options == {"return_tensors": "pt", "return_token_type_ids": False}
+        ids = torch.arange(len(text.split()))[None]
+        return Took(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        assert options.get("skip_special_tokens") is True
+        return "".join(f"{it} " for it in ids if it != 99)
+
+
+class Model:
+    """Tells a streamer of a prompt and some tokens, and notes how it is asked."""
+
+    device, text = CPU, True
+
+    def __init__(self, tokens: list[int], pad: int | None = None) -> None:
+        self.tokens, self.generation_config = tokens, SimpleNamespace(pad_token_id=pad)
+        self.options: dict[str, Any] = {}
+        self.drawn = 0.0
+
+    def can_generate(self) -> bool:
+        return self.text
+
+    def generate(self, input_ids: Any, attention_mask: Any, streamer: Any, **options: Any) -> None:
+        assert torch.is_inference_mode_enabled()
+        self.options, self.drawn = options, float(torch.rand(()))
+        streamer.put(input_ids)
+        for it in self.tokens:
+            streamer.put(torch.tensor([it]))
+        streamer.end()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at it takes two seconds."""
+    now = iter(range(100, 1000, 2))
+    monkeypatch.setattr(generating.time, "perf_counter", lambda: float(next(now)))
+
+
+def ask(model: Model, tokenizer: Any = None, prompt: str = "a b c", **options: Any) -> tuple[Generation, str]:
+    written: list[str] = []
+    given = {"max_new_tokens": 7, "temperature": 0.0, "seed": 5} | options
+    made = generate(model, tokenizer or Tokenizer(), prompt, write=written.append, **given)
+    return made, "".join(written)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("tokens", "first", "rate", "seconds"),
+    [([], 2.0, None, 2.0), ([4], 2.0, None, 4.0), ([4, 5], 2.0, 0.5, 6.0), ([4, 99, 6, 7], 2.0, 0.5, 10.0)],
+)
+def test_what_is_told_of_a_text(tokens: list[int], first: float, rate: float | None, seconds: float) -> None:
+    """Tokens without text count; the prompt is neither among them nor written."""
+    made, written = ask(Model(tokens))
+    assert made.text == written == "".join(f"{it} " for it in tokens if it != 99)
+    assert (made.tokens, made.prompt_tokens) == (tokens, 3)
+    assert (made.first_token_seconds, made.tokens_per_second, made.seconds) == (first, rate, seconds)
+
+
+def test_text_is_written_as_it_comes() -> None:
+    seen: list[list[str]] = []
+    written: list[str] = []
+
+    class Watching(Model):
+        def generate(self, input_ids: Any, attention_mask: Any, streamer: Any, **options: Any) -> None:
+            for it in ([1, 2, 3], [4], [5]):
+                streamer.put(torch.tensor([it]) if len(it) > 1 else torch.tensor(it))
+                seen.append(list(written))
+
+    model = Watching([])
+    generate(model, Tokenizer(), "a", max_new_tokens=1, temperature=0, seed=0, write=written.append)
+    assert [len("".join(it)) for it in seen] == [0, 2, 4]
+
+
+def test_how_a_model_is_asked() -> None:
+    greedy, drawing = Model([1]), Model([1])
+    ask(greedy)
+    assert greedy.options == {
+        "do_sample": False,
+        "temperature": None,
+        "top_k": None,
+        "top_p": None,
+        "max_new_tokens": 7,
+        "pad_token_id": 0,
+    }
+    ask(drawing, temperature=0.5)
+    assert drawing.options == {
+        "do_sample": True,
+        "temperature": 0.5,
+        "max_new_tokens": 7,
+        "pad_token_id": 0,
+    }
+
+
+def test_draws_follow_the_seed() -> None:
+    models = [Model([1]) for _ in range(3)]
+    for model, seed in zip(models, (5, 5, 6), strict=True):
+        ask(model, seed=seed)
+    assert models[0].drawn == models[1].drawn != models[2].drawn
+
+
+@pytest.mark.parametrize(
+    ("pad", "model", "eos", "used"),
+    [(0, 4, 5, 0), (3, 4, 5, 3), (None, 4, 5, 4), (None, 0, 5, 0), (None, None, 5, 5), (None, None, None, 0)],
+)
+def test_a_padding_token(pad: int | None, model: int | None, eos: int | None, used: int) -> None:
+    tokenizer, made = Tokenizer(), Model([1], model)
+    tokenizer.pad_token_id, tokenizer.eos_token_id = pad, eos
+    ask(made, tokenizer)
+    assert made.options["pad_token_id"] == used
+
+
+def test_what_gives_no_text() -> None:
+    with pytest.raises(InvalidInput, match="the prompt has no tokens"):
+        ask(Model([1]), prompt=" ")
+    silent = Model([1])
+    silent.text = False
+    with pytest.raises(InvalidInput, match="a Model generates no text"):
+        ask(silent)
+
+
+def test_running_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
+
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 1 << 29)
+    monkeypatch.setattr(Model, "generate", fail)
+    with pytest.raises(OutOfMemory, match=r"generating needs 2\.50 GiB more on cpu, 0\.50 GiB are free"):
+        ask(Model([1]))
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError, ImportError, KeyError, AttributeError])
+def test_a_folder_without_a_tokenizer(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        assert folder == tmp_path
+        raise error("there is none\nat all")
+
+    monkeypatch.setattr(generating.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(
+        InvalidInput, match=r"has no tokenizer that transformers can load .*there is none"
+    ) as caught:
+        load_tokenizer(tmp_path)
+    assert error is KeyError or "at all" not in str(caught.value)

@@ -1,0 +1,375 @@
+"""What brings weights under a budget: what is opened, who owns it, who is told. Devices are made up."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.simulated import Probe
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from support.card import DEVICE, GIB, Card  # noqa: E402
+from support.contents import fill  # noqa: E402
+from support.files import pack_bytes, safetensors_bytes  # noqa: E402
+
+from tpde.errors import OutOfMemory, Truncated  # noqa: E402
+from tpde.format.container import TensorSpec  # noqa: E402
+from tpde.format.source import FileSource  # noqa: E402
+from tpde.integrations import allowance  # noqa: E402
+from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
+from tpde.integrations.streaming import loading, opening  # noqa: E402
+from tpde.integrations.streaming.loading import Streaming  # noqa: E402
+from tpde.integrations.streaming.opening import Supplies  # noqa: E402
+from tpde.streaming.budget import Budget  # noqa: E402
+
+SPEC = TensorSpec("BF16", (64, 128))
+SECOND = torch.device("cuda", 1)
+
+
+class Supply:
+    """One that is made for some arguments."""
+
+    def __init__(self, log: list[Any], name: str, ahead: int, given: tuple[Any, ...]) -> None:
+        self.log, self.name, self.ahead, self.given = log, name, ahead, given
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} closed")
+
+
+class World:
+    """What stands in for devices, memory and disks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[Any] = []
+        self.kept: tuple[Any, ...] = ()
+        self.ring = 0
+        self.put: list[str] = []
+        world = self
+
+        class Streamer:
+            """Owns what it is given."""
+
+            def __init__(self, device: Any, slots: int, piece: int, kept: Any) -> None:
+                self.device, self.given, self.owned = device, (slots, piece), list[Any]()
+
+            def own(self, *things: Any) -> None:
+                self.owned[:0] = things
+
+        def memory(extents: Any, device: int, *, progress: Any = None) -> Supply:
+            return Supply(self.log, "memory", 0, ([it.name for it in extents], device, progress))
+
+        def kept(*args: Any) -> None:
+            world.kept = args
+
+        def device(device: Any, ring: int) -> Any:
+            assert device == SECOND
+            world.ring = ring
+            return SimpleNamespace(wait=lambda: world.log.append("waited"))
+
+        def put(tensors: Any) -> None:
+            world.put = sorted(it.name for it in tensors)
+
+        class File(FileSource):
+            """Notes when it is closed first."""
+
+            def close(self) -> None:
+                name = Path(self.name).name
+                if name not in world.log:
+                    world.log.append(name)
+                super().close()
+
+        monkeypatch.setattr(opening, "HostMemory", memory)
+        monkeypatch.setattr(opening, "ReadAhead", lambda *given: Supply(self.log, "disk", 1, given))
+        monkeypatch.setattr(opening, "Kept", kept)
+        monkeypatch.setattr(opening, "CudaDevice", device)
+        monkeypatch.setattr(opening, "Streamer", Streamer)
+        monkeypatch.setattr(opening, "put_on_device", put)
+        monkeypatch.setattr(opening, "FileSource", File)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Iterator[Checkpoint]:
+    """Three tensors in two files."""
+    for name, tensors in (("one", ("a", "b")), ("two", ("c",))):
+        made = {it: (SPEC, fill("normal", SPEC)) for it in tensors}
+        (tmp_path / name).write_bytes(pack_bytes(safetensors_bytes(made)))
+    with Checkpoint([tmp_path / "one", tmp_path / "two"]) as found:
+        yield found
+
+
+@pytest.fixture
+def world(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(monkeypatch)
+
+
+PLAN: Any = SimpleNamespace(
+    staging=48, piece=10, ring=1000, kept=70, slots=5, work=SimpleNamespace(disk=300, copied=400)
+)
+
+
+def stored(checkpoint: Checkpoint, names: str) -> list[Any]:
+    return [checkpoint.packed[it] for it in names]
+
+
+@pytest.mark.parametrize(("host", "disk"), [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")])
+def test_what_is_opened_for_a_device(host: str, disk: str, world: World, checkpoint: Checkpoint) -> None:
+    told = object()
+    made = Supplies(SECOND, PLAN, stored(checkpoint, host), stored(checkpoint, disk), progress=told)  # type: ignore[arg-type]
+    supplies = {it.name: it for it in made.supplies}  # type: ignore[attr-defined]
+    assert list(supplies) == ["memory"] * bool(host) + ["disk"] * bool(disk)
+    if host:
+        assert supplies["memory"].given == (list(host), 1, told)
+    if disk:
+        assert supplies["disk"].given == (4, 10, opening.READERS, 1)
+    assert world.put == ["a", "b", "c"], "all tables and maps, at once"
+    streamer, tensors = made.open()
+    assert sorted(tensors) == ["a", "b", "c"]
+    for name, it in tensors.items():
+        assert it.supply is supplies["memory" if name in host else "disk"]
+        assert it._streams is streamer
+    # What takes longest is kept first.
+    assert world.kept == (1000, 70, 70 + (300 if disk else 400), supplies.get("disk"))
+    assert world.ring == 1070
+    assert streamer.given == (5, 10)  # type: ignore[attr-defined]
+    # Memory may still be read to where files lie: it is closed first.
+    names = [it.name if isinstance(it, Supply) else Path(it.name).name for it in streamer.owned]  # type: ignore[attr-defined]
+    assert names == [*(["disk"] if disk else []), *(["memory"] if host else []), "one", "two"]
+    made.close()
+    assert not world.log, "they are the streamer's"
+
+
+def test_what_no_streamer_owns_is_closed(world: World, checkpoint: Checkpoint) -> None:
+    made = Supplies(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
+    made.close()
+    assert world.log == ["disk closed", "memory closed", "one", "two"]
+    made.close()
+    assert len(world.log) == 4
+
+
+def test_a_streamer_that_is_dropped_leaves_nothing_open(world: World, checkpoint: Checkpoint) -> None:
+    """Copies may still read the host's memory: the device is waited for, and all is closed."""
+    made = Supplies(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
+    streamer: Any = made.open()[0]
+
+    def fail() -> None:
+        world.log.append("failed")
+        raise RuntimeError("a device has crashed")
+
+    streamer.owned[0].close = fail
+    streamer.device.wait = fail
+    del streamer, made
+    gc.collect()
+    assert world.log == ["failed", "failed", "memory closed", "one", "two"]
+
+
+def test_nothing_runs_when_the_process_ends(
+    world: World, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices are gone by then."""
+    made: list[Any] = []
+
+    class Noted(weakref.finalize):  # type: ignore[type-arg]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(weakref, "finalize", Noted)
+    supplies = Supplies(SECOND, PLAN, stored(checkpoint, "a"), [])
+    streamer = supplies.open()[0]
+    monkeypatch.setattr(allowance, "_budgets", {})
+    Card(monkeypatch)
+    streaming = Streaming(Budget(4 * GIB))
+    streaming.decide(DEVICE, lambda _: SimpleNamespace(parts={"pages": 0}))  # type: ignore[arg-type,return-value]
+    streaming.attach(SimpleNamespace())
+    assert [it.atexit for it in made] == [False] * 3
+    streaming.close()
+    del streamer
+
+
+def test_a_file_that_is_too_short_is_not_opened(world: World, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "two").write_bytes((tmp_path / "two").read_bytes()[:600])
+    with pytest.raises(Truncated):
+        Supplies(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
+    assert world.log == ["one", "two"]
+
+
+# ---- budgets ----
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    monkeypatch.setattr(allowance, "_budgets", {})
+    return Card(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("held", "error", "least"),
+    [
+        (GIB, OutOfMemory("too little", least=6 * GIB), 7 * GIB),
+        (GIB, OutOfMemory("too little"), None),
+        (GIB, OutOfMemory("too little", least=6 * GIB, budget="ram"), 6 * GIB),
+        (0, OutOfMemory("too little", least=6 * GIB), 6 * GIB),
+    ],
+)
+def test_the_least_that_works_has_room_for_what_is_there(
+    held: int, error: OutOfMemory, least: int | None, card: Card
+) -> None:
+    def plan(vram: int) -> Any:
+        assert vram == 4 * GIB - held
+        raise error
+
+    card.keep(held)
+    with pytest.raises(OutOfMemory) as caught:
+        Streaming(Budget(4 * GIB)).decide(DEVICE, plan)
+    assert caught.value.least == least
+    assert (caught.value is error) == (least != 7 * GIB)
+    if caught.value is not error:
+        assert (caught.value.where, caught.value.found, caught.value.needed) == ("vram", 4 * GIB, least)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_budget_is_taken_of_gpus_only(whole: bool, card: Card) -> None:
+    streaming, plan = Streaming(Budget(4 * GIB), whole=whole), SimpleNamespace(parts={"pages": GIB})
+    planned: list[int] = []
+
+    def planner(vram: int) -> Any:
+        planned.append(vram)
+        return plan
+
+    card.keep(GIB)
+    streaming.decide(torch.device("cpu"), planner)
+    assert card.fraction == 1.0
+    streaming.decide(DEVICE, planner)
+    assert planned == [4 * GIB, 3 * GIB if whole else 4 * GIB]
+    assert (card.fraction < 1.0) == whole
+    assert streaming.plans == {torch.device("cpu"): plan, DEVICE: plan}
+    if whole:
+        assert card.allowed == 4 * GIB - loading.OUTSIDE_BYTES - GIB, "page tables are not PyTorch's"
+    streaming.close()
+    assert card.fraction == 1.0
+
+
+def test_what_was_done_for_a_model_does_not_count(card: Card) -> None:
+    card.keep(GIB)
+    planned: list[int] = []
+
+    def planner(vram: int) -> Any:
+        planned.append(vram)
+        return SimpleNamespace(parts={"pages": 0})
+
+    Streaming(Budget(4 * GIB)).decide(DEVICE, planner, GIB // 4)
+    assert planned == [4 * GIB - GIB // 4]
+
+
+# ---- what is told ----
+
+
+def test_progress_is_told_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, seen, inside = Probe(threading.RLock()), list[int](), list[int]()
+
+    def told(nbytes: int) -> None:
+        if nbytes == 1:
+            other.start()
+            assert probe.asked.wait(60)
+            inside.append(len(seen))
+        seen.append(nbytes)
+        probe.asked.set()  # had it not asked
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading.threading, "Lock", lambda: probe)
+        tell = loading._one_at_a_time(told)
+    assert tell is not None
+    other = threading.Thread(target=tell, args=(2,))
+    tell(1)
+    other.join(60)
+    assert (inside, seen) == ([0], [1, 2])
+    assert loading._one_at_a_time(None) is None
+
+
+class Told:
+    """A streamer that is asked what it has done."""
+
+    def __init__(self, *owned: Any) -> None:
+        self.owned, self.dropped_pieces = list(owned), 3
+        self.traces: list[Any] = []
+
+    def stats(self) -> dict[str, int]:
+        return {"copied_bytes": 7}
+
+    def record(self, trace: Any) -> None:
+        self.traces.append(trace)
+
+
+def test_what_is_recorded_is_told_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    streaming: Any = Streaming(Budget(GIB))
+    streaming.streamers = {DEVICE: Told(), SECOND: Told()}
+    supplies = {it: [SimpleNamespace(trace=None), SimpleNamespace(trace=None)] for it in (DEVICE, SECOND)}
+    streaming._supplies = supplies
+    assert streaming.stats() == {"cuda:0": {"copied_bytes": 7}, "cuda:1": {"copied_bytes": 7}}
+    monkeypatch.setattr(loading, "start_trace", lambda it: SimpleNamespace(spans=lambda: [it]))
+    dropped: list[Any] = []
+
+    def summarize(spans: Any, count: int) -> Any:
+        dropped.append((spans, count))
+        return SimpleNamespace(as_dict=lambda: {"hidden": 0.5})
+
+    monkeypatch.setattr(loading, "summarize_spans", summarize)
+    streaming.record()
+    for device, it in streaming.streamers.items():
+        (trace,) = it.traces
+        assert all(supply.trace is trace for supply in supplies[device])
+        it.dropped_pieces += 2
+    both = {"copied_bytes": 7, "hidden": 0.5}
+    assert streaming.stats() == {"cuda:0": both, "cuda:1": both}
+    assert dropped == [([DEVICE], 2), ([SECOND], 2)], "since then"
+    written: list[Any] = []
+    monkeypatch.setattr(loading, "write_trace", lambda path, traces: written.append((path, len(traces))))
+    streaming.trace("x.json")
+    assert written == [("x.json", 2)]
+
+
+def test_host_memory_is_waited_for_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Memory:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def begin(self) -> None:
+            log.append(f"{self.name} begins")
+
+        def complete(self) -> None:
+            log.append(f"{self.name} is there")
+
+    monkeypatch.setattr(loading, "HostMemory", Memory)
+    monkeypatch.setattr(loading, "prepare_rows", lambda _: log.append("rows"))
+    streaming: Any = Streaming(Budget(GIB))
+    streaming.streamers = {DEVICE: Told(object(), Memory("one")), SECOND: Told(Memory("two"))}
+    streaming.begin(torch.nn.ReLU())
+    streaming.wait()
+    assert log == ["one begins", "two begins", "rows", "one is there", "two is there"]
+
+
+def test_all_devices_are_checked_and_closed_once() -> None:
+    log: list[str] = []
+    streaming: Any = Streaming(Budget(GIB))
+    streaming.streamers = {
+        it: SimpleNamespace(
+            check=lambda it=it: log.append(f"{it} checked"), close=lambda it=it: log.append(f"{it} closed")
+        )
+        for it in ("one", "two")
+    }
+    streaming.check()
+    assert log == ["one checked", "two checked"]
+    log.clear()
+    for _ in range(2):
+        streaming.close()
+        assert log[:2] == ["one checked", "two checked"]
+        assert sorted(log[2:]) == ["one closed", "two closed"]
