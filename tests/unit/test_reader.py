@@ -104,7 +104,7 @@ def test_a_packed_file_gives_what_its_source_had() -> None:
         assert len(file.source_header()).to_bytes(8, "little") + file.source_header() in SOURCE
         for name, (_, data) in TENSORS.items():
             assert file.read(name).tobytes() == data
-        with pytest.raises(KeyError, match="no tensor `a.weight_tpde`"):
+        with pytest.raises(KeyError, match=r"no tensor `a\.weight_tpde`"):
             file.tensor("a.weight_tpde")
 
 
