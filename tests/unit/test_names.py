@@ -157,7 +157,7 @@ def test_weights_that_others_read(tmp_path: Path) -> None:
 
 def test_safetensors_files_are_packed_under_their_names(tmp_path: Path) -> None:
     files = ("a.safetensors", "sub/b.safetensors", "adapter_model.safetensors", "pytorch_model.bin", "x.bin")
-    make(tmp_path, {name: b"" for name in files} | {"x.safetensors.index.json": index("a.safetensors")})
+    make(tmp_path, dict.fromkeys(files, b"") | {"x.safetensors.index.json": index("a.safetensors")})
     found = choose(walk(tmp_path))
     assert found.files == {"a.safetensors": "a.safetensors", "sub/b.safetensors": "sub/b.safetensors"}
     assert list(found.indexes) == ["x.safetensors.index.json"]
