@@ -116,9 +116,8 @@ def make(root: Path, files: dict[str, Any]) -> Path:
     """Make files: of these bytes, of this text, or of this value as JSON."""
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        if not isinstance(content, bytes):
-            content = (content if isinstance(content, str) else json.dumps(content)).encode()
-        (root / name).write_bytes(content)
+        text = content if isinstance(content, (str, bytes)) else json.dumps(content)
+        (root / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     return root
 
 
