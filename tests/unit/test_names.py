@@ -19,7 +19,7 @@ from tpde.packing.names import (
     may_stay_link,
     safetensors_name,
 )
-from tpde.packing.sources import open_source, shards
+from tpde.packing.sources import shards
 from tpde.packing.tree import walk
 from tpde.packing.weights import (
     check_shards,
@@ -356,10 +356,3 @@ def test_shards_that_lead_out_are_not_followed(tmp_path: Path) -> None:
     make(tmp_path, {"b.safetensors": b""})
     (tmp_path / "model" / "b.safetensors").symlink_to("../b.safetensors")
     assert shards(tmp_path / "model") == [tmp_path / "model" / "a.safetensors"]
-
-
-def test_what_is_no_weights_is_told_what_can_be_packed(tmp_path: Path) -> None:
-    make(tmp_path, {"x.txt": "no weights at all"})
-    with pytest.raises(TpdeError) as told:
-        open_source(tmp_path / "x.txt")
-    assert ".bin, .pt, .pth, .ckpt" in str(told.value.hint)
