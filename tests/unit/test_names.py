@@ -195,6 +195,14 @@ def test_pickles_are_packed_where_no_safetensors_lie_beside_them(tmp_path: Path)
     }
 
 
+def test_shards_in_pickles_may_be_reached_by_links(tmp_path: Path) -> None:
+    make(tmp_path, {"s/pytorch_model.bin.index.json": index("link.pt"), "s/real.pt": b""})
+    (tmp_path / "s" / "link.pt").symlink_to("real.pt")
+    found = choose(walk(tmp_path))
+    assert found.files == {"s/real.pt": "s/link.safetensors"}
+    assert found.sources["s/link.safetensors"] == "s/real.pt"
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
 def test_a_name_that_pickles_would_get_must_be_free(kind: str, tmp_path: Path) -> None:
     make(tmp_path, {"pytorch_model.bin.index.json": index("s/x.pt"), "s/x.pt": b""})
