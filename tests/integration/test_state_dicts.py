@@ -79,10 +79,10 @@ def test_lightning_checkpoints_give_their_state_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "error", "match"),
     [
-        ([torch.ones(3)], InvalidInput, "list"),
-        ({}, InvalidInput, "state dict"),
-        ({"a": 1}, InvalidInput, "`a` is a int"),
-        ({1: torch.ones(3)}, InvalidInput, "`1`"),
+        ([torch.ones(3)], InvalidInput, "holds a list, not a state dict"),
+        ({}, InvalidInput, "holds an empty state dict"),
+        ({"a": 1}, InvalidInput, "entry `a` is a int"),
+        ({1: torch.ones(3)}, InvalidInput, "entry `1` "),
         ({"a": torch.ones(3).to_sparse()}, InvalidInput, "`a` is not dense"),
         ({"a": torch.ones(3, dtype=torch.complex128)}, UnsupportedDtype, "complex128"),
     ],

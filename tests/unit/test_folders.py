@@ -306,6 +306,39 @@ def test_an_index_names_packed_tensors_through_links(source: Path, tmp_path: Pat
     assert {name for name, _ in problems(packed)} == {f"packed/{INDEX}"}
 
 
+def test_what_is_no_weights_but_for_its_name_is_a_file_like_others(source: Path, tmp_path: Path) -> None:
+    """Such as what git has in the place of a large file."""
+    packed, name = tmp_path / "packed", "adapter_model.safetensors"
+    for data in (b"version https://example.org/spec\noid sha256:0\n", spoilt.PLAIN):
+        (source / name).write_bytes(data)
+        tpde.pack(source, packed, force=True)
+        assert problems(packed) == problems(packed, source) == set()
+        tpde.unpack(packed, tmp_path / "back", force=True)
+        assert (tmp_path / "back" / name).read_bytes() == data
+        (packed / name).write_bytes(data[:-1] + b"x")
+        says = f"`packed/{name}` differs from what was packed"
+        assert problems(packed) == problems(packed, source) == {(f"packed/{name}", says)}
+        (packed / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_a_text_that_was_changed_with_what_is_made_of_it_is_found(
+    name: str, packed: Path, source: Path, tmp_path: Path
+) -> None:
+    """Its hash tells: the other file is what packing would make of the other text."""
+    before = manifest_of(packed)
+    (source / name).write_text((source / name).read_text("utf-8") + " ", "utf-8")
+    if name == "config.json":
+        (source / name).write_text("{}")
+    tpde.pack(source, tmp_path / "other")
+    shutil.copy(tmp_path / "other" / name, packed)
+    before["files"][name]["original"] = manifest_of(tmp_path / "other")["files"][name]["original"]
+    (packed / MANIFEST).write_text(json.dumps(before))
+    assert problems(packed) == {(f"packed/{name}", f"`packed/{name}` differs from what was packed")}
+    with pytest.raises(Corrupt, match="SHA-256"):
+        tpde.unpack(packed, tmp_path / "back")
+
+
 def test_a_disk_that_fails_at_one_file_hides_no_other(
     packed: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
