@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -337,6 +338,16 @@ def test_a_text_that_was_changed_with_what_is_made_of_it_is_found(
     assert problems(packed) == {(f"packed/{name}", f"`packed/{name}` differs from what was packed")}
     with pytest.raises(Corrupt, match="SHA-256"):
         tpde.unpack(packed, tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_text_of_which_packing_makes_nothing_was_not_packed(name: str, text: str, packed: Path) -> None:
+    """Even where its hash was made to fit."""
+    value = manifest_of(packed)
+    value["files"][name] = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "original": text}
+    (packed / MANIFEST).write_text(json.dumps(value))
+    assert problems(packed) == {(f"packed/{name}", f"`packed/{name}` differs from what was packed")}
 
 
 def test_a_disk_that_fails_at_one_file_hides_no_other(
