@@ -637,6 +637,7 @@ def test_everything_is_synced_before_the_old_folder_goes(
     def exchange(new: Path, there: Path) -> bool:
         """From here on only the journal tells the old folder from the new."""
         assert {it.stat().st_ino for it in (new.parent / "journal", new.parent)} <= synced
+        assert names(new) == NEW | {"sub", "sub/notes"}  # complete as soon as it is there
         carried = [new, *(new / name for name in (".cache", ".cache/deep", "logs"))]
         assert {it.stat().st_ino for it in carried} <= synced
         assert there.parent.stat().st_ino in synced

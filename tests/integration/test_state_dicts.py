@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import zipfile
@@ -302,3 +303,40 @@ def test_names_that_safetensors_cannot_hold_are_refused(name: str, tmp_path: Pat
     torch.save({name: torch.zeros(3)}, tmp_path / "x.pt")
     with pytest.raises(InvalidInput, match=r"not Unicode|place of metadata"):
         pack(tmp_path / "x.pt", tmp_path / "packed")
+
+
+def test_a_directory_of_state_dicts_is_compared_with_its_source(tmp_path: Path) -> None:
+    source, packed, back = tmp_path / "source", tmp_path / "packed", tmp_path / "back"
+    (source / "sub").mkdir(parents=True)
+    names = {"pytorch_model-1.bin": "model-1", "sub/x.bin": "sub/x"}
+    for i, name in enumerate(names):
+        torch.save({f"w{i}": torch.arange(3000.0) + i}, source / name)
+        (source / name).chmod(0o640 + i)
+    index = {"metadata": {}, "weight_map": {f"w{i}": name for i, name in enumerate(names)}}
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (source / "pytorch_model.bin.index.json").chmod(0o604)
+    pack(source, packed)
+    made = {f"{name}.safetensors" for name in names.values()} | {"model.safetensors.index.json"}
+    found = {it.relative_to(packed).as_posix(): it for it in packed.rglob("*") if it.is_file()}
+    assert found.keys() == made | {"tpde_manifest.json"}
+    assert [oct(found[it].stat().st_mode & 0o777) for it in sorted(made)] == ["0o640", "0o604", "0o641"]
+    assert verify(packed) == verify(packed, against=source) == []
+    unpack(packed, back)
+    weights = json.loads((back / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weights == {f"w{i}": f"{name}.safetensors" for i, name in enumerate(names.values())}
+    for i, name in enumerate(names.values()):
+        loaded = safetensors_torch.load_file(back / f"{name}.safetensors")
+        assert torch.equal(loaded[f"w{i}"], torch.arange(3000.0) + i)
+    torch.save({"w1": torch.arange(3000.0)}, source / "sub/x.bin")
+    index["metadata"] = {"total_size": 5}
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (source / "more.bin").touch()
+    said = {it.message.replace(f"{tmp_path}/", "").partition(";")[0] for it in verify(packed, against=source)}
+    assert said == {
+        "tensor `w1`: byte 2 is 0x80, but 0x00 in the source",
+        "`source/pytorch_model.bin.index.json` differs from what was packed",
+        "`source/more.bin` was not packed: it is not in the packed directory",
+    }
+    (source / "pytorch_model-1.bin").unlink()
+    said = {it.message.replace(f"{tmp_path}/", "") for it in verify(packed, against=source)}
+    assert "`source/pytorch_model-1.bin` is missing from the source, or is no file" in said

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import spoilt
 from support.contents import fill, spec_of
 from support.files import pack_bytes, safetensors_bytes
 
+from tpde.codec.plan import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, sample_ranges
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
 from tpde.packing import inspect as inspecting
@@ -130,6 +132,19 @@ def test_what_is_counted_does_not_depend_on_how_many_at_a_time(
     assert inspect(model, histogram=True) == full
     assert max(count for count, _ in held) <= tensors
     assert max(size for _, size in held) < nbytes + BF16.nbytes
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_of_a_large_tensor_its_sample_is_counted(packed: bool, tmp_path: Path) -> None:
+    spec = spec_of("U8", (SAMPLE_CHUNKS + 9) * PREFIX_CHUNK_WORDS + 5)
+    data = fill("ascending", spec)
+    source = safetensors_bytes({"x": (spec, data)})
+    (tmp_path / "x").write_bytes(pack_bytes(source) if packed else source)
+    sample = b"".join(data[begin:end] for begin, end in sample_ranges(spec))
+    assert len(sample) < len(data)
+    report = inspect(tmp_path / "x", histogram=True)
+    assert report.histogram is not None
+    assert report.histogram[0].counts == tuple(np.bincount(np.frombuffer(sample, np.uint8), minlength=256))
 
 
 def test_files_below_a_directory_are_those_that_packing_takes(model: Path) -> None:
