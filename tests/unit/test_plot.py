@@ -85,6 +85,7 @@ def test_bars_have_names_ratios_and_the_colours_of_codecs(drawn: Any) -> None:
     assert found[1::2] == ["1.235", "99.999", "100", "12,346", "1.000"]
     colours = [to_hex(it.get_facecolor()).upper() for it in axes.patches]
     assert colours == [COLOURS.get(codec, OTHER) for codec in ratios]
+    assert axes.get_xlabel() == "ratio: source bytes over stored bytes"
     (legend,) = figure.legends
     labels = [it.get_text() for it in legend.get_texts()]
     assert labels == ["prefix", "zstd", "constant", "plain", "later", "all tensors"]
@@ -209,6 +210,7 @@ def test_histograms_show_exponents_or_bytes(
     axes = drawn(report([tensor("a", 1.5)], histogram=(histogram(dtype, **counts),))).axes[1]
     assert bars(axes) == found
     assert axes.get_xlabel() == label
+    assert axes.get_ylabel() == "share of the words sampled, %"
     assert axes.get_title(loc="left") == dtype
     assert axes.get_title(loc="right") == ""
     low, high = min(found), max(found)
