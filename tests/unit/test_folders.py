@@ -159,6 +159,26 @@ def test_a_packed_file_among_plain_ones_is_told_of_the_directory(source: Path, t
     assert not (tmp_path / "packed").exists()
 
 
+@pytest.mark.parametrize("name", ["config.json", "sub/config.json"])
+def test_a_plain_model_that_says_it_is_packed_is_not_packed(name: str, source: Path, tmp_path: Path) -> None:
+    (source / name).write_text('{"quantization_config": {"quant_method": "tpde"}}')
+    with pytest.raises(InvalidInput, match="says that the weights are packed, but they are plain") as told:
+        tpde.pack(source, tmp_path / "packed")
+    assert told.value.where == str(source)
+    assert not (tmp_path / "packed").exists()
+
+
+def test_an_index_may_be_a_link_to_another(source: Path, tmp_path: Path) -> None:
+    packed, back, other = tmp_path / "packed", tmp_path / "back", "other.safetensors.index.json"
+    (source / other).symlink_to(INDEX)
+    (source / "sub" / "config.json").symlink_to("../config.json")
+    tpde.pack(source, packed)
+    assert os.readlink(packed / other) == INDEX
+    assert problems(packed, source) == set()
+    tpde.unpack(packed, back)
+    assert content(back) == content(source)
+
+
 @pytest.mark.parametrize("action", [tpde.pack, tpde.unpack])
 @pytest.mark.parametrize("how", ["inside", "the same", "around", "inside by a link", "around by a link"])
 def test_a_destination_is_neither_in_the_source_nor_around_it(

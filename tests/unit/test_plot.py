@@ -129,6 +129,10 @@ def test_pictures_are_as_large_as_what_they_show(
     for box in boxes:
         assert 0 <= box.x0 < box.x1 <= 1
         assert 0 <= box.y0 < box.y1 <= 1
+    columns = boxes[: len(boxes) - histograms]
+    edges = [0.0, *(it.x1 for it in columns)]
+    rooms = [(it.x0 - edge) * width for it, edge in zip(columns, edges, strict=False)]
+    assert rooms == pytest.approx([2.75] * len(columns))  # inches for the names
     for one, other in itertools.pairwise(boxes):
         assert one.x1 <= other.x0 or other.y1 <= one.y0  # beside each other, or below
 
