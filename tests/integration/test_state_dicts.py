@@ -192,9 +192,12 @@ def test_tensors_are_read_from_the_file_and_not_mapped(
     tensors |= {"conj": torch.randn(8, dtype=torch.complex64).conj(), "empty": torch.empty(0, 3)}
     tensors |= {
         "neg": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "contiguous": torch.randn(1, dtype=torch.complex64).conj().imag,
         "expanded": torch.ones(1).expand(7),
         "half": torch.randn(5).half(),
     }
+    assert tensors["contiguous"].is_contiguous()
+    assert tensors["contiguous"].is_neg()
     torch.save(tensors, tmp_path / "x.pt")
     needed = {name: torch_bytes(it).tobytes() for name, it in torch.load(tmp_path / "x.pt").items()}
     monkeypatch.setattr(torch.UntypedStorage, "from_file", None)  # the mapping
