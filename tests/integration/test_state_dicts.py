@@ -177,8 +177,9 @@ def test_cut_state_dicts_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "packed").exists()
 
 
-def test_whole_modules_are_refused_as_code(tmp_path: Path) -> None:
-    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_whole_modules_are_refused_as_code(zipped: bool, tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(UnsafePickle, match=r"asks for `torch\.nn\.modules\.linear\.Linear`.* never run"):
         pack(tmp_path / "x.pt", tmp_path / "packed")
 

@@ -205,8 +205,11 @@ def test_a_destination_is_neither_in_the_source_nor_around_it(
 
 
 def test_what_an_older_model_had_goes_with_it(source: Path, tmp_path: Path) -> None:
+    (source / "old" / "deep").mkdir(parents=True)
+    (source / "old" / "deep" / "file").touch()
     tpde.pack(source, tmp_path / "packed")
     (tmp_path / "packed" / "theirs").mkdir()
+    shutil.rmtree(source / "old")
     shutil.rmtree(source / "sub" / "empty")
     (source / "sub" / "notes.txt").unlink()
     (source / "link").unlink()
@@ -214,6 +217,23 @@ def test_what_an_older_model_had_goes_with_it(source: Path, tmp_path: Path) -> N
     made = {it for it in content(tmp_path / "packed") if it != MANIFEST}
     assert made == {*content(source), "theirs"}
     assert sorted(it.name for it in tmp_path.iterdir()) == ["packed", "source"]
+
+
+def test_a_plain_model_is_replaced_by_the_same_one_packed(source: Path, tmp_path: Path) -> None:
+    """Nothing of it is left: what it is, is known by the names of what is packed."""
+    shutil.copytree(source, tmp_path / "there", symlinks=True)
+    for _ in range(2):
+        tpde.pack(source, tmp_path / "there", force=True)
+        assert {it for it in content(tmp_path / "there") if it != MANIFEST} == {*content(source)}
+        assert sorted(it.name for it in tmp_path.iterdir()) == ["source", "there"]
+    tpde.pack(source, tmp_path / "packed")
+    tpde.unpack(tmp_path / "packed", tmp_path / "there", force=True)
+    assert content(tmp_path / "there") == content(source)
+    (tmp_path / "packed" / MANIFEST).unlink()
+    for _ in range(2):
+        tpde.unpack(tmp_path / "packed", tmp_path / "there", force=True)
+        assert {*content(tmp_path / "there")} == {*content(source)}
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["packed", "source", "there"]
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"version": 9}', '{"version": 1, "files": {}}'])
@@ -455,6 +475,7 @@ def test_a_plain_file_of_a_model_that_was_saved_again_is_copied(
     shutil.copy(source / TWO, saved_again)
     found = tpde.unpack(saved_again, tmp_path / "back")
     assert [Path(it.destination).name for it in found.files] == [ONE]
+    assert [Path(it.file).name for it in tpde.verify(saved_again)] == [MANIFEST]
     assert (tmp_path / "back" / TWO).read_bytes() == (source / TWO).read_bytes()
     assert tpde.unpack(saved_again, tmp_path / "back", force=True)
     with pytest.raises(InvalidDestination, match="lies inside"):

@@ -146,6 +146,10 @@ def test_the_title_says_what_there_is(drawn: Any) -> None:
         "it.safetensors",
         "1 tensor, 3.0 MiB stored in 2.0 MiB: ratio 1.5000, 10.69 bits per weight",
     ]
+    figure = drawn(report([tensor("a", 1.5)]))
+    heights = [(1 - it.get_position()[1]) * figure.get_size_inches()[1] for it in figure.texts]
+    assert heights == pytest.approx([0.3, 0.52])
+    assert figure.axes[0].get_position().y1 * figure.get_size_inches()[1] == pytest.approx(2.55 - 0.95)
     made = report([tensor("a", 1.5)] * 2, path="models/some/", bits_per_weight=None)
     assert title(drawn(made)) == ["some", "2 tensors, 3.0 MiB stored in 2.0 MiB: ratio 1.5000"]
 
