@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import spoilt
+from support import files, spoilt
 from support.changes import content, make_source
 
 import tpde
@@ -439,6 +439,14 @@ def test_a_model_that_was_saved_again_becomes_plain(saved_again: Path, source: P
         assert content(back)[name] == content(source)[name]
     for name in (INDEX, "config.json"):
         assert json.loads((back / name).read_text("utf-8")) == json.loads((source / name).read_text("utf-8"))
+
+
+def test_what_a_library_saved_again_lacks_no_manifest(saved_again: Path) -> None:
+    """It has no source to restore; what packing wrote has, and only that."""
+    assert [Path(it.file).name for it in tpde.verify(saved_again)] == [MANIFEST]
+    for name in (ONE, TWO):
+        (saved_again / name).write_bytes(files.saved_again((saved_again / name).read_bytes()))
+    assert tpde.verify(saved_again) == []
 
 
 def test_a_packed_model_within_one_that_was_saved_again_becomes_plain_too(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,14 @@ import numpy as np
 import pytest
 from support.contents import fill, rng, spec_of
 from support.craft import DATA, prefix_blob
-from support.files import container, pack_bytes, safetensors_bytes, unpack_bytes, verify_bytes
+from support.files import (
+    container,
+    pack_bytes,
+    safetensors_bytes,
+    saved_again,
+    unpack_bytes,
+    verify_bytes,
+)
 
 from tpde.errors import Corrupt, TpdeError
 from tpde.format.constants import MAGIC
@@ -29,20 +35,6 @@ TENSORS = {
 }
 SOURCE = safetensors_bytes(TENSORS, {"format": "pt"})
 PACKED = pack_bytes(SOURCE)
-
-
-def saved_again(packed: bytes) -> bytes:
-    """Give a packed file as another tool saves it: with its own metadata and order."""
-    size = int.from_bytes(packed[:8], "little")
-    header: dict[str, Any] = json.loads(packed[8 : 8 + size])
-    del header["__metadata__"]
-    entries, data, at = {}, [], 0
-    for name in sorted(header):
-        begin, end = header[name]["data_offsets"]
-        entries[name] = header[name] | {"data_offsets": [at, at + end - begin]}
-        data.append(packed[8 + size + begin : 8 + size + end])
-        at += end - begin
-    return container({"__metadata__": {"by": "another"}} | entries, b"".join(data))
 
 
 @pytest.mark.parametrize(
