@@ -194,6 +194,7 @@ def test_tensors_are_read_from_the_file_and_not_mapped(
     tensors |= {
         "neg": torch.randn(4, dtype=torch.complex64).conj().imag,
         "contiguous": torch.randn(1, dtype=torch.complex64).conj().imag,
+        "empty conj": torch.empty(0, 3, dtype=torch.complex64).conj(),
         "expanded": torch.ones(1).expand(7),
         "half": torch.randn(5).half(),
     }
