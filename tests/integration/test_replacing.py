@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import stat
@@ -111,6 +112,169 @@ def test_force_keeps_a_file_that_changed_while_packing(
     assert kept.name in caplog.text
 
 
+def _same_size(path: Path) -> None:
+    path.write_text('{"a": "OLD"}')
+
+
+def _same_time(path: Path) -> None:
+    before = path.stat()
+    path.write_text("edited")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _another_file(path: Path) -> None:
+    before, other = path.stat(), path.with_name("other")
+    other.write_text('{"a": "OLD"}')
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other.replace(path)
+
+
+def _a_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/nowhere")
+
+
+@pytest.mark.parametrize("change", [_same_size, _same_time, _another_file, _a_link])
+def test_force_tells_a_file_that_changed_by_each_of_its_marks(
+    change: Callable[[Path], None], model: Path, old: Path
+) -> None:
+    done: list[int] = []
+
+    def once(_: int) -> None:
+        if not done:
+            change(old / "config.json")
+        done.append(1)
+
+    pack(model, old, force=True, progress=once)
+    (kept,) = old.parent.glob("there.replaced-*")
+    assert names(kept) == {"config.json"}
+    assert names(old) == NEW
+
+
+def test_a_link_of_the_model_is_removed_and_what_it_leads_to_is_not(model: Path, old: Path, way: str) -> None:
+    (old.parent / "elsewhere").write_text("theirs")
+    (old / "config.json").unlink()
+    (old / "config.json").symlink_to("../elsewhere")
+    pack(model, old, force=True)
+    assert names(old) == NEW
+    assert not (old / "config.json").is_symlink()
+    assert (old.parent / "elsewhere").read_text() == "theirs"
+    assert visible(old.parent) == ["elsewhere", "model", "there"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file of others", "file beside the cache"])
+def test_what_would_be_lost_is_named_and_nothing_is_done(kind: str, model: Path, old: Path) -> None:
+    if kind == "pipe":
+        (old / "config.json").unlink()
+        os.mkfifo(old / "config.json")
+        says = "holds `config.json`, which is a pipe and would be lost"
+    elif kind == "file of others":
+        (old / "logs" / "notes").touch()
+        says = "holds `logs/notes`, which is no file of this model and would be lost"
+    else:
+        (old / ".cached").mkdir()
+        (old / ".cached" / "notes").touch()
+        says = r"holds `\.cached/notes`, which is no file of this model"
+    before = names(old)
+    for force in (True, False):
+        with pytest.raises(InvalidDestination, match=says):
+            pack(model, old, force=force)
+    assert names(old) == before
+    assert visible(old.parent) == ["model", "there"]
+
+
+def test_what_is_carried_over_keeps_its_permissions(model: Path, old: Path, way: str) -> None:
+    modes = {".cache": 0o751, ".cache/deep": 0o700, ".cache/deep/notes": 0o640, "logs": 0o705}
+    for name, mode in modes.items():
+        (old / name).chmod(mode)
+    inode = (old / ".cache/deep/notes").stat().st_ino
+    pack(model, old, force=True)
+    assert {name: stat.S_IMODE((old / name).stat().st_mode) for name in modes} == modes
+    assert (old / ".cache/deep/notes").stat().st_ino == inode
+
+
+def test_a_folder_takes_no_links_place_and_a_link_no_folders(
+    model: Path, old: Path, tmp_path: Path, way: str
+) -> None:
+    """What is carried over goes through no link, neither out of the old folder nor into the new one."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").write_text("theirs")
+    (old / "to sub").mkdir()
+    os.mkfifo(old / "to sub" / "pipe")
+    for name in ("folder", "sub"):
+        (model / name).mkdir()
+        (model / name / "of the model").touch()
+    (model / "to sub").symlink_to("sub")
+
+    def appear(_: int) -> None:
+        if not (old / "folder").is_symlink():
+            (old / "folder").symlink_to("../theirs")
+
+    pack(model, old, force=True, progress=appear)
+    assert (tmp_path / "theirs" / "file").read_text() == "theirs"
+    assert names(old / "folder") == names(old / "sub") == {"of the model"}
+    assert (old / "to sub").is_symlink()
+    (kept,) = tmp_path.glob("there.replaced-*")
+    assert names(kept) == {"folder", "to sub", "to sub/pipe"}
+    assert (kept / "folder").is_symlink()
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody change a folder that its owner may not write to, not even root."""
+    for call in ("unlink", "rmdir"):
+        real = getattr(os, call)
+
+        def checked(path: Any, *args: Any, real: Any = real, **options: Any) -> None:
+            if options.get("dir_fd") is None and not os.stat(os.path.dirname(path)).st_mode & stat.S_IWUSR:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            real(path, *args, **options)
+
+        monkeypatch.setattr(os, call, checked)
+
+
+def test_folders_that_may_not_be_written_to_are_replaced_all_the_same(
+    model: Path, old: Path, strict: None, way: str
+) -> None:
+    (model / "sub" / "deep").mkdir(parents=True)
+    (model / "sub" / "deep" / "notes").touch()
+    pack(model, old, force=True)
+    before = names(old)
+    for name in ("sub/deep", "sub", ""):
+        (old / name).chmod(0o555)
+    pack(model, old, force=True)
+    assert names(old) == before
+    assert stat.S_IMODE((old / "sub").stat().st_mode) & 0o700 == 0o700
+    assert visible(old.parent) == ["model", "there"]
+
+
+@pytest.mark.parametrize("name", ["none/x", "file/x", "link/x"])
+def test_places_where_no_folder_can_be_are_refused(name: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for force in (False, True):
+        with pytest.raises(InvalidDestination):
+            pack(model, tmp_path / name, force=force)
+    assert visible(tmp_path) == ["file", "link", "model"]
+
+
+@pytest.mark.parametrize("what", ["success", "failure"])
+def test_a_folder_that_was_locked_is_let_go(what: str, model: Path, old: Path) -> None:
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("no list of open files here")
+
+    def fail(_: int) -> None:
+        raise KeyboardInterrupt
+
+    before = len(os.listdir("/proc/self/fd"))
+    if what == "success":
+        pack(model, old, force=True, threads=1)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            pack(model, old, force=True, threads=1, progress=fail)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_force_replaces_files_and_links_but_no_devices(model: Path, tmp_path: Path, way: str) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "file").touch()
@@ -172,6 +336,19 @@ def test_interrupts_leave_the_old_folder_or_the_new(
         if not happened():
             return
     pytest.fail("there are more calls than were tried")
+
+
+@pytest.mark.parametrize("call", ["remove", "_settle"])
+def test_an_interrupt_while_the_old_folder_goes_lets_it_go_all_the_same(
+    call: str, model: Path, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has to wait for the next run."""
+    happened = _interrupt(monkeypatch, call if call == "remove" else "_settle", 1, after=False)
+    with pytest.raises(KeyboardInterrupt):
+        pack(model, old, force=True)
+    assert happened()
+    assert names(old) == NEW
+    assert visible(old.parent) == ["model", "there"]
 
 
 KILLED = """
@@ -246,6 +423,70 @@ def test_what_killed_processes_left_is_removed(model: Path, tmp_path: Path) -> N
     assert left.startswith(".x.")
     pack(model / "model.safetensors", out / "y")
     assert visible(out) == ["y"]
+
+
+JOURNALS: dict[str, Any] = {
+    "nothing": None,
+    "no JSON": "{",
+    "no object": "[]",
+    "half": '{"name": "there"',
+    "no name": {"old": 1, "removable": {}},
+    "no number": {"name": "there", "removable": {}},
+    "no list": {"name": "there", "old": 1},
+    "a number": {"name": 5, "old": 1, "removable": {}},
+    "another folder": {"name": "../there", "old": 1, "removable": {}},
+    "names that lead out": {"name": "there", "old": "new", "removable": {"../victim": "victim"}},
+    "a path": {"name": "there", "old": "new", "removable": {"/victim": "victim"}},
+}
+
+
+@pytest.mark.parametrize("kind", JOURNALS)
+def test_a_journal_from_a_stranger_removes_nothing(kind: str, tmp_path: Path) -> None:
+    """What was only begun is removed; of what is not ours nothing is known."""
+    out = tmp_path / "out"
+    left = out / ".there.01234567.tpde-tmp"
+    (left / "new").mkdir(parents=True)
+    (left / "new" / "file").touch()
+    (left / "victim").touch()
+    (out / "there").mkdir()
+    value = JOURNALS[kind]
+    if isinstance(value, dict):
+        info = (left / "victim").stat()
+        victim = [info.st_ino, info.st_size, info.st_mtime_ns, stat.S_IFMT(info.st_mode)]
+        value = dict(value)
+        if value.get("old") == "new":
+            value["old"] = (left / "new").stat().st_ino
+            value["removable"] = dict.fromkeys(value["removable"], victim)
+        value = json.dumps(value)
+    if value is not None:
+        (left / "journal").write_text(value)
+    replace.clear(out)
+    if value is None:
+        assert names(out) == {"there"}
+    else:
+        assert names(left) == {"new", "new/file", "victim", "journal"}
+        assert (out / "there").is_dir()
+
+
+def test_what_was_replaced_is_put_back_or_settled_by_the_next_run(tmp_path: Path) -> None:
+    for there in (False, True):
+        out = tmp_path / str(there)
+        left = out / ".there.01234567.tpde-tmp"
+        (left / "old").mkdir(parents=True)
+        for name in ("model", "changed", "theirs"):
+            (left / "old" / name).write_text(name)
+        number = (left / "old").stat().st_ino
+        identities = {}
+        for name in ("model", "changed", "gone"):
+            info = os.stat(left / "old" / (name if name != "gone" else "model"))
+            identities[name] = [info.st_ino, info.st_size, info.st_mtime_ns, stat.S_IFREG]
+        identities["changed"][1] += 1
+        if there:
+            (out / "there").mkdir()
+        (left / "journal").write_text(json.dumps({"name": "there", "old": number, "removable": identities}))
+        replace.clear(out)
+        assert visible(out) == ["there"]
+        assert names(out / "there") == ({"changed", "theirs"} if there else {"changed", "model", "theirs"})
 
 
 def test_what_others_are_writing_is_not_removed(model: Path, tmp_path: Path) -> None:
@@ -396,6 +637,10 @@ def test_everything_is_synced_before_the_old_folder_goes(
     def exchange(new: Path, there: Path) -> bool:
         """From here on only the journal tells the old folder from the new."""
         assert {it.stat().st_ino for it in (new.parent / "journal", new.parent)} <= synced
+        assert names(new) == NEW | {"sub", "sub/notes"}  # complete as soon as it is there
+        carried = [new, *(new / name for name in (".cache", ".cache/deep", "logs"))]
+        assert {it.stat().st_ino for it in carried} <= synced
+        assert there.parent.stat().st_ino in synced
         events.append("exchange")
         return real_exchange(new, there)
 

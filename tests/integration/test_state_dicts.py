@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from support.craft import bounded
 
-from tpde.errors import InvalidInput, Truncated, UnsafePickle, UnsupportedDtype
+from tpde.errors import InvalidInput, MissingDependency, Truncated, UnsafePickle, UnsupportedDtype
 from tpde.frameworks import torch_bytes
 from tpde.packing.api import pack, unpack, verify
 from tpde.packing.pickles import StateDictSource
@@ -78,10 +80,10 @@ def test_lightning_checkpoints_give_their_state_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "error", "match"),
     [
-        ([torch.ones(3)], InvalidInput, "list"),
-        ({}, InvalidInput, "state dict"),
-        ({"a": 1}, InvalidInput, "`a` is a int"),
-        ({1: torch.ones(3)}, InvalidInput, "`1`"),
+        ([torch.ones(3)], InvalidInput, "holds a list, not a state dict"),
+        ({}, InvalidInput, "holds an empty state dict"),
+        ({"a": 1}, InvalidInput, "entry `a` is a int"),
+        ({1: torch.ones(3)}, InvalidInput, "entry `1` "),
         ({"a": torch.ones(3).to_sparse()}, InvalidInput, "`a` is not dense"),
         ({"a": torch.ones(3, dtype=torch.complex128)}, UnsupportedDtype, "complex128"),
     ],
@@ -94,6 +96,68 @@ def test_what_is_no_state_dict_is_refused(
     with pytest.raises(error, match=match):
         pack(tmp_path / "x.pt", tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
+
+
+def test_a_tensor_may_be_called_state_dict(tmp_path: Path) -> None:
+    torch.save({"state_dict": torch.ones(3), "w": torch.ones(2)}, tmp_path / "x.pt")
+    assert pack(tmp_path / "x.pt", tmp_path / "packed").tensors == 2
+    for value in ({"state_dict": {}}, {"state_dict": {"w": 1}, "w": torch.ones(3)}):
+        torch.save(value, tmp_path / "y.pt")
+        with pytest.raises(InvalidInput, match=r"y\.pt"):
+            pack(tmp_path / "y.pt", tmp_path / "other")
+
+
+def test_without_torch_the_message_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.pt").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependency, match=r'x\.pt` is a PyTorch.*pip install "tpde\[torch\]"'):
+        pack(tmp_path / "x.pt", tmp_path / "packed")
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()])
+def test_a_machine_that_has_no_memory_is_no_damaged_file(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(type(error)):
+        pack(tmp_path / "x.pt", tmp_path / "packed")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: {}["one line\nand more"])
+    with pytest.raises(InvalidInput, match=r"is damaged \(KeyError: 'one line"):
+        pack(tmp_path / "x.pt", tmp_path / "packed")
+
+
+def test_a_storage_that_is_shorter_than_it_says_is_refused(tmp_path: Path) -> None:
+    """What follows in the file is another tensor's."""
+    torch.save({"w": torch.arange(1000.0), "other": torch.full((1000,), 7.0)}, tmp_path / "y.pt")
+    with zipfile.ZipFile(tmp_path / "y.pt") as old, zipfile.ZipFile(tmp_path / "x.pt", "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            new.writestr(info.filename, data[:2000] if info.filename.endswith("/data/0") else data)
+    with pytest.raises(InvalidInput, match=r"x\.pt"):
+        pack(tmp_path / "x.pt", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_parts_of_tensors_that_are_not_contiguous_are_read_in_any_order(tmp_path: Path) -> None:
+    """One is kept whole between reads, and never taken for another."""
+    tensors = {"a": torch.randn(20, 30).t(), "b": torch.randn(30, 20).t(), "c": torch.randn(600)}
+    torch.save(tensors, tmp_path / "x.pt")
+    source = StateDictSource(tmp_path / "x.pt")
+    try:
+        out = np.empty(40, np.uint8)
+        for name in ("a", "b", "a", "c", "b", "b", "a"):
+            for begin in (0, 2000, 1111):
+                source.read(name, begin, begin + 40, out)
+                assert out.tobytes() == torch_bytes(tensors[name].contiguous())[begin : begin + 40].tobytes()
+    finally:
+        source.close()
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", b"PK\x03\x04 garbage", b"\x80\x02."])
@@ -113,9 +177,10 @@ def test_cut_state_dicts_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "packed").exists()
 
 
-def test_whole_modules_are_refused_as_code(tmp_path: Path) -> None:
-    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
-    with pytest.raises(UnsafePickle, match="never run"):
+@pytest.mark.parametrize("zipped", [True, False])
+def test_whole_modules_are_refused_as_code(zipped: bool, tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UnsafePickle, match=r"asks for `torch\.nn\.modules\.linear\.Linear`.* never run"):
         pack(tmp_path / "x.pt", tmp_path / "packed")
 
 
@@ -128,9 +193,13 @@ def test_tensors_are_read_from_the_file_and_not_mapped(
     tensors |= {"conj": torch.randn(8, dtype=torch.complex64).conj(), "empty": torch.empty(0, 3)}
     tensors |= {
         "neg": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "contiguous": torch.randn(1, dtype=torch.complex64).conj().imag,
+        "empty conj": torch.empty(0, 3, dtype=torch.complex64).conj(),
         "expanded": torch.ones(1).expand(7),
         "half": torch.randn(5).half(),
     }
+    assert tensors["contiguous"].is_contiguous()
+    assert tensors["contiguous"].is_neg()
     torch.save(tensors, tmp_path / "x.pt")
     needed = {name: torch_bytes(it).tobytes() for name, it in torch.load(tmp_path / "x.pt").items()}
     monkeypatch.setattr(torch.UntypedStorage, "from_file", None)  # the mapping
@@ -239,3 +308,40 @@ def test_names_that_safetensors_cannot_hold_are_refused(name: str, tmp_path: Pat
     torch.save({name: torch.zeros(3)}, tmp_path / "x.pt")
     with pytest.raises(InvalidInput, match=r"not Unicode|place of metadata"):
         pack(tmp_path / "x.pt", tmp_path / "packed")
+
+
+def test_a_directory_of_state_dicts_is_compared_with_its_source(tmp_path: Path) -> None:
+    source, packed, back = tmp_path / "source", tmp_path / "packed", tmp_path / "back"
+    (source / "sub").mkdir(parents=True)
+    names = {"pytorch_model-1.bin": "model-1", "sub/x.bin": "sub/x"}
+    for i, name in enumerate(names):
+        torch.save({f"w{i}": torch.arange(3000.0) + i}, source / name)
+        (source / name).chmod(0o640 + i)
+    index = {"metadata": {}, "weight_map": {f"w{i}": name for i, name in enumerate(names)}}
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (source / "pytorch_model.bin.index.json").chmod(0o604)
+    pack(source, packed)
+    made = {f"{name}.safetensors" for name in names.values()} | {"model.safetensors.index.json"}
+    found = {it.relative_to(packed).as_posix(): it for it in packed.rglob("*") if it.is_file()}
+    assert found.keys() == made | {"tpde_manifest.json"}
+    assert [oct(found[it].stat().st_mode & 0o777) for it in sorted(made)] == ["0o640", "0o604", "0o641"]
+    assert verify(packed) == verify(packed, against=source) == []
+    unpack(packed, back)
+    weights = json.loads((back / "model.safetensors.index.json").read_text())["weight_map"]
+    assert weights == {f"w{i}": f"{name}.safetensors" for i, name in enumerate(names.values())}
+    for i, name in enumerate(names.values()):
+        loaded = safetensors_torch.load_file(back / f"{name}.safetensors")
+        assert torch.equal(loaded[f"w{i}"], torch.arange(3000.0) + i)
+    torch.save({"w1": torch.arange(3000.0)}, source / "sub/x.bin")
+    index["metadata"] = {"total_size": 5}
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (source / "more.bin").touch()
+    said = {it.message.replace(f"{tmp_path}/", "").partition(";")[0] for it in verify(packed, against=source)}
+    assert said == {
+        "tensor `w1`: byte 2 is 0x80, but 0x00 in the source",
+        "`source/pytorch_model.bin.index.json` differs from what was packed",
+        "`source/more.bin` was not packed: it is not in the packed directory",
+    }
+    (source / "pytorch_model-1.bin").unlink()
+    said = {it.message.replace(f"{tmp_path}/", "") for it in verify(packed, against=source)}
+    assert "`source/pytorch_model-1.bin` is missing from the source, or is no file" in said

@@ -90,6 +90,20 @@ def blobs(packed: bytes) -> dict[str, bytes]:
     return {name: packed[at + e.begin : at + e.end] for name, e in entries.items()}
 
 
+def saved_again(packed: bytes) -> bytes:
+    """Give a packed file as another tool saves it: with its own metadata and order."""
+    size = int.from_bytes(packed[:8], "little")
+    header: dict[str, Any] = json.loads(packed[8 : 8 + size])
+    del header["__metadata__"]
+    entries, data, at = {}, [], 0
+    for name in sorted(header):
+        begin, end = header[name]["data_offsets"]
+        entries[name] = header[name] | {"data_offsets": [at, at + end - begin]}
+        data.append(packed[8 + size + begin : 8 + size + end])
+        at += end - begin
+    return container({"__metadata__": {"by": "another"}} | entries, b"".join(data))
+
+
 def assert_bits_equal(name: str, found: bytes, needed: bytes) -> None:
     """Compare bytes, naming the tensor and the first byte that differs."""
     if found == needed:

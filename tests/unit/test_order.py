@@ -86,6 +86,25 @@ def test_models_are_ordered_as_they_compute(template: str) -> None:
         assert (found.index(name) < len(found) // 2) == early, name
 
 
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["z.embed", "x.0.w", "a"],
+        ["WTE", "x.0.w", "a.norm"],
+        ["b.embed2", "b.embed10", "b.wpe", "x.0.w", "ln_f.bias", "head", "norm"],
+        ["patch.w", "time_in", "x.0.w", "z.final", "z.ln_f", "z.norm_f", "z.pooler", "a.lm_head", "a"],
+        ["conv_in.w", "shared", "x.0.w", "z.norm_f", "a.classifier", "b.proj_out", "c.conv_out", "0a", "b"],
+        ["x.0.w", "x.1.w", "x.2.w", "x.10.w", "y.0.w"],
+        ["x.0.z.q_proj", "x.0.k_proj", "x.0.b.v_proj", "x.0.a.o_proj", "x.0.a.w1", "x.0.a.w3", "x.0.a.w2"],
+        ["x.0.norm1", "x.0.to_q", "x.0.to_out", "x.0.norm2", "x.0.fc1", "x.0.fc2", "x.0.a"],
+        ["x.0.w1.2", "x.0.w1.10", "x.0.w1.10.a", "x.0.w2.1"],
+    ],
+)
+def test_what_comes_first_is_told_by_parts_of_names(order: list[str]) -> None:
+    for seed in range(5):
+        assert forward_order(random.Random(seed).sample(order, len(order))) == order
+
+
 def test_t5_keeps_encoder_and_decoder_blocks_together() -> None:
     names = [
         f"{side}.block.{i}.layer.{j}.{part}.weight"

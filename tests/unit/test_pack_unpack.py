@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 import pytest
 from support import spoilt
 
 import tpde
+from tpde.codec.plan import CodecName
 from tpde.errors import (
     AlreadyPacked,
     DestinationExists,
@@ -16,6 +18,7 @@ from tpde.errors import (
     NotPacked,
     UnsupportedVersion,
 )
+from tpde.packing.api import total_bytes
 
 CALLS = {"pack": (tpde.pack, spoilt.PLAIN), "unpack": (tpde.unpack, spoilt.PACKED)}
 
@@ -115,6 +118,92 @@ def test_threads_do_not_change_a_byte(name: str, there: Path) -> None:
         call(there / "source", there / f"target{threads}", threads=threads)
     made = {(there / f"target{threads}").read_bytes() for threads in (1, 3, None)}
     assert made == {spoilt.PACKED if name == "pack" else spoilt.PLAIN}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_asked_for_is_checked_before_a_source_is_read(name: str, tmp_path: Path) -> None:
+    call, _ = CALLS[name]
+    for it in ("source", "taken"):
+        (tmp_path / it).write_bytes(b"no weights")
+    with pytest.raises(DestinationExists):
+        call(tmp_path / "source", tmp_path / "taken")
+    for threads in (0, -1, True):
+        with pytest.raises(ValueError, match="at least 1 is needed"):
+            call(tmp_path / "source", tmp_path / "taken", threads=threads)
+    with pytest.raises(ValueError, match="at least 1 is needed"):
+        tpde.verify(tmp_path / "source", threads=0)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_killed_processes_left_beside_a_destination_is_removed(name: str, there: Path) -> None:
+    call, whole = CALLS[name]
+    (there / "source").write_bytes(whole)
+    (there / "folder").mkdir()
+    for left in (there / "folder", there):
+        (left / ".x.01234567.tpde-tmp").write_bytes(b"half")
+    call(there / "source", there / "folder" / "target")
+    assert [it.name for it in (there / "folder").iterdir()] == ["target"]
+    assert (there / ".x.01234567.tpde-tmp").exists()
+
+
+def test_bytes_of_a_progress_bar_are_those_that_pack(there: Path) -> None:
+    assert total_bytes(there / "plain") == len(spoilt.PLAIN)
+    assert total_bytes(there / "nothing") == 0
+    model = there / "model"
+    (model / "sub").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    for name in ("a.safetensors", "sub/b.safetensors"):
+        (model / name).write_bytes(spoilt.PLAIN)
+    assert total_bytes(model) == 2 * len(spoilt.PLAIN)
+    assert total_bytes(model, ["sub"]) == len(spoilt.PLAIN)
+
+
+@pytest.mark.parametrize("saved_again", [False, True])
+def test_progress_of_directories_counts_the_bytes_of_the_original(saved_again: bool, there: Path) -> None:
+    model, packed = there / "model", there / "model packed"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for name in ("a.safetensors", "b.safetensors"):
+        (model / name).write_bytes(spoilt.PLAIN)
+    done: list[int] = []
+    tpde.pack(model, packed, progress=done.append)
+    if saved_again:
+        (packed / "tpde_manifest.json").unlink()
+    calls = [
+        lambda: tpde.unpack(packed, there / "back", progress=done.append),
+        lambda: tpde.unpack(packed, there / "back", force=True, progress=done.append),
+        lambda: tpde.verify(packed, progress=done.append),
+    ]
+    for call in calls:
+        assert sum(done) == 2 * (spoilt.SPEC.nbytes + spoilt.SMALL.nbytes)
+        done.clear()
+        call()
+    assert sum(done) == 2 * (spoilt.SPEC.nbytes + spoilt.SMALL.nbytes)
+
+
+@pytest.mark.parametrize("codec", ["auto", "prefix", "zstd"])
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_codec_is_the_one_that_was_asked_for(codec: CodecName, what: str, there: Path) -> None:
+    (there / "model").mkdir()
+    (there / "model" / "x.safetensors").write_bytes(spoilt.PLAIN)
+    source = there / "plain" if what == "file" else there / "model"
+    tpde.pack(source, there / "target", codec=codec)
+    found = {it.codec for it in tpde.inspect(there / "target").tensors}
+    assert found == {"zstd" if codec == "zstd" else "prefix", "plain"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_permissions_are_those_of_the_source(name: str, there: Path) -> None:
+    call, whole = CALLS[name]
+    (there / "source").write_bytes(whole)
+    for mode, made in ((0o600, 0o600), (0o751, 0o751), (0o200, 0o600)):
+        (there / "source").chmod(mode)
+        try:
+            (there / "source").read_bytes()
+        except PermissionError:  # of whom nobody is root
+            continue
+        call(there / "source", there / "target", force=True)
+        assert stat.S_IMODE((there / "target").stat().st_mode) == made
 
 
 def test_a_source_that_is_no_weights_is_refused(tmp_path: Path) -> None:

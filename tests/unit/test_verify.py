@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from support import spoilt
-from support.contents import fill
+from support.contents import fill, rng
 from support.files import pack_bytes, safetensors_bytes
 
 import tpde
+from tpde.codec.reference import parse_header
 from tpde.errors import Corrupt, InvalidInput, NotPacked
+from tpde.format.constants import MAGIC
 from tpde.format.container import TensorSpec
-from tpde.packing import copies
+from tpde.packing import copies, reader
 from tpde.packing.reader import PackedFile
 from tpde.packing.tree import walk
 
@@ -178,6 +180,68 @@ def test_only_what_is_packed_is_verified(tmp_path: Path) -> None:
     for one, other in ((packed, plain / "a.safetensors"), (packed / "a.safetensors", plain)):
         with pytest.raises(InvalidInput, match="compare like with like"):
             tpde.verify(one, against=other)
+
+
+def test_a_model_that_was_saved_again_has_no_source(tmp_path: Path) -> None:
+    plain, packed = directory(tmp_path)
+    tpde.pack(plain, packed)
+    (packed / "tpde_manifest.json").unlink()
+    with pytest.raises(InvalidInput, match="has no source to be compared with"):
+        tpde.verify(packed, against=plain)
+
+
+def test_a_source_of_another_dtype_or_shape_is_told_once(tmp_path: Path) -> None:
+    for spec in (TensorSpec("F16", (20_000,)), TensorSpec("BF16", (200, 100))):
+        source = safetensors_bytes({"a": (spec, A), "b": (SPEC, B)})
+        found = said(tmp_path, source, safetensors_bytes({"a": (SPEC, A), "b": (SPEC, B)}))
+        assert found == [
+            "the source's header differs from the one that was packed",
+            f"tensor `a` is BF16 [20000], but {spec.dtype} {list(spec.shape)} in the source",
+        ]
+
+
+def test_the_first_byte_that_differs_is_told_once_for_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where several of its pieces differ."""
+    monkeypatch.setattr(reader, "PIECE_BYTES", 1000)
+    spec = TensorSpec("U8", (3500,))
+    data = rng("pieces").bytes(3500)
+    for at in (0, 999, 1000, 2345, 3499):
+        other = bytearray(data)
+        for i in {at, 3499}:
+            other[i] ^= 1
+        packed_of = safetensors_bytes({"a": (spec, data), "b": (SPEC, B)})
+        found = said(tmp_path, safetensors_bytes({"a": (spec, bytes(other)), "b": (SPEC, B)}), packed_of)
+        assert found == [f"tensor `a`: byte {at} is {data[at]:#04x}, but {other[at]:#04x} in the source"]
+
+
+def test_every_damaged_chunk_is_named(tmp_path: Path) -> None:
+    packed, plain = files(tmp_path, safetensors_bytes({"a": (SPEC, A), "b": (SPEC, B)}))
+    whole = packed.read_bytes()
+    with PackedFile(whole) as file:
+        chunks = file.tensor("a").blob.header.chunks  # type: ignore[union-attr]
+        at = file.container.data_start + file.container.entries["a_tpde"].begin
+        end = file.container.data_start + file.container.entries["a_tpde"].end
+        blob = parse_header(whole[at:end])
+    assert chunks == 3
+    data = bytearray(whole)
+    data[at + blob.chunks_at + 600] ^= 1
+    data[at + blob.blob_bytes - 600] ^= 1
+    packed.write_bytes(data)
+    for against in (None, plain):
+        found = tpde.verify(packed, against=against)
+        assert [(it.tensor, it.chunk) for it in found] == [("a", 0), ("a", 2)]
+
+
+def test_a_newer_blob_is_a_problem_of_its_tensor(tmp_path: Path) -> None:
+    packed, _ = files(tmp_path, safetensors_bytes({"a": (SPEC, A), "b": (SPEC, B)}))
+    data = bytearray(packed.read_bytes())
+    data[data.index(MAGIC) + len(MAGIC)] = 2
+    packed.write_bytes(data)
+    (problem,) = tpde.verify(packed)
+    assert (problem.tensor, problem.chunk) == ("a", None)
+    assert "version 2" in problem.message
 
 
 def test_progress_counts_the_bytes_of_the_original(tmp_path: Path) -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from support.contents import fill, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
 
 from tpde.codec import blob, native, plan
+from tpde.codec.plan import CodecName
 from tpde.errors import DestinationExists, InvalidDestination, TpdeError
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec, canonical_header, parse_header
 from tpde.format.sink import BytesSink
+from tpde.packing import tensor
 from tpde.packing.reader import PackedFile
+from tpde.packing.tensor import TensorWriter
 from tpde.packing.writer import PackedWriter
 
 
@@ -135,6 +140,99 @@ def test_a_piece_that_fails_leaves_no_thread_and_no_file(
     with pytest.raises(MemoryError, match="for this piece"):
         write(fill("normal", LARGE))
     assert threading.active_count() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Late(Executor):
+    """Does what it was given when somebody waits for any of it, in order."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Any], Any, Any]] = []
+
+    def submit(self, call: Any, /, *args: Any, **_: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.result = lambda *_: self._until(future)  # type: ignore[method-assign,misc]
+        self.waiting.append((future, call, args))
+        return future
+
+    def _until(self, future: Future[Any]) -> Any:
+        while any(it is future for it, _, _ in self.waiting):
+            done, call, args = self.waiting.pop(0)
+            done.set_result(call(*args))
+        return Future.result(future, 0)
+
+
+@pytest.mark.parametrize("content", ["normal", "random", "constant"])
+def test_whatever_is_hashed_beside_is_waited_for(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what a caller writes next into its memory would be hashed, or nothing at all."""
+    monkeypatch.setattr(tensor, "HASH_APART", 1000)
+    monkeypatch.setattr(blob, "PIECE_BYTES", 1 << 14)
+    monkeypatch.setattr(blob, "MAX_PIECES", 1)
+    data = np.frombuffer(fill(content, SPEC), np.uint8)
+    sink = BytesSink()
+    made = TensorWriter(SPEC, sink, 0, threads=2, codec="auto", may_pack=True, background=_Late())  # type: ignore[arg-type]
+    for begin in range(0, data.size, 30_000):
+        piece = data[begin : begin + 30_000].copy()
+        made.write(piece)
+        piece[:] = 0
+    assert made.finish().digest == xxhash.xxh3_128_digest(data)
+
+
+@pytest.mark.parametrize("codec", ["auto", "prefix", "zstd"])
+def test_what_ends_up_plain_is_told_from_what_is_packed(codec: CodecName) -> None:
+    sink = BytesSink()
+    for content, packed in (("normal", True), ("random", False), ("constant", True)):
+        for may_pack in (False, True):
+            made = TensorWriter(SPEC, sink, 0, threads=1, codec=codec, may_pack=may_pack, background=None)
+            made.write(np.frombuffer(fill(content, SPEC), np.uint8))
+            stored = made.finish()
+            assert stored.packed is (packed and may_pack)
+            assert (stored.size < SPEC.nbytes) is stored.packed
+
+
+class _Sink(BytesSink):
+    """Notes what becomes of it."""
+
+    ended = ""
+
+    def commit(self) -> None:
+        self.ended += "commit "
+
+    def abort(self) -> None:
+        self.ended += "abort "
+
+
+def test_a_sink_is_committed_once_or_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = _Sink()
+    with PackedWriter(sink, {"w": SPEC}) as writer:
+        writer.write("w", fill("normal", SPEC))
+    assert sink.ended == "commit "
+    for error in (OSError, KeyboardInterrupt, MemoryError):
+        sink = _Sink()
+
+        def fail(error: type[BaseException] = error) -> None:
+            raise error
+
+        writer = PackedWriter(sink, {"w": SPEC})
+        writer.write("w", fill("normal", SPEC))
+        monkeypatch.setattr(sink, "commit", fail)
+        with pytest.raises(error):
+            writer.close()
+        assert sink.ended == "abort "
+
+
+def test_a_file_goes_even_if_its_thread_does_not(tmp_path: Path) -> None:
+    writer = PackedWriter(tmp_path / "x", {"w": SPEC}, threads=2)
+    pool = writer._background
+    assert pool is not None
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    pool.shutdown, shutdown = fail, pool.shutdown  # type: ignore[assignment,method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        writer.abort()
+    shutdown()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -124,12 +124,12 @@ def _is_as_packed(folder: Path, manifest: Manifest, name: str) -> bool:
 
 
 def _made_index(folder: Path, manifest: Manifest, name: str, text: str) -> str | None:
-    """The index that packing makes; None if a shard is damaged, which is reported for itself."""
+    """The index that packing makes; None if a shard is damaged or missing, which is reported for itself."""
     index, where = parse_index(text, folder / name), PurePosixPath(name).parent
     packed = {}
     try:
         for it, info in manifest.files.items():
-            if it.endswith(SAFETENSORS) and "link" not in info and (folder / it).is_file():
+            if it.endswith(SAFETENSORS) and "link" not in info:
                 packed[it] = set(packed_names(folder / it))
     except TpdeError:
         return None

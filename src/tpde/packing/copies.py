@@ -34,7 +34,7 @@ def stands_for_link(path: Path, target: str) -> bool:
     if path.is_symlink():
         return os.readlink(path) == target
     other = path.parent / target
-    if path.is_dir() or not path.is_file():
+    if not path.is_file():
         return path.is_dir() and other.is_dir()
     return other.is_file() and sha256(path) == sha256(other)
 

@@ -206,8 +206,7 @@ def pack_directory(
 
 def _manifest_mode(source: Path) -> int:
     """Who may read a folder may read its manifest, which holds the texts of some of its files."""
-    mode = source.stat().st_mode
-    return 0o600 | (mode >> 2 & 0o044 if mode & 0o011 else 0)
+    return 0o600 | source.stat().st_mode & 0o044
 
 
 def renamed(result: Result, destination: Path) -> Result:

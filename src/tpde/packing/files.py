@@ -168,7 +168,6 @@ def unpack_to(packed: PackedFile, sink: Sink, threads: int, progress: Progress =
     at = 8 + len(header)
     source = packed.original or parse_header(header, f"`{packed.source.name}`")
     places = {name: at + entry.begin for name, entry in source.entries.items()}
-    end = at
     for name, place in places.items():
         tensor = packed.tensor(name)
 
@@ -177,9 +176,8 @@ def unpack_to(packed: PackedFile, sink: Sink, threads: int, progress: Progress =
             progress(piece.size)
 
         check_digest(name, tensor, stream(tensor, threads, take))
-        end = max(end, place + tensor.spec.nbytes)
     out.flush()
-    return end
+    return at + source.data_bytes
 
 
 def unpack_file(
