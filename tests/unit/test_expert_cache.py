@@ -16,6 +16,8 @@ from support.simulated import MemorySupply, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from support.cuda import Cuda  # noqa: E402
+
 from tpde.errors import Corrupt, InvalidInput, UnsupportedDevice  # noqa: E402
 from tpde.format.blob import BlobHeader  # noqa: E402
 from tpde.format.constants import CODEC_PREFIX  # noqa: E402
@@ -24,6 +26,7 @@ from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.nn import PackedParameter, PackedTensor  # noqa: E402
 from tpde.nn.slot import Slot  # noqa: E402
 from tpde.streaming.cache import ExpertCache  # noqa: E402
+from tpde.streaming.device import CudaDevice  # noqa: E402
 from tpde.streaming.experts import ExpertStore, expert_ranges, expert_room  # noqa: E402
 from tpde.streaming.stream import Streamer  # noqa: E402
 from tpde.streaming.tensor import Streamed  # noqa: E402
@@ -160,6 +163,40 @@ def test_a_store_tells_its_cache_of_turns(tmp_path: Path) -> None:
         it.close()
 
 
+def in_turn(places: int, wanted: list[int], keys: int) -> tuple[ExpertCache[int], list[int | None]]:
+    """A cache that is told of turns, and the places of so many keys, each of which is held only a moment."""
+    cache = ExpertCache[int](places)
+    for who, count in enumerate(wanted):
+        cache.turn(who, count)
+    found = []
+    for key in range(keys):
+        found.append(cache.insert(key))
+        cache.release(key)
+    return cache, found
+
+
+def test_a_new_entry_makes_room_for_the_next_where_not_all_fit() -> None:
+    """From one on, two others having been wanted by then; the eighth stays in place of the oldest."""
+    cache, found = in_turn(2, [1, 2, 1], 12)
+    assert found == [0, 1, *[0] * 8, 1, 1]
+    assert 9 in cache
+    cache, found = in_turn(2, [1, 2], 6)
+    assert found == [0, 1, 0, 1, 0, 1], "all that others want in between fits"
+    cache.turn("one", 1)
+    cache.turn("one", 0)
+    assert cache.insert(9) == 0, "what counts is how many it wanted last"
+
+
+def test_forgotten_entries_are_held_no_longer() -> None:
+    cache = ExpertCache[str](2)
+    cache.insert("a")
+    cache.clear()
+    assert not len(cache)
+    assert {cache.insert("b"), cache.insert("a")} == {0, 1}
+    cache.release("a")
+    assert cache.insert("c") is not None
+
+
 def test_inserting_twice() -> None:
     cache = ExpertCache[str](2)
     cache.insert("a")
@@ -194,7 +231,9 @@ def test_experts_of_a_fused_blob(experts: int, words: int, number: int) -> None:
 class Fixture:
     """Experts of two blobs each, in a file, and a store for them."""
 
-    def __init__(self, folder: Path, experts: int, places: int, **device: Any) -> None:
+    def __init__(
+        self, folder: Path, experts: int, places: int, kind: Any = SimulatedDevice, **device: Any
+    ) -> None:
         self.data, blobs, at = [], [], 0
         path = folder / "experts.bin"
         with path.open("wb") as file:
@@ -209,7 +248,7 @@ class Fixture:
                 blobs.append((at, packed.blob.size))
                 at += -(-packed.blob.size // 256) * 256
         self.source, self.supply = FileSource(path), MemorySupply()
-        self.device = SimulatedDevice(4 << 20, **device)
+        self.device = kind(4 << 20, **device)
         streamer = Streamer(self.device, 0, 0)  # brings nothing
         made = [
             Streamed(Extent(self.source, *place, f"e{i}"), streamer, CPU, self.supply)
@@ -309,6 +348,34 @@ def late(it: Fixture, draw: np.random.Generator) -> list[int]:
         it.device.compute.record().wait(60)
         wrong += it.wrong(numbers)
     return wrong
+
+
+@pytest.mark.parametrize("eager", ["copies", "computes"])
+def test_the_bytes_are_right_in_whatever_order_streams_run(
+    eager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+    cuda = Cuda(monkeypatch, eager)
+    it = Fixture(tmp_path, 6, 2, kind=lambda ring: CudaDevice(cuda, ring))  # type: ignore[arg-type]
+    try:
+        cuda.tensors += [source for slot in it.slots for source in slot.packed.sources]  # type: ignore[misc]
+        it.experts.fetch([], it.out)
+        for n in range(6):
+            it.experts._experts[n] = it.store.expert(it.slots, n)
+            it.experts._experts[n].verified = True
+        found: list[list[int]] = []
+        for numbers in ([0, 1], [1, 2, 3], [3, 4, 0], [0, 5], [5, 0]):
+            it.out.fill_(0xFF)
+            it.experts.fetch(numbers, it.out)
+            cuda.streams[0].put(lambda numbers=numbers: found.append(it.wrong(numbers)))
+            cuda.streams[0].put(lambda: None if it.out.fill_(0xFF) is None else None)
+        assert not found, "nobody has waited yet"
+        it.store.check()
+        assert found == [[]] * 5
+        assert it.store.cache.hits > 0
+        assert it.store.copied_bytes == sum(size for *_, size in cuda.copied)
+    finally:
+        it.close()
 
 
 def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:

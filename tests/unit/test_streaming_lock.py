@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tpde.errors import UnsupportedDevice
+from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.streaming import lock
+from tpde.streaming.modes import forced_mode, not_locked
 
 
 class Code(enum.IntEnum):
@@ -206,3 +207,38 @@ def test_steps_end_at_multiples_of_64_mib() -> None:
     assert list(lock.steps(lock.STEP - 1, 2)) == [(0, 1), (1, 1)]
     assert list(lock.steps(lock.STEP, lock.STEP)) == [(0, lock.STEP)]
     assert list(lock.steps(5, 0)) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "environment", "mode"),
+    [
+        (None, None, None),
+        (None, "", None),
+        ("", "arena", "arena"),
+        (None, "pageable", "pageable"),
+        ("mapped", None, "mapped"),
+        ("mapped", "arena", "mapped"),
+        ("mapped", "nonsense", "mapped"),
+    ],
+)
+def test_a_mode_is_the_callers_or_else_the_environments(
+    argument: str | None, environment: str | None, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TPDE_HOST_MEMORY", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("TPDE_HOST_MEMORY", environment)
+    assert forced_mode(argument) == mode
+
+
+def test_an_unknown_mode_is_named() -> None:
+    with pytest.raises(InvalidInput, match="`fast` is unknown") as caught:
+        forced_mode("fast")
+    assert (caught.value.found, caught.value.where) == ("fast", "TPDE_HOST_MEMORY")
+    assert caught.value.needed == ("mapped", "arena", "pageable")
+
+
+def test_memory_that_was_to_be_locked_is_not_left_pageable() -> None:
+    with pytest.warns(RuntimeWarning, match=r"memory \(77 bytes\) cannot be page-locked \(why\)"):
+        not_locked(lock.Refused("why"), 77, None, "memory")
+    with pytest.raises(UnsupportedDevice, match=r"memory \(77 bytes\) cannot be page-locked: why"):
+        not_locked(lock.Refused("why"), 77, "arena", "memory")

@@ -92,7 +92,11 @@ def test_pieces_are_in_the_order_of_files_and_offsets() -> None:
     far, near = tensor("far", 4096, 16, 16), tensor("near", 0, 16)
     early = tensor("early", 8192, 16, source=BytesSource(b"", "a file"))
     parts = [Part(far, 0, 1, 1), *whole(near, early), Part(far, 0, 0, 0)]
-    assert held(cut(parts, 64, gap=0)) == [[("early", 0, 0)], [("near", 0, 0)], [("far", 0, 0), ("far", 1, 1)]]
+    assert held(cut(parts, 64, gap=0)) == [
+        [("early", 0, 0)],
+        [("near", 0, 0)],
+        [("far", 0, 0), ("far", 1, 1)],
+    ]
 
 
 # ---- ranges ----

@@ -13,7 +13,7 @@ from tpde.errors import InvalidInput, OutOfMemory
 from tpde.streaming import plan as plans
 from tpde.streaming.choices import STAGING_LEAST, Choice, evenly, tally
 from tpde.streaming.plan import MIB, Demand, Placement, Rates, StreamPlan, Unit, make_plan
-from tpde.streaming.sizes import parse_size
+from tpde.streaming.sizes import mib, parse_size
 
 RATES = Rates(copy=55e9, disk=6e9, memory=4.2e12, decode=2.0e12, launch=37e-6)
 DEVICE = (Placement.PLAIN, Placement.PACKED)
@@ -317,6 +317,15 @@ def test_evenly():
         (4096, 4096),
         ("2TiB", 2 << 40),
         ("7 B", 7),
+        (1, 1),
+        ("3kB", 3000),
+        ("3MB", 3 * 10**6),
+        ("3KiB", 3 << 10),
+        ("3TB", 3 * 10**12),
+        (".5 GiB", 1 << 29),
+        ("1.GiB", 1 << 30),
+        ("0.0015 kB", 1),
+        ("9007199254740993", 9007199254740993),
     ],
 )
 def test_sizes(text, size):
@@ -332,6 +341,13 @@ def test_sizes(text, size):
         ("-1GiB", "such as `16GiB`"),
         ("0GiB", "above zero"),
         (0, "above zero"),
+        (-1, "above zero"),
+        ("0.5", "above zero"),
+        (1.0, "such as `16GiB`"),
+        (None, "such as `16GiB`"),
+        ("1 GiB 2", "such as `16GiB`"),
+        ("1e3", "such as `16GiB`"),
+        ("3t", "`3TiB` or `3TB`"),
         ("16 apples", "such as `16GiB`"),
         (True, "such as `16GiB`"),
     ],
@@ -339,6 +355,10 @@ def test_sizes(text, size):
 def test_what_is_no_size(text, says):
     with pytest.raises(InvalidInput, match=says):
         parse_size(text)
+
+
+def test_sizes_are_written_in_mib_rounded_up():
+    assert [mib(it) for it in (1, MIB, MIB + 1, 0)] == ["1 MiB", "1 MiB", "2 MiB", "0 MiB"]
 
 
 def test_planning_imports_neither_torch_nor_cuda():

@@ -48,7 +48,9 @@ class Measured(Cuda):
         for name in ("cuMemFree", "cuMemFreeHost"):
             patch.setattr(self.driver, name, self._free)
         for name, rate in (("cuMemcpyHtoDAsync", HOST_BYTES), ("cuMemcpyDtoDAsync", DEVICE_BYTES)):
-            patch.setattr(self.driver, name, lambda *args, name=name, rate=rate: self._move(name, rate, *args))
+            patch.setattr(
+                self.driver, name, lambda *args, name=name, rate=rate: self._move(name, rate, *args)
+            )
         patch.setattr(rates, "COPY_BYTES", 8_000_000)
 
     def _said(self, name: str, *values: Any) -> tuple[Any, ...]:
