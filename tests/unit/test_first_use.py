@@ -31,6 +31,8 @@ from tpde.streaming.order import Order  # noqa: E402
 from tpde.streaming.pieces import GAP_BYTES, Part, cut  # noqa: E402
 from tpde.streaming.ranges import Range  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 def damage(made: Fixture, number: int, chunk: int = 5) -> None:
     extent, offsets = made.tensors[number].extent, made.tensors[number].offsets

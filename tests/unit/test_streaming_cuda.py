@@ -21,6 +21,8 @@ from tpde.streaming.device import CudaDevice  # noqa: E402
 from tpde.streaming.stream import Unit  # noqa: E402
 from tpde.streaming.trace import Trace, start_trace  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 def fixture(cuda: Cuda, folder: Path, **options: Any) -> Fixture:
     made = Fixture(folder, SIZES, **{"kind": lambda ring: CudaDevice(cuda, ring), **options})

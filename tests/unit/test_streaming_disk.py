@@ -22,6 +22,8 @@ from tpde.format.source import BytesSource, Extent, FileSource
 from tpde.streaming import direct, disk, lock
 from tpde.streaming.disk import SLACK, ReadAhead
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 MIB = 1 << 20
 SIZE = 6 * MIB + 1234
 PIECE = 256 << 10

@@ -28,6 +28,8 @@ from tpde.streaming.host import HostMemory
 from tpde.streaming.pieces import GAP_BYTES
 from tpde.streaming.ranges import PAGE, merge
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:

@@ -23,6 +23,8 @@ from tpde.streaming import arena as arenas
 from tpde.streaming import bringing, lock, mapping
 from tpde.streaming.host import HostMemory
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:

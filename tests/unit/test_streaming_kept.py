@@ -18,6 +18,8 @@ from tpde.streaming.kept import Kept  # noqa: E402
 from tpde.streaming.pieces import Piece  # noqa: E402
 from tpde.streaming.stream import Unit  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 def passes(made: Fixture, units: list[tuple[Unit, bytes]], count: int) -> list[int]:
     """Bytes that each of so many passes over all units copies, every one of them right."""

@@ -9,6 +9,8 @@ import pytest
 
 from tpde.streaming.parallel import for_each, staged
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 class Failed(Exception):
     """What a piece of work raises."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,13 +45,11 @@ class Measured(Cuda):
         self.fails = ""
         self._addresses, self._turns = itertools.count(1 << 20, 1 << 20), itertools.count()
         for name in ("cuMemAlloc", "cuMemHostAlloc"):
-            patch.setattr(self.driver, name, lambda size, *flags, name=name: self._allocate(name, size))
+            patch.setattr(self.driver, name, partial(self._allocate, name))
         for name in ("cuMemFree", "cuMemFreeHost"):
             patch.setattr(self.driver, name, self._free)
         for name, rate in (("cuMemcpyHtoDAsync", HOST_BYTES), ("cuMemcpyDtoDAsync", DEVICE_BYTES)):
-            patch.setattr(
-                self.driver, name, lambda *args, name=name, rate=rate: self._move(name, rate, *args)
-            )
+            patch.setattr(self.driver, name, partial(self._move, name, rate))
         patch.setattr(rates, "COPY_BYTES", 8_000_000)
 
     def _said(self, name: str, *values: Any) -> tuple[Any, ...]:
@@ -58,7 +57,7 @@ class Measured(Cuda):
         result = self.driver.CUresult
         return (result.CUDA_ERROR_OUT_OF_MEMORY if name == self.fails else result.CUDA_SUCCESS, *values)
 
-    def _allocate(self, name: str, size: int) -> tuple[Any, ...]:
+    def _allocate(self, name: str, size: int, flags: int = 0) -> tuple[Any, ...]:
         assert self.current == self.index
         said = self._said(name, next(self._addresses))
         if name != self.fails:

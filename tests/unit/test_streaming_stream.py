@@ -33,6 +33,8 @@ from tpde.weights.launch import Launch  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
 from tpde.weights.tensor import PackedTensor  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 def replace_shape(header: Any, shape: tuple[int, ...]) -> Any:
     return dataclasses.replace(header, spec=TensorSpec(header.spec.dtype, shape))
