@@ -309,6 +309,7 @@ def test_short_direct_reads_are_continued(tmp_path: Path, monkeypatch: pytest.Mo
     real = os.preadv
 
     def short(descriptor: int, buffers: Any, offset: int) -> int:
+        assert offset % direct.BLOCK == 0
         return real(descriptor, [buffers[0][: 3 * direct.BLOCK // 2]], offset)
 
     monkeypatch.setattr(direct.os, "preadv", short)

@@ -14,6 +14,7 @@ import pytest
 
 from tpde.errors import InvalidInput, Truncated
 from tpde.format.source import BytesSource, Extent, FileSource
+from tpde.streaming import arena as arenas
 from tpde.streaming.kept import Kept, Stay
 from tpde.streaming.pieces import GAP_BYTES, Part, Piece, cut
 from tpde.streaming.ranges import PAGE, Range, merge, read_error, require
@@ -118,6 +119,28 @@ def test_a_range_has_whole_pages() -> None:
     for first, last, begin, end in ((0, 1, 0, 1), (PAGE - 1, PAGE, 0, 1), (PAGE, 2 * PAGE + 1, 1, 3)):
         it = Range(FILE, first, last)
         assert (it.begin, it.end, it.size) == (begin * PAGE, end * PAGE, (end - begin) * PAGE)
+
+
+def test_what_of_a_range_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than its bytes, though it has whole pages."""
+    monkeypatch.setattr(arenas, "PIECE_BYTES", 3 * PAGE)
+    it = Range(FILE, PAGE + 100, 9 * PAGE + 50)
+    base = 20 * PAGE - it.begin
+
+    def cuts(begin: int, size: int) -> list[tuple[int, int]]:
+        found = arenas.parts(it, 20 * PAGE, begin, size)
+        assert all(part.of is it and part.to == base + part.offset for part in found)
+        return [(part.offset, part.size) for part in found]
+
+    first = PAGE + 100
+    assert cuts(0, it.size) == [
+        (first, 3 * PAGE),
+        (first + 3 * PAGE, 3 * PAGE),
+        (first + 6 * PAGE, 2 * PAGE - 50),
+    ]
+    assert cuts(0, PAGE) == [(first, PAGE - 100)]
+    assert cuts(4 * PAGE, 3 * PAGE) == [(5 * PAGE, 3 * PAGE)]
+    assert cuts(8 * PAGE, PAGE) == [(9 * PAGE, 50)]
 
 
 def test_extents_may_end_with_their_file_as_it_is_now(tmp_path: Path) -> None:

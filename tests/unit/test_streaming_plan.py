@@ -179,6 +179,40 @@ def test_the_least_ram_is_exact(units, needs, mib):
         plan(mib * MIB, least - 1, units, needs)
 
 
+@pytest.mark.parametrize(
+    ("vram", "ram", "where", "tiled", "workspace", "ring", "staging", "kept", "limit", "microseconds"),
+    [
+        (1200, None, (34, 0, 0, 0), ("head",), 416, (4, 16), 0, 0, "copy", 189085),
+        (1600, None, (33, 0, 1, 0), ("head",), 416, (6, 32), 0, 0, "copy", 182118),
+        (2048, None, (33, 0, 1, 0), (), 1002, (4, 16), 0, 0, "copy", 183598),
+        (3072, None, (30, 0, 3, 1), (), 416, (4, 32), 0, 0, "copy", 158088),
+        (6144, None, (19, 0, 14, 1), (), 416, (4, 32), 0, 0, "copy", 98123),
+        (11571, None, (1, 0, 32, 1), (), 416, (0, 0), 0, 0, "host", 19090),
+        (16000, None, (0, 0, 1, 33), (), 0, (0, 0), 0, 0, "host", 17077),
+        (2048, 2500, (6, 27, 1, 0), (), 1002, (4, 16), 256, 0, "disk", 1382007),
+        (4096, 4096, (11, 15, 7, 1), (), 416, (4, 8), 416, 0, "disk", 729711),
+        (4096, 9000, (27, 0, 6, 1), (), 416, (6, 32), 0, 98, "copy", 139827),
+        (6144, 1300, (2, 17, 14, 1), (), 416, (4, 8), 256, 92, "disk", 810928),
+    ],
+)
+def test_plans_of_a_known_model(vram, ram, where, tiled, workspace, ring, staging, kept, limit, microseconds):
+    """A change of any of these is one of what users get: sizes in MiB, and what a token takes."""
+    made = plan(vram * MIB, ram and ram * MIB)
+    places = Placement.HOST, Placement.DISK, Placement.PACKED, Placement.PLAIN
+    assert tuple(len(made.units(it)) for it in places) == where
+    assert (made.tiled, made.workspace, made.staging, made.kept) == (
+        tiled,
+        workspace * MIB,
+        staging * MIB,
+        kept * MIB,
+    )
+    assert (made.slots, made.piece) == (ring[0], ring[1] * MIB)
+    assert made.limit == limit
+    assert round(made.seconds * 1e6) == microseconds
+    assert made.work.read == NEEDS.plain + sum(it.plain for it in LLAMA if not it.rows)
+    assert made.work.calls == 421
+
+
 def test_what_streams_is_spread():
     made = plan(6 << 30)
     assert made.limit == "copy"

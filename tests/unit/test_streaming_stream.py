@@ -532,6 +532,25 @@ def test_closing_gives_everything_back_once(tmp_path: Path) -> None:
         assert not made.device.copies._thread.is_alive()
 
 
+def test_what_it_owns_is_closed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was taken over last first, and the device, which reads from it, before memory is given back."""
+    with Fixture(tmp_path, [5000]) as made:
+        closed: list[str] = []
+
+        def closing(name: str) -> Any:
+            return SimpleNamespace(close=lambda: closed.append(name))
+
+        wait = made.device.wait
+        monkeypatch.setattr(made.device, "wait", lambda: (closed.append("wait"), wait()))
+        monkeypatch.setattr(made.supply, "close", lambda: closed.append("supply"))
+        made.streamer.own(closing("a"))
+        made.streamer.own(closing("b"), closing("c"))
+        made.streamer.close()
+        assert closed == ["wait", "b", "c", "a", "supply"]
+        assert not made.device.copies._thread.is_alive()
+        made.streamer.device = SimulatedDevice(ROOM)
+
+
 def test_what_was_closed_is_not_read(tmp_path: Path) -> None:
     """Kernels would read rows from memory that was given back."""
     with Fixture(tmp_path, [5000]) as made:
@@ -547,8 +566,27 @@ def test_what_was_closed_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_ring_without_places_streams_rows_only(tmp_path: Path) -> None:
-    with Fixture(tmp_path, [5000]) as made, pytest.raises(PackedWeight, match="`t0` stays on the host"):
-        Streamer(made.device, 0, 0).unit([(made.tensors[0], 0)])
+    with Fixture(tmp_path, [5000]) as made:
+        streamer = Streamer(made.device, 0, 0)
+        with pytest.raises(PackedWeight, match="`t0` stays on the host"):
+            streamer.unit([(made.tensors[0], 0)])
+        made.tensors[0].travels = False
+        rest = streamer.unit([(made.tensors[0], 512)])
+        assert filled(rest, 512 + 10_000)[512:] == made.data[0]
+        assert not made.device.copied
+
+
+def test_units_that_are_made_later_change_no_order(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES, places=2) as made:
+        units = made.units((2,), (5,))
+        for _ in range(2):
+            for unit, expected in units:
+                assert filled(unit, len(expected)) == expected
+        (late, _) = made.units((0,))[0]
+        chunks = made.streamer.chunks(made.tensors[4], 0, 1, 0)
+        order = made.streamer._order
+        assert order.after(units[1][0]) is units[0][0]
+        assert order.after(late) is order.after(chunks) is None
 
 
 def test_a_streamed_tensor_stays_where_it_is(tmp_path: Path) -> None:
