@@ -105,7 +105,7 @@ def test_after_a_failure_of_what_follows_nothing_is_begun() -> None:
 def test_after_a_failure_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though pieces are done, of groups that wait for others to be followed."""
     joined, go, after = list[int](), threading.Event(), list[int]()
-    join = threading.Thread.join
+    begun, join = threading.Event(), threading.Thread.join
 
     def noted(thread: threading.Thread, timeout: float | None = None) -> None:
         joined.append(1)
@@ -114,11 +114,13 @@ def test_after_a_failure_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> Non
         join(thread, timeout)
 
     def do(number: int) -> None:
+        assert not number or begun.wait(60)
         if number == 2:
             raise Failed
 
     def then(number: int) -> None:
         after.append(number)
+        begun.set()
         assert go.wait(60)
 
     monkeypatch.setattr(threading.Thread, "join", noted)
