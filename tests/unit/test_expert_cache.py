@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.packed import pack
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemorySupply, Probe, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from support.cuda import Cuda  # noqa: E402
 
-from tpde.errors import Corrupt, InvalidInput, UnsupportedDevice  # noqa: E402
+from tpde.errors import Corrupt, InvalidInput, ReadError, UnsupportedDevice  # noqa: E402
 from tpde.format.blob import BlobHeader  # noqa: E402
 from tpde.format.constants import CODEC_PREFIX  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
@@ -27,7 +28,7 @@ from tpde.nn import PackedParameter, PackedTensor  # noqa: E402
 from tpde.nn.slot import Slot  # noqa: E402
 from tpde.streaming.cache import ExpertCache  # noqa: E402
 from tpde.streaming.device import CudaDevice  # noqa: E402
-from tpde.streaming.experts import ExpertStore, expert_ranges, expert_room  # noqa: E402
+from tpde.streaming.experts import ExpertStore, expert_pieces, expert_ranges, expert_room  # noqa: E402
 from tpde.streaming.stream import Streamer  # noqa: E402
 from tpde.streaming.tensor import Streamed  # noqa: E402
 
@@ -350,6 +351,134 @@ def late(it: Fixture, draw: np.random.Generator) -> list[int]:
         it.device.compute.record().wait(60)
         wrong += it.wrong(numbers)
     return wrong
+
+
+def test_what_is_not_copied_is_decoded_beside_it(tmp_path: Path) -> None:
+    """As what is packed with zstd: it needs no place, and is no miss."""
+    it = Fixture(tmp_path, 4, 3)
+    try:
+        up, down = (slot.packed.sources for slot in it.slots)
+        down[1].travels = up[2].travels = down[2].travels = False
+        it.experts.fetch([1, 2, 3], it.out)
+        assert not it.wrong([1, 2, 3])
+        assert (it.store.cache.hits, it.store.cache.misses, len(it.store.cache)) == (0, 2, 2)
+        assert {*it.device.copied} == {"e2", "e6", "e7"}
+        it.out.fill_(0xFF)
+        it.experts.fetch([2, 1], it.out)
+        assert not it.wrong([1, 2])
+        assert (it.store.cache.hits, it.store.cache.misses) == (1, 2)
+    finally:
+        it.close()
+
+
+def test_an_expert_of_a_fused_blob_goes_to_its_place(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 2, 1)
+    try:
+        data = np.concatenate(it.data)
+        packed = pack(TensorSpec("BF16", (4, 100, 200)), data.tobytes())
+        assert packed is not None
+        (tmp_path / "fused.bin").write_bytes(packed.blob.tobytes())
+        source = FileSource(tmp_path / "fused.bin")
+        streamer = Streamer(it.device, 0, 0)
+        one = Streamed(Extent(source, 0, source.size, "fused"), streamer, CPU, it.supply)
+        slots = [Slot("up", PackedParameter(PackedTensor([one], (4, 100, 200))))]
+        slots[0].offset = 4096
+        room = expert_room(slots, PIECE)
+        module = ExpertStore(it.device, 0, 2 * room, room, PIECE).module(slots)
+        for number in (2, 0, 3):
+            it.out.fill_(0xFF)
+            module.fetch([number], it.out)
+            assert np.array_equal(
+                it.out.numpy()[4096 + 40_000 * number :][:40_000], data[40_000 * number :][:40_000]
+            )
+        source.close()
+    finally:
+        it.close()
+
+
+def test_places_hold_any_expert_and_begin_where_they_may(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 2, 1)
+    try:
+        rooms = [
+            sum(-(-piece.extent.size // 256) * 256 for piece in expert_pieces(it.slots, number, PIECE))
+            for number in range(2)
+        ]
+        room = max(rooms)
+        assert expert_room(it.slots, PIECE) == room
+        assert room % 256 == 0
+        assert ExpertStore(it.device, 256, room, room - 255, PIECE).cache.insert(None) == 0  # type: ignore[arg-type]
+        for start, size in ((256, room - 1), (128, room)):
+            with pytest.raises(InvalidInput, match=f"from byte {start} on holds no expert of {room} bytes"):
+                ExpertStore(it.device, start, size, room, PIECE)
+        exact = ExpertStore(it.device, 0, 2 * room, room, PIECE).module(it.slots)
+        exact.fetch([rooms.index(room)], it.out)
+        assert not it.wrong([rooms.index(room)])
+    finally:
+        it.close()
+
+
+def test_gaps_between_experts_are_not_copied(tmp_path: Path) -> None:
+    """Between two tensors of one lie those of another."""
+    it = Fixture(tmp_path, 2, 2)
+    try:
+        pieces = expert_pieces(it.slots, 0, 1 << 20)
+        extents = [slot.packed.sources[0] for slot in it.slots]
+        whole = sum(int(of.offsets[-1] - of.offsets[0]) for of in extents)  # type: ignore[attr-defined]
+        assert sum(piece.extent.size for piece in pieces) == whole
+    finally:
+        it.close()
+
+
+@pytest.mark.parametrize("what", ["record", "check", "fetch"])
+def test_a_fetch_is_not_disturbed_by_another_thread(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Fixture(tmp_path, 4, 2)
+    try:
+        probe = it.store._lock = Probe(it.store._lock)  # type: ignore[assignment]
+        another = it.store.expert(it.slots, 2)
+        trace, out, alive = object(), torch.full((2 << 20,), 0xFF, dtype=torch.uint8), list[bool]()
+        calls = {
+            "record": lambda: it.store.record(trace),  # type: ignore[arg-type]
+            "check": it.store.check,
+            "fetch": lambda: it.store.fetch(it.experts, [another], out),
+        }
+
+        def call() -> None:
+            calls[what]()
+            probe.asked.set()  # had it not asked
+
+        other, copy = threading.Thread(target=call), it.device.copy
+
+        def slow(*args: Any) -> Any:
+            if not alive:
+                other.start()
+                assert probe.asked.wait(60)
+                alive.append(other.is_alive())
+                assert it.device.trace is None
+            return copy(*args)
+
+        monkeypatch.setattr(it.device, "copy", slow)
+        it.experts.fetch([0, 1], it.out)
+        other.join()
+        assert alive == [True], "it waits"
+        assert not it.wrong([0, 1])
+        assert what != "record" or it.device.trace is trace
+    finally:
+        it.device.trace = None
+        it.close()
+
+
+def test_what_was_closed_is_not_fetched(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 2, 1)
+    try:
+        it.experts.fetch([0], it.out)
+        streamer = it.slots[1].packed.sources[0]._streams  # type: ignore[attr-defined]
+        streamer._closed = True
+        with pytest.raises(ReadError, match="was closed"):
+            it.experts.fetch([0], it.out)
+    finally:
+        it.close()
 
 
 @pytest.mark.parametrize("eager", ["copies", "computes"])

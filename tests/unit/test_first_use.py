@@ -342,10 +342,11 @@ def test_two_threads_open_a_file_once(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
     source, files, opened, real = FileSource(path), direct.Files(), list[str](), os.open
+    found: list[bool] = []
     probe = files._lock = Probe(files._lock)  # type: ignore[arg-type,assignment]
 
     def read() -> None:
-        files.direct(source)
+        found.append(files.direct(source))
         probe.asked.set()  # had it not asked
 
     other = threading.Thread(target=read)
@@ -358,11 +359,12 @@ def test_two_threads_open_a_file_once(tmp_path: Path, monkeypatch: pytest.Monkey
         return real(name, flags)
 
     monkeypatch.setattr(os, "open", slow)
-    files.direct(source)
+    past = files.direct(source)
     other.join()
     files.close()
     source.close()
     assert len(opened) == 1
+    assert found == [past], "both read past the page cache, or neither"
 
 
 def test_files_that_were_closed_are_opened_again(tmp_path: Path) -> None:

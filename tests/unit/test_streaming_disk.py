@@ -325,6 +325,8 @@ def test_threads_use_the_device_whose_copies_they_wait_for(
     supply.close()
     assert bound == [(5, "tpde-disk")] * 3
     ReadAhead(1, PIECE, 3, None).close()
+    monkeypatch.setenv("TPDE_HOST_MEMORY", "pageable")
+    ReadAhead(1, PIECE, 3, 5).close()
     assert len(bound) == 3
 
 

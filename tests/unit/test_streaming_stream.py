@@ -576,6 +576,14 @@ def test_a_ring_without_places_streams_rows_only(tmp_path: Path) -> None:
         assert not made.device.copied
 
 
+def test_before_the_first_use_the_order_is_that_in_which_units_are_made(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        units = [made.units((0,))[0][0], made.streamer.chunks(made.tensors[1], 0, 1, 0)]
+        units.append(made.units((2,))[0][0])
+        order = made.streamer._order
+        assert [order.after(it) for it in units] == [*units[1:], units[0]]
+
+
 def test_units_that_are_made_later_change_no_order(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES, places=2) as made:
         units = made.units((2,), (5,))
