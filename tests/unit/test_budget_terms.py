@@ -339,6 +339,37 @@ def test_how_much_is_kept() -> None:
     assert plans._kept(here._replace(slots=0), work, needs, 1 << 40) == 0
 
 
+@pytest.mark.parametrize(("cache", "activations"), [(0, 0), (MIB, 0), (0, MIB)])
+@pytest.mark.parametrize("resident", [False, True])
+def test_what_is_too_little_says_what_would_be_less(cache: int, activations: int, resident: bool) -> None:
+    demand = Demand(plain=0, cache=cache, activations=activations, fixed=MIB, argument="`batches`")
+    odd = Unit("odd", 5 * MIB + 1, 8 * MIB, 0, resident=resident)
+    with pytest.raises(OutOfMemory) as caught:
+        make_plan([odd, *BLOCKS], demand, 1000, None, RATES, calls=10)
+    error = caught.value
+    text = str(error)
+    assert (" or more, or a smaller `batches`" in text) is bool(cache or activations)
+    assert ("; 6 MiB are packed otherwise" in text) is resident
+    assert "`vram` is 1000 bytes, the least that works is " in text
+    assert "1 MiB of kernels and libraries" in text
+    assert "plain weights" not in text, "there are none"
+    assert (error.where, error.found, error.needed) == ("vram", 1000, error.least)
+
+
+def test_too_little_host_memory_is_named() -> None:
+    error = plans.too_little_ram(3 * MIB + 1, 2 * MIB - 1)
+    assert "`ram` is 1 MiB, the least that works is 4 MiB" in str(error)
+    assert "use `4MiB` or more" in str(error)
+    assert (error.where, error.found, error.needed, error.least) == (
+        "ram",
+        2 * MIB - 1,
+        3 * MIB + 1,
+        3 * MIB + 1,
+    )
+    assert error.budget == "ram"
+    assert [plans._given(it) for it in (MIB - 1, MIB, 2 * MIB - 1)] == ["1048575 bytes", "1 MiB", "1 MiB"]
+
+
 def test_a_budget_is_exact_to_the_byte() -> None:
     """The least that works is what its parts add up to, and a byte less does not."""
     with pytest.raises(OutOfMemory) as caught:

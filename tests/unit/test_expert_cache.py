@@ -469,6 +469,20 @@ def test_a_fetch_is_not_disturbed_by_another_thread(
         it.close()
 
 
+def test_a_new_expert_is_waited_for_beside_known_ones(tmp_path: Path) -> None:
+    """Else damage would be told at its second use."""
+    it = Fixture(tmp_path, 2, 2)
+    try:
+        it.experts.fetch([0], it.out)
+        of: Any = it.slots[1].packed.sources[1]
+        it.supply._bytes(of.extent)[of.extent.offset + int(of.offsets[0]) + 40] ^= 1
+        with pytest.raises(Corrupt, match=r"`e3`, chunk 0: .* is damaged"):
+            it.experts.fetch([0, 1], it.out)
+        assert not it.store._asked
+    finally:
+        it.close()
+
+
 def test_what_was_closed_is_not_fetched(tmp_path: Path) -> None:
     it = Fixture(tmp_path, 2, 1)
     try:
