@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SECONDS, AGAIN = 120.0, 2.0
+SECONDS, AGAIN = 60.0, 2.0
 
 
 @contextmanager

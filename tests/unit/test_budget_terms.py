@@ -9,6 +9,7 @@ import pytest
 from tpde.errors import OutOfMemory
 from tpde.streaming import choices as chosen
 from tpde.streaming import plan as plans
+from tpde.streaming.budget import Budget
 from tpde.streaming.choices import STAGING_LEAST, STAGING_STEP, Choice, Tally, choices, tally
 from tpde.streaming.plan import MIB, make_plan, page_tables
 from tpde.streaming.predict import Work, predict
@@ -368,6 +369,14 @@ def test_too_little_host_memory_is_named() -> None:
     )
     assert error.budget == "ram"
     assert [plans._given(it) for it in (MIB - 1, MIB, 2 * MIB - 1)] == ["1048575 bytes", "1 MiB", "1 MiB"]
+
+
+@pytest.mark.parametrize(
+    ("it", "field"), [(PLAIN, "packed"), (NEEDS, "plain"), (RATES, "copy"), (Budget(1), "vram")]
+)
+def test_what_is_planned_with_does_not_change(it: object, field: str) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(it, field, 1)
 
 
 def test_a_budget_is_exact_to_the_byte() -> None:

@@ -483,6 +483,49 @@ def test_a_new_expert_is_waited_for_beside_known_ones(tmp_path: Path) -> None:
         it.close()
 
 
+def test_places_are_free_after_an_error_when_the_device_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Fixture(tmp_path, 4, 4, blocking=False)
+    try:
+        gate, decode, calls = threading.Event(), it.device.decode, list[int]()
+
+        def interrupted(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                it.device.compute.put(lambda: gate.wait(60) and None)
+                threading.Timer(0.05, gate.set).start()
+                raise KeyboardInterrupt
+            return decode(*args)
+
+        monkeypatch.setattr(it.device, "decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            it.experts.fetch([0, 1], it.out)
+        assert gate.is_set(), "it was waited for"
+    finally:
+        it.close()
+
+
+def test_copies_are_queued_before_what_is_there_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bus is busy meanwhile."""
+    it = Fixture(tmp_path, 2, 2)
+    try:
+        it.experts.fetch([0], it.out)
+        log: list[str] = []
+        for name in ("copy", "decode"):
+            real = getattr(it.device, name)
+            monkeypatch.setattr(
+                it.device, name, lambda *args, name=name, real=real: log.append(name) or real(*args)
+            )
+        it.experts.fetch([0, 1], it.out)
+        assert log == sorted(log)
+        assert {*log} == {"copy", "decode"}
+    finally:
+        it.close()
+
+
 def test_what_was_closed_is_not_fetched(tmp_path: Path) -> None:
     it = Fixture(tmp_path, 2, 1)
     try:

@@ -22,7 +22,7 @@ from tpde.format.source import Extent, FileSource
 from tpde.streaming import arena as arenas
 from tpde.streaming import bringing, lock, mapping
 from tpde.streaming.host import HostMemory
-from tpde.streaming.ranges import PAGE
+from tpde.streaming.ranges import PAGE, Range
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -435,6 +435,22 @@ def test_pages_that_cannot_be_read(
     with pytest.raises(ReadError, match=r"bytes \d+ to \d+ of `.*blobs` cannot be read: .*the disk failed"):
         bring_in_vain(extents(source))
     assert not fake.locked
+
+
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_a_last_page_that_cannot_be_read_may_be_of_a_file_that_became_shorter(
+    shorter: int, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page ends after the file does, in any case."""
+    monkeypatch.setattr(mapping.native, "populate", lambda *_: errno.EFAULT)
+    last = source.size
+    os.truncate(source.name, last - shorter)
+    pages = mapping.Pages(Range(source, 0, last), 5 * MIB, 0, PAGE)
+    with pytest.raises(Truncated if shorter else ReadError) as caught:
+        mapping.populate(pages)
+    if shorter:
+        assert isinstance(caught.value, Truncated)
+        assert (caught.value.found, caught.value.needed) == (last - 1, last)
 
 
 def test_pages_are_asked_for_before_they_are_waited_for(
