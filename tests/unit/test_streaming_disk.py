@@ -283,6 +283,55 @@ def test_what_was_given_back_is_not_waited_for(how: str, source: FileSource, dat
         supply.close()
 
 
+def test_memory_stays_while_one_of_several_threads_reads_to_it(
+    source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    supply = ReadAhead(1, PIECE, 3, 0)
+    supply.request(piece(source, 0, 4096))
+    soon(lambda: slow.reading == 1, "reading")
+    closer = threading.Thread(target=supply.close)
+    closer.start()
+    soon(lambda: len(threads()) == 1, "those that have nothing to do end")
+    assert fake.locked
+    slow.go.set()
+    closer.join(20)
+    assert not fake.locked
+
+
+def test_a_single_read_that_was_cancelled_meanwhile_frees_its_buffer(
+    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    supply = ReadAhead(1, PIECE, 1, 0)
+    first, second = supply.request(piece(source, 0, 4096)), supply.request(piece(source, 8192, 4096))
+    soon(lambda: slow.reading == 1, "reading")
+    first.cancel()
+    slow.go.set()
+    check(supply, second, data)
+    assert not first.ready()
+    supply.close()
+
+
+def test_a_single_read_that_fails_frees_its_buffer(
+    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supply = ReadAhead(1, PIECE, 1, 0)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        patch.setattr(os, "preadv", fail)
+        for _ in range(2):
+            ticket = supply.request(piece(source, 0, 4096))
+            with pytest.raises(ReadError, match="the disk failed"):
+                waited(ticket)
+            assert not ticket.ready()
+    check(supply, supply.request(piece(source, 0, 4096)), data)
+    supply.close()
+
+
 def test_nobody_is_left_waiting_for_what_was_cancelled(
     source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
