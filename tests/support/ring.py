@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,7 @@ class Fixture:
         offset: int = 0,
         apart: int = 0,
         keep: int = 0,
+        kind: Callable[..., Any] = SimulatedDevice,
         **device: object,
     ) -> None:
         self.data, extents, at = [], [], offset
@@ -51,7 +54,7 @@ class Fixture:
                 at += -(-packed.blob.size // 256) * 256 + apart
         self.source = FileSource(self.path)
         self.supply = MemorySupply()
-        self.device = SimulatedDevice(places * ROOM + keep, **device)  # type: ignore[arg-type]
+        self.device = kind(places * ROOM + keep, **device)
         self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
         self.streamer.own(self.supply, self.source)
         self.tensors = [

@@ -92,7 +92,7 @@ class SimulatedDevice:
         return {"pieces": pieces, "damage": None}
 
     def copy(self, place: int, address: int, piece: Piece) -> threading.Event:
-        at, size = place + piece.pad, piece.extent.size
+        at, size = place, piece.extent.size
 
         def job() -> None:
             self.memory[at : at + size] = np.ctypeslib.as_array(

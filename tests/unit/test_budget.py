@@ -19,6 +19,7 @@ GIB = 1 << 30
 def test_budgets() -> None:
     assert parse_budget(None) is None
     assert parse_budget("16GiB") == Budget(16 * GIB, None, MAX_TOKENS, ACTIVATIONS, MAX_BATCH)
+    assert parse_budget(1) == Budget(1, None, 8192, GIB, 8), "as documented"
     assert parse_budget(4096, "1GiB", 7, "2GiB", 3) == Budget(4096, GIB, 7, 2 * GIB, 3)
 
 
@@ -33,6 +34,7 @@ def test_budgets() -> None:
         ({"vram": "1GiB", "max_batch": 2.0}, "`max_batch` is 2.0; give a whole number"),
         ({"vram": "lots"}, "`lots` is no size"),
         ({"vram": 0}, "above zero"),
+        ({"vram": -1}, "above zero"),
         ({"vram": True}, "is no size"),
         ({"vram": 1.5}, "is no size"),
         ({"vram": "1GiB", "ram": "16G"}, "`16GiB` or `16GB`"),

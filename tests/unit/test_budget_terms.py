@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 
 from tpde.errors import OutOfMemory
+from tpde.streaming import choices as chosen
 from tpde.streaming import plan as plans
-from tpde.streaming.choices import STAGING_LEAST, STAGING_STEP, Choice, Tally, tally
+from tpde.streaming.budget import Budget
+from tpde.streaming.choices import STAGING_LEAST, STAGING_STEP, Choice, Tally, choices, tally
 from tpde.streaming.plan import MIB, make_plan, page_tables
 from tpde.streaming.predict import Work, predict
 from tpde.streaming.units import Demand, Placement, Rates, Unit
@@ -112,6 +114,116 @@ def test_staging_is_a_share_in_whole_pieces() -> None:
     large = [Unit(f"layers.{i}", 1000 * MIB, 1500 * MIB, 0) for i in range(20)]
     assert counted(*large, ram=4100 * MIB).staging == 4100 * MIB // 8 // STAGING_STEP * STAGING_STEP
     assert counted(*large, ram=19_000 * MIB).staging == 1024 * MIB
+
+
+def test_host_memory_of_just_the_size_needs_no_disk() -> None:
+    large = [Unit(f"layers.{i}", 100 * MIB, 150 * MIB, 0) for i in range(20)]
+    whole = ROWS.packed + 2000 * MIB
+    assert counted(ROWS, *large, ram=whole).staging == 0
+    less = counted(ROWS, *large, ram=whole - 1)
+    assert less.staging == STAGING_LEAST
+    assert less.on_disk
+    assert {less.placement(it) for it in large} == {Placement.HOST, Placement.DISK}
+    assert less.placement(ROWS) is Placement.HOST
+    assert counted(ROWS, packed="rows").placement(ROWS) is Placement.PACKED
+
+
+def sized(*packed: int) -> list[Unit]:
+    return [Unit(str(i), size, size, 0) for i, size in enumerate(packed)]
+
+
+@pytest.mark.parametrize(
+    ("packed", "room", "kept"),
+    [
+        ((10, 10, 10, 10), 20, "13"),
+        ((30, 10, 10), 20, "12"),
+        ((10, 30, 10), 20, "02"),
+        ((10, 30, 10), 19, "2"),
+        ((10, 10), 20, "01"),
+        ((10, 10), 9, ""),
+    ],
+)
+def test_what_fits_is_spread_and_leaves_no_room_for_more(
+    packed: tuple[int, ...], room: int, kept: str
+) -> None:
+    assert [it.name for it in chosen._within(sized(*packed), room)] == [*kept]
+
+
+def test_how_many_units_are_tried() -> None:
+    assert chosen._levels(0) == [0]
+    assert chosen._levels(3) == [0, 1, 2, 3]
+    assert chosen._levels(128) == [*range(129)]
+    assert chosen._levels(256) == [*range(0, 257, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [
+        ((10, 5, 5, 1), ["0", "012"]),
+        ((4, 3, 2, 1, 1), ["0", "01", "012"]),
+        ((5, 4, 3, 2, 1), ["0", "01", "012"]),
+        ((1, 2, 3), ["2", "21"]),
+        ((5,), []),
+        ((5, 5), []),
+    ],
+)
+def test_units_larger_than_all_others(sizes: tuple[int, ...], found: list[str]) -> None:
+    assert ["".join(it.name for it in some) for some in chosen._largest(sized(*sizes))] == found
+
+
+def together(names: frozenset[str]) -> str:
+    return "".join(sorted(names))
+
+
+def test_subsets_of_units_of_one_size_and_of_few_others() -> None:
+    few = [together(it) for it in chosen._subsets(sized(10, 10, 10, 5))]
+    assert few == ["", "2", "12", "012", "3", "23", "123", "0123"]
+    assert [together(it) for it in chosen._subsets([])] == [""]
+    # The group with most bytes is the main one, and of three others all subsets are tried.
+    three = [together(it) for it in chosen._subsets(sized(11, 6, 6, 1, 2))]
+    assert len(three) == 3 * 8
+    assert {"", "2", "12"} < {*three}
+    assert "1" not in three
+    # Of more, only evenly spread ones.
+    more = [together(it) for it in chosen._subsets(sized(50, 1, 2, 3, 4))]
+    assert more == [a + b for b in ("", "4", "24", "234", "1234") for a in ("", "0")]
+
+
+@pytest.mark.parametrize(
+    ("odd", "found"),
+    [
+        (Unit("z", 9, 10, 0), "/ /z /xz /wxz /rwxz /rswxz z/rswx xz/rsw wxz/rs"),
+        (
+            Unit("z", 9, 20, 0, resident=True),
+            "/z /xz /wxz z/ z/x z/wx /rwxz /rswxz x/rswz wx/rsz z/rswx xz/rsw wxz/rs",
+        ),
+    ],
+    ids=["like the others", "larger, and resident"],
+)
+def test_which_units_may_be_where(odd: Unit, found: str) -> None:
+    """What is plain, and what is packed: nothing is plain before all else is packed, but what is larger."""
+    rows = [Unit(name, 9, 10, 0, rows=True) for name in "rs"]
+    units = [*rows, Unit("w", 9, 10, 0), Unit("x", 9, 10, 0), odd]
+    assert [f"{together(it.plain)}/{together(it.packed)}" for it in choices(units)] == found.split()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tiled", "found"),
+    [
+        (((1002, 16), (416, 0)), 0, [1002]),
+        (((1002, 16), (416, 0)), 1, [416, 512]),
+        (((1002, 16), (416, 0)), 2, []),
+        (((1002, 16), (416, 16)), 2, [16, 64, 128, 256]),
+        (((512, 16),), 1, [16, 64, 128, 256]),
+        (((512, 100),), 1, [100, 128, 256]),
+        (((512, 16), (512, 16)), 1, []),
+        (((2000, 600), (100, 0)), 1, [600, 1024]),
+    ],
+)
+def test_sizes_of_a_workspace(sizes: tuple[tuple[int, int], ...], tiled: int, found: list[int]) -> None:
+    """Of one that holds all units but those that are tiled, and a row of these at least."""
+    units = [Unit(str(i), 1, size * MIB, 0, tile=tile * MIB) for i, (size, tile) in enumerate(sizes)]
+    assert [it // MIB for it in plans._workspaces(units, tiled)] == found
 
 
 NEEDS = Demand(
@@ -226,6 +338,45 @@ def test_how_much_is_kept() -> None:
     assert kept(1 << 40) == (work.copied + 512 * work.pieces) // (2 * MIB) * 2 * MIB, "all there is"
     assert plans._kept(here, work, NEEDS, 1 << 40) == 0, "experts have what is left over"
     assert plans._kept(here._replace(slots=0), work, needs, 1 << 40) == 0
+
+
+@pytest.mark.parametrize(("cache", "activations"), [(0, 0), (MIB, 0), (0, MIB)])
+@pytest.mark.parametrize("resident", [False, True])
+def test_what_is_too_little_says_what_would_be_less(cache: int, activations: int, resident: bool) -> None:
+    demand = Demand(plain=0, cache=cache, activations=activations, fixed=MIB, argument="`batches`")
+    odd = Unit("odd", 5 * MIB + 1, 8 * MIB, 0, resident=resident)
+    with pytest.raises(OutOfMemory) as caught:
+        make_plan([odd, *BLOCKS], demand, 1000, None, RATES, calls=10)
+    error = caught.value
+    text = str(error)
+    assert (" or more, or a smaller `batches`" in text) is bool(cache or activations)
+    assert ("; 6 MiB are packed otherwise" in text) is resident
+    assert "`vram` is 1000 bytes, the least that works is " in text
+    assert "1 MiB of kernels and libraries" in text
+    assert "plain weights" not in text, "there are none"
+    assert (error.where, error.found, error.needed) == ("vram", 1000, error.least)
+
+
+def test_too_little_host_memory_is_named() -> None:
+    error = plans.too_little_ram(3 * MIB + 1, 2 * MIB - 1)
+    assert "`ram` is 1 MiB, the least that works is 4 MiB" in str(error)
+    assert "use `4MiB` or more" in str(error)
+    assert (error.where, error.found, error.needed, error.least) == (
+        "ram",
+        2 * MIB - 1,
+        3 * MIB + 1,
+        3 * MIB + 1,
+    )
+    assert error.budget == "ram"
+    assert [plans._given(it) for it in (MIB - 1, MIB, 2 * MIB - 1)] == ["1048575 bytes", "1 MiB", "1 MiB"]
+
+
+@pytest.mark.parametrize(
+    ("it", "field"), [(PLAIN, "packed"), (NEEDS, "plain"), (RATES, "copy"), (Budget(1), "vram")]
+)
+def test_what_is_planned_with_does_not_change(it: object, field: str) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(it, field, 1)
 
 
 def test_a_budget_is_exact_to_the_byte() -> None:

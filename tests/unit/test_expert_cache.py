@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.packed import pack
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemorySupply, Probe, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from tpde.errors import Corrupt, InvalidInput, UnsupportedDevice  # noqa: E402
+from support.cuda import Cuda  # noqa: E402
+
+from tpde.errors import Corrupt, InvalidInput, ReadError, UnsupportedDevice  # noqa: E402
 from tpde.format.blob import BlobHeader  # noqa: E402
 from tpde.format.constants import CODEC_PREFIX  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
@@ -24,9 +27,12 @@ from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.nn import PackedParameter, PackedTensor  # noqa: E402
 from tpde.nn.slot import Slot  # noqa: E402
 from tpde.streaming.cache import ExpertCache  # noqa: E402
-from tpde.streaming.experts import ExpertStore, expert_ranges, expert_room  # noqa: E402
+from tpde.streaming.device import CudaDevice  # noqa: E402
+from tpde.streaming.experts import ExpertStore, expert_pieces, expert_ranges, expert_room  # noqa: E402
 from tpde.streaming.stream import Streamer  # noqa: E402
 from tpde.streaming.tensor import Streamed  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("bounded")
 
 CPU = torch.device("cpu")
 PIECE = 32 << 10
@@ -160,6 +166,40 @@ def test_a_store_tells_its_cache_of_turns(tmp_path: Path) -> None:
         it.close()
 
 
+def in_turn(places: int, wanted: list[int], keys: int) -> tuple[ExpertCache[int], list[int | None]]:
+    """A cache that is told of turns, and the places of so many keys, each of which is held only a moment."""
+    cache = ExpertCache[int](places)
+    for who, count in enumerate(wanted):
+        cache.turn(who, count)
+    found = []
+    for key in range(keys):
+        found.append(cache.insert(key))
+        cache.release(key)
+    return cache, found
+
+
+def test_a_new_entry_makes_room_for_the_next_where_not_all_fit() -> None:
+    """From one on, two others having been wanted by then; the eighth stays in place of the oldest."""
+    cache, found = in_turn(2, [1, 2, 1], 12)
+    assert found == [0, 1, *[0] * 8, 1, 1]
+    assert 9 in cache
+    cache, found = in_turn(2, [1, 2], 6)
+    assert found == [0, 1, 0, 1, 0, 1], "all that others want in between fits"
+    cache.turn("one", 1)
+    cache.turn("one", 0)
+    assert cache.insert(9) == 0, "what counts is how many it wanted last"
+
+
+def test_forgotten_entries_are_held_no_longer() -> None:
+    cache = ExpertCache[str](2)
+    cache.insert("a")
+    cache.clear()
+    assert not len(cache)
+    assert {cache.insert("b"), cache.insert("a")} == {0, 1}
+    cache.release("a")
+    assert cache.insert("c") is not None
+
+
 def test_inserting_twice() -> None:
     cache = ExpertCache[str](2)
     cache.insert("a")
@@ -194,7 +234,9 @@ def test_experts_of_a_fused_blob(experts: int, words: int, number: int) -> None:
 class Fixture:
     """Experts of two blobs each, in a file, and a store for them."""
 
-    def __init__(self, folder: Path, experts: int, places: int, **device: Any) -> None:
+    def __init__(
+        self, folder: Path, experts: int, places: int, kind: Any = SimulatedDevice, **device: Any
+    ) -> None:
         self.data, blobs, at = [], [], 0
         path = folder / "experts.bin"
         with path.open("wb") as file:
@@ -209,7 +251,7 @@ class Fixture:
                 blobs.append((at, packed.blob.size))
                 at += -(-packed.blob.size // 256) * 256
         self.source, self.supply = FileSource(path), MemorySupply()
-        self.device = SimulatedDevice(4 << 20, **device)
+        self.device = kind(4 << 20, **device)
         streamer = Streamer(self.device, 0, 0)  # brings nothing
         made = [
             Streamed(Extent(self.source, *place, f"e{i}"), streamer, CPU, self.supply)
@@ -309,6 +351,219 @@ def late(it: Fixture, draw: np.random.Generator) -> list[int]:
         it.device.compute.record().wait(60)
         wrong += it.wrong(numbers)
     return wrong
+
+
+def test_what_is_not_copied_is_decoded_beside_it(tmp_path: Path) -> None:
+    """As what is packed with zstd: it needs no place, and is no miss."""
+    it = Fixture(tmp_path, 4, 3)
+    try:
+        up, down = (slot.packed.sources for slot in it.slots)
+        down[1].travels = up[2].travels = down[2].travels = False
+        it.experts.fetch([1, 2, 3], it.out)
+        assert not it.wrong([1, 2, 3])
+        assert (it.store.cache.hits, it.store.cache.misses, len(it.store.cache)) == (0, 2, 2)
+        assert {*it.device.copied} == {"e2", "e6", "e7"}
+        it.out.fill_(0xFF)
+        it.experts.fetch([2, 1], it.out)
+        assert not it.wrong([1, 2])
+        assert (it.store.cache.hits, it.store.cache.misses) == (1, 2)
+    finally:
+        it.close()
+
+
+def test_an_expert_of_a_fused_blob_goes_to_its_place(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 2, 1)
+    try:
+        data = np.concatenate(it.data)
+        packed = pack(TensorSpec("BF16", (4, 100, 200)), data.tobytes())
+        assert packed is not None
+        (tmp_path / "fused.bin").write_bytes(packed.blob.tobytes())
+        source = FileSource(tmp_path / "fused.bin")
+        streamer = Streamer(it.device, 0, 0)
+        one = Streamed(Extent(source, 0, source.size, "fused"), streamer, CPU, it.supply)
+        slots = [Slot("up", PackedParameter(PackedTensor([one], (4, 100, 200))))]
+        slots[0].offset = 4096
+        room = expert_room(slots, PIECE)
+        module = ExpertStore(it.device, 0, 2 * room, room, PIECE).module(slots)
+        for number in (2, 0, 3):
+            it.out.fill_(0xFF)
+            module.fetch([number], it.out)
+            assert np.array_equal(
+                it.out.numpy()[4096 + 40_000 * number :][:40_000], data[40_000 * number :][:40_000]
+            )
+        source.close()
+    finally:
+        it.close()
+
+
+def test_places_hold_any_expert_and_begin_where_they_may(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 2, 1)
+    try:
+        rooms = [
+            sum(-(-piece.extent.size // 256) * 256 for piece in expert_pieces(it.slots, number, PIECE))
+            for number in range(2)
+        ]
+        room = max(rooms)
+        assert expert_room(it.slots, PIECE) == room
+        assert room % 256 == 0
+        assert ExpertStore(it.device, 256, room, room - 255, PIECE).cache.insert(None) == 0  # type: ignore[arg-type]
+        for start, size in ((256, room - 1), (128, room)):
+            with pytest.raises(InvalidInput, match=f"from byte {start} on holds no expert of {room} bytes"):
+                ExpertStore(it.device, start, size, room, PIECE)
+        exact = ExpertStore(it.device, 0, 2 * room, room, PIECE).module(it.slots)
+        exact.fetch([rooms.index(room)], it.out)
+        assert not it.wrong([rooms.index(room)])
+    finally:
+        it.close()
+
+
+def test_gaps_between_experts_are_not_copied(tmp_path: Path) -> None:
+    """Between two tensors of one lie those of another."""
+    it = Fixture(tmp_path, 2, 2)
+    try:
+        pieces = expert_pieces(it.slots, 0, 1 << 20)
+        extents = [slot.packed.sources[0] for slot in it.slots]
+        whole = sum(int(of.offsets[-1] - of.offsets[0]) for of in extents)  # type: ignore[attr-defined]
+        assert sum(piece.extent.size for piece in pieces) == whole
+    finally:
+        it.close()
+
+
+@pytest.mark.parametrize("what", ["record", "check", "fetch"])
+def test_a_fetch_is_not_disturbed_by_another_thread(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Fixture(tmp_path, 4, 2)
+    try:
+        probe = it.store._lock = Probe(it.store._lock)  # type: ignore[assignment]
+        another = it.store.expert(it.slots, 2)
+        trace, out, alive = object(), torch.full((2 << 20,), 0xFF, dtype=torch.uint8), list[bool]()
+        calls = {
+            "record": lambda: it.store.record(trace),  # type: ignore[arg-type]
+            "check": it.store.check,
+            "fetch": lambda: it.store.fetch(it.experts, [another], out),
+        }
+
+        def call() -> None:
+            calls[what]()
+            probe.asked.set()  # had it not asked
+
+        other, copy = threading.Thread(target=call), it.device.copy
+
+        def slow(*args: Any) -> Any:
+            if not alive:
+                other.start()
+                assert probe.asked.wait(60)
+                alive.append(other.is_alive())
+                assert it.device.trace is None
+            return copy(*args)
+
+        monkeypatch.setattr(it.device, "copy", slow)
+        it.experts.fetch([0, 1], it.out)
+        other.join()
+        assert alive == [True], "it waits"
+        assert not it.wrong([0, 1])
+        assert what != "record" or it.device.trace is trace
+    finally:
+        it.device.trace = None
+        it.close()
+
+
+def test_a_new_expert_is_waited_for_beside_known_ones(tmp_path: Path) -> None:
+    """Else damage would be told at its second use."""
+    it = Fixture(tmp_path, 2, 2)
+    try:
+        it.experts.fetch([0], it.out)
+        of: Any = it.slots[1].packed.sources[1]
+        it.supply._bytes(of.extent)[of.extent.offset + int(of.offsets[0]) + 40] ^= 1
+        with pytest.raises(Corrupt, match=r"`e3`, chunk 0: .* is damaged"):
+            it.experts.fetch([0, 1], it.out)
+        assert not it.store._asked
+    finally:
+        it.close()
+
+
+def test_places_are_free_after_an_error_when_the_device_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Fixture(tmp_path, 4, 4, blocking=False)
+    try:
+        gate, decode, calls = threading.Event(), it.device.decode, list[int]()
+
+        def interrupted(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                it.device.compute.put(lambda: gate.wait(60) and None)
+                threading.Timer(0.05, gate.set).start()
+                raise KeyboardInterrupt
+            return decode(*args)
+
+        monkeypatch.setattr(it.device, "decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            it.experts.fetch([0, 1], it.out)
+        assert gate.is_set(), "it was waited for"
+    finally:
+        it.close()
+
+
+def test_copies_are_queued_before_what_is_there_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bus is busy meanwhile."""
+    it = Fixture(tmp_path, 2, 2)
+    try:
+        it.experts.fetch([0], it.out)
+        log: list[str] = []
+        for name in ("copy", "decode"):
+            real = getattr(it.device, name)
+            monkeypatch.setattr(
+                it.device, name, lambda *args, name=name, real=real: log.append(name) or real(*args)
+            )
+        it.experts.fetch([0, 1], it.out)
+        assert log == sorted(log)
+        assert {*log} == {"copy", "decode"}
+    finally:
+        it.close()
+
+
+def test_what_was_closed_is_not_fetched(tmp_path: Path) -> None:
+    it = Fixture(tmp_path, 2, 1)
+    try:
+        it.experts.fetch([0], it.out)
+        streamer = it.slots[1].packed.sources[0]._streams  # type: ignore[attr-defined]
+        streamer._closed = True
+        with pytest.raises(ReadError, match="was closed"):
+            it.experts.fetch([0], it.out)
+    finally:
+        it.close()
+
+
+@pytest.mark.parametrize("eager", ["copies", "computes"])
+def test_the_bytes_are_right_in_whatever_order_streams_run(
+    eager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+    cuda = Cuda(monkeypatch, eager)
+    it = Fixture(tmp_path, 6, 2, kind=lambda ring: CudaDevice(cuda, ring))  # type: ignore[arg-type]
+    try:
+        cuda.tensors += [source for slot in it.slots for source in slot.packed.sources]  # type: ignore[misc]
+        it.experts.fetch([], it.out)
+        for n in range(6):
+            it.experts._experts[n] = it.store.expert(it.slots, n)
+            it.experts._experts[n].verified = True
+        found: list[list[int]] = []
+        for numbers in ([0, 1], [1, 2, 3], [3, 4, 0], [0, 5], [5, 0]):
+            it.out.fill_(0xFF)
+            it.experts.fetch(numbers, it.out)
+            cuda.streams[0].put(lambda numbers=numbers: found.append(it.wrong(numbers)))
+            cuda.streams[0].put(it.out.zero_)
+        assert not found, "nobody has waited yet"
+        it.store.check()
+        assert found == [[]] * 5
+        assert it.store.cache.hits > 0
+        assert it.store.copied_bytes == sum(size for *_, size in cuda.copied)
+    finally:
+        it.close()
 
 
 def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +19,19 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from support.locking import FakeLock  # noqa: E402
 from support.ring import SIZES, Fixture, filled  # noqa: E402
 
+from tpde.cuda.items import Chunks  # noqa: E402
 from tpde.errors import Corrupt  # noqa: E402
-from tpde.format.source import Extent, FileSource  # noqa: E402
+from tpde.format.source import BytesSource, Extent, FileSource  # noqa: E402
 from tpde.streaming import arena as arenas  # noqa: E402
-from tpde.streaming import direct, disk, lock, stream  # noqa: E402
+from tpde.streaming import direct, disk, lock, mapping, stream  # noqa: E402
 from tpde.streaming import tensor as tensors  # noqa: E402
 from tpde.streaming.cache import ExpertCache  # noqa: E402
 from tpde.streaming.disk import ReadAhead  # noqa: E402
 from tpde.streaming.order import Order  # noqa: E402
 from tpde.streaming.pieces import GAP_BYTES, Part, cut  # noqa: E402
+from tpde.streaming.ranges import Range  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("bounded")
 
 
 def damage(made: Fixture, number: int, chunk: int = 5) -> None:
@@ -302,6 +309,7 @@ def test_short_direct_reads_are_continued(tmp_path: Path, monkeypatch: pytest.Mo
     real = os.preadv
 
     def short(descriptor: int, buffers: Any, offset: int) -> int:
+        assert offset % direct.BLOCK == 0
         return real(descriptor, [buffers[0][: 3 * direct.BLOCK // 2]], offset)
 
     monkeypatch.setattr(direct.os, "preadv", short)
@@ -328,6 +336,130 @@ def test_files_that_were_opened_for_direct_reads_are_closed(tmp_path: Path) -> N
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
     source.close()
+
+
+def test_two_threads_open_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+    source, files, opened, real = FileSource(path), direct.Files(), list[str](), os.open
+    found: list[bool] = []
+    probe = files._lock = Probe(files._lock)  # type: ignore[arg-type,assignment]
+
+    def read() -> None:
+        found.append(files.direct(source))
+        probe.asked.set()  # had it not asked
+
+    other = threading.Thread(target=read)
+
+    def slow(name: str, flags: int) -> int:
+        opened.append(name)
+        if len(opened) == 1:
+            other.start()
+            assert probe.asked.wait(60)
+        return real(name, flags)
+
+    monkeypatch.setattr(os, "open", slow)
+    past = files.direct(source)
+    other.join()
+    files.close()
+    source.close()
+    assert len(opened) == 1
+    assert found == [past], "both read past the page cache, or neither"
+
+
+def test_files_that_were_closed_are_opened_again(tmp_path: Path) -> None:
+    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, direct.BLOCK))
+    path.write_bytes(b"abc" * 4096)
+    source, files = FileSource(path), direct.Files()
+    for _ in range(2):
+        files.read(source, 0, out, 100)
+        assert bytes(out[:100]) == (b"abc" * 4096)[:100]
+        files.close()
+        out[:100] = bytes(100)
+    source.close()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
+def test_file_systems_that_refuse_direct_reads(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read through the page cache from then on; a disk that fails is not tried again."""
+    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, direct.BLOCK))
+    path.write_bytes(b"abc" * 4096)
+    source, files, real, tried = FileSource(path), direct.Files(), os.preadv, list[int]()
+
+    def preadv(descriptor: int, *args: Any) -> int:
+        if descriptor != source.fileno():
+            tried.append(descriptor)
+            raise OSError(code, os.strerror(code))
+        return real(descriptor, *args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    for _ in range(2):
+        with pytest.raises(OSError, match="Input/output") if code == errno.EIO else nullcontext():
+            files.read(source, 0, out, 100)
+            assert bytes(out[:100]) == (b"abc" * 4096)[:100]
+            assert not out[100:].tobytes().strip(b"\0"), "no more than was asked for"
+    assert len(tried) == (2 if code == errno.EIO else 1)
+    files.close()
+    source.close()
+
+
+def test_what_was_mapped_is_unmapped_where_the_next_file_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[mmap.mmap] = []
+
+    class Map(mmap.mmap):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(mapping.mmap, "mmap", Map)
+    (tmp_path / "file").write_bytes(bytes(8192))
+    source = FileSource(tmp_path / "file")
+    with pytest.raises(lock.Refused, match="`bytes` is not a file"):
+        mapping.Mapping([Range(source, 0, 8192), Range(BytesSource(bytes(10), "bytes"), 0, 10)], 0)
+    assert [it.closed for it in made] == [True]
+    source.close()
+
+
+def test_what_kernels_take_to_read_over_the_bus(tmp_path: Path) -> None:
+    """The blob where it is locked, and tables and index map on the device; nothing of what is not locked."""
+    with Fixture(tmp_path, [50_000]) as made:
+        it, address = made.tensors[0], 1 << 20
+        assert it.item(64) is None
+        made.supply.device_address = lambda extent: address  # type: ignore[method-assign]
+        item = it.item(64)
+        assert item is not None
+        assert (item.blob, item.out, item.chunks) == (1 << 20, 64, None)
+        tables, image = it.device_tables()  # type: ignore[misc]
+        assert item.tables is tables
+        assert item.tables_at == image.data_ptr()
+        assert item.index_at == it._device_index.data_ptr()  # type: ignore[union-attr]
+        assert item.header is it.header
+        part = Chunks(1, 2, 3, 4)
+        assert it.item(64, part).chunks == part  # type: ignore[union-attr]
+        address += 8
+        assert it.item(64) is None, "not at a multiple of 16"
+
+
+def test_what_cannot_be_decoded_in_pieces_is_not_for_kernels(tmp_path: Path) -> None:
+    with Fixture(tmp_path, [50_000]) as made:
+        it = made.tensors[0]
+        made.supply.device_address = lambda extent: 1 << 20  # type: ignore[method-assign]
+        assert it.decodable()
+        it.travels = False
+        assert not it.decodable()
+        assert it.item(0) is None
+
+
+def test_which_weights_lie_in_host_memory(tmp_path: Path) -> None:
+    with Fixture(tmp_path, [5000]) as made:
+        it = made.tensors[0]
+        assert it.in_host_memory(made.streamer)
+        assert not it.in_host_memory(object()), "another streamer's"
+        made.supply.ahead = 1
+        assert not it.in_host_memory(made.streamer), "some are read from a disk"
 
 
 def test_two_threads_put_tables_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

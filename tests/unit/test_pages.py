@@ -81,6 +81,36 @@ def test_new_pages_are_touched_before_they_are_read_to() -> None:
     other.close()
 
 
+def flags(address: int) -> list[str]:
+    """What the system says of the memory at an address: two letters each."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()
+        if "-" in head[0] and not head[0].endswith(":"):
+            begin, end = (int(it, 16) for it in head[0].split("-"))
+            found = begin <= address < end
+        elif found and head[0] == "VmFlags:":
+            return head[1:]
+    raise AssertionError("nothing is there")
+
+
+def test_an_arena_is_of_huge_pages_and_not_for_processes_that_are_forked() -> None:
+    """Those would copy pages that are locked."""
+    arena = Arena(4 << 20)
+    assert "dc" in flags(arena.address), "not copied"
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags(arena.address)
+    arena.close()
+
+
+@pytest.mark.parametrize(("size", "pages"), [(1, 1), (PAGE, 1), (PAGE + 1, 2)])
+def test_an_arena_has_whole_pages(size: int, pages: int) -> None:
+    arena = Arena(size)
+    assert arena.size == len(arena.view) == pages * PAGE
+    assert arena.address % PAGE == 0
+    arena.close()
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_core_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is refused by its number, whatever it lacks."""

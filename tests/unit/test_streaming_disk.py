@@ -22,6 +22,8 @@ from tpde.format.source import BytesSource, Extent, FileSource
 from tpde.streaming import direct, disk, lock
 from tpde.streaming.disk import SLACK, ReadAhead
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 MIB = 1 << 20
 SIZE = 6 * MIB + 1234
 PIECE = 256 << 10
@@ -251,9 +253,130 @@ def test_too_large(source: FileSource) -> None:
     supply = ReadAhead(2, PIECE, 1, 0)
     with pytest.raises(InvalidInput, match=r"`at 0`: 262145 bytes, but a piece has 1 to 262144"):
         supply.request(piece(source, 0, PIECE + 1))
+    with pytest.raises(InvalidInput, match="0 bytes, but a piece has 1"):
+        supply.request(piece(source, 0, 0))
     supply.close()
+
+
+@pytest.mark.parametrize(("buffers", "size", "count"), [(0, PIECE, 1), (1, 0, 1), (1, PIECE, 0)])
+def test_what_reads_nothing(buffers: int, size: int, count: int, fake: FakeLock) -> None:
     with pytest.raises(InvalidInput, match="read nothing"):
-        ReadAhead(0, PIECE, 1, 0)
+        ReadAhead(buffers, size, count, 0)
+    assert not fake.attempts
+
+
+@pytest.mark.parametrize("how", ["cancelled", "copied"])
+def test_what_was_given_back_is_not_waited_for(how: str, source: FileSource, data: bytes) -> None:
+    supply = ReadAhead(1, PIECE, 1, 0)
+    try:
+        ticket = supply.request(piece(source, 0))
+        check(supply, ticket, data)
+        if how == "copied":
+            ticket.copied(Copied())
+        else:
+            ticket.cancel()
+        assert not ticket.ready()
+        with pytest.raises(ValueError, match="`at 0` was cancelled, or copied already"):
+            waited(ticket)
+        check(supply, supply.request(piece(source, PIECE)), data)
+    finally:
+        supply.close()
+
+
+def test_memory_stays_while_one_of_several_threads_reads_to_it(
+    source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    supply = ReadAhead(1, PIECE, 3, 0)
+    supply.request(piece(source, 0, 4096))
+    soon(lambda: slow.reading == 1, "reading")
+    closer = threading.Thread(target=supply.close)
+    closer.start()
+    soon(lambda: len(threads()) == 1, "those that have nothing to do end")
+    assert fake.locked
+    slow.go.set()
+    closer.join(20)
+    assert not fake.locked
+
+
+def test_a_single_read_that_was_cancelled_meanwhile_frees_its_buffer(
+    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    supply = ReadAhead(1, PIECE, 1, 0)
+    first, second = supply.request(piece(source, 0, 4096)), supply.request(piece(source, 8192, 4096))
+    soon(lambda: slow.reading == 1, "reading")
+    first.cancel()
+    slow.go.set()
+    check(supply, second, data)
+    assert not first.ready()
+    supply.close()
+
+
+def test_a_single_read_that_fails_frees_its_buffer(
+    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supply = ReadAhead(1, PIECE, 1, 0)
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+        patch.setattr(os, "preadv", fail)
+        for _ in range(2):
+            ticket = supply.request(piece(source, 0, 4096))
+            with pytest.raises(ReadError, match="the disk failed"):
+                waited(ticket)
+            assert not ticket.ready()
+    check(supply, supply.request(piece(source, 0, 4096)), data)
+    supply.close()
+
+
+def test_nobody_is_left_waiting_for_what_was_cancelled(
+    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    supply = ReadAhead(1, PIECE, 1, 0)
+    ticket, found = supply.request(piece(source, 0)), list[BaseException]()
+
+    def wait() -> None:
+        try:
+            ticket.wait()
+        except ValueError as error:
+            found.append(error)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    soon(lambda: slow.reading == 1, "reading")
+    ticket.cancel()
+    waiter.join(20)
+    assert found, "it waits for ever"
+    slow.go.set()
+    supply.close()
+
+
+def test_memory_for_no_device_is_not_locked(source: FileSource, data: bytes, fake: FakeLock) -> None:
+    supply = ReadAhead(1, PIECE, 1, None)
+    assert not fake.attempts
+    assert (supply.locked_bytes, supply.private_bytes) == (0, PIECE + SLACK)
+    check(supply, supply.request(piece(source, 0)), data)
+    supply.close()
+
+
+def test_threads_use_the_device_whose_copies_they_wait_for(
+    source: FileSource, data: bytes, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is locked there is nothing to bind to."""
+    bound: list[tuple[int, str]] = []
+    monkeypatch.setattr(lock, "bind", lambda device: bound.append((device, threading.current_thread().name)))
+    supply = ReadAhead(1, PIECE, 3, 5)
+    check(supply, supply.request(piece(source, 0)), data)
+    supply.close()
+    assert bound == [(5, "tpde-disk")] * 3
+    ReadAhead(1, PIECE, 3, None).close()
+    monkeypatch.setenv("TPDE_HOST_MEMORY", "pageable")
+    ReadAhead(1, PIECE, 3, 5).close()
+    assert len(bound) == 3
 
 
 def test_the_page_cache_is_left_alone(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ from tpde.streaming.host import HostMemory
 from tpde.streaming.pieces import GAP_BYTES
 from tpde.streaming.ranges import PAGE, merge
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
@@ -193,8 +195,9 @@ def test_refused_within_a_range(
 def test_an_arena_that_is_locked_in_part(fake: FakeLock, source: FileSource) -> None:
     """It is locked as far as it may be."""
     fake.refuse = lambda read_only, locked: read_only or locked == 4
-    with pytest.warns(RuntimeWarning, match="cannot be page-locked"):
+    with pytest.warns(RuntimeWarning, match="cannot be page-locked") as caught:
         memory = complete(extents(source))
+    assert f"({23 * PAGE + MIB - fake.bytes} bytes)" in str(caught[0].message), "what stays pageable"
     assert memory.kind == "pageable"
     assert memory.locked_bytes == fake.bytes
     assert len(fake.locked) == 4
@@ -214,6 +217,24 @@ def test_kernels_find_nothing_where_the_device_sees_it_in_pieces(
     assert memory.device_address(Extent(source, 5000, 100, "in one")) == (1 << 44) + 5000 - PAGE
     assert memory.device_address(extents(source)[0]) is None
     assert at(memory.address(extents(source)[0]), 70_000) == content(source, extents(source)[0])
+    memory.close()
+
+
+def test_kernels_read_no_further_than_to_what_the_device_sees_elsewhere(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though what follows is where it would be if all were in one piece."""
+    monkeypatch.setattr(lock, "STEP", PAGE)
+    calls = iter(range(100))
+    shift = 1 << 44
+    monkeypatch.setattr(
+        lock, "device_address", lambda address, device: address + (2 if next(calls) == 2 else 1) * shift
+    )
+    memory = HostMemory([Extent(source, 0, 5 * PAGE, "t")], 0)
+    memory.complete()
+    for pages, there in ((1, True), (2, True), (3, False), (5, False)):
+        extent = Extent(source, 0, pages * PAGE, "part")
+        assert memory.device_address(extent) == (memory.address(extent) + shift if there else None)
     memory.close()
 
 

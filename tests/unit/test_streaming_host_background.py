@@ -18,10 +18,13 @@ from support.host import MIB, Gate, at, bring_in_vain, check, content, extents, 
 from support.locking import SHIFT, FakeLock
 
 from tpde.errors import OutOfMemory, ReadError, Truncated, UnsupportedDevice
-from tpde.format.source import FileSource
+from tpde.format.source import Extent, FileSource
 from tpde.streaming import arena as arenas
 from tpde.streaming import bringing, lock, mapping
 from tpde.streaming.host import HostMemory
+from tpde.streaming.ranges import PAGE, Range
+
+pytestmark = pytest.mark.usefixtures("bounded")
 
 
 @pytest.fixture
@@ -132,6 +135,43 @@ def test_closed_by_its_progress(mode: str, fake: FakeLock, source: FileSource) -
     assert len(seen) == 1
     assert not threads()
     assert not fake.locked
+
+
+def test_whoever_closes_it_second_waits_too(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are closed after that, which the thread may still read."""
+    gate, memory = Gate(monkeypatch, fake, 1), HostMemory(extents(source), 0)
+    memory.begin()
+    assert gate.reached.wait(60)
+    thread = memory._bringing._thread
+    first = threading.Thread(target=memory.close)
+    first.start()
+    while memory._close.alive:  # it has begun
+        first.join(0.001)
+    threading.Timer(0.1, gate.open.set).start()
+    memory.close()
+    assert not thread.is_alive()
+    first.join()
+    assert not fake.locked
+
+
+def test_what_is_there_in_part_is_there_up_to_its_last_byte(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of pages: what ends with one is there, and what has a byte more is not."""
+    monkeypatch.setattr(lock, "STEP", PAGE)
+    gate, memory = Gate(monkeypatch, fake, 2), HostMemory([Extent(source, 0, 4 * PAGE, "t")], 0)
+    memory.begin()
+    assert gate.reached.wait(60)
+    inside, across = Extent(source, PAGE, PAGE, "inside"), Extent(source, PAGE, PAGE + 1, "across")
+    assert memory.there(inside)
+    assert not memory.there(across)
+    assert memory.address(inside) + SHIFT == memory.device_address(inside)
+    gate.open.set()
+    assert memory.device_address(across) == memory.address(across) + SHIFT
+    assert memory.there(across)
+    memory.close()
 
 
 def test_garbage_that_one_of_its_own_threads_collects(
@@ -385,6 +425,50 @@ def test_too_little_memory(fake: FakeLock, source: FileSource, monkeypatch: pyte
     monkeypatch.setattr(arenas.mmap, "mmap", refuse)
     with pytest.raises(OutOfMemory, match=r"GiB of host memory are needed.*free some"):
         bring_in_vain(extents(source), mode="arena")
+
+
+def test_pages_that_cannot_be_read(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the file is as long as it was: its disk fails."""
+    monkeypatch.setattr(mapping.native, "populate", lambda *_: errno.EFAULT)
+    with pytest.raises(ReadError, match=r"bytes \d+ to \d+ of `.*blobs` cannot be read: .*the disk failed"):
+        bring_in_vain(extents(source))
+    assert not fake.locked
+
+
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_a_last_page_that_cannot_be_read_may_be_of_a_file_that_became_shorter(
+    shorter: int, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page ends after the file does, in any case."""
+    monkeypatch.setattr(mapping.native, "populate", lambda *_: errno.EFAULT)
+    last = source.size
+    os.truncate(source.name, last - shorter)
+    pages = mapping.Pages(Range(source, 0, last), 5 * MIB, 0, PAGE)
+    with pytest.raises(Truncated if shorter else ReadError) as caught:
+        mapping.populate(pages)
+    if shorter:
+        assert isinstance(caught.value, Truncated)
+        assert (caught.value.found, caught.value.needed) == (last - 1, last)
+
+
+def test_pages_are_asked_for_before_they_are_waited_for(
+    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In large reads; each once, and none beside them."""
+    asked, populated = list[tuple[int, ...]](), list[tuple[int, int]]()
+    fadvise, populate = os.posix_fadvise, mapping.native.populate
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args) or fadvise(*args))
+    monkeypatch.setattr(mapping.native, "populate", lambda *args: populated.append(args) or populate(*args))
+    monkeypatch.setattr(mapping, "_PIECE_BYTES", MIB // 2)
+    memory = HostMemory(extents(source), 0, mode="mapped")
+    memory.complete()
+    assert {(it[0], it[3]) for it in asked} == {(source.fileno(), os.POSIX_FADV_WILLNEED)}
+    pages = [(PAGE, 22 * PAGE), *((4 * MIB + i * MIB // 2, MIB // 2) for i in range(2)), (5 * MIB, PAGE)]
+    assert sorted((at, size) for _, at, size, _ in asked) == pages
+    assert sorted(size for _, size in populated) == sorted(size for _, size in pages)
+    memory.close()
 
 
 def test_old_kernels_do_not_populate(

@@ -9,6 +9,8 @@ import pytest
 
 from tpde.streaming.parallel import for_each, staged
 
+pytestmark = pytest.mark.usefixtures("bounded")
+
 
 class Failed(Exception):
     """What a piece of work raises."""
@@ -78,6 +80,56 @@ def test_what_follows_fails() -> None:
     assert not threads()
 
 
+def test_after_a_failure_of_what_follows_nothing_is_begun() -> None:
+    """The third piece is under way by then."""
+    before, begun = list[int](), threading.Event()
+    follower: list[threading.Thread] = []
+
+    def do(number: int) -> None:
+        before.append(number)
+        if number == 2:
+            assert begun.wait(60)
+            follower[0].join(60)
+
+    def then(number: int) -> None:
+        if number == 1:
+            follower.append(threading.current_thread())
+            begun.set()
+            raise Failed
+
+    with pytest.raises(Failed):
+        staged([[number] for number in range(9)], do, 1, then)
+    assert before == [0, 1, 2]
+
+
+def test_after_a_failure_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though pieces are done, of groups that wait for others to be followed."""
+    joined, go, after = list[int](), threading.Event(), list[int]()
+    begun, join = threading.Event(), threading.Thread.join
+
+    def noted(thread: threading.Thread, timeout: float | None = None) -> None:
+        joined.append(1)
+        if len(joined) == 2:  # after the thread that did the work, the one that follows
+            go.set()
+        join(thread, timeout)
+
+    def do(number: int) -> None:
+        assert not number or begun.wait(60)
+        if number == 2:
+            raise Failed
+
+    def then(number: int) -> None:
+        after.append(number)
+        begun.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(threading.Thread, "join", noted)
+    with pytest.raises(Failed):
+        staged([[0], [1], [2]], do, 1, then)
+    assert after == [0]
+    assert not threads()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_work_begins_when_all_threads_are_there(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside threads at work, each start would take long; where one cannot be started, none is left."""
@@ -94,3 +146,30 @@ def test_work_begins_when_all_threads_are_there(fails: bool, monkeypatch: pytest
         for_each(range(9), lambda piece: seen.append(len(started)), 5)
     assert seen == ([] if fails else [5] * 9)
     assert not threads()
+
+
+def test_one_thread_at_a_time_asks_for_work() -> None:
+    """As generators want it."""
+    asked, second = list[int](), threading.Event()
+    inside = threading.Semaphore(1)
+
+    class Work:
+        def __iter__(self) -> Work:
+            return self
+
+        def __next__(self) -> int:
+            if not inside.acquire(blocking=False):
+                second.set()
+                pytest.fail("two threads ask at once")
+            try:
+                asked.append(1)
+                if len(asked) == 1:
+                    second.wait(0.1)
+                if len(asked) > 20:
+                    raise StopIteration
+                return len(asked)
+            finally:
+                inside.release()
+
+    for_each(Work(), lambda _: None, 4)
+    assert not second.is_set()

@@ -13,7 +13,7 @@ from tpde.errors import InvalidInput, OutOfMemory
 from tpde.streaming import plan as plans
 from tpde.streaming.choices import STAGING_LEAST, Choice, evenly, tally
 from tpde.streaming.plan import MIB, Demand, Placement, Rates, StreamPlan, Unit, make_plan
-from tpde.streaming.sizes import parse_size
+from tpde.streaming.sizes import mib, parse_size
 
 RATES = Rates(copy=55e9, disk=6e9, memory=4.2e12, decode=2.0e12, launch=37e-6)
 DEVICE = (Placement.PLAIN, Placement.PACKED)
@@ -179,6 +179,40 @@ def test_the_least_ram_is_exact(units, needs, mib):
         plan(mib * MIB, least - 1, units, needs)
 
 
+@pytest.mark.parametrize(
+    ("vram", "ram", "where", "tiled", "workspace", "ring", "staging", "kept", "limit", "microseconds"),
+    [
+        (1200, None, (34, 0, 0, 0), ("head",), 416, (4, 16), 0, 0, "copy", 189085),
+        (1600, None, (33, 0, 1, 0), ("head",), 416, (6, 32), 0, 0, "copy", 182118),
+        (2048, None, (33, 0, 1, 0), (), 1002, (4, 16), 0, 0, "copy", 183598),
+        (3072, None, (30, 0, 3, 1), (), 416, (4, 32), 0, 0, "copy", 158088),
+        (6144, None, (19, 0, 14, 1), (), 416, (4, 32), 0, 0, "copy", 98123),
+        (11571, None, (1, 0, 32, 1), (), 416, (0, 0), 0, 0, "host", 19090),
+        (16000, None, (0, 0, 1, 33), (), 0, (0, 0), 0, 0, "host", 17077),
+        (2048, 2500, (6, 27, 1, 0), (), 1002, (4, 16), 256, 0, "disk", 1382007),
+        (4096, 4096, (11, 15, 7, 1), (), 416, (4, 8), 416, 0, "disk", 729711),
+        (4096, 9000, (27, 0, 6, 1), (), 416, (6, 32), 0, 98, "copy", 139827),
+        (6144, 1300, (2, 17, 14, 1), (), 416, (4, 8), 256, 92, "disk", 810928),
+    ],
+)
+def test_plans_of_a_known_model(vram, ram, where, tiled, workspace, ring, staging, kept, limit, microseconds):
+    """A change of any of these is one of what users get: sizes in MiB, and what a token takes."""
+    made = plan(vram * MIB, ram and ram * MIB)
+    places = Placement.HOST, Placement.DISK, Placement.PACKED, Placement.PLAIN
+    assert tuple(len(made.units(it)) for it in places) == where
+    assert (made.tiled, made.workspace, made.staging, made.kept) == (
+        tiled,
+        workspace * MIB,
+        staging * MIB,
+        kept * MIB,
+    )
+    assert (made.slots, made.piece) == (ring[0], ring[1] * MIB)
+    assert made.limit == limit
+    assert round(made.seconds * 1e6) == microseconds
+    assert made.work.read == NEEDS.plain + sum(it.plain for it in LLAMA if not it.rows)
+    assert made.work.calls == 421
+
+
 def test_what_streams_is_spread():
     made = plan(6 << 30)
     assert made.limit == "copy"
@@ -317,6 +351,15 @@ def test_evenly():
         (4096, 4096),
         ("2TiB", 2 << 40),
         ("7 B", 7),
+        (1, 1),
+        ("3kB", 3000),
+        ("3MB", 3 * 10**6),
+        ("3KiB", 3 << 10),
+        ("3TB", 3 * 10**12),
+        (".5 GiB", 1 << 29),
+        ("1.GiB", 1 << 30),
+        ("0.0015 kB", 1),
+        ("9007199254740993", 9007199254740993),
     ],
 )
 def test_sizes(text, size):
@@ -332,6 +375,13 @@ def test_sizes(text, size):
         ("-1GiB", "such as `16GiB`"),
         ("0GiB", "above zero"),
         (0, "above zero"),
+        (-1, "above zero"),
+        ("0.5", "above zero"),
+        (1.0, "such as `16GiB`"),
+        (None, "such as `16GiB`"),
+        ("1 GiB 2", "such as `16GiB`"),
+        ("1e3", "such as `16GiB`"),
+        ("3t", "`3TiB` or `3TB`"),
         ("16 apples", "such as `16GiB`"),
         (True, "such as `16GiB`"),
     ],
@@ -339,6 +389,10 @@ def test_sizes(text, size):
 def test_what_is_no_size(text, says):
     with pytest.raises(InvalidInput, match=says):
         parse_size(text)
+
+
+def test_sizes_are_written_in_mib_rounded_up():
+    assert [mib(it) for it in (1, MIB, MIB + 1, 0)] == ["1 MiB", "1 MiB", "2 MiB", "0 MiB"]
 
 
 def test_planning_imports_neither_torch_nor_cuda():

@@ -114,6 +114,47 @@ def test_text_and_dict() -> None:
     assert summarize([], [], [], []).text() == "nothing was copied"
 
 
+def test_times_are_written_in_seconds_from_one_on() -> None:
+    def copied(ms: int) -> str:
+        return summarize([Copy(0, ms * MS, 0, 10**9)], [Interval(0, 250 * MS)], [], [], 0).text()
+
+    assert "busy for 100.0 % of 1.000 s; of its copying 25.0 % was hidden" in copied(1000)
+    assert "busy for 100.0 % of 999.00 ms; of its copying 25.0 % was hidden" in copied(999)
+    assert copied(1000).startswith("copied 1.00 GB in 1 pieces at 1.0 GB/s; 1 were waited for, 0 were not")
+
+
+def test_nothing_is_said_of_what_did_not_hold_copies_up() -> None:
+    text = case([0, 10], [0, 0]).text()
+    assert "idle" not in text
+    assert text.endswith("the bus is the limit: only more `vram` makes this faster")
+    every = case([0, 20, 40], [0, 14, 32], [Interval(11 * MS, 13 * MS)]).text()
+    assert [line.partition("(")[0] for line in every.splitlines() if line.startswith("idle")] == [
+        "idle for 14.00 ms ",
+        "idle for 4.00 ms ",
+        "idle for 2.00 ms ",
+    ]
+
+
+def test_a_bus_that_is_busy_for_95_of_100_is_the_limit() -> None:
+    def limit(busy: int) -> str:
+        made = [Copy(0, busy - 1, 0, 1), Copy(99, 100, 0, 1)]
+        return summarize(made, [], [], []).limit
+
+    assert [limit(busy) for busy in (94, 95, 96)] == ["compute", "copy", "copy"]
+
+
+def test_what_was_dropped_is_told_where_nothing_was_copied() -> None:
+    found = summarize([], [], [], [], 3)
+    assert found.text() == "nothing was copied (3 were not wanted after all)"
+    assert found.rate == 0.0
+
+
+def test_of_copies_that_start_together_the_first_queued_counts() -> None:
+    made = [Copy(0, 10, 0, 1), Copy(20, 30, 18, 1), Copy(20, 25, 13, 1), Copy(20, 20, 1, 1)]
+    found = summarize(made, [], [], [])
+    assert (found.host_late, found.ring_full) == (3, 7)
+
+
 def test_of_a_trace() -> None:
     spans = [
         Span("copy", "a", 0, 10, 7, -5),

@@ -24,6 +24,7 @@ from tpde.errors import Corrupt, InvalidInput, PackedWeight, ReadError, Unsuppor
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.source import Extent, FileSource  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
+from tpde.streaming import stream  # noqa: E402
 from tpde.streaming.kept import Kept  # noqa: E402
 from tpde.streaming.order import Order  # noqa: E402
 from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
@@ -32,6 +33,8 @@ from tpde.streaming.tensor import Streamed  # noqa: E402
 from tpde.weights.launch import Launch  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
 from tpde.weights.tensor import PackedTensor  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("bounded")
 
 
 def replace_shape(header: Any, shape: tuple[int, ...]) -> Any:
@@ -52,11 +55,11 @@ def test_pieces_hold_every_chunk_once(
         pieces = cut(parts, limit)
         seen: list[tuple[str, int]] = []
         for piece in pieces:
-            assert piece.pad + piece.extent.size <= limit
+            assert piece.extent.size <= limit
             for span in piece.spans:
                 blob = span.tensor.extent.offset
                 seen += [(span.tensor.name, i) for i in range(span.chunks.first, span.chunks.last + 1)]
-                assert span.at == blob - piece.extent.offset + piece.pad
+                assert span.at == blob - piece.extent.offset
                 assert span.at % 16 == 0
                 assert piece.extent.offset <= blob + span.chunks.low
                 assert blob + span.chunks.high <= piece.extent.offset + piece.extent.size
@@ -530,6 +533,25 @@ def test_closing_gives_everything_back_once(tmp_path: Path) -> None:
         assert not made.device.copies._thread.is_alive()
 
 
+def test_what_it_owns_is_closed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was taken over last first, and the device, which reads from it, before memory is given back."""
+    with Fixture(tmp_path, [5000]) as made:
+        closed: list[str] = []
+
+        def closing(name: str) -> Any:
+            return SimpleNamespace(close=lambda: closed.append(name))
+
+        wait = made.device.wait
+        monkeypatch.setattr(made.device, "wait", lambda: (closed.append("wait"), wait()))
+        monkeypatch.setattr(made.supply, "close", lambda: closed.append("supply"))
+        made.streamer.own(closing("a"))
+        made.streamer.own(closing("b"), closing("c"))
+        made.streamer.close()
+        assert closed == ["wait", "b", "c", "a", "supply"]
+        assert not made.device.copies._thread.is_alive()
+        made.streamer.device = SimulatedDevice(ROOM)
+
+
 def test_what_was_closed_is_not_read(tmp_path: Path) -> None:
     """Kernels would read rows from memory that was given back."""
     with Fixture(tmp_path, [5000]) as made:
@@ -545,8 +567,87 @@ def test_what_was_closed_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_ring_without_places_streams_rows_only(tmp_path: Path) -> None:
-    with Fixture(tmp_path, [5000]) as made, pytest.raises(PackedWeight, match="`t0` stays on the host"):
-        Streamer(made.device, 0, 0).unit([(made.tensors[0], 0)])
+    with Fixture(tmp_path, [5000]) as made:
+        streamer = Streamer(made.device, 0, 0)
+        with pytest.raises(PackedWeight, match="`t0` stays on the host"):
+            streamer.unit([(made.tensors[0], 0)])
+        made.tensors[0].travels = False
+        rest = streamer.unit([(made.tensors[0], 512)])
+        assert filled(rest, 512 + 10_000)[512:] == made.data[0]
+        assert not made.device.copied
+
+
+def test_what_was_copied_and_what_of_it_in_vain(tmp_path: Path) -> None:
+    """Pieces of the unit that was expected are in the ring, and another one is wanted."""
+    with Fixture(tmp_path, SIZES, places=8) as made:
+        (one, size), (expected, _), (other, _) = made.units((1,), (2,), (5,))
+        given, copy = list[Piece](), made.device.copy
+
+        def noted(place: int, address: int, piece: Piece) -> Any:
+            given.append(piece)
+            return copy(place, address, piece)
+
+        made.device.copy = noted  # type: ignore[method-assign]
+        assert made.streamer.stats() == {"copied_bytes": 0, "copied_pieces": 0, "dropped_pieces": 0}
+        filled(one, len(size))
+        ahead, vain = len(made.streamer._flying), len(expected.pieces)
+        assert made.streamer.stats() == {
+            "copied_bytes": sum(it.extent.size for it in given),
+            "copied_pieces": len(given),
+            "dropped_pieces": 0,
+        }
+        assert len(given) == len(one.pieces) + ahead
+        filled(other, 600_000)
+        assert made.streamer.dropped_pieces == vain > 1
+        made.streamer._forget()
+        before = made.streamer.copied_pieces
+        made.streamer.prefetch = False
+        filled(one, len(size))
+        assert made.streamer.copied_pieces - before == len(one.pieces)
+        assert made.streamer.dropped_pieces == vain
+
+
+def test_looking_ahead_ends_where_too_few_pieces_come_from_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer than the disk wants to know of, though the model is read round and round."""
+    monkeypatch.setattr(stream, "_MOST_PLANNED", 40)
+    with Fixture(tmp_path, SIZES, places=2) as made:
+        disk, requests = MemorySupply(ahead=1 << 40, late=True), list[Extent]()
+        for supply in (disk, made.supply):
+            real = supply.request
+
+            def request(extent: Extent, real: Any = real) -> Any:
+                requests.append(extent)
+                assert len(requests) < 200, "it ends nowhere"
+                return real(extent)
+
+            supply.request = request  # type: ignore[method-assign]
+        made.tensors[3].bind(made.streamer, disk)
+        for unit, expected in made.units((3,), (1,)):
+            assert filled(unit, len(expected)) == expected
+        assert len(made.streamer._planned) == 40
+
+
+def test_before_the_first_use_the_order_is_that_in_which_units_are_made(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES) as made:
+        units = [made.units((0,))[0][0], made.streamer.chunks(made.tensors[1], 0, 1, 0)]
+        units.append(made.units((2,))[0][0])
+        order = made.streamer._order
+        assert [order.after(it) for it in units] == [*units[1:], units[0]]
+
+
+def test_units_that_are_made_later_change_no_order(tmp_path: Path) -> None:
+    with Fixture(tmp_path, SIZES, places=2) as made:
+        units = made.units((2,), (5,))
+        for _ in range(2):
+            for unit, expected in units:
+                assert filled(unit, len(expected)) == expected
+        (late, _) = made.units((0,))[0]
+        chunks = made.streamer.chunks(made.tensors[4], 0, 1, 0)
+        order = made.streamer._order
+        assert order.after(units[1][0]) is units[0][0]
+        assert order.after(late) is order.after(chunks) is None
 
 
 def test_a_streamed_tensor_stays_where_it_is(tmp_path: Path) -> None:
@@ -564,6 +665,13 @@ def test_a_streamed_tensor_stays_where_it_is(tmp_path: Path) -> None:
             weight.load(PackedTensor(tensor))
         with pytest.raises(PackedWeight, match="to save or copy it"):
             tensor.blob  # noqa: B018
+        with pytest.raises(PackedWeight, match="which plain weights would break"):
+            tensor.require_restorable()
+        for refused in (tensor.stored, tensor.clone):
+            with pytest.raises(PackedWeight, match="to copy, pickle or save it"):
+                refused()
+        with pytest.raises(PackedWeight, match="to load a state dict into it"):
+            tensor.check_load(tensor)
 
 
 def test_a_damaged_index_is_refused_on_opening(tmp_path: Path) -> None:

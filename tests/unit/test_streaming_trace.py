@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.simulated import Probe
 
 from tpde.errors import InvalidDestination
 from tpde.format.temporary import temporary_name
-from tpde.streaming.trace import TRACKS, Event, Trace, write_trace
+from tpde.streaming import trace as traces
+from tpde.streaming.trace import TRACKS, Event, Span, Trace, _events, write_trace
 
 
 class Mark:
@@ -119,8 +124,6 @@ def test_the_file(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=30))
 def test_what_overlaps_lies_in_lanes_of_its_own(reads: list[tuple[int, int]]) -> None:
-    from tpde.streaming.trace import _events
-
     it = trace()
     for begin, size in reads:
         it.read(begin, begin + size, "r", 1)
@@ -152,3 +155,138 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     temporary_name(path).write_text("half")
     write_trace(path, [trace()])
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_times_in_the_file_are_from_the_first_span_of_all_devices(tmp_path: Path) -> None:
+    one, two = trace(), trace()
+    one.read(5_000, 6_000, "late", 0)
+    two.read(3_000, 4_500, "early", 3)
+    found = [it for it in written(tmp_path / "t.json", one, two)["traceEvents"] if it["ph"] == "X"]
+    assert [(it["pid"], it["name"], it["ts"], it["dur"]) for it in found] == [
+        (0, "late", 2.0, 1.0),
+        (1, "early", 0.0, 1.5),
+    ]
+    assert [it["args"] for it in found] == [{}, {"bytes": 3, "GB/s": 0.002}]
+
+
+def test_what_was_queued_before_it_began_says_how_long() -> None:
+    it = trace()
+    spans = [
+        Span("copy", "waited", 5_000, 6_000, 0, 2_500),
+        Span("copy", "at once", 7_000, 8_000, 0, 7_000),
+        Span("copy", "nothing took no time", 9_000, 9_000, 7, 9_500),
+    ]
+    it._spans.extend(spans)
+    assert [e["args"] for e in _events([it]) if e["ph"] == "X"] == [
+        {"queued before, us": 2.5},
+        {},
+        {"bytes": 7},
+    ]
+
+
+def test_a_copy_is_queued_when_it_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([70, 80, 90])
+    monkeypatch.setattr(traces, "time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
+    it = trace()
+    it.copy(Mark(0), Mark(10), "c", 1)
+    it.decode(Mark(20), Mark(30), "d", 1)
+    it.compute(Mark(40), Mark(50), "k")
+    it.read(60, 65, "r", 1)
+    it.wait(66, 67, "w")
+    assert {s.name: s.queued for s in it.spans()} == {"c": 70, "d": 80, "k": 90, "r": 60, "w": 66}
+
+
+def test_as_many_spans_are_kept_as_there_is_room_for() -> None:
+    it = trace(limit=2)
+    for i in range(2):
+        it.read(i, i + 1, str(i), 1)
+    assert (len(it.spans()), it.dropped) == (2, 0)
+    it.read(2, 3, "2", 1)
+    assert ([s.name for s in it.spans()], it.dropped) == (["1", "2"], 1)
+
+
+def test_as_many_events_are_kept_as_there_is_room_for() -> None:
+    it = trace(5000)
+    for i in range(1024):
+        span(it, i, i + 1, passed=False)
+    assert it.dropped == 0
+    span(it, 1024, 1025, passed=False)
+    assert it.dropped == 1
+    assert len(it.spans()) == 1024
+
+
+def test_spans_that_begin_together_are_in_the_order_of_their_ends() -> None:
+    it = trace()
+    for end in (9, 7, 8):
+        it.read(5, end, str(end), 1)
+    assert [s.name for s in it.spans()] == ["7", "8", "9"]
+
+
+def test_lanes_have_numbers_of_their_own_and_are_sorted_by_track() -> None:
+    it = trace()
+    for name in "abc":
+        it.read(0, 10, name, 1)
+        it.wait(0, 10, name)
+    it.read(10, 20, "d", 1)
+    events = [*_events([it])]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert len(lanes) == 6
+    order = {e["args"]["sort_index"]: lanes[e["tid"]] for e in events if e["name"] == "thread_sort_index"}
+    assert [order[key] for key in sorted(order)] == [
+        *("disk", "disk 2", "disk 3"),
+        *("host waits", "host waits 2", "host waits 3"),
+    ]
+    (after,) = (e for e in events if e["name"] == "d")
+    assert lanes[after["tid"]] == "disk", "it begins where another ends"
+
+
+def test_a_file_of_many_spans_is_one_document(tmp_path: Path) -> None:
+    it = trace(5000)
+    for i in range(2500):
+        it.read(i, i + 1, str(i), 1)
+    found = [e["name"] for e in written(tmp_path / "t.json", it)["traceEvents"] if e["ph"] == "X"]
+    assert found == [str(i) for i in range(2500)]
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("before")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(traces.FileSink, "write", full)
+    with pytest.raises(InvalidDestination, match="No space left"):
+        write_trace(path, [trace()])
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("what", ["read", "copy", "spans"])
+def test_spans_are_noted_by_one_thread_at_a_time(what: str) -> None:
+    it = trace()
+    probe = it._lock = Probe(it._lock)  # type: ignore[arg-type,assignment]
+    calls = {
+        "read": lambda: it.read(0, 1, "r", 1),
+        "copy": lambda: span(it, 5, 6),
+        "spans": it.spans,
+    }
+    asked: list[bool] = []
+
+    def call() -> None:
+        calls[what]()
+        probe.asked.set()
+
+    other = threading.Thread(target=call)
+
+    class Slow(Mark):
+        def synchronize(self) -> None:
+            super().synchronize()
+            other.start()
+            assert probe.asked.wait(60)
+            asked.append(other.is_alive())
+
+    it.copy(Mark(0), Slow(1), "c", 1)
+    it.spans()
+    other.join()
+    assert asked == [True], "it waits for this one"

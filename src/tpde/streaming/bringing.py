@@ -309,7 +309,7 @@ class Bringing:
         """Fill an arena, each step being locked while the next ones are read."""
         ranges = self._ranges[first:]
         offsets = list(accumulate((it.size for it in ranges), initial=0))
-        arena = Arena(max(offsets.pop(), 1))
+        arena = Arena(offsets.pop())
         self._memory.append(arena)
         self.private_bytes += arena.size
         self.kind = "pageable" if self._forced == "pageable" else "arena"

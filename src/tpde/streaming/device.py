@@ -148,7 +148,7 @@ class CudaDevice:
         trace = self.trace
         with on_device(self.device):
             start = None if trace is None else self._mark(self._copies)
-            to, size, stream = self._base + place + piece.pad, piece.extent.size, self._copies.cuda_stream
+            to, size, stream = self._base + place, piece.extent.size, self._copies.cuda_stream
             for at, part in steps(address, size):
                 (code,) = driver.cuMemcpyHtoDAsync(to + at, address + at, part, stream)
                 if code != driver.CUresult.CUDA_SUCCESS:

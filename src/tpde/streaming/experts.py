@@ -55,7 +55,7 @@ def expert_pieces(slots: Sequence[Slot], number: int, piece: int) -> list[Piece]
 
 def _room(pieces: Sequence[Piece]) -> list[int]:
     """Bytes that each of some pieces takes in a place."""
-    return [align(it.pad + it.extent.size, _ALIGN) for it in pieces]
+    return [align(it.extent.size, _ALIGN) for it in pieces]
 
 
 def expert_room(slots: Sequence[Slot], piece: int) -> int:

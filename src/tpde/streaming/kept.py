@@ -40,7 +40,7 @@ class Kept(Generic[T]):
     --------
     >>> from tpde.format.source import Extent
     >>> kept = Kept(0, 1024, 2048)
-    >>> piece = Piece(Extent(None, 0, 512, "w"), None, 0, ())
+    >>> piece = Piece(Extent(None, 0, 512, "w"), None, ())
     >>> [kept.take(piece) for _ in range(6)]
     [None, 0, None, 512, None, None]
     >>> kept.put("layer", 1, 0, None)
@@ -60,7 +60,7 @@ class Kept(Generic[T]):
         if self._supply not in (None, piece.supply):
             return None
         self._seen += piece.extent.size
-        taken = self._taken + align(piece.pad + piece.extent.size, _ALIGN)
+        taken = self._taken + align(piece.extent.size, _ALIGN)
         if taken > self._room or taken * self._wanted > self._seen * self._room:
             return None
         place, self._taken = self._start + self._taken, taken

@@ -48,8 +48,3 @@ class Order(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._next)
-
-    @property
-    def first(self) -> T | None:
-        """What is wanted first; None if nothing was named."""
-        return self._made[0] if self._made else None

@@ -55,15 +55,12 @@ class Piece(NamedTuple):
         The bytes.
     supply : Supply
         What brings them.
-    pad : int
-        How far from the start of its place they are put, for blobs to lie at multiples of 16.
     spans : tuple of PieceSpan
         What they hold.
     """
 
     extent: Extent
     supply: Supply
-    pad: int
     spans: tuple[PieceSpan, ...]
 
 
@@ -98,7 +95,6 @@ def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
     InvalidInput
         If a chunk is larger than a piece.
     """
-    limit -= ALIGNMENT  # for the pad
     pieces: list[Piece] = []
     spans: list[PieceSpan] = []
     begin = end = 0  # of the piece in the making, in its file
@@ -106,10 +102,9 @@ def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
     def finish() -> None:
         if spans:
             first = spans[0].tensor
-            pad = (begin - first.extent.offset) % ALIGNMENT
-            made = tuple(it._replace(at=it.tensor.extent.offset - begin + pad) for it in spans)
+            made = tuple(it._replace(at=it.tensor.extent.offset - begin) for it in spans)
             extent = Extent(first.extent.source, begin, end - begin, first.extent.name)
-            pieces.append(Piece(extent, first.supply, pad, made))
+            pieces.append(Piece(extent, first.supply, made))
             spans.clear()
 
     ordered = sorted(parts, key=lambda it: (it.tensor.extent.source.name, it.tensor.extent.offset, it.first))

@@ -1,0 +1,232 @@
+"""Measuring a machine, with a driver, a clock and files that are made up."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from support.cuda import HOST_BYTES, Cuda  # noqa: E402
+
+from tpde.errors import InvalidInput, ReadError, UnsupportedDevice  # noqa: E402
+from tpde.format.source import FileSource  # noqa: E402
+from tpde.streaming import rates  # noqa: E402
+from tpde.streaming.units import Rates  # noqa: E402
+
+DEVICE_BYTES = 800  # that a device copies within its memory in a nanosecond
+
+
+class Measured(Cuda):
+    """A device that copies at known rates, but for the first time, and once later.
+
+    Attributes
+    ----------
+    there : dict
+        What is allocated: how much, by its address.
+    asked : list of str
+        Calls that allocate or copy.
+    fails : str
+        The call that does.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch)
+        self.there: dict[int, int] = {}
+        self.asked: list[str] = []
+        self.fails = ""
+        self._addresses, self._turns = itertools.count(1 << 20, 1 << 20), itertools.count()
+        for name in ("cuMemAlloc", "cuMemHostAlloc"):
+            patch.setattr(self.driver, name, partial(self._allocate, name))
+        for name in ("cuMemFree", "cuMemFreeHost"):
+            patch.setattr(self.driver, name, self._free)
+        for name, rate in (("cuMemcpyHtoDAsync", HOST_BYTES), ("cuMemcpyDtoDAsync", DEVICE_BYTES)):
+            patch.setattr(self.driver, name, partial(self._move, name, rate))
+        patch.setattr(rates, "COPY_BYTES", 8_000_000)
+
+    def _said(self, name: str, *values: Any) -> tuple[Any, ...]:
+        self.asked.append(name)
+        result = self.driver.CUresult
+        return (result.CUDA_ERROR_OUT_OF_MEMORY if name == self.fails else result.CUDA_SUCCESS, *values)
+
+    def _allocate(self, name: str, size: int, flags: int = 0) -> tuple[Any, ...]:
+        assert self.current == self.index
+        said = self._said(name, next(self._addresses))
+        if name != self.fails:
+            self.there[said[1]] = size
+        return said
+
+    def _free(self, address: int) -> tuple[Any, ...]:
+        del self.there[address]
+        return (self.driver.CUresult.CUDA_SUCCESS,)
+
+    def _move(self, name: str, rate: int, to: int, of: int, size: int, stream: int) -> tuple[Any, ...]:
+        assert self.there[to] == self.there[of] == size
+        assert to != of
+        assert stream == self.streams[0].cuda_stream
+        turn = sum(it == name for it in self.asked)
+        took = size // rate * (100 if not turn else 7 if turn == 2 else 1)
+        self.streams[0].put(lambda: setattr(self, "clock", self.clock + took))
+        return self._said(name)
+
+
+def test_a_device_copies_and_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Measured(monkeypatch)
+    cuda.current = 1
+    copy, memory = rates.copy_rates(cuda)
+    assert copy == pytest.approx(HOST_BYTES * 1e9)
+    assert memory == pytest.approx(2 * DEVICE_BYTES * 1e9), "each byte is read, and written"
+    assert not cuda.there
+    assert cuda.current == 1
+    assert cuda.asked.count("cuMemcpyHtoDAsync") == rates.REPEATS + 1
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostAlloc", "cuMemcpyHtoDAsync", "cuMemcpyDtoDAsync"])
+def test_what_a_driver_refuses_to_measure(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Measured(monkeypatch)
+    cuda.fails = call
+    with pytest.raises(UnsupportedDevice, match=r"refused what measuring needs \(CUDA_ERROR_OUT_OF_MEMORY\)"):
+        rates.copy_rates(cuda)
+    assert not cuda.there, "what was allocated before is given back"
+
+
+def test_all_rates_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(rates, "facts", asked.append)
+    monkeypatch.setattr(rates, "copy_rates", lambda device: (50e9, 4e12))
+    monkeypatch.setattr(rates, "launch_seconds", lambda device: 3e-5)
+    monkeypatch.setattr(rates, "disk_rate", lambda files: 6e9 if files == ["file"] else None)
+    found = rates.measure_rates(torch.device("cuda", 1), ["file"])
+    assert found == Rates(copy=50e9, disk=6e9, memory=4e12, decode=0.48 * 4e12, launch=3e-5)
+    assert rates.measure_rates(torch.device("cuda")).disk == float("inf")
+    assert asked == [1, 0]
+
+
+def test_rates_of_a_machine_that_is_not_here() -> None:
+    assert rates.given_rates(50e9, 4e12, 6e9) == Rates(50e9, 6e9, 4e12, 0.48 * 4e12, 42e-6)
+    assert rates.given_rates(50e9, 4e12).disk == float("inf")
+
+
+def test_a_device_that_cannot_decode_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int) -> None:
+        raise UnsupportedDevice("too old")
+
+    monkeypatch.setattr(rates, "facts", refuse)
+    monkeypatch.setattr(rates, "launch_seconds", lambda device: pytest.fail("it is measured"))
+    with pytest.raises(UnsupportedDevice, match="too old"):
+        rates.measure_rates(torch.device("cuda", 0))
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, *took: float) -> None:
+    """Let intervals that are measured take so long, one after the other, and then as long as the last."""
+    now = [0.0]
+    steps = itertools.chain(took, itertools.repeat(took[-1]))
+    begins = itertools.cycle([True, False])
+
+    def perf_counter() -> float:
+        now[0] += 0.0 if next(begins) else next(steps)
+        return now[0]
+
+    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=perf_counter))
+
+
+def test_a_call_is_a_share_of_the_median_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first passes do not count, nor does one that was held up."""
+    clock(monkeypatch, *[9.0] * 5, 2e-3, 1e-3, 5.0, 1e-3, 1e-3)
+    calls = rates.LAYERS * 13
+    assert rates.launch_seconds(torch.device("cpu"), 5.005) == pytest.approx(1.15 * 1e-3 / calls)
+
+
+def test_at_least_one_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch, *[9.0] * 5, 2e-3, 1e-3)
+    calls = rates.LAYERS * 13
+    assert rates.launch_seconds(torch.device("cpu"), 0.0) == pytest.approx(1.15 * 2e-3 / calls)
+
+
+def test_a_gpu_is_waited_for_at_both_ends_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    rates._synchronize(torch.device("cpu"))
+    assert not waits
+    rates._synchronize(torch.device("cuda", 1))
+    assert waits == [torch.device("cuda", 1)]
+    log: list[str] = []
+    monkeypatch.setattr(rates, "_synchronize", lambda device: log.append("wait"))
+    time = SimpleNamespace(perf_counter=lambda: log.append("time") or float(len(log)))
+    monkeypatch.setattr(rates, "time", time)
+    rates.launch_seconds(torch.device("cpu"), 0.0)
+    assert log == ["wait", "time"] * 2 * (rates.REPEATS + 1)
+
+
+# ---- disks ----
+
+
+def test_a_disks_rate_is_its_bytes_by_the_time_they_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(300_000))
+    clock(monkeypatch, 0.5)
+    assert rates.disk_rate([tmp_path / "file"]) == 600_000
+
+
+@pytest.mark.parametrize(
+    ("seconds", "read"), [(0.4, 4), (2.0, 2)], ids=["until time is over", "at least so many"]
+)
+def test_a_disk_is_read_until_there_is_enough_and_time_is_over(
+    seconds: float, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look at the clock takes so long: a second, and two pieces, are needed."""
+    piece, now = 64 << 10, itertools.count()
+    monkeypatch.setattr(rates, "DISK_PIECE", piece)
+    monkeypatch.setattr(rates, "DISK_BUFFERS", 1)
+    monkeypatch.setattr(rates, "DISK_LEAST", 2 * piece)
+    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: next(now) * seconds))
+    (tmp_path / "file").write_bytes(bytes(100 * piece))
+    looks = {4: 1 + 3 + 1, 2: 1 + 1 + 1}[read]  # at the start, from the second piece on, at the end
+    assert rates.disk_rate([tmp_path / "file"]) == pytest.approx(read * piece / ((looks - 1) * seconds))
+
+
+def test_no_more_than_4_gib_of_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "DISK_MOST", 1000)
+    monkeypatch.setattr(rates, "DISK_PIECE", 300)
+    sources: Any = [SimpleNamespace(size=size, name=str(size)) for size in (400, 0, 500, 700)]
+    found = [(it.source.size, it.offset, it.size) for it in rates._pieces(sources)]
+    assert found == [(400, 0, 300), (400, 300, 100), (500, 0, 300), (500, 300, 200), (700, 0, 100)]
+
+
+def test_files_are_closed_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FileSource] = []  # which are not collected meanwhile
+
+    class Noted(FileSource):
+        closed = False
+
+        def __init__(self, path: str) -> None:
+            super().__init__(path)
+            made.append(self)
+
+        def close(self) -> None:
+            self.closed = True
+            super().close()
+
+    monkeypatch.setattr(rates, "FileSource", Noted)
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"" if name == "a" else bytes(10_000))
+    with pytest.raises(InvalidInput, match="are empty"):
+        rates.disk_rate([tmp_path / "a"])
+    rates.disk_rate([tmp_path / "a", tmp_path / "b"])
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(ReadError, match=r"bytes 0 to 10000 of .* the disk failed"):
+        rates.disk_rate([tmp_path / "b"])
+    assert [it.closed for it in made] == [True] * 4
