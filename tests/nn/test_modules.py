@@ -444,11 +444,12 @@ def test_threads(pair: tuple[Model, Model]) -> None:
                     wrong.append(error)
                     return
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(100)
+    assert not any(thread.is_alive() for thread in threads)
     assert not wrong
 
 

@@ -442,7 +442,8 @@ def test_another_process_gets_the_model(shared: bool, pair: tuple[Model, Model])
     except (EOFError, multiprocessing.ProcessError) as error:
         raise AssertionError("the other process ended") from error
     finally:
-        process.join()
+        process.join(60)
+        process.kill()  # if it hangs
     assert found == plain(IDS).view(torch.int16).tolist()
     assert_same_bits(ours(IDS), plain(IDS))
     assert_same_bits(copy.deepcopy(ours)(IDS), plain(IDS))
