@@ -52,8 +52,9 @@ def test_every_content_in_one_buffer(dtype: str, monkeypatch: pytest.MonkeyPatch
 
 def test_blobs_that_are_none() -> None:
     good = pack_tensor(torch.randn(100, 100), "w").sources[0].blob
-    with pytest.raises(InvalidInput, match="`w`: a blob is one-dimensional"):
-        Resident(good.view(2, -1), "w")
+    for other in (good.view(2, -1), good.view(torch.int8), good.repeat_interleave(2)[::2], good.view(-1, 1)):
+        with pytest.raises(InvalidInput, match="`w`: a blob is one-dimensional"):
+            Resident(other, "w")
     with pytest.raises(InvalidInput, match="meta"):
         Resident(good.to("meta"), "w")
     with pytest.raises(Truncated, match="`w`"):
@@ -117,6 +118,51 @@ def test_gradients_of_gradients_are_refused() -> None:
     slot = Slot("w", PackedParameter(pack_tensor(torch.randn(48, 64), "w")))
     x = torch.randn(2, 64, requires_grad=True)
     y = ops.linear(x, None, slot.key, 48, False)
+    (first,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("trained", ["x", "bias", "both"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_only_gradients_that_are_wanted_are_computed(
+    tiled: bool, bias: bool, trained: str, slot: tuple[Slot, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, weight = slot
+    if tiled:
+        packed.packed.tile_bytes = 96 << 10
+    x = torch.randn(2, 64, requires_grad=trained != "bias")
+    b = torch.randn(48, requires_grad=trained != "x") if bias else None
+    if not x.requires_grad and b is None:
+        return
+    work = ops.tiled_linear if tiled else ops.linear
+    found, expected = work(x, b, packed.key, 48, False), nn.functional.linear(x, weight, b)
+    assert_same_bits(found, expected)
+    decoded: list[int] = []
+    decode = Resident.decode_on_host
+    monkeypatch.setattr(
+        Resident, "decode_on_host", lambda self, *args: (decoded.append(1), decode(self, *args))[1]
+    )
+    leaves = [it for it in (x, b) if it is not None and it.requires_grad]
+    ours = torch.autograd.grad(found.sum(), leaves)
+    assert bool(decoded) == x.requires_grad
+    for one, other in zip(ours, torch.autograd.grad(expected.sum(), leaves), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("work", ["linear", "tiled_linear", "materialize"])
+def test_no_operator_has_gradients_of_gradients(work: str, slot: tuple[Slot, Any]) -> None:
+    packed, _ = slot
+    x = torch.randn(2, 64, requires_grad=True)
+    if work == "materialize":
+        found = ops.materialize(x, packed.key, 48 * 64, torch.float32)
+        with pytest.raises(NotImplementedError, match="gradients of gradients"):
+            found.sum().backward()
+        return
+    if work == "tiled_linear":
+        packed.packed.tile_bytes = 96 << 10
+    y = getattr(ops, work)(x, None, packed.key, 48, False)
     (first,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="gradients of gradients"):
         first.sum().backward()

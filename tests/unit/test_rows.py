@@ -9,8 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from support.contents import fill  # noqa: E402
 from support.kernels import Card, OnCard, memory  # noqa: E402
 from support.models import assert_same_bits  # noqa: E402
+from support.packed import pack  # noqa: E402
 
 from tpde.codec.blob import BlobReader, digest, write_constant  # noqa: E402
 from tpde.cuda import decode  # noqa: E402
@@ -249,3 +251,19 @@ def test_rows_of_the_hosts_memory_are_checked_each_time(settled: bool, on_card: 
         reader(torch.tensor([5]))
     assert [it[1] for it in events if it[0] == "looked up"] == [not settled] * 2
     assert reader.packed.watched == [reader, reader]
+
+
+@pytest.mark.parametrize("codec", ["zstd", "constant"])
+def test_what_no_kernel_reads_is_looked_up_without(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, spec = Card(monkeypatch), TensorSpec("BF16", (300, 48))
+    monkeypatch.setattr(decode, "Rows", None)
+    data = fill("zeros" if codec == "constant" else "normal", spec)
+    packed = pack(spec, data, "auto" if codec == "constant" else "zstd")
+    assert packed is not None
+    reader = RowReader(OnCard(torch.from_numpy(packed.blob.copy()), "w", card))
+    reader.device = torch.device("cpu")  # where tensors are made
+    weight = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(300, 48)
+    for ids in (torch.tensor([[299, 0, 299]]), torch.tensor([], dtype=torch.int32)):
+        assert_same_bits(reader(ids), weight[ids.long()])
+    with pytest.raises(IndexError, match="row 300"):
+        reader(torch.tensor([300]))
