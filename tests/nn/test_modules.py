@@ -763,6 +763,16 @@ def test_unpacked_weights_have_memory_of_their_own_and_no_more(trained: bool) ->
             assert_same_bits(it, parameter)
 
 
+def test_others_of_a_modules_class_are_plain(pair: tuple[Model, Model]) -> None:
+    """As adapters make them."""
+    plain, ours = pair
+    for module, args in ((ours.blocks[0].up, (3, 4)), (ours.embed, (3, 4))):
+        made = type(module)(*args, dtype=torch.float64)
+        assert type(made) is module.tpde_base
+        assert made.weight.dtype is torch.float64
+    assert type(plain.embed) is ours.embed.tpde_base
+
+
 # ---- groups, and blocks ----
 
 
