@@ -776,6 +776,19 @@ def test_others_of_a_modules_class_are_plain(pair: tuple[Model, Model]) -> None:
 # ---- groups, and blocks ----
 
 
+def test_of_an_embedding_nothing_is_decoded_to_the_workspace() -> None:
+    """However large it is, in a block or not."""
+    model = nn.ModuleDict({"embed": nn.Embedding(3000, 64), "blocks": nn.ModuleList([nn.Embedding(900, 64)])})
+    model["head"] = nn.Linear(64, 100)
+    pack_module(model.bfloat16(), min_bytes=0)
+    for embedding in (model["embed"], model["blocks"][0]):
+        assert isinstance(embedding.weight, PackedParameter)
+        assert embedding.tpde_slots["weight"].group is None
+        assert not {"tpde_own_group", "tpde_forward"} & set(vars(embedding))
+    space = model["head"].tpde_group().workspace
+    assert space.end - space.start == 100 * 128
+
+
 def test_a_layer_out_of_its_block_keeps_its_own_group(pair: tuple[Model, Model]) -> None:
     plain, ours = pair
     layer = copy.deepcopy(ours.blocks[0].up)

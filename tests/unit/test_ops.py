@@ -195,6 +195,53 @@ def test_a_key_dies_with_its_unit(slot: tuple[Slot, Any]) -> None:
         torch.ops.tpde.materialize(torch.empty(0), key, 48 * 64, torch.float32)
 
 
+class Doubled(nn.Linear):
+    """Computes with its weight by itself."""
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.linear(x, self.weight * 2, self.bias)
+
+
+class Wrapped(nn.Linear):
+    """Does something with what its parent class computes."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(16, 48), (3, 16)),
+        (lambda: nn.Linear(16, 48, bias=False), (2, 3, 16)),
+        (lambda: Doubled(16, 48), (3, 16)),
+        (lambda: Wrapped(16, 48), (3, 16)),
+        (lambda: nn.Conv1d(16, 48, 3), (2, 16, 9)),
+        (lambda: nn.ModuleList([nn.Sequential(nn.Conv1d(16, 48, 3), nn.ReLU())])[0], (2, 16, 9)),
+    ],
+    ids=["linear", "no bias", "own", "wrapped", "convolution", "block"],
+)
+def test_layers_of_all_kinds_are_compiled(make: Any, shape: tuple[int, ...], grad: bool) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    plain = make().bfloat16().float()
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    compiled, grads = torch.compile(ours, backend="eager", fullgraph=True), []
+    given = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    with torch.set_grad_enabled(grad):
+        for x, model in zip(given, (plain, compiled), strict=True):
+            x.requires_grad_(grad)
+            grads.append(model(x))
+        assert_same_bits(grads[1], grads[0])
+        if grad:
+            for found in grads:
+                found.square().sum().backward()
+            assert_same_bits(given[1].grad, given[0].grad)
+    with torch.no_grad():  # tracing left nothing behind
+        assert_same_bits(ours(given[0]), plain(given[0]))
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
 def test_compiled_inference_without_graph_breaks(name: str) -> None:
     model = make(name, torch.float32)
