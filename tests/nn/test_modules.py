@@ -744,6 +744,15 @@ def test_a_packed_tensor_ends_where_blobs_end() -> None:
         assert made.packed_bytes % ALIGN_BLOB == 0
 
 
+def test_a_tensor_is_packed_for_gpus() -> None:
+    """Also where zstd would make less of it."""
+    weight = (torch.arange(96 * 64).reshape(96, 64) % 7 + 1).bfloat16()
+    made = pack_tensor(weight, "w")
+    assert made is not None
+    assert made.sources[0].codec.name == "prefix"
+    assert_same_bits(made.decoded(), weight)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_unpacked_weights_have_memory_of_their_own_and_no_more(trained: bool) -> None:
     torch.manual_seed(0)

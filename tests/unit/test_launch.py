@@ -20,6 +20,7 @@ from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.format.sink import BytesSink  # noqa: E402
 from tpde.weights import decoder, resident  # noqa: E402
 from tpde.weights import launch as launches  # noqa: E402
+from tpde.weights import source as source_of  # noqa: E402
 from tpde.weights.decoder import ChunkDecoder, Materializer  # noqa: E402
 from tpde.weights.launch import Damage, Launch, on_device  # noqa: E402
 from tpde.weights.resident import Resident  # noqa: E402
@@ -401,3 +402,22 @@ def test_what_is_put_on_a_device_has_an_address() -> None:
         assert made.numel() == max(size, 16)
         assert made[:size].tolist() == data.tolist()
         assert not made[size:].any()
+
+
+def test_what_the_processor_decodes_for_a_device_is_put_there(card: Card) -> None:
+    ((packed, data),) = _blobs(card, "zstd")
+    begin, end = (2 * it for it in packed.header.chunk_range(0, 0))
+    out = _fresh(1024 + end - begin)
+    ChunkDecoder(packed, 0, 0, 512)(out.as_subclass(There))
+    assert out.numpy().tobytes() == b"\xa5" * 512 + data[begin:end] + b"\xa5" * 512
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_sources_that_are_decoded_together_one_leads(turned: bool) -> None:
+    """What streams knows what is on the device, too."""
+    low, high = (
+        SimpleNamespace(lead=lead, together=lambda items, lead=lead: (lead, items)) for lead in (0, 1)
+    )
+    items: Any = [(high, 0), (low, 512)] if turned else [(low, 0), (high, 512)]
+    found: Any = source_of.decoder(items)
+    assert found == (1, items)
