@@ -948,6 +948,20 @@ def test_a_move_that_fails_leaves_the_packed_weight(pair: tuple[Model, Model]) -
     assert_same_bits(ours(IDS), plain(IDS))
 
 
+def test_a_weight_is_read_while_it_is_moved(pair: tuple[Model, Model]) -> None:
+    """By functions that look at the module meanwhile."""
+    _, ours = pair
+    layer, held, seen = ours.blocks[0].up, ours.blocks[0].up.weight, list[Any]()
+
+    def look(it: Any) -> Any:
+        seen.append(layer.weight)
+        return it
+
+    layer._apply(look)
+    assert seen
+    assert all(it is held for it in seen)
+
+
 def test_a_streamed_convolution_stays_in_its_format() -> None:
     """A second copy of it would not be in the budget."""
     layer = pack_module(nn.Conv2d(16, 32, 3).bfloat16(), min_bytes=0)

@@ -17,7 +17,7 @@ from torch import nn
 from tpde.errors import Corrupt, InvalidInput, Truncated, UnsupportedVersion
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_torch
-from tpde.nn import PackedParameter, pack_module, pack_tensor
+from tpde.nn import PackedParameter, finish, pack_module, pack_tensor
 from tpde.nn.slot import Slot
 from tpde.weights import operators as ops
 from tpde.weights.decoder import Materializer
@@ -240,6 +240,46 @@ def test_layers_of_all_kinds_are_compiled(make: Any, shape: tuple[int, ...], gra
             assert_same_bits(given[1].grad, given[0].grad)
     with torch.no_grad():  # tracing left nothing behind
         assert_same_bits(ours(given[0]), plain(given[0]))
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("inference", {"materialize": 1}),
+        ("training", {"linear": 2}),
+        ("tiles", {"tiled_linear": 2}),
+        ("a layer", {"materialize": 1}),
+        ("another's weight", {"materialize": 2}),
+    ],
+)
+def test_a_compiled_blocks_weights_are_decoded_once(case: str, expected: dict[str, int]) -> None:
+    """All together, but for those that are needed for gradients, and for large ones."""
+    torch.compiler.reset()
+    block = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
+    plain = nn.ModuleList([block, nn.Linear(64, 64)]).bfloat16().float()
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    if case == "tiles":
+        for layer in (ours[0][0], ours[0][2]):
+            layer.weight.packed.tile_bytes = 96 << 10
+        finish(ours)
+    found: list[dict[str, int]] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        names = [str(it.target).split(".")[1] for it in graph.graph.nodes if "tpde." in str(it.target)]
+        found.append({name: names.count(name) for name in names})
+        return graph
+
+    def both(x: Any) -> Any:
+        return ours[0](x) + x @ ours[1].weight
+
+    run = {"a layer": ours[1], "another's weight": both}.get(case, ours[0])
+    x = torch.randn(3, 64)
+    with torch.set_grad_enabled(case == "training"):
+        made = torch.compile(run, backend=backend, fullgraph=True)(x)
+        expect = {"a layer": plain[1], "another's weight": lambda x: plain[0](x) + x @ plain[1].weight}
+        assert_same_bits(made, expect.get(case, plain[0])(x))
+    assert found == [expected]
+    assert ours[0].__dict__["tpde_forward"].group.flat is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])
