@@ -178,3 +178,30 @@ def test_weights_are_ordinary_in_any_mode(where: str, pair: tuple[Model, Model])
         expected = torch.ones(2, 64).bfloat16().requires_grad_()
         functional.linear(expected, plain.blocks[0].up.weight).float().sum().backward()
         assert_same_bits(x.grad, expected.grad)
+
+
+class Rewrites(nn.Conv1d):
+    """Changes its weight, and may fail after that."""
+
+    fails = False
+
+    def forward(self, x: Any) -> Any:
+        self.weight.detach().mul_(2)
+        if self.fails:
+            raise KeyError("theirs")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("block", [False, True])
+def test_changes_are_refused_also_where_the_pass_fails(block: bool, fails: bool) -> None:
+    """By a layer that is called alone, and by one in a block."""
+    model = nn.ModuleList([nn.Sequential(Rewrites(64, 64, 3))]) if block else Rewrites(64, 64, 3)
+    ours = pack_module(model.to(torch.bfloat16), min_bytes=0)
+    layer = ours[0][0] if block else ours
+    layer.fails = fails
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients), pytest.raises(PackedWeight, match="weight` is packed"):
+            (ours[0] if block else ours)(torch.ones(1, 64, 9).bfloat16())
+    space = layer.tpde_group().workspace
+    assert (space.depth, space.thread) == (0, 0)

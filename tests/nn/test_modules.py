@@ -639,6 +639,10 @@ def test_a_workspace_is_not_given_back_before_another_stream_is_done(monkeypatch
     enter(loading)
     space = Workspace(torch.device("cuda", 0))
     space.reserve(1024)
+    alone: Any = space.buffer
+    assert space.release() == 1024
+    assert alone.recorded == [], "one stream is the allocator's own"
+    space.reserve(1024)
     buffer: Any = space.buffer
     enter(computing)
     space.order()
@@ -896,6 +900,16 @@ def test_a_module_of_two_packed_parameters() -> None:
     again = pickle.loads(pickle.dumps(ours))
     assert list(again.tpde_slots) == ["up", "down"]
     assert_same_bits(again(x), plain(x))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_weight_that_is_replaced_says_what_the_one_before_said(trained: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(trained)
+    made = pack_tensor(model[0].weight.detach(), "w")
+    assert made is not None
+    replace_parameter(model, "0.weight", made)
+    assert model[0].weight.plain_requires_grad is trained
+    assert finish(model)(torch.ones(1, 64)).requires_grad is trained
 
 
 # ---- what is set, taken out, and put there ----
