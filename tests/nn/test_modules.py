@@ -33,6 +33,7 @@ from tpde.nn import (
 )
 from tpde.nn.group import Workspace
 from tpde.nn.modules import is_conv1d
+from tpde.nn.replace import prepare_rows
 
 
 def test_what_is_packed(pair: tuple[Model, Model]) -> None:
@@ -1027,3 +1028,23 @@ def test_what_hooks_hide_is_told_at_last(pair: tuple[Model, Model]) -> None:
         with pytest.raises(RuntimeError, match=rf"blocks\.0\.up\.weight: .*{said}"):
             ours.load_state_dict(state | {"blocks.0.up.weight": value})
     assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_rows_are_prepared_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once where the blob is on its device; else when it is asked for, and it is there."""
+    prepared: list[str] = []
+    monkeypatch.setattr(PackedTensor, "prepare_rows", lambda self: prepared.append(self.name))
+    model = nn.ModuleDict({"a": nn.Embedding(50, 64), "b": nn.Embedding(60, 64), "c": nn.Linear(64, 64)})
+    pack_module(model.bfloat16(), min_bytes=0)
+    assert prepared == ["a.weight", "b.weight"]
+    prepared.clear()
+    model["b"].weight.packed.sources[0].settled = False
+    finish(model)
+    assert prepared == ["a.weight"]
+    prepared.clear()
+    prepare_rows(model)
+    assert prepared == ["a.weight", "b.weight"]
+    prepared.clear()
+    model["a"].to("cpu")
+    model["c"].to("cpu")
+    assert prepared == ["a.weight"]
