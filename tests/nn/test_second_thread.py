@@ -322,7 +322,9 @@ class Fused(torch.nn.Module):
 
 
 class Fetches:
-    """Decodes all experts, and notes which were wanted."""
+    """Decodes all experts, or leaves zeros, and notes which were wanted."""
+
+    zeros = False
 
     def __init__(self, slot: Any) -> None:
         self.slot, self.wanted = slot, list[Any]()
@@ -330,6 +332,8 @@ class Fetches:
     def fetch(self, numbers: Any, out: Any) -> None:
         self.wanted.append(list(numbers))
         self.slot.decode_into(out[self.slot.offset :])
+        if self.zeros:
+            out[self.slot.offset : self.slot.offset + self.slot.nbytes] = 0
 
 
 @pytest.mark.parametrize(
@@ -342,6 +346,7 @@ class Fetches:
         (lambda x, w: x * w[1, :, 3][:64], 64 * 128),
         (lambda x, w: x @ w.view(384, 64).t(), 384 * 128),
         (lambda x, w: x * w[3, 95, 63], 2),
+        (lambda x, w: x * w.view(-1)[8129:8193], 128),  # the last one is the first of a chunk
     ],
 )
 @pytest.mark.filterwarnings("ignore:which experts")
@@ -408,10 +413,37 @@ def test_the_rest_of_a_routed_block_is_decoded_before(monkeypatch: pytest.Monkey
         up = ours[0].up.tpde_slots["weight"]
         assert_same_bits(up.in_buffer(flat), plain[0].up.weight)
 
-        def spoil(x: Any, w: Any) -> Any:
-            ours[0].up.weight.detach().mul_(2)
+        def touch(x: Any, w: Any) -> Any:
+            ours[0].up.weight.detach().mul_(1)
             return x
 
-        ours[0].experts.work = spoil
-        with pytest.raises(PackedWeight, match=r"`0\.up\.weight`"):  # experts that are not there are not it
+        ours[0].experts.work, source.zeros = touch, True
+        with pytest.raises(PackedWeight, match="`0` is packed"):  # experts that are not there are no change
             ours[0](X)
+
+
+def test_experts_that_are_read_by_others_are_all_there() -> None:
+    """By a block, which has not called them yet, or has."""
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.experts = torch.nn.Linear(64, 64), Fused()
+
+        def forward(self, x: Any) -> Any:
+            first = self.up(x) @ self.experts.w[1, :64]
+            self.experts(x)
+            return first + x @ self.experts.w[3, :64]
+
+    torch.manual_seed(0)
+    plain = torch.nn.ModuleList([Reads().to(torch.bfloat16)]).requires_grad_(False)
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    source = Fetches(ours[0].experts.tpde_slots["w"])
+    source.zeros = True
+    experts.route_experts(ours[0].experts, source)
+    finish(ours)
+    for model in (plain, ours):
+        model[0].experts.work = lambda x, w: x
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            assert_same_bits(ours[0](X), plain[0](X))
