@@ -234,3 +234,5 @@ def test_a_registered_weight_is_cast() -> None:
     model.register_parameter("weight", nn.Parameter(torch.zeros(64, 64, dtype=torch.float64)))
     model.to(torch.float32)
     assert model.weight.dtype is torch.float32
+    assert not model.weight.any()
+    assert type(model.weight) is nn.Parameter

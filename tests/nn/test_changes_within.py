@@ -139,3 +139,69 @@ def test_compiled_functions_take_weights() -> None:
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):
             assert_same_bits(ours[0](x), plain[0](x))
+
+
+def test_what_changes_no_values_is_allowed(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    data: list[Any] = []
+
+    def look(layer: Any, *_: Any) -> None:
+        weight = layer.weight
+        weight.grad = None
+        weight.detach().requires_grad_(False)
+        data.append(weight.data)
+
+    ours.requires_grad_(False)
+    ours.blocks[0].up.register_forward_pre_hook(look)
+    with torch.no_grad():
+        assert_same_bits(ours(IDS), plain(IDS))
+    with pytest.raises(PackedWeight, match=r"`blocks\.0\.up\.weight`.*`zero_`"):
+        data[0].zero_()
+
+
+@pytest.mark.parametrize("where", ["inference", "no_grad", "grad"])
+def test_weights_are_ordinary_in_any_mode(where: str, pair: tuple[Model, Model]) -> None:
+    """Whoever keeps one may use it elsewhere."""
+    plain, ours = pair
+    kept: list[Any] = []
+    ours.blocks[0].up.register_forward_pre_hook(lambda layer, _: kept.append(layer.weight))
+    mode = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": torch.enable_grad}[where]
+    with mode():
+        ours(IDS)
+        ours.blocks[0](torch.zeros(2, 64).bfloat16())
+    for weight in kept:
+        assert not weight.is_inference()
+        assert weight.requires_grad
+        x = torch.ones(2, 64).bfloat16().requires_grad_()
+        functional.linear(x, weight).float().sum().backward()
+        assert weight.grad is None
+        expected = torch.ones(2, 64).bfloat16().requires_grad_()
+        functional.linear(expected, plain.blocks[0].up.weight).float().sum().backward()
+        assert_same_bits(x.grad, expected.grad)
+
+
+class Rewrites(nn.Conv1d):
+    """Changes its weight, and may fail after that."""
+
+    fails = False
+
+    def forward(self, x: Any) -> Any:
+        self.weight.detach().mul_(2)
+        if self.fails:
+            raise KeyError("theirs")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("block", [False, True])
+def test_changes_are_refused_also_where_the_pass_fails(block: bool, fails: bool) -> None:
+    """By a layer that is called alone, and by one in a block."""
+    model = nn.ModuleList([nn.Sequential(Rewrites(64, 64, 3))]) if block else Rewrites(64, 64, 3)
+    ours = pack_module(model.to(torch.bfloat16), min_bytes=0)
+    layer = ours[0][0] if block else ours
+    layer.fails = fails
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients), pytest.raises(PackedWeight, match="weight` is packed"):
+            (ours[0] if block else ours)(torch.ones(1, 64, 9).bfloat16())
+    space = layer.tpde_group().workspace
+    assert (space.depth, space.thread) == (0, 0)

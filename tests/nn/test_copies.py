@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
+import types
 import weakref
 from typing import Any
 
@@ -14,6 +16,7 @@ from support.models import assert_same_bits
 from support.small import IDS, Block, Model, torch
 
 from tpde.nn import PackedParameter, PackedTensor, Resident, pack_module, packed_modules, unpack_module
+from tpde.nn.scope import first_tensor
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
@@ -170,3 +173,62 @@ def test_what_holds_a_blocks_forward_is_copied_with_it(pair: tuple[Model, Model]
         x = torch.randn(2, 64, dtype=torch.bfloat16)
         assert_same_bits(other.call(x), other.model.blocks[0](x))
         assert_same_bits(holder.call(x), plain.blocks[0](x))
+
+
+def theirs(self: Any, x: Any) -> Any:
+    """A block's forward pass, of somebody's own."""
+    return self.down(torch.relu(self.up(x))) * 3
+
+
+def unbound(x: Any) -> Any:
+    """One that knows no block."""
+    return x * 3
+
+
+@pytest.mark.parametrize(
+    ("bound", "how"),  # no module whose attribute is a method of it can be pickled
+    [(False, "deepcopy"), (False, "pickle"), (False, "itself"), (True, "deepcopy"), (True, "itself")],
+)
+def test_somebodys_own_forward_is_copied(bound: bool, how: str) -> None:
+    """Bound to the block, or a function."""
+    plain = Model().to(torch.bfloat16)
+    ours = copy.deepcopy(plain)
+    for model in (plain, ours):
+        block = model.blocks[0]
+        block.forward = types.MethodType(theirs, block) if bound else unbound
+    pack_module(ours, min_bytes=0)
+    ours.blocks[0].forward.mark = "theirs"
+    block = {
+        "deepcopy": lambda: copy.deepcopy(ours).blocks[0],
+        "pickle": lambda: pickle.loads(pickle.dumps(ours)).blocks[0],
+        "itself": lambda: ours.blocks[0],
+    }[how]()
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    assert_same_bits(block(x), plain.blocks[0](x))
+    assert block.forward.mark == "theirs"
+    assert block.forward.group is block.__dict__["tpde_forward"].group
+    assert not hasattr(block.forward, "__wrapped__")
+    assert list(inspect.signature(block.forward).parameters) == ["x"]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_what_others_put_on_a_blocks_forward_is_copied(how: str, pair: tuple[Model, Model]) -> None:
+    _, ours = pair
+    forward = ours.blocks[0].forward
+    forward.mark = "theirs"
+    other = copy.deepcopy(ours) if how == "deepcopy" else pickle.loads(pickle.dumps(ours))
+    assert other.blocks[0].forward.mark == "theirs"
+    assert other.blocks[0].forward is not forward
+    assert not hasattr(other.blocks[1].forward, "mark")
+    assert not hasattr(forward, "__wrapped__")
+    assert list(inspect.signature(other.blocks[0].forward).parameters) == ["x"]
+
+
+def test_the_tensor_that_compiled_code_waits_for() -> None:
+    given = torch.ones(2, requires_grad=True)
+    for args, kwargs in (((given,), {}), ((1, given, torch.zeros(3)), {}), ((None,), {"x": given})):
+        found = first_tensor(args, kwargs)
+        assert found.data_ptr() == given.data_ptr()
+        assert not found.requires_grad
+    with pytest.raises(TypeError, match="called without a tensor"):
+        first_tensor((1,), {"x": [given]})

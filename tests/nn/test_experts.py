@@ -143,7 +143,7 @@ def test_closing_waits_for_experts_that_are_being_fetched(
             ours.streamer.close()
             probe.asked.set()  # had it not waited
 
-        other = threading.Thread(target=close)
+        other = threading.Thread(target=close, daemon=True)
 
         def fetched(*args: Any) -> None:
             other.start()
@@ -154,7 +154,8 @@ def test_closing_waits_for_experts_that_are_being_fetched(
         monkeypatch.setattr(ours.store, "fetch", fetched)
         with pytest.raises(ReadError, match="was closed"):  # by what is wanted next
             outputs("mixtral", ours.model, 1)
-        other.join()
+        other.join(60)
+        assert not other.is_alive()
         assert seen == [0]
         assert ours.supply.closed == 1
         ours.streamer.device = SimulatedDevice(ROOM)

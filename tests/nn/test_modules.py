@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import inspect
+import pickle
 import threading
 import weakref
 from typing import Any
@@ -16,6 +17,7 @@ from support.small import IDS, Model
 from torch import nn
 
 from tpde.errors import Corrupt, InvalidInput, OutOfMemory, PackedWeight
+from tpde.format.constants import ALIGN_BLOB
 from tpde.nn import (
     PackedModule,
     PackedParameter,
@@ -30,6 +32,8 @@ from tpde.nn import (
     unpack_module,
 )
 from tpde.nn.group import Workspace
+from tpde.nn.modules import is_conv1d
+from tpde.nn.replace import prepare_rows
 
 
 def test_what_is_packed(pair: tuple[Model, Model]) -> None:
@@ -444,11 +448,12 @@ def test_threads(pair: tuple[Model, Model]) -> None:
                     wrong.append(error)
                     return
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(100)
+    assert not any(thread.is_alive() for thread in threads)
     assert not wrong
 
 
@@ -635,9 +640,411 @@ def test_a_workspace_is_not_given_back_before_another_stream_is_done(monkeypatch
     enter(loading)
     space = Workspace(torch.device("cuda", 0))
     space.reserve(1024)
+    alone: Any = space.buffer
+    assert space.release() == 1024
+    assert alone.recorded == [], "one stream is the allocator's own"
+    space.reserve(1024)
     buffer: Any = space.buffer
     enter(computing)
     space.order()
     assert computing.waited == [loading]
     assert space.release() == 1024
     assert buffer.recorded == [computing]
+
+
+# ---- what is packed, and what is not ----
+
+
+class Holds(nn.Module):
+    """Holds a parameter."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        self.it = parameter
+
+    def forward(self, x: Any) -> Any:
+        return self.it.sum() + x
+
+
+def test_which_parameters_can_be_packed() -> None:
+    fused = torch.randn(4, 32, 32).bfloat16()
+    assert supports(Holds(nn.Parameter(fused)), "it")
+    assert not supports(Holds(nn.Parameter(fused[:1])), "it")
+    assert not supports(Holds(nn.Parameter(fused[0])), "it")
+    assert not supports(Holds(nn.Parameter(fused[None])), "it")
+    assert not supports(Holds(nn.Parameter(fused)), "other")
+    assert not supports(nn.Bilinear(4, 4, 4), "weight")
+    assert not supports(nn.Linear(4, 4, bias=False), "bias")
+    assert not supports(nn.Conv2d(4, 4, 3), "bias")
+    assert not supports(nn.Embedding(8, 8, sparse=True), "weight")
+    assert supports(nn.Embedding(8, 8), "weight")
+    for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear):
+        assert supports(kind(4, 4, 3), "weight")
+    assert not supports(nn.ConvTranspose2d(4, 4, 3), "weight")
+
+
+def test_only_transformers_own_turned_layers_are_taken_for_such() -> None:
+    theirs = type("Conv1D", (nn.Module,), {})
+    assert not is_conv1d(theirs)
+    theirs.__module__ = "transformers.pytorch_utils"
+    assert is_conv1d(theirs)
+    assert not is_conv1d(type("Other", (nn.Module,), {"__module__": "transformers.pytorch_utils"}))
+
+
+class Kind(nn.Parameter):
+    """Somebody's own."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Kind,
+        lambda values: nn.Parameter(values.transpose(1, 2)),
+        lambda values: nn.Parameter((values * 100).to(torch.int32), requires_grad=False),
+        lambda values: nn.Parameter(values.to("meta")),
+        lambda values: nn.Parameter(values.to_sparse()),
+        lambda values: nn.Parameter(values.to(torch.complex64)),
+    ],
+    ids=["class", "strides", "integers", "meta", "sparse", "complex"],
+)
+def test_parameters_of_other_kinds_stay_as_they_are(make: Any) -> None:
+    parameter = make(torch.randn(4, 32, 32).bfloat16().float())
+    model = pack_module(Holds(parameter), min_bytes=0)
+    assert type(model) is Holds
+    assert model.it is parameter
+
+
+def test_a_parameter_is_packed_if_all_who_hold_it_can() -> None:
+    layer = nn.Linear(32, 32, bias=False).bfloat16()
+    for holders in ([layer, Holds(layer.weight)], [Holds(layer.weight), layer]):
+        assert [*packed_modules(pack_module(nn.Sequential(*holders), min_bytes=0))] == []
+    assert len([*packed_modules(pack_module(nn.Sequential(layer, layer), min_bytes=0))]) == 1
+
+
+@pytest.mark.parametrize("trained", [200, 320, 440])
+def test_the_smaller_part_is_trained(trained: int) -> None:
+    """As adapters are; of two halves, both are packed."""
+    model = nn.ModuleList([nn.Linear(64, size, bias=False) for size in (trained, 640 - trained)])
+    model[1].requires_grad_(False)
+    pack_module(model.bfloat16(), min_bytes=0)
+    kinds = [isinstance(it.weight, PackedParameter) for it in model]
+    assert kinds == [trained >= 320, True]
+
+
+def test_parts_of_a_tied_weight_are_counted_once() -> None:
+    model = nn.ModuleList([nn.Linear(64, 20, bias=False), *(nn.Linear(64, 30, bias=False) for _ in range(3))])
+    model[0].requires_grad_(False)
+    for layer in model[2:]:
+        layer.weight = model[1].weight
+    model.append(nn.Linear(64, 20, bias=False).requires_grad_(False))
+    pack_module(model.bfloat16(), min_bytes=0)
+    assert type(model[1]) is nn.Linear, "30 rows are trained, 40 are not"
+    assert isinstance(model[0].weight, PackedParameter)
+
+
+def test_a_packed_tensor_ends_where_blobs_end() -> None:
+    for rows in range(90, 110):
+        made = pack_tensor(torch.randn(rows, 37).bfloat16(), "w")
+        assert made is not None
+        assert made.packed_bytes % ALIGN_BLOB == 0
+
+
+def test_a_tensor_is_packed_for_gpus() -> None:
+    """Also where zstd would make less of it."""
+    weight = (torch.arange(96 * 64).reshape(96, 64) % 7 + 1).bfloat16()
+    made = pack_tensor(weight, "w")
+    assert made is not None
+    assert made.sources[0].codec.name == "prefix"
+    assert_same_bits(made.decoded(), weight)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_unpacked_weights_have_memory_of_their_own_and_no_more(trained: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(16, 33, 3), nn.Linear(31, 33)).bfloat16().requires_grad_(trained)
+    plain.to(memory_format=torch.channels_last)
+    ours = pack_module(copy.deepcopy(plain).to(memory_format=torch.contiguous_format), min_bytes=0)
+    ours.to(memory_format=torch.channels_last)
+    state, expected = plain_state_dict(ours), plain.state_dict()
+    unpack_module(ours)
+    for name, parameter in plain.named_parameters():
+        found = ours.get_parameter(name)
+        assert type(found) is nn.Parameter
+        assert found.requires_grad is trained
+        for it in (found, state[name]):
+            assert it.stride() == expected[name].stride()
+            assert it.untyped_storage().nbytes() == it.numel() * it.element_size()
+            assert_same_bits(it, parameter)
+
+
+def test_others_of_a_modules_class_are_plain(pair: tuple[Model, Model]) -> None:
+    """As adapters make them."""
+    plain, ours = pair
+    for module, args in ((ours.blocks[0].up, (3, 4)), (ours.embed, (3, 4))):
+        made = type(module)(*args, dtype=torch.float64)
+        assert type(made) is module.tpde_base
+        assert made.weight.dtype is torch.float64
+    assert type(plain.embed) is ours.embed.tpde_base
+
+
+# ---- groups, and blocks ----
+
+
+def test_of_an_embedding_nothing_is_decoded_to_the_workspace() -> None:
+    """However large it is, in a block or not."""
+    model = nn.ModuleDict({"embed": nn.Embedding(3000, 64), "blocks": nn.ModuleList([nn.Embedding(900, 64)])})
+    model["head"] = nn.Linear(64, 100)
+    pack_module(model.bfloat16(), min_bytes=0)
+    for embedding in (model["embed"], model["blocks"][0]):
+        assert isinstance(embedding.weight, PackedParameter)
+        assert embedding.tpde_slots["weight"].group is None
+        assert not {"tpde_own_group", "tpde_forward"} & set(vars(embedding))
+    space = model["head"].tpde_group().workspace
+    assert space.end - space.start == 100 * 128
+
+
+def test_a_layer_out_of_its_block_keeps_its_own_group(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    layer = copy.deepcopy(ours.blocks[0].up)
+    assert layer.tpde_group() is layer.tpde_group()
+    assert layer.tpde_group() is not ours.blocks[0].up.tpde_group()
+    x = torch.randn(3, 64).bfloat16()
+    assert_same_bits(layer(x), plain.blocks[0].up(x))
+
+
+def test_what_finishing_does_is_undone(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    before = {name: set(vars(it)) for name, it in plain.named_modules()}
+    finish(ours)
+    unpack_module(ours)
+    for name, module in ours.named_modules():
+        assert set(vars(module)) == before[name], name
+        assert type(module) is type(plain.get_submodule(name))
+
+
+def test_somebodys_own_methods_stay(pair: tuple[Model, Model]) -> None:
+    _, ours = pair
+    calls: list[str] = []
+    block = ours.blocks[0]
+    own = {"_apply": lambda fn, recurse=True: calls.append("_apply"), "__reduce_ex__": lambda _: (list, ())}
+    unpack_module(ours)
+    block.__dict__.update(own)
+    finish(ours)
+    unpack_module(ours)
+    assert {name: block.__dict__[name] for name in own} == own
+    ours.to("cpu")
+    assert calls == ["_apply"]
+
+
+def test_methods_of_a_models_own_class_are_called() -> None:
+    calls: list[str] = []
+
+    class Own(nn.Sequential):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            calls.append("_apply")
+            return super()._apply(fn, recurse)
+
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append("load_state_dict")
+            return super().load_state_dict(*args, **kwargs)
+
+    ours = pack_module(Own(nn.Linear(64, 64)).bfloat16(), min_bytes=0)
+    ours.to("cpu")
+    ours.load_state_dict(ours.state_dict())
+    assert calls == ["_apply"] * calls.count("_apply") + ["load_state_dict"]
+    assert calls.count("_apply") >= 2
+
+
+def test_only_a_models_own_parameters_may_be_cast(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    ours.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    ours._apply(lambda it: it.float(), recurse=False)
+    assert ours.scale.dtype is torch.float32
+    with pytest.raises(PackedWeight, match="cannot be cast"):
+        ours._apply(lambda it: it.float())
+    assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_packing_in_steps(pair: tuple[Model, Model]) -> None:
+    """Whoever packs a block again, or more of it, gets one model."""
+    plain, ours = pair
+    unpack_module(ours.blocks[1])
+    pack_module(ours.blocks, min_bytes=0)
+    finish(ours)
+    assert_same_bits(ours(IDS), plain(IDS))
+    replace_parameter(ours, "blocks.1.up.weight", ours.blocks[1].up.weight)
+    assert list(ours.blocks[1].up.tpde_slots) == ["weight"]
+    finish(ours)
+    assert_same_bits(ours(IDS), plain(IDS))
+
+
+class Two(nn.Module):
+    """Two fused weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 32).bfloat16())
+        self.down = nn.Parameter(torch.randn(4, 32, 64).bfloat16())
+
+    def forward(self, x: Any) -> Any:
+        return (x @ self.up[1]) @ self.down[2]
+
+
+def test_a_module_of_two_packed_parameters() -> None:
+    torch.manual_seed(0)
+    plain = Two()
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    assert list(ours.tpde_slots) == ["up", "down"]
+    x = torch.randn(3, 64).bfloat16()
+    assert_same_bits(ours(x), plain(x))
+    assert repr(ours).startswith("PackedTwo(packed=0.")
+    again = pickle.loads(pickle.dumps(ours))
+    assert list(again.tpde_slots) == ["up", "down"]
+    assert_same_bits(again(x), plain(x))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_weight_that_is_replaced_says_what_the_one_before_said(trained: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(trained)
+    made = pack_tensor(model[0].weight.detach(), "w")
+    assert made is not None
+    replace_parameter(model, "0.weight", made)
+    assert model[0].weight.plain_requires_grad is trained
+    assert finish(model)(torch.ones(1, 64)).requires_grad is trained
+
+
+# ---- what is set, taken out, and put there ----
+
+
+def test_what_may_be_set(pair: tuple[Model, Model]) -> None:
+    _, ours = pair
+    layer, other = ours.blocks[0].up, ours.blocks[1].up
+    with pytest.raises(PackedWeight, match="cannot be replaced"):
+        layer.weight = other.weight
+    with pytest.raises(PackedWeight, match="cannot be quantized"):
+        layer.qconfig = None
+    layer.weight = layer.weight
+    ours.blocks[0].norm.qconfig = None
+    layer.other = 7
+    del layer.other
+    layer.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    layer.scale = nn.Parameter(torch.zeros(1))
+    assert list(layer._parameters) == ["weight", "bias", "scale"]
+
+
+def test_a_weight_that_was_taken_out_is_missed(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    layer = ours.blocks[0].up
+    held = layer._parameters.pop("weight")
+    assert not hasattr(layer, "weight")
+    with pytest.raises(PackedWeight, match="cannot be computed from a `weight_g`"):
+        layer.register_parameter("weight_g", None)
+    assert layer._parameters["weight"] is held
+    assert list(layer._parameters) == ["weight", "bias"]
+    with pytest.raises(PackedWeight, match="cannot be computed from a `weight_orig`"):
+        layer.register_parameter("weight_orig", held)
+    layer.register_parameter("weight_of_mine", nn.Parameter(torch.ones(2)))
+    assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_a_move_that_fails_leaves_the_packed_weight(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    layer = ours.blocks[0].up
+    held = layer.weight
+
+    def fail(it: Any) -> Any:
+        if it.shape == (192,):
+            raise KeyError("theirs")
+        return it
+
+    with pytest.raises(KeyError, match="theirs"):
+        layer._apply(fail)
+    assert layer._parameters["weight"] is held
+    assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_a_weight_is_read_while_it_is_moved(pair: tuple[Model, Model]) -> None:
+    """By functions that look at the module meanwhile."""
+    _, ours = pair
+    layer, held, seen = ours.blocks[0].up, ours.blocks[0].up.weight, list[Any]()
+
+    def look(it: Any) -> Any:
+        seen.append(layer.weight)
+        return it
+
+    layer._apply(look)
+    assert seen
+    assert all(it is held for it in seen)
+
+
+def test_a_streamed_convolution_stays_in_its_format() -> None:
+    """A second copy of it would not be in the budget."""
+    layer = pack_module(nn.Conv2d(16, 32, 3).bfloat16(), min_bytes=0)
+    layer.weight.packed.sources[0].settled = False
+    with pytest.raises(PackedWeight, match="memory format"):
+        layer.to(memory_format=torch.channels_last)
+    layer.weight.packed.sources[0].settled = True
+    assert layer.to(memory_format=torch.channels_last) is layer
+
+
+def test_values_for_a_moment_of_an_embedding() -> None:
+    plain = nn.Embedding(50, 64).bfloat16()
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    state = {"weight": plain.weight.detach() * 2}
+    assert_same_bits(
+        torch.func.functional_call(ours, state, (IDS,)), torch.func.functional_call(plain, state, (IDS,))
+    )
+    assert_same_bits(ours(IDS), plain(IDS))
+
+
+def halve(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+    for name in list(state_dict):
+        if name.startswith(prefix) and not isinstance(state_dict[name], PackedParameter):
+            state_dict[name] = state_dict[name] / 2
+
+
+@pytest.mark.parametrize("path", ["", "blocks", "blocks.0", "blocks.0.up"])
+def test_hooks_of_any_module_change_state_dicts(path: str, pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    module = ours.get_submodule(path)
+    module.register_load_state_dict_pre_hook(halve)
+    prefix = f"{path}.".lstrip(".")
+    state = {name: it * (2 if name.startswith(prefix) else 1) for name, it in plain.state_dict().items()}
+    ours.load_state_dict(state)
+    assert_same_bits(ours(IDS), plain(IDS))
+    if path:
+        own = {name.removeprefix(prefix): it for name, it in state.items() if name.startswith(prefix)}
+        module.load_state_dict(own)
+        assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_what_hooks_hide_is_told_at_last(pair: tuple[Model, Model]) -> None:
+    plain, ours = pair
+    ours.register_load_state_dict_pre_hook(halve)
+    state = {name: it * 2 for name, it in plain.state_dict().items()}
+    other = pack_tensor(torch.randn(64, 64).bfloat16(), "other")
+    assert other is not None
+    for value, said in ((PackedParameter(other), "packed alike"), (torch.zeros(192, 64), "other values")):
+        with pytest.raises(RuntimeError, match=rf"blocks\.0\.up\.weight: .*{said}"):
+            ours.load_state_dict(state | {"blocks.0.up.weight": value})
+    assert_same_bits(ours(IDS), plain(IDS))
+
+
+def test_rows_are_prepared_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once where the blob is on its device; else when it is asked for, and it is there."""
+    prepared: list[str] = []
+    monkeypatch.setattr(PackedTensor, "prepare_rows", lambda self: prepared.append(self.name))
+    model = nn.ModuleDict({"a": nn.Embedding(50, 64), "b": nn.Embedding(60, 64), "c": nn.Linear(64, 64)})
+    pack_module(model.bfloat16(), min_bytes=0)
+    assert prepared == ["a.weight", "b.weight"]
+    prepared.clear()
+    model["b"].weight.packed.sources[0].settled = False
+    finish(model)
+    assert prepared == ["a.weight"]
+    prepared.clear()
+    prepare_rows(model)
+    assert prepared == ["a.weight", "b.weight"]
+    prepared.clear()
+    model["a"].to("cpu")
+    model["c"].to("cpu")
+    assert prepared == ["a.weight"]

@@ -9,7 +9,7 @@ import logging
 import multiprocessing
 import operator
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ import tpde
 from tpde.errors import Corrupt, InvalidInput, PackedWeight
 from tpde.nn import PackedParameter, PackedTensor, Resident, pack_module, pack_tensor, unpack_module
 from tpde.weights.parameter import rebuild_parameter
+from tpde.weights.readonly import ReadOnly, guarded
 from tpde.weights.source import Source
 from tpde.weights.tensor import rebuild_tensor
 
@@ -442,7 +443,8 @@ def test_another_process_gets_the_model(shared: bool, pair: tuple[Model, Model])
     except (EOFError, multiprocessing.ProcessError) as error:
         raise AssertionError("the other process ended") from error
     finally:
-        process.join()
+        process.join(60)
+        process.kill()  # if it hangs
     assert found == plain(IDS).view(torch.int16).tolist()
     assert_same_bits(ours(IDS), plain(IDS))
     assert_same_bits(copy.deepcopy(ours)(IDS), plain(IDS))
@@ -578,3 +580,407 @@ def test_one_fixed_parameter_does_not_keep_all_others_plain() -> None:
     model.blocks[0].norm.requires_grad_(False)
     kinds = [type(it) for it in pack_module(model, min_bytes=0).parameters()]
     assert kinds.count(PackedParameter) == 7
+
+
+# ---- whatever is made of one says what the plain one says ----
+
+
+def conv(dimensions: int, memory_format: Any, trained: bool) -> tuple[Any, PackedParameter]:
+    """A plain weight in a memory format, and the packed one."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn((32, 16, *(3,) * dimensions), generator=generator).to(torch.bfloat16)
+    plain = nn.Parameter(values.to(memory_format=memory_format), requires_grad=trained)
+    made = pack_tensor(values, "w")
+    assert made is not None
+    return plain, PackedParameter(made, trained, memory_format)
+
+
+FORMATS = [(1, torch.contiguous_format), (2, torch.channels_last), (3, torch.channels_last_3d)]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("dimensions", "memory_format"), FORMATS)
+def test_copies_say_what_the_plain_one_says(dimensions: int, memory_format: Any, trained: bool) -> None:
+    plain, ours = conv(dimensions, memory_format, trained)
+    copies = [ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours.to(copy=True)]
+    copies += [PackedParameter(ours), PackedParameter(ours, True), PackedParameter(ours, memory_format=None)]
+    for number, made in enumerate(copies):
+        assert made.memory_format is memory_format
+        assert made.plain_requires_grad is (trained or number == 5)
+        assert made.stride() == plain.stride()
+        assert made.plain().stride() == plain.stride()
+        assert made.plain().requires_grad is made.plain_requires_grad
+        assert_same_bits(made.plain(), plain)
+    with torch._C.DisableTorchFunctionSubclass():  # as code in C++ calls it
+        inner = torch.ops.aten.detach(ours)
+    for made in (ours.detach(), torch.detach(ours), ours.data, inner):
+        assert isinstance(made, PackedParameter)
+        assert made is not ours
+        assert made.packed is ours.packed
+        assert made.memory_format is memory_format
+        assert not made.plain_requires_grad
+        assert made.stride() == plain.stride()
+
+
+def test_copies_of_weights_that_are_one_are_one(weight: Any) -> None:
+    ours = packed(weight)
+    one, other = copy.deepcopy([ours, ours.detach()])
+    assert one is not other
+    assert one.packed is other.packed is not ours.packed
+    ours.packed.tile_bytes = 64 << 10
+    for made in (copy.deepcopy(ours.packed), pickle.loads(pickle.dumps(ours.packed))):
+        assert (made.name, made.tile_bytes) == ("w", 64 << 10)
+
+
+def test_a_weight_of_several_has_a_name_of_its_own(weight: Any) -> None:
+    parts = [packed(weight).packed.sources[0], packed(weight).packed.sources[0]]
+    assert PackedTensor(parts, (2, 96, 64)).name == "w"
+    made = PackedTensor(parts, (2, 96, 64), "fused")
+    assert made.name == made.clone().name == pickle.loads(pickle.dumps(made)).name == "fused"
+    assert made.packed_bytes == 2 * parts[0].packed_bytes
+    with pytest.raises(InvalidInput, match=r"`w` has shape \[96, 64\], \[64, 96\] is needed"):
+        PackedTensor(parts[0], (64, 96))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda it: it.zero_(),
+        torch.zeros_like,
+        lambda it: it.flip(0),
+        lambda it: it.to(torch.int32),
+        lambda it: it.view(torch.int8),
+        lambda it: it.to("meta"),
+    ],
+)
+def test_what_gives_other_bytes_than_a_blobs_is_refused(change: Any, weight: Any) -> None:
+    ours = packed(weight).packed
+    (source,) = ours.sources
+    for apply in (ours.apply, ours.check, source.apply, source.check):
+        with pytest.raises(PackedWeight, match="`w` is packed, and would lose its bytes"):
+            apply(change)
+    assert_same_bits(ours.decoded(), weight)
+
+
+def test_what_one_blob_refuses_is_done_to_none(weight: Any) -> None:
+    made = PackedTensor([packed(weight).packed.sources[0] for _ in range(2)], (2, 96, 64))
+    first, second = made.sources
+    told: list[str] = []
+
+    class User:
+        def changed(self) -> None:
+            told.append("changed")
+
+        def frozen(self) -> None:
+            told.append("frozen")
+
+    user = User()
+    made.watch(user)
+    start = second.blob[:16].clone()
+    second.blob[5] ^= 1  # its first bytes, by which functions are tried, differ
+    odd = second.blob[:16].clone()
+
+    def move(it: Any) -> Any:
+        return torch.zeros_like(it) if torch.equal(it[:16], odd) else it.clone()
+
+    for work in (made.apply, made.check):
+        before = first.version
+        with pytest.raises(PackedWeight, match="lose its bytes"):
+            work(move)
+        assert first.version == before
+    second.blob[:16] = start
+    assert not told
+    made.apply(lambda it: it.clone())
+    assert told == ["changed"]
+    made.tell_frozen()
+    assert told == ["changed", "frozen"]
+    assert_same_bits(made.decoded(), torch.stack([weight, weight]))
+
+
+def test_what_one_blob_does_not_take_is_loaded_to_none(weight: Any) -> None:
+    class Elsewhere(Resident):
+        @property
+        def blob(self) -> Any:
+            raise PackedWeight("it stays in its file")
+
+    new = draw(96, 64, seed=9)
+    ours, other = (
+        PackedTensor([packed(it).packed.sources[0] for _ in range(2)], (2, 96, 64)) for it in (weight, new)
+    )
+    other.parts[1] = Elsewhere(other.sources[1].blob, "there"), other.parts[1][1]
+    with pytest.raises(PackedWeight, match="stays in its file"):
+        ours.load(other)
+    assert_same_bits(ours.decoded(), torch.stack([weight, weight]))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_weight_is_where_all_of_it_is(which: int, weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = PackedTensor([packed(weight).packed.sources[0] for _ in range(2)], (2, 96, 64))
+    assert made.together
+    assert made.settled
+    source = made.sources[which]
+    source.settled = False
+    assert not made.settled
+    there = torch.device("meta")
+    monkeypatch.setattr(Resident, "device", property(lambda it: there if it is source else it.blob.device))
+    assert not made.together
+
+
+# ---- more of what is computed, and refused ----
+
+
+@torch.no_grad()
+def test_weights_are_given_by_name_and_in_operators(weight: Any) -> None:
+    ours, x = packed(weight), draw(3, 64, seed=1)
+    for found, expected in (
+        (functional.linear(input=x, weight=ours), functional.linear(x, weight)),
+        (torch.mul(input=ours, other=ours), weight * weight),
+        (torch.ops.aten.mul.Tensor(ours, ours), weight * weight),
+        (torch.ops.aten.cat([ours, ours]), torch.cat([weight, weight])),
+        (ours.to_sparse().to_dense(), weight),
+    ):
+        assert_same_bits(found, expected)
+    with pytest.raises(PackedWeight, match="`w` is packed"):
+        functional.embedding(torch.tensor([[1, 5]]), ours, max_norm=0.1)
+    assert_same_bits(ours.plain(), weight)
+
+
+@torch.no_grad()
+def test_code_that_asks_no_functions_gets_values_and_changes_none(weight: Any) -> None:
+    """As PyTorch's own in C++."""
+    ours, plain = packed(weight), torch.zeros_like(weight)
+    aten = torch.ops.aten
+    with torch._C.DisableTorchFunctionSubclass():
+        assert_same_bits(aten.mul.Tensor(ours, ours), weight * weight)
+        assert_same_bits(aten.cat.default([ours, ours]), torch.cat([weight, weight]))
+        assert_same_bits(aten.copy_.default(plain, ours), weight)
+        aten.copy_.default(ours, weight)
+        for change in (
+            lambda: aten.copy_.default(ours, weight * 2),
+            lambda: aten.mul_.Tensor(ours, 2),
+            lambda: aten.mm.out(draw(96, 8), draw(8, 64), out=ours),
+            lambda: aten._foreach_add_.Scalar([plain, ours], 1),
+        ):
+            with pytest.raises(PackedWeight, match="`w` is packed"):
+                change()
+        with pytest.raises(PackedWeight, match="would give others the memory"):
+            aten.set_.source_Tensor(plain, ours)
+    assert_same_bits(ours.plain(), weight)
+
+
+@torch.no_grad()
+def test_rows_of_a_weight_of_several_tensors(weight: Any) -> None:
+    made = PackedTensor([packed(weight).packed.sources[0] for _ in range(2)], (192, 64))
+    ids = torch.tensor([[1, 95, 96, 191]])
+    assert_same_bits(functional.embedding(ids, PackedParameter(made)), torch.cat([weight, weight])[ids])
+
+
+OTHERS = {
+    "plain": lambda weight: weight,
+    "another dtype": lambda weight: weight.float(),
+    "strided": lambda weight: weight.t().contiguous().t(),
+    "a row": lambda weight: weight[0],
+    "turned": lambda weight: weight.t(),
+    "no data": lambda weight: weight.to("meta"),
+    "a list": lambda weight: weight.tolist(),
+    "none": lambda weight: None,
+    "rounded": lambda weight: weight.float() * (1 + 2**-12),
+    "other": lambda weight: weight + 1,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_which_values_a_weight_takes(name: str, weight: Any) -> None:
+    """Those that it has."""
+    ours = packed(weight)
+    takes = name in ("plain", "another dtype", "strided", "rounded")
+    assert ours.takes(OTHERS[name](weight)) is takes
+    assert packed(weight.float()).takes(weight.float() * (1 + 2**-12)) is False
+
+
+def test_only_its_own_data_is_given_to_it(weight: Any) -> None:
+    ours, other = packed(weight), packed(weight)
+    ours.data = ours
+    ours.data = ours.detach()
+    for value in (other, other.data, weight):
+        with pytest.raises(PackedWeight, match="`data =` would"):
+            ours.data = value
+    piece = ours.detach()[0]
+    with pytest.raises(PackedWeight, match="`data =` would"):
+        piece.data = torch.zeros(64)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_casts_give_ordinary_tensors(dtype: Any) -> None:
+    weight = draw(96, 64, dtype=dtype)
+    ours = packed(weight)
+    casts = {
+        "float": torch.float32,
+        "double": torch.float64,
+        "half": torch.float16,
+        "bfloat16": torch.bfloat16,
+    }
+    assert ours.type() == weight.type()
+    for name, other in casts.items():
+        for found in (getattr(ours, name)(), ours.to(other), ours.type(other), ours.to("cpu", other)):
+            assert found.dtype is other
+            assert isinstance(found, PackedParameter) == (found is ours)
+            assert_same_bits(found.clone(), weight.to(other))
+        assert (ours.to(other) is ours) == (getattr(ours, name)() is ours) == (other is dtype)
+    there = ours.to("meta", torch.float16 if dtype is torch.float32 else torch.float32)
+    assert there.is_meta
+    with pytest.raises(PackedWeight, match="lose its bytes"):
+        ours.to("meta")
+
+
+def test_in_another_memory_format_it_is_an_ordinary_tensor() -> None:
+    plain, ours = conv(2, torch.contiguous_format, True)
+    assert ours.to(memory_format=torch.preserve_format) is ours
+    assert ours.to(memory_format=torch.contiguous_format) is ours
+    found = ours.to(memory_format=torch.channels_last)
+    assert not isinstance(found, PackedParameter)
+    assert found.stride() == plain.to(memory_format=torch.channels_last).stride()
+    assert_same_bits(found, plain)
+    _, ours = conv(2, torch.channels_last, True)
+    assert ours.to(memory_format=torch.channels_last) is ours
+    assert ours.to(memory_format=torch.contiguous_format).is_contiguous()
+
+
+def test_devices_are_told_apart(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, seen = packed(weight), list[Any]()
+
+    class Blob:
+        def to(self, device: Any) -> None:
+            seen.append(torch.device(device))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(PackedTensor, "apply", lambda self, fn: fn(Blob()))
+    for work in (
+        lambda: ours.to("cuda"),
+        lambda: ours.to("cuda:1"),
+        ours.cuda,
+        lambda: ours.cuda("cuda:2"),
+        lambda: ours.cuda(torch.device("cuda", 1)),
+        lambda: ours.to("cpu"),
+        ours.cpu,
+    ):
+        work()
+    assert seen == [torch.device(it) for it in ("cuda", "cuda:1", "cuda:3", "cuda:2", "cuda:1")]
+
+
+def test_tensors_are_made_like_it(weight: Any) -> None:
+    weight = weight.half()
+    ours = packed(weight)
+    for make in (
+        lambda w: w.new_empty(3, 4),
+        lambda w: w.new_zeros((2, 3)),
+        lambda w: w.new_ones(5),
+        lambda w: w.new_full((2,), 7),
+        lambda w: w.new_tensor([1, 2]),
+        lambda w: w.new_zeros(2, dtype=torch.int32),
+        torch.empty_like,
+        lambda w: torch.empty_like(w, memory_format=torch.preserve_format),
+        lambda w: torch.empty_like(w, dtype=torch.float64, device="meta"),
+        torch.zeros_like,
+    ):
+        found, expected = make(ours), make(weight)
+        assert type(found) is torch.Tensor
+        assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
+    assert ours.detach_() is ours
+    assert ours.is_pinned() is False
+    assert not ours.is_shared()
+
+
+def test_an_address_is_no_number(weight: Any) -> None:
+    address: Any = packed(weight).data_ptr()
+    for name in ("lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "mod", "and_"):
+        with pytest.raises(PackedWeight, match="no plain bytes"):
+            getattr(operator, name)(address, 16)
+    for name in ("add", "sub"):
+        with pytest.raises(PackedWeight, match="no plain bytes"):
+            getattr(operator, name)(16, address)
+    for look in (bool, int, operator.not_):
+        with pytest.raises(PackedWeight, match="no plain bytes"):
+            look(address)
+    assert not address != address  # noqa: SIM202
+    assert hash(address) == hash(address)
+
+
+def test_what_a_storage_says(weight: Any) -> None:
+    ours = packed(weight)
+    storage, blob = ours.untyped_storage(), ours.packed.sources[0].blob.untyped_storage()
+    assert (len(storage), storage.nbytes(), storage.device) == (len(blob), blob.nbytes(), blob.device)
+    for name in ("nothing", "_share_filename_cpu_", "__array_interface__"):
+        assert not hasattr(storage, name)
+    for look in (lambda: storage[0], lambda: list(storage), lambda: storage.copy_(blob)):
+        with pytest.raises(PackedWeight, match="no plain bytes"):
+            look()
+
+
+def test_a_weight_is_shared_if_all_of_it_is(weight: Any) -> None:
+    ours = PackedParameter(PackedTensor([packed(weight).packed.sources[0] for _ in range(2)], (2, 96, 64)))
+    assert not ours.is_shared()
+    ours.packed.sources[0].blob.share_memory_()
+    assert not ours.is_shared()
+    assert ours.share_memory_() is ours
+    assert ours.is_shared()
+    assert_same_bits(ours.plain(), torch.stack([weight, weight]))
+
+
+@torch.no_grad()
+def test_what_is_done_to_pieces_by_name_is_refused(weight: Any) -> None:
+    piece = packed(weight)[3:5]
+    for change in (
+        lambda: torch.narrow(input=piece, dim=0, start=0, length=1).zero_(),
+        lambda: torch.relu_(input=piece),
+        lambda: torch.add(torch.ones(2, 64), 1, out=piece),
+        torch.unbind(piece)[1].zero_,
+        torch.split(piece, 1)[0].zero_,
+        lambda: operator.ixor(piece.view(torch.int16), 1),
+        lambda: operator.ilshift(piece.view(torch.int16), 1),
+        lambda: operator.irshift(piece.view(torch.int16), 1),
+        lambda: operator.ior(piece.view(torch.int16), 1),
+        lambda: operator.ipow(piece, 2),
+        lambda: setattr(piece, "data", torch.zeros(2, 64)),
+    ):
+        with pytest.raises(PackedWeight, match="`w` is packed"):
+            change()
+    assert_same_bits(piece.clone(), weight[3:5])
+
+
+def test_what_changes_no_values_of_a_piece_is_allowed(weight: Any) -> None:
+    piece = packed(weight, requires_grad=False).detach()[3:5]
+    assert piece.requires_grad_(False) is not None
+    with pytest.raises(RuntimeError, match="Can't detach views"):  # as of a plain one
+        piece.detach_()
+    piece.grad = None
+    piece.requires_grad = False
+    assert_same_bits(piece.clone(), weight[3:5])
+    assert type(piece[:0]) is torch.Tensor
+    assert type(piece * 1) is torch.Tensor
+    assert type(piece.clone()) is torch.Tensor
+    assert piece.to_sparse().layout is torch.sparse_coo
+    assert piece.to("meta").is_meta
+
+
+def test_results_keep_their_kinds(weight: Any) -> None:
+    class Pair(NamedTuple):
+        first: Any
+        second: Any
+
+    view, other = weight[0], draw(3)
+    memory = {weight.untyped_storage().data_ptr(): "w"}
+    made = guarded(Pair(view, [other, (view,)]), memory)
+    assert isinstance(made, Pair)
+    assert type(made.first) is ReadOnly
+    assert type(made.second) is list
+    assert type(made.second[0]) is torch.Tensor
+    assert type(made.second[1]) is tuple
+    assert type(made.second[1][0]) is ReadOnly
+    best = guarded(torch.max(weight, 0), memory)
+    assert type(best) is torch.return_types.max
+    assert type(best.values) is torch.Tensor
+    assert guarded({"a": 1}, memory) == {"a": 1}
+    own = np.zeros(3)
+    assert guarded(own, memory).flags.writeable
+    assert not guarded(own[:2], memory).flags.writeable

@@ -12,7 +12,8 @@ import pytest
 from support.models import assert_same_bits
 from support.small import IDS, Block, Model, torch
 
-from tpde.nn import PackedParameter, experts, group, pack_module, unpack_module
+from tpde.errors import InvalidInput, PackedWeight
+from tpde.nn import PackedParameter, experts, finish, group, pack_module, unpack_module
 
 
 class Calling(Block):
@@ -152,6 +153,124 @@ def test_routers_may_name_no_expert() -> None:
     assert experts.chosen(module, (X, index), {}) is None
 
 
+class Chooses:
+    """As transformers' modules of experts are called."""
+
+    __module__ = "transformers.models.some.modeling_some"
+
+    def forward(self, hidden: Any, router_indices: Any = None, weights: Any = None) -> None:
+        """Nothing."""
+
+
+def routed(kind: Any = Chooses, **config: Any) -> Any:
+    slots = {"bias": SimpleNamespace(shape=(4, 8)), "w": SimpleNamespace(shape=(4, 8, 8))}
+    return SimpleNamespace(tpde_base=kind, tpde_slots=slots, config=SimpleNamespace(**config))
+
+
+def test_the_choice_is_found_wherever_it_is_given() -> None:
+    index = torch.tensor([[3, 1], [1, 1]])
+    for args, kwargs in (((X, index), {}), ((X, index, X), {}), ((X,), {"router_indices": index})):
+        assert experts.chosen(routed(), args, kwargs) == [1, 3]
+        assert experts.needed(routed(), args, kwargs) == [1, 3]
+    assert experts.chosen(routed(), (), {"hidden": X, "router_indices": index.int()}) == [1, 3]
+    assert experts.needed(routed(), (X, torch.empty(0, 2, dtype=torch.int64)), {}) == []
+
+
+@pytest.mark.parametrize("implementation", [None, "eager", "batched_mm", "grouped_mm"])
+def test_implementations_that_look_experts_up(implementation: str | None) -> None:
+    module = routed(_experts_implementation=implementation)
+    assert experts.chosen(module, (X, torch.tensor([2])), {}) == [2]
+
+
+def test_all_experts_are_needed_where_the_choice_is_not_known(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask of booleans is none, nor are weights; it is said once of a class."""
+    monkeypatch.setattr(experts, "_told", set())
+    theirs = type("Theirs", (Chooses,), {"__module__": "somebody.else"})
+    plain = type("Plain", (), {"__module__": Chooses.__module__, "forward": lambda self, hidden: None})
+    for kind in (theirs, plain):
+        assert not experts.routes(kind)
+        assert experts.chosen(routed(kind), (X, torch.tensor([2])), {}) is None
+    assert experts.routes(Chooses)  # type: ignore[arg-type]
+    with caplog.at_level("WARNING", "tpde"):
+        for index in (torch.tensor([True, False]), torch.tensor([1.0]), None, [2], 2):
+            assert experts.chosen(routed(), (X, index), {}) is None
+            assert experts.needed(routed(), (X, index), {}) == [0, 1, 2, 3]
+        assert experts.needed(routed(), (X,), {}) == [0, 1, 2, 3]
+        assert experts.needed(routed(theirs), (X, torch.tensor([2])), {}) == [0, 1, 2, 3]
+    told = [it.message for it in caplog.records]
+    assert len(told) == 2
+    assert "`Chooses`" in told[0]
+    assert "`Theirs`" in told[1]
+
+
+def test_fused_weights_are_of_one_number_of_experts() -> None:
+    module = routed()
+    assert [slot.shape for slot in experts.fused(module)] == [(4, 8, 8)]
+    source: Any = object()
+    experts.route_experts(module, source)
+    assert module.tpde_slots["w"].experts is source
+    assert not hasattr(module.tpde_slots["bias"], "experts")
+    module.tpde_slots["other"] = SimpleNamespace(shape=(5, 8, 8))
+    for slots in (module.tpde_slots, {"bias": module.tpde_slots["bias"]}, {}):
+        with pytest.raises(InvalidInput, match="one number, the same for all"):
+            experts.route_experts(SimpleNamespace(tpde_slots=slots), source)  # type: ignore[arg-type]
+
+
+def test_sparse_tensors_are_kept_for_the_backward_pass() -> None:
+    class Sparse(Block):
+        def forward(self, x: Any) -> Any:
+            return torch.sparse.mm(torch.eye(14).to_sparse(), super().forward(x).reshape(14, 64))
+
+    torch.manual_seed(0)
+    plain = torch.nn.ModuleList([Sparse(64)])
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(parameter.bfloat16())
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    x = torch.randn(14, 64)
+    for model in (plain, ours):
+        model[0](x).square().sum().backward()
+    assert_same_bits(ours[0].up.bias.grad, plain[0].up.bias.grad)
+
+
+class Reads(Block):
+    """Does something with a piece of its weight for which autograd keeps it."""
+
+    work: Any = None
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) + self.work(x, self.down.weight)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x, w: x * w[:, 3],
+        lambda x, w: x * w[-1:, -64:],
+        lambda x, w: x @ w[:, ::3],
+        lambda x, w: x @ w.t()[128:].contiguous(),
+        lambda x, w: x * w.view(-1)[-64:],
+        lambda x, w: x * w.view(torch.int32).view(torch.bfloat16)[:, 64:128].sum(0).view(64)[0],
+        lambda x, w: x @ w.float()[:, :64].bfloat16(),
+        lambda x, w: x * w[5:5].sum(),
+    ],
+)
+def test_pieces_of_weights_are_kept_for_the_backward_pass(work: Any) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.ModuleList([Reads(64)]).to(torch.bfloat16)
+    plain[0].down.weight.requires_grad_(False)
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    grads = []
+    for model in (plain, ours):
+        model[0].work = work
+        x = X.clone().requires_grad_()
+        model[0](x).float().square().sum().backward()
+        grads += [x.grad, model[0].up.bias.grad]
+    assert_same_bits(grads[2:], grads[:2])
+
+
 def test_hooks_of_others_save_what_is_not_in_the_workspace() -> None:
     plain, ours = pair()
     packed, unpacked = list[Any](), list[Any]()
@@ -187,3 +306,144 @@ def test_a_copied_blocks_forward_is_one() -> None:
     block = copy.deepcopy(ours.blocks[0])
     assert block.__dict__["forward"] is block.__dict__["tpde_forward"]
     assert block.forward is not ours.blocks[0].forward
+
+
+class Fused(torch.nn.Module):
+    """Experts, of whose weight something is kept for the backward pass."""
+
+    work: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(4, 96, 64), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.work(x, self.w)
+
+
+class Fetches:
+    """Decodes all experts, or leaves zeros, and notes which were wanted."""
+
+    zeros = False
+
+    def __init__(self, slot: Any) -> None:
+        self.slot, self.wanted = slot, list[Any]()
+
+    def fetch(self, numbers: Any, out: Any) -> None:
+        self.wanted.append(list(numbers))
+        self.slot.decode_into(out[self.slot.offset :])
+        if self.zeros:
+            out[self.slot.offset : self.slot.offset + self.slot.nbytes] = 0
+
+
+@pytest.mark.parametrize(
+    ("work", "most"),  # bytes that are decoded again
+    [
+        (lambda x, w: x @ w[2].t(), 96 * 128),
+        (lambda x, w: x * w[3, 95], 128),
+        (lambda x, w: x * w[0, ::5][1], 128),
+        (lambda x, w: x @ w[1:3].transpose(0, 1)[7].t(), 100 * 128),
+        (lambda x, w: x * w[1, :, 3][:64], 64 * 128),
+        (lambda x, w: x @ w.view(384, 64).t(), 384 * 128),
+        (lambda x, w: x * w[3, 95, 63], 2),
+        (lambda x, w: x * w.view(-1)[8129:8193], 128),  # the last one is the first of a chunk
+    ],
+)
+@pytest.mark.filterwarnings("ignore:which experts")
+def test_of_experts_only_pieces_are_decoded_again(
+    work: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    plain = Fused().to(torch.bfloat16)
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    slot = ours.tpde_slots["w"]
+    source = Fetches(slot)
+    experts.route_experts(ours, source)
+    finish(ours)
+    asked: list[int] = []
+    span = type(slot.packed).span
+    monkeypatch.setattr(
+        type(slot.packed), "span", lambda self, a, b: (asked.append(b - a), span(self, a, b))[1]
+    )
+    grads = []
+    for model in (plain, ours):
+        model.work = work
+        x = X.clone().requires_grad_()
+        model(x).float().square().sum().backward()
+        grads.append(x.grad)
+    assert_same_bits(grads[1], grads[0])
+    assert source.wanted == [[0, 1, 2, 3]]
+    assert asked
+    assert max(asked) <= most
+    assert not ours.tpde_group().workspace.some
+
+
+def test_the_rest_of_a_routed_block_is_decoded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are fetched when they are wanted, again for each call, and are there only then."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.experts = torch.nn.Linear(64, 64), Fused()
+
+        def forward(self, x: Any) -> Any:
+            return self.experts(self.experts(self.up(x)))
+
+    torch.manual_seed(0)
+    plain = torch.nn.ModuleList([Mixed().to(torch.bfloat16)]).requires_grad_(False)
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    slot = ours[0].experts.tpde_slots["w"]
+    source = Fetches(slot)
+    experts.route_experts(ours[0].experts, source)
+    finish(ours)
+    for model in (plain, ours):
+        model[0].experts.work = lambda x, w: x @ w[2, :64]
+    decoded: list[Any] = []
+    into = type(slot.packed).decode_into
+    monkeypatch.setattr(
+        type(slot.packed), "decode_into", lambda self, out: (decoded.append(self), into(self, out))[1]
+    )
+    with torch.no_grad():
+        assert_same_bits(ours[0](X), plain[0](X))
+        assert source.wanted == [[0, 1, 2, 3]] * 2
+        assert decoded == [slot.packed] * 2, "by the source, and by nobody else"
+        one = ours[0].__dict__["tpde_forward"].group
+        flat = one.materialize(torch.empty(0))  # compiled code has all of them
+        assert_same_bits(slot.in_buffer(flat), plain[0].experts.w)
+        up = ours[0].up.tpde_slots["weight"]
+        assert_same_bits(up.in_buffer(flat), plain[0].up.weight)
+
+        def touch(x: Any, w: Any) -> Any:
+            ours[0].up.weight.detach().mul_(1)
+            return x
+
+        ours[0].experts.work, source.zeros = touch, True
+        with pytest.raises(PackedWeight, match="`0` is packed"):  # experts that are not there are no change
+            ours[0](X)
+
+
+def test_experts_that_are_read_by_others_are_all_there() -> None:
+    """By a block, which has not called them yet, or has."""
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.experts = torch.nn.Linear(64, 64), Fused()
+
+        def forward(self, x: Any) -> Any:
+            first = self.up(x) @ self.experts.w[1, :64]
+            self.experts(x)
+            return first + x @ self.experts.w[3, :64]
+
+    torch.manual_seed(0)
+    plain = torch.nn.ModuleList([Reads().to(torch.bfloat16)]).requires_grad_(False)
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    source = Fetches(ours[0].experts.tpde_slots["w"])
+    source.zeros = True
+    experts.route_experts(ours[0].experts, source)
+    finish(ours)
+    for model in (plain, ours):
+        model[0].experts.work = lambda x, w: x
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            assert_same_bits(ours[0](X), plain[0](X))

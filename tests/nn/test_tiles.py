@@ -152,6 +152,21 @@ def test_autocast(compiled: bool) -> None:
     assert_same_bits(grad, total.float())
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_doubles_are_not_cast(bias: bool) -> None:
+    """As autocast leaves them."""
+    plain = make(1024, 20, bias=bias, dtype=torch.float64)
+    ours = tile(pack_module(copy.deepcopy(plain), min_bytes=0), 128 << 10, "0")
+    x = draw(3, 1024, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(ours(x), by_tiles(plain[0], x, 128 << 10))
+        low = x.float()
+        single = tile(pack_module(copy.deepcopy(plain).float(), min_bytes=0), 64 << 10, "0")
+        found = single(low)
+        assert found.dtype is torch.bfloat16
+        assert_same_bits(found, by_tiles(plain[0].float(), low, 64 << 10))
+
+
 def test_no_more_memory_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     room, reserved = 128 << 10, []
     before = Workspace.reserve

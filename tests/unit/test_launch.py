@@ -13,10 +13,18 @@ from support.packed import pack
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from tpde.codec.blob import digest, write_constant  # noqa: E402
+from tpde.cuda import nvcomp  # noqa: E402
 from tpde.errors import Corrupt, UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
+from tpde.format.sink import BytesSink  # noqa: E402
+from tpde.weights import decoder, resident  # noqa: E402
+from tpde.weights import launch as launches  # noqa: E402
+from tpde.weights import source as source_of  # noqa: E402
 from tpde.weights.decoder import ChunkDecoder, Materializer  # noqa: E402
-from tpde.weights.launch import Damage, Launch  # noqa: E402
+from tpde.weights.launch import Damage, Launch, on_device  # noqa: E402
+from tpde.weights.resident import Resident  # noqa: E402
+from tpde.weights.tensor import PackedTensor  # noqa: E402
 
 
 @pytest.fixture
@@ -93,14 +101,22 @@ def test_a_report_that_is_being_written_is_not_read(locked: bool, card: Card) ->
 # ---- what launches ----
 
 
-def _blobs(card: Card, *codecs: str) -> list[tuple[OnCard, bytes]]:
+def _blobs(card: Card, *codecs: Any) -> list[tuple[OnCard, bytes]]:
     made = []
     for number, codec in enumerate(codecs):
         spec = TensorSpec("BF16", (3, 20_001 + number))
-        data = fill("zeros" if codec == "constant" else "normal", spec)
-        packed = pack(spec, data, "auto" if codec == "constant" else codec)
-        assert packed is not None
-        made.append((OnCard(torch.from_numpy(packed.blob.copy()), f"w{number}", card), data))
+        data = fill("constant" if codec == "constant" else "normal", spec)
+        if codec == "constant":
+            sink = BytesSink()
+            size = write_constant(spec, data[:2], digest(data), sink, 0)
+            blob = np.frombuffer(bytearray(sink.data[:size]), np.uint8)
+        else:
+            packed = pack(spec, data, codec)
+            assert packed is not None
+            blob = packed.blob.copy()
+        source = OnCard(torch.from_numpy(blob), f"w{number}", card)
+        assert source.codec.name == codec
+        made.append((source, data))
     return made
 
 
@@ -131,6 +147,91 @@ def test_every_codec_in_one_buffer(card: Card) -> None:
     card.recording = True
     with pytest.raises(UnsupportedDevice, match="`w2` is packed with zstd"):
         decode(_fresh(len(expected)))
+
+
+class Frames:
+    """What nvCOMP makes of a blob: all of it, nothing, or an error; and what it reports."""
+
+    scratch_bytes = 100
+    done, report, launched = True, (0, 0, 0, 0), 0
+
+    def __init__(self, header: Any, blob: np.ndarray, device: Any) -> None:
+        if isinstance(self.done, Exception):
+            raise self.done
+        self.descriptors, self.expected = np.zeros(16, np.uint8), DATA["zstd"]
+
+    def launch(self, descriptors: int, status: int, stream: int, blob: int, scratch: int, out: int) -> bool:
+        Frames.launched += 1
+        if any(self.report):
+            memory(status, 16).view("<u4")[:] = self.report
+        memory(scratch, self.scratch_bytes)[:] = 1
+        if self.done:
+            memory(out, len(self.expected))[:] = np.frombuffer(self.expected, np.uint8)
+        return bool(self.done)
+
+
+DATA: dict[str, bytes] = {}
+
+
+@pytest.mark.parametrize("done", [True, False, None])
+def test_frames_that_the_device_decodes(
+    done: bool | None, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it can; else the processor does, which is told of by `None` here."""
+    blobs = _blobs(card, "zstd", "prefix")
+    items, expected = _laid_out(blobs)
+    DATA["zstd"] = blobs[0][1]
+    monkeypatch.setattr(Frames, "launched", 0)
+    monkeypatch.setattr(Frames, "done", done)
+    monkeypatch.setattr(nvcomp, "ZstdBlob", Frames)
+    monkeypatch.setattr(nvcomp, "available", lambda: done is not None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 70, raising=False)
+    here: list[str] = []
+    decode = OnCard.decode_on_host
+    monkeypatch.setattr(
+        OnCard, "decode_on_host", lambda self, *args: (here.append(self.name), decode(self, *args))[1]
+    )
+    run = Materializer(items, card)
+    for _ in range(2):
+        out = _fresh(len(expected))
+        with monkeypatch.context() as there:
+            there.setattr(torch._C, "_cuda_getDevice", lambda: card.index if done is None else 0)
+            there.setattr(torch.cuda, "device", lambda _: card._switch(0))
+            run(out)
+        assert out.numpy().tobytes() == expected
+    assert Frames.launched == (0 if done is None else 2)
+    assert here == ([] if done else ["w0", "w0"])
+    if done is not None:
+        monkeypatch.setattr(Frames, "report", (1, 0, 3, 0))
+        if done:
+            with pytest.raises(Corrupt, match="`w0`, chunk 3"):
+                run(out)
+        else:  # nothing was decoded
+            run(out)
+
+
+def test_frames_that_do_not_lie_in_their_chunks_are_damage(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((packed, _),) = _blobs(card, "zstd")
+    monkeypatch.setattr(nvcomp, "ZstdBlob", Frames)
+    monkeypatch.setattr(nvcomp, "available", lambda: True)
+    monkeypatch.setattr(Frames, "done", Corrupt("a frame is too long", chunk=5))
+    with pytest.raises(Corrupt, match="`w0`") as caught:
+        Materializer([(packed, 0)], card)
+    assert (caught.value.tensor, caught.value.chunk) == ("w0", 5)
+    other: Any = SimpleNamespace(codec=SimpleNamespace(gpu=None))
+    assert decoder._frames(other) is None, "of another codec"
+
+
+def test_constants_in_parts(card: Card) -> None:
+    ((packed, data),) = _blobs(card, "constant")
+    begin, end = (2 * it for it in packed.header.chunk_range(2, 5))
+    out = _fresh(1024 + end - begin)
+    ChunkDecoder(packed, 2, 5, 512)(out)
+    assert out.numpy().tobytes() == b"\xa5" * 512 + data[begin:end] + b"\xa5" * 512
+    assert not card.launches
+    assert not card.uploads
 
 
 def test_damage_is_named_and_found_once(card: Card) -> None:
@@ -200,3 +301,123 @@ def test_chunks(card: Card) -> None:
     ChunkDecoder(packed, 2, 5, 512)(out)
     with pytest.raises(Corrupt, match="`w0`, chunk 7"):
         ChunkDecoder(packed, 5, 7, 0)(torch.empty(3 << 14, dtype=torch.uint8))
+
+
+# ---- blobs that lie on a device ----
+
+
+class There(torch.Tensor):
+    """Memory that says that it is a device's. What is brought from there is counted."""
+
+    brought: list[int]
+
+    @property
+    def device(self) -> Any:
+        """The first one."""
+        return torch.device("cuda", 0)
+
+    def cpu(self) -> Any:
+        """Bring it."""
+        There.brought.append(self.numel())
+        return self.as_subclass(torch.Tensor)
+
+    def numpy(self) -> Any:
+        """Refuse."""
+        raise AssertionError("of memory that is not here")
+
+
+def _there(card: Card, shape: tuple[int, int] = (30, 20_001)) -> tuple[Any, bytes]:
+    There.brought = []
+    spec = TensorSpec("BF16", shape)
+    data = fill("normal", spec)
+    packed = pack(spec, data, "prefix")
+    assert packed is not None
+    return torch.from_numpy(packed.blob.copy()), data
+
+
+@pytest.mark.parametrize("start", [resident._START_BYTES, 256])
+def test_of_a_blob_on_a_device_its_head_is_brought(
+    start: int, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident, "_START_BYTES", start)
+    blob, data = _there(card)
+    packed = Resident(blob.as_subclass(There), "w")
+    assert packed.device == torch.device("cuda", 0)
+    head = packed.header.chunks_at
+    assert There.brought == ([start] if start > head else [start, head])
+    There.brought.clear()
+    for begin, end in ((0, 1000), (20_000, 60_000)):
+        out = np.zeros(end - begin, np.uint8)
+        packed.decode_on_host(begin, end, out)
+        assert out.tobytes() == data[begin:end]
+    assert There.brought == [blob.numel()], "once, and kept"
+
+
+@pytest.mark.parametrize("at", [0, 300, -8])
+def test_a_damaged_head_on_a_device_is_told_of(at: int, card: Card) -> None:
+    blob, _ = _there(card)
+    header = Resident(blob.clone(), "w").header
+    blob[at if at >= 0 else header.chunks_at - 8] ^= 1
+    with pytest.raises(Corrupt, match="`w`") as caught:
+        Resident(blob.as_subclass(There), "w")
+    assert caught.value.tensor == "w"
+
+
+def test_a_blob_that_moves_to_a_device_is_aligned_there(card: Card) -> None:
+    blob, data = _there(card)
+    packed = PackedTensor(Resident(blob, "w"))
+    room = torch.zeros(blob.numel() + 64, dtype=torch.uint8)
+    shift = -room.data_ptr() % 16 + 8
+    there = room[shift : shift + blob.numel()].copy_(blob)
+    packed.apply(lambda it: (there if it.numel() == blob.numel() else it).as_subclass(There))
+    (source,) = packed.sources
+    assert source.blob.data_ptr() % 16 == 0
+    assert packed.device.type == "cuda"
+    out = np.zeros(1000, np.uint8)
+    source.decode_on_host(0, 1000, out)
+    assert out.tobytes() == data[:1000]
+
+
+def test_the_device_is_made_current_if_it_is_not(card: Card) -> None:
+    seen = []
+    for current in (0, 3):
+        card.current = current
+        with on_device(torch.device("cuda", 0)):
+            seen.append(card.current if current else 0)
+        assert card.current == current
+    assert [str(it) for it in seen] == ["0", "cuda:0"]
+
+
+def test_reports_that_nobody_waits_for_are_in_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: made.append((args, kwargs)))
+    launches.locked_reports(3)
+    assert made == [(((3, 4),), {"dtype": torch.int32, "pin_memory": True})]
+
+
+def test_what_is_put_on_a_device_has_an_address() -> None:
+    for size in (0, 1, 16, 17):
+        data = np.arange(size, dtype=np.uint8)
+        made = launches.upload(data, torch.device("cpu"))
+        assert made.numel() == max(size, 16)
+        assert made[:size].tolist() == data.tolist()
+        assert not made[size:].any()
+
+
+def test_what_the_processor_decodes_for_a_device_is_put_there(card: Card) -> None:
+    ((packed, data),) = _blobs(card, "zstd")
+    begin, end = (2 * it for it in packed.header.chunk_range(0, 0))
+    out = _fresh(1024 + end - begin)
+    ChunkDecoder(packed, 0, 0, 512)(out.as_subclass(There))
+    assert out.numpy().tobytes() == b"\xa5" * 512 + data[begin:end] + b"\xa5" * 512
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_sources_that_are_decoded_together_one_leads(turned: bool) -> None:
+    """What streams knows what is on the device, too."""
+    low, high = (
+        SimpleNamespace(lead=lead, together=lambda items, lead=lead: (lead, items)) for lead in (0, 1)
+    )
+    items: Any = [(high, 0), (low, 512)] if turned else [(low, 0), (high, 512)]
+    found: Any = source_of.decoder(items)
+    assert found == (1, items)

@@ -17,7 +17,7 @@ from torch import nn
 from tpde.errors import Corrupt, InvalidInput, Truncated, UnsupportedVersion
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_torch
-from tpde.nn import PackedParameter, pack_module, pack_tensor
+from tpde.nn import PackedParameter, finish, pack_module, pack_tensor
 from tpde.nn.slot import Slot
 from tpde.weights import operators as ops
 from tpde.weights.decoder import Materializer
@@ -52,8 +52,9 @@ def test_every_content_in_one_buffer(dtype: str, monkeypatch: pytest.MonkeyPatch
 
 def test_blobs_that_are_none() -> None:
     good = pack_tensor(torch.randn(100, 100), "w").sources[0].blob
-    with pytest.raises(InvalidInput, match="`w`: a blob is one-dimensional"):
-        Resident(good.view(2, -1), "w")
+    for other in (good.view(2, -1), good.view(torch.int8), good.repeat_interleave(2)[::2], good.view(-1, 1)):
+        with pytest.raises(InvalidInput, match="`w`: a blob is one-dimensional"):
+            Resident(other, "w")
     with pytest.raises(InvalidInput, match="meta"):
         Resident(good.to("meta"), "w")
     with pytest.raises(Truncated, match="`w`"):
@@ -122,6 +123,51 @@ def test_gradients_of_gradients_are_refused() -> None:
         first.sum().backward()
 
 
+@pytest.mark.parametrize("trained", ["x", "bias", "both"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_only_gradients_that_are_wanted_are_computed(
+    tiled: bool, bias: bool, trained: str, slot: tuple[Slot, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, weight = slot
+    if tiled:
+        packed.packed.tile_bytes = 96 << 10
+    x = torch.randn(2, 64, requires_grad=trained != "bias")
+    b = torch.randn(48, requires_grad=trained != "x") if bias else None
+    if not x.requires_grad and b is None:
+        return
+    work = ops.tiled_linear if tiled else ops.linear
+    found, expected = work(x, b, packed.key, 48, False), nn.functional.linear(x, weight, b)
+    assert_same_bits(found, expected)
+    decoded: list[int] = []
+    decode = Resident.decode_on_host
+    monkeypatch.setattr(
+        Resident, "decode_on_host", lambda self, *args: (decoded.append(1), decode(self, *args))[1]
+    )
+    leaves = [it for it in (x, b) if it is not None and it.requires_grad]
+    ours = torch.autograd.grad(found.sum(), leaves)
+    assert bool(decoded) == x.requires_grad
+    for one, other in zip(ours, torch.autograd.grad(expected.sum(), leaves), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("work", ["linear", "tiled_linear", "materialize"])
+def test_no_operator_has_gradients_of_gradients(work: str, slot: tuple[Slot, Any]) -> None:
+    packed, _ = slot
+    x = torch.randn(2, 64, requires_grad=True)
+    if work == "materialize":
+        found = ops.materialize(x, packed.key, 48 * 64, torch.float32)
+        with pytest.raises(NotImplementedError, match="gradients of gradients"):
+            found.sum().backward()
+        return
+    if work == "tiled_linear":
+        packed.packed.tile_bytes = 96 << 10
+    y = getattr(ops, work)(x, None, packed.key, 48, False)
+    (first,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        first.sum().backward()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_linear(slot: tuple[Slot, Any], transposed: bool) -> None:
     packed, weight = slot
@@ -147,6 +193,93 @@ def test_a_key_dies_with_its_unit(slot: tuple[Slot, Any]) -> None:
     del other
     with pytest.raises(InvalidInput, match="compile the model again"):
         torch.ops.tpde.materialize(torch.empty(0), key, 48 * 64, torch.float32)
+
+
+class Doubled(nn.Linear):
+    """Computes with its weight by itself."""
+
+    def forward(self, x: Any) -> Any:
+        return nn.functional.linear(x, self.weight * 2, self.bias)
+
+
+class Wrapped(nn.Linear):
+    """Does something with what its parent class computes."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(16, 48), (3, 16)),
+        (lambda: nn.Linear(16, 48, bias=False), (2, 3, 16)),
+        (lambda: Doubled(16, 48), (3, 16)),
+        (lambda: Wrapped(16, 48), (3, 16)),
+        (lambda: nn.Conv1d(16, 48, 3), (2, 16, 9)),
+        (lambda: nn.ModuleList([nn.Sequential(nn.Conv1d(16, 48, 3), nn.ReLU())])[0], (2, 16, 9)),
+    ],
+    ids=["linear", "no bias", "own", "wrapped", "convolution", "block"],
+)
+def test_layers_of_all_kinds_are_compiled(make: Any, shape: tuple[int, ...], grad: bool) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    plain = make().bfloat16().float()
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    compiled, grads = torch.compile(ours, backend="eager", fullgraph=True), []
+    given = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    with torch.set_grad_enabled(grad):
+        for x, model in zip(given, (plain, compiled), strict=True):
+            x.requires_grad_(grad)
+            grads.append(model(x))
+        assert_same_bits(grads[1], grads[0])
+        if grad:
+            for found in grads:
+                found.square().sum().backward()
+            assert_same_bits(given[1].grad, given[0].grad)
+    with torch.no_grad():  # tracing left nothing behind
+        assert_same_bits(ours(given[0]), plain(given[0]))
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("inference", {"materialize": 1}),
+        ("training", {"linear": 2}),
+        ("tiles", {"tiled_linear": 2}),
+        ("a layer", {"materialize": 1}),
+        ("another's weight", {"materialize": 2}),
+    ],
+)
+def test_a_compiled_blocks_weights_are_decoded_once(case: str, expected: dict[str, int]) -> None:
+    """All together, but for those that are needed for gradients, and for large ones."""
+    torch.compiler.reset()
+    block = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
+    plain = nn.ModuleList([block, nn.Linear(64, 64)]).bfloat16().float()
+    ours = pack_module(copy.deepcopy(plain), min_bytes=0)
+    if case == "tiles":
+        for layer in (ours[0][0], ours[0][2]):
+            layer.weight.packed.tile_bytes = 96 << 10
+        finish(ours)
+    found: list[dict[str, int]] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        names = [str(it.target).split(".")[1] for it in graph.graph.nodes if "tpde." in str(it.target)]
+        found.append({name: names.count(name) for name in names})
+        return graph
+
+    def both(x: Any) -> Any:
+        return ours[0](x) + x @ ours[1].weight
+
+    run = {"a layer": ours[1], "another's weight": both}.get(case, ours[0])
+    x = torch.randn(3, 64)
+    with torch.set_grad_enabled(case == "training"):
+        made = torch.compile(run, backend=backend, fullgraph=True)(x)
+        expect = {"a layer": plain[1], "another's weight": lambda x: plain[0](x) + x @ plain[1].weight}
+        assert_same_bits(made, expect.get(case, plain[0])(x))
+    assert found == [expected]
+    assert ours[0].__dict__["tpde_forward"].group.flat is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "bert"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tpde.frameworks import to_torch, torch_shape  # noqa: E402
 from tpde.integrations import checkpoint as checkpoints  # noqa: E402
 from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
 from tpde.packing.tensor import TensorWriter  # noqa: E402
+from tpde.weights.launch import upload  # noqa: E402
 from tpde.weights.resident import Resident  # noqa: E402
 from tpde.weights.span import ALIGN, Span, joined  # noqa: E402
 from tpde.weights.tensor import PackedTensor  # noqa: E402
@@ -110,6 +112,7 @@ def test_what_is_decoded(size: int, dtype: Any, monkeypatch: pytest.MonkeyPatch)
         pieces = list(span.pieces())
         assert joined(pieces) == [span] * (end > begin)
         assert all(it.end % 16384 == 0 for it in pieces[:-1])
+        assert all(it.nbytes < size + 16384 for it in pieces)
         seen.chunks.clear()
         out = torch.empty((end - begin) // 2, dtype=dtype)
         span.decode_to(out)
@@ -135,6 +138,85 @@ def test_damage_is_told_by_spans_that_need_the_chunk(monkeypatch: pytest.MonkeyP
             with pytest.raises(Corrupt) as caught:
                 decode()
             assert (caught.value.tensor, caught.value.chunk) == ("w", chunk)
+
+
+@pytest.mark.parametrize("room", [0, 100, 40_000, 1 << 20])
+def test_a_span_has_the_room_that_is_asked_for(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what its chunks need, if that is more: the allocator is to give memory that it has."""
+    weight, data = _weight(PACKED[0], "BF16", monkeypatch)
+    for begin, end in ((0, 600), (20_000, 20_600), (16_384, 50_000), (0, len(data))):
+        first, last = begin // 16384, -(-end // 16384)
+        held = weight.span(begin, end).decoded(room).untyped_storage().nbytes()
+        assert held == room or room < held <= (last - first) * 16384 + 1024
+        assert _bytes(weight.span(begin, end).decoded(room)) == data[begin:end]
+    held = weight.decoded(room).untyped_storage().nbytes()
+    assert held == max(room, -(-len(data) // 512) * 512)
+
+
+def test_what_is_decoded_in_inference_mode_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be kept, and be used while gradients are recorded."""
+    weight, _ = _weight(PACKED[0], "BF16", monkeypatch)
+    with torch.inference_mode():
+        found = [weight.decoded(), weight.span(512, 1024).decoded(), upload(np.zeros(3, np.uint8), CPU)]
+    assert not any(it.is_inference() for it in found)
+
+
+def test_of_a_weight_of_several_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a span cuts: the start of one, its end, all of it, what lies around an end."""
+    weight, data = _weight(PACKED[0], "BF16", monkeypatch)
+    three = PackedTensor([*weight.sources] * 3, (3, ROWS, len(data) // 2 // ROWS))
+    whole, size = data * 3, len(data)
+    ends = [0, 2, 16_384, size - 2, size, size + 2, 2 * size - 512, 2 * size, 2 * size + 4, 3 * size]
+    for begin, end in ((a, b) for a in ends for b in ends if a <= b):
+        span = three.span(begin, end)
+        assert span.whole == (end - begin == 3 * size)
+        assert _bytes(span.decoded()) == whole[begin:end]
+        for dtype in (torch.bfloat16, torch.float32):
+            out = torch.empty((end - begin) // 2, dtype=dtype)
+            span.decode_to(out)
+            plain = torch.frombuffer(bytearray(whole[begin:end]) or bytearray(2), dtype=torch.bfloat16)
+            assert _bytes(out) == _bytes(plain[: out.numel()].to(dtype))
+
+
+def test_only_a_whole_weight_is_decoded_straight_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a round address of the device that it is on; all else by way of pieces."""
+    meta, ways = torch.device("meta"), list[str]()
+    monkeypatch.setattr(Span, "pieces", lambda self: ways.append("pieces") or [])
+    monkeypatch.setattr(Span, "_decode_on_host", lambda self, out: ways.append("host"))
+
+    def way(begin: int, end: int, out: Any, at: int = 0, device: Any = meta) -> str:
+        tensor: Any = SimpleNamespace(
+            nbytes=4096, device=device, dtype=torch.bfloat16, decode_into=lambda _: ways.append("whole")
+        )
+        ways.clear()
+        with monkeypatch.context() as addresses:
+            addresses.setattr(torch.Tensor, "data_ptr", lambda _: at)
+            Span(tensor, begin, end).decode_to(out)
+        (found,) = ways
+        return found
+
+    there, here = (torch.empty(2048, dtype=torch.bfloat16, device=it) for it in (meta, CPU))
+    assert way(0, 4096, there) == way(0, 4096, there, at=1024) == "whole"
+    assert way(0, 4096, there, at=256) == "pieces"
+    assert way(0, 2048, there[:1024]) == way(2048, 4096, there[:1024]) == "pieces"
+    assert way(0, 4096, there.float()) == "pieces"
+    assert way(0, 4096, here) == way(0, 4096, there, device=CPU) == "pieces"
+    assert way(0, 4096, here, device=CPU) == way(0, 2048, here[:1024], device=CPU) == "host"
+
+
+def test_pieces_of_large_weights_are_small() -> None:
+    """Of up to 32 MiB, which `malloc` keeps for the next."""
+    chunk = 8192
+    header = SimpleNamespace(
+        word_bytes=2,
+        chunk_of=lambda word: word // chunk,
+        chunk_range=lambda a, b: (a * chunk, (b + 1) * chunk),
+    )
+    size = 1 << 28
+    weight: Any = SimpleNamespace(parts=[(SimpleNamespace(nbytes=size, header=header), 0)], nbytes=size)
+    pieces = list(Span(weight, 512, size).pieces())
+    assert joined(pieces) == [Span(weight, 512, size)]
+    assert all(1 << 20 < it.nbytes <= 32 << 20 for it in pieces)
 
 
 def test_joined() -> None:

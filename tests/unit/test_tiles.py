@@ -16,7 +16,7 @@ from tpde.errors import OutOfMemory
 from tpde.format.blob import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
-from tpde.nn.tiles import START, least_tile_bytes, row_tiles
+from tpde.nn.tiles import START, Tile, least_tile_bytes, row_tiles
 from tpde.weights.span import covering
 
 SHAPES = {
@@ -68,6 +68,11 @@ def test_too_little_room(rows: int, columns: int, word: int, chunk: int, room: i
     row_tiles(rows, columns, word, chunk, least)
     with pytest.raises(OutOfMemory, match="a row of"):
         row_tiles(rows, columns, word, chunk, room % least)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (7, 0), (0, 0)])
+def test_a_matrix_of_nothing_is_one_tile(shape: tuple[int, int]) -> None:
+    assert row_tiles(*shape, 2, 8192, 0) == [Tile(0, shape[0])]
 
 
 def test_known_tiles() -> None:

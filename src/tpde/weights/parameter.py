@@ -235,7 +235,7 @@ class _Address(int):
     def _refuse(self, *_: Any) -> NoReturn:
         raise _no_bytes(self.tpde_name)
 
-    __index__ = __int__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __int__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mod__ = __and__ = _refuse
 
 

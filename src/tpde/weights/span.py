@@ -151,7 +151,7 @@ class Span(Generic[T]):
         """Spans of about `size` bytes that make it up; all but the last end where a chunk does."""
         at = self.begin
         while at < self.end:
-            stop = min(covering(self.tensor.parts, at, min(at + size, self.end))[-1].stop, self.end)
+            stop = min(covering(self.tensor.parts, at, at + size)[-1].stop, self.end)
             yield Span(self.tensor, at, stop)
             at = stop
 
