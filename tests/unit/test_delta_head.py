@@ -227,6 +227,8 @@ def top(**fields: object) -> Callable[[dict[str, Any]], object]:
         (tensor(1, 0, 7), "a tensor without a name"),
         (tensor(1, 0, "\ud800"), "a tensor without a name"),
         (lambda it: it["files"][0]["tensors"].append({}), "a tensor without a name"),
+        (lambda it: it["files"][0]["tensors"].append("abcde"), "a tensor without a name"),
+        (lambda it: it["files"][0]["tensors"].append(dict.fromkeys("abcde", 1)), "a tensor without a name"),
         (lambda it: it["files"][0]["tensors"].append(["x", "U8", [4], "same"]), "a tensor without a name"),
         (lambda it: it["files"][0]["tensors"][0].append(0), "a tensor without a name"),
         (tensor(1, 2, 2), "`d`: its shape or size"),
