@@ -380,6 +380,12 @@ def test_contents_are_at_most_100_million_bytes() -> None:
     refused(sealed(b"", frame=frame, plain=100_000_001), "contents of 100000001 bytes")
 
 
+def test_frames_are_at_most_as_large_as_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_reader, "MAX_CONTENTS", 100)
+    refused(sealed(b"", frame=bytes(100), plain=50), "another size|are damaged")
+    refused(sealed(b"", frame=bytes(101), plain=50), "contents of 50 bytes")
+
+
 class Endless:
     """A file of a header, and more zeros behind it than could be read."""
 
