@@ -23,8 +23,8 @@ from tpde.format.delta_reader import read_head
 from tpde.format.source import BytesSource
 from tpde.store.delta import DeltaFile
 
-FINGERPRINTS = {name: bytes([number]) * 16 for number, name in enumerate("sSdDfpzm", 1)}
-HASHES = {name: bytes([100 + number]) * 8 for number, name in enumerate("sdfpo", 1)}
+FINGERPRINTS = {name: bytes([number]) * 16 for number, name in enumerate("sSdDfpzmtTuU", 1)}
+HASHES = {name: bytes([100 + number]) * 8 for number, name in enumerate("sdfpot", 1)}
 # Those of each tensor, and of the file whose bytes are in the delta.
 ORDER = [
     *(FINGERPRINTS["s"], FINGERPRINTS["S"], HASHES["s"]),
@@ -33,6 +33,8 @@ ORDER = [
     *(FINGERPRINTS["p"], HASHES["p"]),
     FINGERPRINTS["z"],
     FINGERPRINTS["m"],
+    *(FINGERPRINTS["t"], FINGERPRINTS["T"], HASHES["t"]),
+    *(FINGERPRINTS["u"], FINGERPRINTS["U"]),
     HASHES["o"],
 ]
 FIELDS: dict[str, Any] = {
@@ -49,6 +51,8 @@ FIELDS: dict[str, Any] = {
                 ["p", "U8", [3], "plain", 3],
                 ["z", "U8", [0, 4], "plain", 0],
                 ["m", "U8", [4], "same", 0],
+                ["t", "BF16", [9], "sparse", 2, 1],
+                ["u", "BF16", [0], "sparse", 0, 1],
             ],
         },
         {"name": "o.txt", "hash": "f" * 32, "bytes": 4},
@@ -57,8 +61,8 @@ FIELDS: dict[str, Any] = {
     "models": [2, 3],
 }
 MODELS = b"m1m2!"
-DATA = bytes(25)
-CHANGES, SIZES = [11, 1 << 24 | 2], [3, 4]
+DATA = bytes(27)
+CHANGES, SIZES = [11, 1 << 24 | 2, 5], [3, 4, 2]
 TENSORS = FIELDS["files"][0]["tensors"]
 
 
@@ -147,16 +151,19 @@ def test_everything_is_read_as_it_was_written() -> None:
         (b"", one["p"], int.from_bytes(two["p"], "little")),
         (b"", one["z"], 0),
         (one["m"], one["m"], 0),
+        (one["t"], one["T"], int.from_bytes(two["t"], "little")),
+        (one["u"], one["U"], 0),
     ]
-    assert [(it.changes.tolist(), it.sizes.tolist()) for it in weights.tensors] == [(CHANGES, SIZES)] + [
-        ([], [])
-    ] * 5
+    chunks = {it.name: (it.changes.tolist(), it.sizes.tolist()) for it in weights.tensors}
+    assert chunks.pop("s") == (CHANGES[:2], SIZES[:2])
+    assert chunks.pop("t") == (CHANGES[2:], SIZES[2:])
+    assert set(map(repr, chunks.values())) == {"([], [])"}
     assert others == [
         OtherEntry("o.txt", "f" * 32, 4, int.from_bytes(two["o"], "little")),
         OtherEntry("q.txt", "0" * 32),
     ]
     places = [("s", 64, 7), ("d", 71, 5), ("f", 76, 6), ("p", 82, 3), ("z", 85, 0), ("m", 85, 0)]
-    places += [("o.txt", 85, 4), ("q.txt", 89, 0)]
+    places += [("t", 85, 2), ("u", 87, 0), ("o.txt", 87, 4), ("q.txt", 91, 0)]
     assert [(it.name, place.offset, place.size) for it, place in payloads(head)] == places
 
 
@@ -256,12 +263,12 @@ def top(**fields: object) -> Callable[[dict[str, Any]], object]:
         (tensor(0, 5, "1"), "`s`: its model"),
         (tensor(0, 5, True), "`s`: its model"),
         (tensor(0, 5, 2), "`s`: there is no model 2"),
-        (tensor(0, 2, [65536]), "records of 16 bytes, not 8"),
-        (tensor(0, 2, [65536 * 2 + 1]), "records of 16 bytes, not 24"),
+        (tensor(0, 2, [65536]), "records of 24 bytes, not 16"),
+        (tensor(0, 2, [65536 * 2 + 1]), "records of 24 bytes, not 32"),
         (tensor(0, 4, 8), "`s`: its chunks' sizes"),
         (tensor(0, 4, 6), "`s`: its chunks' sizes"),
-        (tensor(1, 4, 6), "payloads of 26 bytes, not 25"),
-        (file(1, bytes=3), "payloads of 24 bytes, not 25"),
+        (tensor(1, 4, 6), "payloads of 28 bytes, not 27"),
+        (file(1, bytes=3), "payloads of 26 bytes, not 27"),
         (file(1, bytes=0), "bytes of hashes, .* are needed"),
         (file(2, bytes=1), "bytes of hashes, .* are needed"),
     ],
@@ -287,12 +294,12 @@ def test_dtypes_that_are_not_known_are_told_as_such() -> None:
         ({"hashes": b"".join(ORDER) + b"\0"}, "bytes of hashes, .* are needed"),
         ({"hashes": b"".join(ORDER)[:-1]}, "bytes of hashes, .* are needed"),
         ({"hashes": b""}, "0 bytes of hashes, .* are needed"),
-        ({"data": DATA + b"\0"}, "payloads of 25 bytes, not 26"),
-        ({"data": DATA[1:]}, "payloads of 25 bytes, not 24"),
+        ({"data": DATA + b"\0"}, "payloads of 27 bytes, not 28"),
+        ({"data": DATA[1:]}, "payloads of 27 bytes, not 26"),
         ({"models": MODELS + b"!"}, "the sizes of models"),
-        ({"records": planes(CHANGES + SIZES) + b"\0"}, "records of 17 bytes, not 16"),
-        ({"records": planes([*CHANGES, 3, 5])}, "its chunks' sizes"),
-        ({"records": planes([*CHANGES, 8, (1 << 32) - 1])}, "its chunks' sizes"),
+        ({"records": planes(CHANGES + SIZES) + b"\0"}, "records of 25 bytes, not 24"),
+        ({"records": planes([*CHANGES, 3, 5, 2])}, "its chunks' sizes"),
+        ({"records": planes([*CHANGES, 8, (1 << 32) - 1, 2])}, "its chunks' sizes"),
     ],
 )
 def test_parts_that_do_not_fit_each_other_are_refused(parts: dict[str, Any], says: str) -> None:
@@ -461,7 +468,7 @@ def test_headers_of_other_tensors_are_refused() -> None:
     for changes in (
         {"m": {"dtype": "I8", "shape": [4], "data_offsets": [140023, 140027]}},
         {"m": {"dtype": "U8", "shape": [2, 2], "data_offsets": [140023, 140027]}},
-        {"n": {"dtype": "U8", "shape": [0], "data_offsets": [140027, 140027]}},
+        {"n": {"dtype": "U8", "shape": [0], "data_offsets": [140045, 140045]}},
     ):
         with pytest.raises(Corrupt, match="has other tensors in its header"):
             read_head(BytesSource(with_header(header_of(changes))))
