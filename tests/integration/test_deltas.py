@@ -49,6 +49,18 @@ def test_targets_come_back_byte_for_byte(make, fast: bool, tmp_path: Path) -> No
     assert verify_delta(tmp_path / "delta") == verify_delta(tmp_path / "delta", base=base) == []
 
 
+def test_a_fast_delta_has_models_of_one_class(tmp_path: Path) -> None:
+    base, target = files(tmp_path)
+    counts = {}
+    for fast in (False, True):
+        diff(base, target, tmp_path / f"{fast}", fast=fast)
+        file = DeltaFile(FileSource(tmp_path / f"{fast}"))
+        counts[fast] = [model[2] for model in file.head.models]  # docs/delta.md 2
+        file.close()
+    assert max(counts[False]) > 1
+    assert set(counts[True]) == {1}
+
+
 @makers
 def test_states_may_be_packed(make, tmp_path: Path) -> None:
     base, target = make(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import struct
 
@@ -19,6 +21,7 @@ from tpde.format.container import (
     TensorSpec,
     canonical_header,
     check_texts,
+    max_source_header,
     parse_header,
     read_container,
 )
@@ -278,3 +281,21 @@ def test_texts_that_no_reader_takes_are_refused(names: list[object], metadata: o
     with pytest.raises(ValueError, match=says):
         check_texts(names, metadata)
     check_texts(["a", "\U0001f600", ""], {"": "", "a": "é"})
+
+
+def test_a_sources_header_is_at_most_4_mib_and_32_times_the_containers() -> None:
+    assert [max_source_header(size) for size in (0, 1, 1000)] == [4 << 20, (4 << 20) + 32, (4 << 20) + 32_000]
+
+
+@pytest.mark.parametrize("header", [b"{}", b"{"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_afterwards_as_before(header: bytes, enabled: bool) -> None:
+    assert gc.isenabled()
+    if not enabled:
+        gc.disable()
+    try:
+        with contextlib.suppress(NotSafetensors):
+            parse_header(header, "x")
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
