@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.contents import fill, rng, spec_of
@@ -10,7 +12,9 @@ from support.deltas import CHANGES, model_of, pair
 from tpde.codec.delta import Sparse
 from tpde.errors import Corrupt
 from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
 from tpde.format.delta import DENSE, FULL, PLAIN, SPARSE
+from tpde.store import diff as store_diff
 from tpde.store.payloads import (
     Stored,
     add_differences,
@@ -136,3 +140,39 @@ def test_few_changes_of_weights_are_taken_as_they_are(monkeypatch: pytest.Monkey
 def test_a_tensor_of_no_bytes_is_stored_plain() -> None:
     stored = store_whole(spec_of("BF16", 0), np.empty(0, np.uint8), 1)
     assert (stored.codec, stored.data.size, stored.sparse) == (PLAIN, 0, None)
+
+
+class Numbered:
+    """A state of tensors whose chunks of bytes hold their numbers, counted through all of them."""
+
+    def __init__(self, *chunks: int) -> None:
+        at, self.specs, self.asked = 0, {}, list[str]()
+        self.tensors = {}
+        for i, count in enumerate(chunks):
+            numbers = np.arange(at, at + count, dtype=np.uint8)
+            self.tensors[f"{i}"] = np.repeat(numbers, 65536)[: count * 65536 - 5]
+            self.specs["", f"{i}"] = TensorSpec("U8", (count * 65536 - 5,))
+            at += count
+
+    def read(self, key: tuple[str, str], threads: int) -> np.ndarray:
+        self.asked.append(key[1])
+        return self.tensors[key[1]]
+
+
+@pytest.mark.parametrize(("step", "chunks"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (5, [0, 5])])
+def test_models_are_made_of_chunks_that_are_evenly_spread_over_all_tensors(
+    step: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        store_diff, "sample_step", lambda total, word, *, fast: told.append((total, word)) or step
+    )
+    state: Any = Numbered(2, 3, 2)
+    pairs = [store_diff._Pair(key, key) for key in state.specs]
+    parts, found = store_diff._sample(
+        state, state, [*pairs, store_diff._Pair(("", "new"), None)], (1, 0), False, 1
+    )
+    assert (told, found) == ([(7, 1)], step)
+    assert [(int(old[0]), int(new[-1])) for old, new in parts] == [(it, it) for it in chunks]
+    assert set(state.asked) == {"0" if it < 2 else "1" if it < 5 else "2" for it in chunks}
+    assert store_diff._sample(state, state, pairs, (2, 1), False, 1)[0] == []

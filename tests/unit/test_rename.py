@@ -253,6 +253,24 @@ def test_an_interrupt_leaves_neither_a_file_nor_a_descriptor(
         os.fstat(opened[0])
 
 
+def test_a_file_system_that_tells_no_file_again_is_given_up(tmp_path: Path) -> None:
+    opened: list[int] = []
+
+    def make(path: Path) -> int:
+        assert len(opened) < 1000
+        opened.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        os.unlink(path)
+        return opened[-1]
+
+    with pytest.raises(OSError, match="gone at once") as caught:
+        temporary.create(tmp_path / "x", make)
+    assert (caught.value.errno, caught.value.filename) == (errno.EBUSY, str(tmp_path / "x"))
+    assert len(opened) > 1
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(max(opened))
+
+
 def test_a_file_that_cannot_be_made_is_told_as_it_is(tmp_path: Path) -> None:
     def make(path: Path) -> int:
         path.touch()  # somebody else's

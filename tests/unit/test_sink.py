@@ -371,6 +371,25 @@ def test_writing_goes_on_where_the_last_call_ended(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "x").read_bytes() == bytes(10) + b"abcdefghi"
 
 
+def test_a_system_that_writes_nothing_is_not_asked_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def nothing(*_: Any) -> int:
+        assert len(asked) < 10
+        asked.append(0)
+        return 0
+
+    monkeypatch.setattr(os, "pwritev", nothing)
+    made = FileSink(tmp_path / "x")
+    with pytest.raises(OSError, match="writing failed at byte 7: the system writes nothing") as caught:
+        made.write(7, [b"abc"])
+    assert caught.value.errno == errno.EIO
+    made.abort()
+    assert not list(tmp_path.iterdir())
+
+
 # ---- names that outlast a loss of power
 
 
@@ -413,6 +432,12 @@ def test_what_is_skipped_is_zero_whatever_was_in_the_buffer() -> None:
         assert bytes(made.data) == b"\0x\0ab\0\0\0\0c"
         made.abort()
         assert bytes(made.data) == b""
+
+
+def test_a_buffer_grows_by_as_much_as_is_skipped() -> None:
+    made = BytesSink(4)
+    made.write(1000, [b"x" * 500])
+    assert bytes(made.data) == bytes(1000) + b"x" * 500
 
 
 def test_a_buffer_that_is_large_enough_is_kept() -> None:
