@@ -184,7 +184,8 @@ def test_links_are_replaced_and_what_they_name_is_not(tmp_path: Path) -> None:
         made.commit()
         assert not link.is_symlink()
         assert link.read_text() == "mine"
-        assert stat.S_IMODE(link.stat().st_mode) != 0o600  # that is the other file's
+        (tmp_path / "new").touch()
+        assert link.stat().st_mode == (tmp_path / "new").stat().st_mode  # neither the link's nor the other's
     assert (tmp_path / "named").read_text() == "theirs"
     assert not (tmp_path / "nothing").exists()
 
