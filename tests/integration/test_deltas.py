@@ -495,11 +495,17 @@ def test_a_tensor_of_a_packed_state_that_lies_there_plain_is_checked(tmp_path: P
 def _others(folder: Path) -> tuple[Path, Path]:
     """Give two directories whose other files are equal, changed, new and gone."""
     base = _folder(tmp := folder / "base", {"1.safetensors": {"w": OLD}})
-    for name, text in (("same", "a"), ("changed", "b"), ("gone", "c"), ("deep/empty", "")):
+    for name, text in (("same", "a"), ("changed", "b"), ("gone", "c"), ("emptied", "e"), ("deep/empty", "")):
         (tmp / name).parent.mkdir(exist_ok=True)
         (tmp / name).write_text(text)
     target = _folder(tmp := folder / "target", {"1.safetensors": {"w": NEW}})
-    for name, text in (("same", "a"), ("changed", "x" * 500), ("new", "d"), ("deep/empty", "")):
+    for name, text in (
+        ("same", "a"),
+        ("changed", "x" * 500),
+        ("new", "d"),
+        ("emptied", ""),
+        ("deep/empty", ""),
+    ):
         (tmp / name).parent.mkdir(exist_ok=True)
         (tmp / name).write_text(text)
     return base, target
@@ -508,10 +514,22 @@ def _others(folder: Path) -> tuple[Path, Path]:
 def test_other_files_are_in_a_delta_if_they_changed(tmp_path: Path) -> None:
     base, target = _others(tmp_path)
     sizes = dict(diff(base, target, tmp_path / "delta").others)
-    assert {name for name, size in sizes.items() if size} == {"changed", "new"}
+    assert {name for name, size in sizes.items() if size} == {"changed", "emptied", "new"}
     assert {name for name, size in sizes.items() if not size} == {"same", "deep/empty"}
     patch(base, tmp_path / "delta", tmp_path / "out")
     assert content(tmp_path / "out") == content(target)
+
+
+def test_other_files_are_bounded_by_what_their_frame_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, target = _others(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    monkeypatch.setattr("tpde.store.delta.MAX_OTHER_BYTES", 500)
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    monkeypatch.setattr("tpde.store.delta.MAX_OTHER_BYTES", 499)
+    with pytest.raises(Corrupt, match=r"file `changed` is damaged .it claims 500 bytes"):
+        patch(base, tmp_path / "delta", tmp_path / "other")
 
 
 @pytest.mark.parametrize("what", ["changed", "gone"])
