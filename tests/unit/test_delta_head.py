@@ -476,6 +476,8 @@ def test_headers_of_other_tensors_are_refused() -> None:
         read_head(BytesSource(with_header(header_of(), digest="0" * 32)))
     with pytest.raises(NotSafetensors, match=r"the header of `a/b\.safetensors`"):
         read_head(BytesSource(with_header(b"{")))
+    with pytest.raises(NotSafetensors, match=r"the header of `a/b\.safetensors`"):
+        read_head(BytesSource(with_header(b"")))
 
 
 @pytest.mark.parametrize(
