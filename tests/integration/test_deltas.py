@@ -632,6 +632,16 @@ def test_a_delta_goes_to_no_place_inside_what_it_is_made_from(tmp_path: Path) ->
     assert content(tmp_path) == before
 
 
+def test_a_delta_is_not_replaced_by_a_file_of_its_own_name(tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    (tmp_path / "box").mkdir()
+    diff(base, target, tmp_path / "box" / "notes.txt")  # as a file of the target is called
+    before = content(tmp_path)
+    with pytest.raises(InvalidDestination):
+        patch(base, tmp_path / "box" / "notes.txt", tmp_path / "box", force=True)
+    assert content(tmp_path) == before
+
+
 def test_force_replaces_what_was_patched_before_and_nothing_else(tmp_path: Path) -> None:
     base, target = folders(tmp_path)
     diff(base, target, tmp_path / "delta")
