@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,11 @@ from tpde.errors import (
     UnsupportedVersion,
 )
 from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
+from tpde.format.source import FileSource
 from tpde.packing.reader import PackedFile
 from tpde.store.api import diff, inspect_delta, is_delta_file, patch, verify_delta
+from tpde.store.delta import DeltaFile, base_path, open_state
 
 makers = pytest.mark.parametrize("make", [files, folders], ids=["file", "directory"])
 
@@ -42,6 +47,18 @@ def test_targets_come_back_byte_for_byte(make, fast: bool, tmp_path: Path) -> No
     patch(base, tmp_path / "delta", tmp_path / "out")
     assert content(tmp_path / "out") == content(target)
     assert verify_delta(tmp_path / "delta") == verify_delta(tmp_path / "delta", base=base) == []
+
+
+def test_a_fast_delta_has_models_of_one_class(tmp_path: Path) -> None:
+    base, target = files(tmp_path)
+    counts = {}
+    for fast in (False, True):
+        diff(base, target, tmp_path / f"{fast}", fast=fast)
+        file = DeltaFile(FileSource(tmp_path / f"{fast}"))
+        counts[fast] = [model[2] for model in file.head.models]  # docs/delta.md 2
+        file.close()
+    assert max(counts[False]) > 1
+    assert set(counts[True]) == {1}
 
 
 @makers
@@ -103,6 +120,8 @@ def test_a_chain_of_two_hundred_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     diff(places[200], tmp_path / "other", tmp_path / "back")
     patch(places[199], places[200], tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == states[200]
+    monkeypatch.setattr("tpde.store.delta.MAX_CHAIN", 200)
+    open_state(places[200]).close()
     monkeypatch.setattr("tpde.store.delta.MAX_CHAIN", 199)
     with pytest.raises(InvalidInput, match="more than 199"):
         diff(places[200], tmp_path / "other", tmp_path / "back", force=True)
@@ -124,6 +143,18 @@ def test_exchanged_links_are_refused(tmp_path: Path) -> None:
         patch(places[2], places[3], tmp_path / "out")
 
 
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """Let few files be open at a time: whoever follows a cycle for ever ends soon."""
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[0]), limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("few_files")
 def test_cycles_are_refused(tmp_path: Path) -> None:
     _, places = _chain(tmp_path, 3)
     (tmp_path / "kept").write_bytes(places[0].read_bytes())
@@ -368,3 +399,325 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
     (target / "loop").symlink_to(".")
     with pytest.raises(InvalidInput, match=r"cannot hold `loop`.*a link to no file"):
         diff(base, target, tmp_path / "delta")
+
+
+# ---- where a tensor's base is
+
+
+SMALL = TensorSpec("BF16", (600,))
+OLD = np.frombuffer(fill("normal", SMALL), np.uint16)
+NEW = np.where(np.arange(600) % 60, OLD, OLD + 1).astype(np.uint16)
+
+
+def _folder(path: Path, files: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Write a directory of files of BF16 tensors, or of texts."""
+    for name, holds in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        tensors = {tensor: (SMALL, words.tobytes()) for tensor, words in holds.items()}
+        (path / name).write_bytes(safetensors_bytes(tensors))
+    return path
+
+
+def test_a_tensor_that_moved_has_its_base_in_the_other_file(tmp_path: Path) -> None:
+    base = _folder(tmp_path / "base", {"1.safetensors": {"w": OLD, "a": OLD}, "2.safetensors": {"b": OLD}})
+    target = _folder(
+        tmp_path / "target", {"1.safetensors": {"a": OLD}, "2.safetensors": {"b": OLD, "w": NEW}}
+    )
+    report = diff(base, target, tmp_path / "delta")
+    assert [(it.name, it.codec) for it in report.tensors] == [("a", "same"), ("b", "same"), ("w", "sparse")]
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    assert content(tmp_path / "out") == content(target)
+
+
+def test_a_tensor_of_a_name_that_two_other_files_have_has_no_base(tmp_path: Path) -> None:
+    base = _folder(tmp_path / "base", {"1.safetensors": {"w": OLD}, "2.safetensors": {"w": OLD}})
+    target = _folder(tmp_path / "target", {"2.safetensors": {"w": NEW}, "3.safetensors": {"w": OLD}})
+    report = diff(base, target, tmp_path / "delta")
+    assert [(it.file, it.codec) for it in report.tensors] == [
+        ("2.safetensors", "sparse"),
+        ("3.safetensors", "plain"),
+    ]
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    assert content(tmp_path / "out") == content(target)
+
+
+def test_a_base_that_has_a_moved_tensor_twice_is_refused(tmp_path: Path) -> None:
+    """It need not be the one that was meant."""
+    base = _folder(tmp_path / "base", {"1.safetensors": {"w": OLD}})
+    target = _folder(tmp_path / "target", {"3.safetensors": {"w": NEW}})
+    assert diff(base, target, tmp_path / "delta").tensors[0].codec == "sparse"
+    _folder(base, {"2.safetensors": {"w": OLD}})
+    with pytest.raises(MissingBase, match="tensor `w` is not in the base"):
+        patch(base, tmp_path / "delta", tmp_path / "out")
+
+
+def test_a_base_of_another_dtype_says_both(tmp_path: Path) -> None:
+    base = _folder(tmp_path / "base", {"1.safetensors": {"w": OLD}})
+    target = _folder(tmp_path / "target", {"1.safetensors": {"w": NEW}})
+    diff(base, target, tmp_path / "delta")
+    other = TensorSpec("F16", (600,))
+    (base / "1.safetensors").write_bytes(safetensors_bytes({"w": (other, OLD.tobytes())}))
+    with pytest.raises(MissingBase, match=r"`w` is F16 \[600\].*needs BF16 \[600\]") as caught:
+        patch(base, tmp_path / "delta", tmp_path / "out")
+    assert (caught.value.where, caught.value.found, caught.value.needed) == ("w", other, SMALL)
+
+
+def test_a_base_without_a_file_whose_header_it_shares_is_refused_by_name(tmp_path: Path) -> None:
+    base = _folder(tmp_path / "base", {"1.safetensors": {"w": OLD}, "2.safetensors": {}})
+    target = _folder(tmp_path / "target", {"1.safetensors": {"w": NEW}, "2.safetensors": {}})
+    diff(base, target, tmp_path / "delta")
+    (base / "2.safetensors").unlink()
+    with pytest.raises(MissingBase, match=r"`2\.safetensors` is not in the base") as caught:
+        patch(base, tmp_path / "delta", tmp_path / "out")
+    assert caught.value.where == "2.safetensors"
+
+
+def test_a_tensor_of_a_packed_state_that_lies_there_plain_is_checked(tmp_path: Path) -> None:
+    """Its chunks have no checksums; its hash is in the metadata."""
+    base, target = _two(tmp_path)
+    packed = bytearray(spoilt.PACKED)
+    with PackedFile(spoilt.PACKED) as file:
+        entry = file.container.entries["few"]
+        packed[file.container.data_start + entry.begin] ^= 1
+    (tmp_path / "packed").write_bytes(packed)
+    for call in (
+        lambda: diff(tmp_path / "packed", target, tmp_path / "out"),
+        lambda: diff(base, tmp_path / "packed", tmp_path / "out"),
+        lambda: patch(tmp_path / "packed", tmp_path / "delta", tmp_path / "out"),
+    ):
+        with pytest.raises(Corrupt, match="`few`"):
+            call()
+
+
+# ---- files that hold no weights
+
+
+def _others(folder: Path) -> tuple[Path, Path]:
+    """Give two directories whose other files are equal, changed, new and gone."""
+    base = _folder(tmp := folder / "base", {"1.safetensors": {"w": OLD}})
+    for name, text in (("same", "a"), ("changed", "b"), ("gone", "c"), ("emptied", "e"), ("deep/empty", "")):
+        (tmp / name).parent.mkdir(exist_ok=True)
+        (tmp / name).write_text(text)
+    target = _folder(tmp := folder / "target", {"1.safetensors": {"w": NEW}})
+    for name, text in (
+        ("same", "a"),
+        ("changed", "x" * 500),
+        ("new", "d"),
+        ("emptied", ""),
+        ("deep/empty", ""),
+    ):
+        (tmp / name).parent.mkdir(exist_ok=True)
+        (tmp / name).write_text(text)
+    return base, target
+
+
+def test_other_files_are_in_a_delta_if_they_changed(tmp_path: Path) -> None:
+    base, target = _others(tmp_path)
+    sizes = dict(diff(base, target, tmp_path / "delta").others)
+    assert {name for name, size in sizes.items() if size} == {"changed", "emptied", "new"}
+    assert {name for name, size in sizes.items() if not size} == {"same", "deep/empty"}
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    assert content(tmp_path / "out") == content(target)
+
+
+def test_other_files_are_bounded_by_what_their_frame_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, target = _others(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    monkeypatch.setattr("tpde.store.delta.MAX_OTHER_BYTES", 500)
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    monkeypatch.setattr("tpde.store.delta.MAX_OTHER_BYTES", 499)
+    with pytest.raises(Corrupt, match=r"file `changed` is damaged .it claims 500 bytes"):
+        patch(base, tmp_path / "delta", tmp_path / "other")
+
+
+@pytest.mark.parametrize("what", ["changed", "gone"])
+def test_another_base_is_told_by_a_file_that_is_not_in_the_delta(what: str, tmp_path: Path) -> None:
+    base, target = _others(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    if what == "gone":
+        (base / "same").unlink()
+    else:
+        (base / "same").write_text("b")
+    with pytest.raises(MissingBase, match=r"file `same` of .*base` hashes to") as caught:
+        patch(base, tmp_path / "delta", tmp_path / "out")
+    assert caught.value.where == "same"
+    assert not (tmp_path / "out").exists()
+    (problem,) = verify_delta(tmp_path / "delta", base=base)
+    assert problem.tensor is None
+    assert "`same`" in problem.message
+
+
+def _repeated(path: Path, old: bytes, frame: bytes) -> None:
+    """Put another frame of the same size in a delta, with hashes that fit."""
+    import xxhash
+
+    from tpde.format.delta import HASH_AT, HEADER
+
+    data = path.read_bytes()
+    assert data.count(old) == 1
+    assert len(frame) == len(old)
+    data = data.replace(old, frame)
+    data = data.replace(*(xxhash.xxh3_64_digest(it)[::-1] for it in (old, frame)))
+    size = HEADER.unpack_from(data)[6]
+    front = data[:HASH_AT] + bytes(8)
+    found = xxhash.xxh3_64_intdigest(front + data[HEADER.size + size :])
+    path.write_bytes(data[:HASH_AT] + found.to_bytes(8, "little") + data[HEADER.size :])
+
+
+@pytest.mark.parametrize("way", ["bytes", "content", "no frame", "a bomb"])
+def test_damage_to_a_file_of_a_delta_is_told_by_its_name(way: str, tmp_path: Path) -> None:
+    base, target = _others(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    with_frame = DeltaFile(FileSource(tmp_path / "delta"))
+    (entry,) = [it for it in with_frame.head.others if it.name == "changed"]
+    frame = with_frame.payload(entry).tobytes()
+    with_frame.close()
+    if way == "bytes":
+        data = (tmp_path / "delta").read_bytes()
+        (tmp_path / "delta").write_bytes(data.replace(frame, frame[:-1] + bytes([frame[-1] ^ 1])))
+    elif way == "content":
+        _repeated(tmp_path / "delta", frame, frame.replace(b"x", b"y"))
+    elif way == "no frame":
+        _repeated(tmp_path / "delta", frame, bytes(len(frame)))
+    else:
+        bomb = b"\x28\xb5\x2f\xfd\xe0" + ((1 << 32) + 1).to_bytes(8, "little")
+        _repeated(tmp_path / "delta", frame, bomb.ljust(len(frame), b"\0")[: len(frame)])
+    with pytest.raises(Corrupt, match="file `changed`") as caught:
+        patch(base, tmp_path / "delta", tmp_path / "out")
+    assert caught.value.tensor is None
+    assert not (tmp_path / "out").exists()
+    if way == "a bomb":
+        assert "it claims 4294967297 bytes" in str(caught.value)
+    for it in (base, None) if way != "content" else (base,):
+        (problem,) = verify_delta(tmp_path / "delta", base=it)
+        assert "file `changed`" in problem.message
+
+
+# ---- places
+
+
+def test_a_delta_beside_a_link_finds_its_base(tmp_path: Path) -> None:
+    """Its hint goes from where it lies to where the base lies, whatever links led there."""
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "deep")
+    base, target = _two(tmp_path)
+    report = diff(base, target, tmp_path / "link" / "delta")
+    assert report.base == "../../base"
+    open_state(tmp_path / "real" / "deep" / "delta").close()
+
+
+@pytest.mark.parametrize("hint", [None, "", "gone", "/", "ba\0se"])
+def test_a_base_that_is_nowhere_is_missing(hint: str | None, tmp_path: Path) -> None:
+    _two(tmp_path)
+    file = DeltaFile(FileSource(tmp_path / "delta"))
+    assert base_path(file) == tmp_path / "base"
+    file.head.base = hint
+    with pytest.raises(MissingBase, match=r"has its base at .*, where nothing is") as caught:
+        base_path(file)
+    assert ("an unknown place" in str(caught.value)) is not bool(hint)
+    file.close()
+
+
+def test_a_delta_goes_to_no_place_inside_what_it_is_made_from(tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    (tmp_path / "box").mkdir()
+    (tmp_path / "delta").rename(tmp_path / "box" / "delta")
+    before = content(tmp_path)
+    for out in (base / "out", tmp_path / "box"):
+        with pytest.raises((InvalidDestination, DestinationExists)):
+            patch(base, tmp_path / "box" / "delta", out, force=True)
+    assert content(tmp_path) == before
+
+
+def test_a_delta_is_not_replaced_by_a_file_of_its_own_name(tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    (tmp_path / "box").mkdir()
+    diff(base, target, tmp_path / "box" / "notes.txt")  # as a file of the target is called
+    before = content(tmp_path)
+    with pytest.raises(InvalidDestination):
+        patch(base, tmp_path / "box" / "notes.txt", tmp_path / "box", force=True)
+    assert content(tmp_path) == before
+
+
+def test_force_replaces_what_was_patched_before_and_nothing_else(tmp_path: Path) -> None:
+    base, target = folders(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    for _ in range(2):
+        patch(base, tmp_path / "delta", tmp_path / "out", force=True)
+    assert content(tmp_path / "out") == content(target)
+    (tmp_path / "out" / "deep" / "mine.txt").write_text("mine")
+    before = content(tmp_path)
+    with pytest.raises(InvalidDestination, match=r"mine\.txt"):
+        patch(base, tmp_path / "delta", tmp_path / "out", force=True)
+    assert content(tmp_path) == before
+
+
+# ---- files are closed
+
+
+@pytest.fixture
+def unclosed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give the names of files that nobody closed."""
+    found: list[str] = []
+
+    def check(self: FileSource) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            found.append(self.name)
+        self.close()
+
+    monkeypatch.setattr(FileSource, "__del__", check)
+    return found
+
+
+@makers
+def test_every_file_is_closed(make, tmp_path: Path, unclosed: list[str]) -> None:
+    base, target = make(tmp_path)
+    diff(base, target, tmp_path / "delta")
+    patch(base, tmp_path / "delta", tmp_path / "out")
+    verify_delta(tmp_path / "delta")
+    verify_delta(tmp_path / "delta", base=base)
+    inspect_delta(tmp_path / "delta")
+    assert is_delta_file(tmp_path / "delta")
+    diff(tmp_path / "delta", target, tmp_path / "next")
+    gc.collect()
+    assert unclosed == []
+
+
+def test_every_file_is_closed_where_something_fails(tmp_path: Path, unclosed: list[str]) -> None:
+    base, _ = _two(tmp_path)
+    delta, out = tmp_path / "delta", tmp_path / "out"
+    (tmp_path / "wrong").write_bytes(_in_the_head(delta.read_bytes()))
+    (tmp_path / "text").write_bytes(b"no weights at all, and no delta")
+    (tmp_path / "other").write_bytes(safetensors_bytes({"x": (spoilt.SMALL, bytes(9))}))
+    folder = _folder(tmp_path / "folder", {"1.safetensors": {"w": OLD}})
+    (folder / "2.safetensors").write_bytes(b"no weights at all")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "delta").write_bytes(delta.read_bytes())  # its base is not there
+    calls = [
+        lambda: diff(base, tmp_path / "wrong", out),
+        lambda: diff(base, tmp_path / "text", out),
+        lambda: diff(base, folder, out),
+        lambda: diff(folder, base, out),
+        lambda: diff(base, tmp_path / "far" / "delta", out),
+        lambda: patch(tmp_path / "text", delta, out),
+        lambda: patch(tmp_path / "nothing", delta, out),
+        lambda: patch(tmp_path / "other", delta, out),
+        lambda: patch(base, tmp_path / "wrong", out),
+        lambda: patch(base, delta, base / "x"),
+        lambda: inspect_delta(tmp_path / "wrong"),
+        lambda: verify_delta(delta, base=tmp_path / "text"),
+        lambda: verify_delta(delta, base=tmp_path / "other"),
+    ]
+    for call in calls:
+        with pytest.raises((InvalidInput, Corrupt, InvalidDestination)):
+            call()
+        gc.collect()
+        assert unclosed == []
+    with pytest.raises(InvalidInput, match="deltas are taken between safetensors files"):
+        diff(base, tmp_path / "text", out)
+    assert verify_delta(tmp_path / "wrong")
+    gc.collect()
+    assert unclosed == []

@@ -392,6 +392,8 @@ def test_a_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ("tpde.pack_module", "`tpde.pack_module` needs torch"),
         ("tpde.unpack_module", "`tpde.unpack_module` needs torch"),
+        ("tpde.apply_delta", "`tpde.apply_delta` needs torch"),
+        ("tpde.make_delta", "`tpde.make_delta` needs torch"),
         ("tpde.from_pretrained", "running models needs torch"),
         ("tpde.safe_open(sys.argv[1]).get_tensor('a')", "a PyTorch tensor needs torch"),
     ],

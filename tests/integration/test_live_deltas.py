@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 import tpde
 from tpde.errors import Corrupt, InvalidInput, MissingBase, TpdeError, Truncated
 from tpde.format.container import TensorSpec
+from tpde.format.source import FileSource
 from tpde.frameworks import to_torch, torch_bytes, torch_dtype_name
 from tpde.store import live
 from tpde.store.api import diff
@@ -283,6 +285,117 @@ def test_directories_with_a_tensor_twice_have_no_live_state(tmp_path: Path) -> N
     diff(tmp_path / "0", tmp_path / "1", tmp_path / "delta")
     with pytest.raises(InvalidInput, match="in two files"):
         tpde.apply_delta({"w": torch.full((500,), 0.5)}, tmp_path / "delta")
+
+
+@pytest.mark.parametrize("view", ["conjugated", "negative"])
+def test_a_view_that_changes_what_it_reads_is_not_written(view: str) -> None:
+    """What lies in memory is not what it shows."""
+    whole = torch.randn(40, dtype=torch.complex64)
+    old = {"a": whole.conj() if view == "conjugated" else whole.conj().imag}
+    assert (old["a"].is_conj(), old["a"].is_neg()) == (view == "conjugated", view == "negative")
+    delta = tpde.make_delta(old, {"a": old["a"].clone() * 2})
+    before = _bits({"a": whole})
+    with pytest.raises(InvalidInput, match="`a` is a view that cannot be written") as caught:
+        tpde.apply_delta(old, delta)
+    assert caught.value.where == "a"
+    assert _bits({"a": whole}) == before
+
+
+def test_a_view_of_one_element_repeats_nothing() -> None:
+    old = {"a": torch.zeros(4)[:1].expand(1, 1), "b": torch.zeros(1, 3).as_strided((1, 3), (0, 1))}
+    new = {name: torch.ones_like(it) for name, it in old.items()}
+    assert tpde.apply_delta(old, tpde.make_delta(_clones(old), new)) == 2
+    assert _bits(old) == _bits(new)
+
+
+def test_one_tensor_of_its_own_memory_makes_two_states() -> None:
+    """Only where all are the same would nothing have changed; tensors without elements have no place."""
+    shared, empty = torch.randn(50), torch.empty(0)
+    old = {"a": shared, "b": torch.randn(50), "none": empty}
+    new = {"a": shared, "b": old["b"] + 1, "none": empty, "new": shared}
+    delta = tpde.make_delta(old, new)
+    assert tpde.apply_delta(_clones(old) | {"new": shared.clone() + 1}, delta) == 2
+    assert tpde.apply_delta({"none": empty}, tpde.make_delta({"none": empty}, {"none": empty})) == 0
+    assert tpde.make_delta({"x": shared}, {"y": shared})
+    with pytest.raises(InvalidInput, match="such as `a`") as caught:
+        tpde.make_delta(old, {"a": shared, "none": empty})
+    assert caught.value.where == "a"
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_a_delta_in_memory_may_be_any_bytes(kind: Any) -> None:
+    old, new = {"a": torch.zeros(70)}, {"a": torch.ones(70)}
+    assert tpde.apply_delta(old, kind(tpde.make_delta(_clones(old), new))) == 1
+    assert _bits(old) == _bits(new)
+
+
+def test_progress_counts_every_tensor_once() -> None:
+    old, new = {"a": torch.zeros(70), "b": torch.zeros(30)}, {"a": torch.ones(70), "b": torch.zeros(30)}
+    done: list[int] = []
+    delta = tpde.make_delta(old, new, progress=done.append)
+    assert sum(done) == 400
+    done.clear()
+    assert tpde.apply_delta(old, delta, progress=done.append) == 1
+    assert sum(done) == 400
+
+
+def test_a_tensor_that_repeats_its_bytes_beyond_the_bound_has_no_delta() -> None:
+    small, large = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8).expand(1 << 40)
+    for old, new in (({"a": large}, {"a": small}), ({"a": small}, {"a": large})):
+        with pytest.raises(InvalidInput, match="`a` repeats"):
+            tpde.make_delta(old, new)
+
+
+def test_a_subclass_of_tensors_has_no_plain_bytes() -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    with pytest.raises(InvalidInput, match="`a` is a Mine") as caught:
+        tpde.make_delta({"a": torch.zeros(3)}, {"a": torch.zeros(3).as_subclass(Mine)})
+    assert caught.value.where == "a"
+
+
+def test_a_delta_of_more_than_weights_is_applied_to_the_weights(tmp_path: Path) -> None:
+    """And its file is closed."""
+    for step in (0, 1):
+        (tmp_path / str(step)).mkdir()
+        save_file({"w": torch.full((500,), step + 0.5)}, tmp_path / str(step) / "model.safetensors")
+        (tmp_path / str(step) / "config.json").write_text(f"{step}")
+    diff(tmp_path / "0", tmp_path / "1", tmp_path / "delta")
+    old = {"w": torch.full((500,), 0.5)}
+    assert tpde.apply_delta(old, tmp_path / "delta") == 1
+    assert torch.equal(old["w"], torch.full((500,), 1.5))
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_files_of_deltas_and_bases_are_closed(
+    failing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unclosed: list[str] = []
+
+    def check(self: Any) -> None:
+        if getattr(self, "_fd", -1) >= 0:
+            unclosed.append(self.name)
+        self.close()
+
+    monkeypatch.setattr(FileSource, "__del__", check)
+    old, new = {"w": torch.zeros(300)}, {"w": torch.ones(300)}
+    save_file(old, tmp_path / "old")
+    delta = tpde.make_delta(tmp_path / "old", new)
+    (tmp_path / "delta").write_bytes(delta)
+    if failing:
+        with pytest.raises(MissingBase):
+            tpde.apply_delta({}, tmp_path / "delta")
+        with pytest.raises(RuntimeError, match="mine"):
+            tpde.make_delta(tmp_path / "old", new, progress=_raise)
+    else:
+        assert tpde.apply_delta(old, tmp_path / "delta") == 1
+    gc.collect()
+    assert unclosed == []
+
+
+def _raise(_: int) -> None:
+    raise RuntimeError("mine")
 
 
 @pytest.mark.skipif(

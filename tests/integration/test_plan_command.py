@@ -69,6 +69,17 @@ def test_json(llama):
     assert sorted(units) == ["lm_head", "model.embed_tokens", *(f"model.layers.{i}" for i in range(3))]
 
 
+def test_the_disk_is_measured_where_host_memory_is_bounded(llama, monkeypatch):
+    from tpde.streaming import rates
+
+    asked = []
+    monkeypatch.setattr(rates, "disk_rate", lambda files: asked.append(sorted(files)) or 5e9)
+    for options, disk in ((("--ram", "1GiB"), 5e9), (("--ram", "1GiB", "--disk-rate", 6), 6e9), ((), None)):
+        made = invoke("plan", llama, "--vram", "512MiB", "--json", *RATES, *options)
+        assert json.loads(made.stdout)["rates"].get("disk") == disk
+    assert asked == [sorted(llama.glob("*.safetensors"))]
+
+
 @pytest.mark.parametrize("rates", [RATES, ("--copy-rate", "0.1", "--memory-rate", "0.5")])
 def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
     """Whatever the machine; with units so large that it would matter."""

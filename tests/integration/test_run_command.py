@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.checkpoints import Pair, checkpoint
 from support.commands import invoke, process
 from support.models import torch
+
+from tpde.cli import common
+from tpde.cli import run as run_command
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
@@ -168,3 +174,257 @@ def test_damage_has_its_exit_code(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ")
     assert "hint: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# ---- what it is told, and what it says
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Give what a model would have been run with."""
+    from tpde.integrations import device
+    from tpde.integrations.transformers import folder, memory
+
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(device, "checked_device", lambda name: found.setdefault("device", torch.device(name)))
+    monkeypatch.setattr(folder, "packed_directory", Path)
+    monkeypatch.setattr(memory, "Peak", lambda device: PEAK)
+    monkeypatch.setattr(run_command, "_generate", lambda *args: found.update(generate=args))
+    monkeypatch.setattr(run_command, "_embed", lambda *args: found.update(embed=args))
+    monkeypatch.setattr(run_command, "_default_device", lambda: "cpu")
+    return found
+
+
+def test_what_a_text_is_made_with(started: dict[str, Any], tmp_path: Path) -> None:
+    assert invoke("run", "model", "--prompt", "x").exit_code == 0
+    folder, device, budget, _, result, *rest = started.pop("generate")
+    assert (folder, str(device), budget) == (Path("model"), "cpu", None)
+    assert result == {"model": "model", "device": "cpu"}
+    assert rest == ["x", 128, 0.0, 0, None, False, False]
+    started.clear()
+    options = [
+        "--max-new-tokens",
+        7,
+        "--temperature",
+        0.5,
+        "--seed",
+        9,
+        "--stats",
+        "--json",
+        "--vram",
+        "1GiB",
+    ]
+    options += ["--ram", "2GiB", "--max-tokens", 77, "--trace", tmp_path / "trace"]
+    assert invoke("run", "model", "--prompt", "x", *options).exit_code == 0
+    _, device, budget, _, _, *rest = started.pop("generate")
+    assert str(device) == "cuda"  # a budget is of its memory
+    assert (budget.vram, budget.ram, budget.max_tokens, budget.max_batch) == (1 << 30, 2 << 30, 77, 1)
+    assert rest == ["x", 7, 0.5, 9, tmp_path / "trace", True, True]
+
+
+def test_what_vectors_are_made_with(started: dict[str, Any]) -> None:
+    from tpde.integrations.transformers.embed import BATCH
+
+    assert invoke("run", "model", "--embed", "a", "b").exit_code == 0
+    _, _, budget, _, _, *rest = started.pop("embed")
+    assert (budget, rest) == (None, [["a", "b"], None, False, False])
+    started.clear()
+    options = ["--device", "cpu", "--vram", "1GiB", "--stats", "--json"]
+    assert invoke("run", "model", "--embed", "a", *options).exit_code == 0
+    _, device, budget, _, _, *rest = started.pop("embed")
+    assert (str(device), budget.max_batch, rest) == ("cpu", BATCH, [["a"], None, True, True])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--prompt", "x", "--embed"], "nothing to do, or too much"),
+        (["--prompt", "x", "text"], "nothing to do, or too much"),
+        (["--embed"], "nothing to do, or too much"),
+        (["text"], "nothing to do, or too much"),
+        (["--prompt", "x", "--trace", "t"], "`--trace` is of weights that are streamed"),
+        (["--prompt", "x", "--trace", "no/t", "--vram", "1GiB"], "cannot be written"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature"),
+        (["--prompt", "x", "--seed", "-1"], "--seed"),
+        (["--prompt", "x", "--seed", str(1 << 64)], "--seed"),
+        (["--prompt", "x", "--vram", "1GiB", "--max-tokens", "0"], "--max-tokens"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused_before_anything(
+    options: list[str], says: str, started: dict[str, Any]
+) -> None:
+    done = invoke("run", "model", *options)
+    assert done.exit_code == common.USAGE
+    assert says in done.stderr
+    assert not started.keys() & {"generate", "embed"}
+
+
+class Streamer:
+    """What a streamed model has, as far as commands use it."""
+
+    def __init__(self, events: list[Any], devices: tuple[str, ...] = ("cuda:0",)) -> None:
+        self.events, self.streamers = events, devices
+
+    def check(self) -> None:
+        self.events.append("check")
+
+    def trace(self, path: Path) -> None:
+        self.events.append(path)
+
+    def stats(self) -> dict[str, int]:
+        return {"copied": 1}
+
+    def summary(self, device: str) -> Any:
+        return SimpleNamespace(text=lambda: f"fast\nof {device}")
+
+
+SIZES = {"packed_bytes": 1 << 20, "unpacked_bytes": 3 << 20, "plain_bytes": 512, "load_seconds": 1.5}
+PEAK = SimpleNamespace(bytes=lambda: 5 << 20)
+
+
+@pytest.mark.parametrize(("as_json", "stats"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("both", [False, True], ids=["decoder", "encoder and decoder"])
+def test_a_text_is_written_as_it_comes_and_told_at_the_end(
+    as_json: bool,
+    stats: bool,
+    both: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tpde.integrations.transformers import folder, generate, tokens
+
+    events: list[Any] = []
+    flushes: list[None] = []
+    monkeypatch.setattr(sys.stdout, "flush", lambda: flushes.append(None))
+    model = SimpleNamespace(tpde_streamer=Streamer(events))
+
+    def load(*args: Any) -> Any:
+        bar: ExitStack = args[4]
+        bar.callback(events.append, "bar closed")
+        events.append(("record", args[3]))
+        return model, dict(SIZES)
+
+    def make(_: Any, __: Any, prompt: str, *, write: Any, **options: Any) -> Any:
+        assert options == {"max_new_tokens": 7, "temperature": 0.5, "seed": 9}
+        write("one ")
+        assert bool(flushes) is not as_json  # whoever reads it need not wait for the next
+        events.append("written")
+        write("two")
+        return generate.Generation("one two", [4, 5, 6], 3, 0.25, 12.5, 2.0)
+
+    monkeypatch.setattr(run_command, "_load", load)
+    monkeypatch.setattr(generate, "load_tokenizer", lambda _: lambda prompt: {"input_ids": [1] * len(prompt)})
+    monkeypatch.setattr(generate, "generate", make)
+    monkeypatch.setattr(folder, "read_config", lambda _: {"is_encoder_decoder": both})
+    monkeypatch.setattr(tokens, "check_tokens", lambda *args: events.append(args))
+    budget = SimpleNamespace(max_tokens=50)
+    args = (Path("m"), torch.device("cpu"), budget, PEAK, {"model": "m"}, "abc", 7, 0.5, 9, Path("t"))
+    run_command._generate(*args, stats, as_json)  # type: ignore[arg-type]
+    # The last token is not read, unless one that starts the decoder was.
+    assert events == [(1, 3 + 6 + both, 50), ("record", True), "bar closed", "written", "check", Path("t")]
+    out, err = capsys.readouterr()
+    if as_json:
+        found = json.loads(out)
+        assert (found["text"], found["tokens"], found["prompt_tokens"]) == ("one two", [4, 5, 6], 3)
+        assert (found["new_tokens"], found["tokens_per_second"], found["seconds"]) == (3, 12.5, 2.0)
+        assert (found["first_token_seconds"], found["peak_bytes"], found["model"]) == (0.25, 5 << 20, "m")
+        assert found["streaming"] == {"copied": 1}
+        assert found.items() >= SIZES.items()
+    else:
+        assert out == "one two\n"
+    told = [
+        "tokens: 3 read, 3 written",
+        "speed: first token after 250 ms, then 12.5 tokens/s",
+        "weights: 1.0 MiB packed, 3.0 MiB unpacked; 512 B stored plain; loaded in 1.50 s",
+        "peak: 5.0 MiB of memory, Python included",
+        "cuda:0: fast",
+        "cuda:0: of cuda:0",
+    ]
+    assert err.splitlines() == (told if stats else [])
+
+
+@pytest.mark.parametrize(("as_json", "stats"), [(False, True), (True, False)])
+def test_vectors_are_told_with_all_their_digits(
+    as_json: bool, stats: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tpde.integrations.transformers import embed, generate
+
+    vectors = torch.tensor([[0.1, 1 / 3], [1e-30, float("nan")]])[: 1 if as_json else 2]
+    record: list[bool] = []
+
+    def load(*args: Any) -> Any:
+        record.append(args[3])
+        return SimpleNamespace(tpde_streamer=Streamer([], ())), dict(SIZES)
+
+    monkeypatch.setattr(run_command, "_load", load)
+    monkeypatch.setattr(generate, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(embed, "read_recipe", lambda _: embed.Recipe("mean", True, None))
+    monkeypatch.setattr(embed, "embed", lambda *_: (vectors, 11))
+    run_command._embed(
+        Path("m"),
+        torch.device("cuda"),
+        None,
+        PEAK,
+        {"model": "m"},
+        ["a"],
+        None,
+        stats,
+        as_json,  # type: ignore[arg-type]
+    )
+    assert record == [stats]
+    out, err = capsys.readouterr()
+    if as_json:
+        found = json.loads(out)
+        assert torch.equal(torch.tensor(found["embeddings"]), vectors)
+        assert (found["pooling"], found["normalized"], found["dimensions"]) == ("mean", True, 2)
+        assert (found["tokens"], found["peak_bytes"]) == (11, 5 << 20)
+        assert found["tokens_per_second"] == pytest.approx(11 / found["seconds"])
+        assert err == ""
+        return
+    rows = torch.tensor([json.loads(line) for line in out.splitlines()])
+    assert torch.equal(rows.view(torch.int32)[0], vectors.view(torch.int32)[0])
+    assert rows[1].isnan().tolist() == [False, True]
+    lines = err.splitlines()
+    assert lines[0] == "vectors: 2 of 2 dimensions, pooling mean, length 1"
+    assert lines[1].startswith("speed: 11 tokens in ")
+    assert lines[3] == "peak: 5.0 MiB of the GPU's memory beyond the context"
+    assert lines[4:] == ["copies: none: all weights fit the device"]
+
+
+def test_a_model_that_is_not_streamed_has_nothing_to_finish(capsys: pytest.CaptureFixture[str]) -> None:
+    model, events = SimpleNamespace(), []  # type: ignore[var-annotated]
+    assert run_command._finish_streaming(model, Path("t")) == {}
+    run_command._say_copies(model)
+    assert capsys.readouterr() == ("", "")
+    streamed = SimpleNamespace(tpde_streamer=Streamer(events))
+    assert run_command._finish_streaming(streamed, None) == {"streaming": {"copied": 1}}
+    assert events == ["check"]
+
+
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("budget", [None, SimpleNamespace()])
+def test_a_streamed_model_is_recorded_where_that_is_wanted(
+    record: bool, budget: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpde.integrations.transformers import loading, memory
+
+    found: dict[str, Any] = {"record": 0}
+
+    def recorded() -> None:
+        found["record"] += 1
+
+    def load(*args: Any, **options: Any) -> Any:
+        found.update(args=args, options=options)
+        return SimpleNamespace(tpde_streamer=SimpleNamespace(record=recorded))
+
+    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(memory, "weight_bytes", lambda _: {"packed_bytes": 1})
+    with ExitStack() as bar:
+        _, sizes = run_command._load(Path("m"), torch.device("cpu"), budget, record, bar, "kind")
+    assert found["args"] == (Path("m"), torch.device("cpu"), budget)
+    assert found["options"]["model_class"] == "kind"
+    assert callable(found["options"]["progress"]) is (budget is not None)
+    assert found["record"] == (budget is not None and record)
+    assert sizes["packed_bytes"] == 1
+    assert sizes["load_seconds"] > 0

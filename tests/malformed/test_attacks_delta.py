@@ -10,7 +10,7 @@ from support.contents import rng
 from support.states import content, files, folders
 
 from tpde.errors import Corrupt, MissingBase, TpdeError, Truncated, UnsupportedVersion
-from tpde.format.delta import HASH_AT, HEADER
+from tpde.format.delta import HASH_AT, HEADER, MAGIC
 from tpde.format.delta_reader import is_delta
 from tpde.format.source import BytesSource, FileSource
 from tpde.store.api import diff, inspect_delta, patch, verify_delta
@@ -171,4 +171,5 @@ def test_a70_bases_out_of_reach(tmp_path: Path) -> None:
 
 def test_reading_stops_at_the_magic() -> None:
     assert not is_delta(BytesSource(b""))
+    assert is_delta(BytesSource(MAGIC))
     assert not is_delta(BytesSource(b"\x89TPDE\r\n\x1a" + bytes(100)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.contents import spec_of
-from support.craft import FIELDS, constant_blob, edited, prefix_blob, zstd_blob
+from support.craft import FIELDS, constant_blob, edited, patch, prefix_blob, reseal, zstd_blob
 
 from tpde.codec import reference
 from tpde.codec.plan import ZSTD_CHUNK_WORDS, base_header
@@ -131,3 +131,171 @@ def test_chunks_cover_the_words_once(words: int, segment: int, chunk: int, dtype
         assert header.chunk_of(begin) == header.chunk_of(end - 1) == i
         at = end
     assert at == words
+
+
+# ---- what is told of a header that cannot be
+
+PLANES = HEADER_BYTES + 8 * 2  # of `prefix`, which has two dimensions
+ONE_PLANE = HEADER_BYTES + 8  # of `zstd`
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        ("prefix", {"magic": 0}, "the magic bytes are missing"),
+        ("prefix", {"codec": 0}, "codec 0 is unknown"),
+        ("prefix", {"codec": 4}, "codec 4 is unknown"),
+        ("prefix", {"layout": 1}, "layout 1 is unknown"),
+        ("prefix", {"dtype": 11}, "dtype 11 is unknown"),
+        ("prefix", {"ndim": 65}, "65 dimensions, at most 64"),
+        ("prefix", {"word_bytes": 4}, "words do not fit BF16"),
+        ("prefix", {"rotate": 0}, "words do not fit BF16"),
+        ("prefix", {"rotate": 2}, "words do not fit BF16"),
+        ("prefix", {"words": 1 << 59}, "576460752303423488 words are too many"),
+        ("prefix", {"words": (1 << 59) - 1}, "and 576460752303423487 words differ"),
+        ("prefix", {"words": 1501}, r"shape \[3, 500\] and 1501 words differ"),
+        ("prefix", {"words": 1499}, r"shape \[3, 500\] and 1499 words differ"),
+        ("prefix", {"base": 1}, "the blob is a delta"),
+        ("prefix", {"context": 1}, "reserved bytes are not zero"),
+        ("prefix", {"reserved": 1}, "reserved bytes are not zero"),
+        ("prefix", {"reserved_2": 1}, "reserved bytes are not zero"),
+        ("prefix", {"constant": 1}, "a constant without its codec"),
+        ("zstd", {"constant": 1}, "a constant without its codec"),
+        ("prefix", {"tables": 17}, "17 tables, at most 16"),
+        ("prefix", {"unit_log2": 3}, r"a unit of 2\^3 bytes"),
+        ("prefix", {"unit_log2": 13}, r"a unit of 2\^13 bytes"),
+        ("prefix", {"chunk_words": 256}, "chunks of 256 words"),
+        ("prefix", {"chunk_words": 0}, "chunks of 0 words"),
+        ("prefix", {"chunk_words": 768}, "chunks of 768 words"),
+        ("prefix", {"chunk_words": 65536}, "chunks of 65536 words"),
+        ("zstd", {"chunk_words": 131072}, "chunks of 131072 words"),
+        ("constant", {"chunk_words": 131072}, "chunks of 131072 words"),
+        ("prefix", {"segment_words": 0}, "segments of 0 words"),
+        ("prefix", {"segment_words": 1501}, "segments of 1501 words"),
+        ("prefix", {"tables": 0}, "a plane uses tables 0 to 1"),
+        ("prefix", {"chunks": 2}, "2 chunks, 3 by the shape"),
+        ("prefix", {"chunks": 4}, "4 chunks, 3 by the shape"),
+        ("constant", {"chunks": 1}, "1 chunks, 0 by the shape"),
+        ("prefix", {"max_chunk_bytes": 1040}, "chunks of up to 1040 bytes, 1024 are enough"),
+        ("constant", {"max_chunk_bytes": 16}, "chunks of up to 16 bytes, 0 are enough"),
+        ("prefix", {"max_chunk_bytes": 1016}, "chunks and planes of up to 1016"),
+        ("prefix", {"max_stream_bytes": 2}, "chunks and planes of up to .* 2 bytes"),
+        (
+            "prefix",
+            {"max_chunk_bytes": 1008, "max_stream_bytes": 1012},
+            "planes of up to 1012 bytes in chunks of 1008",
+        ),
+        ("constant", {"max_stream_bytes": 4}, "planes of up to 4 bytes in chunks of 0"),
+        ("prefix", {"tables_bytes": 8}, "a table section of 8 bytes"),
+        ("prefix", {"tables_bytes": 131_600}, "a table section of 131600 bytes"),
+        ("prefix", {"tables_bytes": 131_584}, "before its chunks"),
+        ("zstd", {"tables": 1}, "tables without their codec"),
+        ("zstd", {"tables_bytes": 16}, "tables without their codec"),
+        ("constant", {"tables": 1}, "tables without their codec"),
+    ],
+)
+def test_headers_that_cannot_be_say_what_is_wrong(name: str, fields: dict[str, int], says: str) -> None:
+    blob = edited(BLOBS[name], **fields)
+    with pytest.raises(Corrupt, match=says) as caught:
+        parse_blob_header(blob, len(blob))
+    assert caught.value.hint == "the header is damaged, fetch the file again"
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "data", "says"),
+    [
+        ("prefix", PLANES + 2, b"\1", "reserved bytes of a plane"),
+        ("prefix", PLANES + 7, b"\1", "reserved bytes of a plane"),
+        ("prefix", PLANES + 4, b"\0\2", "a plane uses tables 0 to 2"),
+        ("prefix", PLANES + 4, b"\1\1", "a plane uses tables 1 to 2"),
+        ("zstd", ONE_PLANE, b"\1\0", "a plane's tables without their codec"),
+        ("zstd", ONE_PLANE, b"\0\1", "a plane uses tables 0 to 1"),
+        ("constant", 98, b"\1", "a constant larger than a word"),
+        ("constant", 103, b"\1", "a constant larger than a word"),
+    ],
+)
+def test_planes_and_constants_that_cannot_be_say_what_is_wrong(
+    name: str, at: int, data: bytes, says: str
+) -> None:
+    blob = patch(BLOBS[name], at, data)
+    with pytest.raises(Corrupt, match=says):
+        parse_blob_header(blob, len(blob))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("prefix", {"tables": 16}),
+        ("prefix", {"segment_words": 1500}),
+        ("prefix", {"segment_words": 512}),
+        ("prefix", {"chunk_words": 32768, "chunks": 1}),
+        ("zstd", {"chunk_words": 65536}),
+        ("prefix", {"max_chunk_bytes": 1024}),
+        ("prefix", {"max_chunk_bytes": 1024, "max_stream_bytes": 1024}),
+        ("prefix", {"max_stream_bytes": 0}),
+    ],
+)
+def test_fields_at_their_limits_are_taken(name: str, fields: dict[str, int]) -> None:
+    blob = edited(BLOBS[name], **fields)
+    header = parse_blob_header(blob, len(blob))
+    for field, value in fields.items():
+        assert getattr(header, field) == value
+
+
+def test_a_plane_without_tables_may_name_any() -> None:
+    blob = patch(BLOBS["prefix"], PLANES, b"\7\0")
+    assert parse_blob_header(blob, len(blob)).planes == ((7, 0), (0, 1))
+
+
+def test_a_blob_ends_where_its_chunks_do() -> None:
+    prefix, constant = (parse_blob_header(BLOBS[it], len(BLOBS[it])) for it in ("prefix", "constant"))
+    for size in (0, prefix.chunks_at - 1):
+        with pytest.raises(Corrupt, match=f"the blob ends at {size}, before its chunks"):
+            parse_blob_header(edited(BLOBS["prefix"], blob_bytes=size), 1 << 20)
+    assert parse_blob_header(edited(BLOBS["prefix"], blob_bytes=prefix.chunks_at), 1 << 20)
+    with pytest.raises(
+        Corrupt, match=f"{constant.chunks_at + 16} bytes, {constant.chunks_at} without chunks"
+    ):
+        parse_blob_header(edited(BLOBS["constant"], blob_bytes=constant.chunks_at + 16), 1 << 20)
+    size = len(BLOBS["prefix"])
+    with pytest.raises(Truncated) as caught:
+        parse_blob_header(BLOBS["prefix"], size - 1)
+    assert (caught.value.found, caught.value.needed) == (size - 1, size)
+
+
+@pytest.mark.parametrize("name", BLOBS)
+def test_padding_before_the_chunks_is_zero(name: str) -> None:
+    """Also under a hash that fits."""
+    header = parse_blob_header(BLOBS[name], len(BLOBS[name]))
+    planes_end = HEADER_BYTES + 8 * len(header.spec.shape) + 4 * len(header.planes)
+    index_end = header.index_at + RECORD_BYTES * header.chunks
+    for at in (*range(planes_end, header.tables_at), *range(index_end, header.chunks_at)):
+        blob = reseal(patch(BLOBS[name], at, b"\1"), header.chunks_at)
+        with pytest.raises(Corrupt, match=r"padding .* is not zero"):
+            _parse_all(blob)
+    damaged = patch(BLOBS[name], HEADER_BYTES - 8, bytes(8))
+    with pytest.raises(Corrupt, match="their hash is"):
+        _parse_all(damaged)
+
+
+@pytest.mark.parametrize("name", BLOBS)
+def test_a_header_that_is_cut_says_how_much_is_there(name: str) -> None:
+    blob = BLOBS[name]
+    header = parse_blob_header(blob, len(blob))
+    end = HEADER_BYTES + 8 * len(header.spec.shape) + 4 * len(header.planes)
+    for size in (0, HEADER_BYTES - 1, HEADER_BYTES, end - 1):
+        for data in (blob[:size], blob):
+            with pytest.raises(Truncated, match=f"header .*here are {size}"):
+                parse_blob_header(data, size)
+        with pytest.raises(Truncated, match=f"header .*here are {size}"):
+            parse_blob_header(blob[:size], len(blob))
+
+
+def test_the_last_chunk_of_a_segment_ends_with_it() -> None:
+    header = BlobHeader(spec_of("U8", 2000), CODEC_PREFIX, 700, 512)
+    assert header.chunks == 6
+    assert [header.chunk_range(i, i) for i in range(6)] == [
+        (0, 512), (512, 700), (700, 1212), (1212, 1400), (1400, 1912), (1912, 2000),
+    ]  # fmt: skip
+    assert header.chunk_range(1, 4) == (512, 1912)
+    assert BlobHeader(spec_of("U8", 0), CODEC_PREFIX, 1, 512).chunks == 0

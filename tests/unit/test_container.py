@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import struct
 
@@ -14,7 +16,15 @@ from support.files import container
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
 from tpde.format.constants import DTYPES
-from tpde.format.container import Container, TensorSpec, canonical_header, parse_header, read_container
+from tpde.format.container import (
+    Container,
+    TensorSpec,
+    canonical_header,
+    check_texts,
+    max_source_header,
+    parse_header,
+    read_container,
+)
 from tpde.format.source import BytesSource
 
 # What the stock library's `serialize` calls the dtypes that it takes from Python.
@@ -173,3 +183,119 @@ def test_specs_of_shapes_that_cannot_be_are_refused(shape: tuple[int, ...]) -> N
 def test_json_of_other_writers_is_kept_as_it_is() -> None:
     text = json.dumps({"x": {"data_offsets": [0, 1], "shape": [1], "dtype": "U8"}}, indent=3).encode()
     assert _read(container(text, b"1", pad=1)).header == text
+
+
+# ---- limits, and what is told
+
+
+def test_a_header_of_no_bytes_is_no_json() -> None:
+    with pytest.raises(NotSafetensors, match="not JSON"):
+        _read(bytes(8))
+
+
+@pytest.mark.parametrize("order", [("dtype", "shape", "data_offsets"), ("shape", "data_offsets", "dtype")])
+def test_shapes_have_at_most_64_dimensions(order: tuple[str, ...]) -> None:
+    for count in (64, 65):
+        entry = {"dtype": "U8", "shape": [1] * count, "data_offsets": [0, 1]}
+        data = container({"x": {key: entry[key] for key in order}}, b"1")
+        if count == 64:
+            assert _read(data).specs == {"x": TensorSpec("U8", (1,) * 64)}
+        else:
+            with pytest.raises(Corrupt, match="tensor `x` has the shape"):
+                _read(data)
+
+
+def test_specs_have_less_than_two_to_the_60_bytes() -> None:
+    assert TensorSpec("U8", ((1 << 60) - 1,)).nbytes == (1 << 60) - 1
+    assert TensorSpec("F4", ((1 << 61) - 2,)).nbytes == (1 << 60) - 1
+    assert TensorSpec("U8", (0, (1 << 60) - 1)).nbytes == 0
+    for dtype, shape in (
+        ("U8", (1 << 60,)),
+        ("F64", (1 << 57,)),
+        ("U8", (0, 1 << 60)),
+        ("U8", (1 << 30, 0, 1 << 30)),
+    ):
+        with pytest.raises(ValueError, match="any dimension of 0 taken as 1"):
+            TensorSpec(dtype, shape)
+
+
+@pytest.mark.parametrize("order", [("dtype", "shape", "data_offsets"), ("shape", "data_offsets", "dtype")])
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"data_offsets": [-1, 1]}, r"has the offsets \[-1, 1\]"),
+        ({"data_offsets": [0, 2, 2]}, "has the offsets"),
+        ({"data_offsets": [2]}, "has the offsets"),
+        ({"data_offsets": {"0": 2}}, "has the offsets"),
+        ({"data_offsets": [[0], 2]}, "has the offsets a nested list"),
+        ({"data_offsets": [2, 0]}, "has -2 bytes by its offsets, 2 by its dtype"),
+        ({"shape": [-2]}, r"has the shape \[-2\]"),
+        ({"shape": [2.0]}, "has the shape"),
+        ({"shape": "2"}, "has the shape 2"),
+        ({"shape": [[2]]}, "has the shape a nested list"),
+        ({"shape": {"2": []}}, "has the shape a nested dict"),
+        ({"shape": [1 << 60]}, "is impossible: a U8 tensor cannot have the shape"),
+        ({"shape": [3]}, "has 2 bytes by its offsets, 3 by its dtype"),
+    ],
+)
+def test_entries_that_cannot_be_say_what_is_wrong(
+    fields: dict[str, object], says: str, order: tuple[str, ...]
+) -> None:
+    entry = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]} | fields
+    with pytest.raises(Corrupt, match=says) as caught:
+        _read(container({"x": {key: entry[key] for key in order}}, b"12"))
+    assert caught.value.tensor == "x"
+
+
+def test_tensors_that_are_not_beside_each_other_say_where() -> None:
+    def entry(begin: int, end: int) -> dict[str, object]:
+        return {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+
+    for second, found in (((1, 3), 1), ((3, 5), 3)):
+        with pytest.raises(Corrupt, match=f"`b` starts at {found}, the one before it ends at 2") as caught:
+            _read(container({"b": entry(*second), "a": entry(0, 2)}, bytes(second[1])))
+        assert (caught.value.tensor, caught.value.found, caught.value.needed) == ("b", found, 2)
+    for data, error in ((b"1", Truncated), (b"123", Corrupt)):
+        with pytest.raises(error) as caught_size:
+            _read(container({"a": entry(0, 2)}, data))
+        assert (caught_size.value.found, caught_size.value.needed) == (len(data), 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "metadata", "says"),
+    [
+        (["a", 7], {}, "the name 7 is a int; names are texts"),
+        (["a", None], {}, "is a NoneType"),
+        (["a", "__metadata__"], {}, "the place of metadata"),
+        (["a", "\ud800"], {}, "the name '.ud800' is not Unicode"),
+        (["\ud83d", "\ude00"], {}, "is not Unicode"),
+        (["a"], [], "`__metadata__` is a list"),
+        (["a"], None, "`__metadata__` is a NoneType"),
+        (["a"], {"b": 7}, "maps str to int at 'b'"),
+        (["a"], {7: "b"}, "maps int to str at 7"),
+        (["a"], {"b": "\ud800"}, "at 'b' is not Unicode"),
+        (["a"], {"\ud800": "b"}, "at '.ud800' is not Unicode"),
+    ],
+)
+def test_texts_that_no_reader_takes_are_refused(names: list[object], metadata: object, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_texts(names, metadata)
+    check_texts(["a", "\U0001f600", ""], {"": "", "a": "é"})
+
+
+def test_a_sources_header_is_at_most_4_mib_and_32_times_the_containers() -> None:
+    assert [max_source_header(size) for size in (0, 1, 1000)] == [4 << 20, (4 << 20) + 32, (4 << 20) + 32_000]
+
+
+@pytest.mark.parametrize("header", [b"{}", b"{"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_afterwards_as_before(header: bytes, enabled: bool) -> None:
+    assert gc.isenabled()
+    if not enabled:
+        gc.disable()
+    try:
+        with contextlib.suppress(NotSafetensors):
+            parse_header(header, "x")
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()

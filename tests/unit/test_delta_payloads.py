@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.contents import fill, rng, spec_of
 from support.deltas import CHANGES, model_of, pair
 
+from tpde.codec.delta import Sparse
 from tpde.errors import Corrupt
 from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
 from tpde.format.delta import DENSE, FULL, PLAIN, SPARSE
+from tpde.store import diff as store_diff
 from tpde.store.payloads import (
     Stored,
     add_differences,
@@ -80,3 +85,96 @@ def test_a_blob_of_another_tensor_is_refused() -> None:
     assert (read_blob(spec, stored.data, 1) == np.frombuffer(fill("normal", spec), np.uint8)).all()
     with pytest.raises(Corrupt, match="BF16"):
         read_blob(spec_of("F16", 5000), stored.data, 1)
+
+
+class Given:
+    """A model whose chunks take as many bytes as it is told."""
+
+    def __init__(self, size: int | None, chunks: int = 1) -> None:
+        self.sparse = None
+        if size is not None:
+            records = np.zeros(chunks, np.uint32)
+            self.sparse = Sparse(np.zeros(size, np.uint8), records, records)
+
+    def encode(self, old: object, new: object, threads: int) -> Sparse | None:
+        return self.sparse
+
+
+def _codec_of(dtype: str, new: np.ndarray, size: int | None, chunks: int = 1) -> str:
+    """Give the codec for random words that become others, where sparse changes take so many bytes."""
+    old = np.frombuffer(rng("old").bytes(new.nbytes), np.uint8)
+    return store_change(spec_of(dtype, new.size), Given(size, chunks), old, new.view(np.uint8), 1).codec  # type: ignore[arg-type]
+
+
+def test_a_base_must_save_two_percent_with_the_records_of_the_chunks() -> None:
+    noise = np.frombuffer(rng("noise").bytes(20_000), np.uint16)  # neither it nor the differences shrink
+    for chunks in (1, 50):
+        most = int(20_000 * 0.98) - 2 * chunks
+        assert _codec_of("BF16", noise, most - 1, chunks) == SPARSE
+        assert _codec_of("BF16", noise, most, chunks) == PLAIN
+    assert _codec_of("BF16", noise, None) == PLAIN
+
+
+def test_few_changes_of_weights_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below a sixteenth of floats that are not all the same, the other codecs are not tried."""
+    tried: list[object] = []
+    whole = store_whole
+
+    def counted(*args: object) -> Stored:
+        tried.append(args)
+        return whole(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tpde.store.payloads.store_whole", counted)
+    noise = np.frombuffer(rng("noise").bytes(16_000), np.uint16)
+    for dtype, new, size, looks in (
+        ("BF16", noise, 999, False),
+        ("BF16", noise, 1000, True),
+        ("I16", noise, 999, True),
+        ("BF16", np.full(8000, 3, np.uint16), 999, True),
+        ("BF16", np.append(np.full(7999, 3, np.uint16), np.uint16(4)), 999, False),
+    ):
+        tried.clear()
+        found = _codec_of(dtype, new, size)
+        assert bool(tried) is looks, (dtype, size)
+        assert found == (FULL if looks and new is not noise else SPARSE)
+
+
+def test_a_tensor_of_no_bytes_is_stored_plain() -> None:
+    stored = store_whole(spec_of("BF16", 0), np.empty(0, np.uint8), 1)
+    assert (stored.codec, stored.data.size, stored.sparse) == (PLAIN, 0, None)
+
+
+class Numbered:
+    """A state of tensors whose chunks of bytes hold their numbers, counted through all of them."""
+
+    def __init__(self, *chunks: int) -> None:
+        at, self.specs, self.asked = 0, {}, list[str]()
+        self.tensors = {}
+        for i, count in enumerate(chunks):
+            numbers = np.arange(at, at + count, dtype=np.uint8)
+            self.tensors[f"{i}"] = np.repeat(numbers, 65536)[: count * 65536 - 5]
+            self.specs["", f"{i}"] = TensorSpec("U8", (count * 65536 - 5,))
+            at += count
+
+    def read(self, key: tuple[str, str], threads: int) -> np.ndarray:
+        self.asked.append(key[1])
+        return self.tensors[key[1]]
+
+
+@pytest.mark.parametrize(("step", "chunks"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (5, [0, 5])])
+def test_models_are_made_of_chunks_that_are_evenly_spread_over_all_tensors(
+    step: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        store_diff, "sample_step", lambda total, word, *, fast: told.append((total, word)) or step
+    )
+    state: Any = Numbered(2, 3, 2)
+    pairs = [store_diff._Pair(key, key) for key in state.specs]
+    parts, found = store_diff._sample(
+        state, state, [*pairs, store_diff._Pair(("", "new"), None)], (1, 0), False, 1
+    )
+    assert (told, found) == ([(7, 1)], step)
+    assert [(int(old[0]), int(new[-1])) for old, new in parts] == [(it, it) for it in chunks]
+    assert set(state.asked) == {"0" if it < 2 else "1" if it < 5 else "2" for it in chunks}
+    assert store_diff._sample(state, state, pairs, (2, 1), False, 1)[0] == []

@@ -22,6 +22,7 @@ from support.files import container, pack_bytes, safetensors_bytes
 
 import tpde
 import tpde.numpy
+from tpde.access import TensorSlice
 from tpde.errors import InvalidInput, MissingDependency, UnsupportedDtype
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
@@ -293,6 +294,80 @@ def test_leaving_the_block_closes(failing: bool, tmp_path: Path) -> None:
 def test_arrays_are_on_no_device(framework: Any, device: str) -> None:
     with pytest.raises(ValueError, match=f"NumPy arrays live on the CPU, not on `{device}`"):
         tpde.safe_open(FILE, framework=framework, device=device)
+
+
+@pytest.mark.parametrize("framework", ["tf", "", "PT", None])
+def test_frameworks_that_are_not_known_are_refused(framework: Any) -> None:
+    with pytest.raises(ValueError, match="no framework `"):
+        tpde.safe_open(FILE, framework=framework)
+
+
+@pytest.mark.parametrize("framework", ["pt", "torch", "np", "numpy"])
+def test_frameworks_have_two_names_each(framework: Any) -> None:
+    kind = torch.Tensor if framework in ("pt", "torch") else np.ndarray
+    with tpde.safe_open(FILE, framework=framework) as opened:
+        assert isinstance(opened.get_tensor("F32"), kind)
+        assert isinstance(opened.get_slice("F32")[1:], kind)
+
+
+class Asked:
+    """A tensor of numbers that notes what is read of it, in elements, and by how many threads."""
+
+    def __init__(self, *shape: int) -> None:
+        self.spec, self.reads = TensorSpec("I32", shape), list[tuple[int, int, int]]()
+        self.whole = np.arange(self.spec.nbytes // 4, dtype=np.int32).reshape(shape)
+
+    def read(self, begin: int, end: int, out: Any, threads: int) -> None:
+        self.reads.append((begin // 4, end // 4, threads))
+        out[:] = self.whole.reshape(-1).view(np.uint8)[begin:end]
+
+
+@pytest.mark.parametrize(
+    ("index", "read"),
+    [
+        (1, (2000, 4000)),
+        (slice(1, 6, 3), (2000, 10_000)),
+        ((-1, 2, 7), (10_807, 10_808)),
+        ((2, slice(1, 1)), (4400, 4400)),
+        ((0, slice(1, 4), 3), (400, 1600)),
+        (slice(5, 2), (10_000, 10_000)),
+        (..., (0, 12_000)),
+        ((..., 3), (0, 12_000)),
+        ((4, 4, slice(398, None)), (9998, 10_000)),
+    ],
+)
+def test_a_slice_reads_from_its_first_element_to_its_last(index: Any, read: tuple[int, int]) -> None:
+    tensor = Asked(6, 5, 400)
+    placed: list[Any] = []
+    part = TensorSlice(tensor, "np", 3, lambda it: placed.append(it) or it)  # type: ignore[arg-type]
+    assert _bits(part[index]) == _bits(tensor.whole[index])
+    assert tensor.reads == [(*read, 3)]
+    assert len(placed) == 1
+
+
+def test_scalars_are_indexed_by_nothing() -> None:
+    tensor = Asked()
+    part = TensorSlice(tensor, "np", 1, lambda it: it)  # type: ignore[arg-type]
+    assert (part[()].tolist(), part[...].tolist(), part.get_shape()) == (0, 0, [])
+    with pytest.raises(IndexError, match="1 indices for a tensor of 0 dimensions"):
+        part[0]
+
+
+def test_threads_decode_as_many_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    read = PackedFile.read
+
+    def counted(self: PackedFile, name: str, threads: int = 1) -> Any:
+        asked.append(threads)
+        return read(self, name, threads)
+
+    monkeypatch.setattr(PackedFile, "read", counted)
+    with tpde.safe_open(FILE, framework="np", threads=3) as opened:
+        opened.get_tensor("F32")
+    assert asked == [3]
+    for threads in (0, -1, True):
+        with pytest.raises(ValueError, match="at least 1"):
+            tpde.safe_open(FILE, threads=threads)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no list of open files here")

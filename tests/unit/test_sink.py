@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
 from tpde.errors import DestinationExists, InvalidDestination
 from tpde.format import sink
-from tpde.format.sink import BytesSink, FileSink
+from tpde.format.sink import (
+    BytesSink,
+    FileSink,
+    kind_of,
+    refuse_file,
+    require_writable,
+    sync_folder,
+    unwritable,
+)
 from tpde.packing.api import pack, unpack
 from tpde.packing.writer import PackedWriter
 
@@ -153,3 +165,300 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     sink.write(0, [bytes(range(100)), bytes(range(100, 200))])
     sink.commit()
     assert (tmp_path / "x").read_bytes() == bytes(range(200))
+
+
+# ---- what may be replaced
+
+
+def test_links_are_replaced_and_what_they_name_is_not(tmp_path: Path) -> None:
+    (tmp_path / "named").write_text("theirs")
+    (tmp_path / "named").chmod(0o600)
+    for target in ("named", "nothing"):
+        link = tmp_path / "link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        with pytest.raises(DestinationExists):
+            FileSink(link)
+        made = FileSink(link, force=True)
+        made.write(0, [b"mine"])
+        made.commit()
+        assert not link.is_symlink()
+        assert link.read_text() == "mine"
+        (tmp_path / "new").touch()
+        assert link.stat().st_mode == (tmp_path / "new").stat().st_mode  # neither the link's nor the other's
+    assert (tmp_path / "named").read_text() == "theirs"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_pipes_and_sockets_are_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    os.mkfifo("pipe")
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind("socket")
+        for name, what in (("pipe", "a pipe"), ("socket", "a socket")):
+            for force in (False, True):
+                with pytest.raises(InvalidDestination, match=f"{name}` is {what}, which is never replaced"):
+                    refuse_file(Path(name), force)
+    with pytest.raises(InvalidDestination, match="is a device, which is never replaced"):
+        refuse_file(Path(os.devnull), True)
+
+
+def test_what_is_there_is_told_and_nothing_is_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    assert refuse_file(path, False) is refuse_file(path, True) is None
+    path.write_text("old")
+    found = refuse_file(path, True)
+    assert found is not None
+    assert found.st_size == 3
+    with pytest.raises(DestinationExists) as caught:
+        refuse_file(path, False)
+    assert caught.value.where == str(path)
+    with pytest.raises(InvalidDestination, match="cannot be written"):
+        refuse_file(tmp_path / ("x" * 300), True)
+
+
+def test_kinds_of_files_have_names() -> None:
+    kinds = {
+        stat.S_IFREG: "a file",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFLNK: "a link",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    assert {mode: kind_of(mode | 0o644) for mode in kinds} == kinds
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (
+            PermissionError(errno.EACCES, "Permission denied"),
+            "change its permissions, or choose another destination",
+        ),
+        (FileNotFoundError(errno.ENOENT, "No such file"), "create the folder first"),
+        (OSError(errno.EROFS, "Read-only file system"), "choose another destination"),
+    ],
+)
+def test_what_cannot_be_written_says_what_to_do(error: OSError, hint: str) -> None:
+    found = unwritable(Path("x"), error)
+    assert (found.message, found.hint, found.where) == (f"`x` cannot be written: {error.strerror}", hint, "x")
+
+
+def test_a_place_for_a_file_is_known_before_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for name in ("new", "file"):
+        require_writable(tmp_path / name)
+    for path, says in ((tmp_path, "Is a directory"), (tmp_path / "no" / "x", "create the folder first")):
+        with pytest.raises(InvalidDestination, match=says):
+            require_writable(path)
+    asked = []
+    monkeypatch.setattr(
+        os, "access", lambda path, how: asked.append((path, how))
+    )  # root may write everywhere
+    with pytest.raises(InvalidDestination, match="change its permissions"):
+        require_writable(tmp_path / "new")
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+    assert [it.name for it in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("what", ["a folder", "a pipe"])
+def test_what_is_never_replaced_may_appear_meanwhile(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    made = FileSink(path, force=True)
+    path.mkdir() if what == "a folder" else os.mkfifo(path)
+    with pytest.raises(InvalidDestination, match=what):
+        made.commit()
+    made.abort()
+    assert [it.name for it in tmp_path.iterdir()] == ["x"]
+
+
+# ---- the temporary file
+
+
+def _free(path: Path) -> bool:
+    """Whether nobody has locked a file."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_file_is_locked_until_it_has_its_name(
+    force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever removes what killed processes left takes only what is not locked."""
+    seen = []
+    for module, name in ((sink, "rename_new"), (os, "replace")):
+        real = getattr(module, name)
+
+        def renamed(old: Path, new: Path, real: Any = real) -> None:
+            seen.append(_free(old))
+            real(old, new)
+
+        monkeypatch.setattr(module, name, renamed)
+    path = tmp_path / "x"
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    made = FileSink(path, force=force)
+    (temporary,) = tmp_path.iterdir()
+    assert not _free(temporary)
+    made.commit()
+    assert seen == [False]
+    assert _free(path)
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_aborted_is_gone_also_twice_and_after_it_failed(tmp_path: Path) -> None:
+    made = FileSink(tmp_path / "x")
+    made.write(0, [b"abc"])
+    assert len(list(tmp_path.iterdir())) == 1
+    made.abort()
+    made.abort()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("pwritev", "writing failed at byte 5: No space left on device; nothing was left behind"),
+        ("fchmod", "completing the file failed: No space left on device; nothing was left behind"),
+        ("fsync", "completing the file failed: No space left on device; nothing was left behind"),
+        ("dup", "completing the file failed: No space left on device; nothing was left behind"),
+        ("replace", "giving the file its name failed: No space left on device; nothing was left behind"),
+    ],
+)
+def test_what_fails_is_told_by_the_files_own_name(
+    call: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = FileSink(tmp_path / "x", force=True, mode=0o600)
+
+    def write() -> None:
+        made.write(5, [b"abc"])
+        made.commit()
+
+    with monkeypatch.context() as patch:
+        _fail(patch, call)
+        with pytest.raises(OSError, match="No space") as caught:
+            write()
+    assert (caught.value.errno, caught.value.strerror) == (errno.ENOSPC, says)
+    assert caught.value.filename == str(tmp_path / "x")
+    made.abort()
+    assert not list(tmp_path.iterdir())
+
+
+def test_writing_goes_on_where_the_last_call_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, offsets = os.pwritev, []
+
+    def short(fd: int, buffers: list[Any], offset: int) -> int:
+        offsets.append(offset)
+        assert 0 < len(buffers) <= 512
+        return real(fd, buffers[:2], offset)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    made = FileSink(tmp_path / "x")
+    made.write(10, [b"ab", b"", b"cd", b"ef", b"gh", b"i"])
+    made.write(30, [b"", b""])  # nothing: the system is not asked
+    made.commit()
+    assert offsets == [10, 14, 18]
+    assert (tmp_path / "x").read_bytes() == bytes(10) + b"abcdefghi"
+
+
+def test_a_system_that_writes_nothing_is_not_asked_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def nothing(*_: Any) -> int:
+        assert len(asked) < 10
+        asked.append(0)
+        return 0
+
+    monkeypatch.setattr(os, "pwritev", nothing)
+    made = FileSink(tmp_path / "x")
+    with pytest.raises(OSError, match="writing failed at byte 7: the system writes nothing") as caught:
+        made.write(7, [b"abc"])
+    assert caught.value.errno == errno.EIO
+    made.abort()
+    assert not list(tmp_path.iterdir())
+
+
+# ---- names that outlast a loss of power
+
+
+@pytest.mark.parametrize(
+    "code", ["EINVAL", "ENOSYS", "ENOTSUP", "EOPNOTSUPP", "EBADF", "EACCES", "EPERM", "EIO"]
+)
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_folders_are_synced_where_they_can_be(
+    code: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = getattr(errno, code)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+
+    def failing(*_: Any) -> None:
+        raise OSError(number, "it failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        if code == "EIO":
+            with pytest.raises(
+                OSError, match="making names outlast a loss of power failed: it failed"
+            ) as caught:
+                sync_folder(tmp_path)
+            assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path))
+        else:
+            sync_folder(tmp_path)
+    if before is not None:
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- bytes in memory
+
+
+def test_what_is_skipped_is_zero_whatever_was_in_the_buffer() -> None:
+    for capacity in (4, 64):
+        made = BytesSink(buffer=np.full(capacity, 7, np.uint8))
+        made.write(3, [b"ab"])
+        made.write(9, [b"c"])
+        made.write(1, [b"x"])
+        assert bytes(made.data) == b"\0x\0ab\0\0\0\0c"
+        made.abort()
+        assert bytes(made.data) == b""
+
+
+def test_a_buffer_grows_by_as_much_as_is_skipped() -> None:
+    made = BytesSink(4)
+    made.write(1000, [b"x" * 500])
+    assert bytes(made.data) == bytes(1000) + b"x" * 500
+
+
+def test_a_buffer_that_is_large_enough_is_kept() -> None:
+    buffer = np.zeros(10, np.uint8)
+    made = BytesSink(buffer=buffer)
+    room = made.room(2, 8)
+    assert room.size == 8
+    room[:] = 5
+    made.write(2, [room])  # was written there directly
+    assert bytes(made.data) == b"\0\0" + b"\5" * 8
+    assert np.shares_memory(np.frombuffer(made.data, np.uint8), buffer)
+    made.write(10, [b"y"])
+    assert bytes(made.data) == b"\0\0" + b"\5" * 8 + b"y"
+    assert not np.shares_memory(np.frombuffer(made.data, np.uint8), buffer)
+
+
+def test_growing_doubles_so_that_few_copies_are_made() -> None:
+    made, grown = BytesSink(8), set()
+    for at in range(4096):
+        made.write(at, [bytes([at % 251])])
+        grown.add(made.data.obj.size)  # type: ignore[attr-defined]
+    assert bytes(made.data) == bytes(at % 251 for at in range(4096))
+    assert len(grown) <= 11

@@ -120,3 +120,59 @@ def test_a_file_that_cannot_be_opened_is_closed(kind: str, tmp_path: Path) -> No
         with pytest.raises(TpdeError):
             PackedFile(tmp_path / "x")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "loop"])
+def test_names_that_no_file_can_have_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InvalidInput, match="cannot be opened") as caught:
+        FileSource(str(tmp_path / name))
+    assert caught.value.hint == "check the path"
+    assert caught.value.message.count("cannot be opened") == 1
+
+
+def test_what_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(InvalidInput, match="may not be read by this user") as caught:
+        FileSource(tmp_path / "x")
+    assert (caught.value.hint, caught.value.where) == ("change its permissions", str(tmp_path / "x"))
+
+
+def test_views_are_of_memory_alone_and_within_it(source: Any) -> None:
+    if isinstance(source, FileSource):
+        assert source.view(0, 10) is None
+        return
+    for offset, size in ((0, 100), (97, 3), (100, 0)):
+        assert bytes(source.view(offset, size)) == bytes(range(100))[offset : offset + size]
+    for offset, size in ((0, 101), (100, 1), (200, 0)):
+        with pytest.raises(Truncated, match=r"some\.file") as caught:
+            source.view(offset, size)
+        assert (caught.value.found, caught.value.needed) == (100, offset + size)
+
+
+def test_what_was_closed_is_not_read(source: Any) -> None:
+    source.close()
+    with pytest.raises((OSError, ValueError)):
+        source.read_into(0, memoryview(bytearray(1)))
+
+
+def test_memory_of_any_shape_is_bytes() -> None:
+    import numpy as np
+
+    found = BytesSource(np.arange(6, dtype=np.uint16).reshape(2, 3))
+    assert found.size == 12
+    assert read(found, 2, 4) == b"\1\0\2\0"
+
+
+def test_a_stream_begins_at_the_start_and_leaves_the_file_open(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"0123456789")
+    source = FileSource(tmp_path / "x")
+    for _ in range(2):
+        with source.stream() as stream:
+            assert stream.read(4) == b"0123"
+    assert read(source, 8, 2) == b"89"
+    assert os.fstat(source.fileno()).st_size == source.size == 10
+    source.close()

@@ -266,7 +266,8 @@ class _Entries:
 
 def _short(value: object) -> str:
     """What JSON held, as messages show it."""
-    if isinstance(value, (list, dict)) and any(isinstance(it, (list, dict)) for it in value):
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if any(isinstance(it, (list, dict)) for it in inside):
         return f"a nested {type(value).__name__}"  # which may be too deep to be written
     return str(value)[:200]
 

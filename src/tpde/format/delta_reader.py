@@ -106,13 +106,11 @@ class _Reader:
     def _decompress(self, frame: bytes, size: int) -> bytes:
         try:
             self.check(zstandard.frame_content_size(frame) == size, "the contents have another size")
-            plain = zstandard.ZstdDecompressor().decompress(
+            return zstandard.ZstdDecompressor().decompress(
                 frame, max_output_size=size, allow_extra_data=False
             )
         except zstandard.ZstdError as error:
             raise Corrupt(f"`{self.name}`: its contents are damaged ({error})", where=self.name) from None
-        self.check(len(plain) == size, "the contents have another size")
-        return plain
 
     def _contents(self, plain: bytes) -> Head:
         self.check(len(plain) >= 12, "the contents end inside their sizes")

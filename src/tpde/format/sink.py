@@ -176,6 +176,8 @@ class FileSink:
         try:
             while views:
                 done = os.pwritev(self._fd, views[:_MAX_BUFFERS], offset)
+                if not done:
+                    raise OSError(errno.EIO, "the system writes nothing")
                 offset += done
                 while views and done >= views[0].nbytes:
                     done -= views.pop(0).nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 _ENDING = ".tpde-tmp"
 _NAME = re.compile(rf"\..*\.[0-9a-f]{{8}}{re.escape(_ENDING)}", re.DOTALL)
 _MAX_NAME = 255  # bytes; as most file systems have it
+_MAX_TRIES = 100  # where others remove what has just been made, or a file system tells no file again
 
 
 def temporary_name(path: Path) -> Path:
@@ -44,7 +46,7 @@ def create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
     OSError
         If it cannot be created.
     """
-    while True:
+    for _ in range(_MAX_TRIES):
         temporary = temporary_name(path)
         try:
             descriptor = make(temporary)
@@ -62,6 +64,7 @@ def create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
             remove(temporary)
             raise
         os.close(descriptor)  # whoever removes what killed processes left was faster
+    raise OSError(errno.EBUSY, "what is created is gone at once", os.fspath(path))
 
 
 def _lock(descriptor: int) -> bool | None:
