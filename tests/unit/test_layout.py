@@ -169,6 +169,18 @@ def test_a_block_whose_last_tensor_is_plain_is_not_aligned(bound: int) -> None:
     assert places["x.1.a"][0] % ALIGN_LARGE == ALIGN_BLOB
 
 
+@pytest.mark.parametrize("block", ["", "x.0."])
+def test_blobs_start_at_whole_units_in_the_one_block_of_a_file_too(block: str) -> None:
+    tensors = {f"{block}b": _random(1025), f"{block}c": _constant(), f"{block}d": _random(3)}
+    tensors |= {f"{block}a": _constant(), f"{block}e": _random(ALIGN_BLOB)}
+    source = safetensors_bytes(tensors)
+    packed = pack_bytes(source)
+    places = _places(packed)
+    assert [name.removeprefix(block) for name in places] == ["a_tpde", "e", "c_tpde", "b", "d"]
+    assert [places[f"{block}{name}"][0] % ALIGN_BLOB for name in ("a_tpde", "e", "c_tpde")] == [0, 0, 0]
+    assert unpack_bytes(packed) == source
+
+
 @pytest.mark.parametrize("planned", [False, True])
 def test_what_is_smaller_than_a_kibibyte_stays_plain(planned: bool) -> None:
     tensors = {"x.0.a": _constant(1024), "x.1.b": _constant(1023)}

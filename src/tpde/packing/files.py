@@ -68,8 +68,8 @@ def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress 
             packed.add(name)
         elif nbytes % ALIGN_BLOB == 0:
             in_place.add(name)
-    order = store_order(order, packed | in_place)
-    for first, last, names in _blocks(order, packed):
+    whole = packed | in_place
+    for first, last, names in _blocks(store_order(order, whole), packed, whole):
         for name in names:
             for piece in read_pieces(source, name):
                 writer.write(name, piece)
@@ -77,9 +77,12 @@ def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress 
         writer.align_block(first, last)
 
 
-def _blocks(order: list[str], packed: set[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Runs of tensors of one block, a packed one last so that it can take the padding."""
-    for _, run in itertools.groupby(order, block_of):
+def _blocks(order: list[str], packed: set[str], whole: set[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Runs of tensors of one block, a packed one last so that it can take the padding.
+
+    What is not of whole units is in runs of its own: no packed one may come behind it.
+    """
+    for _, run in itertools.groupby(order, lambda name: (name in whole, block_of(name))):
         names = list(run)
         last = next((n for n in reversed(names) if n in packed), None)
         if last is not None:
