@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoints import equal, write_step
+from support.training import equal, write_step
 
 import tpde
 import tpde.store.api

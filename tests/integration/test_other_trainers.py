@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import equal
+from support.training import equal
 
 from tpde import CheckpointStore
 from tpde.errors import InvalidInput

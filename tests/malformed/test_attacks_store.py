@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checkpoints import equal, write_step
+from support.training import equal, write_step
 
 from tpde import CheckpointStore
 from tpde.errors import Corrupt, MissingBase, TpdeError

@@ -1,35 +1,48 @@
-"""States and steps of checkpoint stores."""
+"""Tiny model directories on disk, plain and packed, with a tokenizer made here: nothing is downloaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
+import pytest
 
-from tpde.format.sink import FileSink
-from tpde.packing.files import no_progress
-from tpde.store.chain import name_of
-from tpde.store.diff import write_delta
-from tpde.store.states import State
+import tpde
+from support.models import VOCAB, make, torch
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Whether two states have the same bits."""
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.tolist() == other.tolist()
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-    return bool(one == other)
+class Pair(NamedTuple):
+    """A model's plain directory, the packed one, and its class."""
+
+    plain: Path
+    packed: Path
+    kind: Any
 
 
-def write_step(folder: Path, step: int, base: State, target: State, hint: str | None) -> None:
-    """A file of a step."""
-    sink = FileSink(folder / name_of(step))
-    write_delta(base, target, sink, hint=hint, fast=False, threads=1, progress=no_progress)
-    sink.commit()
+def byte_tokenizer() -> Any:
+    """Give a tokenizer whose tokens are bytes, in a vocabulary of `VOCAB`."""
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = ["<pad>", "<eos>", *letters]
+    words += [f"<extra_{i}>" for i in range(VOCAB - len(words))]
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({w: i for i, w in enumerate(words)}, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", model_max_length=64
+    )
+
+
+def write(folder: Path, model: Any, **options: Any) -> Pair:
+    """Save a model with a tokenizer, and pack it."""
+    plain, packed = folder / "plain", folder / "packed"
+    model.save_pretrained(plain, **options)
+    byte_tokenizer().save_pretrained(plain)
+    tpde.pack(plain, packed)
+    return Pair(plain, packed, type(model))
+
+
+def checkpoint(folder: Path, name: str, dtype: Any = torch.bfloat16, **options: Any) -> Pair:
+    """Save and pack one of the tiny models."""
+    return write(folder, make(name, dtype), **options)

@@ -1,0 +1,35 @@
+"""States and steps of checkpoint stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpde.format.sink import FileSink
+from tpde.packing.files import no_progress
+from tpde.store.chain import name_of
+from tpde.store.diff import write_delta
+from tpde.store.states import State
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two states have the same bits."""
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.tolist() == other.tolist()
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    return bool(one == other)
+
+
+def write_step(folder: Path, step: int, base: State, target: State, hint: str | None) -> None:
+    """A file of a step."""
+    sink = FileSink(folder / name_of(step))
+    write_delta(base, target, sink, hint=hint, fast=False, threads=1, progress=no_progress)
+    sink.commit()
