@@ -23,7 +23,7 @@ from . import shim
 from .shim import Arming
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 60  # seconds for one operation; they take a tenth of one
+LIMIT = 20  # seconds for one operation; they take a tenth of one
 NEXT_RUN = "next run"
 
 

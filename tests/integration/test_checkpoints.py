@@ -141,17 +141,19 @@ def test_a_background_save_has_the_state_of_its_call(tmp_path: Path, monkeypatch
         return write(*args, **kwargs)
 
     monkeypatch.setattr(checkpoints, "write_delta", slow)
-    tensor, array = torch.arange(1000), np.arange(10)
+    tensor, array, other = torch.arange(1000), np.arange(10), np.arange(10, dtype=">i4")
     with CheckpointStore(tmp_path) as store:
-        store.save(1, [tensor, tensor.view(10, 100).t(), array], background=True)
+        store.save(1, [tensor, tensor.view(10, 100).t(), array, other], background=True)
         tensor.zero_()
         array[:] = 0
+        other[:] = 0
         begin.set()
     whole = torch.arange(1000)
     found = store.load(1)
     assert torch.equal(found[0], whole)
     assert torch.equal(found[1], whole.view(10, 100).t())
     assert np.array_equal(found[2], np.arange(10))
+    assert np.array_equal(found[3], np.arange(10))
 
 
 def test_memory_of_background_saves_is_used_again(tmp_path: Path) -> None:
@@ -463,6 +465,14 @@ def test_an_export_is_what_others_read(run: dict[int, Any], tmp_path: Path) -> N
             {"part-0.safetensors": ["tensor"], "part-1.safetensors": ["tensor"]},
         ),
         ({1: torch.ones(1), "1": {"x": torch.ones(2)}}, {"1.safetensors": ["tensor", "x"]}),
+        (
+            {"part-1": torch.ones(1), "/": torch.ones(1), "part-0": torch.ones(1)},
+            {f"part-{i}.safetensors": ["tensor"] for i in (0, 1, 2)},
+        ),
+        (
+            {"/": torch.ones(1), "part-0": torch.ones(1)},
+            {f"part-{i}.safetensors": ["tensor"] for i in (0, 1)},
+        ),
         ({"a": {"__metadata__": torch.ones(1)}}, {"a.safetensors": ["__metadata__'0"]}),
         ({"a": 1}, {}),
     ],

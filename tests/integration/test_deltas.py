@@ -183,6 +183,25 @@ def test_another_base_is_refused_by_name(make, tmp_path: Path) -> None:
     assert [it.tensor for it in problems] == [caught.value.where]
 
 
+def test_every_tensor_of_the_base_is_checked_also_those_that_stay(tmp_path: Path) -> None:
+    base, target = files(tmp_path)
+    report = diff(base, target, tmp_path / "delta")
+    whole = base.read_bytes()
+    with PackedFile(base) as opened:
+        entries, start = opened.container.entries, opened.container.data_start
+    seen = set()
+    for it in report.tensors:
+        if it.codec in ("same", "sparse", "dense") and it.bytes:
+            data = bytearray(whole)
+            data[start + entries[it.name].begin] ^= 1
+            base.write_bytes(data)
+            with pytest.raises(MissingBase, match="fingerprint") as caught:
+                patch(base, tmp_path / "delta", tmp_path / "out")
+            assert caught.value.where == it.name
+            seen.add(it.codec)
+    assert seen == {"same", "sparse", "dense"}
+
+
 def test_a_base_of_another_shape_or_without_a_tensor_is_refused(tmp_path: Path) -> None:
     spec = spec_of("BF16", 800)
     states = [np.frombuffer(fill("normal", spec), np.uint16), None]

@@ -120,6 +120,8 @@ def test_a_file_without_tensors_is_one() -> None:
     assert _read(container({}, b"")).entries == {}
     assert _read(container({"__metadata__": None}, b"")).metadata == {}
     assert _read(container(b"{}   ", b"", pad=1)).header == b"{}   "
+    with pytest.raises(Corrupt, match="1 bytes of data, its header describes only 0"):
+        _read(container({}, b"x"))
 
 
 @pytest.mark.parametrize(

@@ -562,3 +562,17 @@ def test_head_of_a_file_without_tensors() -> None:
     assert read_head(BytesSource(front + tail)) == Head(None, [], [])
     entry = TensorEntry("x", TensorSpec("BF16", (65537,)), delta.FULL)
     assert entry.chunks == 2
+
+
+def test_contents_may_be_128_times_what_they_take_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_reader, "CONTENTS_BYTES", 0)
+    for count, fits in ((12_000, True), (200_000, False)):
+        fields = copy.deepcopy(FIELDS) | {"base": "a" * count}
+        plain = plain_of(json.dumps(fields).encode())
+        frame = zstandard.ZstdCompressor(write_content_size=True).compress(plain)
+        assert (20 < len(plain) / len(frame) <= 128) == fits
+        data = sealed(plain, frame=frame)
+        if fits:
+            assert read_head(BytesSource(data)).base == fields["base"]
+        else:
+            refused(data, "contents of")

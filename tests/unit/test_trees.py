@@ -124,6 +124,17 @@ def test_one_tensor_twice_is_stored_once_and_is_one_again() -> None:
     assert found["embed"] is found["head"]
 
 
+def test_views_of_one_memory_that_differ_are_stored_apart() -> None:
+    one = torch.tensor([[1 + 2j, 3 + 4j]], dtype=torch.complex64)
+    found = again(
+        {"plain": one, "conjugated": one.conj(), "turned": one.t(), "real": one.view(torch.float32)}
+    )
+    assert found["plain"].tolist() == [[1 + 2j, 3 + 4j]]
+    assert found["conjugated"].tolist() == [[1 - 2j, 3 - 4j]]
+    assert found["turned"].shape == (2, 1)
+    assert found["real"].tolist() == [[1, 2, 3, 4]]
+
+
 def test_names_are_paths_and_never_the_same() -> None:
     tree = Tree({"a": {"b": torch.ones(1)}, "a/b": torch.ones(2), "__metadata__": torch.ones(3)})
     assert len(tree.leaves) == 3

@@ -165,3 +165,9 @@ def test_memory_for_planes_is_kept_while_it_is_large_enough() -> None:
     larger = own.planes(8, 100)
     assert larger.shape == (8, 100)
     assert not np.shares_memory(larger, large)
+
+
+def test_a_frame_that_claims_more_than_its_plane_is_refused_before_it_is_read() -> None:
+    claims = b"\x28\xb5\x2f\xfd\xe0" + (1 << 46).to_bytes(8, "little") + b"\x01\x00\x00"
+    with pytest.raises(Corrupt, match=f"a zstd frame of {1 << 46} bytes, 100 are needed"):
+        zstd.decompress(memoryview(claims), 100, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +70,8 @@ def export_state(step: int, tree: Any, state: State, folder: Path, force: bool, 
 def _stem(key: str, stems: Mapping[str, str]) -> str:
     """What the file of a key is called: the key, where that can be a file's name."""
     fits = "/" not in key and is_inside(f"{key}{SAFETENSORS}", everywhere=True) and not key.startswith(".")
-    return key if fits and key not in stems.values() else f"part-{len(stems)}"
+    free = (f"part-{number}" for number in itertools.count())
+    return next(it for it in itertools.chain([key] * fits, free) if it not in stems.values())
 
 
 def _write(path: Path, names: Mapping[str, str], state: State, threads: int) -> None:

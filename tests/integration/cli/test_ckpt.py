@@ -100,3 +100,12 @@ def test_a_damaged_step_is_an_error_with_its_file(run: Run, store: Path, tmp_pat
         done = run("ckpt", *command)
         assert done.code == 3
         assert "step-00000020.tpde" in done.err
+
+
+def test_step_0_is_a_step(run: Run, tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path / "store") as made:
+        for step in (0, 1):
+            made.save(step, {"step": step})
+    done = run("ckpt", "export", tmp_path / "store", tmp_path / "out", "--step", 0, "--json")
+    assert json.loads(done.out)["step"] == 0
+    assert json.loads((tmp_path / "out" / "state.json").read_text())["state"] == {"step": 0}
