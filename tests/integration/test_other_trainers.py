@@ -197,6 +197,41 @@ def test_lightning_resumes_from_a_store(lightning: Any, tmp_path: Path, backgrou
     assert CheckpointStore(folder / STORE).verify() == []
 
 
+def test_lightning_loads_what_is_still_being_written(
+    lightning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from tpde.integrations.lightning import StoredCheckpointIO
+    from tpde.store import checkpoints
+
+    loading, write, load = threading.Event(), checkpoints.write_delta, CheckpointStore.wait
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert loading.wait(60)
+        return write(*args, **kwargs)
+
+    def waiting(store: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and store._pending is not None:
+            loading.set()
+        load(store)
+
+    monkeypatch.setattr(checkpoints, "write_delta", slow)
+    monkeypatch.setattr(CheckpointStore, "wait", waiting)
+    made = StoredCheckpointIO(background=True)
+    made.save_checkpoint({"state_dict": {"x": torch.ones(3)}, "global_step": 1}, tmp_path / "a.ckpt")
+    assert torch.equal(made.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["x"], torch.ones(3))
+    made.teardown()
+
+
+def test_lightning_takes_no_storage_options(lightning: Any, tmp_path: Path) -> None:
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    with pytest.raises(InvalidInput, match="storage_options"):
+        StoredCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_lightning_without_lightning_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
     import sys

@@ -107,6 +107,25 @@ def test_any_checkpoint_resumes_and_the_run_goes_on_from_there(plain: Any, tmp_p
     assert losses(third) == plain[0]
 
 
+def test_all_generators_of_random_numbers_are_set_again(tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    def draws() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(1))]
+
+    made = trainer(tmp_path, steps=2)
+    made.train()
+    random.seed(3)
+    np.random.seed(4)
+    torch.manual_seed(5)
+    made._save_checkpoint(made.model, None)
+    wanted = draws()
+    made._load_rng_state(str(tmp_path / "checkpoint-2"))
+    assert draws() == wanted
+
+
 def test_rotation_removes_steps_too(plain: Any, tmp_path: Path) -> None:
     made = trainer(tmp_path, save_total_limit=2)
     made.train()

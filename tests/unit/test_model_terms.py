@@ -624,6 +624,10 @@ def test_experts_have_pieces_of_their_own(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_no_gpu_decodes_in_pieces_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "codec_of", lambda _: SimpleNamespace(stays=True))
     assert _units(_layers(), tmp_path, ["head.weight"])["head"][0].resident
+    kinds = iter([True, False])  # one of two tensors
+    monkeypatch.setattr(units, "codec_of", lambda _: SimpleNamespace(stays=next(kinds)))
+    names = ["blocks.0.up.weight", "blocks.0.down.weight"]
+    assert _units(_layers(), tmp_path, names)["blocks.0"][0].resident
 
 
 def test_a_damaged_header_names_its_tensor(tmp_path: Path) -> None:

@@ -237,6 +237,17 @@ def test_frames_end_with_their_chunk() -> None:
     assert caught.value.chunk == 2
 
 
+@pytest.mark.parametrize("more", [-1, 1])
+def test_frames_of_another_size_than_their_plane_are_refused(
+    more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, blob, _ = _coded()
+    real = nvcomp.zstandard.frame_content_size
+    monkeypatch.setattr(nvcomp.zstandard, "frame_content_size", lambda data: real(data) + more)
+    with pytest.raises(Corrupt, match=f"a zstd frame of {512 + more} bytes, 512 are needed"):
+        nvcomp.ZstdBlob(header, blob, 0)
+
+
 def test_where_frames_lie(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are of as many chunks as there is room for, and of one at least; each plane has its place."""
     header, blob, starts = _coded()
