@@ -1,4 +1,4 @@
-"""Of `store`: states, deltas, and live tensors."""
+"""Of `store`: states, deltas, live tensors, and checkpoints."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     mutant(
         "tensors-in-any-order",
-        "store/live.py",
+        "store/states.py",
         "parse_header(header, self.name).specs.items()",
         "specs.items()",
         "no file can be patched with a delta of live tensors",
@@ -102,5 +102,93 @@ MUTANTS = (
         "            if place in ():",
         "a chain that ends in itself is followed to the limit",
         "integration/test_deltas.py",
+    ),
+    mutant(
+        "steps-of-any-name",
+        "store/chain.py",
+        '        _check(written == str(step), path, f"it is of step {str(written)[:20]!a}, not of {step}")\n',
+        "",
+        "checkpoints that were exchanged are loaded as each other",
+        "malformed/test_attacks_store.py",
+    ),
+    mutant(
+        "keyframes-come-late",
+        "store/checkpoints.py",
+        "if len(links) >= self._every:",
+        "if len(links) > self._every:",
+        "chains are longer than was asked for",
+        "integration/test_checkpoints.py",
+    ),
+    mutant(
+        "background-saves-fail-in-silence",
+        "store/checkpoints.py",
+        "            if pending.error is not None:\n                raise pending.error\n",
+        "",
+        "a full disk is never told",
+        "integration/test_checkpoints.py",
+    ),
+    mutant(
+        "bases-are-removed",
+        "store/checkpoints.py",
+        "            if base != was:  #",
+        "            if False:  #",
+        "steps stand on what was pruned",
+        "integration/test_checkpoints.py",
+    ),
+    mutant(
+        "oldest-first",
+        "store/checkpoints.py",
+        "sorted(steps, reverse=True)",
+        "sorted(steps)",
+        "what is left when pruning fails stands on what is gone",
+        "integration/test_checkpoints.py",
+    ),
+    mutant(
+        "names-of-tensors-twice",
+        "store/trees.py",
+        'while name in self.leaves or name == "__metadata__":',
+        'while name == "__metadata__":',
+        "of two tensors of one path the last one wins",
+        "unit/test_trees.py",
+    ),
+    mutant(
+        "conjugated-is-plain",
+        "store/trees.py",
+        "value.stride(), value.is_conj())",
+        "value.stride())",
+        "a view comes back without its conjugation",
+        "unit/test_trees.py",
+    ),
+    mutant(
+        "tied-tensors-come-back-apart",
+        "store/trees.py",
+        "            if (kind, text) not in self._made:\n",
+        "            if True:\n",
+        "tied weights are two tensors after loading",
+        "unit/test_trees.py",
+    ),
+    mutant(
+        "staged-arrays-in-any-order",
+        "store/staging.py",
+        'place.view(leaf.dtype.newbyteorder("<"))',
+        "place.view(leaf.dtype)",
+        "arrays of the other byte order come back swapped",
+        "integration/test_checkpoints.py",
+    ),
+    mutant(
+        "forked-writers",
+        "store/writer_lock.py",
+        "os.register_at_fork(after_in_child=_forked)\n",
+        "",
+        "nobody may write while a child of the last writer lives",
+        "integration/test_checkpoints.py",
+    ),
+    mutant(
+        "steps-are-forgotten-never",
+        "integrations/transformers/trainer.py",
+        "trial=trial))).forget()",
+        "trial=trial)))",
+        "what a trainer rotates away stays in the store",
+        "integration/test_trainer.py",
     ),
 )
