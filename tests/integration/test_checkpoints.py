@@ -385,6 +385,24 @@ def test_a_reader_follows_a_chain_that_is_pruned_meanwhile(
     check(tmp_path, run, (8, 9))
 
 
+@pytest.mark.parametrize("call", ["describe", "verify"])
+def test_what_is_pruned_while_steps_are_looked_at_is_passed_over(
+    run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    filled(tmp_path, run)
+    real = checkpoints.open_step
+
+    def pruned(folder: Path, step: int) -> Any:
+        monkeypatch.undo()
+        with CheckpointStore(tmp_path) as store:
+            store.prune(2)
+        return real(folder, step)
+
+    monkeypatch.setattr(checkpoints, "open_step", pruned)
+    found = getattr(CheckpointStore(tmp_path), call)()
+    assert [it.step for it in found] == [8, 9] if call == "describe" else found == []
+
+
 def test_an_open_reader_outlives_pruning(
     run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,8 +511,8 @@ def test_exports_of_odd_states(tmp_path: Path, state: Any, files: dict[str, list
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda store: store.save(2, {}), "step 2 comes after step 3"),
-        (lambda store: store.save(3, {}), "step 3 comes after step 3"),
+        (lambda store: store.save(2, {}), "step 2 is not larger than step 3"),
+        (lambda store: store.save(3, {}), "step 3 is not larger than step 3"),
         (lambda store: store.save(-1, {}), "step is -1"),
         (lambda store: store.save(1.5, {}), r"step is 1\.5"),
         (lambda store: store.save(True, {}), "step is True"),

@@ -203,7 +203,7 @@ class CheckpointStore:
         there = steps_in(self.directory)
         if there and number <= there[-1]:
             raise InvalidInput(
-                f"step {number} comes after step {there[-1]} of `{self.directory}`",
+                f"step {number} is not larger than step {there[-1]}, the newest of `{self.directory}`",
                 hint=f"save a larger step, or drop the newer ones first: `prune(drop=range({number}, "
                 f"{there[-1] + 1}))`",
                 where=str(self.directory),
@@ -382,7 +382,10 @@ class CheckpointStore:
         """
         found = []
         for step in self.steps:
-            it = open_step(self.directory, step)
+            try:
+                it = open_step(self.directory, step)
+            except FileNotFoundError:  # pruned meanwhile
+                continue
             try:
                 tensors = list(it.file.head.tensors)
                 found.append(
@@ -418,9 +421,12 @@ class CheckpointStore:
         known: dict[int, dict[str, TensorEntry]] = {}
         for step in self.steps:
             path = self.directory / name_of(step)
-            size = path.stat().st_size if path.exists() else 0
+            size = 0
             try:
+                size = path.stat().st_size
                 it = open_step(self.directory, step)
+            except FileNotFoundError:  # pruned meanwhile
+                continue
             except (TpdeError, OSError) as error:
                 problems.append(Problem(str(path), getattr(error, "tensor", None), None, str(error)))
             else:
