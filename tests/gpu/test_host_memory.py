@@ -120,7 +120,7 @@ def test_pieces_that_reach_over_what_was_locked_at_once(
     memory, device = lock_in("arena", [extent]), CudaDevice(torch.device("cuda", 0), 16 * MIB)
     for offset in (0, 700_000, 3 * MIB - 8):
         size = 5 * MIB + 16
-        piece = Piece(Extent(source, offset, size, "piece"), memory, 0, [])
+        piece = Piece(Extent(source, offset, size, "piece"), memory, ())
         device.copy(0, memory.request(piece.extent).wait(), piece).synchronize()
         assert np.array_equal(device._ring[:size].cpu().numpy(), data[offset : offset + size])
     device.close()
