@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib.metadata
 import importlib.util
@@ -278,6 +279,20 @@ def test_messages_are_bounded_and_names_are_printable() -> None:
     assert len(errors.Corrupt("x" * 1990).prefixed("y" * 100).message) == 2000
     log = "line\n" * 3000
     assert errors.CompileError(log).message == log
+
+
+@pytest.mark.parametrize("count", [1, 999, 1000, 1001, 2500])
+def test_json_of_many_records_is_one_to_a_line(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [doctor.Check(f'}}\0{{"{i}", }}, {{', "\0\n", True, "d", "\\u0000", None) for i in range(count)]
+    common.print_json({"before": ["\0", 1], "checks": records, "after": {"a": [1, 2]}})
+    text = capsys.readouterr().out
+    expected = [dataclasses.asdict(record) for record in records]
+    assert json.loads(text) == {"before": ["\0", 1], "checks": expected, "after": {"a": [1, 2]}}
+    lines = text.splitlines()
+    assert lines[6 : 6 + count] == [
+        "    " + json.dumps(record) + "," * (i + 1 < count) for i, record in enumerate(expected)
+    ]
+    assert lines[-2] == '  "after": {"a": [1, 2]}'
 
 
 def test_json_is_one_item_to_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,8 @@ _HINTS: dict[type[BaseException], str] = {
 MAX_CELL = 120  # characters of a table's cell, which all others of the column are padded to
 
 _STEP = 256 << 10  # bytes by which a bar moves: a move takes longer than a small tensor
+_BETWEEN = "\0"  # what stands between items of JSON until they are cut into lines
+_ITEMS = 1000  # of a list that are encoded as JSON at once
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -262,19 +264,33 @@ def print_json(value: Any) -> None:
 
 
 def _json(fields: Mapping[str, Any]) -> Iterator[str]:
-    encode = json.JSONEncoder(allow_nan=False, default=_fields).encode
+    # Numbers of items at once: 300,000 tensors take a third less time than one by one. No string holds the
+    # separator, which JSON writes as an escape.
+    encoder = json.JSONEncoder(
+        allow_nan=False, check_circular=False, default=_fields, separators=(_BETWEEN, ": ")
+    )
     lead = "{"
     for key, value in fields.items():
-        yield f"{lead}\n  {encode(key)}: "
+        yield f"{lead}\n  {encoder.encode(key)}: "
         lead = ","
         if isinstance(value, (list, tuple)) and value:
-            yield "[\n    " + encode(value[0])
-            for item in value[1:]:
-                yield ",\n    " + encode(item)
+            before = "[\n    "
+            for start in range(0, len(value), _ITEMS):
+                yield before + _lines(encoder, value[start : start + _ITEMS])
+                before = ",\n    "
             yield "\n  ]"
         else:
-            yield encode(value)
+            yield encoder.encode(value).replace(_BETWEEN, ", ")
     yield "\n}\n"
+
+
+def _lines(encoder: json.JSONEncoder, items: Sequence[Any]) -> str:
+    """Items of a list, one to a line."""
+    if dataclasses.is_dataclass(items[0]):
+        text = encoder.encode(items)[1:-1].replace("}" + _BETWEEN + "{", "},\n    {")
+    else:
+        text = ",\n    ".join(map(encoder.encode, items))
+    return text.replace(_BETWEEN, ", ")
 
 
 def _fields(value: Any) -> dict[str, Any]:
