@@ -79,6 +79,17 @@ void tpde_delta_model_close(tpde_delta_model *model) {
   free(model);
 }
 
+int tpde_delta_model_table(const tpde_delta_model *model, int number, int *index_bits, uint32_t *escape,
+                           const uint32_t **decode, const uint32_t **encode) {
+  if (!model || number < 0 || number >= model->classes.count) return TPDE_E_ARGUMENT;
+  const table *t = &model->tables[number];
+  *index_bits = t->index_bits;
+  *escape = t->escape;
+  *decode = t->decode;
+  *encode = t->encode;
+  return TPDE_OK;
+}
+
 /* ---- what chunks have in common ---- */
 
 uint64_t tpde_delta_chunks(uint64_t words) { return words / DELTA_CHUNK_WORDS + (words % DELTA_CHUNK_WORDS != 0); }

@@ -194,6 +194,13 @@ TPDE_API int tpde_delta_model_open(const uint8_t *bytes, uint32_t size, int enco
                                    tpde_error *error);
 TPDE_API void tpde_delta_model_close(tpde_delta_model *model);
 
+/* The table of a class, for other decoders and encoders. `decode` has an entry for each `index_bits` bits, lowest first: bits
+ * 0 to 4 are what a codeword takes, 16 and up the token; bit 8 says that 14 bits of it follow instead. `encode`, NULL if
+ * the model was not opened for it, has one for each token: bits 0 to 4 are what it takes, the topmost ones the codeword;
+ * bit 8 says that it is `escape` and the token. They are there until the model is closed. */
+TPDE_API int tpde_delta_model_table(const tpde_delta_model *model, int number, int *index_bits, uint32_t *escape,
+                                    const uint32_t **decode, const uint32_t **encode);
+
 /* Number of chunks of a tensor. */
 TPDE_API uint64_t tpde_delta_chunks(uint64_t words);
 

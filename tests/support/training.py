@@ -11,7 +11,7 @@ import torch
 from tpde.format.sink import FileSink
 from tpde.packing.files import no_progress
 from tpde.store.chain import name_of
-from tpde.store.diff import write_delta
+from tpde.store.diff import HostComparer, write_delta
 from tpde.store.states import State
 
 
@@ -31,5 +31,13 @@ def equal(one: Any, other: Any) -> bool:
 def write_step(folder: Path, step: int, base: State, target: State, hint: str | None) -> None:
     """A file of a step."""
     sink = FileSink(folder / name_of(step))
-    write_delta(base, target, sink, hint=hint, fast=False, threads=1, progress=no_progress)
+    write_delta(
+        base,
+        target,
+        sink,
+        hint=hint,
+        fast=False,
+        comparer=HostComparer(base, target, 1),
+        progress=no_progress,
+    )
     sink.commit()

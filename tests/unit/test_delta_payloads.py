@@ -171,10 +171,11 @@ def test_models_are_made_of_chunks_that_are_evenly_spread_over_all_tensors(
     )
     state: Any = Numbered(2, 3, 2)
     pairs = [store_diff._Pair(key, key) for key in state.specs]
+    comparer = store_diff.HostComparer(state, state, 1)
     parts, found = store_diff._sample(
-        state, state, [*pairs, store_diff._Pair(("", "new"), None)], (1, 0), False, 1
+        comparer, state, [*pairs, store_diff._Pair(("", "new"), None)], (1, 0), False
     )
     assert (told, found) == ([(7, 1)], step)
     assert [(int(old[0]), int(new[-1])) for old, new in parts] == [(it, it) for it in chunks]
     assert set(state.asked) == {"0" if it < 2 else "1" if it < 5 else "2" for it in chunks}
-    assert store_diff._sample(state, state, pairs, (2, 1), False, 1)[0] == []
+    assert store_diff._sample(comparer, state, pairs, (2, 1), False)[0] == []

@@ -12,15 +12,18 @@ import numpy.typing as npt
 
 from tpde.codec import native
 from tpde.codec.native import Bytes, Error, address, as_bytes, check, core
+from tpde.errors import NativeError
 
 CHUNK_WORDS = 65536  # delta.md 3.1
 MAX_CLASSES = 16  # delta.md 2.1
+TOKENS = 1 << 14  # delta.md 1.3
 # Of each state, what a model is made from; less where there is one table to make. On pycode-19m's chains a
 # third of the chunks costs at most 0.2 %, a ninth 0.9 %.
 SAMPLE_BYTES, FAST_SAMPLE_BYTES = 16 << 20, 8 << 20
 _MAX_MODEL = 20480
 # A chunk may take so much of its words' size before it is given up: other chunks may save what one costs.
 _ROOM = 9 / 8
+_ROOM_LEFT = 64  # bytes of a chunk beside, more than the core keeps free: `MOST_BYTES` and 16, and a change
 
 Numbers = npt.NDArray[np.uint32]
 
@@ -56,12 +59,26 @@ def chunk_count(words: int) -> int:
     return -(-words // CHUNK_WORDS)
 
 
+def chunk_room(nbytes: int, chunks: int) -> int:
+    """What each chunk of a tensor may take: with more, the tensor is not worth a sparse change."""
+    return int(nbytes * _ROOM) // max(chunks, 1)
+
+
 class Sparse(NamedTuple):
     """The changes of a tensor: its chunks one after the other, and a record of each (delta.md 3)."""
 
     data: Bytes
     changes: Numbers
     sizes: Numbers
+
+
+class Table(NamedTuple):
+    """A class's table, as expanded: see `tpde_delta_model_table` in tpde.h."""
+
+    bits: int
+    escape: int
+    decode: Numbers
+    encode: Numbers
 
 
 class Model:
@@ -116,7 +133,7 @@ class Model:
         chunks = chunk_count(words)
         changes, sizes = np.empty(chunks, np.uint32), np.empty(chunks, np.uint32)
         # Not touched but for what is used. The least is for chunks of a few words.
-        out = np.empty(int(old.size * _ROOM) + 64 * chunks, np.uint8)
+        out = np.empty((chunk_room(old.size, chunks) + _ROOM_LEFT) * chunks, np.uint8)
         used, error = ctypes.c_uint64(), Error()
         code = core().tpde_delta_encode(
             self._handle,
@@ -172,6 +189,22 @@ class Model:
             ctypes.byref(error),
         )
         check(code, error)
+
+    def tables(self) -> list[Table]:
+        """Copies of the expanded tables of all classes, for decoders and encoders elsewhere."""
+        return [self._table(number) for number in range(self.classes)]
+
+    def _table(self, number: int) -> Table:
+        bits, escape = ctypes.c_int(), ctypes.c_uint32()
+        pointers = [ctypes.POINTER(ctypes.c_uint32)() for _ in range(2)]
+        places = (ctypes.byref(it) for it in (bits, escape, *pointers))
+        if core().tpde_delta_model_table(self._handle, number, *places):
+            raise NativeError(f"the native core refused table {number} of {self.classes}")
+        decode, encode = (
+            np.ctypeslib.as_array(it, (size,)).copy() if it else np.zeros(0, np.uint32)
+            for it, size in zip(pointers, (1 << bits.value, TOKENS), strict=True)
+        )
+        return Table(bits.value, escape.value, decode, encode)
 
     def close(self) -> None:
         """Free the tables. The model cannot be used afterwards."""

@@ -103,6 +103,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_delta_plan_model": (_int, [_ptr, _u64, _u8p, _u32p, _error]),
     "tpde_delta_model_open": (_int, [_u8p, _u32, _int, ctypes.POINTER(_ptr), _error]),
     "tpde_delta_model_close": (None, [_ptr]),
+    "tpde_delta_model_table": (
+        _int,
+        [_ptr, _int, ctypes.POINTER(_int), _u32p, *[ctypes.POINTER(_u32p)] * 2],
+    ),
     "tpde_delta_chunks": (_u64, [_u64]),
     "tpde_delta_encode": (
         _int,

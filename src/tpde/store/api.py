@@ -18,7 +18,7 @@ from tpde.packing.files import Problem, Progress, no_progress
 from tpde.packing.replace import new_folder
 from tpde.packing.writer import check_threads
 from tpde.store.delta import DeltaFile, DeltaState, is_delta_file, open_state, same_place
-from tpde.store.diff import hint_for, write_delta
+from tpde.store.diff import HostComparer, hint_for, write_delta
 from tpde.store.states import State
 
 __all__ = ["DeltaReport", "TensorChange", "diff", "inspect_delta", "is_delta_file", "patch", "verify_delta"]
@@ -141,7 +141,15 @@ def diff(
             _refuse_unlike(old, new)
             hint, sink = hint_for(Path(base), out), FileSink(out, force=force)
             try:
-                write_delta(old, new, sink, hint=hint, fast=fast, threads=count, progress=progress)
+                write_delta(
+                    old,
+                    new,
+                    sink,
+                    hint=hint,
+                    fast=fast,
+                    comparer=HostComparer(old, new, count),
+                    progress=progress,
+                )
                 sink.commit()
             except BaseException:
                 sink.abort()

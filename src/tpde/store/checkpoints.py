@@ -31,7 +31,7 @@ from tpde.store.chain import (
     steps_in,
 )
 from tpde.store.delta import MAX_CHAIN
-from tpde.store.diff import write_delta
+from tpde.store.diff import HostComparer, write_delta
 from tpde.store.export import export_state
 from tpde.store.staging import Staging
 from tpde.store.states import MemoryState, State, nothing
@@ -243,7 +243,7 @@ class CheckpointStore:
                     sink,
                     hint=name_of(links[0].step) if links else None,
                     fast=self._fast,
-                    threads=self._threads,
+                    comparer=HostComparer(state, target, self._threads),
                     progress=no_progress,
                 )
                 sink.commit()

@@ -51,6 +51,8 @@ class DeltaFile:
     ----------
     head : Head
         What it is.
+    models : list of Model
+        The models of its sparse changes.
 
     Raises
     ------
@@ -64,7 +66,7 @@ class DeltaFile:
         try:
             self.head: Head = read_head(self._source)
             self._check_names()
-            self._models = [self._model(data) for data in self.head.models]
+            self.models = [self._model(data) for data in self.head.models]
         except BaseException:
             self.close()
             raise
@@ -174,7 +176,7 @@ class DeltaFile:
         if old is None:
             return read_blob(it.spec, data, threads) if it.codec == FULL else data
         if it.codec == SPARSE:
-            self._models[it.model].apply(Sparse(data, it.changes, it.sizes), old, threads)
+            self.models[it.model].apply(Sparse(data, it.changes, it.sizes), old, threads)
         elif it.codec == DENSE:
             add_differences(old, read_blob(difference_spec(it.spec), data, threads), it.spec)
         return old

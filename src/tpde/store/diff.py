@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -75,8 +75,56 @@ def _pairs(base: State, target: State) -> list[_Pair]:
     return pairs
 
 
+class Comparer(Protocol):
+    """Compares the tensors of two states."""
+
+    def chunks(
+        self, base: Key, key: Key, ranges: list[tuple[int, int]], *, copy: bool
+    ) -> list[tuple[Bytes, Bytes]]:
+        """Some bytes of a tensor in both states; copies, if the tensor need not stay."""
+
+    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
+        """How a tensor is stored. Tensors are asked for one after the other, all under the same models."""
+
+
+class HostComparer:
+    """Compares what states read, on the CPU.
+
+    Parameters
+    ----------
+    base, target : State
+        The states.
+    threads : int
+        How many threads encode.
+    """
+
+    def __init__(self, base: State, target: State, threads: int) -> None:
+        self._base, self._target, self._threads = base, target, threads
+
+    def chunks(
+        self, base: Key, key: Key, ranges: list[tuple[int, int]], *, copy: bool
+    ) -> list[tuple[Bytes, Bytes]]:
+        """Some bytes of a tensor in both states."""
+        old, new = self._base.read(base, self._threads), self._target.read(key, self._threads)
+        if not copy:
+            return [(old[a:b], new[a:b]) for a, b in ranges]
+        return [(old[a:b].copy(), new[a:b].copy()) for a, b in ranges]
+
+    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
+        """How a tensor is stored; its states are gone when this returns."""
+        spec, new = self._target.specs[key], self._target.read(key, self._threads)
+        entry = TensorEntry(key[1], spec, SAME, target=delta.fingerprint(new))
+        if base is None:
+            return entry, store_whole(spec, new, self._threads)
+        old = self._base.read(base, self._threads)
+        entry.base = delta.fingerprint(old)
+        if np.array_equal(old, new):
+            return entry, Stored(SAME, new[:0])
+        return entry, store_change(spec, models[kind_of(spec)], old, new, self._threads)
+
+
 def _sample(
-    base: State, target: State, pairs: list[_Pair], kind: Kind, fast: bool, threads: int
+    comparer: Comparer, target: State, pairs: list[_Pair], kind: Kind, fast: bool
 ) -> tuple[list[tuple[Bytes, Bytes]], int]:
     """Chunks of all tensors of a kind, evenly spread, and how many there are for each."""
     mine = [it for it in pairs if it.base is not None and kind_of(target.specs[it.key]) == kind]
@@ -87,31 +135,14 @@ def _sample(
         wanted = [r for i, r in enumerate(ranges, number) if i % step == 0]
         number += len(ranges)
         if wanted and it.base is not None:
-            parts += _chunks_of(base, target, it.base, it.key, wanted, threads, copy=step > 1)
+            parts += comparer.chunks(it.base, it.key, wanted, copy=step > 1)
     return parts, step
 
 
-def _chunks_of(
-    base: State,
-    target: State,
-    base_key: Key,
-    key: Key,
-    ranges: list[tuple[int, int]],
-    threads: int,
-    *,
-    copy: bool,
-) -> list[tuple[Bytes, Bytes]]:
-    """Chunks of one tensor; copies, if not all are wanted and the tensor need not stay."""
-    old, new = base.read(base_key, threads), target.read(key, threads)
-    if not copy:
-        return [(old[a:b], new[a:b]) for a, b in ranges]
-    return [(old[a:b].copy(), new[a:b].copy()) for a, b in ranges]
-
-
-def _models(base: State, target: State, pairs: list[_Pair], fast: bool, threads: int) -> dict[Kind, Model]:
+def _models(comparer: Comparer, target: State, pairs: list[_Pair], fast: bool) -> dict[Kind, Model]:
     models = {}
     for kind in sorted({kind_of(target.specs[it.key]) for it in pairs if it.base is not None}):
-        parts, step = _sample(base, target, pairs, kind, fast, threads)
+        parts, step = _sample(comparer, target, pairs, kind, fast)
         planner = Planner(*kind, fast=fast)
         if not fast:
             for old, new in parts:
@@ -133,24 +164,6 @@ def _other_files(base: State, target: State) -> Iterator[tuple[OtherEntry, Bytes
         yield entry, np.frombuffer(payload, np.uint8)
 
 
-def _tensor(
-    base: State, target: State, it: _Pair, models: dict[Kind, Model], threads: int
-) -> tuple[TensorEntry, Stored]:
-    """How a tensor is stored; a function of its own, so that its states are gone when it is written."""
-    spec, new = target.specs[it.key], target.read(it.key, threads)
-    entry = TensorEntry(it.key[1], spec, SAME, target=delta.fingerprint(new))
-    if it.base is None:
-        stored = store_whole(spec, new, threads)
-    else:
-        old = base.read(it.base, threads)
-        entry.base = delta.fingerprint(old)
-        if np.array_equal(old, new):
-            stored = Stored(SAME, new[:0])
-        else:
-            stored = store_change(spec, models[kind_of(spec)], old, new, threads)
-    return entry, stored
-
-
 def write_delta(
     base: State,
     target: State,
@@ -158,7 +171,7 @@ def write_delta(
     *,
     hint: str | None,
     fast: bool,
-    threads: int,
+    comparer: Comparer,
     progress: Progress,
 ) -> Head:
     """Write the delta that turns one state into the other; returns what it is.
@@ -173,18 +186,18 @@ def write_delta(
         Where the base is, relative to the delta.
     fast : bool
         Make models of one class.
-    threads : int
-        How many threads encode. The bytes do not depend on it.
+    comparer : Comparer
+        What compares these states. The bytes do not depend on it.
     progress : callable
         Called with a number of the target's bytes when they are done.
     """
     pairs, writer = _pairs(base, target), _Writer(sink)
-    models = _models(base, target, pairs, fast, threads)
+    models = _models(comparer, target, pairs, fast)
     numbers: dict[Kind, int] = {}  # of the models that are used
     entries: dict[str, list[TensorEntry]] = {name: [] for name in target.headers}
     for it in pairs:
         spec = target.specs[it.key]
-        entry, stored = _tensor(base, target, it, models, threads)
+        entry, stored = comparer.compare(it.key, it.base, models)
         entry.codec, entry.size = stored.codec, stored.data.size
         if stored.codec not in WITH_BASE:
             entry.base = b""

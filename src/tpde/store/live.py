@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -11,16 +12,17 @@ import numpy as np
 
 from tpde.codec.delta import fingerprint
 from tpde.codec.native import Bytes
-from tpde.errors import InvalidInput
-from tpde.format.delta import WITH_BASE, TensorEntry
+from tpde.errors import InvalidInput, NativeError
+from tpde.format.delta import SPARSE, WITH_BASE, TensorEntry
 from tpde.format.sink import BytesSink
 from tpde.format.source import BytesSource, FileSource
 from tpde.frameworks import refuse_expanded, to_torch, torch_bytes, torch_spec
 from tpde.packing.files import Progress, no_progress
 from tpde.packing.writer import check_threads
 from tpde.store.delta import DeltaFile, open_state, other_base
-from tpde.store.diff import write_delta
-from tpde.store.states import BaseTensors, MemoryState, State
+from tpde.store.device import DeviceComparer, SparseChange, SparseChanges, fingerprints, is_resident
+from tpde.store.diff import Comparer, HostComparer, write_delta
+from tpde.store.states import MEMORY, BaseTensors, MemoryState, State
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +75,9 @@ def make_delta(
 ) -> bytes:
     """Tell what changed between two states of a model's tensors.
 
-    Tensors of a GPU are copied to the CPU one by one.
+    Tensors that lie on a GPU in both states are compared there, if `tpde[cuda]` is installed; those that have
+    changed in more than an eighth of their words, and all others, are copied to the CPU one by one. The delta
+    does not depend on it.
 
     Parameters
     ----------
@@ -116,6 +120,7 @@ def make_delta(
     count, after = check_threads(threads), _tensors(new, "`new`")
     sink = BytesSink()
     base: State
+    before: Mapping[str, torch.Tensor] = {}
     if isinstance(old, (str, os.PathLike)):
         base = open_state(Path(old))
     else:
@@ -123,10 +128,29 @@ def make_delta(
         _refuse_one_memory(before, after)
         base = _live_state(before)
     try:
-        write_delta(base, _live_state(after), sink, hint=None, fast=fast, threads=count, progress=progress)
+        target = _live_state(after)
+        comparer = _comparer(HostComparer(base, target, count), before, after)
+        write_delta(base, target, sink, hint=None, fast=fast, comparer=comparer, progress=progress)
     finally:
         base.close()
     return bytes(sink.data)
+
+
+def _comparer(
+    host: HostComparer, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> Comparer:
+    """What compares two states: on the GPU what lies there in both."""
+    pairs = {
+        name: (before[name], new)
+        for name, new in after.items()
+        if name in before
+        and (before[name].device, before[name].dtype, before[name].shape)
+        == (new.device, new.dtype, new.shape)
+        and is_resident(before[name])
+        and is_resident(new)
+    }
+    specs = {name: torch_spec(name, new) for name, (_, new) in pairs.items()}
+    return DeviceComparer(host, pairs, specs) if pairs else host
 
 
 def _refuse_one_memory(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
@@ -141,7 +165,7 @@ def _refuse_one_memory(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.
 
 
 class _Change(NamedTuple):
-    """A tensor of a delta, where it lies, and the target's bytes; None if it has them."""
+    """A tensor of a delta, where it lies, and the target's bytes if they must be written."""
 
     entry: TensorEntry
     tensor: torch.Tensor
@@ -189,29 +213,36 @@ def apply_delta(
 
     Notes
     -----
+    Tensors that lie on a GPU are checked there, if `tpde[cuda]` is installed, and sparse changes of
+    contiguous ones that share their memory with no other are made there; what else there is passes through
+    the CPU.
+
     Memory: what the changed tensors take, and one tensor more; where several share memory, that once more.
     """
     count, tensors = check_threads(threads), _tensors(state, "`state`")
     source = BytesSource(delta, "<delta>") if isinstance(delta, (bytes, bytearray, memoryview)) else None
     file = DeltaFile(source or FileSource(cast("Any", delta)))
     try:
-        found = list(_changes(file, tensors, count, progress))
+        _require_places(file, tensors)
+        prints = fingerprints(_resident(file, tensors))
+        sparse = _on_device(file, tensors, prints, count)
+        done = {it.entry.name for changes in sparse for it in changes.members}
+        found = list(_changes(file, tensors, prints, done, count, progress))
     finally:
         file.close()
     _refuse_conflicts(found, file.name)
     changes = [it for it in found if it.data is not None]
     for it in changes:
         _write(it.tensor, it)
-    return len(changes)
+    for group in sparse:
+        group.write()
+    return len(changes) + len(done)
 
 
-def _changes(
-    file: DeltaFile, tensors: Mapping[str, torch.Tensor], threads: int, progress: Progress
-) -> Iterator[_Change]:
-    """All tensors of a delta, with what must be written."""
+def _require_places(file: DeltaFile, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that there is a tensor for each of a delta, which can be written."""
     names: set[str] = set()
-    state = _live_state(tensors)
-    bases = BaseTensors(state)
+    bases = BaseTensors(_live_state(tensors))
     for it in file.head.tensors:
         if it.name in names:
             raise InvalidInput(
@@ -220,17 +251,61 @@ def _changes(
                 where=it.name,
             )
         names.add(it.name)
-        key = bases.need(("", it.name), it.spec)
+        bases.need(("", it.name), it.spec)
         _require_writable(it.name, tensors[it.name])
-        old = state.read(key, threads)
-        found = fingerprint(old)
-        progress(it.spec.nbytes)
-        data = None
-        if found != it.target:
+
+
+def _resident(file: DeltaFile, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a delta that lie on a GPU, each in memory of its own."""
+    mine = {it.name: tensors[it.name] for it in file.head.tensors}
+    users = Counter((it.device, it.untyped_storage().data_ptr()) for it in mine.values() if it.numel())
+    return {
+        name: it
+        for name, it in mine.items()
+        if is_resident(it) and users[it.device, it.untyped_storage().data_ptr()] == 1
+    }
+
+
+def _on_device(
+    file: DeltaFile, tensors: Mapping[str, torch.Tensor], prints: Mapping[str, bytes], threads: int
+) -> list[SparseChanges]:
+    """The sparse changes of tensors that are the base's, on their devices."""
+    groups: dict[tuple[torch.device, int], list[SparseChange]] = {}
+    for it in file.head.tensors:
+        if it.codec == SPARSE and it.target != prints.get(it.name) == it.base:
+            tensor = tensors[it.name]
+            change = SparseChange(it, tensor, file.payload(it))
+            groups.setdefault((tensor.device, it.model), []).append(change)
+    made = [SparseChanges(members, file.models[number]) for (_, number), members in groups.items()]
+    for damaged in (it for changes in made for it in changes.damaged):
+        file.target_of(damaged.entry, torch_bytes(damaged.tensor).copy(), threads)  # which says what is wrong
+        raise NativeError(f"the GPU has made another tensor `{damaged.entry.name}` than the CPU")
+    return made
+
+
+def _changes(
+    file: DeltaFile,
+    tensors: Mapping[str, torch.Tensor],
+    prints: Mapping[str, bytes],
+    done: set[str],
+    threads: int,
+    progress: Progress,
+) -> Iterator[_Change]:
+    """All tensors of a delta, with what must be written beside what is `done`."""
+    for it in file.head.tensors:
+        tensor, data, old = tensors[it.name], None, None
+        found = prints.get(it.name)
+        if found is None:
+            old = torch_bytes(tensor)
+            found = fingerprint(old)
+        if found != it.target and it.name not in done:
             if it.codec in WITH_BASE and found != it.base:
-                raise other_base(it, state.name, file.name, found)
-            data = file.target_of(it, old.copy() if it.codec in WITH_BASE else None, threads)
-        yield _Change(it, tensors[it.name], data)
+                raise other_base(it, MEMORY, file.name, found)
+            if it.codec in WITH_BASE:
+                old = torch_bytes(tensor).copy() if old is None else old.copy()
+            data = file.target_of(it, old if it.codec in WITH_BASE else None, threads)
+        progress(it.spec.nbytes)
+        yield _Change(it, tensor, data)
 
 
 def _require_writable(name: str, tensor: torch.Tensor) -> None:

@@ -91,12 +91,16 @@ def store_whole(spec: TensorSpec, data: Bytes, threads: int) -> Stored:
     return Stored(PLAIN, data) if blob is None else Stored(FULL, blob)
 
 
+def is_clear(spec: TensorSpec, sparse: Sparse) -> bool:
+    """Whether sparse changes are taken without a look at the other codecs, unless the target is constant."""
+    return bool(DTYPES[spec.dtype].rotate) and sparse.data.size < spec.nbytes * _CLEAR
+
+
 def store_change(spec: TensorSpec, model: Model, old: Bytes, new: Bytes, threads: int) -> Stored:
     """Store what changed, as whatever takes the fewest bytes."""
     sparse = model.encode(old, new, threads)
     b = DTYPES[spec.dtype].word_bytes
-    clear = DTYPES[spec.dtype].rotate and repeats(new, new[:b]) < new.size
-    if sparse is not None and clear and sparse.data.size < spec.nbytes * _CLEAR:
+    if sparse is not None and is_clear(spec, sparse) and repeats(new, new[:b]) < new.size:
         return Stored(SPARSE, sparse.data, sparse)
     found = [] if sparse is None else [Stored(SPARSE, sparse.data, sparse)]
     blob = _blob(difference_spec(spec), differences(old, new, spec), threads)

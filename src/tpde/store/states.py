@@ -18,6 +18,8 @@ from tpde.packing.names import SAFETENSORS
 from tpde.packing.reader import PackedFile
 from tpde.packing.tree import walk
 
+MEMORY = "<memory>"  # what messages call a state that lies there
+
 Key = tuple[str, str]
 """A tensor: the name of its file and its own."""
 
@@ -149,7 +151,7 @@ class MemoryState:
         specs: Mapping[str, TensorSpec],
         read: Callable[[str], Bytes],
         metadata: Mapping[str, str] | None = None,
-        name: str = "<memory>",
+        name: str = MEMORY,
     ) -> None:
         self.name, self._read = name, read
         header = canonical_header(specs, metadata or {})

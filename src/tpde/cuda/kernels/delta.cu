@@ -1,0 +1,627 @@
+// delta.cu: what changed between two states of tensors (docs/delta.md, sections 1 to 4): fingerprints, encoding and
+// decoding of sparse chunks.
+//
+// A launch takes tensors of one kind of words, and a block a chunk of 65,536 words. Places of words in class order
+// (3.2) come from counts: of each class in the blocks of 256 words before. The bits of a chunk are read by one thread,
+// word for word; the others find where the changes belong, and other blocks have work meanwhile.
+//
+// Any bytes are safe: a change beyond the chunk's words, bits that do not end where they should, or more of them than
+// the chunk has, are reported with the chunk's number; nothing outside the chunk's part of the output is written.
+//
+// Macros: WORD bytes of a word; ROTATE; THREADS of a block, a multiple of 32.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#if WORD == 1
+typedef u8 word;
+#elif WORD == 2
+typedef u16 word;
+#elif WORD == 4
+typedef u32 word;
+#else
+typedef u64 word;
+#endif
+
+#define CHUNK 65536u     // words, 3.1
+#define EACH 8u          // words of a lane
+#define RUN (32 * EACH)  // words of a warp: what classes are counted in
+#define RUNS (CHUNK / RUN)
+#define CLASSES 16       // 2.1, at most
+#define TOKENS 16384u    // 1.3
+#define GOLDEN 0x9E3779B97F4A7C15ull
+#define ALL 0xFFFFFFFFu
+#define ESCAPE 0x100u    // of an entry; bits 0 to 4 are what a codeword takes, of a table for encoding with the token
+#define WARPS (THREADS / 32)
+
+// src/tpde/cuda/delta.py writes these.
+struct Item {
+  u64 base, target;  // addresses; 0 if there is none
+  u64 words;
+  u64 first;         // chunk of the launch that is its first
+};
+
+struct Model {
+  u32 classes, folded;
+  u8 first[CLASSES];        // the lowest symbol of each class
+  u32 at[CLASSES];          // of each class's table, in entries from the end of this
+  u32 bits[CLASSES];        // that a table for decoding is looked up by
+  u32 escape[CLASSES];      // codewords, lowest bit first
+};
+
+// What a chunk is, and where.
+struct Chunk {
+  const word *base, *target;
+  u64 at;  // of its first word in the tensor
+  u32 n;
+  bool wide;  // both lie at multiples of 16
+};
+
+__device__ __forceinline__ Chunk chunk_of(const Item& t, u64 chunk) {
+  Chunk c;
+  c.at = (chunk - t.first) * CHUNK;
+  c.n = (u32)min((u64)CHUNK, t.words - c.at);
+  c.base = (const word*)t.base + c.at;
+  c.target = (const word*)t.target + c.at;
+  c.wide = (t.base | t.target) % 16 == 0;
+  return c;
+}
+
+// ---- words, 1.1 and 2.3 ----
+
+__device__ __forceinline__ u32 symbol(word w) {
+#if WORD == 1
+  return ROTATE ? (w << 1 | w >> 7) & 255 : w;
+#else
+  return (u32)(w >> (8 * WORD - 8 - ROTATE)) & 255;
+#endif
+}
+
+#define SIGN ((u64)1 << (8 * WORD - 1))
+#define WORD_MASK (SIGN | (SIGN - 1))
+
+struct Step { u32 kind; u64 size; };
+
+__device__ __forceinline__ Step step_between(u64 base, u64 target) {
+  long long d;
+  if (ROTATE) {
+    d = (long long)((target & (SIGN - 1)) - (base & (SIGN - 1)));
+    if ((base ^ target) & SIGN) return d >= 0 ? Step{2, (u64)d} : Step{3, ~(u64)d};
+  } else {
+    d = (long long)((target - base) << (64 - 8 * WORD)) >> (64 - 8 * WORD);
+  }
+  return d > 0 ? Step{0, (u64)d - 1} : Step{1, ~(u64)d};
+}
+
+__device__ __forceinline__ u64 take_step(u64 base, Step s) {
+  const u64 d = (s.kind & 1 ? ~s.size : s.size) + !s.kind;
+  if (!ROTATE) return (base + d) & WORD_MASK;
+  return ((base ^ (s.kind >= 2 ? SIGN : 0)) & SIGN) | ((base + d) & (SIGN - 1));
+}
+
+// ---- buckets, 1.2 ----
+
+__device__ __forceinline__ u32 bucket_of(u64 x) {
+  if (x < 2) return (u32)x;
+  const int k = 63 - __clzll((long long)x);
+  return 2 * k + (u32)(x >> (k - 1) & 1);
+}
+
+__device__ __forceinline__ u32 extra_bits(u32 bucket) { return bucket < 4 ? 0 : bucket / 2 - 1; }
+
+__device__ __forceinline__ u64 bucket_start(u32 bucket) {
+  return bucket < 2 ? bucket : (2ull + (bucket & 1)) << (bucket / 2 - 1);
+}
+
+__device__ __forceinline__ u64 low_bits(u64 x, u32 bits) { return x & (((u64)1 << bits) - 1); }
+
+// ---- fingerprints, 4 ----
+
+struct Print { u64 a, b; };
+
+__device__ __forceinline__ void add_term(Print& p, u64 x, u64 number) {
+  const u64 k = (number + 1) * GOLDEN, y = x ^ k, z = x + k;
+  p.a += (u64)(u32)y * (u32)(y >> 32);
+  p.b += (u64)(u32)z * (u32)(z >> 32);
+}
+
+// 8 bytes of a chunk; zeros beyond its words, which only a tensor's last chunk can have within them.
+__device__ __forceinline__ u64 unit_of(const word* words, u32 n, u32 unit, bool wide) {
+  const u32 first = unit * (8 / WORD);
+  if (wide && first + 8 / WORD <= n) return __ldg((const u64*)words + unit);
+  u64 x = 0;
+  for (u32 j = 0; j < 8 / WORD && first + j < n; j++) x |= (u64)words[first + j] << (8 * WORD * j & 63);
+  return x;
+}
+
+__device__ __forceinline__ u64 sum_of_warp(u64 x) {
+  for (int d = 16; d; d /= 2) x += __shfl_xor_sync(ALL, x, d);
+  return x;
+}
+
+__device__ __forceinline__ void add_print(u64* sums, Print p) {
+  p.a = sum_of_warp(p.a);
+  p.b = sum_of_warp(p.b);
+  if (threadIdx.x % 32 == 0 && (p.a | p.b)) {
+    atomicAdd(sums, p.a);
+    atomicAdd(sums + 1, p.b);
+  }
+}
+
+#define UNROLL 4
+
+// Fingerprints of bases, and with targets of those too, how many words of each chunk differ, and whether the words of a
+// target differ among themselves. Of each item `sums` has four numbers: the base's and the target's fingerprint.
+extern "C" __global__ void __launch_bounds__(THREADS)
+prints(const Item* __restrict__ items, const u32* __restrict__ whose, u64* sums, u32* counts, u32* varied) {
+  const u64 number = blockIdx.x;
+  const u32 owner = whose[number];
+  const Item t = items[owner];
+  const Chunk c = chunk_of(t, number);
+  const u32 units = (c.n * WORD + 7) / 8, pairs = c.wide ? c.n * WORD / 16 : 0;
+  const u64 first = c.at / 8 * WORD;
+  Print base = {0, 0}, target = {0, 0};
+  u32 changed = 0;
+  u64 first_word = 0, other = 0;
+  if (t.target)
+    for (u32 j = 0; j < 8; j += WORD) first_word |= (u64)*(const word*)t.target << 8 * j;
+  for (u32 i = threadIdx.x; i < pairs; i += UNROLL * THREADS) {
+    ulonglong2 x[UNROLL], y[UNROLL];
+#pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+      const u32 at = i + k * THREADS;
+      x[k] = at < pairs ? __ldcs((const ulonglong2*)c.base + at) : ulonglong2{0, 0};
+      if (t.target) y[k] = at < pairs ? __ldcs((const ulonglong2*)c.target + at) : ulonglong2{0, 0};
+    }
+#pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+      const u32 at = i + k * THREADS;
+      if (at >= pairs) continue;
+      add_term(base, x[k].x, first + 2 * at);
+      add_term(base, x[k].y, first + 2 * at + 1);
+      if (!t.target) continue;
+      add_term(target, y[k].x, first + 2 * at);
+      add_term(target, y[k].y, first + 2 * at + 1);
+      other |= (y[k].x ^ first_word) | (y[k].y ^ first_word);
+      const u64 d = x[k].x ^ y[k].x, e = x[k].y ^ y[k].y;
+      if (d | e)
+        for (u32 j = 0; j < 8; j += WORD)
+          changed += ((d >> 8 * j & WORD_MASK) != 0) + ((e >> 8 * j & WORD_MASK) != 0);
+    }
+  }
+  for (u32 i = 2 * pairs + threadIdx.x; i < units; i += THREADS) {
+    const u64 x = unit_of(c.base, c.n, i, false);
+    add_term(base, x, first + i);
+    if (!t.target) continue;
+    const u64 y = unit_of(c.target, c.n, i, false), d = x ^ y;
+    add_term(target, y, first + i);
+    for (u32 j = 0; j < 8 && i * 8 + j < c.n * WORD; j++) other |= (y ^ first_word) >> 8 * j & 255;
+    for (u32 j = 0; j < 8; j += WORD) changed += (d >> 8 * j & WORD_MASK) != 0;
+  }
+  add_print(sums + 4 * owner, base);
+  if (!t.target) return;
+  add_print(sums + 4 * owner + 2, target);
+  if (other) varied[owner] = 1;
+  changed = __reduce_add_sync(ALL, changed);
+  if (threadIdx.x % 32 == 0 && changed) atomicAdd(counts + number, changed);
+}
+
+// ---- places, 3.2 ----
+
+struct Places {
+  u8 classes[256];             // of each symbol
+  u32 start[CLASSES + 1];      // the place of each class's first word
+  u16 before[CLASSES][RUNS];   // words of a class in the runs before one
+};
+
+// A set of places or of positions in a chunk, and how many are below each 32 of them.
+struct Marks {
+  u32 bits[CHUNK / 32];
+  u16 below[CHUNK / 32];
+};
+
+__device__ __forceinline__ void load_words(const word* p, u32 at, u32 n, bool wide, word w[EACH]) {
+  if (wide && at + EACH <= n) {
+#pragma unroll
+    for (u32 j = 0; j < WORD; j++) ((u64*)w)[j] = __ldg((const u64*)(p + at) + j);
+    return;
+  }
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++) w[j] = at + j < n ? p[at + j] : 0;
+}
+
+// How many of a lane's words are of each class: 4 bits a class.
+__device__ __forceinline__ u64 count_words(const word w[EACH], u32 at, u32 n, const u8* classes) {
+  u64 counts = 0;
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++)
+    if (at + j < n) counts += (u64)1 << 4 * classes[symbol(w[j])];
+  return counts;
+}
+
+__device__ void find_places(const Chunk& c, const Model* m, Places& s) {
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, classes = m->classes;
+  for (u32 v = threadIdx.x; v < 256; v += THREADS) {
+    u32 k = 0;
+    while (k + 1 < classes && m->first[k + 1] <= v) k++;
+    s.classes[v] = (u8)k;
+  }
+  __syncthreads();
+  for (u32 run = warp; run < RUNS; run += WARPS) {
+    const u32 at = run * RUN + lane * EACH;
+    u64 counts = 0;
+    if (run * RUN < c.n) {
+      alignas(16) word w[EACH];
+      load_words(c.base, at, c.n, c.wide, w);
+      counts = count_words(w, at, c.n, s.classes);
+    }
+    for (u32 k = 0; k < classes; k += 2) { // a run has at most 256 of a class: two sums in a register
+      const u32 two = (u32)(counts >> 4 * k & 15) | (u32)(counts >> 4 * k >> 4 & 15) << 16;
+      const u32 sum = __reduce_add_sync(ALL, two);
+      if (lane == 0) {
+        s.before[k][run] = (u16)sum;
+        s.before[k + 1][run] = (u16)(sum >> 16);
+      }
+    }
+  }
+  __syncthreads();
+  for (u32 k = warp; k < classes; k += WARPS) { // counts become sums of those before
+    u32 own[RUNS / 32], sum = 0;
+#pragma unroll
+    for (u32 j = 0; j < RUNS / 32; j++) sum += own[j] = s.before[k][lane * (RUNS / 32) + j];
+    u32 up = sum;
+    for (int d = 1; d < 32; d *= 2) {
+      const u32 x = __shfl_up_sync(ALL, up, d);
+      if (lane >= d) up += x;
+    }
+    u32 running = up - sum;
+#pragma unroll
+    for (u32 j = 0; j < RUNS / 32; j++) {
+      s.before[k][lane * (RUNS / 32) + j] = (u16)running;
+      running += own[j];
+    }
+    if (lane == 31) s.start[k + 1] = running;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    s.start[0] = 0;
+    for (u32 k = 0; k < classes; k++) s.start[k + 1] += s.start[k];
+  }
+  __syncthreads();
+}
+
+// The class of a place: the last one that begins at it or before.
+__device__ __forceinline__ u32 class_of(const Places& s, u32 classes, u32 place) {
+  u32 k = 0;
+  for (u32 j = 1; j < classes; j++) k += s.start[j] <= place;
+  return k;
+}
+
+__device__ __forceinline__ void clear(Marks& m) {
+  for (u32 i = threadIdx.x; i < CHUNK / 32; i += THREADS) m.bits[i] = 0;
+}
+
+__device__ __forceinline__ void mark(Marks& m, u32 i) { atomicOr(&m.bits[i / 32], 1u << i % 32); }
+
+// Sum up what is below each 32, once all are marked.
+__device__ void sum_up(Marks& m, u32* scratch) {
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = CHUNK / 32 / THREADS;
+  u32 sum = 0;
+  for (u32 j = 0; j < share; j++) sum += __popc(m.bits[threadIdx.x * share + j]);
+  u32 up = sum;
+  for (int d = 1; d < 32; d *= 2) {
+    const u32 x = __shfl_up_sync(ALL, up, d);
+    if (lane >= d) up += x;
+  }
+  if (lane == 31) scratch[warp] = up;
+  __syncthreads();
+  u32 running = up - sum;
+  for (u32 w = 0; w < warp; w++) running += scratch[w];
+  for (u32 j = 0; j < share; j++) {
+    m.below[threadIdx.x * share + j] = (u16)running; // 65,536 only where nothing follows
+    running += __popc(m.bits[threadIdx.x * share + j]);
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ u32 rank_of(const Marks& m, u32 i) {
+  return m.below[i / 32] + __popc(m.bits[i / 32] & ((1u << i % 32) - 1));
+}
+
+// ---- encoding, 3.3 ----
+
+#define MOST_BYTES (5 + WORD)  // of a change: 12 bits, 14 after an escape, 14 of the gap, 8 * WORD - 2 of the size, 1
+
+// Bits lie from the lowest up; nobody else's are touched.
+__device__ __forceinline__ void put_bits(u32* out, u32 at, u64 value, u32 bits) {
+  if (!bits) return;
+  const u32 i = at / 32, shift = at % 32;
+  atomicOr(out + i, (u32)value << shift);
+  if (shift + bits > 32) atomicOr(out + i + 1, (u32)(value >> (32 - shift)));
+  if (shift + bits > 64) atomicOr(out + i + 2, (u32)(value >> 32 >> (32 - shift)));
+}
+
+// Chunk i has `counts[i]` changes, two numbers for each in `scratch`, from 2 * lists[i] on, and zeros in `out`, from
+// 4 * places[i] on: room for MOST_BYTES a change. `sizes[i]` becomes the bytes that are used.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
+       const u32* __restrict__ counts, const u64* __restrict__ lists, const u64* __restrict__ places, u32* scratch,
+       u32* out, u32* sizes) {
+  __shared__ Places s;
+  __shared__ Marks marks;
+  __shared__ u32 sums[WARPS], taken;
+  const u64 number = blockIdx.x;
+  const u32 count = counts[number], lane = threadIdx.x % 32, warp = threadIdx.x / 32, classes = m->classes;
+  if (!count) return;
+  const Item t = items[whose[number]];
+  const Chunk c = chunk_of(t, number);
+  u32 *const found = scratch + 2 * lists[number], *const sorted = found + count;
+  clear(marks);
+  if (threadIdx.x == 0) taken = 0;
+  if (classes > 1) find_places(c, m, s);
+  else __syncthreads();
+  for (u32 run = warp; run * RUN < c.n; run += WARPS) {
+    const u32 at = run * RUN + lane * EACH;
+    alignas(16) word old[EACH], now[EACH];
+    load_words(c.base, at, c.n, c.wide, old);
+    load_words(c.target, at, c.n, c.wide, now);
+    u32 changed = 0;
+#pragma unroll
+    for (u32 j = 0; j < EACH; j++) changed |= (u32)(old[j] != now[j]) << j;
+    u32 lanes = __ballot_sync(ALL, changed);
+    if (!lanes) continue;
+    const u64 own = classes > 1 ? count_words(old, at, c.n, s.classes) : 0;
+    for (; lanes; lanes &= lanes - 1) { // one lane's changes at a time
+      const int from = __ffs(lanes) - 1;
+      for (u32 which = __shfl_sync(ALL, changed, from); which; which &= which - 1) {
+        const u32 j = __ffs(which) - 1;
+        u32 place = run * RUN + from * EACH + j, in = 0;
+        if (classes > 1) {
+          u32 k = 0;
+#pragma unroll
+          for (u32 i = 0; i < EACH; i++)
+            if (i == j) k = s.classes[symbol(old[i])];
+          k = __shfl_sync(ALL, k, from);
+          in = lane < from ? (u32)(own >> 4 * k & 15) : 0;
+#pragma unroll
+          for (u32 i = 0; i < EACH; i++) in += lane == from && i < j && s.classes[symbol(old[i])] == k;
+          place = s.start[k] + s.before[k][run] + __reduce_add_sync(ALL, in);
+        }
+        if (lane == 0) {
+          mark(marks, place);
+          found[atomicAdd(&taken, 1u)] = place << 16 | (run * RUN + from * EACH + j);
+        }
+      }
+    }
+  }
+  __syncthreads();
+  sum_up(marks, sums);
+  for (u32 i = threadIdx.x; i < count; i += THREADS) sorted[rank_of(marks, found[i] >> 16)] = found[i];
+  __syncthreads();
+  const u32* const tables = (const u32*)(m + 1);
+  u32* const to = out + places[number];
+  u32 bits = 0;
+  for (u32 start = 0; start < count; start += THREADS) {
+    const u32 i = start + threadIdx.x;
+    u32 entry = 0, token = 0, fold = 0, take = 0, gap = 0, k = 0;
+    Step step = {0, 0};
+    if (i < count) {
+      const u32 from = i ? (sorted[i - 1] >> 16) + 1 : 0, at = sorted[i] & 0xFFFF;
+      gap = (sorted[i] >> 16) - from;
+      k = classes > 1 ? class_of(s, classes, from) : 0;
+      step = step_between(c.base[at], c.target[at]);
+      fold = m->folded && step.kind < 2;
+      token = bucket_of(gap) << 9 | (fold ? 0 : step.kind) << 7 | bucket_of(step.size);
+      entry = __ldg(tables + m->at[k] + token);
+      take = (entry & 31) + extra_bits(token >> 9) + extra_bits(token & 127) + fold;
+    }
+    u32 up = take;
+    for (int d = 1; d < 32; d *= 2) {
+      const u32 x = __shfl_up_sync(ALL, up, d);
+      if (lane >= d) up += x;
+    }
+    if (lane == 31) sums[warp] = up;
+    __syncthreads();
+    u32 at = bits + up - take;
+    for (u32 w = 0; w < WARPS; w++) {
+      if (w < warp) at += sums[w];
+      bits += sums[w];
+    }
+    __syncthreads();
+    if (i < count) {
+      const u32 head = entry & 31, gap_bits = extra_bits(token >> 9), size_bits = extra_bits(token & 127);
+      const u64 code = entry & ESCAPE ? (u64)token << (head - 14) | m->escape[k] : (u64)(entry >> (32 - head));
+      put_bits(to, at, code | low_bits(gap, gap_bits) << head, head + gap_bits);
+      at += head + gap_bits;
+      put_bits(to, at, low_bits(step.size, size_bits), size_bits);
+      put_bits(to, at + size_bits, fold && step.kind, fold);
+    }
+  }
+  if (threadIdx.x == 0) sizes[number] = (bits + 7) / 8;
+}
+
+// The chunks' bytes one after the other, as a payload has them: chunk i goes to byte offsets[i].
+extern "C" __global__ void __launch_bounds__(THREADS)
+gather(const u32* __restrict__ from, const u64* __restrict__ places, const u32* __restrict__ sizes,
+       const u64* __restrict__ offsets, u8* to) {
+  const u64 number = blockIdx.x;
+  const u8* p = (const u8*)(from + places[number]);
+  for (u32 i = threadIdx.x; i < sizes[number]; i += THREADS) to[offsets[number] + i] = p[i];
+}
+
+// ---- decoding ----
+
+// The bits of a chunk, from its first one on. `used` may go beyond what the chunk has, by one change at most.
+struct Reader {
+  const u32* next;
+  u64 held;
+  u32 have;
+  u64 used;
+};
+
+__device__ __forceinline__ void refill(Reader& r) {
+  if (r.have > 32) return;
+  r.held |= (u64)__ldg(r.next++) << r.have;
+  r.have += 32;
+}
+
+__device__ __forceinline__ u32 take(Reader& r, u32 bits) { // at most 32
+  refill(r);
+  const u32 x = (u32)low_bits(r.held, bits);
+  r.held >>= bits;
+  r.have -= bits;
+  r.used += bits;
+  return x;
+}
+
+// The next change: its gap is returned.
+__device__ __forceinline__ u32 take_change(Reader& r, const Model* m, const u32* tables, u32 k, u32 folded, Step& s) {
+  refill(r);
+  const u32 entry = __ldg(tables + m->at[k] + (u32)low_bits(r.held, m->bits[k]));
+  take(r, entry & 31);
+  const u32 token = entry & ESCAPE ? take(r, 14) : entry >> 16;
+  const u32 size_bits = extra_bits(token & 127);
+  const u32 gap = (u32)bucket_start(token >> 9) + take(r, extra_bits(token >> 9));
+  s.kind = token >> 7 & 3;
+  s.size = bucket_start(token & 127);
+  if (size_bits > 32) {
+    s.size += take(r, 32);
+    s.size += (u64)take(r, size_bits - 32) << 32;
+  } else {
+    s.size += take(r, size_bits);
+  }
+  if (folded && !s.kind) s.kind = take(r, 1);
+  return gap;
+}
+
+// The position of a word by its rank in a class, by a warp.
+__device__ __forceinline__ u32 select(const Chunk& c, const Places& s, u32 k, u32 rank) {
+  const u32 lane = threadIdx.x % 32;
+  u32 run = 0; // the last one that has no more before it
+  for (u32 step = RUNS / 2; step; step /= 2)
+    if (s.before[k][run + step] <= rank) run += step;
+  const u32 at = run * RUN + lane * EACH;
+  alignas(16) word w[EACH];
+  load_words(c.base, at, c.n, c.wide, w);
+  u32 own = 0;
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++) own |= (u32)(at + j < c.n && s.classes[symbol(w[j])] == k) << j;
+  u32 up = __popc(own);
+  for (int d = 1; d < 32; d *= 2) {
+    const u32 x = __shfl_up_sync(ALL, up, d);
+    if (lane >= d) up += x;
+  }
+  const u32 wanted = rank - s.before[k][run], low = up - __popc(own);
+  const bool mine = low <= wanted && wanted < up;
+  for (u32 j = low; mine && j < wanted; j++) own &= own - 1;
+  const u32 from = __ffs(__ballot_sync(ALL, mine)) - 1;
+  return __shfl_sync(ALL, at + __ffs(own) - 1, from & 31);
+}
+
+// Chunk i has `counts[i]` changes in `sizes[i]` bytes from `offsets[i]` on; 24 bytes may be read beyond the last one's.
+// Where they are goes to `positions`, counted from the chunk's first word, what the words become to `words`, both from
+// lists[i] on, in memory order; `unsorted` and `made` are room for as many. What the changes add to an item's fingerprint
+// is added to its last two `sums`. `bad` becomes the first chunk of an item that is damaged, if that is below what is
+// there.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+decode(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
+       const u32* __restrict__ counts, const u64* __restrict__ lists, const u8* __restrict__ data,
+       const u64* __restrict__ offsets, const u32* __restrict__ sizes, u16* unsorted, word* made, u16* positions,
+       word* words, u64* sums, u32* bad) {
+  __shared__ Places s;
+  __shared__ Marks marks;
+  __shared__ u32 scratch[WARPS], places[THREADS], ready;
+  __shared__ Step steps[THREADS];
+  const u64 number = blockIdx.x;
+  const u32 count = counts[number], lane = threadIdx.x % 32, warp = threadIdx.x / 32, classes = m->classes;
+  if (!count) return;
+  const u32 owner = whose[number];
+  const Item t = items[owner];
+  const Chunk c = chunk_of(t, number);
+  const u64 list = lists[number], limit = 8 * (u64)sizes[number];
+  const u32* const tables = (const u32*)(m + 1);
+  clear(marks);
+  if (classes > 1) find_places(c, m, s);
+  Reader r = {0, 0, 0, 0};
+  u32 place = 0, k = 0, end = c.n;
+  if (threadIdx.x == 0) {
+    const u64 p = (u64)(data + offsets[number]);
+    r.next = (const u32*)(p & ~(u64)3);
+    refill(r);
+    r.held >>= 8 * (p & 3);
+    r.have -= 8 * (p & 3);
+    if (classes > 1) end = s.start[1];
+  }
+  for (u32 start = 0; start < count; start += THREADS) {
+    if (threadIdx.x == 0) {
+      const u32 todo = min(count - start, (u32)THREADS);
+      u32 i = 0;
+      for (; i < todo && place < c.n; i++) {
+        while (place >= end) end = s.start[++k + 1]; // the classes' ends go up to the chunk's
+        place += take_change(r, m, tables, k, m->folded, steps[i]);
+        if (place >= c.n || r.used > limit) break;
+        places[i] = place++;
+      }
+      ready = i;
+      const bool ended = start + i < count || (limit >= r.used && limit - r.used < 8);
+      if (i < todo || (start + i == count && !ended)) {
+        atomicMin(bad + owner, (u32)(number - t.first));
+        ready = 0;
+      }
+    }
+    __syncthreads();
+    if (!ready) return; // all of the block
+    if (classes > 1)
+      for (u32 i = warp; i < ready; i += WARPS) {
+        const u32 own = class_of(s, classes, places[i]), at = select(c, s, own, places[i] - s.start[own]);
+        __syncwarp();
+        if (lane == 0) places[i] = at;
+      }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < ready; i += THREADS) {
+      const u32 at = places[i];
+      mark(marks, at);
+      unsorted[list + start + i] = (u16)at;
+      made[list + start + i] = (word)take_step(c.base[at], steps[i]);
+    }
+    __syncthreads();
+  }
+  sum_up(marks, scratch);
+  for (u32 i = threadIdx.x; i < count; i += THREADS) {
+    const u32 at = unsorted[list + i], rank = rank_of(marks, at);
+    positions[list + rank] = (u16)at;
+    words[list + rank] = made[list + i];
+  }
+  __syncthreads();
+  Print change = {0, 0};
+  for (u32 i = threadIdx.x; i < count; i += THREADS) {
+    const u32 per = 8 / WORD, unit = positions[list + i] / per;
+    if (i && positions[list + i - 1] / per == unit) continue; // the first of a unit has it
+    const u64 x = unit_of(c.base, c.n, unit, c.wide), number = c.at / per + unit;
+    u64 y = x;
+    for (u32 j = i; j < count; j++) {
+      const u32 at = positions[list + j];
+      if (at / per != unit) break;
+      const u32 shift = 8 * WORD * (at % per);
+      y = (y & ~(WORD_MASK << shift)) | (u64)words[list + j] << shift;
+    }
+    Print before = {0, 0}, after = {0, 0};
+    add_term(before, x, number);
+    add_term(after, y, number);
+    change.a += after.a - before.a;
+    change.b += after.b - before.b;
+  }
+  add_print(sums + 4 * owner + 2, change);
+}
+
+// What `decode` made becomes the base's words.
+extern "C" __global__ void __launch_bounds__(THREADS)
+write(const Item* __restrict__ items, const u32* __restrict__ whose, const u32* __restrict__ counts,
+      const u64* __restrict__ lists, const u16* __restrict__ positions, const word* __restrict__ words) {
+  const u64 number = blockIdx.x;
+  const Item t = items[whose[number]];
+  word* const to = (word*)t.base + (number - t.first) * CHUNK;
+  for (u32 i = threadIdx.x; i < counts[number]; i += THREADS) to[positions[lists[number] + i]] = words[lists[number] + i];
+}

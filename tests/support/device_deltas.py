@@ -1,0 +1,284 @@
+"""What must hold of deltas that a device makes and applies, whether that is a GPU or stands for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tpde
+from support.contents import rng
+from tpde.codec import delta
+from tpde.errors import NativeError
+from tpde.format.constants import DTYPES
+from tpde.format.delta import SAME, SPARSE
+from tpde.format.source import BytesSource
+from tpde.frameworks import torch_bytes, torch_dtype
+from tpde.store import device, live
+from tpde.store.delta import DeltaFile
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+Tensors = dict[str, Any]
+
+KINDS = ("BF16", "F16", "F32", "F64", "F8_E4M3", "U8", "I16", "I32", "I64", "BOOL")
+
+
+def words_of(dtype: str, words: int, *seed: Any) -> np.ndarray:
+    """Words whose symbols spread as weights' do."""
+    draw, b = rng("delta", dtype, words, *seed), DTYPES[dtype].word_bytes
+    if dtype in ("F32", "F64", "F16"):
+        return (draw.standard_normal(words) * 0.02).astype(f"f{b}").view(np.uint8)
+    if dtype == "BF16":
+        floats = draw.standard_normal(words).astype(np.float32)
+        return (floats.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+    return draw.integers(0, 2 if dtype == "BOOL" else 256, words * b).astype(np.uint8)
+
+
+def moved(base: np.ndarray, dtype: str, share: float, far: bool, *seed: Any) -> np.ndarray:
+    """Some words moved: by a little, or to anything."""
+    draw, b = rng("change", dtype, base.size, share, far, *seed), DTYPES[dtype].word_bytes
+    target = base.copy().view(f"<u{b}")
+    at = np.flatnonzero(draw.random(target.size) < share)
+    if dtype == "BOOL":
+        target[at] ^= 1
+    elif far:
+        target[at] = draw.integers(0, 256, at.size * b).astype(np.uint8).view(target.dtype)
+    else:
+        target[at] += draw.integers(-3, 4, at.size).astype(f"<i{b}").view(target.dtype)
+    return target.view(np.uint8)
+
+
+def cpu(tensors: Tensors) -> Tensors:
+    return {name: it.to("cpu", copy=True) for name, it in tensors.items()}
+
+
+def same(one: Tensors, other: Tensors) -> bool:
+    return all(np.array_equal(torch_bytes(one[name]), torch_bytes(other[name])) for name in other)
+
+
+def codecs(data: bytes) -> dict[str, str]:
+    return {it.name: it.codec for it in DeltaFile(BytesSource(data, "<delta>")).head.tensors}
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Nothing is resident."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "is_resident", lambda it: False)
+        yield
+
+
+class DeviceDeltas:
+    """The tests, of tensors that lie at `place`."""
+
+    place: str
+    sizes: tuple[int, ...]
+
+    def tensor(self, data: np.ndarray, dtype: str, offset: int = 0) -> Any:
+        """A tensor on the device, so many elements from where its memory begins."""
+        kind = torch_dtype(dtype)
+        room = torch.zeros(data.size + offset * kind.itemsize, dtype=torch.uint8, device=self.place)
+        room[offset * kind.itemsize :] = torch.from_numpy(data.copy()).to(self.place)
+        return room.view(kind)[offset:]
+
+    def state(
+        self, share: float, far: bool, sizes: tuple[int, ...] = (), offset: int = 0
+    ) -> tuple[Tensors, Tensors]:
+        """Tensors of all kinds and sizes, and what became of them."""
+        old, new = {}, {}
+        for dtype in KINDS:
+            for size in sizes or self.sizes:
+                base = words_of(dtype, size)
+                old[f"{dtype}.{size}"] = self.tensor(base, dtype, offset)
+                new[f"{dtype}.{size}"] = self.tensor(moved(base, dtype, share, far), dtype, offset)
+        return old, new
+
+    def make(self, old: Tensors, new: Tensors, **options: Any) -> bytes:
+        """Make a delta on the device; on the host it is the same."""
+        made = tpde.make_delta(old, new, **options)
+        with on_host():
+            assert made == tpde.make_delta(cpu(old), cpu(new), **options)
+        return made
+
+    def apply(self, old: Tensors, new: Tensors, made: bytes) -> None:
+        """Apply a delta on the device, and again."""
+        assert tpde.apply_delta(old, made) == sum(codec != SAME for codec in codecs(made).values())
+        assert same(old, new)
+        assert tpde.apply_delta(old, made) == 0
+
+    @pytest.mark.parametrize("fast", [False, True])
+    @pytest.mark.parametrize(
+        ("share", "far"),
+        [(0, False), (0.0001, True), (0.005, False), (0.02, True), (0.1, False), (0.6, False)],
+    )
+    def test_every_kind_of_words(self, share: float, far: bool, fast: bool) -> None:
+        old, new = self.state(share, far, (5, 3000, 9999) if share > 0.5 else ())
+        self.apply(old, new, self.make(old, new, fast=fast))
+
+    @pytest.mark.parametrize("offset", [1, 3, 8])
+    def test_views_that_do_not_begin_where_memory_does(self, offset: int) -> None:
+        old, new = self.state(0.01, False, (9, 65539), offset)
+        self.apply(old, new, self.make(old, new))
+
+    def test_what_is_sparse_stays_on_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        old, new = self.state(0.005, False, (66_003,))
+        floats = [name for name in old if DTYPES[name.split(".")[0]].rotate]
+        old, new = ({name: it[name] for name in floats} for it in (old, new))
+        made = self.make(old, new)
+        assert set(codecs(made).values()) == {SPARSE}
+        monkeypatch.setattr(live, "torch_bytes", lambda it: pytest.fail("copied to the host"))
+        assert tpde.make_delta(old, new) == made
+        assert tpde.apply_delta(old, made) == len(floats)
+        monkeypatch.undo()
+        assert same(old, new)
+
+    def test_fingerprints(self) -> None:
+        old, _ = self.state(0, False)
+        expected = {name: delta.fingerprint(torch_bytes(it)) for name, it in old.items()}
+        for offset in (0, 1):
+            again = {
+                name: self.tensor(torch_bytes(it), name.split(".")[0], offset) for name, it in old.items()
+            }
+            assert device.fingerprints(again) == expected
+        assert device.fingerprints({}) == {}
+
+    def test_heavy_chunks_among_light_ones(self) -> None:
+        """Runs of words change, at the start, in the middle and at the end."""
+        base = words_of("BF16", 65536 * 24 + 17)
+        target = base.copy().view("<u2")
+        for begin, end in ((0, 9000), (65536 * 12 - 3, 65536 * 12 + 5000), (65536 * 24, 65536 * 24 + 17)):
+            target[begin:end] += 1
+        old, new = {"w": self.tensor(base, "BF16")}, {"w": self.tensor(target.view(np.uint8), "BF16")}
+        self.apply(old, new, self.make(old, new))
+
+    def test_targets_of_one_word(self) -> None:
+        base, target = np.zeros(80_000, "<u2"), np.zeros(160_000, np.uint8)
+        base[::500] = 0x3F80
+        old, new = {"w": self.tensor(base.view(np.uint8), "BF16")}, {"w": self.tensor(target, "BF16")}
+        self.apply(old, new, self.make(old, new))
+
+    def test_bits_that_are_no_numbers(self) -> None:
+        """NaNs with payloads, signed zeros, infinities and subnormals on both sides."""
+        special = np.array([0, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 1, 0x8001, 0x3F80], "<u2")
+        draw, base = rng("special"), words_of("BF16", 66_000).view("<u2").copy()
+        at = draw.choice(base.size, 900, replace=False)
+        base[at[:600]] = draw.choice(special, 600)
+        target = base.copy()
+        target[at[300:]] = draw.choice(special, 600)
+        old, new = (
+            {"w": self.tensor(base.view(np.uint8), "BF16")},
+            {"w": self.tensor(target.view(np.uint8), "BF16")},
+        )
+        self.apply(old, new, self.make(old, new))
+
+    def test_tensors_that_pass_through_the_host(self) -> None:
+        """Strided, tied, empty and scalar tensors beside usual ones."""
+        old, new = self.state(0.01, False, (66_000,))
+        for it, more in ((old, 0), (new, 1)):
+            table = self.tensor(words_of("BF16", 9_000), "BF16")
+            table[more * 5] += 1
+            it["tied.a"] = it["tied.b"] = table
+            it["strided"] = self.tensor(words_of("F32", 6_000), "F32").view(30, 200).t()
+            it["strided"][7, 9 * more] += 1
+            it["empty"] = torch.empty(0, 3, device=self.place)
+            it["scalar"] = torch.tensor(1.5 + more, device=self.place)
+            it["host"] = torch.ones(1000) + more
+        made = self.make(old, new)
+        tpde.apply_delta(old, made)
+        assert same(old, new)
+        assert old["tied.a"] is old["tied.b"]
+        assert tpde.apply_delta(old, made) == 0
+
+    def test_a_change_counts_as_one_in_place(self) -> None:
+        base = words_of("F32", 66_000)
+        old = self.tensor(base, "F32").requires_grad_()
+        new = {"w": self.tensor(moved(base, "F32", 0.001, False), "F32")}
+        made, before = self.make({"w": old}, new), old._version
+        tpde.apply_delta({"w": old}, made)
+        assert old._version > before
+        assert old.requires_grad
+        with torch.inference_mode():
+            frozen = {"w": self.tensor(base, "F32")}
+        assert tpde.apply_delta(frozen, made) == 1
+        assert same(frozen, new)
+
+    def test_another_base_is_refused_by_name(self) -> None:
+        old, new = self.state(0.01, False, (66_000,))
+        made = self.make(old, new)
+        old["F32.66000"][123] += 1
+        before, errors = cpu(old), []
+        with pytest.raises(tpde.MissingBase, match=r"`F32\.66000`") as caught:
+            tpde.apply_delta(old, made)
+        errors.append(str(caught.value))
+        with on_host(), pytest.raises(tpde.MissingBase) as caught:
+            tpde.apply_delta(old, made)
+        assert errors == [str(caught.value)]
+        assert same(old, before)
+
+    @pytest.mark.parametrize("fast", [False, True])
+    @pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "F8_E4M3"])
+    def test_damage_is_refused_as_on_the_host(
+        self, dtype: str, fast: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Payloads and records that no hash gives away; nothing is written."""
+        base = words_of(dtype, 70_000)
+        old, new = {"w": self.tensor(base, dtype)}, {"w": self.tensor(moved(base, dtype, 0.01, False), dtype)}
+        made, draw, real = self.make(old, new, fast=fast), rng("damage", dtype, fast), DeltaFile.payload
+        assert codecs(made) == {"w": SPARSE}
+        flips: list[tuple[int, int]] = []
+        records: list[tuple[str, int, int]] = []
+        asked = 0
+
+        def payload(self: DeltaFile, it: Any) -> Any:
+            nonlocal asked
+            out, asked = real(self, it), asked + 1
+            for at, bit in flips:
+                out[at % out.size] ^= 1 << bit
+            for name, at, more in records * (asked == 1):  # the entry stays as it is then
+                numbers = getattr(it, name).copy()
+                numbers[at % numbers.size] += more
+                setattr(it, name, numbers)
+            return out
+
+        monkeypatch.setattr(DeltaFile, "payload", payload)
+        for trial in range(40):
+            flips[:] = [(int(draw.integers(1 << 30)), int(draw.integers(8))) for _ in range(1 + trial % 3)]
+            change = ("changes", "sizes")[trial % 2], trial, (1, 2, 70_000)[trial % 3]
+            records[:] = [change] * (trial % 5 == 4)
+            asked = 0
+            with pytest.raises(tpde.Corrupt) as caught:
+                tpde.apply_delta(old, made)
+            asked = 0
+            with on_host(), pytest.raises(tpde.Corrupt) as expected:
+                tpde.apply_delta(old, made)
+            assert str(caught.value) == str(expected.value)
+            assert np.array_equal(torch_bytes(old["w"]), base)
+
+    def test_a_device_that_errs_is_not_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        old, new = self.state(0.01, False, (66_000,))
+        made, before = self.make(old, new), cpu(old)
+        real = device.SparseChanges._decode
+        monkeypatch.setattr(
+            device.SparseChanges, "_decode", lambda self, batch, image: [*real(self, batch, image), batch[0]]
+        )
+        with pytest.raises(NativeError, match="another tensor"):
+            tpde.apply_delta(old, made)
+        assert same(old, before)
+
+    def test_chains_of_steps(self) -> None:
+        words = words_of("BF16", 66_000)
+        tensors = {"w": self.tensor(words, "BF16")}
+        for step in range(12):
+            words = moved(words, "BF16", 0.003, step % 7 == 0, step)
+            made = self.make(tensors, {"w": self.tensor(words, "BF16")}, fast=step % 2 == 1)
+            tpde.apply_delta(tensors, made)
+            assert np.array_equal(torch_bytes(tensors["w"]), words)
+
+    def test_batches_of_little_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_ROOM", 10_000)
+        old, new = self.state(0.01, False, (65_537, 66_000))
+        self.apply(old, new, self.make(old, new))

@@ -1,0 +1,146 @@
+/* Kernels of tpde/cuda/kernels as C++ for a processor: each thread of a block is a fiber, and blocks run one after the
+ * other. What meets elsewhere meets here: a collective waits for all lanes of its warp, a barrier for all threads.
+ * Misaligned loads and threads that wait for ever end the process with a message.
+ *
+ * Included before a kernel's source; `run` is called from Python. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define MOST_THREADS 1024
+#define STACK (64 << 10)
+
+struct Index { unsigned x; };
+struct ulonglong2 { unsigned long long x, y; };
+static Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace fibers {
+struct Meeting {  // what all of a group must reach
+  unsigned arrived, turn;
+  unsigned long long values[2][32];  // of this turn and the one before
+};
+static ucontext_t scheduler, contexts[MOST_THREADS];
+static char *stacks;
+static bool ended[MOST_THREADS];
+static unsigned alive;
+static bool moved;
+static Meeting warps[MOST_THREADS / 32], block;
+
+[[noreturn]] static void fail(const char *what) {
+  fprintf(stderr, "kernel, block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
+  abort();
+}
+
+static void wait(Meeting &m, unsigned members) {
+  const unsigned turn = m.turn;
+  moved = true;
+  if (++m.arrived == members) {
+    m.arrived = 0;
+    m.turn++;
+    return;
+  }
+  while (m.turn == turn) swapcontext(&contexts[threadIdx.x], &scheduler);
+}
+
+/* The values of all lanes of the warp. */
+static const unsigned long long *meet(unsigned mask, unsigned long long value) {
+  if (mask != 0xFFFFFFFFu) fail("a collective of a part of a warp");
+  Meeting &m = warps[threadIdx.x / 32];
+  unsigned long long *values = m.values[m.turn % 2];
+  values[threadIdx.x % 32] = value;
+  wait(m, 32);
+  return values;
+}
+}  // namespace fibers
+
+#define __syncthreads() fibers::wait(fibers::block, fibers::alive)
+#define __syncwarp() ((void)fibers::meet(0xFFFFFFFFu, 0))
+
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int other) {
+  return (T)fibers::meet(mask, (unsigned long long)value)[threadIdx.x % 32 ^ other];
+}
+template <class T> T __shfl_up_sync(unsigned mask, T value, int up) {
+  const unsigned lane = threadIdx.x % 32, from = lane < (unsigned)up ? lane : lane - up;
+  return (T)fibers::meet(mask, (unsigned long long)value)[from];
+}
+template <class T> T __shfl_sync(unsigned mask, T value, int from) {
+  return (T)fibers::meet(mask, (unsigned long long)value)[from % 32];
+}
+static unsigned __ballot_sync(unsigned mask, unsigned long long value) {
+  const unsigned long long *values = fibers::meet(mask, value);
+  unsigned found = 0;
+  for (int i = 0; i < 32; i++) found |= (values[i] != 0 ? 1u : 0u) << i;
+  return found;
+}
+static unsigned __reduce_add_sync(unsigned mask, unsigned value) {
+  const unsigned long long *values = fibers::meet(mask, value);
+  unsigned sum = 0;
+  for (int i = 0; i < 32; i++) sum += (unsigned)values[i];
+  return sum;
+}
+template <class T> T __ldg(const T *p) {
+  if ((unsigned long long)p % sizeof(T)) fibers::fail("a misaligned load");
+  T value;
+  memcpy(&value, p, sizeof value);
+  return value;
+}
+template <class T> T __ldcs(const T *p) { return __ldg(p); }
+template <class T> T atomicAdd(T *p, T value) { T old = *p; *p += value; return old; }
+template <class T> T atomicOr(T *p, T value) { T old = *p; *p |= value; return old; }
+template <class T> T atomicMin(T *p, T value) { T old = *p; if (value < old) *p = value; return old; }
+static int __popc(unsigned x) { return __builtin_popcount(x); }
+static int __ffs(unsigned x) { return __builtin_ffs((int)x); }
+static int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+template <class T> T min(T a, T b) { return b < a ? b : a; }
+
+namespace fibers {
+typedef unsigned long long u64;
+typedef void (*Kernel)(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64);
+static Kernel kernel;
+static u64 arguments[16];
+
+static void begin() {
+  const u64 *a = arguments;  // a kernel takes the first ones: all are addresses
+  kernel(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14], a[15]);
+  ended[threadIdx.x] = true;
+  alive--;
+  moved = true;
+}
+}  // namespace fibers
+
+extern "C" void run(void *kernel, const unsigned long long *arguments, int count, unsigned grid, unsigned threads) {
+  using namespace fibers;
+  if (!stacks) stacks = (char *)malloc((size_t)MOST_THREADS * STACK);
+  memset(fibers::arguments, 0, sizeof fibers::arguments);
+  memcpy(fibers::arguments, arguments, 8 * (size_t)count);
+  fibers::kernel = (Kernel)kernel;
+  blockDim.x = threads;
+  gridDim.x = grid;
+  for (blockIdx.x = 0; blockIdx.x < grid; blockIdx.x++) {
+    memset(warps, 0, sizeof warps);
+    memset(&block, 0, sizeof block);
+    memset(ended, 0, sizeof ended);
+    alive = threads;
+    for (unsigned i = 0; i < threads; i++) {
+      getcontext(&contexts[i]);
+      contexts[i].uc_stack.ss_sp = stacks + (size_t)i * STACK;
+      contexts[i].uc_stack.ss_size = STACK;
+      contexts[i].uc_link = &scheduler;
+      makecontext(&contexts[i], begin, 0);
+    }
+    while (alive) {
+      moved = false;
+      for (unsigned i = 0; i < threads; i++) {
+        threadIdx.x = blockIdx.x % 2 ? threads - 1 - i : i;  // no order may matter
+        if (!ended[threadIdx.x]) swapcontext(&scheduler, &contexts[threadIdx.x]);
+      }
+      if (!moved) fail("all threads wait");
+    }
+  }
+}

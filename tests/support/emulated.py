@@ -1,0 +1,63 @@
+"""Launches of kernels on the CPU (emulated.h): their logic and bounds, where there is no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpde.cuda import compile as nvrtc
+from tpde.store import device
+
+_FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-x", "c++")
+_folder = tempfile.TemporaryDirectory(prefix="tpde-kernels-")
+
+
+@functools.cache
+def compiled(source: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    """A kernel file as a library."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    out = Path(_folder.name) / f"{source}.{'.'.join(f'{k}{v}' for k, v in defines)}.so"
+    macros = [f"-D{name}={value}" for name, value in defines]
+    shim, text = Path(__file__).with_name("emulated.h"), Path(nvrtc.__file__).parent / "kernels" / source
+    subprocess.run([compiler, *_FLAGS, *macros, "-include", shim, text, "-o", out], check=True)
+    return ctypes.CDLL(str(out))
+
+
+def _kernel(source: str, name: str, defines: Mapping[str, int], device: int) -> Any:
+    library = compiled(source, tuple(sorted(defines.items())))
+    return library, ctypes.cast(getattr(library, name), ctypes.c_void_p)
+
+
+def _launch(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
+    library, function = made
+    assert shared == stream == 0
+    values = (ctypes.c_uint64 * len(arguments))(*map(int, arguments))
+    library.run(function, values, len(arguments), grid, block)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of deltas run on the CPU, where contiguous tensors count as resident."""
+    from tpde.cuda import delta
+
+    def is_resident(tensor: Any) -> bool:
+        return tensor.numel() > 0 and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+    monkeypatch.setattr(nvrtc, "kernel", _kernel)
+    monkeypatch.setattr(nvrtc, "launch", _launch)
+    monkeypatch.setattr(delta, "THREADS", 64)
+    monkeypatch.setattr(device, "current", lambda where: contextlib.nullcontext())
+    monkeypatch.setattr(device, "stream_of", lambda where: 0)
+    for module in ("tpde.store.device", "tpde.store.live"):
+        monkeypatch.setattr(f"{module}.is_resident", is_resident)
