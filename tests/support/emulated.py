@@ -17,7 +17,9 @@ import pytest
 from tpde.cuda import compile as nvrtc
 from tpde.store import device
 
-_FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-x", "c++")
+# An index beyond an array's end ends the process.
+_BOUNDS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
+_FLAGS = (*_BOUNDS, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-x", "c++")
 _folder = tempfile.TemporaryDirectory(prefix="tpde-kernels-")
 
 

@@ -126,14 +126,6 @@ MUTANTS = (
         "unit/test_delta_kernels.py",
     ),
     mutant(
-        "deltas-with-records-that-cannot-be",
-        "store/device.py",
-        "        and (counts <= words).all()\n",
-        "",
-        "a kernel writes behind its lists",
-        "unit/test_delta_kernels.py",
-    ),
-    mutant(
         "deltas-of-many-changes-on-a-device",
         "store/device.py",
         "                if fits and is_clear(self._specs[it.name], sparse):\n",
