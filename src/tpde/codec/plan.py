@@ -7,7 +7,6 @@ the same source always gives the same file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -48,16 +47,16 @@ class Plan:
     estimate: int
 
 
-def sample_ranges(spec: TensorSpec) -> Iterator[tuple[int, int]]:
+def sample_ranges(spec: TensorSpec) -> list[tuple[int, int]]:
     """Byte ranges of a tensor that make its sample: up to 64 chunks, evenly spread, or all of it."""
+    nbytes = spec.nbytes
     size = PREFIX_CHUNK_WORDS * DTYPES[spec.dtype].word_bytes
-    chunks = -(-spec.nbytes // size)
+    chunks = -(-nbytes // size)
     if chunks <= SAMPLE_CHUNKS:
-        yield 0, spec.nbytes
-        return
-    for i in range(SAMPLE_CHUNKS):
-        at = i * (chunks - 1) // SAMPLE_CHUNKS * size  # the last chunk may be short: leave it out
-        yield at, at + size
+        return [(0, nbytes)]
+    # The last chunk may be short: it is left out.
+    starts = (i * (chunks - 1) // SAMPLE_CHUNKS * size for i in range(SAMPLE_CHUNKS))
+    return [(at, at + size) for at in starts]
 
 
 def segment_words(spec: TensorSpec) -> int:

@@ -21,6 +21,7 @@ from tpde.codec.registry import PREFIX, codec_of
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
 from tpde.format.garbage import collecting_later
+from tpde.format.source import Source
 from tpde.packing.order import forward_order
 from tpde.packing.plot import plot
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
@@ -242,8 +243,11 @@ def safetensors_files(path: Path) -> Iterator[Path]:
     yield from found
 
 
-class _Look(NamedTuple):
+@dataclass
+class _Look:
     """What there is to know of a tensor, and the words of its sample."""
+
+    __slots__ = ("codec", "name", "spec", "stored_bytes", "words")
 
     name: str
     spec: TensorSpec
@@ -252,23 +256,56 @@ class _Look(NamedTuple):
     words: Bytes
 
 
+class _Small(NamedTuple):
+    """A tensor that is stored as it is, and its own sample: where it is in the file, and in a batch."""
+
+    offset: int
+    nbytes: int
+    number: int
+
+
 def _batches(opened: PackedFile, sample: bool) -> Iterator[list[_Look]]:
     """Tensors in the order of a forward pass, so many at a time that their samples stay small."""
-    batch, held = list[_Look](), 0
-    for name in forward_order(opened.specs):
-        tensor = opened.tensor(name)
-        codec = codec_of(tensor.blob.header).name if isinstance(tensor, PackedTensor) else PLAIN
-        words = _read_sample(tensor) if sample and tensor.spec.nbytes else _NOTHING
-        batch.append(_Look(name, tensor.spec, tensor.stored_bytes, codec, words))
-        held += words.size
+    batch, small, held = list[_Look](), list[_Small](), 0
+    specs = opened.specs
+    for name in forward_order(specs):
+        place, spec = opened.plain_place(name), specs[name]
+        ranges = sample_ranges(spec) if sample and spec.nbytes else []
+        if place is not None and len(ranges) <= 1:
+            look = _Look(name, spec, place[1], PLAIN, _NOTHING)
+            small += [_Small(place[0], end, len(batch)) for _, end in ranges]
+        else:
+            tensor = opened.tensor(name)
+            codec = codec_of(tensor.blob.header).name if isinstance(tensor, PackedTensor) else PLAIN
+            words = _read_sample(tensor, ranges) if ranges else _NOTHING
+            look = _Look(name, spec, tensor.stored_bytes, codec, words)
+        held += sum([end - begin for begin, end in ranges])
+        batch.append(look)
         if len(batch) == _BATCH or held >= _BATCH_BYTES:
+            _read_small(opened.source, batch, small)
             yield batch
-            batch, held = [], 0
+            batch, small, held = [], [], 0
+    _read_small(opened.source, batch, small)
     yield batch
 
 
-def _read_sample(tensor: Tensor) -> Bytes:
-    ranges = list(sample_ranges(tensor.spec))
+def _read_small(source: Source, batch: list[_Look], small: list[_Small]) -> None:
+    """Read tensors that are their own samples: those that lie side by side at once."""
+    words, at = np.empty(sum(it.nbytes for it in small), np.uint8), 0
+    runs: list[tuple[int, int]] = []  # where they begin in the file, and in the words
+    end = -1
+    for it in sorted(small):
+        if it.offset != end:
+            runs.append((it.offset, at))
+        end = it.offset + it.nbytes
+        batch[it.number].words = words[at : at + it.nbytes]
+        at += it.nbytes
+    stops = [*(begin for _, begin in runs), at][1:]
+    for (offset, begin), stop in zip(runs, stops, strict=True):
+        source.read_into(offset, words[begin:stop].data)
+
+
+def _read_sample(tensor: Tensor, ranges: list[tuple[int, int]]) -> Bytes:
     words, at = np.empty(sum(end - begin for begin, end in ranges), np.uint8), 0
     for begin, end in ranges:
         tensor.read(begin, end, words[at : at + end - begin])
@@ -320,18 +357,18 @@ def _ratio(source: int, stored: int) -> float:
 
 def _tensor_report(file: str, look: _Look, entropy: float | None) -> TensorReport:
     spec, stored = look.spec, look.stored_bytes
-    count = math.prod(spec.shape)
+    nbytes, count = spec.nbytes, math.prod(spec.shape)
     return TensorReport(
         look.name,
         file,
         spec.dtype,
         spec.shape,
-        spec.nbytes,
+        nbytes,
         stored,
         look.codec,
         8 * stored / count if count else None,
         entropy,
-        _ratio(spec.nbytes, stored),
+        _ratio(nbytes, stored),
     )
 
 

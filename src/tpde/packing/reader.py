@@ -263,6 +263,13 @@ class PackedFile:
         at = self.container.data_start + entry.begin
         return _PlainTensor(self.source, at, entry, self._digests.get(name))
 
+    def plain_place(self, name: str) -> tuple[int, int] | None:
+        """Where in the file a tensor begins that is stored as it is, and its size; None if it is packed."""
+        if name in self._packed:
+            return None
+        entry = self.container.entries[name]
+        return self.container.data_start + entry.begin, entry.end - entry.begin
+
     def offset_names(self) -> list[str]:
         """Names of all tensors, in the order of their bytes: in the source or, where it is unknown, here."""
         if self.original is not None:

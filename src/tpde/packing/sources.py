@@ -87,7 +87,7 @@ def open_source(path: Path) -> TensorSource:
 
 def read_sample(source: TensorSource, name: str) -> Bytes:
     """The bytes of a tensor from which its coding is chosen."""
-    ranges = list(sample_ranges(source.specs[name]))
+    ranges = sample_ranges(source.specs[name])
     out, at = np.empty(sum(end - begin for begin, end in ranges), np.uint8), 0
     for begin, end in ranges:
         source.read(name, begin, end, out[at : at + end - begin])
