@@ -3,8 +3,8 @@
     python benchmarks/many.py [--tensors 300000] [--runs 3] [--dir DIR] [--out FILE.md]
 
 Each command runs in a process of its own, as `tpde` on the command line does; what it prints is thrown away.
-Counted is all of the process: its start, its imports and its `fsync`. Figures are medians of runs, all commands
-taking turns.
+Counted is all of the process: its start, its imports and its `fsync`. Figures are medians of runs, in which
+all commands take turns.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def main() -> int:
     rows = [row if len(row) == len(rows[-1]) else [*row, ""] for row in rows]
     columns = ["command", "tensors", "wall, s", "CPU, s", "peak, MiB", "bar, s", "", "unpacked bytes"]
     about = (
-        f"bf16 in one file, named as experts are; medians of {options.runs} runs. Wall and processor time are those of the whole process, "
-        "peak is the most resident memory it ever had.\n"
+        f"bf16 in one file, named as experts are; medians of {options.runs} runs. Wall and processor time "
+        "are those of the whole process, peak is the most resident memory it ever had.\n"
     )
     emit(f"{head}\n{about}\n{table(columns, rows)}", options.out)
     return 0 if good else 1

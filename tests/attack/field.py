@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +48,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Known:
-    """An operation that nothing attacks: what was there, what is then, which calls it makes."""
+    """An operation that nothing attacks: what was there, what is then, its time, and its calls."""
 
     old: Picture
     new: Picture
+    seconds: float
     calls: list[str]
     changes: list[str]
 
@@ -85,9 +87,9 @@ class Field:
         for it in (self.log, Path(f"{self.log}.data")):
             it.unlink(missing_ok=True)
 
-    def run(self, name: str, arming: Arming, *, log: bool = False) -> Outcome:
-        """Act in the place as it is."""
-        return self.server.run(name, self.root, arming, self.log if log else None)
+    def run(self, name: str, arming: Arming, *, log: bool = False, moment: float | None = None) -> Outcome:
+        """Act in the place as it is; killed after `moment` seconds."""
+        return self.server.run(name, self.root, arming, self.log if log else None, moment)
 
     def known(self, name: str) -> Known:
         """What an operation makes when nothing attacks it."""
@@ -95,14 +97,15 @@ class Field:
             flags, counted = OPERATIONS[name].flags, []
             for changes in (False, True):
                 self.prepare(name)
-                old = self.view(name)
+                old, began = self.view(name), time.perf_counter()
                 outcome = self.run(name, Arming(changes=changes, flags=flags), log=True)
+                seconds = time.perf_counter() - began
                 assert outcome.how == "done", outcome.text
                 assert self.left() == [], self.left()
                 assert not name.startswith("pack") or not verify(self.there, threads=1)
                 lines = self.log.read_bytes().split(b"\n")
                 counted.append([it[2:].decode() for it in lines if it.startswith(b"#\t")])
-            self._known[name] = Known(old, self.view(name), *counted)
+            self._known[name] = Known(old, self.view(name), seconds, *counted)
         return self._known[name]
 
     def view(self, name: str) -> Picture:

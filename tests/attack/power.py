@@ -11,8 +11,7 @@ from pathlib import Path
 
 from .disk import Disk, Left, Replay, disk_of, states, write_out
 from .field import TEMPORARY, Field, Finding
-from .kills import arming_of
-from .kills import cases as kills
+from .kills import arming_of, at_changes
 from .operations import OPERATIONS, PLACE, THERE, Picture, picture
 from .server import NEXT_RUN, Outcome
 from .shim import Arming
@@ -24,7 +23,7 @@ _RECOVERED = 0.01  # share of the states in which the next run is tried
 def cases(field: Field) -> Iterator[str]:
     """Every operation, undisturbed, and interrupted or killed at any change; then, what sets it right."""
     yield from OPERATIONS
-    yield from (it for it in kills(field) if not it.endswith("SIGTERM"))
+    yield from (it for it in at_changes(field) if not it.endswith("SIGTERM"))
 
 
 def _follow(field: Field, replay: Replay, name: str, arming: Arming) -> Outcome:

@@ -9,6 +9,7 @@ import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -97,6 +98,8 @@ def _serve(request: dict[str, Any]) -> dict[str, Any]:
             os._exit(code)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
+        if not select.select([pipe], [], [], request["moment"])[0]:
+            os.kill(child, signal.SIGKILL)
         text = pipe.read()
     _, status = os.waitpid(child, 0)
     if text:
@@ -136,9 +139,17 @@ class Server:
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
 
-    def run(self, name: str, root: Path, arming: Arming, log: Path | None = None) -> Outcome:
-        """Run an operation, or `NEXT_RUN`, in a folder."""
+    def run(
+        self,
+        name: str,
+        root: Path,
+        arming: Arming,
+        log: Path | None = None,
+        moment: float | None = None,
+    ) -> Outcome:
+        """Run an operation, or `NEXT_RUN`, in a folder; it is killed after `moment` seconds."""
         request = {"name": name, "root": str(root), "arming": arming.values(), "log": log and str(log)}
+        request["moment"] = moment
         self._in.write(json.dumps(request) + "\n")
         self._in.flush()
         return Outcome(**json.loads(self._out.readline()))

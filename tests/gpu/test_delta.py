@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.device_deltas import DeviceDeltas, moved, same, words_of
 from support.gpu import needs_cuda, torch
@@ -29,6 +30,16 @@ class TestOnTheGpu(DeviceDeltas):
         assert making < words.size * 0.08
         assert applying < words.size * 0.05
         assert same(old, new)
+
+    def test_row_4_of_the_origin_reconstruction_from_a_sparse_delta(self) -> None:
+        """1024 x 4096 fp32 weights, a tenth changed."""
+        base = words_of("F32", 1024 * 4096).view(np.float32)
+        target, draw = base.copy(), np.random.default_rng(4)
+        at = draw.random(base.size) < 0.1
+        target[at] += (0.01 * draw.standard_normal(int(at.sum()))).astype(np.float32)
+        old = {"w": self.tensor(base.view(np.uint8), "F32")}
+        new = {"w": self.tensor(target.view(np.uint8), "F32")}
+        self.apply(old, new, self.make(old, new))
 
     def test_a_module_and_a_stream_of_its_own(self) -> None:
         model = torch.nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16)

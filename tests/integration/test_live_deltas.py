@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tpde
-from tpde.errors import Corrupt, InvalidInput, MissingBase, TpdeError, Truncated
+from tpde.errors import Corrupt, InvalidInput, MissingBase, NotSafetensors, TpdeError, Truncated
 from tpde.format.container import TensorSpec
 from tpde.format.source import FileSource
 from tpde.frameworks import to_torch, torch_bytes, torch_dtype_name
 from tpde.store import live
 from tpde.store.api import diff
-from tpde.torch import load_file, save_file
+from tpde.torch import load_file, save, save_file
 
 torch = pytest.importorskip("torch", reason="live tensors are PyTorch's")
 
@@ -137,6 +137,22 @@ def test_from_a_file_that_holds_the_old_state(tmp_path: Path) -> None:
     _train(model)
     assert tpde.apply_delta(old, tpde.make_delta(tmp_path / "old.safetensors", model)) == 3
     assert _bits(old) == _bits(model)
+
+
+def test_from_bytes_that_hold_the_old_state() -> None:
+    """A snapshot in memory, in its small form."""
+    draw = torch.Generator().manual_seed(3)
+    old = {"w": (0.02 * torch.randn(200, 300, generator=draw)).bfloat16(), "b": torch.ones(7)}
+    new = {name: it.clone() for name, it in old.items()}
+    new["w"].view(-1)[::900] *= 1.01
+    snapshot = save(old)
+    assert len(snapshot) < 0.8 * 200 * 300 * 2
+    made = tpde.make_delta(snapshot, new)
+    assert made == tpde.make_delta(old, new)
+    assert tpde.apply_delta(old, made) == 1
+    assert torch.equal(old["w"].view(torch.int16), new["w"].view(torch.int16))
+    with pytest.raises(NotSafetensors, match="<bytes>"):
+        tpde.make_delta(b"no file at all", new)
 
 
 def test_deltas_of_files_and_of_memory_are_one_format(tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ FIELDS: dict[str, Any] = {
         {"name": "o.txt", "hash": "f" * 32, "bytes": 4},
         {"name": "q.txt", "hash": "0" * 32, "bytes": 0},
     ],
-    "models": [2, 3],
+    "models": [2, 4],
 }
-MODELS = b"m1m2!"
+MODELS = b"mm!12?"  # m1 and m2!?, in planes of numbers of two bytes
 DATA = bytes(27)
 CHANGES, SIZES = [11, 1 << 24 | 2, 5], [3, 4, 2]
 TENSORS = FIELDS["files"][0]["tensors"]
@@ -123,7 +123,7 @@ def refused(data: bytes, says: str, error: type[TpdeError] = Corrupt) -> None:
 def test_everything_is_read_as_it_was_written() -> None:
     head = read_head(BytesSource(made()))
     assert head.base == "../base"
-    assert head.models == [b"m1", b"m2!"]
+    assert head.models == [b"m1", b"m2!?"]
     weights, *others = head.files
     assert isinstance(weights, WeightsEntry)
     assert (weights.name, weights.header, weights.header_hash) == (
@@ -204,11 +204,11 @@ def top(**fields: object) -> Callable[[dict[str, Any]], object]:
         (top(base="\ud800"), "its base's place is no text"),
         (top(files={}), "files or models are no list"),
         (top(models={}), "files or models are no list"),
-        (top(models=[2, 2]), "the sizes of models"),
-        (top(models=[2, 4]), "the sizes of models"),
-        (top(models=[2, 3.0]), "the sizes of models"),
-        (top(models=[6, -1]), "the sizes of models"),
-        (top(models=[4, True]), "the sizes of models"),
+        (top(models=[2, 3]), "the sizes of models"),
+        (top(models=[2, 5]), "the sizes of models"),
+        (top(models=[2, 4.0]), "the sizes of models"),
+        (top(models=[7, -1]), "the sizes of models"),
+        (top(models=[5, True]), "the sizes of models"),
         (lambda it: it["files"].append(7), "a file without a name"),
         (without(1, "name"), "a file without a name"),
         (file(1, name=7), "a file without a name"),
@@ -422,7 +422,8 @@ def test_there_are_at_most_64_models_of_at_most_256_kib() -> None:
     for sizes in ([1] * 64, [largest, 0], [0, largest]):
         head = read_head(BytesSource(made(top(models=sizes), models=bytes(sum(sizes)))))
         assert [len(it) for it in head.models] == sizes
-    for sizes in ([1] * 65, [largest + 1, 0], [0, largest + 1]):
+    refused(made(top(models=[2, 5]), models=MODELS + b"!"), "the sizes of models")  # half a number
+    for sizes in ([1] * 66, [largest + 2, 0], [0, largest + 2]):
         refused(made(top(models=sizes), models=bytes(sum(sizes))), "the sizes of models")
 
 
@@ -547,10 +548,10 @@ def test_files_that_cannot_be_where_they_say_are_refused_as_a_delta_is_opened(na
 
 
 @pytest.mark.parametrize(
-    ("dtype", "model"), [("BF16", b"\2\0!"), ("BF16", b"\1\1!"), ("F16", b"\4\1!"), ("I16", b"\2\1!")]
+    ("dtype", "model"), [("BF16", b"\2\0!?"), ("BF16", b"\1\1!?"), ("F16", b"\4\1!?"), ("I16", b"\2\1!?")]
 )
 def test_models_for_other_words_are_refused_as_a_delta_is_opened(dtype: str, model: bytes) -> None:
-    source = Closing(made(tensor(0, 1, dtype), models=b"m1" + model))
+    source = Closing(made(tensor(0, 1, dtype), models=b"m" + model[::2] + b"1" + model[1::2]))
     with pytest.raises(Corrupt, match="`s` is under a model of other words") as caught:
         DeltaFile(source)
     assert caught.value.tensor == "s"

@@ -132,10 +132,16 @@ def _file_json(file: WeightsEntry | OtherEntry) -> dict[str, Any]:
     return {"name": file.name, "header": header, "header_hash": file.header_hash, "tensors": tensors}
 
 
-def _planes(numbers: list[Numbers]) -> bytes:
-    whole = np.concatenate([np.empty(0, np.uint32), *numbers])
-    planes: npt.NDArray[np.uint8] = whole.astype("<u4").view(np.uint8).reshape(-1, 4).T
-    return planes.tobytes()
+def split_planes(data: bytes, width: int) -> bytes:
+    """Split numbers of `width` bytes into byte planes: all lowest bytes first (delta.md 5.2)."""
+    planes: bytes = np.frombuffer(data, np.uint8).reshape(-1, width).T.tobytes()
+    return planes
+
+
+def merge_planes(planes: bytes, width: int) -> bytes:
+    """Invert `split_planes`."""
+    data: bytes = np.frombuffer(planes, np.uint8).reshape(width, -1).T.tobytes()
+    return data
 
 
 def serialize(head: Head) -> tuple[bytes, bytes]:
@@ -146,9 +152,10 @@ def serialize(head: Head) -> tuple[bytes, bytes]:
         "models": [len(model) for model in head.models],
     }
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
-    models = b"".join(head.models)
+    models = split_planes(b"".join(head.models), 2)
     sparse = [it for it in head.tensors if it.codec == SPARSE]
-    records = _planes([it.changes for it in sparse] + [it.sizes for it in sparse])
+    numbers = [it.changes for it in sparse] + [it.sizes for it in sparse]
+    records = split_planes(b"".join(it.astype("<u4").tobytes() for it in numbers), 4)
     plain = struct.pack("<3I", len(text), len(models), len(records)) + text + models + records
     if len(plain) > MAX_CONTENTS:
         raise TpdeError(

@@ -36,6 +36,7 @@ from tpde.format.delta import (
     OtherEntry,
     TensorEntry,
     WeightsEntry,
+    merge_planes,
 )
 from tpde.format.source import Source, read
 
@@ -129,14 +130,15 @@ class _Reader:
         self.check(
             len(sizes) <= MAX_MODELS
             and all(_is_size(size) and size <= MAX_MODEL_BYTES for size in sizes)
-            and sum(sizes) == models,
+            and sum(sizes) == models
+            and models % 2 == 0,
             "the sizes of models",
         )
-        ends = [12 + text + at for at in itertools.accumulate(sizes, initial=0)]
+        joined = merge_planes(plain[12 + text : 12 + text + models], 2)
         head = Head(
             base,
             [self._file(file) for file in files],
-            [plain[a:b] for a, b in itertools.pairwise(ends)],
+            [joined[a:b] for a, b in itertools.pairwise(itertools.accumulate(sizes, initial=0))],
         )
         names = [file.name for file in head.files]
         self.check(len(set(names)) == len(names), "two files have one name")
@@ -197,7 +199,7 @@ class _Reader:
         sparse = [it for it in head.tensors if it.codec == SPARSE]
         counts = [it.chunks for it in sparse]
         self.check(len(planes) == 8 * sum(counts), f"records of {len(planes)} bytes, not {8 * sum(counts)}")
-        numbers = np.frombuffer(planes, np.uint8).reshape(4, -1).T.copy().view("<u4").reshape(2, -1)
+        numbers = np.frombuffer(merge_planes(planes, 4), "<u4").reshape(2, -1)
         at = 0
         for it, count in zip(sparse, counts, strict=True):
             self.check(it.model < len(head.models), f"tensor `{it.name}`: there is no model {it.model}")

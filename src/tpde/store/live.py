@@ -22,7 +22,7 @@ from tpde.packing.writer import check_threads
 from tpde.store.delta import DeltaFile, open_state, other_base
 from tpde.store.device import DeviceComparer, SparseChange, SparseChanges, fingerprints, is_resident
 from tpde.store.diff import Comparer, HostComparer, write_delta
-from tpde.store.states import MEMORY, BaseTensors, MemoryState, State
+from tpde.store.states import MEMORY, BaseTensors, FilesState, MemoryState, State
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def _live_state(tensors: Mapping[str, torch.Tensor]) -> MemoryState:
 
 
 def make_delta(
-    old: Live | str | os.PathLike[str],
+    old: Live | bytes | str | os.PathLike[str],
     new: Live,
     *,
     fast: bool = False,
@@ -81,9 +81,9 @@ def make_delta(
 
     Parameters
     ----------
-    old : nn.Module, mapping of str to torch.Tensor, or path-like
-        The base, which must not be the same memory: clones, or a file such as `tpde.torch.save_file` writes,
-        which is smaller.
+    old : nn.Module, mapping of str to torch.Tensor, bytes, or path-like
+        The base, which must not be the same memory: clones, or what `tpde.torch.save` returned or
+        `tpde.torch.save_file` wrote of them, which is smaller.
     new : nn.Module or mapping of str to torch.Tensor
         The target. It may hold a part of the tensors: the delta is of that part.
     fast : bool
@@ -123,6 +123,8 @@ def make_delta(
     before: Mapping[str, torch.Tensor] = {}
     if isinstance(old, (str, os.PathLike)):
         base = open_state(Path(old))
+    elif isinstance(old, bytes):
+        base = FilesState(old)
     else:
         before = _tensors(old, "`old`")
         _refuse_one_memory(before, after)

@@ -69,22 +69,22 @@ def _files_of(folder: Path) -> Mapping[str, Mapping[str, str]]:
 
 
 class FilesState:
-    """Files as they lie there.
+    """Files as they lie there, or one in memory.
 
     Parameters
     ----------
-    path : Path
-        A safetensors file or a model directory, packed or not.
+    path : Path or bytes
+        A safetensors file or a model directory, packed or not; or the bytes of such a file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
+    def __init__(self, path: Path | bytes) -> None:
+        self.name = "<bytes>" if isinstance(path, bytes) else str(path)
         self._open: dict[str, PackedFile] = {}
         self.headers: dict[str, bytes] = {}
         self.specs: dict[Key, TensorSpec] = {}
         self.others: dict[str, Callable[[], bytes]] = {}
         try:
-            if path.is_dir():
+            if isinstance(path, Path) and path.is_dir():
                 self._directory(path)
             else:
                 self._weights("", path)
@@ -106,14 +106,14 @@ class FilesState:
                 f"`{folder}` has no `*.safetensors` file", hint="name another directory", where=self.name
             )
 
-    def _weights(self, name: str, path: Path) -> None:
+    def _weights(self, name: str, path: Path | bytes) -> None:
         try:
             file = self._open[name] = PackedFile(path)
         except NotSafetensors as error:
             error.hint = "deltas are taken between safetensors files, and directories of them"
             raise
         self.headers[name] = file.source_header() if file.is_packed else file.container.header
-        container = parse_header(self.headers[name], f"`{path}`")
+        container = parse_header(self.headers[name], f"`{file.source.name}`")
         self.specs.update({(name, tensor): spec for tensor, spec in container.specs.items()})
 
     def read(self, key: Key, threads: int) -> Bytes:
