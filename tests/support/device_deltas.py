@@ -12,6 +12,7 @@ import pytest
 import tpde
 from support.contents import rng
 from tpde.codec import delta
+from tpde.cuda import compile as nvrtc
 from tpde.errors import NativeError
 from tpde.format.constants import DTYPES
 from tpde.format.delta import SAME, SPARSE
@@ -293,6 +294,97 @@ class DeviceDeltas:
         with pytest.raises(NativeError, match="another tensor"):
             tpde.apply_delta(old, made)
         assert same(old, before)
+
+    @pytest.mark.parametrize("how", ["more", "fewer", "the same again", "the base", "all", "moved"])
+    @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
+    def test_tensors_that_are_written_meanwhile_lead_nowhere(
+        self, dtype: str, how: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As by a trainer's thread, between counting and coding."""
+        b, count = DTYPES[dtype].word_bytes, 66_000
+        base = words_of(dtype, count)
+        old = {"w": self.tensor(base, dtype)}
+        new = {"w": self.tensor(moved(base, dtype, 0.01, False), dtype)}
+        real = device._encoded
+        words = {name: it["w"].view(torch.uint8).view(-1, b) for name, it in (("old", old), ("new", new))}
+
+        def encoded(*arguments: Any) -> Any:
+            if how == "more":
+                words["new"][::77] ^= 1
+            elif how == "fewer":
+                words["new"][:30_000] = words["old"][:30_000]
+            elif how == "the same again":
+                words["new"].copy_(words["old"])
+            elif how == "the base":
+                words["old"][::3] ^= 0x55
+            elif how == "all":
+                words["new"] ^= 0x7F
+            else:
+                words["new"].copy_(words["new"].roll(1, 0))
+            return real(*arguments)
+
+        monkeypatch.setattr(device, "_encoded", encoded)
+        made, found = tpde.make_delta(old, new), self.tensor(base, dtype)
+        try:
+            tpde.apply_delta({"w": found}, made)
+        except (tpde.Corrupt, tpde.MissingBase):
+            assert np.array_equal(torch_bytes(found), base)
+        else:
+            assert same({"w": found}, new)
+
+    def test_without_memory_tensors_pass_through_the_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        old, new = self.state(0.01, False, (66_000,))
+
+        def none(*_: Any) -> Any:
+            raise torch.OutOfMemoryError("no memory")
+
+        for name in ("_encoded", "SparseChanges._decode"):
+            owner, _, attribute = name.rpartition(".")
+            monkeypatch.setattr(getattr(device, owner) if owner else device, attribute, none)
+        self.apply(old, new, self.make(old, new))
+
+    def test_kernels_are_there_before_anything_is_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        old, new = self.state(0.01, False, (66_000,))
+        made, before = self.make(old, new), cpu(old)
+        real = nvrtc.kernel
+
+        def kernel(source: str, name: str, *rest: Any) -> Any:
+            if name == "write":
+                raise tpde.errors.CompileError("no")
+            return real(source, name, *rest)
+
+        monkeypatch.setattr(nvrtc, "kernel", kernel)
+        with pytest.raises(tpde.errors.CompileError):
+            tpde.apply_delta(old, made)
+        assert same(old, before)
+
+    def test_the_first_fault_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A tensor of another base before a damaged one, and of damaged ones the first."""
+        words = {name: words_of("BF16", 66_000, name) for name in "abc"}
+        old = {name: self.tensor(it, "BF16") for name, it in words.items()}
+        new = {name: self.tensor(moved(it, "BF16", 0.01, False), "BF16") for name, it in words.items()}
+        made, real = self.make(old, new), DeltaFile.payload
+
+        def payload(self: DeltaFile, it: Any) -> Any:
+            out = real(self, it)
+            out[:9] ^= 0xFF
+            return out
+
+        monkeypatch.setattr(DeltaFile, "payload", payload)
+        for other, error, name in (("a", tpde.MissingBase, "a"), ("", tpde.Corrupt, "a")):
+            live_now = {name: self.tensor(it, "BF16") for name, it in words.items()}
+            if other:
+                live_now[other] += 1
+            with pytest.raises(error, match=f"`{name}`"):
+                tpde.apply_delta(live_now, made)
+
+    def test_freed_storage_is_not_resident(self) -> None:
+        tensor = self.tensor(words_of("BF16", 100), "BF16")
+        assert device.has_words(tensor)
+        assert device.has_words(tensor[3:])
+        assert not device.has_words(tensor[:0])
+        tensor.untyped_storage().resize_(0)
+        assert not device.has_words(tensor)
 
     def test_chains_of_steps(self) -> None:
         words = words_of("BF16", 66_000)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from support.device_deltas import DeviceDeltas
 from support.emulated import on_cpu  # noqa: F401
+
+from tpde.cuda.device import bindings
+from tpde.errors import MissingDependency
+from tpde.store import device
 
 
 @pytest.mark.usefixtures("on_cpu")
 class TestOnTheCpu(DeviceDeltas):
     place = "cpu"
     sizes = (1, 7, 8, 255, 257, 65537)
+
+
+def test_without_cuda_core_nothing_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch brings `cuda-bindings` and NVRTC, but not `cuda-core`."""
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(MissingDependency, match=r"cuda-core.*tpde\[cuda\]"):
+        bindings()
+    device.can_run.cache_clear()
+    assert not device.can_run(0)
+    device.can_run.cache_clear()

@@ -138,6 +138,7 @@ def cached_cubin(source: str, defines: Mapping[str, int], arch: str) -> bytes:
 
 @functools.cache
 def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any:
+    driver, _ = bindings()
     from cuda.core import Device, ObjectCode
 
     have = facts(device)
@@ -154,7 +155,6 @@ def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device
         )
     arch = f"sm_{have.capability[0]}{have.capability[1]}"
     code = cached_cubin(source, dict(defines), arch)
-    driver, _ = bindings()
     current = call(driver.cuCtxGetCurrent(), "asking for the current context")
     Device(device).set_current()
     try:

@@ -7,7 +7,7 @@ pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from tpde.cuda import compile as nvrtc
 SOURCE = "delta.cu"
 THREADS = 256
 AHEAD = 24  # bytes that `decode` may read beyond the last payload
+CHANGED = 0xFFFFFFFF  # the size of a chunk whose words have changed since they were counted
 
 _ITEM = np.dtype([(name, "<u8") for name in ("base", "target", "words", "first")])
 _MODEL = np.dtype(
@@ -30,6 +31,17 @@ _MODEL = np.dtype(
         ("escape", "<u4", MAX_CLASSES),
     ]
 )
+
+
+def prepare(device: int) -> None:
+    """Compile and load a kernel, for the errors that there may be.
+
+    Raises
+    ------
+    MissingDependency, UnsupportedDevice, CompileError
+        If the kernels cannot run.
+    """
+    nvrtc.kernel(SOURCE, "prints", {"WORD": 1, "ROTATE": 0, "THREADS": THREADS}, device)
 
 
 def most_bytes(word_bytes: int) -> int:
@@ -103,10 +115,13 @@ class Batch:
         self._defines = {"WORD": word_bytes, "ROTATE": rotate, "THREADS": THREADS}
         self._device = device
 
+    def prepare(self, name: str) -> Any:
+        """Compile and load a kernel that is launched later."""
+        return nvrtc.kernel(SOURCE, name, self._defines, self._device)
+
     def _launch(self, name: str, stream: int, *addresses: int) -> None:
         if self.chunks:
-            made = nvrtc.kernel(SOURCE, name, self._defines, self._device)
-            nvrtc.launch(made, self.chunks, THREADS, 0, stream, *map(np.uint64, addresses))
+            nvrtc.launch(self.prepare(name), self.chunks, THREADS, 0, stream, *map(np.uint64, addresses))
 
     def prints(self, items: int, whose: int, sums: int, counts: int, varied: int, stream: int) -> None:
         """Add up fingerprints, and compare.
@@ -157,7 +172,7 @@ class Batch:
         out : int
             Where bytes go.
         sizes : int
-            Address of an uint32 zero for each chunk, which becomes the bytes that are used.
+            Address of an uint32 zero for each chunk, which becomes the bytes that are used, or `CHANGED`.
         stream : int
             The stream's handle.
         """

@@ -29,6 +29,7 @@ def bindings() -> tuple[Any, Any]:
         If `cuda-core` or `cuda-bindings` is not installed.
     """
     try:
+        import cuda.core  # noqa: F401 - PyTorch brings `cuda-bindings` alone
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
         raise MissingDependency(

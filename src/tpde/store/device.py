@@ -14,7 +14,7 @@ import numpy as np
 
 from tpde.codec.delta import CHUNK_WORDS, Model, Sparse, chunk_count, chunk_room
 from tpde.codec.native import Bytes
-from tpde.errors import MissingDependency, UnsupportedDevice
+from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.delta import SAME, SPARSE, TensorEntry
@@ -40,21 +40,26 @@ _ROOM = 256 << 20
 @functools.cache
 def can_run(device: int) -> bool:
     """Whether the kernels run on a device: `tpde[cuda]` is there, and the device is one of theirs."""
-    from tpde.cuda.compile import nvrtc_version
-    from tpde.cuda.device import facts
+    from tpde.cuda.delta import prepare
 
     try:
-        facts(device)
-        nvrtc_version()
-    except (MissingDependency, UnsupportedDevice):
+        prepare(device)
+    except (MissingDependency, UnsupportedDevice, CompileError):
         return False
     return True
 
 
 def is_resident(tensor: torch.Tensor) -> bool:
     """Whether the words of a tensor lie one after the other on a GPU that runs the kernels."""
-    plain = tensor.is_cuda and tensor.numel() > 0 and tensor.is_contiguous()
-    return plain and not (tensor.is_conj() or tensor.is_neg()) and can_run(tensor.device.index)
+    plain = tensor.is_cuda and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return plain and has_words(tensor) and can_run(tensor.device.index)
+
+
+def has_words(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor has words: its storage may have been freed, or begin at an odd place."""
+    size = tensor.element_size()
+    held = tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * size
+    return held and tensor.numel() > 0 and tensor.data_ptr() % size == 0
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -240,7 +245,7 @@ class DeviceComparer:
             changes = int(it.counts.sum(dtype=np.uint64))
             if not changes:
                 yield name, (self._entry(it), Stored(SAME, np.zeros(0, np.uint8)))
-            elif it.varied and changes * _FEW * group.kind[0] <= self._specs[name].nbytes:
+            elif group.kind[1] and it.varied and changes * _FEW * group.kind[0] <= self._specs[name].nbytes:
                 few.append(it)
         if few:
             yield from self._encode(group, few, models[group.kind])
@@ -251,19 +256,24 @@ class DeviceComparer:
     def _encode(
         self, group: _Group, members: list[_Compared], model: Model
     ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
+        import torch
+
         from tpde.cuda.delta import model_image, most_bytes
 
         image, most = _upload(model_image(model, encode=True), group.device), most_bytes(group.kind[0])
         for batch in _batches(members, lambda it: (8 + most) * int(it.counts.sum())):
             part = _Group([self._pairs[it.name] for it in batch], group.kind, group.device)
-            data, sizes = _encoded(part, image, np.concatenate([it.counts for it in batch]), most)
+            try:
+                data, sizes, wrong = _encoded(part, image, np.concatenate([it.counts for it in batch]), most)
+            except torch.OutOfMemoryError:
+                continue  # these pass through the host
             ends = np.cumsum(sizes, dtype=np.uint64)
             for i, it in enumerate(batch):
                 own, nbytes = part.chunks_of(i), self._specs[it.name].nbytes
                 begin = int(ends[own.start - 1]) if own.start else 0
                 sparse = Sparse(data[begin : int(ends[own.stop - 1])], it.counts, sizes[own])
                 fits = int(sparse.sizes.max()) <= chunk_room(nbytes, sparse.sizes.size)
-                if fits and is_clear(self._specs[it.name], sparse):
+                if fits and not wrong[own].any() and is_clear(self._specs[it.name], sparse):
                     yield it.name, (self._entry(it), Stored(SPARSE, sparse.data, sparse))
 
 
@@ -281,11 +291,13 @@ def _batches(items: Sequence[_T], takes: Callable[[_T], int]) -> Iterator[list[_
         yield batch
 
 
-def _encoded(group: _Group, image: torch.Tensor, counts: Numbers, most: int) -> tuple[Bytes, Numbers]:
-    """The bytes of all chunks of a group, and how many each has."""
+def _encoded(
+    group: _Group, image: torch.Tensor, counts: Numbers, most: int
+) -> tuple[Bytes, Numbers, Numbers]:
+    """The bytes of all chunks of a group, how many each has, and which have changed meanwhile."""
     import torch
 
-    from tpde.cuda.delta import Lists
+    from tpde.cuda.delta import CHANGED, Lists
 
     device, total = group.device, int(counts.sum(dtype=np.uint64))
     room = (counts.astype(np.uint64) * most + 3) // 4  # of each chunk, in units of 4 bytes
@@ -305,11 +317,13 @@ def _encoded(group: _Group, image: torch.Tensor, counts: Numbers, most: int) -> 
             stream_of(group.device),
         )
         found = _download(sizes, "<u4")
+        wrong = found == CHANGED
+        found = np.where(wrong, np.uint32(0), found)
         data = torch.empty(int(found.sum(dtype=np.uint64)), dtype=torch.uint8, device=device)
-        offsets = _upload(_starts(found), device)
-        where = out.data_ptr(), places.data_ptr(), sizes.data_ptr(), offsets.data_ptr()
+        used, offsets = _upload(found, device), _upload(_starts(found), device)
+        where = out.data_ptr(), places.data_ptr(), used.data_ptr(), offsets.data_ptr()
         group.batch.gather(*where, data.data_ptr(), stream_of(group.device))
-        return data.cpu().numpy(), found
+        return data.cpu().numpy(), found, wrong
 
 
 # ---- applying
@@ -347,17 +361,19 @@ class SparseChanges:
 
     Attributes
     ----------
-    members : sequence of SparseChange
-        The changes.
+    members : list of SparseChange
+        Those that are decoded, for which the device had memory.
     damaged : tuple of SparseChange
         Those that cannot be, or whose targets have another fingerprint than was written. If there are any,
         nothing may be written.
     """
 
     def __init__(self, members: Sequence[SparseChange], model: Model) -> None:
+        import torch
+
         from tpde.cuda.delta import model_image
 
-        self.members = members
+        self.members: list[SparseChange] = []
         self._kind, self._device = kind_of(members[0].entry.spec), members[0].tensor.device
         self._ready: list[tuple[_Group, list[torch.Tensor]]] = []
         image = _upload(model_image(model, encode=False), self._device)
@@ -365,7 +381,11 @@ class SparseChanges:
         each = 2 * (2 + self._kind[0])
         whole = [it for it in members if _is_whole(it)]
         for batch in _batches(whole, lambda it: it.data.size + each * int(it.entry.changes.sum())):
-            damaged += self._decode(batch, image)
+            try:
+                damaged += self._decode(batch, image)
+            except torch.OutOfMemoryError:
+                continue  # these pass through the host
+            self.members += batch
         self.damaged = tuple(damaged)
 
     def _decode(self, batch: list[SparseChange], image: torch.Tensor) -> list[SparseChange]:
@@ -376,6 +396,7 @@ class SparseChanges:
 
         device = self._device
         group = _Group([(it.tensor, None) for it in batch], self._kind, device)
+        group.batch.prepare("write")  # which may fail, and not between two writes
         counts = np.concatenate([it.entry.changes for it in batch])
         sizes = np.concatenate([it.entry.sizes for it in batch])
         data = np.concatenate([*(it.data for it in batch), np.zeros(AHEAD, np.uint8)])
@@ -413,6 +434,9 @@ class SparseChanges:
 
         from tpde.cuda.delta import Found, Lists
 
+        for it in self.members:  # first: one that is too much does no harm
+            if not it.tensor.is_inference():
+                torch.autograd.graph.increment_version(it.tensor)
         for group, (counts, starts, positions, words) in self._ready:
             with current(self._device):
                 group.batch.write(
@@ -421,6 +445,3 @@ class SparseChanges:
                     Found(positions.data_ptr(), words.data_ptr()),
                     stream_of(group.device),
                 )
-        for it in self.members:
-            if not it.tensor.is_inference():
-                torch.autograd.graph.increment_version(it.tensor)

@@ -75,9 +75,8 @@ def make_delta(
 ) -> bytes:
     """Tell what changed between two states of a model's tensors.
 
-    Tensors that lie on a GPU in both states are compared there, if `tpde[cuda]` is installed; those that have
-    changed in more than an eighth of their words, and all others, are copied to the CPU one by one. The delta
-    does not depend on it.
+    Tensors that lie on a GPU in both states are compared there, if `tpde[cuda]` is installed, and few changes
+    of floats are coded there; others are copied to the CPU one by one. The delta does not depend on it.
 
     Parameters
     ----------
@@ -274,14 +273,21 @@ def _on_device(
     """The sparse changes of tensors that are the base's, on their devices."""
     groups: dict[tuple[torch.device, int], list[SparseChange]] = {}
     for it in file.head.tensors:
-        if it.codec == SPARSE and it.target != prints.get(it.name) == it.base:
+        found = prints.get(it.name)
+        if found is None or found == it.target:
+            continue
+        if it.codec in WITH_BASE and found != it.base:
+            raise other_base(it, MEMORY, file.name, found)
+        if it.codec == SPARSE:
             tensor = tensors[it.name]
             change = SparseChange(it, tensor, file.payload(it))
             groups.setdefault((tensor.device, it.model), []).append(change)
     made = [SparseChanges(members, file.models[number]) for (_, number), members in groups.items()]
-    for damaged in (it for changes in made for it in changes.damaged):
-        file.target_of(damaged.entry, torch_bytes(damaged.tensor).copy(), threads)  # which says what is wrong
-        raise NativeError(f"the GPU has made another tensor `{damaged.entry.name}` than the CPU")
+    damaged = {it.entry.name: it for changes in made for it in changes.damaged}
+    for it in file.head.tensors:
+        if it.name in damaged:
+            file.target_of(it, torch_bytes(tensors[it.name]).copy(), threads)  # which says what is wrong
+            raise NativeError(f"the GPU has made another tensor `{it.name}` than the CPU")
     return made
 
 

@@ -344,14 +344,15 @@ __device__ __forceinline__ void put_bits(u32* out, u32 at, u64 value, u32 bits) 
 }
 
 // Chunk i has `counts[i]` changes, two numbers for each in `scratch`, from 2 * lists[i] on, and zeros in `out`, from
-// 4 * places[i] on: room for MOST_BYTES a change. `sizes[i]` becomes the bytes that are used.
+// 4 * places[i] on: room for MOST_BYTES a change. `sizes[i]` becomes the bytes that are used, or all bits set where words
+// have changed since they were counted: others may write them meanwhile, and must not lead outside.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
        const u32* __restrict__ counts, const u64* __restrict__ lists, const u64* __restrict__ places, u32* scratch,
        u32* out, u32* sizes) {
   __shared__ Places s;
   __shared__ Marks marks;
-  __shared__ u32 sums[WARPS], taken;
+  __shared__ u32 sums[WARPS], taken, wrong;
   const u64 number = blockIdx.x;
   const u32 count = counts[number], lane = threadIdx.x % 32, warp = threadIdx.x / 32, classes = m->classes;
   if (!count) return;
@@ -359,7 +360,7 @@ encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
   const Chunk c = chunk_of(t, number);
   u32 *const found = scratch + 2 * lists[number], *const sorted = found + count;
   clear(marks);
-  if (threadIdx.x == 0) taken = 0;
+  if (threadIdx.x == 0) taken = wrong = 0;
   if (classes > 1) find_places(c, m, s);
   else __syncthreads();
   for (u32 run = warp; run * RUN < c.n; run += WARPS) {
@@ -390,14 +391,19 @@ encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
           place = s.start[k] + s.before[k][run] + __reduce_add_sync(ALL, in);
         }
         if (lane == 0) {
-          mark(marks, place);
-          found[atomicAdd(&taken, 1u)] = place << 16 | (run * RUN + from * EACH + j);
+          const u32 i = atomicAdd(&taken, 1u);
+          mark(marks, place & 0xFFFF);
+          if (i < count) found[i] = place << 16 | (run * RUN + from * EACH + j);
         }
       }
     }
   }
   __syncthreads();
   sum_up(marks, sums);
+  if (taken != count || marks.below[CHUNK / 32 - 1] + __popc(marks.bits[CHUNK / 32 - 1]) != count) {
+    if (threadIdx.x == 0) sizes[number] = ALL;
+    return;
+  }
   for (u32 i = threadIdx.x; i < count; i += THREADS) sorted[rank_of(marks, found[i] >> 16)] = found[i];
   __syncthreads();
   const u32* const tables = (const u32*)(m + 1);
@@ -430,7 +436,9 @@ encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
       bits += sums[w];
     }
     __syncthreads();
-    if (i < count) {
+    if (at + take > 8 * MOST_BYTES * count) {
+      wrong = 1;
+    } else if (i < count) {
       const u32 head = entry & 31, gap_bits = extra_bits(token >> 9), size_bits = extra_bits(token & 127);
       const u64 code = entry & ESCAPE ? (u64)token << (head - 14) | m->escape[k] : (u64)(entry >> (32 - head));
       put_bits(to, at, code | low_bits(gap, gap_bits) << head, head + gap_bits);
@@ -439,7 +447,8 @@ encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
       put_bits(to, at + size_bits, fold && step.kind, fold);
     }
   }
-  if (threadIdx.x == 0) sizes[number] = (bits + 7) / 8;
+  __syncthreads();
+  if (threadIdx.x == 0) sizes[number] = wrong ? ALL : (bits + 7) / 8;
 }
 
 // The chunks' bytes one after the other, as a payload has them: chunk i goes to byte offsets[i].
