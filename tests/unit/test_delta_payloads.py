@@ -14,6 +14,7 @@ from tpde.errors import Corrupt
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.delta import DENSE, FULL, PLAIN, SPARSE
+from tpde.format.source import BytesSource
 from tpde.store import diff as store_diff
 from tpde.store.payloads import (
     Stored,
@@ -82,9 +83,12 @@ def test_a_blob_of_another_tensor_is_refused() -> None:
     spec = spec_of("BF16", 5000)
     stored = store_whole(spec, np.frombuffer(fill("normal", spec), np.uint8), 1)
     assert stored.codec == FULL
-    assert (read_blob(spec, stored.data, 1) == np.frombuffer(fill("normal", spec), np.uint8)).all()
+    place = BytesSource(stored.data), 0, stored.data.size
+    words = np.frombuffer(fill("normal", spec), np.uint8)
+    assert (read_blob(spec, *place, (0, 10_000), 1) == words).all()
+    assert (read_blob(spec, *place, (4000, 9002), 1) == words[4000:9002]).all()
     with pytest.raises(Corrupt, match="BF16"):
-        read_blob(spec_of("F16", 5000), stored.data, 1)
+        read_blob(spec_of("F16", 5000), *place, (0, 10_000), 1)
 
 
 class Given:
@@ -156,9 +160,11 @@ class Numbered:
             self.specs["", f"{i}"] = TensorSpec("U8", (count * 65536 - 5,))
             at += count
 
-    def read(self, key: tuple[str, str], threads: int) -> np.ndarray:
+    def read_parts(
+        self, key: tuple[str, str], ranges: list[tuple[int, int]], threads: int
+    ) -> list[np.ndarray]:
         self.asked.append(key[1])
-        return self.tensors[key[1]]
+        return [self.tensors[key[1]][begin:end] for begin, end in ranges]
 
 
 @pytest.mark.parametrize(("step", "chunks"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (5, [0, 5])])

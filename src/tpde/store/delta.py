@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from tpde.codec.delta import Model, Sparse, fingerprint
+from tpde.codec.delta import CHUNK_WORDS, Model, Sparse, fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, MissingBase, TpdeError
 from tpde.format.constants import DTYPES
@@ -30,7 +30,7 @@ from tpde.format.delta import (
     payloads,
 )
 from tpde.format.delta_reader import check_header, is_delta, read_head
-from tpde.format.source import FileSource, Source
+from tpde.format.source import BytesSource, FileSource, Source
 from tpde.packing.documents import is_inside
 from tpde.store.payloads import add_differences, difference_spec, read_blob
 from tpde.store.states import BaseTensors, FilesState, Key, State, nothing
@@ -173,12 +173,53 @@ class DeltaFile:
 
     def _target_of(self, it: TensorEntry, old: Bytes | None, threads: int) -> Bytes:
         data = self.payload(it)
-        if old is None:
-            return read_blob(it.spec, data, threads) if it.codec == FULL else data
-        if it.codec == SPARSE:
+        if it.codec == SPARSE and old is not None:
             self.models[it.model].apply(Sparse(data, it.changes, it.sizes), old, threads)
-        elif it.codec == DENSE:
-            add_differences(old, read_blob(difference_spec(it.spec), data, threads), it.spec)
+            return old
+        if it.codec in (DENSE, FULL):
+            return self._decoded(it, old, (BytesSource(data), 0), (0, it.spec.nbytes), threads)
+        return data if old is None else old
+
+    def _decoded(
+        self,
+        it: TensorEntry,
+        old: Bytes | None,
+        blob: tuple[Source, int],
+        part: tuple[int, int],
+        threads: int,
+    ) -> Bytes:
+        """Some bytes of a tensor from its blob, and of its base's, which become the tensor's."""
+        spec = it.spec if old is None else difference_spec(it.spec)
+        found = read_blob(spec, *blob, it.size, part, threads)
+        if old is None:
+            return found
+        add_differences(old, found, it.spec)
+        return old
+
+    def part_of(self, it: TensorEntry, old: Bytes | None, begin: int, end: int, threads: int) -> Bytes:
+        """Make some bytes of a tensor, of whole chunks, of its base's; no hash is compared."""
+        try:
+            at = self._places[id(it)].offset
+            if it.codec == SPARSE and old is not None:
+                return self._sparse_part(it, old, begin, end, threads)
+            if it.codec in (DENSE, FULL):
+                return self._decoded(it, old, (self._source, at), (begin, end), threads)
+            if old is None:
+                old = np.empty(end - begin, np.uint8)
+                self._source.read_into(at + begin, old.data)
+            return old
+        except TpdeError as error:
+            raise error.of_tensor(it.name).prefixed(f"`{self.name}`", where=self.name) from None
+
+    def _sparse_part(self, it: TensorEntry, old: Bytes, begin: int, end: int, threads: int) -> Bytes:
+        chunk = CHUNK_WORDS * DTYPES[it.spec.dtype].word_bytes
+        own = slice(begin // chunk, -(-end // chunk))
+        first, size = (int(it.sizes[part].sum(dtype=np.uint64)) for part in (slice(own.start), own))
+        if first + size > it.size:
+            raise Corrupt(f"chunks of {first + size} bytes, of {it.size}", tensor=it.name)
+        data = np.empty(size, np.uint8)
+        self._source.read_into(self._places[id(it)].offset + first, data.data)
+        self.models[it.model].apply(Sparse(data, it.changes[own], it.sizes[own]), old, threads)
         return old
 
     def close(self) -> None:
@@ -292,6 +333,13 @@ class DeltaState:
             if it.codec == SAME:
                 return old
         return self.file.target_of(it, old, threads)
+
+    def read_parts(self, key: Key, ranges: list[tuple[int, int]], threads: int) -> list[Bytes]:
+        """Make some bytes of a tensor; no fingerprint is compared."""
+        it, olds = self._tensors[key], list[Bytes | None]([None] * len(ranges))
+        if key in self._bases:
+            olds = list(self._base.read_parts(self._bases[key], ranges, threads))
+        return [self.file.part_of(it, old, *part, threads) for old, part in zip(olds, ranges, strict=True)]
 
     def close(self) -> None:
         """Close the delta and its base."""

@@ -217,12 +217,10 @@ class DeviceComparer:
     def _place(self, name: str) -> tuple[torch.device, Kind]:
         return self._pairs[name][0].device, kind_of(self._specs[name])
 
-    def chunks(
-        self, base: Key, key: Key, ranges: list[tuple[int, int]], *, copy: bool
-    ) -> list[tuple[Bytes, Bytes]]:
-        """Some bytes of a tensor in both states."""
+    def chunks(self, base: Key, key: Key, ranges: list[tuple[int, int]]) -> list[tuple[Bytes, Bytes]]:
+        """Some chunks' bytes of a tensor in both states."""
         if key[1] not in self._pairs:
-            return self._host.chunks(base, key, ranges, copy=copy)
+            return self._host.chunks(base, key, ranges)
         old, new = (_flat(it) for it in self._pairs[key[1]])
         return [(old[a:b].cpu().numpy(), new[a:b].cpu().numpy()) for a, b in ranges]
 

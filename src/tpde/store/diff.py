@@ -14,6 +14,7 @@ import zstandard
 from tpde.codec import delta
 from tpde.codec.delta import Model, Planner, chunk_ranges, sample_step
 from tpde.codec.native import Bytes
+from tpde.errors import TpdeError
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.delta import (
@@ -78,10 +79,8 @@ def _pairs(base: State, target: State) -> list[_Pair]:
 class Comparer(Protocol):
     """Compares the tensors of two states."""
 
-    def chunks(
-        self, base: Key, key: Key, ranges: list[tuple[int, int]], *, copy: bool
-    ) -> list[tuple[Bytes, Bytes]]:
-        """Some bytes of a tensor in both states; copies, if the tensor need not stay."""
+    def chunks(self, base: Key, key: Key, ranges: list[tuple[int, int]]) -> list[tuple[Bytes, Bytes]]:
+        """Some chunks' bytes of a tensor in both states."""
 
     def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
         """How a tensor is stored. Tensors are asked for one after the other, all under the same models."""
@@ -101,14 +100,16 @@ class HostComparer:
     def __init__(self, base: State, target: State, threads: int) -> None:
         self._base, self._target, self._threads = base, target, threads
 
-    def chunks(
-        self, base: Key, key: Key, ranges: list[tuple[int, int]], *, copy: bool
-    ) -> list[tuple[Bytes, Bytes]]:
-        """Some bytes of a tensor in both states."""
-        old, new = self._base.read(base, self._threads), self._target.read(key, self._threads)
-        if not copy:
-            return [(old[a:b], new[a:b]) for a, b in ranges]
-        return [(old[a:b].copy(), new[a:b].copy()) for a, b in ranges]
+    def chunks(self, base: Key, key: Key, ranges: list[tuple[int, int]]) -> list[tuple[Bytes, Bytes]]:
+        """Some chunks' bytes of a tensor in both states."""
+        try:
+            old = self._base.read_parts(base, ranges, self._threads)
+            new = self._target.read_parts(key, ranges, self._threads)
+        except TpdeError:
+            self._base.read(base, self._threads)  # which compares hashes: they say what is wrong
+            self._target.read(key, self._threads)
+            raise
+        return list(zip(old, new, strict=True))
 
     def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
         """How a tensor is stored; its states are gone when this returns."""
@@ -135,7 +136,7 @@ def _sample(
         wanted = [r for i, r in enumerate(ranges, number) if i % step == 0]
         number += len(ranges)
         if wanted and it.base is not None:
-            parts += comparer.chunks(it.base, it.key, wanted, copy=step > 1)
+            parts += comparer.chunks(it.base, it.key, wanted)
     return parts, step
 
 

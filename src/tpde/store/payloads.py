@@ -15,7 +15,7 @@ from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.delta import DENSE, FULL, PLAIN, SPARSE
 from tpde.format.sink import BytesSink
-from tpde.format.source import BytesSource
+from tpde.format.source import Source
 from tpde.packing.tensor import TensorWriter, repeats
 
 # Sparse changes of less than this share of a tensor of floats are taken without a look at the other codecs,
@@ -116,15 +116,30 @@ def _bytes(stored: Stored) -> int:
     return stored.data.size + (2 * stored.sparse.sizes.size if stored.sparse is not None else 0)
 
 
-def read_blob(spec: TensorSpec, data: Bytes, threads: int) -> Bytes:
-    """Decode a blob that must hold a tensor of this dtype and shape.
+def read_blob(
+    spec: TensorSpec, source: Source, offset: int, size: int, part: tuple[int, int], threads: int
+) -> Bytes:
+    """Decode some bytes of a blob that must hold a tensor of this dtype and shape.
+
+    Parameters
+    ----------
+    spec : TensorSpec
+        What it must hold.
+    source : Source
+        What has the blob.
+    offset, size : int
+        Where in it.
+    part : (int, int)
+        The first byte of the tensor, and the one after the last.
+    threads : int
+        How many threads decode.
 
     Raises
     ------
     Corrupt, Truncated
         If it is damaged, or holds another.
     """
-    reader = BlobReader(BytesSource(data), 0, data.size)
+    reader = BlobReader(source, offset, size)
     if reader.header.spec != spec:
         found = reader.header.spec
         raise Corrupt(
@@ -132,6 +147,7 @@ def read_blob(spec: TensorSpec, data: Bytes, threads: int) -> Bytes:
             found=found,
             needed=spec,
         )
-    out = np.empty(spec.nbytes, np.uint8)
-    reader.read(0, out.size, out, threads)
+    begin, end = part
+    out = np.empty(end - begin, np.uint8)
+    reader.read(begin, end, out, threads)
     return out

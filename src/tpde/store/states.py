@@ -50,6 +50,13 @@ class State(Protocol):
     def read(self, key: Key, threads: int) -> Bytes:
         """Read a tensor. The bytes are the caller's, but for a `MemoryState`'s."""
 
+    def read_parts(self, key: Key, ranges: list[tuple[int, int]], threads: int) -> list[Bytes]:
+        """Read a tensor's bytes, each from one chunk's start to one's end (delta.md 3.1).
+
+        For what does not depend on them, such as the choice of a model: no hash of the tensor is compared.
+        The bytes are the caller's.
+        """
+
     def close(self) -> None:
         """Close all files."""
 
@@ -125,6 +132,14 @@ class FilesState:
             check_digest(key[1], tensor, xxhash.xxh3_128_digest(out.data))
         return out
 
+    def read_parts(self, key: Key, ranges: list[tuple[int, int]], threads: int) -> list[Bytes]:
+        """Read some bytes of a tensor; its hash is not compared."""
+        tensor, parts = self._open[key[0]].tensor(key[1]), list[Bytes]()
+        for begin, end in ranges:
+            parts.append(np.empty(end - begin, np.uint8))
+            tensor.read(begin, end, parts[-1], threads)
+        return parts
+
     def close(self) -> None:
         """Close all files."""
         for file in self._open.values():
@@ -164,6 +179,11 @@ class MemoryState:
     def read(self, key: Key, threads: int) -> Bytes:
         """The bytes of a tensor."""
         return self._read(key[1])
+
+    def read_parts(self, key: Key, ranges: list[tuple[int, int]], threads: int) -> list[Bytes]:
+        """Copies of some bytes of a tensor."""
+        whole = self._read(key[1])
+        return [whole[begin:end].copy() for begin, end in ranges]
 
     def close(self) -> None:
         """None: it is the caller's."""
