@@ -190,8 +190,8 @@ MUTANTS = (
     mutant(
         "samples-end-in-a-short-chunk",
         "codec/plan.py",
-        "at = i * (chunks - 1) // SAMPLE_CHUNKS * size",
-        "at = i * chunks // SAMPLE_CHUNKS * size + size",
+        "(i * (chunks - 1) // SAMPLE_CHUNKS * size for i",
+        "(i * chunks // SAMPLE_CHUNKS * size + size for i",
         "the last sample ends after the tensor",
         "unit/test_plan.py",
     ),
