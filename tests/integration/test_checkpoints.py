@@ -162,7 +162,7 @@ def test_memory_of_background_saves_is_used_again(tmp_path: Path) -> None:
         for step, size in enumerate((1000, 1000, 10, 2000)):
             store.save(step, {"weight": torch.full((size,), float(step))}, background=True)
             store.wait()
-            places.append(store._staging._buffer.ctypes.data)
+            places.append(store._staging._buffer.data_ptr())
         assert places[0] == places[1] == places[2]
     for step in range(4):
         assert CheckpointStore(tmp_path).load(step)["weight"][0] == step
