@@ -264,8 +264,8 @@ def print_json(value: Any) -> None:
 
 
 def _json(fields: Mapping[str, Any]) -> Iterator[str]:
-    # Numbers of items at once: 300,000 tensors take a third less time than one by one. No string holds the
-    # separator, which JSON writes as an escape.
+    # Many items at once: 300,000 tensors take 2.5 s instead of 2.9 one by one. No string holds the separator,
+    # which JSON writes as an escape.
     encoder = json.JSONEncoder(
         allow_nan=False, check_circular=False, default=_fields, separators=(_BETWEEN, ": ")
     )

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 Numbers = np.ndarray[Any, Any]
 """Of any dtype."""
 
-# Of a tensor's words, by how many changes it may be encoded here: with more it is seldom sparse.
+# One word in so many may have changed of what is encoded here: with more, changes are seldom `is_clear`.
 _FEW = 8
 # What a batch may take on the device beside its tensors, where it has more than one.
 _ROOM = 256 << 20
@@ -122,7 +122,8 @@ class _Group:
     ) -> None:
         from tpde.cuda.delta import Batch, Pair
 
-        self.device, self.kind, self._pairs = device, kind, pairs
+        self.device, self.kind = device, kind
+        self._pairs = pairs  # whose memory launches read
         rows = [
             Pair(
                 old.data_ptr(),
@@ -149,8 +150,8 @@ class _Prints:
     """Fingerprints, how many words of each chunk differ, and whether targets vary: on their way."""
 
     def __init__(self, group: _Group) -> None:
-
-        self._group, n = group, len(group.firsts) - 1
+        self._group = group  # whose arrays the launch reads
+        n = len(group.firsts) - 1
         with current(group.device):
             self._sums = _zeros(4 * n, "<u8", group.device)
             self._counts = _zeros(group.batch.chunks, "<u4", group.device)
@@ -375,9 +376,9 @@ class SparseChanges:
         self._kind, self._device = kind_of(members[0].entry.spec), members[0].tensor.device
         self._ready: list[tuple[_Group, list[torch.Tensor]]] = []
         image = _upload(model_image(model, encode=False), self._device)
-        damaged = [it for it in members if not _is_whole(it)]
-        each = 2 * (2 + self._kind[0])
-        whole = [it for it in members if _is_whole(it)]
+        whole, damaged, each = list[SparseChange](), list[SparseChange](), 2 * (2 + self._kind[0])
+        for it in members:
+            (whole if _is_whole(it) else damaged).append(it)
         for batch in _batches(whole, lambda it: it.data.size + each * int(it.entry.changes.sum())):
             try:
                 damaged += self._decode(batch, image)

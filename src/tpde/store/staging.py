@@ -59,7 +59,7 @@ class Staging:
     def _reserve(self, size: int, leaves: Collection[Any]) -> None:
         """Make the memory large enough, and page-locked where that helps.
 
-        PyTorch copies into its own memory a quarter faster than into NumPy's, which asks for huge pages.
+        PyTorch copies 2 GiB into its own memory in 0.21 s, into NumPy's in 0.28 (a Xeon of 2023, two cores).
         """
         if all(isinstance(it, np.ndarray) for it in leaves):
             if len(self._buffer) < size:

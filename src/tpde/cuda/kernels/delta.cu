@@ -30,7 +30,6 @@ typedef u64 word;
 #define RUN (32 * EACH)  // words of a warp: what classes are counted in
 #define RUNS (CHUNK / RUN)
 #define CLASSES 16       // 2.1, at most
-#define TOKENS 16384u    // 1.3
 #define GOLDEN 0x9E3779B97F4A7C15ull
 #define ALL 0xFFFFFFFFu
 #define ESCAPE 0x100u    // of an entry; bits 0 to 4 are what a codeword takes, of a table for encoding with the token
@@ -139,6 +138,15 @@ __device__ __forceinline__ u64 unit_of(const word* words, u32 n, u32 unit, bool 
 __device__ __forceinline__ u64 sum_of_warp(u64 x) {
   for (int d = 16; d; d /= 2) x += __shfl_xor_sync(ALL, x, d);
   return x;
+}
+
+// Of the lanes up to this one.
+__device__ __forceinline__ u32 sum_up_to(u32 sum) {
+  for (int d = 1; d < 32; d *= 2) {
+    const u32 x = __shfl_up_sync(ALL, sum, d);
+    if (threadIdx.x % 32 >= d) sum += x;
+  }
+  return sum;
 }
 
 __device__ __forceinline__ void add_print(u64* sums, Print p) {
@@ -271,11 +279,7 @@ __device__ void find_places(const Chunk& c, const Model* m, Places& s) {
     u32 own[RUNS / 32], sum = 0;
 #pragma unroll
     for (u32 j = 0; j < RUNS / 32; j++) sum += own[j] = s.before[k][lane * (RUNS / 32) + j];
-    u32 up = sum;
-    for (int d = 1; d < 32; d *= 2) {
-      const u32 x = __shfl_up_sync(ALL, up, d);
-      if (lane >= d) up += x;
-    }
+    const u32 up = sum_up_to(sum);
     u32 running = up - sum;
 #pragma unroll
     for (u32 j = 0; j < RUNS / 32; j++) {
@@ -310,11 +314,7 @@ __device__ void sum_up(Marks& m, u32* scratch) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = CHUNK / 32 / THREADS;
   u32 sum = 0;
   for (u32 j = 0; j < share; j++) sum += __popc(m.bits[threadIdx.x * share + j]);
-  u32 up = sum;
-  for (int d = 1; d < 32; d *= 2) {
-    const u32 x = __shfl_up_sync(ALL, up, d);
-    if (lane >= d) up += x;
-  }
+  const u32 up = sum_up_to(sum);
   if (lane == 31) scratch[warp] = up;
   __syncthreads();
   u32 running = up - sum;
@@ -423,11 +423,7 @@ encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
       entry = __ldg(tables + m->at[k] + token);
       take = (entry & 31) + extra_bits(token >> 9) + extra_bits(token & 127) + fold;
     }
-    u32 up = take;
-    for (int d = 1; d < 32; d *= 2) {
-      const u32 x = __shfl_up_sync(ALL, up, d);
-      if (lane >= d) up += x;
-    }
+    const u32 up = sum_up_to(take);
     if (lane == 31) sums[warp] = up;
     __syncthreads();
     u32 at = bits + up - take;
@@ -517,11 +513,7 @@ __device__ __forceinline__ u32 select(const Chunk& c, const Places& s, u32 k, u3
   u32 own = 0;
 #pragma unroll
   for (u32 j = 0; j < EACH; j++) own |= (u32)(at + j < c.n && s.classes[symbol(w[j])] == k) << j;
-  u32 up = __popc(own);
-  for (int d = 1; d < 32; d *= 2) {
-    const u32 x = __shfl_up_sync(ALL, up, d);
-    if (lane >= d) up += x;
-  }
+  const u32 up = sum_up_to(__popc(own));
   const u32 wanted = rank - s.before[k][run], low = up - __popc(own);
   const bool mine = low <= wanted && wanted < up;
   for (u32 j = low; mine && j < wanted; j++) own &= own - 1;
