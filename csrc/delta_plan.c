@@ -37,7 +37,42 @@ void tpde_delta_plan_free(tpde_delta_plan *plan) {
   free(plan);
 }
 
+tpde_delta_plan *tpde_delta_plan_fork(const tpde_delta_plan *plan) {
+  tpde_delta_plan *p = plan ? tpde_delta_plan_new(plan->word_bytes, plan->rotate, plan->max_classes) : NULL;
+  if (p) p->classes = plan->classes;
+  return p;
+}
+
 /* ---- counting ---- */
+
+static int own_tokens(tpde_delta_plan *p, tpde_error *error) {
+  if (!p->tokens && !(p->tokens = calloc((size_t)p->classes.count, sizeof *p->tokens)))
+    return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, sizeof *p->tokens);
+  return TPDE_OK;
+}
+
+int tpde_delta_plan_add(tpde_delta_plan *p, const tpde_delta_plan *other, tpde_error *error) {
+  if (!p || !other || p == other || p->word_bytes != other->word_bytes || p->rotate != other->rotate ||
+      p->classes.count != other->classes.count ||
+      memcmp(p->classes.first, other->classes.first, (size_t)p->classes.count))
+    return tpde_fail(error, TPDE_E_ARGUMENT, "no two plans of the same words and classes", UINT64_MAX, -1, 0, 0);
+  if (p->surveyed + other->surveyed > MAX_WORDS || p->counted + other->counted > MAX_WORDS)
+    return tpde_fail(error, TPDE_E_ARGUMENT, "too many words", UINT64_MAX, -1, p->surveyed + other->surveyed, MAX_WORDS);
+  if (other->tokens) {
+    const int code = own_tokens(p, error);
+    if (code) return code;
+    for (int k = 0; k < p->classes.count; k++)
+      for (uint32_t t = 0; t < TOKENS; t++) p->tokens[k][t] += other->tokens[k][t];
+  }
+  for (int v = 0; v < 256; v++) {
+    p->words[v] += other->words[v];
+    if (other->words[v])
+      for (uint32_t i = 0; i < SIZES; i++) p->sizes[v][i] += other->sizes[v][i];
+  }
+  p->surveyed += other->surveyed;
+  p->counted += other->counted;
+  return TPDE_OK;
+}
 
 static int check(const tpde_delta_plan *p, const void *base, const void *target, uint64_t words, uint64_t before,
                  tpde_error *error) {
@@ -86,8 +121,7 @@ int tpde_delta_plan_count(tpde_delta_plan *p, const void *base, const void *targ
   const kernels *k = tpde_active();
   int code = check(p, base, target, words, p ? p->counted : 0, error);
   if (code || !words) return code;
-  if (!p->tokens && !(p->tokens = calloc((size_t)p->classes.count, sizeof *p->tokens)))
-    return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, sizeof *p->tokens);
+  if ((code = own_tokens(p, error))) return code;
   counting c = {p, base, target};
   altered chunk = {p->symbols, (uint32_t)words, k->changed(p->word_bytes, base, target, (size_t)words, p->changed),
                    p->changed};

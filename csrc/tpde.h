@@ -171,6 +171,12 @@ typedef struct tpde_delta_plan tpde_delta_plan;
 TPDE_API tpde_delta_plan *tpde_delta_plan_new(int word_bytes, int rotate, int max_classes);
 TPDE_API void tpde_delta_plan_free(tpde_delta_plan *plan);
 
+/* Another plan of the same words and classes, without counts: for another thread. NULL if memory is out. */
+TPDE_API tpde_delta_plan *tpde_delta_plan_fork(const tpde_delta_plan *plan);
+
+/* Add what another plan of the same words and classes has counted. */
+TPDE_API int tpde_delta_plan_add(tpde_delta_plan *plan, const tpde_delta_plan *other, tpde_error *error);
+
 /* Count, at first, which symbols' words change, and how far. At most TPDE_DELTA_CHUNK_WORDS words at a time, 2^30 in all:
  * whole chunks of the tensors, or a sample of them. */
 TPDE_API int tpde_delta_plan_survey(tpde_delta_plan *plan, const void *base, const void *target, uint64_t words,

@@ -38,6 +38,7 @@ def write_step(folder: Path, step: int, base: State, target: State, hint: str | 
         hint=hint,
         fast=False,
         comparer=HostComparer(base, target, 1),
+        threads=1,
         progress=no_progress,
     )
     sink.commit()

@@ -10,7 +10,7 @@ import pytest
 from support.deltas import model_of, pair
 
 from tpde.codec import delta
-from tpde.codec.delta import CHUNK_WORDS, Model, Planner, Sparse, chunk_ranges, plan, sample_step
+from tpde.codec.delta import CHUNK_WORDS, Model, Planner, Sparse, chunk_range, plan, sample_step
 from tpde.codec.delta_reference import Model as Slow
 from tpde.codec.native import Bytes
 from tpde.codec.reference import Table
@@ -186,9 +186,9 @@ def test_a_sample_is_16_mib_of_each_state_or_8(chunks: int, word_bytes: int, fas
 
 def test_ranges_of_chunks() -> None:
     size = 4 * CHUNK_WORDS
-    assert list(chunk_ranges(0, 4)) == []
-    assert list(chunk_ranges(size, 4)) == [(0, size)]
-    assert list(chunk_ranges(size + 4, 4)) == [(0, size), (size, size + 4)]
+    assert chunk_range(0, size, 4) == chunk_range(0, size + 4, 4) == (0, size)
+    assert chunk_range(1, size + 4, 4) == (size, size + 4)
+    assert chunk_range(0, 12, 4) == (0, 12)
     assert [delta.chunk_count(n) for n in (0, 1, CHUNK_WORDS, CHUNK_WORDS + 1)] == [0, 1, 1, 2]
 
 

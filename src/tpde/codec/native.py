@@ -97,6 +97,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_fingerprint": (None, [_ptr, _u64, _u64, ctypes.POINTER(_u64)]),
     "tpde_delta_plan_new": (_ptr, [_int, _int, _int]),
     "tpde_delta_plan_free": (None, [_ptr]),
+    "tpde_delta_plan_fork": (_ptr, [_ptr]),
+    "tpde_delta_plan_add": (_int, [_ptr, _ptr, _error]),
     "tpde_delta_plan_survey": (_int, [_ptr, _ptr, _ptr, _u64, _error]),
     "tpde_delta_plan_classes": (_int, [_ptr, _u64, _error]),
     "tpde_delta_plan_count": (_int, [_ptr, _ptr, _ptr, _u64, _error]),

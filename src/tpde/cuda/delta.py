@@ -19,6 +19,7 @@ SOURCE = "delta.cu"
 THREADS = 256
 AHEAD = 24  # bytes that `decode` may read beyond the last payload
 CHANGED = 0xFFFFFFFF  # the size of a chunk whose words have changed since they were counted
+_READERS = 32  # threads of a block of `decode`: few, so that few chunks use many processors
 
 _ITEM = np.dtype([(name, "<u8") for name in ("base", "target", "words", "first")])
 _MODEL = np.dtype(
@@ -41,7 +42,7 @@ def prepare(device: int) -> None:
     MissingDependency, UnsupportedDevice, CompileError
         If the kernels cannot run.
     """
-    nvrtc.kernel(SOURCE, "prints", {"WORD": 1, "ROTATE": 0, "THREADS": THREADS}, device)
+    nvrtc.kernel(SOURCE, "survey", {"WORD": 1, "ROTATE": 0, "THREADS": THREADS}, device)
 
 
 def most_bytes(word_bytes: int) -> int:
@@ -62,7 +63,7 @@ def model_image(model: Model, *, encode: bool) -> Bytes:
 
 
 class Pair(NamedTuple):
-    """Addresses of a tensor's words in both states, 0 if there is no target, and how many there are."""
+    """Addresses of a tensor's words in both states, 0 if one is not needed, and how many there are."""
 
     base: int
     target: int
@@ -76,10 +77,10 @@ class Lists(NamedTuple):
     starts: int  # u64: changes of the chunks before
 
 
-class Found(NamedTuple):
-    """Addresses of positions in a chunk, u16, and of what the words there become, for each change."""
+class Changes(NamedTuple):
+    """Addresses of two lists of all changes: u16, places or positions in chunks; words, steps or new ones."""
 
-    positions: int
+    places: int
     words: int
 
 
@@ -123,8 +124,26 @@ class Batch:
         if self.chunks:
             nvrtc.launch(self.prepare(name), self.chunks, THREADS, 0, stream, *map(np.uint64, addresses))
 
+    def survey(self, items: int, whose: int, model: int, sums: int, totals: int, stream: int) -> None:
+        """Add up fingerprints of bases, and count the words of each class.
+
+        Parameters
+        ----------
+        items, whose : int
+            Addresses of the attributes.
+        model : int
+            Address of a model's image, or 0: nothing is counted.
+        sums : int
+            Address of four uint64 zeros for each tensor: the first two become its fingerprint.
+        totals : int
+            Address of `MAX_CLASSES` uint32 zeros for each chunk. They stay so with a model of one class.
+        stream : int
+            The stream's handle.
+        """
+        self._launch("survey", stream, items, whose, model, sums, totals)
+
     def prints(self, items: int, whose: int, sums: int, counts: int, varied: int, stream: int) -> None:
-        """Add up fingerprints, and compare.
+        """Add up fingerprints of both states, and compare these.
 
         Parameters
         ----------
@@ -136,7 +155,7 @@ class Batch:
             Address of an uint32 zero for each chunk, which becomes the number of its changes.
         varied : int
             Address of an uint32 zero for each tensor, which becomes 1 if not all words of its target are
-            the same. This and `counts` are not used where there is no target.
+            the same.
         stream : int
             The stream's handle.
         """
@@ -187,15 +206,15 @@ class Batch:
         items: int,
         whose: int,
         model: int,
+        totals: int,
         lists: Lists,
         data: tuple[int, int, int],
-        unsorted: Found,
-        found: Found,
-        sums: int,
+        found: Changes,
+        good: int,
         bad: int,
         stream: int,
     ) -> None:
-        """Decode what changed, and write nothing of it to the tensors.
+        """Read places and steps of what changed.
 
         Parameters
         ----------
@@ -203,24 +222,59 @@ class Batch:
             Addresses of the attributes.
         model : int
             Address of a model's image for decoding.
+        totals : int
+            What `survey` counted.
         lists : Lists
             The changes of each chunk.
         data : tuple of int
             Addresses of the bytes, with `AHEAD` more after them; of an uint64 for each chunk, where its bytes
             begin; and of an uint32 for each, how many there are.
-        unsorted, found : Found
-            Room for all changes, twice: `found` has them in the order of memory.
-        sums : int
-            Address of four uint64 for each tensor: what changes add to its fingerprint is added to the last
-            two.
+        found : Changes
+            Room for places, and for steps.
+        good : int
+            Address of an uint32 zero for each chunk, which becomes the number of its changes if it is whole.
         bad : int
-            Address of an uint32 for each tensor, all bits set: it becomes the first of its chunks that is
-            damaged.
+            Address of an uint32 zero for each tensor, which becomes 1 if one of its chunks is damaged.
         stream : int
             The stream's handle.
         """
-        self._launch("decode", stream, items, whose, model, *lists, *data, *unsorted, *found, sums, bad)
+        addresses = items, whose, model, totals, *lists, *data, *found, good, bad, self.chunks
+        kernel, blocks = self.prepare("decode"), -(-self.chunks // _READERS)
+        nvrtc.launch(kernel, blocks, _READERS, 0, stream, *map(np.uint64, addresses))
 
-    def write(self, items: int, whose: int, lists: Lists, found: Found, stream: int) -> None:
-        """Write the changes that `decode` found."""
+    def locate(
+        self,
+        items: int,
+        whose: int,
+        model: int,
+        good: int,
+        starts: int,
+        unsorted: Changes,
+        found: Changes,
+        sums: int,
+        bad: int,
+        stream: int,
+    ) -> None:
+        """Find where changes are, and what the words there become; nothing of it is written to the tensors.
+
+        Parameters
+        ----------
+        items, whose, model, good, bad : int
+            As `decode` takes and leaves them.
+        starts : int
+            As in `Lists`.
+        unsorted : Changes
+            What `decode` found, which is used up.
+        found : Changes
+            Room for as many: they have what was found in the order of memory.
+        sums : int
+            Address of four uint64 for each tensor: what changes add to its fingerprint is added to the last
+            two.
+        stream : int
+            The stream's handle.
+        """
+        self._launch("locate", stream, items, whose, model, good, starts, *unsorted, *found, sums, bad)
+
+    def write(self, items: int, whose: int, lists: Lists, found: Changes, stream: int) -> None:
+        """Write the changes that `locate` found."""
         self._launch("write", stream, items, whose, *lists, *found)

@@ -313,3 +313,32 @@ class BytesSink:
     def abort(self) -> None:
         """Drop the bytes."""
         self._size = 0
+
+
+class PiecesSink:
+    """Buffers that become one `bytes`, and are copied only then. They must not change before."""
+
+    def __init__(self) -> None:
+        self.name = "<bytes>"
+        self._pieces: dict[int, memoryview] = {}
+
+    def join(self) -> bytes:
+        """The bytes written: without gaps, each once."""
+        return b"".join(self._pieces[at] for at in sorted(self._pieces))
+
+    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+        """Keep buffers, which lie one after the other from `offset` on."""
+        for buffer in buffers:
+            piece = memoryview(buffer).cast("B")
+            self._pieces[offset] = piece
+            offset += piece.nbytes
+
+    def room(self, offset: int, size: int) -> None:
+        """None: the bytes have no place yet."""
+
+    def commit(self) -> None:
+        """Nothing to do: the bytes are there."""
+
+    def abort(self) -> None:
+        """Drop the bytes."""
+        self._pieces.clear()

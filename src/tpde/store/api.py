@@ -148,6 +148,7 @@ def diff(
                     hint=hint,
                     fast=fast,
                     comparer=HostComparer(old, new, count),
+                    threads=count,
                     progress=progress,
                 )
                 sink.commit()

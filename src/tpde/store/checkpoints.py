@@ -244,6 +244,7 @@ class CheckpointStore:
                     hint=name_of(links[0].step) if links else None,
                     fast=self._fast,
                     comparer=HostComparer(state, target, self._threads),
+                    threads=self._threads,
                     progress=no_progress,
                 )
                 sink.commit()

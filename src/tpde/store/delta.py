@@ -115,8 +115,8 @@ class DeltaFile:
         """Bytes of the file."""
         return self._source.size
 
-    def payload(self, it: TensorEntry | OtherEntry) -> Bytes:
-        """Read a payload, and check its hash.
+    def payload(self, it: TensorEntry | OtherEntry, out: Bytes | None = None) -> Bytes:
+        """Read a payload, to a place of its size if there is one, and check its hash.
 
         Raises
         ------
@@ -124,7 +124,7 @@ class DeltaFile:
             Naming the tensor or the file that it is of.
         """
         place: Payload = self._places[id(it)]
-        out = np.empty(place.size, np.uint8)
+        out = np.empty(place.size, np.uint8) if out is None else out
         self._source.read_into(place.offset, out.data)
         found = xxhash.xxh3_64_intdigest(out.data)
         if place.size and found != place.hash:

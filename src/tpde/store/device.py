@@ -6,26 +6,27 @@ Everything else passes through the CPU, as do tensors that are not contiguous; r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from tpde.codec.delta import CHUNK_WORDS, Model, Sparse, chunk_count, chunk_room
+from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model, Sparse, chunk_count, chunk_room
 from tpde.codec.native import Bytes
 from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.delta import SAME, SPARSE, TensorEntry
-from tpde.store.diff import Comparer, Kind, kind_of
+from tpde.store.diff import Comparer, Kind, Wanted, kind_of
 from tpde.store.payloads import Stored, is_clear
 from tpde.store.states import Key
 
 if TYPE_CHECKING:
     import torch
 
-    from tpde.cuda.delta import Batch
+    from tpde.cuda.delta import Batch, Changes, Lists
 
 _T = TypeVar("_T")
 Numbers = np.ndarray[Any, Any]
@@ -83,10 +84,47 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _upload(data: Numbers, device: torch.device) -> torch.Tensor:
+def _room(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes in host memory that the device copies from and to at its full speed."""
     import torch
 
-    return torch.from_numpy(data.view(np.uint8)).to(device)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class _Upload:
+    """Arrays that go to a device in one copy.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Bytes of each. Each begins at a multiple of 16 there.
+    device : torch.device
+        Where they go.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        ends = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)])
+        self._places = [(int(at), size) for at, size in zip(ends, sizes, strict=False)]
+        self._room, self._device = _room(int(ends[-1]), device), device
+        self._host: Bytes = self._room.numpy()
+
+    def place(self, number: int) -> Bytes:
+        """Where the bytes of an array are written."""
+        at, size = self._places[number]
+        return self._host[at : at + size]
+
+    def send(self) -> tuple[torch.Tensor, list[int]]:
+        """Copy them: what holds them on the device, and their addresses there."""
+        there = self._room.to(self._device, non_blocking=True, copy=True)
+        return there, [there.data_ptr() + at for at, _ in self._places]
+
+
+def _send(arrays: Sequence[Numbers], device: torch.device) -> tuple[torch.Tensor, list[int]]:
+    """Arrays on a device, by one copy: what holds them, and their addresses there."""
+    upload = _Upload([it.nbytes for it in arrays], device)
+    for i, it in enumerate(arrays):
+        upload.place(i)[:] = it.view(np.uint8)
+    return upload.send()
 
 
 def _zeros(count: int, dtype: str, device: torch.device) -> torch.Tensor:
@@ -96,9 +134,26 @@ def _zeros(count: int, dtype: str, device: torch.device) -> torch.Tensor:
     return torch.zeros(max(count, 1) * np.dtype(dtype).itemsize, dtype=torch.uint8, device=device)
 
 
+def _fetch(tensor: torch.Tensor) -> Callable[[], Bytes]:
+    """Start a copy of bytes to the host; what is returned waits for it, not for what is launched later."""
+    import torch
+
+    with current(tensor.device):
+        room = _room(tensor.numel(), tensor.device)
+        room.copy_(tensor, non_blocking=True)
+        if tensor.device.type != "cuda":
+            return room.numpy
+        event = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait() -> Bytes:
+        event.synchronize()
+        return room.numpy()
+
+    return wait
+
+
 def _download(tensor: torch.Tensor, dtype: str) -> Numbers:
-    data: Bytes = tensor.cpu().numpy()
-    return data.view(dtype)
+    return _fetch(tensor)().view(dtype)
 
 
 def _starts(sizes: Numbers) -> Numbers:
@@ -134,16 +189,30 @@ class _Group:
         ]
         self.batch: Batch = Batch(rows, *kind, device.index or 0)
         self.firsts = np.cumsum([0, *(chunk_count(it.words) for it in rows)])
-        self._arrays = _upload(self.batch.items, device), _upload(self.batch.whose, device)
-
-    @property
-    def arrays(self) -> tuple[int, int]:
+        self._sent, (items, whose) = _send([self.batch.items, self.batch.whose], device)
+        self.arrays = items, whose
         """Addresses of what every launch takes."""
-        return self._arrays[0].data_ptr(), self._arrays[1].data_ptr()
 
     def chunks_of(self, number: int) -> slice:
         """The chunks of a tensor among those of the group."""
         return slice(int(self.firsts[number]), int(self.firsts[number + 1]))
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Fingerprints of resident tensors, by name (delta.md 4)."""
+    found: dict[str, bytes] = {}
+    for device, names in _by(tensors, lambda name: tensors[name].device).items():
+        # Bytes have no kind of words: one launch takes all.
+        group = _Group([(tensors[name], None) for name in names], (1, 0), device)
+        with current(device):
+            sums = _zeros(4 * len(names), "<u8", device)
+            group.batch.survey(*group.arrays, 0, sums.data_ptr(), 0, stream_of(device))
+            rows = _download(sums, "<u8").reshape(-1, 4)
+        found.update((name, row[:2].tobytes()) for name, row in zip(names, rows, strict=True))
+    return found
+
+
+# ---- making
 
 
 class _Prints:
@@ -152,31 +221,20 @@ class _Prints:
     def __init__(self, group: _Group) -> None:
         self._group = group  # whose arrays the launch reads
         n = len(group.firsts) - 1
+        sizes = 32 * n, 4 * group.batch.chunks, 4 * n
+        self._ends = np.cumsum(sizes)
         with current(group.device):
-            self._sums = _zeros(4 * n, "<u8", group.device)
-            self._counts = _zeros(group.batch.chunks, "<u4", group.device)
-            self._varied = _zeros(n, "<u4", group.device)
-            sums, counts, varied = (it.data_ptr() for it in (self._sums, self._counts, self._varied))
+            made = _zeros(int(self._ends[-1]), "u1", group.device)
+            sums = made.data_ptr()
+            counts, varied = sums + int(self._ends[0]), sums + int(self._ends[1])
             group.batch.prints(*group.arrays, sums, counts, varied, stream_of(group.device))
+            self._wait = _fetch(made)
 
     def wait(self) -> tuple[list[tuple[bytes, bytes]], Numbers, Numbers]:
         """Both fingerprints of each tensor, changes of each chunk, and which targets vary."""
-        sums = _download(self._sums, "<u8").reshape(-1, 4)
-        pairs = [(row[:2].tobytes(), row[2:].tobytes()) for row in sums]
-        return pairs, _download(self._counts, "<u4"), _download(self._varied, "<u4") != 0
-
-
-def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Fingerprints of resident tensors, by name (delta.md 4)."""
-    found: dict[str, bytes] = {}
-    for device, names in _by(tensors, lambda name: tensors[name].device).items():
-        # Bytes have no kind of words: one launch takes all.
-        prints, _, _ = _Prints(_Group([(tensors[name], None) for name in names], (1, 0), device)).wait()
-        found.update(zip(names, (base for base, _ in prints), strict=True))
-    return found
-
-
-# ---- making
+        sums, counts, varied = np.split(self._wait(), self._ends[:2])
+        pairs = [(row[:2].tobytes(), row[2:].tobytes()) for row in sums.view("<u8").reshape(-1, 4)]
+        return pairs, counts.view("<u4"), varied.view("<u4") != 0
 
 
 class _Compared(NamedTuple):
@@ -209,27 +267,51 @@ class DeviceComparer:
         specs: Mapping[str, TensorSpec],
     ) -> None:
         self._host, self._pairs, self._specs = host, pairs, specs
-        self._running: list[tuple[list[str], _Group, _Prints]] = []
-        self._found: dict[str, tuple[TensorEntry, Stored]] = {}
-        for (device, kind), names in _by(pairs, self._place).items():
-            group = _Group([pairs[name] for name in names], kind, device)
-            self._running.append((names, group, _Prints(group)))
+        self._found: dict[str, tuple[TensorEntry, Stored]] | None = None
 
     def _place(self, name: str) -> tuple[torch.device, Kind]:
         return self._pairs[name][0].device, kind_of(self._specs[name])
 
-    def chunks(self, base: Key, key: Key, ranges: list[tuple[int, int]]) -> list[tuple[Bytes, Bytes]]:
-        """Some chunks' bytes of a tensor in both states."""
-        if key[1] not in self._pairs:
-            return self._host.chunks(base, key, ranges)
-        old, new = (_flat(it) for it in self._pairs[key[1]])
-        return [(old[a:b].cpu().numpy(), new[a:b].cpu().numpy()) for a, b in ranges]
+    @functools.cached_property
+    def _running(self) -> list[tuple[list[str], _Group, _Prints]]:
+        """All resident tensors, which are being compared from the first use on."""
+        running = []
+        for (device, kind), names in _by(self._pairs, self._place).items():
+            group = _Group([self._pairs[name] for name in names], kind, device)
+            running.append((names, group, _Prints(group)))
+        return running
+
+    def chunks(self, wanted: Sequence[Wanted]) -> list[tuple[Bytes, Bytes]]:
+        """Some chunks' bytes of tensors in both states."""
+        import torch
+
+        found: dict[int, list[tuple[Bytes, Bytes]]] = {}
+        copies = []
+        resident = [(i, it) for i, it in enumerate(wanted) if it.key[1] in self._pairs]
+        for device, mine in _by(resident, lambda it: self._place(it[1].key[1])[0]).items():
+            pairs = [(i, it.ranges, tuple(map(_flat, self._pairs[it.key[1]]))) for i, it in mine]
+            with current(device):
+                both = [torch.cat([one[n][a:b] for _, rs, one in pairs for a, b in rs]) for n in (0, 1)]
+                copies.append((pairs, [_fetch(it) for it in both]))
+        _ = self._running  # while these are copied and looked at
+        for pairs, waits in copies:
+            old, new, at = waits[0](), waits[1](), 0
+            for i, ranges, _ in pairs:
+                ends = np.cumsum([at, *(b - a for a, b in ranges)])
+                found[i] = [(old[a:b], new[a:b]) for a, b in itertools.pairwise(map(int, ends))]
+                at = int(ends[-1])
+        for i, it in enumerate(wanted):
+            if i not in found:
+                found[i] = self._host.chunks([it])
+        return [pair for i in range(len(wanted)) for pair in found[i]]
 
     def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
         """How a tensor is stored. At the first one all that are resident are compared."""
-        for running in self._running:
-            self._found.update(self._compare(*running, models))
-        self._running = []
+        if self._found is None:
+            self._found = {}
+            for running in self._running:
+                self._found.update(self._compare(*running, models))
+            self._running.clear()
         found = self._found.pop(key[1], None)
         return self._host.compare(key, base, models) if found is None else found
 
@@ -259,7 +341,8 @@ class DeviceComparer:
 
         from tpde.cuda.delta import model_image, most_bytes
 
-        image, most = _upload(model_image(model, encode=True), group.device), most_bytes(group.kind[0])
+        most = most_bytes(group.kind[0])
+        _held, (image,) = _send([model_image(model, encode=True)], group.device)
         for batch in _batches(members, lambda it: (8 + most) * int(it.counts.sum())):
             part = _Group([self._pairs[it.name] for it in batch], group.kind, group.device)
             try:
@@ -290,9 +373,7 @@ def _batches(items: Sequence[_T], takes: Callable[[_T], int]) -> Iterator[list[_
         yield batch
 
 
-def _encoded(
-    group: _Group, image: torch.Tensor, counts: Numbers, most: int
-) -> tuple[Bytes, Numbers, Numbers]:
+def _encoded(group: _Group, image: int, counts: Numbers, most: int) -> tuple[Bytes, Numbers, Numbers]:
     """The bytes of all chunks of a group, how many each has, and which have changed meanwhile."""
     import torch
 
@@ -300,16 +381,16 @@ def _encoded(
 
     device, total = group.device, int(counts.sum(dtype=np.uint64))
     room = (counts.astype(np.uint64) * most + 3) // 4  # of each chunk, in units of 4 bytes
-    changes, starts, places = (_upload(it, device) for it in (counts, _starts(counts), _starts(room)))
+    _held, (changes, starts, places) = _send([counts, _starts(counts), _starts(room)], device)
     with current(device):
         out = _zeros(int(room.sum()) + 1, "<u4", device)
         sizes = _zeros(counts.size, "<u4", device)
         scratch = torch.empty(8 * total, dtype=torch.uint8, device=device)
         group.batch.encode(
             *group.arrays,
-            image.data_ptr(),
-            Lists(changes.data_ptr(), starts.data_ptr()),
-            places.data_ptr(),
+            image,
+            Lists(changes, starts),
+            places,
             scratch.data_ptr(),
             out.data_ptr(),
             sizes.data_ptr(),
@@ -319,52 +400,74 @@ def _encoded(
         wrong = found == CHANGED
         found = np.where(wrong, np.uint32(0), found)
         data = torch.empty(int(found.sum(dtype=np.uint64)), dtype=torch.uint8, device=device)
-        used, offsets = _upload(found, device), _upload(_starts(found), device)
-        where = out.data_ptr(), places.data_ptr(), used.data_ptr(), offsets.data_ptr()
-        group.batch.gather(*where, data.data_ptr(), stream_of(group.device))
-        return data.cpu().numpy(), found, wrong
+        _used, (used, offsets) = _send([found, _starts(found)], device)
+        group.batch.gather(out.data_ptr(), places, used, offsets, data.data_ptr(), stream_of(group.device))
+        return _fetch(data)(), found, wrong
 
 
 # ---- applying
 
 
 class SparseChange(NamedTuple):
-    """A resident tensor that is the base of a sparse change, and the change."""
+    """A resident tensor, a sparse change of it, and what reads the change's bytes into their place."""
 
     entry: TensorEntry
     tensor: torch.Tensor
-    data: Bytes
+    read: Callable[[Bytes], object]
 
 
-def _is_whole(it: SparseChange) -> bool:
-    """Whether the records of a change's chunks can be: the kernels rely on it."""
-    counts, sizes, b = it.entry.changes, it.entry.sizes, DTYPES[it.entry.spec.dtype].word_bytes
+class _Decoding(NamedTuple):
+    """A batch of changes: what waits for its results, and what `write` takes."""
+
+    members: list[SparseChange]
+    group: _Group
+    wait: Callable[[], Bytes]
+    counts: Numbers
+    lists: Lists
+    changes: Changes
+    held: list[torch.Tensor]
+
+
+def _records(members: Sequence[SparseChange]) -> tuple[Numbers, Numbers]:
+    """How many changes all chunks have, and how many bytes."""
+    changes, sizes = ([getattr(it.entry, name) for it in members] for name in ("changes", "sizes"))
+    return np.concatenate(changes), np.concatenate(sizes)
+
+
+def _whole(members: Sequence[SparseChange]) -> list[bool]:
+    """Which of the changes have records that can be: the kernels rely on it."""
+    counts, sizes = _records(members)
+    b = DTYPES[members[0].entry.spec.dtype].word_bytes
+    chunks = np.array([it.entry.changes.size for it in members])
+    firsts = np.cumsum([0, *chunks[:-1]])
     words = np.full(counts.size, CHUNK_WORDS)
-    words[-1:] = it.entry.spec.nbytes // b - CHUNK_WORDS * (counts.size - 1)
-    return bool(
-        int(sizes.sum(dtype=np.uint64)) == it.data.size
-        and (counts <= words).all()
-        and not sizes[counts == 0].any()
-    )
+    words[firsts + chunks - 1] = [
+        it.entry.spec.nbytes // b - CHUNK_WORDS * (it.entry.changes.size - 1) for it in members
+    ]
+    wrong = (counts > words) | ((counts == 0) & (sizes != 0))
+    payloads = np.array([it.entry.size for it in members])
+    fits = np.add.reduceat(sizes, firsts, dtype=np.uint64) == payloads
+    whole: list[bool] = (fits & ~np.logical_or.reduceat(wrong, firsts)).tolist()
+    return whole
+
+
+class Decoded(NamedTuple):
+    """What a resident tensor is found to be."""
+
+    fingerprint: bytes
+    damaged: bool
+    """The change cannot be decoded, or would lead elsewhere. So it is for a tensor that is no base of it."""
 
 
 class SparseChanges:
-    """Sparse changes of resident tensors on one device, under one model: decoded, and not written yet.
+    """Sparse changes of resident tensors on one device, under one model: being decoded, and not written yet.
 
     Parameters
     ----------
     members : sequence of SparseChange
-        The changes. The tensors are the bases that these were made from.
+        The changes. Tensors may be no bases of them: `found` says it.
     model : Model
         Which they are under.
-
-    Attributes
-    ----------
-    members : list of SparseChange
-        Those that are decoded, for which the device had memory.
-    damaged : tuple of SparseChange
-        Those that cannot be, or whose targets have another fingerprint than was written. If there are any,
-        nothing may be written.
     """
 
     def __init__(self, members: Sequence[SparseChange], model: Model) -> None:
@@ -372,75 +475,101 @@ class SparseChanges:
 
         from tpde.cuda.delta import model_image
 
-        self.members: list[SparseChange] = []
         self._kind, self._device = kind_of(members[0].entry.spec), members[0].tensor.device
-        self._ready: list[tuple[_Group, list[torch.Tensor]]] = []
-        image = _upload(model_image(model, encode=False), self._device)
-        whole, damaged, each = list[SparseChange](), list[SparseChange](), 2 * (2 + self._kind[0])
-        for it in members:
-            (whole if _is_whole(it) else damaged).append(it)
-        for batch in _batches(whole, lambda it: it.data.size + each * int(it.entry.changes.sum())):
+        self._held, (self._image,) = _send([model_image(model, encode=False)], self._device)
+        self._running: list[_Decoding] = []
+        whole = [it for it, is_whole in zip(members, _whole(members), strict=True) if is_whole]
+        each = 2 * (2 + self._kind[0])
+        for batch in _batches(whole, lambda it: it.entry.size + each * int(it.entry.changes.sum())):
             try:
-                damaged += self._decode(batch, image)
+                self._running.append(self._decode(batch))
             except torch.OutOfMemoryError:
                 continue  # these pass through the host
-            self.members += batch
-        self.damaged = tuple(damaged)
 
-    def _decode(self, batch: list[SparseChange], image: torch.Tensor) -> list[SparseChange]:
-        """Decode some of them; returns those that are damaged."""
+    def _decode(self, batch: list[SparseChange]) -> _Decoding:
+        """Start decoding some of them."""
         import torch
 
-        from tpde.cuda.delta import AHEAD, Found, Lists
+        from tpde.cuda.delta import AHEAD, Changes, Lists
 
-        device = self._device
+        device, n = self._device, len(batch)
         group = _Group([(it.tensor, None) for it in batch], self._kind, device)
         group.batch.prepare("write")  # which may fail, and not between two writes
-        counts = np.concatenate([it.entry.changes for it in batch])
-        sizes = np.concatenate([it.entry.sizes for it in batch])
-        data = np.concatenate([*(it.data for it in batch), np.zeros(AHEAD, np.uint8)])
-        total, n = int(counts.sum(dtype=np.uint64)), len(batch)
-        kept = [_upload(it, device) for it in (counts, _starts(counts))]
-        read = [_upload(it, device) for it in (data, _starts(sizes), sizes)]
-        lists = Lists(*(it.data_ptr() for it in kept))
+        chunks = group.batch.chunks
         with current(device):
-            room = [
-                torch.empty(size * total, dtype=torch.uint8, device=device) for size in (2, self._kind[0]) * 2
-            ]
-            unsorted, found = (Found(*(it.data_ptr() for it in pair)) for pair in (room[:2], room[2:]))
-            sums, bad = _zeros(4 * n, "<u8", device), torch.full((n,), -1, dtype=torch.int32, device=device)
+            result, work = _zeros(36 * n, "u1", device), _zeros(4 * (MAX_CLASSES + 1) * chunks, "u1", device)
+            sums, bad = result.data_ptr(), result.data_ptr() + 32 * n
+            totals, good = work.data_ptr(), work.data_ptr() + 4 * MAX_CLASSES * chunks
+            stream = stream_of(device)
+            group.batch.survey(*group.arrays, self._image, sums, totals, stream)
+            counts, sizes = _records(batch)
+            ends = np.cumsum([0, *(it.entry.size for it in batch)])
+            arrays = counts, _starts(counts), _starts(sizes), sizes
+            upload = _Upload([*(it.nbytes for it in arrays), int(ends[-1]) + AHEAD], device)
+            for i, array in enumerate(arrays):
+                upload.place(i)[:] = array.view(np.uint8)
+            data = upload.place(len(arrays))
+            for it, (begin, end) in zip(batch, itertools.pairwise(map(int, ends)), strict=True):
+                it.read(data[begin:end])
+            data[int(ends[-1]) :] = 0
+            sent, (changes, starts, offsets, used, bytes_at) = upload.send()
+            total = int(counts.sum(dtype=np.uint64))
+            room = [torch.empty(b * total, dtype=torch.uint8, device=device) for b in (2, self._kind[0]) * 2]
+            unsorted, found = (Changes(*(it.data_ptr() for it in pair)) for pair in (room[:2], room[2:]))
+            lists = Lists(changes, starts)
             group.batch.decode(
                 *group.arrays,
-                image.data_ptr(),
+                self._image,
+                totals,
                 lists,
-                (read[0].data_ptr(), read[1].data_ptr(), read[2].data_ptr()),
+                (bytes_at, offsets, used),
                 unsorted,
-                found,
-                sums.data_ptr(),
-                bad.data_ptr(),
-                stream_of(group.device),
+                good,
+                bad,
+                stream,
             )
-        self._ready.append((group, [*kept, *room[2:]]))
-        added = _download(sums, "<u8").reshape(-1, 4)[:, 2:]
-        wrong = _download(bad, "<u4") != np.uint32(0xFFFFFFFF)
-        for i, it in enumerate(batch):
-            wrong[i] |= (np.frombuffer(it.entry.base, "<u8") + added[i]).tobytes() != it.entry.target
-        return [it for it, is_wrong in zip(batch, wrong, strict=True) if is_wrong]
+            group.batch.locate(*group.arrays, self._image, good, starts, unsorted, found, sums, bad, stream)
+        return _Decoding(batch, group, _fetch(result), counts, lists, found, [sent, *room[2:]])
 
-    def write(self) -> None:
-        """Write all changes where the tensors lie; PyTorch counts each as a change in place."""
+    @functools.cached_property
+    def found(self) -> dict[str, Decoded]:
+        """What the tensors are, by name.
+
+        Those that are not there pass through the host: the device had no memory, or the records of a change
+        cannot be.
+        """
+        found = {}
+        for it in self._running:
+            n, result = len(it.members), it.wait()
+            rows = result[: 32 * n].view("<u8").reshape(-1, 4)
+            prints, made = rows[:, :2], rows[:, :2] + rows[:, 2:]
+            bad = result[32 * n :].view("<u4") != 0
+            for i, member in enumerate(it.members):
+                damaged = bool(bad[i]) or made[i].tobytes() != member.entry.target
+                found[member.entry.name] = Decoded(prints[i].tobytes(), damaged)
+        return found
+
+    def write(self, names: Collection[str]) -> None:
+        """Write the changes of some tensors where they lie; PyTorch counts each as a change in place.
+
+        Parameters
+        ----------
+        names : collection of str
+            Which: `found` must say that they are the bases, and that their changes are not damaged.
+        """
         import torch
 
-        from tpde.cuda.delta import Found, Lists
-
-        for it in self.members:  # first: one that is too much does no harm
-            if not it.tensor.is_inference():
-                torch.autograd.graph.increment_version(it.tensor)
-        for group, (counts, starts, positions, words) in self._ready:
+        for it in self._running:
+            for member in it.members:  # first: one that is too much does no harm
+                if member.entry.name in names and not member.tensor.is_inference():
+                    torch.autograd.graph.increment_version(member.tensor)
+        for it in self._running:
+            others = [i for i, member in enumerate(it.members) if member.entry.name not in names]
+            lists, counts = it.lists, it.counts.copy()
+            for i in others:
+                counts[it.group.chunks_of(i)] = 0
+            if others:
+                _sent, (changes,) = _send([counts], self._device)
+                lists = lists._replace(counts=changes)
             with current(self._device):
-                group.batch.write(
-                    *group.arrays,
-                    Lists(counts.data_ptr(), starts.data_ptr()),
-                    Found(positions.data_ptr(), words.data_ptr()),
-                    stream_of(group.device),
-                )
+                it.group.batch.write(*it.group.arrays, lists, it.changes, stream_of(self._device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ import xxhash
 import zstandard
 
 from tpde.codec import delta
-from tpde.codec.delta import Model, Planner, chunk_ranges, sample_step
+from tpde.codec.delta import Model, chunk_range, sample_step
 from tpde.codec.native import Bytes
 from tpde.errors import TpdeError
 from tpde.format.constants import DTYPES
@@ -76,11 +76,19 @@ def _pairs(base: State, target: State) -> list[_Pair]:
     return pairs
 
 
+class Wanted(NamedTuple):
+    """Chunks of a tensor: ranges of its bytes, one after the other."""
+
+    base: Key
+    key: Key
+    ranges: list[tuple[int, int]]
+
+
 class Comparer(Protocol):
     """Compares the tensors of two states."""
 
-    def chunks(self, base: Key, key: Key, ranges: list[tuple[int, int]]) -> list[tuple[Bytes, Bytes]]:
-        """Some chunks' bytes of a tensor in both states."""
+    def chunks(self, wanted: Sequence[Wanted]) -> list[tuple[Bytes, Bytes]]:
+        """Some chunks' bytes of tensors in both states, in their order."""
 
     def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
         """How a tensor is stored. Tensors are asked for one after the other, all under the same models."""
@@ -100,16 +108,19 @@ class HostComparer:
     def __init__(self, base: State, target: State, threads: int) -> None:
         self._base, self._target, self._threads = base, target, threads
 
-    def chunks(self, base: Key, key: Key, ranges: list[tuple[int, int]]) -> list[tuple[Bytes, Bytes]]:
-        """Some chunks' bytes of a tensor in both states."""
+    def chunks(self, wanted: Sequence[Wanted]) -> list[tuple[Bytes, Bytes]]:
+        """Some chunks' bytes of tensors in both states, in their order."""
+        return [pair for it in wanted for pair in self._chunks(it)]
+
+    def _chunks(self, it: Wanted) -> Iterator[tuple[Bytes, Bytes]]:
         try:
-            old = self._base.read_parts(base, ranges, self._threads)
-            new = self._target.read_parts(key, ranges, self._threads)
+            old = self._base.read_parts(it.base, it.ranges, self._threads)
+            new = self._target.read_parts(it.key, it.ranges, self._threads)
         except TpdeError:
-            self._base.read(base, self._threads)  # which compares hashes: they say what is wrong
-            self._target.read(key, self._threads)
+            self._base.read(it.base, self._threads)  # which compares hashes: they say what is wrong
+            self._target.read(it.key, self._threads)
             raise
-        return list(zip(old, new, strict=True))
+        return zip(old, new, strict=True)
 
     def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
         """How a tensor is stored; its states are gone when this returns."""
@@ -129,29 +140,24 @@ def _sample(
 ) -> tuple[list[tuple[Bytes, Bytes]], int]:
     """Chunks of all tensors of a kind, evenly spread, and how many there are for each."""
     mine = [it for it in pairs if it.base is not None and kind_of(target.specs[it.key]) == kind]
-    total = sum(delta.chunk_count(target.specs[it.key].nbytes // kind[0]) for it in mine)
-    step, number, parts = sample_step(total, kind[0], fast=fast), 0, []
-    for it in mine:
-        ranges = list(chunk_ranges(target.specs[it.key].nbytes, kind[0]))
-        wanted = [r for i, r in enumerate(ranges, number) if i % step == 0]
-        number += len(ranges)
-        if wanted and it.base is not None:
-            parts += comparer.chunks(it.base, it.key, wanted)
-    return parts, step
+    counts = [delta.chunk_count(target.specs[it.key].nbytes // kind[0]) for it in mine]
+    step, number, wanted = sample_step(sum(counts), kind[0], fast=fast), 0, []
+    for it, count in zip(mine, counts, strict=True):
+        nbytes = target.specs[it.key].nbytes
+        ranges = [chunk_range(i, nbytes, kind[0]) for i in range(-number % step, count, step)]
+        number += count
+        if ranges and it.base is not None:
+            wanted.append(Wanted(it.base, it.key, ranges))
+    return comparer.chunks(wanted), step
 
 
-def _models(comparer: Comparer, target: State, pairs: list[_Pair], fast: bool) -> dict[Kind, Model]:
+def _models(
+    comparer: Comparer, target: State, pairs: list[_Pair], fast: bool, threads: int
+) -> dict[Kind, Model]:
     models = {}
     for kind in sorted({kind_of(target.specs[it.key]) for it in pairs if it.base is not None}):
         parts, step = _sample(comparer, target, pairs, kind, fast)
-        planner = Planner(*kind, fast=fast)
-        if not fast:
-            for old, new in parts:
-                planner.survey(old, new)
-            planner.choose(step)
-        for old, new in parts:
-            planner.count(old, new)
-        models[kind] = Model(planner.model(step), encode=True)
+        models[kind] = Model(delta.choose(parts, *kind, step=step, fast=fast, threads=threads), encode=True)
     return models
 
 
@@ -173,6 +179,7 @@ def write_delta(
     hint: str | None,
     fast: bool,
     comparer: Comparer,
+    threads: int,
     progress: Progress,
 ) -> Head:
     """Write the delta that turns one state into the other; returns what it is.
@@ -189,11 +196,13 @@ def write_delta(
         Make models of one class.
     comparer : Comparer
         What compares these states. The bytes do not depend on it.
+    threads : int
+        How many threads choose models.
     progress : callable
         Called with a number of the target's bytes when they are done.
     """
     pairs, writer = _pairs(base, target), _Writer(sink)
-    models = _models(comparer, target, pairs, fast)
+    models = _models(comparer, target, pairs, fast, threads)
     numbers: dict[Kind, int] = {}  # of the models that are used
     entries: dict[str, list[TensorEntry]] = {name: [] for name in target.headers}
     for it in pairs:

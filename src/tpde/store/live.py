@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,13 +15,20 @@ from tpde.codec.delta import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, NativeError
 from tpde.format.delta import SPARSE, WITH_BASE, TensorEntry
-from tpde.format.sink import BytesSink
+from tpde.format.sink import PiecesSink
 from tpde.format.source import BytesSource, FileSource
 from tpde.frameworks import refuse_expanded, to_torch, torch_bytes, torch_spec
 from tpde.packing.files import Progress, no_progress
 from tpde.packing.writer import check_threads
 from tpde.store.delta import DeltaFile, open_state, other_base
-from tpde.store.device import DeviceComparer, SparseChange, SparseChanges, fingerprints, is_resident
+from tpde.store.device import (
+    Decoded,
+    DeviceComparer,
+    SparseChange,
+    SparseChanges,
+    fingerprints,
+    is_resident,
+)
 from tpde.store.diff import Comparer, HostComparer, write_delta
 from tpde.store.states import MEMORY, BaseTensors, FilesState, MemoryState, State
 
@@ -117,7 +125,7 @@ def make_delta(
     True
     """
     count, after = check_threads(threads), _tensors(new, "`new`")
-    sink = BytesSink()
+    sink = PiecesSink()
     base: State
     before: Mapping[str, torch.Tensor] = {}
     if isinstance(old, (str, os.PathLike)):
@@ -131,10 +139,12 @@ def make_delta(
     try:
         target = _live_state(after)
         comparer = _comparer(HostComparer(base, target, count), before, after)
-        write_delta(base, target, sink, hint=None, fast=fast, comparer=comparer, progress=progress)
+        write_delta(
+            base, target, sink, hint=None, fast=fast, comparer=comparer, threads=count, progress=progress
+        )
     finally:
         base.close()
-    return bytes(sink.data)
+    return sink.join()
 
 
 def _comparer(
@@ -225,9 +235,12 @@ def apply_delta(
     file = DeltaFile(source or FileSource(cast("Any", delta)))
     try:
         _require_places(file, tensors)
-        prints = fingerprints(_resident(file, tensors))
-        sparse = _on_device(file, tensors, prints, count)
-        done = {it.entry.name for changes in sparse for it in changes.members}
+        resident = _resident(file, tensors)
+        sparse = _decoding(file, resident)
+        decoded = {name: it for changes in sparse for name, it in changes.found.items()}
+        prints = fingerprints({name: it for name, it in resident.items() if name not in decoded})
+        prints |= {name: it.fingerprint for name, it in decoded.items()}
+        done = set(_ready(file, tensors, decoded, count))
         found = list(_changes(file, tensors, prints, done, count, progress))
     finally:
         file.close()
@@ -236,7 +249,7 @@ def apply_delta(
     for it in changes:
         _write(it.tensor, it)
     for group in sparse:
-        group.write()
+        group.write(done)
     return len(changes) + len(done)
 
 
@@ -267,28 +280,31 @@ def _resident(file: DeltaFile, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     }
 
 
-def _on_device(
-    file: DeltaFile, tensors: Mapping[str, torch.Tensor], prints: Mapping[str, bytes], threads: int
-) -> list[SparseChanges]:
-    """The sparse changes of tensors that are the base's, on their devices."""
+def _decoding(file: DeltaFile, resident: Mapping[str, torch.Tensor]) -> list[SparseChanges]:
+    """The sparse changes of tensors on GPUs, on their way."""
     groups: dict[tuple[torch.device, int], list[SparseChange]] = {}
     for it in file.head.tensors:
-        found = prints.get(it.name)
-        if found is None or found == it.target:
-            continue
-        if it.codec in WITH_BASE and found != it.base:
-            raise other_base(it, MEMORY, file.name, found)
-        if it.codec == SPARSE:
-            tensor = tensors[it.name]
-            change = SparseChange(it, tensor, file.payload(it))
+        if it.codec == SPARSE and it.name in resident:
+            tensor = resident[it.name]
+            change = SparseChange(it, tensor, functools.partial(file.payload, it))
             groups.setdefault((tensor.device, it.model), []).append(change)
-    made = [SparseChanges(members, file.models[number]) for (_, number), members in groups.items()]
-    damaged = {it.entry.name: it for changes in made for it in changes.damaged}
+    return [SparseChanges(members, file.models[number]) for (_, number), members in groups.items()]
+
+
+def _ready(
+    file: DeltaFile, tensors: Mapping[str, torch.Tensor], decoded: Mapping[str, Decoded], threads: int
+) -> Iterator[str]:
+    """Names of the tensors that are bases of what was decoded, and can be written."""
     for it in file.head.tensors:
-        if it.name in damaged:
+        found = decoded.get(it.name)
+        if found is None or found.fingerprint == it.target:
+            continue
+        if found.fingerprint != it.base:
+            raise other_base(it, MEMORY, file.name, found.fingerprint)
+        if found.damaged:
             file.target_of(it, torch_bytes(tensors[it.name]).copy(), threads)  # which says what is wrong
             raise NativeError(f"the GPU has made another tensor `{it.name}` than the CPU")
-    return made
+        yield it.name
 
 
 def _changes(

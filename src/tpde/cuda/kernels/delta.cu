@@ -1,12 +1,15 @@
 // delta.cu: what changed between two states of tensors (docs/delta.md, sections 1 to 4): fingerprints, encoding and
 // decoding of sparse chunks.
 //
-// A launch takes tensors of one kind of words, and a block a chunk of 65,536 words. Places of words in class order
-// (3.2) come from counts: of each class in the blocks of 256 words before. The bits of a chunk are read by one thread,
-// word for word; the others find where the changes belong, and other blocks have work meanwhile.
+// A launch takes tensors of one kind of words. Where a block takes a chunk of 65,536 words, places of words in class
+// order (3.2) come from counts: of each class in the groups of 64 words before. The bits of a chunk can only be read
+// one after the other: each thread of `decode` has a chunk of its own, so that thousands wait together. Decoding takes
+// three launches: `survey` counts the words of each class, which say where tables change; `decode` reads places and
+// steps; `locate` finds where these are and what the words there become.
 //
 // Any bytes are safe: a change beyond the chunk's words, bits that do not end where they should, or more of them than
-// the chunk has, are reported with the chunk's number; nothing outside the chunk's part of the output is written.
+// the chunk has, are reported; nothing outside the chunk's part of the output is written. Words that others change
+// meanwhile are as safe.
 //
 // Macros: WORD bytes of a word; ROTATE; THREADS of a block, a multiple of 32.
 
@@ -26,9 +29,10 @@ typedef u64 word;
 #endif
 
 #define CHUNK 65536u     // words, 3.1
-#define EACH 8u          // words of a lane
-#define RUN (32 * EACH)  // words of a warp: what classes are counted in
-#define RUNS (CHUNK / RUN)
+#define EACH 8u          // words that a lane loads at a time
+#define RUN (32 * EACH)  // words of a warp
+#define GROUP (8 * EACH) // words of eight lanes: what classes are counted in
+#define GROUPS (CHUNK / GROUP)
 #define CLASSES 16       // 2.1, at most
 #define GOLDEN 0x9E3779B97F4A7C15ull
 #define ALL 0xFFFFFFFFu
@@ -94,12 +98,6 @@ __device__ __forceinline__ Step step_between(u64 base, u64 target) {
   return d > 0 ? Step{0, (u64)d - 1} : Step{1, ~(u64)d};
 }
 
-__device__ __forceinline__ u64 take_step(u64 base, Step s) {
-  const u64 d = (s.kind & 1 ? ~s.size : s.size) + !s.kind;
-  if (!ROTATE) return (base + d) & WORD_MASK;
-  return ((base ^ (s.kind >= 2 ? SIGN : 0)) & SIGN) | ((base + d) & (SIGN - 1));
-}
-
 // ---- buckets, 1.2 ----
 
 __device__ __forceinline__ u32 bucket_of(u64 x) {
@@ -149,19 +147,28 @@ __device__ __forceinline__ u32 sum_up_to(u32 sum) {
   return sum;
 }
 
+// Add what all threads of the block have.
 __device__ __forceinline__ void add_print(u64* sums, Print p) {
+  __shared__ Print parts[WARPS];
+  __syncthreads(); // others may still read those of a call before
   p.a = sum_of_warp(p.a);
   p.b = sum_of_warp(p.b);
-  if (threadIdx.x % 32 == 0 && (p.a | p.b)) {
-    atomicAdd(sums, p.a);
-    atomicAdd(sums + 1, p.b);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = p;
+  __syncthreads();
+  if (threadIdx.x) return;
+  for (u32 w = 1; w < WARPS; w++) {
+    p.a += parts[w].a;
+    p.b += parts[w].b;
   }
+  atomicAdd(sums, p.a);
+  atomicAdd(sums + 1, p.b);
 }
 
-#define UNROLL 4
+#define UNROLL 4                                   // loads of 16 bytes before they are used
+#define LOADS (WORD == 2 ? 4 : WORD == 8 ? 1 : 2)  // and of EACH words
 
-// Fingerprints of bases, and with targets of those too, how many words of each chunk differ, and whether the words of a
-// target differ among themselves. Of each item `sums` has four numbers: the base's and the target's fingerprint.
+// Fingerprints of both states, how many words of each chunk differ, and whether the words of a target differ among
+// themselves. Of each item `sums` has four numbers: the base's and the target's fingerprint.
 extern "C" __global__ void __launch_bounds__(THREADS)
 prints(const Item* __restrict__ items, const u32* __restrict__ whose, u64* sums, u32* counts, u32* varied) {
   const u64 number = blockIdx.x;
@@ -173,15 +180,14 @@ prints(const Item* __restrict__ items, const u32* __restrict__ whose, u64* sums,
   Print base = {0, 0}, target = {0, 0};
   u32 changed = 0;
   u64 first_word = 0, other = 0;
-  if (t.target)
-    for (u32 j = 0; j < 8; j += WORD) first_word |= (u64)*(const word*)t.target << 8 * j;
+  for (u32 j = 0; j < 8; j += WORD) first_word |= (u64)*(const word*)t.target << 8 * j;
   for (u32 i = threadIdx.x; i < pairs; i += UNROLL * THREADS) {
     ulonglong2 x[UNROLL], y[UNROLL];
 #pragma unroll
     for (int k = 0; k < UNROLL; k++) {
       const u32 at = i + k * THREADS;
       x[k] = at < pairs ? __ldcs((const ulonglong2*)c.base + at) : ulonglong2{0, 0};
-      if (t.target) y[k] = at < pairs ? __ldcs((const ulonglong2*)c.target + at) : ulonglong2{0, 0};
+      y[k] = at < pairs ? __ldcs((const ulonglong2*)c.target + at) : ulonglong2{0, 0};
     }
 #pragma unroll
     for (int k = 0; k < UNROLL; k++) {
@@ -189,7 +195,6 @@ prints(const Item* __restrict__ items, const u32* __restrict__ whose, u64* sums,
       if (at >= pairs) continue;
       add_term(base, x[k].x, first + 2 * at);
       add_term(base, x[k].y, first + 2 * at + 1);
-      if (!t.target) continue;
       add_term(target, y[k].x, first + 2 * at);
       add_term(target, y[k].y, first + 2 * at + 1);
       other |= (y[k].x ^ first_word) | (y[k].y ^ first_word);
@@ -200,29 +205,122 @@ prints(const Item* __restrict__ items, const u32* __restrict__ whose, u64* sums,
     }
   }
   for (u32 i = 2 * pairs + threadIdx.x; i < units; i += THREADS) {
-    const u64 x = unit_of(c.base, c.n, i, false);
+    const u64 x = unit_of(c.base, c.n, i, false), y = unit_of(c.target, c.n, i, false), d = x ^ y;
     add_term(base, x, first + i);
-    if (!t.target) continue;
-    const u64 y = unit_of(c.target, c.n, i, false), d = x ^ y;
     add_term(target, y, first + i);
     for (u32 j = 0; j < 8 && i * 8 + j < c.n * WORD; j++) other |= (y ^ first_word) >> 8 * j & 255;
     for (u32 j = 0; j < 8; j += WORD) changed += (d >> 8 * j & WORD_MASK) != 0;
   }
   add_print(sums + 4 * owner, base);
-  if (!t.target) return;
   add_print(sums + 4 * owner + 2, target);
   if (other) varied[owner] = 1;
   changed = __reduce_add_sync(ALL, changed);
   if (threadIdx.x % 32 == 0 && changed) atomicAdd(counts + number, changed);
 }
 
+// ---- classes, 2.3 ----
+
+// Counts of all classes lie in a u64, 4 bits each: of at most 8 words.
+struct Classes {
+  u64 one[256];  // of each symbol: 1 in its class's bits
+};
+
+__device__ __forceinline__ void find_classes(const Model* m, Classes& s) {
+  for (u32 v = threadIdx.x; v < 256; v += THREADS) {
+    u32 k = 0;
+    while (k + 1 < m->classes && m->first[k + 1] <= v) k++;
+    s.one[v] = (u64)1 << 4 * k;
+  }
+  __syncthreads();
+}
+
+// One that is in its class's bits, as that class's number.
+__device__ __forceinline__ u32 class_number(u64 one) { return (63 - __clzll((long long)one)) / 4; }
+
+__device__ __forceinline__ void load_words(const word* p, u32 at, u32 n, bool wide, word w[EACH]) {
+  if (wide && at + EACH <= n) {
+#if WORD == 1
+    *(u64*)w = __ldg((const u64*)(p + at));
+#else
+#pragma unroll
+    for (u32 j = 0; j < WORD / 2; j++) ((ulonglong2*)w)[j] = __ldg((const ulonglong2*)(p + at) + j);
+#endif
+    return;
+  }
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++) w[j] = at + j < n ? p[at + j] : 0;
+}
+
+__device__ __forceinline__ u64 count_words(const word w[EACH], u32 at, u32 n, const Classes& s) {
+  u64 counts = 0;
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++)
+    if (at + j < n) counts += s.one[symbol(w[j])];
+  return counts;
+}
+
+#define EVEN 0x0F0F0F0F0F0F0F0Full
+
+// Fingerprints, to the first two of an item's four sums, and, if there is a model of several classes, how many words of
+// each class a chunk has: CLASSES numbers for each. They are zeros before.
+extern "C" __global__ void __launch_bounds__(THREADS)
+survey(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m, u64* sums,
+       u32* totals) {
+  __shared__ Classes s;
+  __shared__ u32 found[CLASSES];
+  const u64 number = blockIdx.x;
+  const u32 owner = whose[number], classes = m ? m->classes : 1;
+  const Item t = items[owner];
+  const Chunk c = chunk_of(t, number);
+  const u32 units = (c.n * WORD + 7) / 8, share = CHUNK / EACH / THREADS; // a multiple of 16
+  const u64 first = c.at / 8 * WORD;
+  if (classes > 1) {
+    if (threadIdx.x < CLASSES) found[threadIdx.x] = 0;
+    find_classes(m, s);
+  }
+  Print base = {0, 0};
+  u64 even = 0, odd = 0;
+  for (u32 i = 0; i < share; i += LOADS) {
+    alignas(16) word w[LOADS][EACH];
+#pragma unroll
+    for (u32 k = 0; k < LOADS; k++) load_words(c.base, ((i + k) * THREADS + threadIdx.x) * EACH, c.n, c.wide, w[k]);
+#pragma unroll
+    for (u32 k = 0; k < LOADS; k++) {
+      const u32 at = ((i + k) * THREADS + threadIdx.x) * EACH, unit = at / 8 * WORD;
+#pragma unroll
+      for (u32 j = 0; j < WORD; j++)
+        if (unit + j < units) add_term(base, ((const u64*)w[k])[j], first + unit + j);
+      if (classes > 1) {
+        const u64 counts = count_words(w[k], at, c.n, s);
+        even += counts & EVEN;
+        odd += counts >> 4 & EVEN;
+      }
+    }
+    if (classes > 1 && (i + LOADS) % 16 == 0) { // before 8 bits are too few
+#pragma unroll
+      for (u32 k = 0; k < CLASSES; k++) {
+        if (k >= classes) break;
+        const u32 sum = __reduce_add_sync(ALL, (u32)((k % 2 ? odd : even) >> 8 * (k / 2)) & 255);
+        if (threadIdx.x % 32 == 0 && sum) atomicAdd(&found[k], sum);
+      }
+      even = odd = 0;
+    }
+  }
+  add_print(sums + 4 * owner, base); // which waits for all threads
+  if (classes > 1 && threadIdx.x < classes) totals[number * CLASSES + threadIdx.x] = found[threadIdx.x];
+}
+
 // ---- places, 3.2 ----
 
+#define ROW (GROUPS + GROUPS / 32 + 2)  // lanes that each take 32 of them, or one of eight rows, do not meet in a bank
+
 struct Places {
-  u8 classes[256];             // of each symbol
-  u32 start[CLASSES + 1];      // the place of each class's first word
-  u16 before[CLASSES][RUNS];   // words of a class in the runs before one
+  Classes classes;
+  u32 start[CLASSES + 1];    // the place of each class's first word
+  u16 before[CLASSES][ROW];  // words of a class in the groups before one, at `column`
 };
+
+__device__ __forceinline__ u32 column(u32 group) { return group + group / 32; }
 
 // A set of places or of positions in a chunk, and how many are below each 32 of them.
 struct Marks {
@@ -230,61 +328,75 @@ struct Marks {
   u16 below[CHUNK / 32];
 };
 
-__device__ __forceinline__ void load_words(const word* p, u32 at, u32 n, bool wide, word w[EACH]) {
-  if (wide && at + EACH <= n) {
+// Changed words of a chunk, in any order, and how many there are.
+struct Changes {
+  u32* list;
+  u32 room;
+  u32* count;
+};
+
+// Where changes between base and target are, if there is a target.
+__device__ __forceinline__ void find_changes(const Changes& f, const word old[EACH], const word now[EACH], u32 at) {
+  u32 changed = 0;
 #pragma unroll
-    for (u32 j = 0; j < WORD; j++) ((u64*)w)[j] = __ldg((const u64*)(p + at) + j);
-    return;
-  }
-#pragma unroll
-  for (u32 j = 0; j < EACH; j++) w[j] = at + j < n ? p[at + j] : 0;
+  for (u32 j = 0; j < EACH; j++) changed |= (u32)(old[j] != now[j]) << j;
+  if (!changed) return;
+  u32 i = atomicAdd(f.count, (u32)__popc(changed));
+  for (; changed; changed &= changed - 1, i++)
+    if (i < f.room) f.list[i] = at + __ffs(changed) - 1;
 }
 
-// How many of a lane's words are of each class: 4 bits a class.
-__device__ __forceinline__ u64 count_words(const word w[EACH], u32 at, u32 n, const u8* classes) {
-  u64 counts = 0;
-#pragma unroll
-  for (u32 j = 0; j < EACH; j++)
-    if (at + j < n) counts += (u64)1 << 4 * classes[symbol(w[j])];
-  return counts;
+// What a lane counted becomes the sum over eight lanes, of two classes: the returned one and the one two above it.
+__device__ __forceinline__ u32 sum_of_eight(u64 counts, u32& first, u32& second) {
+  const u32 lane = threadIdx.x % 8;
+  const u64 even = counts & EVEN, odd = counts >> 4 & EVEN;
+  u64 x = lane & 1 ? odd : even;
+  x += __shfl_xor_sync(ALL, lane & 1 ? even : odd, 1);
+  u32 y = lane & 2 ? (u32)(x >> 32) : (u32)x;
+  y += __shfl_xor_sync(ALL, lane & 2 ? (u32)x : (u32)(x >> 32), 2);
+  u32 z = lane & 4 ? y >> 16 : y & 0xFFFF;
+  z += __shfl_xor_sync(ALL, lane & 4 ? y & 0xFFFF : y >> 16, 4);
+  first = z & 255;
+  second = z >> 8;
+  return (lane & 1) + (lane & 2) * 4 + (lane & 4);
 }
 
-__device__ void find_places(const Chunk& c, const Model* m, Places& s) {
+// Count the words of all classes, and find what changed if FIND.
+template <bool FIND>
+__device__ void scan(const Chunk& c, const Model* m, Places& s, const Changes& f) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, classes = m->classes;
-  for (u32 v = threadIdx.x; v < 256; v += THREADS) {
-    u32 k = 0;
-    while (k + 1 < classes && m->first[k + 1] <= v) k++;
-    s.classes[v] = (u8)k;
-  }
-  __syncthreads();
-  for (u32 run = warp; run < RUNS; run += WARPS) {
-    const u32 at = run * RUN + lane * EACH;
-    u64 counts = 0;
-    if (run * RUN < c.n) {
-      alignas(16) word w[EACH];
-      load_words(c.base, at, c.n, c.wide, w);
-      counts = count_words(w, at, c.n, s.classes);
-    }
-    for (u32 k = 0; k < classes; k += 2) { // a run has at most 256 of a class: two sums in a register
-      const u32 two = (u32)(counts >> 4 * k & 15) | (u32)(counts >> 4 * k >> 4 & 15) << 16;
-      const u32 sum = __reduce_add_sync(ALL, two);
-      if (lane == 0) {
-        s.before[k][run] = (u16)sum;
-        s.before[k + 1][run] = (u16)(sum >> 16);
-      }
-    }
-  }
-  __syncthreads();
-  for (u32 k = warp; k < classes; k += WARPS) { // counts become sums of those before
-    u32 own[RUNS / 32], sum = 0;
+  if (classes > 1) find_classes(m, s.classes);
+  for (u32 run = warp; run < CHUNK / RUN; run += WARPS * LOADS) {
+    alignas(16) word old[LOADS][EACH], now[LOADS][EACH];
 #pragma unroll
-    for (u32 j = 0; j < RUNS / 32; j++) sum += own[j] = s.before[k][lane * (RUNS / 32) + j];
+    for (u32 k = 0; k < LOADS; k++) {
+      const u32 at = (run + k * WARPS) * RUN + lane * EACH;
+      load_words(c.base, at, c.n, c.wide, old[k]);
+      if constexpr (FIND) load_words(c.target, at, c.n, c.wide, now[k]);
+    }
+#pragma unroll
+    for (u32 k = 0; k < LOADS; k++) {
+      const u32 at = (run + k * WARPS) * RUN + lane * EACH;
+      if constexpr (FIND) find_changes(f, old[k], now[k], at);
+      if (classes == 1) continue;
+      u32 first, second;
+      const u32 own = sum_of_eight(count_words(old[k], at, c.n, s.classes), first, second);
+      s.before[own][column(at / GROUP)] = (u16)first;
+      s.before[own + 2][column(at / GROUP)] = (u16)second;
+    }
+  }
+  __syncthreads();
+  if (classes == 1) return;
+  for (u32 k = warp; k < classes; k += WARPS) { // counts become sums of those before
+    u16* const row = s.before[k] + column(lane * (GROUPS / 32));
+    u32 sum = 0;
+    for (u32 j = 0; j < GROUPS / 32; j++) sum += row[j];
     const u32 up = sum_up_to(sum);
     u32 running = up - sum;
-#pragma unroll
-    for (u32 j = 0; j < RUNS / 32; j++) {
-      s.before[k][lane * (RUNS / 32) + j] = (u16)running;
-      running += own[j];
+    for (u32 j = 0; j < GROUPS / 32; j++) {
+      const u32 own = row[j];
+      row[j] = (u16)running;
+      running += own;
     }
     if (lane == 31) s.start[k + 1] = running;
   }
@@ -303,27 +415,72 @@ __device__ __forceinline__ u32 class_of(const Places& s, u32 classes, u32 place)
   return k;
 }
 
+// The place of a word.
+__device__ __forceinline__ u32 place_of(const Chunk& c, const Places& s, u32 at) {
+  const u64 one = s.classes.one[symbol(c.base[at])];
+  const u32 k = class_number(one);
+  u32 place = s.start[k] + s.before[k][column(at / GROUP)];
+  for (u32 from = at / GROUP * GROUP; from < at; from += EACH) {
+    alignas(16) word w[EACH];
+    load_words(c.base, from, c.n, c.wide, w);
+#pragma unroll
+    for (u32 j = 0; j < EACH; j++) place += from + j < at && s.classes.one[symbol(w[j])] == one;
+  }
+  return place;
+}
+
+// The position of the word at a place.
+__device__ __forceinline__ u32 position_of(const Chunk& c, const Places& s, u32 classes, u32 place) {
+  const u32 k = class_of(s, classes, place);
+  u32 left = place - s.start[k], group = 0; // the last one that has no more before it
+  for (u32 step = GROUPS / 2; step; step /= 2)
+    if (s.before[k][column(group + step)] <= left) group += step;
+  left -= s.before[k][column(group)];
+  u32 at = group * GROUP;
+  for (const u32 end = at + GROUP - EACH;; at += EACH) {
+    alignas(16) word w[EACH];
+    load_words(c.base, at, c.n, c.wide, w);
+    const u64 counts = count_words(w, at, c.n, s.classes);
+    const u32 own = (u32)(counts >> 4 * k & 15);
+    if (left >= own && at < end) {
+      left -= own;
+      continue;
+    }
+    u32 j = 0;
+#pragma unroll
+    for (u32 i = 0; i < EACH; i++) {
+      const bool is_own = class_number(s.classes.one[symbol(w[i])]) == k;
+      if (is_own && left-- == 0) j = i;
+    }
+    return min(at + j, c.n - 1); // within, whatever others write meanwhile
+  }
+}
+
 __device__ __forceinline__ void clear(Marks& m) {
   for (u32 i = threadIdx.x; i < CHUNK / 32; i += THREADS) m.bits[i] = 0;
 }
 
 __device__ __forceinline__ void mark(Marks& m, u32 i) { atomicOr(&m.bits[i / 32], 1u << i % 32); }
 
-// Sum up what is below each 32, once all are marked.
-__device__ void sum_up(Marks& m, u32* scratch) {
+// Sum up what is below each 32, once all are marked; returns how many there are.
+__device__ u32 sum_up(Marks& m, u32* scratch) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = CHUNK / 32 / THREADS;
-  u32 sum = 0;
+  u32 sum = 0, total = 0;
   for (u32 j = 0; j < share; j++) sum += __popc(m.bits[threadIdx.x * share + j]);
   const u32 up = sum_up_to(sum);
   if (lane == 31) scratch[warp] = up;
   __syncthreads();
   u32 running = up - sum;
-  for (u32 w = 0; w < warp; w++) running += scratch[w];
+  for (u32 w = 0; w < WARPS; w++) {
+    if (w < warp) running += scratch[w];
+    total += scratch[w];
+  }
   for (u32 j = 0; j < share; j++) {
     m.below[threadIdx.x * share + j] = (u16)running; // 65,536 only where nothing follows
     running += __popc(m.bits[threadIdx.x * share + j]);
   }
   __syncthreads();
+  return total;
 }
 
 __device__ __forceinline__ u32 rank_of(const Marks& m, u32 i) {
@@ -344,8 +501,8 @@ __device__ __forceinline__ void put_bits(u32* out, u32 at, u64 value, u32 bits) 
 }
 
 // Chunk i has `counts[i]` changes, two numbers for each in `scratch`, from 2 * lists[i] on, and zeros in `out`, from
-// 4 * places[i] on: room for MOST_BYTES a change. `sizes[i]` becomes the bytes that are used, or all bits set where words
-// have changed since they were counted: others may write them meanwhile, and must not lead outside.
+// 4 * places[i] on: room for MOST_BYTES a change. `sizes[i]` becomes the bytes that are used, or all bits set where
+// words have changed since they were counted: others may write them meanwhile, and must not lead outside.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
        const u32* __restrict__ counts, const u64* __restrict__ lists, const u64* __restrict__ places, u32* scratch,
@@ -361,46 +518,15 @@ encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
   u32 *const found = scratch + 2 * lists[number], *const sorted = found + count;
   clear(marks);
   if (threadIdx.x == 0) taken = wrong = 0;
-  if (classes > 1) find_places(c, m, s);
-  else __syncthreads();
-  for (u32 run = warp; run * RUN < c.n; run += WARPS) {
-    const u32 at = run * RUN + lane * EACH;
-    alignas(16) word old[EACH], now[EACH];
-    load_words(c.base, at, c.n, c.wide, old);
-    load_words(c.target, at, c.n, c.wide, now);
-    u32 changed = 0;
-#pragma unroll
-    for (u32 j = 0; j < EACH; j++) changed |= (u32)(old[j] != now[j]) << j;
-    u32 lanes = __ballot_sync(ALL, changed);
-    if (!lanes) continue;
-    const u64 own = classes > 1 ? count_words(old, at, c.n, s.classes) : 0;
-    for (; lanes; lanes &= lanes - 1) { // one lane's changes at a time
-      const int from = __ffs(lanes) - 1;
-      for (u32 which = __shfl_sync(ALL, changed, from); which; which &= which - 1) {
-        const u32 j = __ffs(which) - 1;
-        u32 place = run * RUN + from * EACH + j, in = 0;
-        if (classes > 1) {
-          u32 k = 0;
-#pragma unroll
-          for (u32 i = 0; i < EACH; i++)
-            if (i == j) k = s.classes[symbol(old[i])];
-          k = __shfl_sync(ALL, k, from);
-          in = lane < from ? (u32)(own >> 4 * k & 15) : 0;
-#pragma unroll
-          for (u32 i = 0; i < EACH; i++) in += lane == from && i < j && s.classes[symbol(old[i])] == k;
-          place = s.start[k] + s.before[k][run] + __reduce_add_sync(ALL, in);
-        }
-        if (lane == 0) {
-          const u32 i = atomicAdd(&taken, 1u);
-          mark(marks, place & 0xFFFF);
-          if (i < count) found[i] = place << 16 | (run * RUN + from * EACH + j);
-        }
-      }
-    }
+  __syncthreads();
+  scan<true>(c, m, s, Changes{found, count, &taken});
+  for (u32 i = threadIdx.x; i < min(taken, count); i += THREADS) {
+    const u32 at = found[i], place = classes > 1 ? place_of(c, s, at) & 0xFFFF : at;
+    mark(marks, place);
+    found[i] = place << 16 | at;
   }
   __syncthreads();
-  sum_up(marks, sums);
-  if (taken != count || marks.below[CHUNK / 32 - 1] + __popc(marks.bits[CHUNK / 32 - 1]) != count) {
+  if (sum_up(marks, sums) != count || taken != count) {
     if (threadIdx.x == 0) sizes[number] = ALL;
     return;
   }
@@ -481,10 +607,10 @@ __device__ __forceinline__ u32 take(Reader& r, u32 bits) { // at most 32
   return x;
 }
 
-// The next change: its gap is returned.
-__device__ __forceinline__ u32 take_change(Reader& r, const Model* m, const u32* tables, u32 k, u32 folded, Step& s) {
+// The next change, under a table that is looked up by so many bits: its gap is returned.
+__device__ __forceinline__ u32 take_change(Reader& r, const u32* table, u32 bits, u32 folded, Step& s) {
   refill(r);
-  const u32 entry = __ldg(tables + m->at[k] + (u32)low_bits(r.held, m->bits[k]));
+  const u32 entry = __ldg(table + (u32)low_bits(r.held, bits));
   take(r, entry & 31);
   const u32 token = entry & ESCAPE ? take(r, 14) : entry >> 16;
   const u32 size_bits = extra_bits(token & 127);
@@ -501,99 +627,91 @@ __device__ __forceinline__ u32 take_change(Reader& r, const Model* m, const u32*
   return gap;
 }
 
-// The position of a word by its rank in a class, by a warp.
-__device__ __forceinline__ u32 select(const Chunk& c, const Places& s, u32 k, u32 rank) {
-  const u32 lane = threadIdx.x % 32;
-  u32 run = 0; // the last one that has no more before it
-  for (u32 step = RUNS / 2; step; step /= 2)
-    if (s.before[k][run + step] <= rank) run += step;
-  const u32 at = run * RUN + lane * EACH;
-  alignas(16) word w[EACH];
-  load_words(c.base, at, c.n, c.wide, w);
-  u32 own = 0;
-#pragma unroll
-  for (u32 j = 0; j < EACH; j++) own |= (u32)(at + j < c.n && s.classes[symbol(w[j])] == k) << j;
-  const u32 up = sum_up_to(__popc(own));
-  const u32 wanted = rank - s.before[k][run], low = up - __popc(own);
-  const bool mine = low <= wanted && wanted < up;
-  for (u32 j = low; mine && j < wanted; j++) own &= own - 1;
-  const u32 from = __ffs(__ballot_sync(ALL, mine)) - 1;
-  return __shfl_sync(ALL, at + __ffs(own) - 1, from & 31);
+// A step as one word: what is added, and in the topmost bit of a word signed in magnitude, whether the sign flips.
+__device__ __forceinline__ word step_word(Step s) {
+  const u64 d = (s.kind & 1 ? ~s.size : s.size) + !s.kind;
+  return (word)(ROTATE ? (d & (SIGN - 1)) | (s.kind >= 2 ? SIGN : 0) : d);
+}
+
+__device__ __forceinline__ word take_step(word base, word step) {
+  if (!ROTATE) return (word)(base + step);
+  return (word)(((base ^ step) & SIGN) | (((u64)base + step) & (SIGN - 1)));
 }
 
 // Chunk i has `counts[i]` changes in `sizes[i]` bytes from `offsets[i]` on; 24 bytes may be read beyond the last one's.
-// Where they are goes to `positions`, counted from the chunk's first word, what the words become to `words`, both from
-// lists[i] on, in memory order; `unsorted` and `made` are room for as many. What the changes add to an item's fingerprint
-// is added to its last two `sums`. `bad` becomes the first chunk of an item that is damaged, if that is below what is
-// there.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+// Their places go to `places`, their steps to `steps`, from lists[i] on. `good[i]` becomes how many there are; it and
+// they stay as they are, and `bad` of the item becomes 1, where the chunk is damaged. A thread takes a chunk, of which
+// there are `chunks`.
+extern "C" __global__ void __launch_bounds__(THREADS)
 decode(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
-       const u32* __restrict__ counts, const u64* __restrict__ lists, const u8* __restrict__ data,
-       const u64* __restrict__ offsets, const u32* __restrict__ sizes, u16* unsorted, word* made, u16* positions,
+       const u32* __restrict__ totals, const u32* __restrict__ counts, const u64* __restrict__ lists,
+       const u8* __restrict__ data, const u64* __restrict__ offsets, const u32* __restrict__ sizes, u16* places,
+       word* steps, u32* good, u32* bad, u64 chunks) {
+  const u64 number = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (number >= chunks || !counts[number]) return;
+  const u32 count = counts[number], owner = whose[number], classes = m->classes;
+  const Item t = items[owner];
+  const u32 n = chunk_of(t, number).n;
+  const u32* const total = totals + number * CLASSES;
+  const u64 list = lists[number], limit = 8 * (u64)sizes[number], p = (u64)(data + offsets[number]);
+  Reader r = {(const u32*)(p & ~(u64)3), 0, 0, 0};
+  refill(r);
+  r.held >>= 8 * (p & 3);
+  r.have -= 8 * (p & 3);
+  const u32* const tables = (const u32*)(m + 1);
+  const u32* table = tables + m->at[0];
+  u32 place = 0, k = 0, end = classes > 1 ? total[0] : n, bits = m->bits[0], i = 0;
+  for (; i < count && place < n; i++) {
+    while (place >= end && k + 1 < classes) {
+      end += total[++k];
+      table = tables + m->at[k];
+      bits = m->bits[k];
+    }
+    Step step;
+    place += take_change(r, table, bits, m->folded, step);
+    if (place >= n || r.used > limit) break;
+    places[list + i] = (u16)place++;
+    steps[list + i] = step_word(step);
+  }
+  if (i == count && limit >= r.used && limit - r.used < 8) good[number] = count;
+  else bad[owner] = 1;
+}
+
+// What `decode` read, `good[i]` changes of chunk i: where they are goes to `positions`, counted from the chunk's first
+// word, what the words become to `words`, both from lists[i] on, in memory order. `places` and `steps` are used up.
+// What the changes add to an item's fingerprint is added to its last two `sums`.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+locate(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
+       const u32* __restrict__ good, const u64* __restrict__ lists, u16* places, word* steps, u16* positions,
        word* words, u64* sums, u32* bad) {
   __shared__ Places s;
   __shared__ Marks marks;
-  __shared__ u32 scratch[WARPS], places[THREADS], ready;
-  __shared__ Step steps[THREADS];
+  __shared__ u32 scratch[WARPS];
   const u64 number = blockIdx.x;
-  const u32 count = counts[number], lane = threadIdx.x % 32, warp = threadIdx.x / 32, classes = m->classes;
+  const u32 count = good[number], classes = m->classes;
   if (!count) return;
   const u32 owner = whose[number];
   const Item t = items[owner];
   const Chunk c = chunk_of(t, number);
-  const u64 list = lists[number], limit = 8 * (u64)sizes[number];
-  const u32* const tables = (const u32*)(m + 1);
+  const u64 list = lists[number];
   clear(marks);
-  if (classes > 1) find_places(c, m, s);
-  Reader r = {0, 0, 0, 0};
-  u32 place = 0, k = 0, end = c.n;
-  if (threadIdx.x == 0) {
-    const u64 p = (u64)(data + offsets[number]);
-    r.next = (const u32*)(p & ~(u64)3);
-    refill(r);
-    r.held >>= 8 * (p & 3);
-    r.have -= 8 * (p & 3);
-    if (classes > 1) end = s.start[1];
-  }
-  for (u32 start = 0; start < count; start += THREADS) {
-    if (threadIdx.x == 0) {
-      const u32 todo = min(count - start, (u32)THREADS);
-      u32 i = 0;
-      for (; i < todo && place < c.n; i++) {
-        while (place >= end) end = s.start[++k + 1]; // the classes' ends go up to the chunk's
-        place += take_change(r, m, tables, k, m->folded, steps[i]);
-        if (place >= c.n || r.used > limit) break;
-        places[i] = place++;
-      }
-      ready = i;
-      const bool ended = start + i < count || (limit >= r.used && limit - r.used < 8);
-      if (i < todo || (start + i == count && !ended)) {
-        atomicMin(bad + owner, (u32)(number - t.first));
-        ready = 0;
-      }
-    }
-    __syncthreads();
-    if (!ready) return; // all of the block
-    if (classes > 1)
-      for (u32 i = warp; i < ready; i += WARPS) {
-        const u32 own = class_of(s, classes, places[i]), at = select(c, s, own, places[i] - s.start[own]);
-        __syncwarp();
-        if (lane == 0) places[i] = at;
-      }
-    __syncthreads();
-    for (u32 i = threadIdx.x; i < ready; i += THREADS) {
-      const u32 at = places[i];
-      mark(marks, at);
-      unsorted[list + start + i] = (u16)at;
-      made[list + start + i] = (word)take_step(c.base[at], steps[i]);
-    }
-    __syncthreads();
-  }
-  sum_up(marks, scratch);
+  __syncthreads();
+  if (classes > 1) scan<false>(c, m, s, Changes{nullptr, 0, nullptr});
   for (u32 i = threadIdx.x; i < count; i += THREADS) {
-    const u32 at = unsorted[list + i], rank = rank_of(marks, at);
+    const u32 place = places[list + i], at = classes > 1 ? position_of(c, s, classes, place) : place;
+    mark(marks, at);
+    places[list + i] = (u16)at;
+    steps[list + i] = take_step(c.base[at], steps[list + i]);
+  }
+  __syncthreads();
+  if (sum_up(marks, scratch) != count) { // others have changed words meanwhile
+    if (threadIdx.x == 0) bad[owner] = 1;
+    return;
+  }
+  for (u32 i = threadIdx.x; i < count; i += THREADS) {
+    const u32 at = places[list + i], rank = rank_of(marks, at);
     positions[list + rank] = (u16)at;
-    words[list + rank] = made[list + i];
+    words[list + rank] = steps[list + i];
   }
   __syncthreads();
   Print change = {0, 0};
@@ -617,7 +735,7 @@ decode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
   add_print(sums + 4 * owner + 2, change);
 }
 
-// What `decode` made becomes the base's words.
+// What `locate` found becomes the base's words.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write(const Item* __restrict__ items, const u32* __restrict__ whose, const u32* __restrict__ counts,
       const u64* __restrict__ lists, const u16* __restrict__ positions, const word* __restrict__ words) {
