@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from tpde.errors import InvalidInput, MissingDependency, UnsupportedDtype
@@ -87,6 +88,7 @@ def require_torch(what: str, instead: str = "") -> None:
         ) from None
 
 
+@functools.cache
 def torch_dtype_name(dtype: torch.dtype) -> str:
     """The name in safetensors of a PyTorch dtype.
 
@@ -162,10 +164,10 @@ def spec_of(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
     InvalidInput
         If no file can hold so many elements.
     """
-    from tpde.format.container import TensorSpec
+    from tpde.format.container import tensor_spec
 
     try:
-        return TensorSpec(dtype, shape)
+        return tensor_spec(dtype, shape)
     except ValueError as error:
         raise InvalidInput(f"tensor `{name}`: {error}", hint="save a part of it", where=name) from None
 

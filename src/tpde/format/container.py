@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
@@ -26,6 +26,12 @@ from tpde.format.constants import (
 )
 from tpde.format.garbage import collecting_later
 from tpde.format.source import Source, read
+
+
+@lru_cache(1 << 12)
+def tensor_spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """A `TensorSpec`, and the same one for the same arguments: models have few dtypes and shapes."""
+    return TensorSpec(dtype, shape)
 
 
 @dataclass(frozen=True)

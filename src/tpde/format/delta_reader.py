@@ -15,7 +15,7 @@ import zstandard
 
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.format.constants import MAX_CONTAINER_HEADER
-from tpde.format.container import Container, TensorSpec, parse_header
+from tpde.format.container import Container, parse_header, tensor_spec
 from tpde.format.delta import (
     CODECS,
     CONTENTS_BYTES,
@@ -174,7 +174,7 @@ class _Reader:
         self.check(bool(size) or codec in (SAME, SPARSE, PLAIN), f"tensor `{name}`: no payload")
         self.check(not size or codec != SAME, f"tensor `{name}`: a payload")
         try:
-            spec = TensorSpec(dtype, tuple(shape))
+            spec = tensor_spec(dtype, tuple(shape))
         except ValueError as error:
             raise Corrupt(f"`{self.name}`: tensor `{name}`: {error}", tensor=name, where=self.name) from None
         self.check(codec != PLAIN or size == spec.nbytes, f"tensor `{name}`: {size} bytes")
@@ -200,13 +200,13 @@ class _Reader:
         counts = [it.chunks for it in sparse]
         self.check(len(planes) == 8 * sum(counts), f"records of {len(planes)} bytes, not {8 * sum(counts)}")
         numbers = np.frombuffer(merge_planes(planes, 4), "<u4").reshape(2, -1)
+        ends = np.concatenate([[0], np.cumsum(numbers[1], dtype=np.uint64)])
+        sums = np.diff(ends[np.cumsum([0, *counts])]).tolist()
         at = 0
-        for it, count in zip(sparse, counts, strict=True):
+        for it, count, size in zip(sparse, counts, sums, strict=True):
             self.check(it.model < len(head.models), f"tensor `{it.name}`: there is no model {it.model}")
-            it.changes, it.sizes = numbers[0, at : at + count].copy(), numbers[1, at : at + count].copy()
-            self.check(
-                int(it.sizes.sum(dtype=np.uint64)) == it.size, f"tensor `{it.name}`: its chunks' sizes"
-            )
+            it.changes, it.sizes = numbers[0, at : at + count], numbers[1, at : at + count]
+            self.check(size == it.size, f"tensor `{it.name}`: its chunks' sizes")
             at += count
 
     def _hashes(self, head: Head, hashes: bytes) -> None:

@@ -263,7 +263,7 @@ class DeltaState:
         self._tensors: dict[Key, TensorEntry] = {}
         self._bases: dict[Key, Key] = {}
         try:
-            finder = BaseTensors(base)
+            finder = BaseTensors(base.specs, base.name)
             for entry in file.head.files:
                 if isinstance(entry, OtherEntry):
                     self.others[entry.name] = functools.partial(self._other, entry)

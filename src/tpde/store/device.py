@@ -5,6 +5,7 @@ Everything else passes through the CPU, as do tensors that are not contiguous; r
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -247,6 +248,14 @@ class _Compared(NamedTuple):
     varied: bool
 
 
+class _Encoded(NamedTuple):
+    """The bytes of all chunks of a group, how many each has, and which have changed meanwhile."""
+
+    data: Bytes
+    sizes: Numbers
+    wrong: Numbers
+
+
 class DeviceComparer:
     """Compares resident tensors where they are, and what else there is on the CPU.
 
@@ -337,26 +346,37 @@ class DeviceComparer:
     def _encode(
         self, group: _Group, members: list[_Compared], model: Model
     ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
-        import torch
-
         from tpde.cuda.delta import model_image, most_bytes
 
         most = most_bytes(group.kind[0])
         _held, (image,) = _send([model_image(model, encode=True)], group.device)
-        for batch in _batches(members, lambda it: (8 + most) * int(it.counts.sum())):
+        running: collections.deque[tuple[list[_Compared], _Group, Callable[[], _Encoded | None]]]
+        running = collections.deque()
+        # Two at a time: while one's bytes are taken, the device encodes the next.
+        for batch in _batches(members, lambda it: 2 * (8 + most) * int(it.counts.sum())):
             part = _Group([self._pairs[it.name] for it in batch], group.kind, group.device)
-            try:
-                data, sizes, wrong = _encoded(part, image, np.concatenate([it.counts for it in batch]), most)
-            except torch.OutOfMemoryError:
-                continue  # these pass through the host
-            ends = np.cumsum(sizes, dtype=np.uint64)
-            for i, it in enumerate(batch):
-                own, nbytes = part.chunks_of(i), self._specs[it.name].nbytes
-                begin = int(ends[own.start - 1]) if own.start else 0
-                sparse = Sparse(data[begin : int(ends[own.stop - 1])], it.counts, sizes[own])
-                fits = int(sparse.sizes.max()) <= chunk_room(nbytes, sparse.sizes.size)
-                if fits and not wrong[own].any() and is_clear(self._specs[it.name], sparse):
-                    yield it.name, (self._entry(it), Stored(SPARSE, sparse.data, sparse))
+            counts = np.concatenate([it.counts for it in batch])
+            running.append((batch, part, _encoding(part, image, counts, most)))
+            if len(running) > 1:
+                yield from self._stored(*running.popleft())
+        for it in running:
+            yield from self._stored(*it)
+
+    def _stored(
+        self, batch: list[_Compared], group: _Group, wait: Callable[[], _Encoded | None]
+    ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
+        made = wait()
+        if made is None:
+            return  # these pass through the host
+        data, sizes, wrong = made
+        ends = np.cumsum(sizes, dtype=np.uint64)
+        for i, it in enumerate(batch):
+            own, nbytes = group.chunks_of(i), self._specs[it.name].nbytes
+            begin = int(ends[own.start - 1]) if own.start else 0
+            sparse = Sparse(data[begin : int(ends[own.stop - 1])], it.counts, sizes[own])
+            fits = int(sparse.sizes.max()) <= chunk_room(nbytes, sparse.sizes.size)
+            if fits and not wrong[own].any() and is_clear(self._specs[it.name], sparse):
+                yield it.name, (self._entry(it), Stored(SPARSE, sparse.data, sparse))
 
 
 def _batches(items: Sequence[_T], takes: Callable[[_T], int]) -> Iterator[list[_T]]:
@@ -373,8 +393,27 @@ def _batches(items: Sequence[_T], takes: Callable[[_T], int]) -> Iterator[list[_
         yield batch
 
 
-def _encoded(group: _Group, image: int, counts: Numbers, most: int) -> tuple[Bytes, Numbers, Numbers]:
-    """The bytes of all chunks of a group, how many each has, and which have changed meanwhile."""
+def _encoding(group: _Group, image: int, counts: Numbers, most: int) -> Callable[[], _Encoded | None]:
+    """Start encoding a group; what is returned waits for it. It gives None if the device has no memory."""
+    import torch
+
+    try:
+        steps = _encoded(group, image, counts, most)
+        next(steps)
+    except torch.OutOfMemoryError:
+        return lambda: None
+
+    def wait() -> _Encoded | None:
+        try:
+            return next(steps)
+        except torch.OutOfMemoryError:
+            return None
+
+    return wait
+
+
+def _encoded(group: _Group, image: int, counts: Numbers, most: int) -> Iterator[_Encoded | None]:
+    """Start encoding a group and give None, then the result."""
     import torch
 
     from tpde.cuda.delta import CHANGED, Lists
@@ -396,13 +435,16 @@ def _encoded(group: _Group, image: int, counts: Numbers, most: int) -> tuple[Byt
             sizes.data_ptr(),
             stream_of(group.device),
         )
-        found = _download(sizes, "<u4")
+        wait = _fetch(sizes)
+    yield None
+    with current(device):
+        found: Numbers = wait().view("<u4")
         wrong = found == CHANGED
         found = np.where(wrong, np.uint32(0), found)
         data = torch.empty(int(found.sum(dtype=np.uint64)), dtype=torch.uint8, device=device)
         _used, (used, offsets) = _send([found, _starts(found)], device)
         group.batch.gather(out.data_ptr(), places, used, offsets, data.data_ptr(), stream_of(group.device))
-        return _fetch(data)(), found, wrong
+        yield _Encoded(_fetch(data)(), found, wrong)
 
 
 # ---- applying

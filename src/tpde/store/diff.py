@@ -68,7 +68,7 @@ class _Writer:
 
 
 def _pairs(base: State, target: State) -> list[_Pair]:
-    bases = BaseTensors(base)
+    bases = BaseTensors(base.specs, base.name)
     pairs = []
     for key, spec in target.specs.items():
         found = bases.find(key)

@@ -14,6 +14,7 @@ import numpy as np
 from tpde.codec.delta import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, NativeError
+from tpde.format.container import TensorSpec
 from tpde.format.delta import SPARSE, WITH_BASE, TensorEntry
 from tpde.format.sink import PiecesSink
 from tpde.format.source import BytesSource, FileSource
@@ -40,8 +41,20 @@ if TYPE_CHECKING:
 __all__ = ["apply_delta", "make_delta"]
 
 
-def _tensors(state: Live, what: str) -> dict[str, torch.Tensor]:
-    """The tensors of a module or a state dict, by name; none of them packed."""
+class _Tensors(NamedTuple):
+    """Live tensors by name, and what they are."""
+
+    tensors: dict[str, torch.Tensor]
+    specs: dict[str, TensorSpec]
+
+    def state(self) -> MemoryState:
+        """They as a state."""
+        specs = {name: self.specs[name] for name in sorted(self.specs)}
+        return MemoryState(specs, lambda name: torch_bytes(self.tensors[name]))
+
+
+def _tensors(state: Live, what: str) -> _Tensors:
+    """The tensors of a module or a state dict; none of them packed."""
     import torch
 
     found: Any = state.state_dict(keep_vars=True) if isinstance(state, torch.nn.Module) else state
@@ -49,8 +62,9 @@ def _tensors(state: Live, what: str) -> dict[str, torch.Tensor]:
         raise InvalidInput(
             f"{what} is a {type(found).__name__}", hint="pass a module, or a mapping of names to tensors"
         )
+    specs = {}
     for name, tensor in found.items():
-        spec = torch_spec(name, tensor)
+        specs[name] = spec = torch_spec(name, tensor)
         if not _has_bytes(tensor):
             raise InvalidInput(
                 f"`{name}` is a {type(tensor).__name__}, which has no plain bytes in memory",
@@ -58,7 +72,7 @@ def _tensors(state: Live, what: str) -> dict[str, torch.Tensor]:
                 where=name,
             )
         refuse_expanded(name, spec.nbytes, tensor.untyped_storage().nbytes())
-    return dict(found)
+    return _Tensors(dict(found), specs)
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
@@ -66,11 +80,6 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     import torch
 
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def _live_state(tensors: Mapping[str, torch.Tensor]) -> MemoryState:
-    specs = {name: torch_spec(name, tensors[name]) for name in sorted(tensors)}
-    return MemoryState(specs, lambda name: torch_bytes(tensors[name]))
 
 
 def make_delta(
@@ -133,11 +142,12 @@ def make_delta(
     elif isinstance(old, bytes):
         base = FilesState(old)
     else:
-        before = _tensors(old, "`old`")
-        _refuse_one_memory(before, after)
-        base = _live_state(before)
+        held = _tensors(old, "`old`")
+        before = held.tensors
+        _refuse_one_memory(before, after.tensors)
+        base = held.state()
     try:
-        target = _live_state(after)
+        target = after.state()
         comparer = _comparer(HostComparer(base, target, count), before, after)
         write_delta(
             base, target, sink, hint=None, fast=fast, comparer=comparer, threads=count, progress=progress
@@ -147,21 +157,18 @@ def make_delta(
     return sink.join()
 
 
-def _comparer(
-    host: HostComparer, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]
-) -> Comparer:
+def _comparer(host: HostComparer, before: Mapping[str, torch.Tensor], after: _Tensors) -> Comparer:
     """What compares two states: on the GPU what lies there in both."""
     pairs = {
         name: (before[name], new)
-        for name, new in after.items()
+        for name, new in after.tensors.items()
         if name in before
         and (before[name].device, before[name].dtype, before[name].shape)
         == (new.device, new.dtype, new.shape)
         and is_resident(before[name])
         and is_resident(new)
     }
-    specs = {name: torch_spec(name, new) for name, (_, new) in pairs.items()}
-    return DeviceComparer(host, pairs, specs) if pairs else host
+    return DeviceComparer(host, pairs, after.specs) if pairs else host
 
 
 def _refuse_one_memory(old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
@@ -230,11 +237,11 @@ def apply_delta(
 
     Memory: what the changed tensors take, and one tensor more; where several share memory, that once more.
     """
-    count, tensors = check_threads(threads), _tensors(state, "`state`")
+    count, (tensors, specs) = check_threads(threads), _tensors(state, "`state`")
     source = BytesSource(delta, "<delta>") if isinstance(delta, (bytes, bytearray, memoryview)) else None
     file = DeltaFile(source or FileSource(cast("Any", delta)))
     try:
-        _require_places(file, tensors)
+        _require_places(file, tensors, specs)
         resident = _resident(file, tensors)
         sparse = _decoding(file, resident)
         decoded = {name: it for changes in sparse for name, it in changes.found.items()}
@@ -253,10 +260,12 @@ def apply_delta(
     return len(changes) + len(done)
 
 
-def _require_places(file: DeltaFile, tensors: Mapping[str, torch.Tensor]) -> None:
+def _require_places(
+    file: DeltaFile, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
+) -> None:
     """Check that there is a tensor for each of a delta, which can be written."""
     names: set[str] = set()
-    bases = BaseTensors(_live_state(tensors))
+    bases = BaseTensors({("", name): spec for name, spec in specs.items()}, MEMORY)
     for it in file.head.tensors:
         if it.name in names:
             raise InvalidInput(
@@ -334,7 +343,10 @@ def _changes(
 
 def _require_writable(name: str, tensor: torch.Tensor) -> None:
     """Refuse a view that cannot be written where it lies."""
-    repeats = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous():
+        repeats = False
+    else:
+        repeats = any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if repeats or tensor.is_conj() or tensor.is_neg():
         raise InvalidInput(
             f"tensor `{name}` is a view that cannot be written where it lies; nothing was changed",

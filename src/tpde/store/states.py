@@ -201,15 +201,15 @@ def nothing() -> State:
 class BaseTensors:
     """Where the tensors of a target have their base (delta.md 5.3)."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self, specs: Mapping[Key, TensorSpec], name: str) -> None:
+        self._specs, self._name = specs, name
         self._by_name: dict[str, list[Key]] = {}
-        for key in state.specs:
+        for key in specs:
             self._by_name.setdefault(key[1], []).append(key)
 
     def find(self, key: Key) -> Key | None:
         """The base's tensor for one of the target, or None."""
-        if key in self._state.specs:
+        if key in self._specs:
             return key
         found = self._by_name.get(key[1], [])
         return found[0] if len(found) == 1 else None
@@ -225,14 +225,14 @@ class BaseTensors:
         found = self.find(key)
         if found is None:
             raise MissingBase(
-                f"tensor `{key[1]}` is not in the base `{self._state.name}`",
+                f"tensor `{key[1]}` is not in the base `{self._name}`",
                 hint="name the base that the delta was made from",
                 where=key[1],
             )
-        has = self._state.specs[found]
+        has = self._specs[found]
         if has != spec:
             raise MissingBase(
-                f"tensor `{key[1]}` is {has.dtype} {list(has.shape)} in the base `{self._state.name}`, the "
+                f"tensor `{key[1]}` is {has.dtype} {list(has.shape)} in the base `{self._name}`, the "
                 f"delta needs {spec.dtype} {list(spec.shape)}",
                 hint="name the base that the delta was made from",
                 where=key[1],

@@ -222,10 +222,12 @@ prints(const Item* __restrict__ items, const u32* __restrict__ whose, u64* sums,
 
 // Counts of all classes lie in a u64, 4 bits each: of at most 8 words.
 struct Classes {
-  u64 one[256];  // of each symbol: 1 in its class's bits
+  u64 one[256];             // of each symbol: 1 in its class's bits
+  u32 first[CLASSES + 1];   // symbol of each class, and the end
 };
 
 __device__ __forceinline__ void find_classes(const Model* m, Classes& s) {
+  if (threadIdx.x <= m->classes) s.first[threadIdx.x] = threadIdx.x < m->classes ? m->first[threadIdx.x] : 256;
   for (u32 v = threadIdx.x; v < 256; v += THREADS) {
     u32 k = 0;
     while (k + 1 < m->classes && m->first[k + 1] <= v) k++;
@@ -253,10 +255,23 @@ __device__ __forceinline__ void load_words(const word* p, u32 at, u32 n, bool wi
 
 __device__ __forceinline__ u64 count_words(const word w[EACH], u32 at, u32 n, const Classes& s) {
   u64 counts = 0;
+  if (at + EACH <= n) {
 #pragma unroll
-  for (u32 j = 0; j < EACH; j++)
-    if (at + j < n) counts += s.one[symbol(w[j])];
+    for (u32 j = 0; j < EACH; j++) counts += s.one[symbol(w[j])];
+  } else {
+#pragma unroll
+    for (u32 j = 0; j < EACH; j++)
+      if (at + j < n) counts += s.one[symbol(w[j])];
+  }
   return counts;
+}
+
+// How many of them are of a class, and before the n-th word.
+__device__ __forceinline__ u32 count_class(const word w[EACH], u32 at, u32 n, u32 first, u32 size) {
+  u32 count = 0;
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++) count += at + j < n && symbol(w[j]) - first < size;
+  return count;
 }
 
 #define EVEN 0x0F0F0F0F0F0F0F0Full
@@ -401,9 +416,9 @@ __device__ void scan(const Chunk& c, const Model* m, Places& s, const Changes& f
     if (lane == 31) s.start[k + 1] = running;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    s.start[0] = 0;
-    for (u32 k = 0; k < classes; k++) s.start[k + 1] += s.start[k];
+  if (warp == 0) { // all threads have met: the rows' totals are there
+    const u32 up = sum_up_to(lane && lane <= classes ? s.start[lane] : 0);
+    if (lane <= classes) s.start[lane] = up;
   }
   __syncthreads();
 }
@@ -415,16 +430,19 @@ __device__ __forceinline__ u32 class_of(const Places& s, u32 classes, u32 place)
   return k;
 }
 
+#define PART (WORD == 1 ? GROUP / 4 : GROUP / 2)  // of a group: what is loaded before it is used
+
 // The place of a word.
 __device__ __forceinline__ u32 place_of(const Chunk& c, const Places& s, u32 at) {
-  const u64 one = s.classes.one[symbol(c.base[at])];
-  const u32 k = class_number(one);
+  const u32 k = class_number(s.classes.one[symbol(c.base[at])]), start = at / GROUP * GROUP;
+  const u32 first = s.classes.first[k], size = s.classes.first[k + 1] - first;
   u32 place = s.start[k] + s.before[k][column(at / GROUP)];
-  for (u32 from = at / GROUP * GROUP; from < at; from += EACH) {
-    alignas(16) word w[EACH];
-    load_words(c.base, from, c.n, c.wide, w);
+  for (u32 h = start; h < at; h += PART) {
+    alignas(16) word w[PART / EACH][EACH];
 #pragma unroll
-    for (u32 j = 0; j < EACH; j++) place += from + j < at && s.classes.one[symbol(w[j])] == one;
+    for (u32 i = 0; i < PART / EACH; i++) load_words(c.base, h + i * EACH, c.n, c.wide, w[i]);
+#pragma unroll
+    for (u32 i = 0; i < PART / EACH; i++) place += count_class(w[i], h + i * EACH, at, first, size);
   }
   return place;
 }
@@ -436,24 +454,17 @@ __device__ __forceinline__ u32 position_of(const Chunk& c, const Places& s, u32 
   for (u32 step = GROUPS / 2; step; step /= 2)
     if (s.before[k][column(group + step)] <= left) group += step;
   left -= s.before[k][column(group)];
-  u32 at = group * GROUP;
-  for (const u32 end = at + GROUP - EACH;; at += EACH) {
-    alignas(16) word w[EACH];
-    load_words(c.base, at, c.n, c.wide, w);
-    const u64 counts = count_words(w, at, c.n, s.classes);
-    const u32 own = (u32)(counts >> 4 * k & 15);
-    if (left >= own && at < end) {
-      left -= own;
-      continue;
-    }
-    u32 j = 0;
+  const u32 first = s.classes.first[k], size = s.classes.first[k + 1] - first;
+  u32 found = ALL, own = 0; // of the class, so far
+  for (u32 h = group * GROUP; h < (group + 1) * GROUP && found == ALL; h += PART) {
+    alignas(16) word w[PART / EACH][EACH];
 #pragma unroll
-    for (u32 i = 0; i < EACH; i++) {
-      const bool is_own = class_number(s.classes.one[symbol(w[i])]) == k;
-      if (is_own && left-- == 0) j = i;
-    }
-    return min(at + j, c.n - 1); // within, whatever others write meanwhile
+    for (u32 i = 0; i < PART / EACH; i++) load_words(c.base, h + i * EACH, c.n, c.wide, w[i]);
+#pragma unroll
+    for (u32 i = 0; i < PART; i++)
+      if (symbol(w[i / EACH][i % EACH]) - first < size && own++ == left) found = h + i;
   }
+  return min(found, c.n - 1); // within, whatever others write meanwhile
 }
 
 __device__ __forceinline__ void clear(Marks& m) {
