@@ -29,7 +29,7 @@ class TestOnTheGpu(DeviceDeltas):
         tpde.apply_delta(old, made)
         applying = torch.cuda.max_memory_allocated() - held
         assert making < words.size * 0.08 + 2 * SAMPLE_BYTES
-        assert applying < words.size * 0.05
+        assert applying < words.size * 0.06
         assert same(old, new)
 
     def test_row_4_of_the_origin_reconstruction_from_a_sparse_delta(self) -> None:

@@ -255,7 +255,7 @@ class DeviceDeltas:
         assert codecs(made) == {"w": SPARSE}
         flips: list[tuple[int, int]] = []
         records: list[tuple[str, int, int]] = []
-        opened, read = DeltaFile.__init__, DeltaFile.payload
+        opened, real, read = DeltaFile.__init__, DeltaFile.payload, DeltaFile.read_payloads
 
         def init(self: DeltaFile, source: Any) -> None:
             opened(self, source)
@@ -266,15 +266,23 @@ class DeviceDeltas:
                 setattr(it, name, numbers)
             it.size += not flips
 
-        def payload(self: DeltaFile, it: Any, out: Any = None) -> Any:
-            whole = np.zeros(it.size, np.uint8) if out is None else out
-            read(self, it, whole[: it.size - (not flips)])
+        def payload(self: DeltaFile, it: Any) -> Any:
+            whole = np.zeros(it.size, np.uint8)
+            whole[: it.size - (not flips)] = real(self, it)
+            return flipped(whole)
+
+        def payloads(self: DeltaFile, entries: Any, out: Any) -> None:
+            read(self, entries, out[: out.size - (not flips)])
+            flipped(out)
+
+        def flipped(data: Any) -> Any:
             for at, bit in flips:
-                whole[at % whole.size] ^= 1 << bit
-            return whole
+                data[at % data.size] ^= 1 << bit
+            return data
 
         monkeypatch.setattr(DeltaFile, "__init__", init)
         monkeypatch.setattr(DeltaFile, "payload", payload)
+        monkeypatch.setattr(DeltaFile, "read_payloads", payloads)
         for trial in range(40):
             flips[:] = [(int(draw.integers(1 << 30)), int(draw.integers(8))) for _ in range(1 + trial % 3)]
             change = ("changes", "sizes")[trial % 2], trial, (1, 2, 70_000)[trial % 3]
@@ -369,14 +377,22 @@ class DeviceDeltas:
         words = {name: words_of("BF16", 66_000, name) for name in "abc"}
         old = {name: self.tensor(it, "BF16") for name, it in words.items()}
         new = {name: self.tensor(moved(it, "BF16", 0.01, False), "BF16") for name, it in words.items()}
-        made, real = self.make(old, new), DeltaFile.payload
+        made, real, read = self.make(old, new), DeltaFile.payload, DeltaFile.read_payloads
 
-        def payload(self: DeltaFile, it: Any, *place: Any) -> Any:
-            out = real(self, it, *place)
+        def payload(self: DeltaFile, it: Any) -> Any:
+            out = real(self, it)
             out[:9] ^= 0xFF
             return out
 
+        def payloads(self: DeltaFile, entries: Any, out: Any) -> None:
+            read(self, entries, out)
+            at = 0
+            for it in entries:
+                out[at : at + 9] ^= 0xFF
+                at += it.size
+
         monkeypatch.setattr(DeltaFile, "payload", payload)
+        monkeypatch.setattr(DeltaFile, "read_payloads", payloads)
         for other, error, name in (("a", tpde.MissingBase, "a"), ("", tpde.Corrupt, "a")):
             live_now = {name: self.tensor(it, "BF16") for name, it in words.items()}
             if other:

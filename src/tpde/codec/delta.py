@@ -24,8 +24,8 @@ SAMPLE_BYTES, FAST_SAMPLE_BYTES = 16 << 20, 8 << 20
 _MAX_MODEL = 20480
 # A chunk may take so much of its words' size before it is given up: other chunks may save what one costs.
 _ROOM = 9 / 8
-# Looking at a chunk takes some 0.1 ms, a fork that is made and added 0.2.
-_PART_SECONDS, _LEAST_PARTS = 1e-4, 16
+# Looking at a chunk takes some 0.1 ms; a fork takes memory that the system must provide, about 1 ms.
+_PART_SECONDS, _LEAST_PARTS = 1e-4, 32
 _ROOM_LEFT = 64  # bytes of a chunk beside, more than the core keeps free: `MOST_BYTES` and 16, and a change
 
 Numbers = npt.NDArray[np.uint32]

@@ -156,8 +156,8 @@ def serialize(head: Head) -> tuple[bytes, bytes]:
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     models = split_planes(b"".join(head.models), 2)
     sparse = [it for it in head.tensors if it.codec == SPARSE]
-    numbers = [it.changes for it in sparse] + [it.sizes for it in sparse]
-    records = split_planes(b"".join(it.astype("<u4").tobytes() for it in numbers), 4)
+    numbers = [np.empty(0, np.uint32), *(it.changes for it in sparse), *(it.sizes for it in sparse)]
+    records = split_planes(np.concatenate(numbers).astype("<u4").tobytes(), 4)
     plain = struct.pack("<3I", len(text), len(models), len(records)) + text + models + records
     if len(plain) > MAX_CONTENTS:
         raise TpdeError(

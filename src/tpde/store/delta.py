@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,17 @@ from tpde.store.states import BaseTensors, FilesState, Key, State, nothing
 
 MAX_OTHER_BYTES = 1 << 32  # of a file that holds no weights, which is read as a whole
 MAX_CHAIN = 240  # files that are open at a time; some systems allow 256
+
+
+def _joined(places: Iterable[Payload]) -> Iterator[tuple[int, int]]:
+    """Where payloads lie, and their size: neighbours as one."""
+    offset = size = 0
+    for it in places:
+        if it.offset != offset + size:
+            yield offset, size
+            offset, size = it.offset, 0
+        size += it.size
+    yield offset, size
 
 
 class DeltaFile:
@@ -115,8 +126,8 @@ class DeltaFile:
         """Bytes of the file."""
         return self._source.size
 
-    def payload(self, it: TensorEntry | OtherEntry, out: Bytes | None = None) -> Bytes:
-        """Read a payload, to a place of its size if there is one, and check its hash.
+    def payload(self, it: TensorEntry | OtherEntry) -> Bytes:
+        """Read a payload, and check its hash.
 
         Raises
         ------
@@ -124,7 +135,7 @@ class DeltaFile:
             Naming the tensor or the file that it is of.
         """
         place: Payload = self._places[id(it)]
-        out = np.empty(place.size, np.uint8) if out is None else out
+        out = np.empty(place.size, np.uint8)
         self._source.read_into(place.offset, out.data)
         found = xxhash.xxh3_64_intdigest(out.data)
         if place.size and found != place.hash:
@@ -139,6 +150,13 @@ class DeltaFile:
                 needed=place.hash,
             )
         return out
+
+    def read_payloads(self, entries: Sequence[TensorEntry], out: Bytes) -> None:
+        """Read payloads to where they lie one after the other. Their hashes are not compared."""
+        at = 0
+        for offset, size in _joined(self._places[id(it)] for it in entries):
+            self._source.read_into(offset, out[at : at + size].data)
+            at += size
 
     def other(self, it: OtherEntry) -> bytes:
         """Read a file that the delta holds in full."""

@@ -6,10 +6,10 @@ Everything else passes through the CPU, as do tensors that are not contiguous; r
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,8 +35,8 @@ Numbers = np.ndarray[Any, Any]
 
 # One word in so many may have changed of what is encoded here: with more, changes are seldom `is_clear`.
 _FEW = 8
-# What a batch may take on the device beside its tensors, where it has more than one.
-_ROOM = 256 << 20
+# What batches may take on the device at a time beside their tensors, where one has several.
+_ROOM = 512 << 20
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def has_words(tensor: torch.Tensor) -> bool:
     return held and tensor.numel() > 0 and tensor.data_ptr() % size == 0
 
 
-def current(device: torch.device) -> AbstractContextManager[object]:
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A device as the current one, which launches go to."""
     import torch
 
@@ -243,6 +243,7 @@ class _Compared(NamedTuple):
 
     name: str
     counts: Numbers
+    changes: int
     base: bytes
     target: bytes
     varied: bool
@@ -276,7 +277,8 @@ class DeviceComparer:
         specs: Mapping[str, TensorSpec],
     ) -> None:
         self._host, self._pairs, self._specs = host, pairs, specs
-        self._found: dict[str, tuple[TensorEntry, Stored]] | None = None
+        self._found: dict[str, tuple[TensorEntry, Stored] | None] = {}
+        self._coming: Iterator[tuple[str, tuple[TensorEntry, Stored]]] | None = None
 
     def _place(self, name: str) -> tuple[torch.device, Kind]:
         return self._pairs[name][0].device, kind_of(self._specs[name])
@@ -285,7 +287,7 @@ class DeviceComparer:
     def _running(self) -> list[tuple[list[str], _Group, _Prints]]:
         """All resident tensors, which are being compared from the first use on."""
         running = []
-        for (device, kind), names in _by(self._pairs, self._place).items():
+        for (device, kind), names in _by(sorted(self._pairs), self._place).items():  # as they are asked for
             group = _Group([self._pairs[name] for name in names], kind, device)
             running.append((names, group, _Prints(group)))
         return running
@@ -315,12 +317,13 @@ class DeviceComparer:
         return [pair for i in range(len(wanted)) for pair in found[i]]
 
     def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
-        """How a tensor is stored. At the first one all that are resident are compared."""
-        if self._found is None:
-            self._found = {}
-            for running in self._running:
-                self._found.update(self._compare(*running, models))
-            self._running.clear()
+        """How a tensor is stored. What is resident comes in an order of its own."""
+        if self._coming is None:
+            compared = (self._compare(*running, models) for running in self._running)
+            self._coming = itertools.chain.from_iterable(compared)
+        while key[1] in self._pairs and key[1] not in self._found:
+            name, found = next(self._coming, (key[1], None))
+            self._found[name] = found
         found = self._found.pop(key[1], None)
         return self._host.compare(key, base, models) if found is None else found
 
@@ -329,13 +332,14 @@ class DeviceComparer:
     ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
         """Those that are the same, or whose sparse changes are clearly the best."""
         prints, counts, varied = running.wait()
-        few = []
+        changes, few = np.add.reduceat(counts, group.firsts[:-1], dtype=np.uint64).tolist(), []
         for i, name in enumerate(names):
-            it = _Compared(name, counts[group.chunks_of(i)], *prints[i], bool(varied[i]))
-            changes = int(it.counts.sum(dtype=np.uint64))
-            if not changes:
+            it = _Compared(name, counts[group.chunks_of(i)], changes[i], *prints[i], bool(varied[i]))
+            if not it.changes:
                 yield name, (self._entry(it), Stored(SAME, np.zeros(0, np.uint8)))
-            elif group.kind[1] and it.varied and changes * _FEW * group.kind[0] <= self._specs[name].nbytes:
+            elif (
+                group.kind[1] and it.varied and it.changes * _FEW * group.kind[0] <= self._specs[name].nbytes
+            ):
                 few.append(it)
         if few:
             yield from self._encode(group, few, models[group.kind])
@@ -353,7 +357,7 @@ class DeviceComparer:
         running: collections.deque[tuple[list[_Compared], _Group, Callable[[], _Encoded | None]]]
         running = collections.deque()
         # Two at a time: while one's bytes are taken, the device encodes the next.
-        for batch in _batches(members, lambda it: 2 * (8 + most) * int(it.counts.sum())):
+        for batch in _batches(members, lambda it: 2 * (8 + most) * it.changes):
             part = _Group([self._pairs[it.name] for it in batch], group.kind, group.device)
             counts = np.concatenate([it.counts for it in batch])
             running.append((batch, part, _encoding(part, image, counts, most)))
@@ -384,11 +388,12 @@ def _batches(items: Sequence[_T], takes: Callable[[_T], int]) -> Iterator[list[_
     batch: list[_T] = []
     held = 0
     for it in items:
-        if batch and held + takes(it) > _ROOM:
+        more = takes(it)
+        if batch and held + more > _ROOM:
             yield batch
             batch, held = [], 0
         batch.append(it)
-        held += takes(it)
+        held += more
     if batch:
         yield batch
 
@@ -451,11 +456,19 @@ def _encoded(group: _Group, image: int, counts: Numbers, most: int) -> Iterator[
 
 
 class SparseChange(NamedTuple):
-    """A resident tensor, a sparse change of it, and what reads the change's bytes into their place."""
+    """A resident tensor, and a sparse change of it."""
 
     entry: TensorEntry
     tensor: torch.Tensor
-    read: Callable[[Bytes], object]
+
+
+class _Surveyed(NamedTuple):
+    """A batch of changes, and its tensors' fingerprints, faults and counts of classes, on their way."""
+
+    members: list[SparseChange]
+    group: _Group
+    result: torch.Tensor
+    work: torch.Tensor
 
 
 class _Decoding(NamedTuple):
@@ -510,68 +523,73 @@ class SparseChanges:
         The changes. Tensors may be no bases of them: `found` says it.
     model : Model
         Which they are under.
+    read : callable
+        Reads the payloads of entries to where they lie one after the other.
     """
 
-    def __init__(self, members: Sequence[SparseChange], model: Model) -> None:
+    def __init__(
+        self,
+        members: Sequence[SparseChange],
+        model: Model,
+        read: Callable[[Sequence[TensorEntry], Bytes], None],
+    ) -> None:
         import torch
 
         from tpde.cuda.delta import model_image
 
         self._kind, self._device = kind_of(members[0].entry.spec), members[0].tensor.device
         self._held, (self._image,) = _send([model_image(model, encode=False)], self._device)
+        self._read = read
         self._running: list[_Decoding] = []
         whole = [it for it, is_whole in zip(members, _whole(members), strict=True) if is_whole]
-        each = 2 * (2 + self._kind[0])
-        for batch in _batches(whole, lambda it: it.entry.size + each * int(it.entry.changes.sum())):
-            try:
-                self._running.append(self._decode(batch))
-            except torch.OutOfMemoryError:
-                continue  # these pass through the host
+        each, surveyed = 2 * (2 + self._kind[0]), list[_Surveyed]()
+        with contextlib.suppress(torch.OutOfMemoryError):  # those that are left pass through the host
+            for batch in _batches(whole, lambda it: it.entry.size + each * int(it.entry.changes.sum())):
+                surveyed.append(self._survey(batch))  # all at first: payloads are read meanwhile
+        with contextlib.suppress(torch.OutOfMemoryError):
+            for it in surveyed:
+                self._running.append(self._decode(it))
 
-    def _decode(self, batch: list[SparseChange]) -> _Decoding:
+    def _survey(self, batch: list[SparseChange]) -> _Surveyed:
+        """Start to look at the tensors of some of them."""
+        device, n = self._device, len(batch)
+        group = _Group([(it.tensor, None) for it in batch], self._kind, device)
+        group.batch.prepare("write")  # which may fail, and not between two writes
+        with current(device):
+            result = _zeros(36 * n, "u1", device)
+            work = _zeros(4 * (MAX_CLASSES + 1) * group.batch.chunks, "u1", device)
+            totals = work.data_ptr()
+            group.batch.survey(*group.arrays, self._image, result.data_ptr(), totals, stream_of(device))
+        return _Surveyed(batch, group, result, work)
+
+    def _decode(self, it: _Surveyed) -> _Decoding:
         """Start decoding some of them."""
         import torch
 
         from tpde.cuda.delta import AHEAD, Changes, Lists
 
-        device, n = self._device, len(batch)
-        group = _Group([(it.tensor, None) for it in batch], self._kind, device)
-        group.batch.prepare("write")  # which may fail, and not between two writes
-        chunks = group.batch.chunks
+        device, batch, group = self._device, it.members, it.group
+        counts, sizes = _records(batch)
+        total, payload = int(counts.sum(dtype=np.uint64)), int(sizes.sum(dtype=np.uint64))
+        arrays = counts, _starts(counts), _starts(sizes), sizes
+        upload = _Upload([*(array.nbytes for array in arrays), payload + AHEAD], device)
+        for i, array in enumerate(arrays):
+            upload.place(i)[:] = array.view(np.uint8)
+        data = upload.place(len(arrays))
+        self._read([member.entry for member in batch], data[:payload])
+        data[payload:] = 0
         with current(device):
-            result, work = _zeros(36 * n, "u1", device), _zeros(4 * (MAX_CLASSES + 1) * chunks, "u1", device)
-            sums, bad = result.data_ptr(), result.data_ptr() + 32 * n
-            totals, good = work.data_ptr(), work.data_ptr() + 4 * MAX_CLASSES * chunks
-            stream = stream_of(device)
-            group.batch.survey(*group.arrays, self._image, sums, totals, stream)
-            counts, sizes = _records(batch)
-            ends = np.cumsum([0, *(it.entry.size for it in batch)])
-            arrays = counts, _starts(counts), _starts(sizes), sizes
-            upload = _Upload([*(it.nbytes for it in arrays), int(ends[-1]) + AHEAD], device)
-            for i, array in enumerate(arrays):
-                upload.place(i)[:] = array.view(np.uint8)
-            data = upload.place(len(arrays))
-            for it, (begin, end) in zip(batch, itertools.pairwise(map(int, ends)), strict=True):
-                it.read(data[begin:end])
-            data[int(ends[-1]) :] = 0
-            sent, (changes, starts, offsets, used, bytes_at) = upload.send()
-            total = int(counts.sum(dtype=np.uint64))
+            sent, (changes, starts, offsets, used, at) = upload.send()
             room = [torch.empty(b * total, dtype=torch.uint8, device=device) for b in (2, self._kind[0]) * 2]
-            unsorted, found = (Changes(*(it.data_ptr() for it in pair)) for pair in (room[:2], room[2:]))
-            lists = Lists(changes, starts)
+            unsorted, found = (Changes(*(part.data_ptr() for part in pair)) for pair in (room[:2], room[2:]))
+            sums, bad = it.result.data_ptr(), it.result.data_ptr() + 32 * len(batch)
+            totals, good = it.work.data_ptr(), it.work.data_ptr() + 4 * MAX_CLASSES * group.batch.chunks
+            lists, data_at, stream = Lists(changes, starts), (at, offsets, used), stream_of(device)
             group.batch.decode(
-                *group.arrays,
-                self._image,
-                totals,
-                lists,
-                (bytes_at, offsets, used),
-                unsorted,
-                good,
-                bad,
-                stream,
+                *group.arrays, self._image, totals, lists, data_at, unsorted, good, bad, stream
             )
             group.batch.locate(*group.arrays, self._image, good, starts, unsorted, found, sums, bad, stream)
-        return _Decoding(batch, group, _fetch(result), counts, lists, found, [sent, *room[2:]])
+        return _Decoding(batch, group, _fetch(it.result), counts, lists, found, [sent, *room[2:]])
 
     @functools.cached_property
     def found(self) -> dict[str, Decoded]:

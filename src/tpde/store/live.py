@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -294,10 +293,12 @@ def _decoding(file: DeltaFile, resident: Mapping[str, torch.Tensor]) -> list[Spa
     groups: dict[tuple[torch.device, int], list[SparseChange]] = {}
     for it in file.head.tensors:
         if it.codec == SPARSE and it.name in resident:
-            tensor = resident[it.name]
-            change = SparseChange(it, tensor, functools.partial(file.payload, it))
-            groups.setdefault((tensor.device, it.model), []).append(change)
-    return [SparseChanges(members, file.models[number]) for (_, number), members in groups.items()]
+            change = SparseChange(it, resident[it.name])
+            groups.setdefault((change.tensor.device, it.model), []).append(change)
+    return [
+        SparseChanges(members, file.models[number], file.read_payloads)
+        for (_, number), members in groups.items()
+    ]
 
 
 def _ready(

@@ -29,9 +29,10 @@ typedef u64 word;
 #endif
 
 #define CHUNK 65536u     // words, 3.1
-#define EACH 8u          // words that a lane loads at a time
-#define RUN (32 * EACH)  // words of a warp
-#define GROUP (8 * EACH) // words of eight lanes: what classes are counted in
+#define EACH 8u            // words that a lane loads at a time
+#define SHARE (2 * EACH)   // and has of those that a warp loads
+#define RUN (32 * SHARE)
+#define GROUP (4 * SHARE)  // words of four lanes: what classes are counted in
 #define GROUPS (CHUNK / GROUP)
 #define CLASSES 16       // 2.1, at most
 #define GOLDEN 0x9E3779B97F4A7C15ull
@@ -165,7 +166,8 @@ __device__ __forceinline__ void add_print(u64* sums, Print p) {
 }
 
 #define UNROLL 4                                   // loads of 16 bytes before they are used
-#define LOADS (WORD == 2 ? 4 : WORD == 8 ? 1 : 2)  // and of EACH words
+#define LOADS (WORD == 2 ? 4 : WORD == 8 ? 1 : 2)  // of EACH words
+#define RUNS (WORD == 2 ? 2 : 1)                   // and of RUN words, by a warp
 
 // Fingerprints of both states, how many words of each chunk differ, and whether the words of a target differ among
 // themselves. Of each item `sums` has four numbers: the base's and the target's fingerprint.
@@ -220,10 +222,19 @@ prints(const Item* __restrict__ items, const u32* __restrict__ whose, u64* sums,
 
 // ---- classes, 2.3 ----
 
-// Counts of all classes lie in a u64, 4 bits each: of at most 8 words.
+// How many of 8 words at most are of each class: 4 bits a class. Two numbers, as no sum carries between them.
+struct alignas(8) Counts {
+  u32 low, high;
+};
+
+// The same of up to 128 words, 8 bits a class: of the even classes below 8, the odd ones, and those from 8 on.
+struct Sums {
+  u32 even, odd, high_even, high_odd;
+};
+
 struct Classes {
-  u64 one[256];             // of each symbol: 1 in its class's bits
-  u32 first[CLASSES + 1];   // symbol of each class, and the end
+  Counts one[256];         // of each symbol: 1 in its class's bits
+  u32 first[CLASSES + 1];  // symbol of each class, and the end
 };
 
 __device__ __forceinline__ void find_classes(const Model* m, Classes& s) {
@@ -231,13 +242,15 @@ __device__ __forceinline__ void find_classes(const Model* m, Classes& s) {
   for (u32 v = threadIdx.x; v < 256; v += THREADS) {
     u32 k = 0;
     while (k + 1 < m->classes && m->first[k + 1] <= v) k++;
-    s.one[v] = (u64)1 << 4 * k;
+    s.one[v] = k < 8 ? Counts{1u << 4 * k, 0} : Counts{0, 1u << 4 * (k - 8)};
   }
   __syncthreads();
 }
 
 // One that is in its class's bits, as that class's number.
-__device__ __forceinline__ u32 class_number(u64 one) { return (63 - __clzll((long long)one)) / 4; }
+__device__ __forceinline__ u32 class_number(Counts one) {
+  return (63 - __clzll((long long)((u64)one.high << 32 | one.low))) / 4;
+}
 
 __device__ __forceinline__ void load_words(const word* p, u32 at, u32 n, bool wide, word w[EACH]) {
   if (wide && at + EACH <= n) {
@@ -253,17 +266,33 @@ __device__ __forceinline__ void load_words(const word* p, u32 at, u32 n, bool wi
   for (u32 j = 0; j < EACH; j++) w[j] = at + j < n ? p[at + j] : 0;
 }
 
-__device__ __forceinline__ u64 count_words(const word w[EACH], u32 at, u32 n, const Classes& s) {
-  u64 counts = 0;
-  if (at + EACH <= n) {
+__device__ __forceinline__ Counts count_words(const word w[EACH], u32 at, u32 n, const Classes& s) {
+  Counts c = {0, 0};
 #pragma unroll
-    for (u32 j = 0; j < EACH; j++) counts += s.one[symbol(w[j])];
-  } else {
-#pragma unroll
-    for (u32 j = 0; j < EACH; j++)
-      if (at + j < n) counts += s.one[symbol(w[j])];
+  for (u32 j = 0; j < EACH; j++) {
+    const Counts one = s.one[symbol(w[j])];
+    c.low += one.low;
+    c.high += one.high;
   }
-  return counts;
+  if (at + EACH <= n) return c;
+  c = {0, 0};
+#pragma unroll
+  for (u32 j = 0; j < EACH; j++) {
+    if (at + j >= n) break;
+    const Counts one = s.one[symbol(w[j])];
+    c.low += one.low;
+    c.high += one.high;
+  }
+  return c;
+}
+
+#define NIBBLES 0x0F0F0F0Fu
+
+__device__ __forceinline__ void add_counts(Sums& s, Counts c) {
+  s.even += c.low & NIBBLES;
+  s.odd += c.low >> 4 & NIBBLES;
+  s.high_even += c.high & NIBBLES;
+  s.high_odd += c.high >> 4 & NIBBLES;
 }
 
 // How many of them are of a class, and before the n-th word.
@@ -273,8 +302,6 @@ __device__ __forceinline__ u32 count_class(const word w[EACH], u32 at, u32 n, u3
   for (u32 j = 0; j < EACH; j++) count += at + j < n && symbol(w[j]) - first < size;
   return count;
 }
-
-#define EVEN 0x0F0F0F0F0F0F0F0Full
 
 // Fingerprints, to the first two of an item's four sums, and, if there is a model of several classes, how many words of
 // each class a chunk has: CLASSES numbers for each. They are zeros before.
@@ -294,7 +321,7 @@ survey(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
     find_classes(m, s);
   }
   Print base = {0, 0};
-  u64 even = 0, odd = 0;
+  Sums counted = {0, 0, 0, 0};
   for (u32 i = 0; i < share; i += LOADS) {
     alignas(16) word w[LOADS][EACH];
 #pragma unroll
@@ -305,20 +332,17 @@ survey(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
 #pragma unroll
       for (u32 j = 0; j < WORD; j++)
         if (unit + j < units) add_term(base, ((const u64*)w[k])[j], first + unit + j);
-      if (classes > 1) {
-        const u64 counts = count_words(w[k], at, c.n, s);
-        even += counts & EVEN;
-        odd += counts >> 4 & EVEN;
-      }
+      if (classes > 1) add_counts(counted, count_words(w[k], at, c.n, s));
     }
     if (classes > 1 && (i + LOADS) % 16 == 0) { // before 8 bits are too few
 #pragma unroll
       for (u32 k = 0; k < CLASSES; k++) {
         if (k >= classes) break;
-        const u32 sum = __reduce_add_sync(ALL, (u32)((k % 2 ? odd : even) >> 8 * (k / 2)) & 255);
+        const u32 four = k < 8 ? (k % 2 ? counted.odd : counted.even) : k % 2 ? counted.high_odd : counted.high_even;
+        const u32 sum = __reduce_add_sync(ALL, four >> 8 * (k % 8 / 2) & 255);
         if (threadIdx.x % 32 == 0 && sum) atomicAdd(&found[k], sum);
       }
-      even = odd = 0;
+      counted = {0, 0, 0, 0};
     }
   }
   add_print(sums + 4 * owner, base); // which waits for all threads
@@ -327,7 +351,7 @@ survey(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
 
 // ---- places, 3.2 ----
 
-#define ROW (GROUPS + GROUPS / 32 + 2)  // lanes that each take 32 of them, or one of eight rows, do not meet in a bank
+#define ROW (GROUPS + GROUPS / 32 + 2)  // lanes that each take 32 of them, or those of one run, do not meet in a bank
 
 struct Places {
   Classes classes;
@@ -351,29 +375,25 @@ struct Changes {
 };
 
 // Where changes between base and target are, if there is a target.
-__device__ __forceinline__ void find_changes(const Changes& f, const word old[EACH], const word now[EACH], u32 at) {
+__device__ __forceinline__ void find_changes(const Changes& f, const word old[SHARE], const word now[SHARE], u32 at) {
   u32 changed = 0;
 #pragma unroll
-  for (u32 j = 0; j < EACH; j++) changed |= (u32)(old[j] != now[j]) << j;
+  for (u32 j = 0; j < SHARE; j++) changed |= (u32)(old[j] != now[j]) << j;
   if (!changed) return;
   u32 i = atomicAdd(f.count, (u32)__popc(changed));
   for (; changed; changed &= changed - 1, i++)
     if (i < f.room) f.list[i] = at + __ffs(changed) - 1;
 }
 
-// What a lane counted becomes the sum over eight lanes, of two classes: the returned one and the one two above it.
-__device__ __forceinline__ u32 sum_of_eight(u64 counts, u32& first, u32& second) {
-  const u32 lane = threadIdx.x % 8;
-  const u64 even = counts & EVEN, odd = counts >> 4 & EVEN;
-  u64 x = lane & 1 ? odd : even;
-  x += __shfl_xor_sync(ALL, lane & 1 ? even : odd, 1);
-  u32 y = lane & 2 ? (u32)(x >> 32) : (u32)x;
-  y += __shfl_xor_sync(ALL, lane & 2 ? (u32)x : (u32)(x >> 32), 2);
-  u32 z = lane & 4 ? y >> 16 : y & 0xFFFF;
-  z += __shfl_xor_sync(ALL, lane & 4 ? y & 0xFFFF : y >> 16, 4);
-  first = z & 255;
-  second = z >> 8;
-  return (lane & 1) + (lane & 2) * 4 + (lane & 4);
+// What a lane counted becomes the sum over four lanes, of four classes, 8 bits each: the returned one, and every second
+// one after it.
+__device__ __forceinline__ u32 sum_of_four(const Sums& s, u32& sums) {
+  const u32 low = threadIdx.x & 1, odd = threadIdx.x >> 1 & 1;
+  const u32 even_to = __shfl_xor_sync(ALL, low ? s.even : s.high_even, 1);
+  const u32 odd_to = __shfl_xor_sync(ALL, low ? s.odd : s.high_odd, 1);
+  const u32 even_sum = (low ? s.high_even : s.even) + even_to, odd_sum = (low ? s.high_odd : s.odd) + odd_to;
+  sums = (odd ? odd_sum : even_sum) + __shfl_xor_sync(ALL, odd ? even_sum : odd_sum, 2);
+  return 8 * low + odd;
 }
 
 // Count the words of all classes, and find what changed if FIND.
@@ -381,23 +401,26 @@ template <bool FIND>
 __device__ void scan(const Chunk& c, const Model* m, Places& s, const Changes& f) {
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, classes = m->classes;
   if (classes > 1) find_classes(m, s.classes);
-  for (u32 run = warp; run < CHUNK / RUN; run += WARPS * LOADS) {
-    alignas(16) word old[LOADS][EACH], now[LOADS][EACH];
+  for (u32 run = warp; run < CHUNK / RUN; run += WARPS * RUNS) {
+    alignas(16) word old[RUNS][SHARE], now[RUNS][SHARE];
 #pragma unroll
-    for (u32 k = 0; k < LOADS; k++) {
-      const u32 at = (run + k * WARPS) * RUN + lane * EACH;
-      load_words(c.base, at, c.n, c.wide, old[k]);
-      if constexpr (FIND) load_words(c.target, at, c.n, c.wide, now[k]);
+    for (u32 i = 0; i < RUNS * 2; i++) {
+      const u32 at = (run + i / 2 * WARPS) * RUN + lane * SHARE + i % 2 * EACH;
+      load_words(c.base, at, c.n, c.wide, &old[i / 2][i % 2 * EACH]);
+      if constexpr (FIND) load_words(c.target, at, c.n, c.wide, &now[i / 2][i % 2 * EACH]);
     }
 #pragma unroll
-    for (u32 k = 0; k < LOADS; k++) {
-      const u32 at = (run + k * WARPS) * RUN + lane * EACH;
+    for (u32 k = 0; k < RUNS; k++) {
+      const u32 at = (run + k * WARPS) * RUN + lane * SHARE;
       if constexpr (FIND) find_changes(f, old[k], now[k], at);
       if (classes == 1) continue;
-      u32 first, second;
-      const u32 own = sum_of_eight(count_words(old[k], at, c.n, s.classes), first, second);
-      s.before[own][column(at / GROUP)] = (u16)first;
-      s.before[own + 2][column(at / GROUP)] = (u16)second;
+      Sums counted = {0, 0, 0, 0};
+      add_counts(counted, count_words(old[k], at, c.n, s.classes));
+      add_counts(counted, count_words(old[k] + EACH, at + EACH, c.n, s.classes));
+      u32 sums;
+      const u32 first = sum_of_four(counted, sums);
+#pragma unroll
+      for (u32 j = 0; j < 4; j++) s.before[first + 2 * j][column(at / GROUP)] = (u16)(sums >> 8 * j & 255);
     }
   }
   __syncthreads();
