@@ -73,6 +73,8 @@ __device__ __forceinline__ Chunk chunk_of(const Item& t, u64 chunk) {
   return c;
 }
 
+__device__ __forceinline__ bool is_whole(const Chunk& c) { return c.wide && c.n == CHUNK; }
+
 // ---- words, 1.1 and 2.3 ----
 
 __device__ __forceinline__ u32 symbol(word w) {
@@ -119,11 +121,15 @@ __device__ __forceinline__ u64 low_bits(u64 x, u32 bits) { return x & (((u64)1 <
 
 struct Print { u64 a, b; };
 
-__device__ __forceinline__ void add_term(Print& p, u64 x, u64 number) {
-  const u64 k = (number + 1) * GOLDEN, y = x ^ k, z = x + k;
+__device__ __forceinline__ u64 key_of(u64 number) { return (number + 1) * GOLDEN; }
+
+__device__ __forceinline__ void add_keyed(Print& p, u64 x, u64 k) {
+  const u64 y = x ^ k, z = x + k;
   p.a += (u64)(u32)y * (u32)(y >> 32);
   p.b += (u64)(u32)z * (u32)(z >> 32);
 }
+
+__device__ __forceinline__ void add_term(Print& p, u64 x, u64 number) { add_keyed(p, x, key_of(number)); }
 
 // 8 bytes of a chunk; zeros beyond its words, which only a tensor's last chunk can have within them.
 __device__ __forceinline__ u64 unit_of(const word* words, u32 n, u32 unit, bool wide) {
@@ -252,8 +258,10 @@ __device__ __forceinline__ u32 class_number(Counts one) {
   return (63 - __clzll((long long)((u64)one.high << 32 | one.low))) / 4;
 }
 
+// WHOLE: there are CHUNK words, at a multiple of 16.
+template <bool WHOLE = false>
 __device__ __forceinline__ void load_words(const word* p, u32 at, u32 n, bool wide, word w[EACH]) {
-  if (wide && at + EACH <= n) {
+  if (WHOLE || (wide && at + EACH <= n)) {
 #if WORD == 1
     *(u64*)w = __ldg((const u64*)(p + at));
 #else
@@ -266,6 +274,7 @@ __device__ __forceinline__ void load_words(const word* p, u32 at, u32 n, bool wi
   for (u32 j = 0; j < EACH; j++) w[j] = at + j < n ? p[at + j] : 0;
 }
 
+template <bool WHOLE>
 __device__ __forceinline__ Counts count_words(const word w[EACH], u32 at, u32 n, const Classes& s) {
   Counts c = {0, 0};
 #pragma unroll
@@ -274,7 +283,7 @@ __device__ __forceinline__ Counts count_words(const word w[EACH], u32 at, u32 n,
     c.low += one.low;
     c.high += one.high;
   }
-  if (at + EACH <= n) return c;
+  if (WHOLE || at + EACH <= n) return c;
   c = {0, 0};
 #pragma unroll
   for (u32 j = 0; j < EACH; j++) {
@@ -303,36 +312,23 @@ __device__ __forceinline__ u32 count_class(const word w[EACH], u32 at, u32 n, u3
   return count;
 }
 
-// Fingerprints, to the first two of an item's four sums, and, if there is a model of several classes, how many words of
-// each class a chunk has: CLASSES numbers for each. They are zeros before.
-extern "C" __global__ void __launch_bounds__(THREADS)
-survey(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m, u64* sums,
-       u32* totals) {
-  __shared__ Classes s;
-  __shared__ u32 found[CLASSES];
-  const u64 number = blockIdx.x;
-  const u32 owner = whose[number], classes = m ? m->classes : 1;
-  const Item t = items[owner];
-  const Chunk c = chunk_of(t, number);
+template <bool WHOLE>
+__device__ __forceinline__ void survey_words(const Chunk& c, u32 classes, const Classes& s, Print& print, u32* found) {
   const u32 units = (c.n * WORD + 7) / 8, share = CHUNK / EACH / THREADS; // a multiple of 16
-  const u64 first = c.at / 8 * WORD;
-  if (classes > 1) {
-    if (threadIdx.x < CLASSES) found[threadIdx.x] = 0;
-    find_classes(m, s);
-  }
-  Print base = {0, 0};
+  u64 key = key_of(c.at / 8 * WORD + threadIdx.x * WORD);
   Sums counted = {0, 0, 0, 0};
   for (u32 i = 0; i < share; i += LOADS) {
     alignas(16) word w[LOADS][EACH];
 #pragma unroll
-    for (u32 k = 0; k < LOADS; k++) load_words(c.base, ((i + k) * THREADS + threadIdx.x) * EACH, c.n, c.wide, w[k]);
+    for (u32 k = 0; k < LOADS; k++)
+      load_words<WHOLE>(c.base, ((i + k) * THREADS + threadIdx.x) * EACH, c.n, c.wide, w[k]);
 #pragma unroll
-    for (u32 k = 0; k < LOADS; k++) {
-      const u32 at = ((i + k) * THREADS + threadIdx.x) * EACH, unit = at / 8 * WORD;
+    for (u32 k = 0; k < LOADS; k++, key += THREADS * WORD * GOLDEN) {
+      const u32 at = ((i + k) * THREADS + threadIdx.x) * EACH;
 #pragma unroll
       for (u32 j = 0; j < WORD; j++)
-        if (unit + j < units) add_term(base, ((const u64*)w[k])[j], first + unit + j);
-      if (classes > 1) add_counts(counted, count_words(w[k], at, c.n, s));
+        if (WHOLE || at / 8 * WORD + j < units) add_keyed(print, ((const u64*)w[k])[j], key + j * GOLDEN);
+      if (classes > 1) add_counts(counted, count_words<WHOLE>(w[k], at, c.n, s));
     }
     if (classes > 1 && (i + LOADS) % 16 == 0) { // before 8 bits are too few
 #pragma unroll
@@ -345,7 +341,26 @@ survey(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
       counted = {0, 0, 0, 0};
     }
   }
-  add_print(sums + 4 * owner, base); // which waits for all threads
+}
+
+// Fingerprints, to the first two of an item's four sums, and, if there is a model of several classes, how many words of
+// each class a chunk has: CLASSES numbers for each. They are zeros before.
+extern "C" __global__ void __launch_bounds__(THREADS)
+survey(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m, u64* sums,
+       u32* totals) {
+  __shared__ Classes s;
+  __shared__ u32 found[CLASSES];
+  const u64 number = blockIdx.x;
+  const u32 owner = whose[number], classes = m ? m->classes : 1;
+  const Chunk c = chunk_of(items[owner], number);
+  if (classes > 1) {
+    if (threadIdx.x < CLASSES) found[threadIdx.x] = 0;
+    find_classes(m, s);
+  }
+  Print print = {0, 0};
+  if (is_whole(c)) survey_words<true>(c, classes, s, print, found);
+  else survey_words<false>(c, classes, s, print, found);
+  add_print(sums + 4 * owner, print); // which waits for all threads
   if (classes > 1 && threadIdx.x < classes) totals[number * CLASSES + threadIdx.x] = found[threadIdx.x];
 }
 
@@ -396,18 +411,16 @@ __device__ __forceinline__ u32 sum_of_four(const Sums& s, u32& sums) {
   return 8 * low + odd;
 }
 
-// Count the words of all classes, and find what changed if FIND.
-template <bool FIND>
-__device__ void scan(const Chunk& c, const Model* m, Places& s, const Changes& f) {
-  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, classes = m->classes;
-  if (classes > 1) find_classes(m, s.classes);
+template <bool FIND, bool WHOLE>
+__device__ __forceinline__ void scan_words(const Chunk& c, u32 classes, Places& s, const Changes& f) {
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (u32 run = warp; run < CHUNK / RUN; run += WARPS * RUNS) {
     alignas(16) word old[RUNS][SHARE], now[RUNS][SHARE];
 #pragma unroll
     for (u32 i = 0; i < RUNS * 2; i++) {
       const u32 at = (run + i / 2 * WARPS) * RUN + lane * SHARE + i % 2 * EACH;
-      load_words(c.base, at, c.n, c.wide, &old[i / 2][i % 2 * EACH]);
-      if constexpr (FIND) load_words(c.target, at, c.n, c.wide, &now[i / 2][i % 2 * EACH]);
+      load_words<WHOLE>(c.base, at, c.n, c.wide, &old[i / 2][i % 2 * EACH]);
+      if constexpr (FIND) load_words<WHOLE>(c.target, at, c.n, c.wide, &now[i / 2][i % 2 * EACH]);
     }
 #pragma unroll
     for (u32 k = 0; k < RUNS; k++) {
@@ -415,14 +428,24 @@ __device__ void scan(const Chunk& c, const Model* m, Places& s, const Changes& f
       if constexpr (FIND) find_changes(f, old[k], now[k], at);
       if (classes == 1) continue;
       Sums counted = {0, 0, 0, 0};
-      add_counts(counted, count_words(old[k], at, c.n, s.classes));
-      add_counts(counted, count_words(old[k] + EACH, at + EACH, c.n, s.classes));
+      add_counts(counted, count_words<WHOLE>(old[k], at, c.n, s.classes));
+      add_counts(counted, count_words<WHOLE>(old[k] + EACH, at + EACH, c.n, s.classes));
       u32 sums;
       const u32 first = sum_of_four(counted, sums);
+      u16* const to = &s.before[first][column(at / GROUP)];
 #pragma unroll
-      for (u32 j = 0; j < 4; j++) s.before[first + 2 * j][column(at / GROUP)] = (u16)(sums >> 8 * j & 255);
+      for (u32 j = 0; j < 4; j++) to[2 * j * ROW] = (u16)(sums >> 8 * j & 255);
     }
   }
+}
+
+// Count the words of all classes, and find what changed if FIND.
+template <bool FIND>
+__device__ void scan(const Chunk& c, const Model* m, Places& s, const Changes& f) {
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, classes = m->classes;
+  if (classes > 1) find_classes(m, s.classes);
+  if (is_whole(c)) scan_words<FIND, true>(c, classes, s, f);
+  else scan_words<FIND, false>(c, classes, s, f);
   __syncthreads();
   if (classes == 1) return;
   for (u32 k = warp; k < classes; k += WARPS) { // counts become sums of those before
