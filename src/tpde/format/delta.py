@@ -136,14 +136,19 @@ def _file_json(file: WeightsEntry | OtherEntry) -> dict[str, Any]:
 
 def split_planes(data: bytes, width: int) -> bytes:
     """Split numbers of `width` bytes into byte planes: all lowest bytes first (delta.md 5.2)."""
-    planes: bytes = np.frombuffer(data, np.uint8).reshape(-1, width).T.tobytes()
-    return planes
+    numbers = np.frombuffer(data, f"<u{width}")
+    planes = np.empty((width, numbers.size), np.uint8)
+    for i in range(width):  # several times as fast as a transposed copy
+        planes[i] = numbers >> 8 * i
+    return planes.tobytes()
 
 
 def merge_planes(planes: bytes, width: int) -> bytes:
     """Invert `split_planes`."""
-    data: bytes = np.frombuffer(planes, np.uint8).reshape(width, -1).T.tobytes()
-    return data
+    numbers = np.zeros(len(planes) // width, f"<u{width}")
+    for i, plane in enumerate(np.frombuffer(planes, np.uint8).reshape(width, -1)):
+        numbers |= plane.astype(numbers.dtype) << 8 * i
+    return numbers.tobytes()
 
 
 def serialize(head: Head) -> tuple[bytes, bytes]:

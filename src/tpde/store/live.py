@@ -46,10 +46,15 @@ class _Tensors(NamedTuple):
     tensors: dict[str, torch.Tensor]
     specs: dict[str, TensorSpec]
 
-    def state(self) -> MemoryState:
-        """They as a state."""
-        specs = {name: self.specs[name] for name in sorted(self.specs)}
-        return MemoryState(specs, lambda name: torch_bytes(self.tensors[name]))
+    def read(self, name: str) -> Bytes:
+        """The bytes of a tensor."""
+        return torch_bytes(self.tensors[name])
+
+    def state(self, like: MemoryState | None = None) -> MemoryState:
+        """They as a state. `like` is one that may be of the same names, dtypes and shapes."""
+        if like is not None and like.is_of(self.specs):
+            return like.of(self.read)
+        return MemoryState(self.specs, self.read)
 
 
 def _tensors(state: Live, what: str) -> _Tensors:
@@ -135,6 +140,7 @@ def make_delta(
     count, after = check_threads(threads), _tensors(new, "`new`")
     sink = PiecesSink()
     base: State
+    target = after.state()
     before: Mapping[str, torch.Tensor] = {}
     if isinstance(old, (str, os.PathLike)):
         base = open_state(Path(old))
@@ -144,9 +150,8 @@ def make_delta(
         held = _tensors(old, "`old`")
         before = held.tensors
         _refuse_one_memory(before, after.tensors)
-        base = held.state()
+        base = held.state(target)
     try:
-        target = after.state()
         comparer = _comparer(HostComparer(base, target, count), before, after)
         write_delta(
             base, target, sink, hint=None, fast=fast, comparer=comparer, threads=count, progress=progress

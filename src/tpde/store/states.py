@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -175,6 +176,16 @@ class MemoryState:
             ("", name): spec for name, spec in parse_header(header, self.name).specs.items()
         }
         self.others: Mapping[str, Callable[[], bytes]] = {}
+
+    def is_of(self, specs: Mapping[str, TensorSpec]) -> bool:
+        """Whether it has these tensors."""
+        return {key[1]: spec for key, spec in self.specs.items()} == specs
+
+    def of(self, read: Callable[[str], Bytes]) -> MemoryState:
+        """Another state of the same tensors, which `read` gives."""
+        state = copy.copy(self)
+        state._read = read
+        return state
 
     def read(self, key: Key, threads: int) -> Bytes:
         """The bytes of a tensor."""
