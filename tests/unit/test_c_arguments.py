@@ -44,7 +44,8 @@ def _calls() -> dict[str, list[Any]]:
     assert sparse is not None
     planner = delta.Planner(2, 1)
     model_bytes = np.frombuffer(model.data, np.uint8)
-    KEEP.extend([codec, out, made, model, sparse, planner, model_bytes])
+    other = planner.fork()
+    KEEP.extend([codec, out, made, model, sparse, planner, other, model_bytes])
     target = OLD.copy()
     KEEP.append(target)
     data = made.data.ctypes.data
@@ -68,6 +69,7 @@ def _calls() -> dict[str, list[Any]]:
             1,
         ],
         "tpde_encode": [codec._handle, words, 0, 3, 0, _room(size), size, u64(), _room(36), u32(), u32(), 1],
+        "tpde_delta_plan_add": [planner._handle, other._handle],
         "tpde_delta_plan_survey": [planner._handle, *states, 400],
         "tpde_delta_plan_classes": [planner._handle, 1],
         "tpde_delta_plan_count": [planner._handle, *states, 400],
@@ -206,6 +208,18 @@ def test_classes_are_chosen_before_tokens_are_counted() -> None:
     planner.choose()
     planner.count(OLD, NEW)
     assert _code("tpde_delta_plan_classes", [planner._handle, 1]) == ARGUMENT
+
+
+def test_plans_that_are_added_are_of_one_kind_and_have_room() -> None:
+    planner = delta.Planner(2, 1)
+    for other in (planner, delta.Planner(2, 0), delta.Planner(4, 1)):
+        assert _code("tpde_delta_plan_add", [planner._handle, other._handle]) == ARGUMENT
+    classes = delta.Planner(2, 1)
+    draw = np.arange(40_000, dtype=np.uint16)
+    classes.survey((draw % 40 + 60 << 7).view(np.uint8), (draw % 40 + 60 << 7 | draw % 5 % 2).view(np.uint8))
+    classes.choose(1 << 30)
+    assert _code("tpde_delta_plan_add", [planner._handle, classes._handle]) == ARGUMENT
+    assert not native.core().tpde_delta_plan_fork(None)
 
 
 def test_nothing_is_closed_counted_and_split() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tpde.codec.plan import base_header
-from tpde.cuda import decode, scatter
+from tpde.cuda import decode
 from tpde.cuda.decode import Rows, WorkList
 from tpde.cuda.device import DeviceFacts
 from tpde.cuda.geometry import geometry, kernel_defines, max_warps, need, staged
@@ -50,7 +50,6 @@ class Noted:
         self.made: list[Any] = []
         self.launched: list[Any] = []
         patch.setattr(decode, "facts", lambda device: FACTS)
-        patch.setattr(scatter, "facts", lambda device: FACTS)
         patch.setattr(decode.nvrtc, "kernel", self._kernel)
         patch.setattr(decode.nvrtc, "Launch", self._launch)
         patch.setattr(decode.nvrtc, "launch", self._once)
@@ -252,62 +251,3 @@ def test_rows_are_of_matrices_of_one_segment(noted: Noted) -> None:
             Rows(_item(_header(shape)), 0)
     with pytest.raises(ValueError, match="rows are of matrices"):
         Rows(_item(replace(_header((30, 512)), segment_words=512)), 0)
-
-
-# ---- changes ----
-
-
-def _map(*changes: int, words: int = 1 << 40) -> scatter.ChunkMap:
-    chunks = [scatter.Chunk(0, 0, 0, it) for it in changes]
-    return scatter.ChunkMap(chunks, word_bytes=2, words=words, data_bytes=1 << 40, device=3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "tiles", "grid"),
-    [((1,), 1, 1), ((1024,), 1, 1), ((1025,), 2, 2), ((3, 2049, 5), 3, 9), ((1 << 22, 0), 4096, 8 * 132)],
-)
-def test_changes_are_written_in_tiles_of_1024(
-    changes: tuple[int, ...], tiles: int, grid: int, noted: Noted
-) -> None:
-    _map(*changes).launch(1, 2, 3, 4, 5)
-    ((number, stream, arguments),) = noted.launched
-    assert noted.made[number][1:] == (grid, 256, 0)
-    assert (stream, arguments) == (3, [1, 0, len(changes), tiles, 4, 5, 1 << 40, 2])
-    assert noted.kernels == [("scatter.cu", "scatter", {"WORD": 2, "THREADS": 256}, 3)]
-
-
-def test_some_of_the_chunks_are_written(noted: Noted) -> None:
-    made = _map(5, 6, 7)
-    made.launch(1, 2, 3, 4, 5, first=1)
-    made.launch(1, 2, 3, 4, 5, first=1, count=1)
-    made.launch(1, 2, 3, 4, 5, first=3)
-    made.launch(1, 2, 3, 4, 5, count=0)
-    assert [it[2][1:4] for it in noted.launched] == [[1, 2, 1], [1, 1, 1]]
-    for first, count in ((0, 4), (4, None), (-1, 1), (2, -1), (3, 1)):
-        with pytest.raises(ValueError, match="of 3"):
-            made.launch(1, 2, 3, 4, 5, first=first, count=count)
-
-
-def test_chunks_at_their_limits() -> None:
-    for word_bytes in (1, 2, 4, 8):
-        limit = scatter.Chunk(32, 48 - 4 * word_bytes, 50, 4)
-        scatter.ChunkMap([limit], word_bytes=word_bytes, words=50, data_bytes=48, device=0)
-        for wrong in (
-            limit._replace(positions=36),
-            limit._replace(words=48 - 3 * word_bytes),
-            limit._replace(origin=51),
-            limit._replace(changes=5),
-            limit._replace(positions=-4),
-            limit._replace(words=-8),
-            limit._replace(origin=-1),
-            limit._replace(changes=-1),
-            limit._replace(positions=30),
-        ):
-            with pytest.raises(ValueError, match="chunk 0"):
-                scatter.ChunkMap([wrong], word_bytes=word_bytes, words=50, data_bytes=48, device=0)
-    most = scatter.Chunk(0, 0, 0, (1 << 32) - 1)
-    scatter.ChunkMap([most], word_bytes=1, words=0, data_bytes=1 << 40, device=0)
-    with pytest.raises(ValueError, match="4294967296 changes from word 0"):
-        scatter.ChunkMap(
-            [most._replace(changes=1 << 32)], word_bytes=1, words=0, data_bytes=1 << 40, device=0
-        )

@@ -577,3 +577,51 @@ def test_contents_may_be_128_times_what_they_take_in_the_file(monkeypatch: pytes
             assert read_head(BytesSource(data)).base == fields["base"]
         else:
             refused(data, "contents of")
+
+
+@pytest.mark.parametrize("chunks", [1000, 60_000])
+def test_few_and_many_records_are_read_as_they_were_written(chunks: int) -> None:
+    """Contents below and above what is compressed slowly."""
+    draw = np.random.default_rng(chunks)
+    entry = TensorEntry(
+        "w", TensorSpec("BF16", (chunks, 65536)), delta.SPARSE, base=bytes(16), target=bytes(16)
+    )
+    entry.changes = draw.integers(0, 65537, chunks, dtype=np.uint32)
+    entry.sizes = draw.integers(0, 9, chunks, dtype=np.uint32)
+    entry.size = int(entry.sizes.sum())
+    header = b"{}      "
+    weights = WeightsEntry("", None, xxhash.xxh3_128_hexdigest(header), [entry])
+    head, tail = serialize(Head(None, [weights], [bytes(range(8))]))
+    (found,) = read_head(BytesSource(head + bytes(entry.size) + tail)).tensors
+    assert np.array_equal(found.changes, entry.changes)
+    assert np.array_equal(found.sizes, entry.sizes)
+
+
+def test_payloads_that_are_neighbours_are_read_at_once() -> None:
+    names = "abcd"
+    tensors = [
+        TensorEntry(name, TensorSpec("U8", (3,)), delta.PLAIN, size=3, target=bytes(16)) for name in names
+    ]
+    weights = WeightsEntry("", b"{}      ", xxhash.xxh3_128_hexdigest(b"{}      "), tensors)
+    reads: list[tuple[int, int]] = []
+
+    class Counted(BytesSource):
+        def read_into(self, offset: int, out: memoryview) -> None:
+            reads.append((offset, out.nbytes))
+            super().read_into(offset, out)
+
+    file = DeltaFile.__new__(DeltaFile)
+    file._source = Counted(bytes(HEADER.size) + b"aaabbbcccddd")
+    file._places = {id(it): place for it, place in payloads(Head(None, [weights], []))}
+    for wanted, ranges in (
+        ((0, 1, 2, 3), [(0, 12)]),
+        ((1, 2), [(3, 6)]),
+        ((0, 2, 3), [(0, 3), (6, 6)]),
+        ((3, 0, 1), [(9, 3), (0, 6)]),
+        ((), []),
+    ):
+        out = np.zeros(3 * len(wanted), np.uint8)
+        reads.clear()
+        file.read_payloads([tensors[i] for i in wanted], out)
+        assert out.tobytes() == b"".join(names[i].encode() * 3 for i in wanted)
+        assert [(at - HEADER.size, size) for at, size in reads if size] == ranges

@@ -14,7 +14,7 @@ from tpde.codec.delta import CHUNK_WORDS, Model, Planner, Sparse, chunk_range, p
 from tpde.codec.delta_reference import Model as Slow
 from tpde.codec.native import Bytes
 from tpde.codec.reference import Table
-from tpde.errors import Corrupt
+from tpde.errors import Corrupt, NativeError
 
 OLD, NEW = pair("BF16", "normal", "some", 400)
 MODEL = model_of("BF16", OLD, NEW)
@@ -253,6 +253,40 @@ def test_the_same_changes_have_the_same_models_in_every_release(
                     planner.count(old, new)
                     hashed.update(planner.model(scale))
     assert hashed.hexdigest()[:12] == found
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("rotate", [0, 1])
+def test_threads_choose_the_same_model(rotate: int, fast: bool) -> None:
+    states = [_states(2, seed, 3000 + seed) for seed in range(130)]
+    parts = [(old.view(np.uint8), new.view(np.uint8)) for old, new in states]
+    one = delta.choose(parts, 2, rotate, step=3, fast=fast)
+    planner = Planner(2, rotate, fast=fast)
+    for part in parts * (not fast):
+        planner.survey(*part)
+    planner.choose(3)
+    for part in parts:
+        planner.count(*part)
+    assert planner.model(3) == one
+    assert len(one) > 100
+    for threads in (2, 3, 64):
+        assert delta.choose(parts, 2, rotate, step=3, fast=fast, threads=threads) == one
+
+
+def test_plans_have_at_most_2_to_the_30_words() -> None:
+    words = np.zeros(2 * CHUNK_WORDS, np.uint8)
+    for name in ("survey", "count"):
+        all_of_them = Planner(2, 1)
+        getattr(all_of_them, name)(words, words)
+        for _ in range(14):
+            twice = all_of_them.fork()
+            twice.add(all_of_them)
+            twice.add(all_of_them)
+            all_of_them = twice
+        fork = all_of_them.fork()
+        getattr(fork, name)(words[:2], words[:2])
+        with pytest.raises(NativeError, match="too many words"):
+            all_of_them.add(fork)
 
 
 def test_no_more_classes_are_chosen_than_a_model_may_have() -> None:

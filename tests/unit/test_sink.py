@@ -21,6 +21,7 @@ from tpde.format import sink
 from tpde.format.sink import (
     BytesSink,
     FileSink,
+    PiecesSink,
     kind_of,
     refuse_file,
     require_writable,
@@ -464,3 +465,16 @@ def test_growing_doubles_so_that_few_copies_are_made() -> None:
         grown.add(made.data.obj.size)  # type: ignore[attr-defined]
     assert bytes(made.data) == bytes(at % 251 for at in range(4096))
     assert len(grown) <= 11
+
+
+def test_pieces_are_joined_in_the_order_of_their_places() -> None:
+    sink, first = PiecesSink(), np.arange(5, dtype=np.uint8)
+    sink.write(8, [first, b"", memoryview(b"xyz")])
+    sink.write(0, [b"01234567"])
+    assert sink.room(3, 4) is None
+    sink.commit()
+    assert sink.join() == b"01234567" + bytes(range(5)) + b"xyz"
+    first[0] = 9
+    assert sink.join()[8] == 9  # not copied before
+    sink.abort()
+    assert sink.join() == b""

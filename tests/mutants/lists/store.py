@@ -50,7 +50,7 @@ MUTANTS = (
     mutant(
         "one-memory-is-two-states",
         "store/live.py",
-        "        _refuse_one_memory(before, after)\n",
+        "        _refuse_one_memory(before, after.tensors)\n",
         "",
         "a delta from a model to itself says that nothing changed",
         _LIVE,

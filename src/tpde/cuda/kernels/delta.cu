@@ -39,6 +39,7 @@ typedef u64 word;
 #define ALL 0xFFFFFFFFu
 #define ESCAPE 0x100u    // of an entry; bits 0 to 4 are what a codeword takes, of a table for encoding with the token
 #define WARPS (THREADS / 32)
+#define BLOCKS (WORD == 1 ? 2 : ROTATE && WORD < 8 ? 4 : 3)  // of a multiprocessor: with more, registers are spilled
 
 // src/tpde/cuda/delta.py writes these.
 struct Item {
@@ -172,7 +173,7 @@ __device__ __forceinline__ void add_print(u64* sums, Print p) {
 }
 
 #define UNROLL 4                                   // loads of 16 bytes before they are used
-#define LOADS (WORD == 2 ? 4 : WORD == 8 ? 1 : 2)  // of EACH words
+#define LOADS (WORD == 2 ? 4 : WORD == 4 ? 2 : 1)  // of EACH words
 #define RUNS (WORD == 2 ? 2 : 1)                   // and of RUN words, by a warp
 
 // Fingerprints of both states, how many words of each chunk differ, and whether the words of a target differ among
@@ -476,7 +477,7 @@ __device__ __forceinline__ u32 class_of(const Places& s, u32 classes, u32 place)
   return k;
 }
 
-#define PART (WORD == 1 ? GROUP / 4 : GROUP / 2)  // of a group: what is loaded before it is used
+#define PART (WORD == 1 ? EACH : GROUP / 2)  // of a group: what is loaded before it is used
 
 // The place of a word.
 __device__ __forceinline__ u32 place_of(const Chunk& c, const Places& s, u32 at) {
@@ -560,7 +561,7 @@ __device__ __forceinline__ void put_bits(u32* out, u32 at, u64 value, u32 bits) 
 // Chunk i has `counts[i]` changes, two numbers for each in `scratch`, from 2 * lists[i] on, and zeros in `out`, from
 // 4 * places[i] on: room for MOST_BYTES a change. `sizes[i]` becomes the bytes that are used, or all bits set where
 // words have changed since they were counted: others may write them meanwhile, and must not lead outside.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
        const u32* __restrict__ counts, const u64* __restrict__ lists, const u64* __restrict__ places, u32* scratch,
        u32* out, u32* sizes) {
@@ -737,7 +738,7 @@ decode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
 // What `decode` read, `good[i]` changes of chunk i: where they are goes to `positions`, counted from the chunk's first
 // word, what the words become to `words`, both from lists[i] on, in memory order. `places` and `steps` are used up.
 // What the changes add to an item's fingerprint is added to its last two `sums`.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 locate(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
        const u32* __restrict__ good, const u64* __restrict__ lists, u16* places, word* steps, u16* positions,
        word* words, u64* sums, u32* bad) {
@@ -799,5 +800,6 @@ write(const Item* __restrict__ items, const u32* __restrict__ whose, const u32* 
   const u64 number = blockIdx.x;
   const Item t = items[whose[number]];
   word* const to = (word*)t.base + (number - t.first) * CHUNK;
-  for (u32 i = threadIdx.x; i < counts[number]; i += THREADS) to[positions[lists[number] + i]] = words[lists[number] + i];
+  const u64 list = lists[number];
+  for (u32 i = threadIdx.x; i < counts[number]; i += THREADS) to[positions[list + i]] = words[list + i];
 }
