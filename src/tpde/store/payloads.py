@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ _CLEAR = 1 / 16
 # What a base must save: without one a tensor is read alone, and decoded several times as fast.
 _WORTH = 0.98
 _PIECE = 1 << 18  # bytes, of whole words: what is computed of them stays in a processor's cache
+_HELD = 8 << 20  # bytes of differences that are in memory at a time
 
 
 class Stored(NamedTuple):
@@ -74,20 +75,21 @@ def _pieces(size: int) -> Iterator[slice]:
     return (slice(at, min(at + _PIECE, size)) for at in range(0, size, _PIECE))
 
 
-def _blob(spec: TensorSpec, data: Bytes, threads: int) -> Bytes | None:
-    """A blob of a tensor (format.md 2), or None if it does not shrink."""
-    sink = BytesSink(data.size)  # of which what is not used costs address space only
+def _blob(spec: TensorSpec, pieces: Iterable[Bytes], threads: int) -> Bytes | None:
+    """A blob of a tensor (format.md 2), whose bytes come in pieces, or None if it does not shrink."""
+    sink = BytesSink(spec.nbytes)  # of which what is not used costs address space only
     writer = TensorWriter(spec, sink, 0, threads=threads, codec="auto", may_pack=True, background=None)
-    if not data.size:
+    if not spec.nbytes:
         return None
-    writer.write(data)
+    for piece in pieces:
+        writer.write(piece)
     stored = writer.finish()
     return np.frombuffer(sink.data, np.uint8)[: stored.size] if stored.packed else None
 
 
 def store_whole(spec: TensorSpec, data: Bytes, threads: int) -> Stored:
     """Store a tensor without a base."""
-    blob = _blob(spec, data, threads)
+    blob = _blob(spec, [data], threads)
     return Stored(PLAIN, data) if blob is None else Stored(FULL, blob)
 
 
@@ -103,10 +105,12 @@ def store_change(spec: TensorSpec, model: Model, old: Bytes, new: Bytes, threads
     if sparse is not None and is_clear(spec, sparse) and repeats(new, new[:b]) < new.size:
         return Stored(SPARSE, sparse.data, sparse)
     found = [] if sparse is None else [Stored(SPARSE, sparse.data, sparse)]
-    blob = _blob(difference_spec(spec), differences(old, new, spec), threads)
+    parts = (slice(at, at + _HELD) for at in range(0, new.size, _HELD))
+    pieces = (differences(old[part], new[part], spec) for part in parts)
+    blob = _blob(difference_spec(spec), pieces, threads)
     if blob is not None:
         found.append(Stored(DENSE, blob))
-    whole = store_whole(spec, new, threads)  # last: the differences are gone
+    whole = store_whole(spec, new, threads)
     best = min(found, key=_bytes, default=whole)
     return best if _bytes(best) < _bytes(whole) * _WORTH else whole
 
