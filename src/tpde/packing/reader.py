@@ -7,7 +7,9 @@ import binascii
 import contextlib
 import os
 import re
+import struct
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,7 @@ from tpde.format.container import (
 from tpde.format.source import BytesSource, FileSource, Source, read
 
 _DIGITS = re.compile("[0-9a-fA-F]*")  # `bytes.fromhex` passes over white space
+_HASH = struct.Struct("16s")
 
 
 class _PlainTensor:
@@ -150,17 +153,19 @@ class PackedFile:
         self._packed = {name: name + SUFFIX for name in candidates}
         self.is_packed = bool(self._packed) or version is not None
         # Texts compare by code points, in the order of their UTF-8 bytes (1.3).
-        self._plain = sorted(set(entries).difference(self._packed.values()))
+        blobs = set(self._packed.values())
+        plain = {name: entry.spec for name, entry in entries.items() if name not in blobs}
+        self._plain = sorted(plain)
         collision = next((n for n in self._plain if n in self._packed), None)
         if collision is not None:
             raise Corrupt(f"{where}: tensor `{collision}` is there both plain and packed", tensor=collision)
         if self.original is not None:
             self.specs = self.original.specs
-            self._compare()
-            self._digests = self._plain_digests()
+            self._compare(plain)
+            self._hashes = self._plain_hashes()
         else:
-            self._digests = {}
-            self.specs = {n: entries[n].spec for n in self._plain}
+            self._hashes = b""
+            self.specs = {n: plain[n] for n in self._plain}
             if self._packed:
                 found = self.specs | {n: self.tensor(n).spec for n in self._packed}
                 self.specs = {n: found[n] for n in sorted(found)}
@@ -170,7 +175,8 @@ class PackedFile:
             return False
         return read(self.source, self.container.data_start + entry.begin, len(MAGIC)) == MAGIC
 
-    def _plain_digests(self) -> dict[str, bytes]:
+    def _plain_hashes(self) -> bytes:
+        """The hashes of the tensors stored as they are, in the order of their names."""
         text = self.container.metadata.get(KEY_PLAIN)
         if text is None:
             if self._plain:
@@ -179,7 +185,7 @@ class PackedFile:
                     hint="the file is damaged, fetch it again",
                     where=self.source.name,
                 )
-            return {}
+            return b""
         data = bytes.fromhex(text) if _DIGITS.fullmatch(text) and len(text) % 2 == 0 else b""
         if len(data) != 16 * len(self._plain) or len(text) != 2 * len(data):
             raise Corrupt(
@@ -190,7 +196,12 @@ class PackedFile:
                 found=len(text),
                 needed=32 * len(self._plain),
             )
-        return {name: data[16 * i : 16 * i + 16] for i, name in enumerate(self._plain)}
+        return data
+
+    @cached_property
+    def _digests(self) -> dict[str, bytes]:
+        """The hash of each tensor stored as it is; none where another tool dropped them."""
+        return dict(zip(self._plain, [digest for (digest,) in _HASH.iter_unpack(self._hashes)], strict=False))
 
     def _original_header(self) -> Container:
         metadata, where = self.container.metadata, f"`{self.source.name}`"
@@ -216,10 +227,11 @@ class PackedFile:
             ) from None
         return parse_header(header, f"{where}, the source's header")
 
-    def _compare(self) -> None:
+    def _compare(self, plain: dict[str, TensorSpec]) -> None:
         """Check that names, dtypes and shapes agree with the source's header (format.md 1.4)."""
-        stored = set(self._plain) | set(self._packed)
-        for name in sorted(stored.symmetric_difference(self.specs)):
+        if plain == {name: spec for name, spec in self.specs.items() if name not in self._packed}:
+            return
+        for name in sorted(self.specs.keys() ^ {*plain, *self._packed}):
             missing = name in self.specs
             raise Corrupt(
                 f"`{self.source.name}`: tensor `{name}` is {'missing' if missing else 'not in the source'}",
@@ -227,10 +239,8 @@ class PackedFile:
                 where=self.source.name,
                 tensor=name,
             )
-        entries, specs = self.container.entries, self.specs
-        for name in self._plain:
-            if entries[name].spec != specs[name]:
-                raise self._other_spec(name, entries[name].spec)
+        name = next(name for name in self._plain if plain[name] != self.specs[name])
+        raise self._other_spec(name, plain[name])
 
     def _other_spec(self, name: str, found: TensorSpec) -> Corrupt:
         return Corrupt(
