@@ -136,6 +136,11 @@ class Container:
         """What each tensor is."""
         return {name: entry.spec for name, entry in self.entries.items()}
 
+    def places(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Where in the file some tensors begin, and their sizes."""
+        start, found = self.data_start, [self.entries[name] for name in names]
+        return [(start + begin, end - begin) for _, begin, end in found]
+
 
 METADATA = "__metadata__"
 _KEYS = {"dtype", "shape", "data_offsets"}

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,7 @@ from tpde.format.container import (
     read_container,
 )
 from tpde.format.source import BytesSource, FileSource, Source, read
+from tpde.packing.together import read_together
 
 _DIGITS = re.compile("[0-9a-fA-F]*")  # `bytes.fromhex` passes over white space
 _HASH = struct.Struct("16s")
@@ -271,14 +272,19 @@ class PackedFile:
             raise KeyError(f"no tensor `{name}` in `{self.source.name}`")
         entry = self.container.entries[name]
         at = self.container.data_start + entry.begin
-        return _PlainTensor(self.source, at, entry, self._digests.get(name))
+        return _PlainTensor(self.source, at, entry, self.digest(name))
 
-    def plain_place(self, name: str) -> tuple[int, int] | None:
-        """Where in the file a tensor begins that is stored as it is, and its size; None if it is packed."""
-        if name in self._packed:
-            return None
-        entry = self.container.entries[name]
-        return self.container.data_start + entry.begin, entry.end - entry.begin
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor is stored as it is."""
+        return name not in self._packed
+
+    def read_plain(self, names: Sequence[str]) -> list[memoryview]:
+        """Read all bytes of some tensors that are stored as they are, those side by side at once."""
+        return read_together(self.source, self.container.places(names))
+
+    def digest(self, name: str) -> bytes | None:
+        """The hash of a tensor that is stored as it is; None where another tool dropped it."""
+        return self._digests.get(name)
 
     def offset_names(self) -> list[str]:
         """Names of all tensors, in the order of their bytes: in the source or, where it is unknown, here."""
