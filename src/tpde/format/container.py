@@ -449,6 +449,7 @@ def read_container(source: Source) -> Container:
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode_text = json.encoder.encode_basestring  # what it does to texts, in C
 
 
 def names_bytes(names: Iterable[str]) -> int:
@@ -458,7 +459,7 @@ def names_bytes(names: Iterable[str]) -> int:
 
 def entry_json(name: str, spec: TensorSpec, begin: int, end: int) -> str:
     """One tensor's part of a header, without a comma."""
-    return f'{_encode(name)}:{{{spec.json},"data_offsets":[{begin},{end}]}}'
+    return f'{_encode_text(name)}:{{{spec.json},"data_offsets":[{begin},{end}]}}'
 
 
 def metadata_json(metadata: Mapping[str, str]) -> str:

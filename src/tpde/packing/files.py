@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from tpde.format.container import parse_header
 from tpde.format.sink import FileSink, Sink
 from tpde.packing.copies import mode_of
 from tpde.packing.gathered import Gathered
-from tpde.packing.order import block_of, forward_order
+from tpde.packing.order import forward_blocks
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
 from tpde.packing.sources import TensorSource, open_source, read_pieces, read_sample
 from tpde.packing.together import batches
@@ -62,16 +62,16 @@ def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress 
 
     Every tensor that may be packed is sampled first, because what stays plain is stored last (format.md 1.6).
     """
-    specs, order = source.specs, forward_order(source.specs)
+    specs, blocks = source.specs, forward_blocks(source.specs)
     in_place, packed = set[str](), set[str]()
-    for name in order:
+    for name in blocks:
         nbytes = specs[name].nbytes
         if nbytes >= MIN_BYTES and writer.plan(name, read_sample(source, name)):
             packed.add(name)
         elif nbytes % ALIGN_BLOB == 0:
             in_place.add(name)
     whole = packed | in_place
-    for first, last, names in _blocks(store_order(order, whole), packed, whole):
+    for first, last, names in _blocks(store_order(list(blocks), whole), blocks, packed, whole):
         for small, some in batches(names, lambda name: specs[name].nbytes < MIN_BYTES):
             if small:
                 for name, data in zip(some, source.read_small(some), strict=True):
@@ -86,12 +86,14 @@ def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress 
         writer.align_block(first, last)
 
 
-def _blocks(order: list[str], packed: set[str], whole: set[str]) -> Iterator[tuple[str, str, list[str]]]:
+def _blocks(
+    order: list[str], blocks: Mapping[str, str | None], packed: set[str], whole: set[str]
+) -> Iterator[tuple[str, str, list[str]]]:
     """Runs of tensors of one block, a packed one last so that it can take the padding.
 
     What is not of whole units is in runs of its own: no packed one may come behind it.
     """
-    for _, run in itertools.groupby(order, lambda name: (name in whole, block_of(name))):
+    for _, run in itertools.groupby(order, lambda name: (name in whole, blocks[name])):
         names = list(run)
         last = next((n for n in reversed(names) if n in packed), None)
         if last is not None:

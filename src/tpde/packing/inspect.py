@@ -325,8 +325,10 @@ def _layout(dtype: str) -> native.CoreLayout:
 
 def _entropy(counts: Counts) -> list[float]:
     """Entropy in bits of a symbol, of each row of counts; none is all zeros."""
-    rows, symbols = counts.nonzero()
-    p = counts[rows, symbols] / counts.sum(axis=1)[rows]
+    flat = counts.ravel()  # in which NumPy finds what is not zero in half the time
+    there = np.flatnonzero(flat)
+    rows, times = there // counts.shape[1], flat[there]
+    p = times / np.bincount(rows, times)[rows]
     bits: list[float] = (0.0 - np.bincount(rows, p * np.log2(p))).tolist()  # 0.0 -: never -0.0
     return bits
 
