@@ -503,3 +503,23 @@ def test_specs_of_one_kind_are_one_object() -> None:
 
 
 _SEVEN = b'{"y":{"dtype":"U8","shape":[7],"data_offsets":[0,7]}}'
+
+
+@pytest.mark.parametrize("order", [("dtype", "shape", "data_offsets"), ("shape", "data_offsets", "dtype")])
+def test_metadata_may_look_like_an_entry(order: tuple[str, ...]) -> None:
+    info = {"dtype": "U8", "shape": [7], "data_offsets": [0, 7]}
+    for metadata in ({"data_offsets": "x"}, {"dtype": "U8", "shape": "[7]", "data_offsets": "[0,7]"}):
+        header = json.dumps({"__metadata__": metadata, "x": {key: info[key] for key in order}}).encode()
+        found = parse_header(header, "x")
+        assert (found.metadata, list(found.entries)) == (metadata, ["x"])
+        assert found.entries["x"] == parse_header(_SEVEN, "x").entries["y"]
+
+
+def test_the_entry_that_is_wrong_is_named_behind_and_before_sound_ones() -> None:
+    entry = '"{}":{{"shape":[2],"dtype":"U8","data_offsets":[{},{}]}}'
+    parts = [entry.format(i, 2 * i, 2 * i + 2) for i in range(3)]
+    for i in range(3):
+        spoilt = [*parts[:i], entry.format(i, 2 * i, 2 * i + 1), *parts[i + 1 :]]
+        with pytest.raises(Corrupt, match="1 bytes by its offsets, 2 by its dtype") as caught:
+            parse_header(("{" + ",".join(spoilt) + "}").encode(), "x")
+        assert caught.value.tensor == f"{i}"

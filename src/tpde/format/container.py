@@ -7,7 +7,6 @@ that the stock library makes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import operator
@@ -216,7 +215,7 @@ class _Entries:
     """Reads the entries of one header, and says what is wrong with them."""
 
     def __init__(self, where: str) -> None:
-        self._where = where
+        self._where, self._sound = where, True
 
     def of_object(self, pairs: list[tuple[str, Any]]) -> Entry | dict[str, Any]:
         """What an object of the JSON is: an entry if it is a sound one, which spares many objects.
@@ -224,9 +223,11 @@ class _Entries:
         Anything else is a dictionary, for `read` to say what is wrong with it, and by name.
         """
         result = _unique(pairs)
-        if result.keys() >= _KEYS:
-            with contextlib.suppress(Corrupt, UnsupportedDtype):
+        if self._sound and "data_offsets" in result:
+            try:
                 return self.read("", result)
+            except (Corrupt, UnsupportedDtype):
+                self._sound = False  # all is in vain then: errors for a million entries would take seconds
         return result
 
     def read(self, name: str, info: Any) -> Entry:
@@ -324,8 +325,8 @@ def _parse_usual(header: bytes) -> _Parsed | None:
             gaps, names, kinds, begins, ends = (parts[i::5] for i in range(5))
             if any(gaps) or not names:
                 return None
-            for kind in set(kinds).difference(specs):
-                info = json.loads(f"{{{kind}}}")
+            new = list(set(kinds).difference(specs))
+            for kind, info in zip(new, json.loads(f"[{{{'},{'.join(new)}}}]") if new else (), strict=True):
                 specs[kind] = _shared(info["dtype"], tuple(info["shape"]))
             found = [specs[kind] for kind in kinds]
             first, behind = list(map(int, begins)), list(map(int, ends))
