@@ -13,7 +13,7 @@ import tpde
 from tpde.errors import Corrupt
 from tpde.format.delta import CODECS
 from tpde.store.delta import DeltaFile, DeltaState, open_state
-from tpde.store.diff import HostComparer
+from tpde.store.diff import HostComparer, Wanted
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from tpde.torch import save_file  # noqa: E402
@@ -89,6 +89,6 @@ def test_what_a_sample_cannot_read_is_said_as_of_the_whole(chain: Path, tmp_path
 def test_a_sample_reads_its_chunks_alone(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state, size = open_state(chain), 2 * CHUNK
     monkeypatch.setattr(DeltaFile, "target_of", lambda *_: pytest.fail("a whole tensor is made"))
-    pairs = HostComparer(state, state, 1).chunks(("", "sparse"), ("", "dense"), [(size, 2 * size)])
+    pairs = HostComparer(state, state, 1).chunks([Wanted(("", "sparse"), ("", "dense"), [(size, 2 * size)])])
     assert [(old.size, new.size) for old, new in pairs] == [(size, size)]
     state.close()

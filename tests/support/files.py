@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpde.codec.plan import CodecName
@@ -49,6 +49,9 @@ class MemorySource:
 
     def read(self, name: str, begin: int, end: int, out: Any) -> None:
         self._file.tensor(name).read(begin, end, out)
+
+    def read_small(self, names: Sequence[str]) -> list[memoryview]:
+        return self._file.read_plain(names)
 
     def close(self) -> None:
         self._file.close()

@@ -105,7 +105,7 @@ def test_a_survey_looks_at_no_word_unless_it_is_to(model: Path, monkeypatch: pyt
     ]  # fmt: skip
     assert survey(model, sample=True).histogram is None
     monkeypatch.setattr(inspecting, "_read_sample", lambda *_: pytest.fail("words are read"))
-    monkeypatch.setattr(inspecting, "_Small", lambda *_: pytest.fail("words are read"))
+    monkeypatch.setattr(inspecting, "_read_whole", lambda _, looks: looks and pytest.fail("words are read"))
     quick = survey(model, sample=False)
     assert {it.entropy for it in quick.tensors} == {None}
     assert [it.stored_bytes for it in quick.tensors] == [it.stored_bytes for it in full.tensors]
@@ -124,7 +124,7 @@ def test_what_is_counted_does_not_depend_on_how_many_at_a_time(
     real = inspecting._entropies
 
     def noting(batch: Any, counts: Any) -> Any:
-        held.append((len(batch), sum(it.words.size for it in batch)))
+        held.append((len(batch), sum(it.words.nbytes for it in batch)))
         return real(batch, counts)
 
     monkeypatch.setattr(inspecting, "_BATCH", tensors)

@@ -245,17 +245,17 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
     Of a cell of more than `MAX_CELL` characters its start and its end are shown.
     """
-    lines = [titles, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    layout = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths))
-    return "\n".join([layout.format(*line).rstrip() for line in lines])
+    lines = [titles, *rows]
+    widths = _widths(lines)
+    if max(widths) > MAX_CELL or not all("".join(line).isprintable() for line in lines):
+        lines = [[bounded(printable(cell), MAX_CELL) for cell in line] for line in lines]
+        widths = _widths(lines)
+    layout = "  ".join([f"%{'-' if i < left else ''}{width}s" for i, width in enumerate(widths)])
+    return "\n".join([(layout % tuple(line)).rstrip() for line in lines])
 
 
-def _cells(row: Sequence[str]) -> Sequence[str]:
-    """A row as it may be shown, which most are as they are."""
-    if "".join(row).isprintable() and max(map(len, row)) <= MAX_CELL:
-        return row
-    return [bounded(printable(cell), MAX_CELL) for cell in row]
+def _widths(lines: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*lines, strict=True)]
 
 
 def print_json(value: Any) -> None:

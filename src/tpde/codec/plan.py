@@ -50,6 +50,8 @@ class Plan:
 def sample_ranges(spec: TensorSpec) -> list[tuple[int, int]]:
     """Byte ranges of a tensor that make its sample: up to 64 chunks, evenly spread, or all of it."""
     nbytes = spec.nbytes
+    if nbytes <= SAMPLE_CHUNKS * PREFIX_CHUNK_WORDS:  # as of most: words have a byte at least
+        return [(0, nbytes)]
     size = PREFIX_CHUNK_WORDS * DTYPES[spec.dtype].word_bytes
     chunks = -(-nbytes // size)
     if chunks <= SAMPLE_CHUNKS:

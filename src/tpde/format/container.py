@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
+import re
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
@@ -26,12 +29,6 @@ from tpde.format.constants import (
 )
 from tpde.format.garbage import collecting_later
 from tpde.format.source import Source, read
-
-
-@lru_cache(1 << 12)
-def tensor_spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
-    """A `TensorSpec`, and the same one for the same arguments: models have few dtypes and shapes."""
-    return TensorSpec(dtype, shape)
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,12 @@ class TensorSpec:
         return f'"dtype":"{self.dtype}","shape":[{",".join(map(str, self.shape))}]'
 
 
+@lru_cache(1 << 12)
+def tensor_spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """A `TensorSpec`, the same one for the same arguments: models have few, and they are quickly compared."""
+    return TensorSpec(dtype, shape)
+
+
 class Entry(NamedTuple):
     """A tensor of a container: what it is, and where its bytes lie in the data section."""
 
@@ -132,10 +135,21 @@ class Container:
         """What each tensor is."""
         return {name: entry.spec for name, entry in self.entries.items()}
 
+    def places(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Where in the file some tensors begin, and their sizes."""
+        start, found = self.data_start, [self.entries[name] for name in names]
+        return [(start + begin, end - begin) for _, begin, end in found]
+
 
 METADATA = "__metadata__"
-_USUAL = ("dtype", "shape", "data_offsets")
-_KEYS = set(_USUAL)
+_KEYS = {"dtype", "shape", "data_offsets"}
+# An entry as writers write it, with the comma behind it: its name, dtype and shape, begin and end.
+_ENTRY = re.compile(
+    r' ?"([^"\\\x00-\x1f]*)": ?\{("dtype": ?"[^"\\\x00-\x1f]*", ?"shape": ?\[[0-9, ]*\])'
+    r', ?"data_offsets": ?\[(0|[1-9][0-9]{0,18}), ?(0|[1-9][0-9]{0,18})\]\},'
+)
+_METADATA_LEAD = re.compile(rf'\{{ ?"{METADATA}": ?')
+_BLOCK = 1 << 20  # characters whose entries are found at once: what is made meanwhile stays small
 
 
 def _is_unicode(text: str) -> bool:
@@ -186,49 +200,35 @@ def check_texts(names: Collection[object], metadata: object) -> None:
             raise ValueError(f"`{METADATA}` at {key[:50]!a} is not Unicode")
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What an object of the JSON holds, none of whose names may occur twice."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return result
+
+
+_UNIQUE = json.JSONDecoder(object_pairs_hook=_unique)
+
+
 class _Entries:
-    """Reads the entries of one header; tensors of one dtype and shape share what says so."""
+    """Reads the entries of one header, and says what is wrong with them."""
 
     def __init__(self, where: str) -> None:
-        self._where = where
-        self._specs: dict[tuple[str, tuple[int, ...]], TensorSpec] = {}
+        self._where, self._sound = where, True
 
     def of_object(self, pairs: list[tuple[str, Any]]) -> Entry | dict[str, Any]:
-        """What an object of the JSON is: an entry if it is a sound one as usual, which spares many objects.
+        """What an object of the JSON is: an entry if it is a sound one, which spares many objects.
 
         Anything else is a dictionary, for `read` to say what is wrong with it, and by name.
         """
-        try:
-            (first, dtype), (second, shape), (third, (begin, end)) = pairs
-            if (
-                (first, second, third) == _USUAL
-                and type(dtype) is str
-                and type(shape) is list
-                and type(begin) is int is type(end)
-                and begin >= 0
-            ):
-                for n in shape:  # in place: calls would take a third of the time of very many entries
-                    if type(n) is not int or n < 0:
-                        raise ValueError
-                key = dtype, tuple(shape)
-                spec = self._specs.get(key)
-                if spec is None:
-                    spec = self._specs[key] = TensorSpec(*key)
-                if end - begin == spec.nbytes:
-                    return Entry(spec, begin, end)
-        except (UnsupportedDtype, ValueError, TypeError):
-            pass
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a name occurs twice")
+        result = _unique(pairs)
+        if self._sound and "data_offsets" in result:
+            try:
+                return self.read("", result)
+            except (Corrupt, UnsupportedDtype):
+                self._sound = False  # all is in vain then: errors for a million entries would take seconds
         return result
-
-    def _shared(self, dtype: str, shape: list[int]) -> TensorSpec:
-        key = dtype, tuple(shape)
-        spec = self._specs.get(key)
-        if spec is None:
-            spec = self._specs[key] = TensorSpec(*key)
-        return spec
 
     def read(self, name: str, info: Any) -> Entry:
         """An entry that `of_object` left. Unknown keys are passed over, as the stock library does."""
@@ -262,7 +262,7 @@ class _Entries:
         if not (isinstance(shape, list) and len(shape) <= MAX_DIMS and _are_sizes(shape)):
             raise self._corrupt(name, f"has the shape {_short(shape)}")
         try:
-            return self._shared(dtype, shape)
+            return tensor_spec(dtype, tuple(shape))
         except ValueError as error:
             raise self._corrupt(name, f"is impossible: {error}") from None
 
@@ -299,6 +299,73 @@ def max_source_header(container_header: int) -> int:
     return SOURCE_HEADER_BYTES + SOURCE_HEADER_TIMES * container_header
 
 
+_Parsed = tuple[dict[str, Entry], dict[str, str]]  # entries and metadata
+
+
+def _parse_usual(header: bytes) -> _Parsed | None:
+    """Parse a header that is written as usual; None for any other, and for one that is not sound.
+
+    Usual are metadata in front, keys in the order of the stock library, and names without escapes. Blocks of
+    such entries take half the time of entries one by one.
+    """
+    try:
+        text = header.rstrip(b" ").decode()
+        lead = _METADATA_LEAD.match(text)
+        metadata, at = _UNIQUE.raw_decode(text, lead.end()) if lead else ({}, 0)
+        last = len(text) - 1
+        if text[at : at + 1] != ("," if lead else "{") or text[last:] != "}" or at + 1 >= last:
+            return None
+        at, count = at + 1, 0
+        entries: dict[str, Entry] = {}
+        specs: dict[str, TensorSpec] = {}
+        while at < last:
+            whole = at + _BLOCK >= last
+            stop = last if whole else text.rfind("},", at, at + _BLOCK) + 2
+            parts = _ENTRY.split(text[at:stop] + "," * whole)
+            gaps, names, kinds, begins, ends = (parts[i::5] for i in range(5))
+            if any(gaps) or not names:
+                return None
+            new = list(set(kinds).difference(specs))
+            for kind, info in zip(new, json.loads(f"[{{{'},{'.join(new)}}}]") if new else (), strict=True):
+                specs[kind] = tensor_spec(info["dtype"], tuple(info["shape"]))
+            found = [specs[kind] for kind in kinds]
+            first, behind = list(map(int, begins)), list(map(int, ends))
+            if list(map(operator.sub, behind, first)) != [spec.nbytes for spec in found]:
+                return None
+            # In C: a call of `Entry` for each would take a quarter of the time.
+            made = map(tuple.__new__, repeat(Entry), zip(found, first, behind, strict=True))
+            entries.update(zip(names, made, strict=True))
+            at, count = stop, count + len(names)
+        metadata = {} if metadata is None else metadata
+        check_texts(entries, metadata)
+    except (ValueError, RecursionError, UnsupportedDtype):
+        return None
+    return (entries, metadata) if len(entries) == count else None  # else a name occurs twice
+
+
+def _parse_any(header: bytes, where: str) -> _Parsed:
+    """Parse any header, or say what is wrong with it."""
+    reader = _Entries(where)
+    try:
+        parsed = json.loads(header.decode(), object_pairs_hook=reader.of_object)
+    except (ValueError, RecursionError) as error:
+        raise NotSafetensors(
+            f"{where}: the header is not JSON ({error}), so this is not a safetensors file, or it is damaged"
+        ) from None
+    if not isinstance(parsed, dict):
+        raise NotSafetensors(f"{where}: the header is not a JSON object, so this is not a safetensors file")
+    metadata = parsed.pop(METADATA, None)
+    metadata = {} if metadata is None else metadata
+    try:
+        check_texts(parsed, metadata)
+    except ValueError as error:
+        raise Corrupt(f"{where}: {error}") from None
+    entries = {
+        name: info if type(info) is Entry else reader.read(name, info) for name, info in parsed.items()
+    }
+    return entries, metadata
+
+
 def parse_header(header: bytes, where: str) -> Container:
     """Parse and check a header's JSON.
 
@@ -314,26 +381,8 @@ def parse_header(header: bytes, where: str) -> Container:
     NotSafetensors, Corrupt, UnsupportedDtype
         Naming the tensor where one is at fault.
     """
-    reader = _Entries(where)
-    try:
-        with collecting_later():  # which would take a third of the time, and find nothing in what was parsed
-            parsed = json.loads(header.decode("utf-8"), object_pairs_hook=reader.of_object)
-    except (ValueError, RecursionError) as error:
-        raise NotSafetensors(
-            f"{where}: the header is not JSON ({error}), so this is not a safetensors file, or it is damaged"
-        ) from None
-    if not isinstance(parsed, dict):
-        raise NotSafetensors(f"{where}: the header is not a JSON object, so this is not a safetensors file")
-    metadata = parsed.pop(METADATA, None)
-    if metadata is None:
-        metadata = {}
-    try:
-        check_texts(parsed, metadata)
-    except ValueError as error:
-        raise Corrupt(f"{where}: {error}") from None
-    entries = {
-        name: info if type(info) is Entry else reader.read(name, info) for name, info in parsed.items()
-    }
+    with collecting_later():  # which would take a third of the time, and find nothing in what was parsed
+        entries, metadata = _parse_usual(header) or _parse_any(header, where)
     if _are_in_order(entries):
         return Container(header, entries, metadata)
     entries, at = dict(sorted(entries.items(), key=lambda item: item[1][1:])), 0
@@ -401,6 +450,7 @@ def read_container(source: Source) -> Container:
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encode_text = json.encoder.encode_basestring  # what it does to texts, in C
 
 
 def names_bytes(names: Iterable[str]) -> int:
@@ -410,7 +460,7 @@ def names_bytes(names: Iterable[str]) -> int:
 
 def entry_json(name: str, spec: TensorSpec, begin: int, end: int) -> str:
     """One tensor's part of a header, without a comma."""
-    return f'{_encode(name)}:{{{spec.json},"data_offsets":[{begin},{end}]}}'
+    return f'{_encode_text(name)}:{{{spec.json},"data_offsets":[{begin},{end}]}}'
 
 
 def metadata_json(metadata: Mapping[str, str]) -> str:

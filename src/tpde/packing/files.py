@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from tpde.format.container import parse_header
 from tpde.format.sink import FileSink, Sink
 from tpde.packing.copies import mode_of
 from tpde.packing.gathered import Gathered
-from tpde.packing.order import block_of, forward_order
+from tpde.packing.order import forward_blocks
 from tpde.packing.reader import PackedFile, PackedTensor, Tensor
 from tpde.packing.sources import TensorSource, open_source, read_pieces, read_sample
+from tpde.packing.together import batches
 from tpde.packing.writer import PackedWriter, store_order
 
 Progress = Callable[[int], None]
@@ -60,29 +62,38 @@ def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress 
 
     Every tensor that may be packed is sampled first, because what stays plain is stored last (format.md 1.6).
     """
-    order = forward_order(source.specs)
+    specs, blocks = source.specs, forward_blocks(source.specs)
     in_place, packed = set[str](), set[str]()
-    for name in order:
-        nbytes = source.specs[name].nbytes
+    for name in blocks:
+        nbytes = specs[name].nbytes
         if nbytes >= MIN_BYTES and writer.plan(name, read_sample(source, name)):
             packed.add(name)
         elif nbytes % ALIGN_BLOB == 0:
             in_place.add(name)
     whole = packed | in_place
-    for first, last, names in _blocks(store_order(order, whole), packed, whole):
-        for name in names:
-            for piece in read_pieces(source, name):
-                writer.write(name, piece)
-                progress(piece.size)
+    for first, last, names in _blocks(store_order(list(blocks), whole), blocks, packed, whole):
+        for small, some in batches(names, lambda name: specs[name].nbytes < MIN_BYTES):
+            if small:
+                for name, data in zip(some, source.read_small(some), strict=True):
+                    if data.nbytes:  # what is empty is left to the writer, whose close puts it last
+                        writer.write(name, data)
+                progress(sum([specs[name].nbytes for name in some]))
+                continue
+            for name in some:
+                for piece in read_pieces(source, name):
+                    writer.write(name, piece)
+                    progress(piece.size)
         writer.align_block(first, last)
 
 
-def _blocks(order: list[str], packed: set[str], whole: set[str]) -> Iterator[tuple[str, str, list[str]]]:
+def _blocks(
+    order: list[str], blocks: Mapping[str, str | None], packed: set[str], whole: set[str]
+) -> Iterator[tuple[str, str, list[str]]]:
     """Runs of tensors of one block, a packed one last so that it can take the padding.
 
     What is not of whole units is in runs of its own: no packed one may come behind it.
     """
-    for _, run in itertools.groupby(order, lambda name: (name in whole, block_of(name))):
+    for _, run in itertools.groupby(order, lambda name: (name in whole, blocks[name])):
         names = list(run)
         last = next((n for n in reversed(names) if n in packed), None)
         if last is not None:
@@ -152,16 +163,29 @@ def stream(tensor: Tensor, threads: int, take: Callable[[int, Bytes], None]) -> 
     return hasher.digest()
 
 
-def check_digest(name: str, tensor: Tensor, found: bytes) -> None:
+def check_digest(name: str, digest: bytes | None, found: bytes) -> None:
     """Raise `Corrupt` if a tensor's bytes are not those that were packed."""
-    if tensor.digest is not None and found != tensor.digest:
+    if digest is not None and found != digest:
         raise Corrupt(
-            f"tensor `{name}`: the bytes hash to {found.hex()}, {tensor.digest.hex()} was packed",
+            f"tensor `{name}`: the bytes hash to {found.hex()}, {digest.hex()} was packed",
             hint="the file is damaged, fetch it again",
             tensor=name,
             found=found.hex(),
-            needed=tensor.digest.hex(),
+            needed=digest.hex(),
         )
+
+
+def _is_small(packed: PackedFile, name: str) -> bool:
+    """Whether a tensor is one of those that are read many at a time: no writer packs a smaller one."""
+    return packed.specs[name].nbytes < MIN_BYTES and packed.is_plain(name)
+
+
+def _read_small(packed: PackedFile, names: list[str]) -> bytes:
+    """The bytes of small tensors, one after the other, which must be those that were packed."""
+    pieces = packed.read_plain(names)
+    for name, piece in zip(names, pieces, strict=True):
+        check_digest(name, packed.digest(name), xxhash.xxh3_128_digest(piece))
+    return b"".join(pieces)
 
 
 def unpack_to(packed: PackedFile, sink: Sink, threads: int, progress: Progress = no_progress) -> int:
@@ -170,15 +194,20 @@ def unpack_to(packed: PackedFile, sink: Sink, threads: int, progress: Progress =
     sink.write(0, [len(header).to_bytes(8, "little") + header])
     at = 8 + len(header)
     source = packed.original or parse_header(header, f"`{packed.source.name}`")
-    places = {name: at + entry.begin for name, entry in source.entries.items()}
-    for name, place in places.items():
-        tensor = packed.tensor(name)
+    for small, names in batches(source.entries, partial(_is_small, packed)):
+        if small:  # and side by side in the source
+            data = _read_small(packed, names)
+            out.write(at + source.entries[names[0]].begin, memoryview(data))
+            progress(len(data))
+            continue
+        for name in names:
+            tensor, place = packed.tensor(name), at + source.entries[name].begin
 
-        def take(offset: int, piece: Bytes, place: int = place) -> None:
-            out.write(place + offset, piece.data)
-            progress(piece.size)
+            def take(offset: int, piece: Bytes, place: int = place) -> None:
+                out.write(place + offset, piece.data)
+                progress(piece.size)
 
-        check_digest(name, tensor, stream(tensor, threads, take))
+            check_digest(name, tensor.digest, stream(tensor, threads, take))
     out.flush()
     return at + source.data_bytes
 
@@ -265,10 +294,13 @@ def verify_file(
             header = packed.source_header()
             whole = hashlib.sha256(len(header).to_bytes(8, "little") + header)
             hasher = whole if sha256 is not None else None
-            for name in (packed.original or parse_header(header, f"`{path}`")).entries:
-                for problem in _verify_tensor(packed, name, source, threads, hasher):
-                    note(problem)
-                progress(packed.specs[name].nbytes)
+            order = (packed.original or parse_header(header, f"`{path}`")).entries
+            for small, names in batches(order, partial(_is_small, packed)):
+                if not (small and _are_intact(packed, names, source, hasher)):
+                    for name in names:
+                        for problem in _verify_tensor(packed, name, source, threads, hasher):
+                            note(problem)
+                progress(sum([packed.specs[name].nbytes for name in names]))
             if sha256 is not None and not problems and whole.hexdigest() != sha256:
                 note(
                     Corrupt(
@@ -289,6 +321,26 @@ def _compare_headers(packed: PackedFile, source: TensorSource) -> Iterator[Corru
         yield Corrupt(f"tensor `{name}` is missing from the {where} file", tensor=name)
     if packed.original is not None and packed.source_header() != source.container.header:
         yield Corrupt("the source's header differs from the one that was packed")
+
+
+def _are_intact(packed: PackedFile, names: list[str], source: TensorSource | None, whole: Any) -> bool:
+    """Whether small tensors are intact, and equal to the source's; only then the whole file's hash has them.
+
+    Where one is not, `_verify_tensor` says which.
+    """
+    try:
+        data = _read_small(packed, names)
+    except Corrupt:
+        return False
+    if source is not None:
+        # Of lists each spec is first compared by identity, in C.
+        if [packed.specs[name] for name in names] != [source.specs.get(name) for name in names]:
+            return False
+        if data != b"".join(source.read_small(names)):
+            return False
+    if whole is not None:
+        whole.update(data)
+    return True
 
 
 def _verify_tensor(
@@ -331,7 +383,7 @@ def _verify_tensor(
             )
         )
     try:
-        check_digest(name, tensor, stream(tensor, threads, take))
+        check_digest(name, tensor.digest, stream(tensor, threads, take))
     except Corrupt as error:
         # Name every damaged chunk, not only the first that a thread met.
         found: list[TpdeError] = []

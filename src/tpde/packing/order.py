@@ -74,6 +74,11 @@ def forward_order(names: Iterable[str]) -> list[str]:
     >>> forward_order(["lm_head.weight", "layers.10.w1", "layers.9.w1", "embed.weight"])
     ['embed.weight', 'layers.9.w1', 'layers.10.w1', 'lm_head.weight']
     """
+    return list(forward_blocks(names))
+
+
+def forward_blocks(names: Iterable[str]) -> dict[str, str | None]:
+    """Tensor names in the order of `forward_order`, each with its block."""
     before: list[str] = []
     blocks: dict[str, list[str]] = {}
     after: list[str] = []
@@ -85,10 +90,12 @@ def forward_order(names: Iterable[str]) -> list[str]:
             before.append(name)
         else:
             after.append(name)
-    order = sorted(before, key=natural)
+    order: dict[str, str | None] = dict.fromkeys(sorted(before, key=natural))
     # By what follows the block in a name, since blocks are mostly alike.
     inside = functools.cache(lambda rest: (_rank(_RANKS_INSIDE, rest.lower() + "."), natural(rest)))
     for block in sorted(blocks, key=natural):
         start = len(block)
-        order += sorted(blocks[block], key=lambda name, start=start: inside(name[start:]))  # type: ignore[misc]
-    return order + sorted(after, key=lambda name: (_rank(_RANKS_AFTER, name.lower()), natural(name)))
+        members = sorted(blocks[block], key=lambda name, start=start: inside(name[start:]))  # type: ignore[misc]
+        order |= dict.fromkeys(members, block)
+    last = sorted(after, key=lambda name: (_rank(_RANKS_AFTER, name.lower()), natural(name)))
+    return order | dict.fromkeys(last)

@@ -11,7 +11,7 @@ import struct
 import sys
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -77,6 +77,13 @@ class StateDictSource:
             self._last = "", np.empty(0, np.uint8)
             self._last = name, torch_bytes(self._real(tensor) if isinstance(tensor, _Stored) else tensor)
         out[:] = self._last[1][begin:end]
+
+    def read_small(self, names: Sequence[str]) -> list[memoryview]:
+        """Read all bytes of some small tensors, between which there are gaps in the file."""
+        found = [np.empty(self.specs[name].nbytes, np.uint8) for name in names]
+        for name, data in zip(names, found, strict=True):
+            self.read(name, 0, data.size, data)
+        return [data.data for data in found]
 
     def _real(self, stored: _Stored) -> torch.Tensor:
         """A tensor with its bytes: what lies between its first element and its last."""

@@ -7,7 +7,9 @@ import binascii
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -37,8 +39,10 @@ from tpde.format.container import (
     read_container,
 )
 from tpde.format.source import BytesSource, FileSource, Source, read
+from tpde.packing.together import read_together
 
 _DIGITS = re.compile("[0-9a-fA-F]*")  # `bytes.fromhex` passes over white space
+_HASH = struct.Struct("16s")
 
 
 class _PlainTensor:
@@ -150,17 +154,19 @@ class PackedFile:
         self._packed = {name: name + SUFFIX for name in candidates}
         self.is_packed = bool(self._packed) or version is not None
         # Texts compare by code points, in the order of their UTF-8 bytes (1.3).
-        self._plain = sorted(set(entries).difference(self._packed.values()))
+        blobs = set(self._packed.values())
+        plain = {name: entry.spec for name, entry in entries.items() if name not in blobs}
+        self._plain = sorted(plain)
         collision = next((n for n in self._plain if n in self._packed), None)
         if collision is not None:
             raise Corrupt(f"{where}: tensor `{collision}` is there both plain and packed", tensor=collision)
         if self.original is not None:
             self.specs = self.original.specs
-            self._compare()
-            self._digests = self._plain_digests()
+            self._compare(plain)
+            self._hashes = self._plain_hashes()
         else:
-            self._digests = {}
-            self.specs = {n: entries[n].spec for n in self._plain}
+            self._hashes = b""
+            self.specs = {n: plain[n] for n in self._plain}
             if self._packed:
                 found = self.specs | {n: self.tensor(n).spec for n in self._packed}
                 self.specs = {n: found[n] for n in sorted(found)}
@@ -170,7 +176,8 @@ class PackedFile:
             return False
         return read(self.source, self.container.data_start + entry.begin, len(MAGIC)) == MAGIC
 
-    def _plain_digests(self) -> dict[str, bytes]:
+    def _plain_hashes(self) -> bytes:
+        """The hashes of the tensors stored as they are, in the order of their names."""
         text = self.container.metadata.get(KEY_PLAIN)
         if text is None:
             if self._plain:
@@ -179,7 +186,7 @@ class PackedFile:
                     hint="the file is damaged, fetch it again",
                     where=self.source.name,
                 )
-            return {}
+            return b""
         data = bytes.fromhex(text) if _DIGITS.fullmatch(text) and len(text) % 2 == 0 else b""
         if len(data) != 16 * len(self._plain) or len(text) != 2 * len(data):
             raise Corrupt(
@@ -190,7 +197,12 @@ class PackedFile:
                 found=len(text),
                 needed=32 * len(self._plain),
             )
-        return {name: data[16 * i : 16 * i + 16] for i, name in enumerate(self._plain)}
+        return data
+
+    @cached_property
+    def _digests(self) -> dict[str, bytes]:
+        """The hash of each tensor stored as it is; none where another tool dropped them."""
+        return dict(zip(self._plain, [digest for (digest,) in _HASH.iter_unpack(self._hashes)], strict=False))
 
     def _original_header(self) -> Container:
         metadata, where = self.container.metadata, f"`{self.source.name}`"
@@ -216,10 +228,11 @@ class PackedFile:
             ) from None
         return parse_header(header, f"{where}, the source's header")
 
-    def _compare(self) -> None:
+    def _compare(self, plain: dict[str, TensorSpec]) -> None:
         """Check that names, dtypes and shapes agree with the source's header (format.md 1.4)."""
-        stored = set(self._plain) | set(self._packed)
-        for name in sorted(stored.symmetric_difference(self.specs)):
+        if plain == {name: spec for name, spec in self.specs.items() if name not in self._packed}:
+            return
+        for name in sorted(self.specs.keys() ^ {*plain, *self._packed}):
             missing = name in self.specs
             raise Corrupt(
                 f"`{self.source.name}`: tensor `{name}` is {'missing' if missing else 'not in the source'}",
@@ -227,10 +240,8 @@ class PackedFile:
                 where=self.source.name,
                 tensor=name,
             )
-        entries, specs = self.container.entries, self.specs
-        for name in self._plain:
-            if entries[name].spec != specs[name]:
-                raise self._other_spec(name, entries[name].spec)
+        name = next(name for name in self._plain if plain[name] != self.specs[name])
+        raise self._other_spec(name, plain[name])
 
     def _other_spec(self, name: str, found: TensorSpec) -> Corrupt:
         return Corrupt(
@@ -261,14 +272,19 @@ class PackedFile:
             raise KeyError(f"no tensor `{name}` in `{self.source.name}`")
         entry = self.container.entries[name]
         at = self.container.data_start + entry.begin
-        return _PlainTensor(self.source, at, entry, self._digests.get(name))
+        return _PlainTensor(self.source, at, entry, self.digest(name))
 
-    def plain_place(self, name: str) -> tuple[int, int] | None:
-        """Where in the file a tensor begins that is stored as it is, and its size; None if it is packed."""
-        if name in self._packed:
-            return None
-        entry = self.container.entries[name]
-        return self.container.data_start + entry.begin, entry.end - entry.begin
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor is stored as it is."""
+        return name not in self._packed
+
+    def read_plain(self, names: Sequence[str]) -> list[memoryview]:
+        """Read all bytes of some tensors that are stored as they are, those side by side at once."""
+        return read_together(self.source, self.container.places(names))
+
+    def digest(self, name: str) -> bytes | None:
+        """The hash of a tensor that is stored as it is; None where another tool dropped it."""
+        return self._digests.get(name)
 
     def offset_names(self) -> list[str]:
         """Names of all tensors, in the order of their bytes: in the source or, where it is unknown, here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +36,9 @@ class TensorSource(Protocol):
     def read(self, name: str, begin: int, end: int, out: Bytes) -> None:
         """Read a tensor's bytes from `begin` to `end` into `out`."""
 
+    def read_small(self, names: Sequence[str]) -> list[memoryview]:
+        """Read all bytes of some small tensors."""
+
     def close(self) -> None:
         """Release what is held."""
 
@@ -66,6 +69,10 @@ class SafetensorsSource:
         """Read a tensor's bytes from `begin` to `end` into `out`."""
         at = self.container.data_start + self.container.entries[name].begin
         self._file.source.read_into(at + begin, out.data)
+
+    def read_small(self, names: Sequence[str]) -> list[memoryview]:
+        """Read all bytes of some small tensors."""
+        return self._file.read_plain(names)
 
     def close(self) -> None:
         """Close the file."""

@@ -17,7 +17,6 @@ from tpde.codec.plan import MIN_BYTES, PREFIX_CHUNK_WORDS, CodecName, Plan, plan
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.sink import Sink
-from tpde.packing.gathered import Gathered
 
 HASH_APART = 1 << 20  # bytes from which hashing on a thread of its own pays
 _BLOCK = 64 << 10  # bytes that are compared at a time
@@ -61,39 +60,6 @@ class _Plain:
 
     def finish(self, digest: bytes) -> int:
         return self._size
-
-
-class SmallWriter:
-    """Writes a tensor that is too small to be packed, together with its neighbours.
-
-    Parameters
-    ----------
-    spec : TensorSpec
-        What it is: of less than `MIN_BYTES`.
-    out : Gathered
-        Where it goes.
-    offset : int
-        Where in the sink.
-    """
-
-    __slots__ = ("_held", "_out", "offset", "spec")
-
-    def __init__(self, spec: TensorSpec, out: Gathered, offset: int) -> None:
-        self.spec, self.offset, self._out, self._held = spec, offset, out, bytearray()
-
-    @property
-    def size(self) -> int:
-        """How many bytes have been written."""
-        return len(self._held)
-
-    def write(self, piece: Bytes) -> None:
-        """Take the tensor's next bytes."""
-        self._held += piece.data
-
-    def finish(self) -> Stored:
-        """Complete the tensor, all of whose bytes have been written."""
-        self._out.write(self.offset, memoryview(self._held))
-        return Stored(len(self._held), False, xxhash.xxh3_128_digest(self._held))
 
 
 class TensorWriter:

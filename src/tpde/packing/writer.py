@@ -44,7 +44,7 @@ from tpde.format.container import (
 )
 from tpde.format.sink import FileSink, Sink
 from tpde.packing.gathered import Gathered
-from tpde.packing.tensor import SmallWriter, TensorWriter, repeats
+from tpde.packing.tensor import Stored, TensorWriter, repeats
 
 # Of the source's header. Level 19 takes 0.2 s for 300 kB and 85 s for 30 MB, level 9 0.15 s for that, a
 # quarter larger. Where it is quick, 19 saves up to a third.
@@ -141,7 +141,7 @@ class PackedWriter:
         self._written: dict[str, tuple[TensorSpec, int, int]] = {}  # stored name: spec, begin, end
         self._plain: dict[str, str] = {}
         self._plans: dict[str, Plan | None] = {}
-        self._now: tuple[str, SmallWriter | TensorWriter] | None = None
+        self._now: tuple[str, TensorWriter] | None = None
         self._done: set[str] = set()
         total = sum(spec.nbytes for spec in self._specs.values())
         unit = ALIGN_LARGE if total >= LARGE_BYTES else ALIGN_BLOB if total >= 4 * ALIGN_BLOB else 8
@@ -217,18 +217,29 @@ class PackedWriter:
         data : bytes-like or ndarray
             Contiguous; any number of bytes.
         """
+        piece = as_bytes(data)
         if self._now is None or self._now[0] != name:
-            self._now = name, self._begin(name)
-        tensor, piece = self._now[1], as_bytes(data)
+            spec = self._next(name)
+            if piece.size == spec.nbytes < MIN_BYTES:  # as very many are: written together
+                self._small.write(self._start + self._at, piece.data)
+                self._end(name, spec, Stored(piece.size, False, xxhash.xxh3_128_digest(piece.data)))
+                return
+            self._now = name, self._begin(name, spec)
+        tensor = self._now[1]
         if tensor.size + piece.size > tensor.spec.nbytes:
             raise ValueError(
                 f"tensor `{name}` has {tensor.spec.nbytes} bytes, {tensor.size + piece.size} were given"
             )
         tensor.write(piece)
         if tensor.size == tensor.spec.nbytes:
-            self._end(name, tensor)
+            stored = tensor.finish()
+            if stored.packed:
+                padding = bytes(align(stored.size, ALIGN_BLOB) - stored.size)
+                self._sink.write(tensor.offset + stored.size, [padding])
+            self._end(name, tensor.spec, stored)
 
-    def _begin(self, name: str) -> SmallWriter | TensorWriter:
+    def _next(self, name: str) -> TensorSpec:
+        """What a tensor is, which may begin now."""
         if self._now is not None:
             other, tensor = self._now
             raise ValueError(
@@ -239,9 +250,9 @@ class PackedWriter:
             raise KeyError(f"tensor `{name}` was not announced")
         if name in self._done:
             raise ValueError(f"tensor `{name}` was written already")
-        spec = self._specs[name]
-        if spec.nbytes < MIN_BYTES:
-            return SmallWriter(spec, self._small, self._start + self._at)
+        return self._specs[name]
+
+    def _begin(self, name: str, spec: TensorSpec) -> TensorWriter:
         self._small.flush()
         tensor = TensorWriter(
             spec,
@@ -256,15 +267,14 @@ class PackedWriter:
             tensor.decide(self._plans[name])
         return tensor
 
-    def _end(self, name: str, tensor: SmallWriter | TensorWriter) -> None:
-        stored, spec, size = tensor.finish(), tensor.spec, tensor.spec.nbytes
+    def _end(self, name: str, spec: TensorSpec, stored: Stored) -> None:
+        size = stored.size
         self._done.add(name)
         self._now = None
         if not stored.packed:
             self._plain[name] = stored.digest.hex()
         else:
-            size = align(stored.size, ALIGN_BLOB)
-            self._sink.write(tensor.offset + stored.size, [bytes(size - stored.size)])
+            size = align(size, ALIGN_BLOB)
             name, spec = name + SUFFIX, TensorSpec("U8", (size,))
         self._written[name] = spec, self._at, self._at + size
         self._at += size
@@ -309,7 +319,7 @@ class PackedWriter:
         if self._now is None:
             for name in [name for name, spec in self._specs.items() if not spec.nbytes]:
                 if name not in self._done:
-                    self._end(name, self._begin(name))
+                    self.write(name, b"")
         self._small.flush()
         missing = [name for name in self._specs if name not in self._done]
         if missing:

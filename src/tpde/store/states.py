@@ -130,7 +130,7 @@ class FilesState:
         out = np.empty(tensor.spec.nbytes, np.uint8)
         tensor.read(0, out.size, out, threads)
         if tensor.digest is not None:
-            check_digest(key[1], tensor, xxhash.xxh3_128_digest(out.data))
+            check_digest(key[1], tensor.digest, xxhash.xxh3_128_digest(out.data))
         return out
 
     def read_parts(self, key: Key, ranges: list[tuple[int, int]], threads: int) -> list[Bytes]:

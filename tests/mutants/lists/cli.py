@@ -45,8 +45,8 @@ MUTANTS = (
     mutant(
         "tables-as-wide-as-a-name",
         "cli/common.py",
-        "[bounded(printable(cell), MAX_CELL) for cell in row]",
-        "[printable(cell) for cell in row]",
+        "[[bounded(printable(cell), MAX_CELL) for cell in line] for line in lines]",
+        "[[printable(cell) for cell in line] for line in lines]",
         "a long name makes a table of gigabytes",
         _ERRORS,
         "malformed/test_attacks_input.py",
