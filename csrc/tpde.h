@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-#define TPDE_ABI 4          /* raised with every change of this header */
+#define TPDE_ABI 5          /* raised with every change of this header */
 #define TPDE_LANES 32       /* format.md 5.1 */
 #define TPDE_MAX_PLANES 8   /* bytes of the largest word, format.md 2.1 */
 #define TPDE_MAX_TABLES 16  /* format.md 7 */

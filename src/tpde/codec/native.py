@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tpde.errors import Corrupt, NativeError
 from tpde.format.constants import RECORD_BYTES
 
-ABI = 4
+ABI = 5
 MAX_TABLE_SECTION = 20480
 NO_CHUNK = (1 << 64) - 1
 
