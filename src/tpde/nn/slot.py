@@ -90,6 +90,12 @@ class Slot:
         if (group := self.group) is not None:
             group.changed()
 
+    def renew(self) -> None:
+        """Be another weight to compiled code: it is under another delta."""
+        self.key = ops.renew(self, self.key)
+        if (group := self.group) is not None:
+            group.key = ops.renew(group, group.key)
+
     def frozen(self) -> None:
         """Forget the view, which says that the weight requires a gradient."""
         self.view = self.view_of = None

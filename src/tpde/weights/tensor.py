@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.blob import align
+from tpde.weights.choice import Choice
 from tpde.weights.resident import Resident
-from tpde.weights.rows import RowReader
-from tpde.weights.source import Decoder, Source, decoder
+from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
 from tpde.weights.span import ALIGN, Span
 
 
@@ -195,12 +195,25 @@ class PackedTensor:
             mine.load(theirs, assign=assign)
         self.refresh()
 
+    def replace(self, sources: Mapping[Source, Source]) -> None:
+        """Take other sources in the place of some, of the same dtypes and shapes, on the same devices."""
+        self.parts = [(sources.get(source, source), at) for source, at in self.parts]
+        self._changed()
+
+    @property
+    def choice(self) -> Choice | None:
+        """By which name it is decoded, if it has several."""
+        return next((it.choice for it in self.sources if it.choice is not None), None)
+
     def refresh(self) -> None:
         """Tell users if a blob is another, or elsewhere, than when they were told last."""
         if self._versions != [source.version for source, _ in self.parts]:
-            self._forget()
-            for user in list(self._users):
-                user.changed()
+            self._changed()
+
+    def _changed(self) -> None:
+        self._forget()
+        for user in list(self._users):
+            user.changed()
 
     def tell_frozen(self) -> None:
         """Tell users that the weight was frozen."""
@@ -210,7 +223,7 @@ class PackedTensor:
     def _forget(self) -> None:
         self._versions = [source.version for source, _ in self.parts]
         self._decoder: Decoder | None = None
-        self._rows: RowReader | None = None
+        self._rows: RowsDecoder | None = None
 
     def clone(self) -> PackedTensor:
         """The same in memory of its own."""
@@ -271,7 +284,7 @@ class PackedTensor:
     def prepare_rows(self) -> None:
         """Put on the device what `rows` needs."""
         if self._rows is None:
-            self._rows = RowReader(self.parts[0][0])
+            self._rows = self.parts[0][0].row_reader()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of a matrix of one source: a tensor of shape `(*ids.shape, columns)`. See `RowReader`."""

@@ -75,8 +75,8 @@ MUTANTS = (
     mutant(
         "users-are-not-told-of-new-blobs",
         "weights/tensor.py",
-        "            self._forget()\n            for user in list(self._users):\n                user.changed()\n",
-        "            self._forget()\n",
+        "        self._forget()\n        for user in list(self._users):\n            user.changed()\n",
+        "        self._forget()\n",
         "a block decodes with what it has prepared for the old blob",
         "nn/test_loading_blobs.py",
     ),
@@ -91,8 +91,8 @@ MUTANTS = (
     mutant(
         "rows-of-the-old-blob",
         "weights/tensor.py",
-        "        self._rows: RowReader | None = None\n",
-        "        self._rows: RowReader | None = getattr(self, '_rows', None)\n",
+        "        self._rows: RowsDecoder | None = None\n",
+        "        self._rows: RowsDecoder | None = getattr(self, '_rows', None)\n",
         "rows of an embedding are looked up at the addresses of the old blob",
         "nn/test_loading_blobs.py",
     ),
