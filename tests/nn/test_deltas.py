@@ -87,6 +87,18 @@ def test_bits_by_kernels(dtype: Any, tie: bool) -> None:
         tunes.check(name)
 
 
+@pytest.mark.usefixtures("on_kernels")
+def test_memory_of_rows() -> None:
+    """What differs in a row is kept beside the coded change, which no row can be decoded of."""
+    tunes = make(tie=False, blocks=1)
+    source = tunes.packed.embed.weight.packed.sources[0]
+    plain = [tunes.plain[it].embed.weight.view(torch.int16) for it in (None, "math", "law")]
+    differ = sum(int((it != plain[0]).sum()) for it in plain[1:])
+    coded_bytes = sum(change.nbytes for it in source.variants.values() for change in it.changes)
+    assert source.delta_bytes == coded_bytes + 4 * differ + 2 * 8 * 201
+    assert tunes.packed.tpde_deltas.nbytes > source.delta_bytes
+
+
 @pytest.mark.usefixtures("where")
 def test_many_chunks_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of more than one chunk of changes, decoded with little memory for what is not coded."""

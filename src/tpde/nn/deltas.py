@@ -30,18 +30,15 @@ class _Copies:
     """A plain parameter or buffer, in each of the states: small, or it would be packed."""
 
     def __init__(self, module: nn.Module, leaf: str, name: str, values: Mapping[str, Tensor]) -> None:
-        self._module, self._leaf, self.name = weakref.ref(module), leaf, name
+        self._module, self._leaf, self.name = module, leaf, name
         own = self._tensor().detach()
         self._base = own.clone()
         self._values = {key: value.to(own.device) for key, value in values.items()}
         self._note(None)
 
     def _tensor(self) -> Tensor:
-        module = self._module()
-        found: Tensor | None = None
-        if module is not None:
-            found = module._parameters.get(self._leaf)
-            found = module._buffers.get(self._leaf) if found is None else found
+        found: Tensor | None = self._module._parameters.get(self._leaf)
+        found = self._module._buffers.get(self._leaf) if found is None else found
         if found is None or isinstance(found, PackedParameter):
             raise PackedWeight(
                 f"`{self.name}` is not where it was, and deltas change it",

@@ -15,6 +15,8 @@ from tpde.errors import PackedWeight
 from tpde.nn.forward import AroundForward
 from tpde.nn.owner import Owner
 
+_PATIENCE_S = 1.0
+
 
 class Passes:
     """Which threads are in a forward pass: what is changed between passes waits for all of them."""
@@ -22,12 +24,17 @@ class Passes:
     def __init__(self) -> None:
         self._ended = threading.Condition()
         self._depth: dict[int, int] = {}  # by threads
+        self._waiting = 0  # for all of them to end
 
     @contextmanager
     def one(self) -> Iterator[None]:
         """A forward pass of this thread, or one within it."""
         me = get_ident()
         with self._ended:
+            if me not in self._depth and self._waiting:
+                # Else threads that compute without end leave no moment without one. Not for ever: a pass may
+                # wait for this one.
+                self._ended.wait_for(lambda: not self._waiting, timeout=_PATIENCE_S)
             self._depth[me] = self._depth.get(me, 0) + 1
         try:
             yield
@@ -53,8 +60,13 @@ class Passes:
                     "the weights of a forward pass would become others before it ends",
                     hint="call `use` between two of them",
                 )
-            self._ended.wait_for(lambda: not self._depth)
-            yield
+            self._waiting += 1
+            try:
+                self._ended.wait_for(lambda: not self._depth)
+                yield
+            finally:
+                self._waiting -= 1
+                self._ended.notify_all()
 
 
 class ModelForward(AroundForward):

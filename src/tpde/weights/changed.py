@@ -69,6 +69,7 @@ class Changed(Source):
         self.base, self.variants, self.choice = base, dict(variants), choice
         self.name, self.header, self.version = base.name, base.header, base.version + 1
         self.settled, self._section = base.settled, base._section
+        self._row_bytes = 0  # of what rows are rebuilt with
 
     @property
     def device(self) -> torch.device:
@@ -87,9 +88,10 @@ class Changed(Source):
 
     @property
     def delta_bytes(self) -> int:
-        """Bytes of all variants."""
+        """Bytes of all variants, on a GPU with what rows of them are rebuilt with."""
         own = sum(it.start.packed_bytes for it in self.variants.values() if it.start is not self.base)
-        return own + sum(change.nbytes for it in self.variants.values() for change in it.changes)
+        coded = sum(change.nbytes for it in self.variants.values() for change in it.changes)
+        return own + coded + self._row_bytes
 
     def now(self) -> Variant:
         """What is decoded."""
@@ -213,6 +215,7 @@ class Changed(Source):
         for name, it in self.variants.items():
             reader = base if it.start is self.base else it.start.row_reader()
             readers[name] = reader, RowChanges(self.shape, self._differences(it)) if it.changes else None
+        self._row_bytes = sum(changes.nbytes for _, changes in readers.values() if changes is not None)
         return ChangedRows(base, readers, self.choice)
 
     def _differences(self, variant: Variant) -> Iterator[tuple[Tensor, Tensor]]:

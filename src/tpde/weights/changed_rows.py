@@ -125,8 +125,3 @@ class ChangedRows:
         if changes is not None:
             changes.replace(rows, ids)
         return rows
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what differs, of all names."""
-        return sum(changes.nbytes for _, changes in self._named.values() if changes is not None)
