@@ -18,7 +18,7 @@ from tpde.nn.slot import Slot
 from tpde.store.states import MEMORY
 from tpde.weights.changed import Changed, Variant
 from tpde.weights.choice import UNNAMED, Choice
-from tpde.weights.deltas import Delta, DeltaLike, entries_of, values_of, variants_of
+from tpde.weights.deltas import Delta, DeltaLike, entries_of, only_source, values_of, variants_of
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
 from tpde.weights.tensor import PackedTensor
@@ -186,7 +186,7 @@ class Deltas:
                 it.set(name)
             self.choice.active = name
             for slot in self._slots():
-                slot.renew()
+                slot.updated()
 
     def _slots(self) -> list[Slot]:
         return [it for tensor in self._tensors for it in tensor.users() if isinstance(it, Slot)]
@@ -382,7 +382,7 @@ def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
             if not isinstance(tensor, PackedParameter):
                 plain[names[0]] = values_of(tensor, entries, opened, MEMORY)
             elif entries:
-                source = _only(tensor.packed, names[0])
+                source = only_source(tensor.packed, names[0])
                 variants[source] = variants_of(source, entries, opened, MEMORY)
     attach(model, list(deltas), variants, {name: it for name, it in plain.items() if it})
     return model
@@ -403,14 +403,3 @@ def require_known(delta: Delta, names: Mapping[str, object], base: str) -> None:
                 hint="name the base that the delta was made from",
                 where=name,
             )
-
-
-def _only(packed: PackedTensor, name: str) -> Source:
-    """The source of a weight that is made of one."""
-    if len(packed.parts) > 1:
-        raise PackedWeight(
-            f"`{name}` is made of {len(packed.parts)} tensors, and a delta has it as one",
-            hint="give deltas of the files that the model is loaded from to `tpde.from_pretrained`",
-            where=name,
-        )
-    return packed.sources[0]

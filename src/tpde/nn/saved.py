@@ -31,9 +31,16 @@ class _Again(NamedTuple):
     negated: bool
     choice: Choice | None  # by whose name then the weight is decoded
     name: str | None
+    updates: int  # of the weight until then
 
     def again(self) -> Tensor:
         """The view, decoded anew."""
+        packed = self.slot.packed
+        if packed.updates != self.updates:
+            raise RuntimeError(
+                f"`{packed.name}`, a packed weight that the backward pass needs, was updated since: compute "
+                "the forward pass again"
+            )
         if self.choice is None:
             return self._again()
         with self.choice.at(self.name):
@@ -101,7 +108,7 @@ class Saver:
                     bits, choice = (tensor.is_conj(), tensor.is_neg()), slot.packed.choice
                     name = None if choice is None else choice.now()
                     where = tensor.dtype, tensor.shape, tensor.stride(), offset
-                    return _Again(slot, *where, *bits, choice, name)
+                    return _Again(slot, *where, *bits, choice, name, slot.packed.updates)
         if self._before is not None:
             return _Passed(self._before[0](tensor), self._before[1])
         # Not the tensor itself: an operator that saves its result would be in a cycle that nothing breaks.

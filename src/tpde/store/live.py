@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, NativeError
 from tpde.format.delta import SPARSE, WITH_BASE, TensorEntry
 from tpde.format.sink import BytesSink
-from tpde.format.source import BytesSource, FileSource
 from tpde.frameworks import refuse_expanded, to_torch, torch_bytes, torch_spec
 from tpde.packing.files import Progress, no_progress
 from tpde.packing.writer import check_threads
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
     Live = torch.nn.Module | Mapping[str, torch.Tensor]
 
-__all__ = ["apply_delta", "make_delta"]
+__all__ = ["Update", "make_delta", "plain_tensors"]
 
 
-def _tensors(state: Live, what: str) -> dict[str, torch.Tensor]:
+def plain_tensors(state: Live, what: str) -> dict[str, torch.Tensor]:
     """The tensors of a module or a state dict, by name; none of them packed."""
     import torch
 
@@ -116,7 +115,7 @@ def make_delta(
     >>> torch.equal(old["weight"], new["weight"])
     True
     """
-    count, after = check_threads(threads), _tensors(new, "`new`")
+    count, after = check_threads(threads), plain_tensors(new, "`new`")
     sink = BytesSink()
     base: State
     before: Mapping[str, torch.Tensor] = {}
@@ -125,7 +124,7 @@ def make_delta(
     elif isinstance(old, bytes):
         base = FilesState(old)
     else:
-        before = _tensors(old, "`old`")
+        before = plain_tensors(old, "`old`")
         _refuse_one_memory(before, after)
         base = _live_state(before)
     try:
@@ -173,92 +172,70 @@ class _Change(NamedTuple):
     data: Bytes | None
 
 
-def apply_delta(
-    state: Live,
-    delta: bytes | str | os.PathLike[str],
-    *,
-    threads: int | None = None,
-    progress: Progress = no_progress,
-) -> int:
-    """Turn live tensors from a delta's base into its target, where they lie.
-
-    Everything is made and checked before the first tensor is written. A tensor that is the target's already
-    is left as it is, so a delta may be applied twice, or again after Ctrl-C. Files of the delta that hold no
-    weights are passed over.
+class Update:
+    """What a delta makes of live tensors: all of it made and checked, none of it written.
 
     Parameters
     ----------
-    state : nn.Module or mapping of str to torch.Tensor
-        What holds the base. It may have more tensors than the delta.
-    delta : bytes or path-like
-        As `make_delta` gives it, or a file that `tpde diff` wrote.
-    threads : int, optional
-        By default one for each processor.
+    file : DeltaFile
+        The delta.
+    tensors : mapping of str to torch.Tensor
+        What holds the base, by names.
+    entries : sequence of TensorEntry
+        What of the delta they become.
+    threads : int
+        How many decode.
     progress : callable
         Called with a number of bytes of the target when they are done.
 
-    Returns
-    -------
-    int
-        How many tensors were written.
-
     Raises
     ------
-    MissingBase
-        If a tensor is neither the base's nor the target's, or not there: it is named, nothing was changed.
-    InvalidInput
-        If a tensor cannot be written where it lies, two tensors share memory and would differ, or it is no
-        delta.
-    Truncated, Corrupt, UnsupportedVersion
-        If the delta is damaged, or newer than this version.
+    MissingBase, InvalidInput, Truncated, Corrupt
+        As `tpde.apply_delta`.
 
     Notes
     -----
     Tensors that lie on a GPU are checked there, if `tpde[cuda]` is installed, and sparse changes of
     contiguous ones that share their memory with no other are made there; what else there is passes through
     the CPU.
-
-    Memory: what the changed tensors take, and one tensor more; where several share memory, that once more.
     """
-    count, tensors = check_threads(threads), _tensors(state, "`state`")
-    source = BytesSource(delta, "<delta>") if isinstance(delta, (bytes, bytearray, memoryview)) else None
-    file = DeltaFile(source or FileSource(cast("Any", delta)))
-    try:
-        _require_places(file, tensors)
-        prints = fingerprints(_resident(file, tensors))
-        sparse = _on_device(file, tensors, prints, count)
-        done = {it.entry.name for changes in sparse for it in changes.members}
-        found = list(_changes(file, tensors, prints, done, count, progress))
-    finally:
-        file.close()
-    _refuse_conflicts(found, file.name)
-    changes = [it for it in found if it.data is not None]
-    for it in changes:
-        _write(it.tensor, it)
-    for group in sparse:
-        group.write()
-    return len(changes) + len(done)
+
+    def __init__(
+        self,
+        file: DeltaFile,
+        tensors: Mapping[str, torch.Tensor],
+        entries: Sequence[TensorEntry],
+        threads: int,
+        progress: Progress,
+    ) -> None:
+        _require_places(entries, tensors)
+        prints = fingerprints(_resident(entries, tensors))
+        self._sparse = _on_device(file, entries, tensors, prints, threads)
+        self._done = {it.entry.name for changes in self._sparse for it in changes.members}
+        found = list(_changes(file, entries, tensors, prints, self._done, threads, progress))
+        _refuse_conflicts(found, file.name)
+        self._changes = [it for it in found if it.data is not None]
+
+    def write(self) -> int:
+        """Write it where the tensors lie; gives how many were written."""
+        for it in self._changes:
+            _write(it.tensor, it)
+        for group in self._sparse:
+            group.write()
+        return len(self._changes) + len(self._done)
 
 
-def _require_places(file: DeltaFile, tensors: Mapping[str, torch.Tensor]) -> None:
+def _require_places(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> None:
     """Check that there is a tensor for each of a delta, which can be written."""
-    names: set[str] = set()
     bases = BaseTensors(_live_state(tensors))
-    for it in file.head.tensors:
-        if it.name in names:
-            raise InvalidInput(
-                f"`{file.name}` has `{it.name}` in two files; live tensors have no files",
-                hint="take a delta of one model's files alone",
-                where=it.name,
-            )
-        names.add(it.name)
+    for it in entries:
         bases.need(("", it.name), it.spec)
         _require_writable(it.name, tensors[it.name])
 
 
-def _resident(file: DeltaFile, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _resident(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a delta that lie on a GPU, each in memory of its own."""
-    mine = {it.name: tensors[it.name] for it in file.head.tensors}
+    mine = {it.name: tensors[it.name] for it in entries}
     users = Counter((it.device, it.untyped_storage().data_ptr()) for it in mine.values() if it.numel())
     return {
         name: it
@@ -268,11 +245,15 @@ def _resident(file: DeltaFile, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def _on_device(
-    file: DeltaFile, tensors: Mapping[str, torch.Tensor], prints: Mapping[str, bytes], threads: int
+    file: DeltaFile,
+    entries: Sequence[TensorEntry],
+    tensors: Mapping[str, torch.Tensor],
+    prints: Mapping[str, bytes],
+    threads: int,
 ) -> list[SparseChanges]:
     """The sparse changes of tensors that are the base's, on their devices."""
     groups: dict[tuple[torch.device, int], list[SparseChange]] = {}
-    for it in file.head.tensors:
+    for it in entries:
         found = prints.get(it.name)
         if found is None or found == it.target:
             continue
@@ -284,7 +265,7 @@ def _on_device(
             groups.setdefault((tensor.device, it.model), []).append(change)
     made = [SparseChanges(members, file.models[number]) for (_, number), members in groups.items()]
     damaged = {it.entry.name: it for changes in made for it in changes.damaged}
-    for it in file.head.tensors:
+    for it in entries:
         if it.name in damaged:
             file.target_of(it, torch_bytes(tensors[it.name]).copy(), threads)  # which says what is wrong
             raise NativeError(f"the GPU has made another tensor `{it.name}` than the CPU")
@@ -293,6 +274,7 @@ def _on_device(
 
 def _changes(
     file: DeltaFile,
+    entries: Sequence[TensorEntry],
     tensors: Mapping[str, torch.Tensor],
     prints: Mapping[str, bytes],
     done: set[str],
@@ -300,7 +282,7 @@ def _changes(
     progress: Progress,
 ) -> Iterator[_Change]:
     """All tensors of a delta, with what must be written beside what is `done`."""
-    for it in file.head.tensors:
+    for it in entries:
         tensor, data, old = tensors[it.name], None, None
         found = prints.get(it.name)
         if found is None:

@@ -27,7 +27,7 @@ from tpde.weights.tensor import PackedTensor
 
 # Of a tensor's bytes, what a sparse change may take: with more, some 30 % of words of bf16, the weight as a
 # whole, at 0.67, is decoded in far less time than what changed.
-_SPARSE = 1 / 4
+SPARSE_SHARE = 1 / 4
 
 DeltaLike = bytes | str | os.PathLike[str]
 
@@ -58,15 +58,11 @@ class Delta:
     def __init__(self, data: DeltaLike) -> None:
         in_memory = isinstance(data, (bytes, bytearray, memoryview))
         self.file = DeltaFile(BytesSource(data, "<delta>") if in_memory else FileSource(data))  # type: ignore[arg-type]
-        self.entries: dict[str, TensorEntry] = {}
-        for it in self.file.head.tensors:
-            if self.entries.setdefault(it.name, it) is not it:
-                self.close()
-                raise InvalidInput(
-                    f"`{self.file.name}` has `{it.name}` in two files",
-                    hint="take a delta of one model's files alone",
-                    where=it.name,
-                )
+        try:
+            self.entries: dict[str, TensorEntry] = self.file.by_name()
+        except InvalidInput:
+            self.close()
+            raise
         self._codings = [Coding(it) for it in self.file.models]
 
     @property
@@ -135,7 +131,7 @@ class Delta:
         PackedWeight
             If most of it changes, and what it becomes does not shrink.
         """
-        if it.codec == SPARSE and it.size <= it.spec.nbytes * _SPARSE:
+        if it.codec == SPARSE and it.size <= it.spec.nbytes * SPARSE_SHARE:
             data = self.file.payload(it)
             if self._checked_there(it, plain, data, base) or self._checked_here(it, plain, base):
                 change = Coded.on(plain.device, self._codings[it.model], Sparse(data, it.changes, it.sizes))
@@ -253,3 +249,20 @@ def values_of(
     return {
         name: to_torch(new, it.spec).to(tensor.device) for name, (it, new) in made.items() if new is not None
     }
+
+
+def only_source(packed: PackedTensor, name: str) -> Source:
+    """The source of a weight that is made of one, as deltas of live tensors take it.
+
+    Raises
+    ------
+    PackedWeight
+        If it is made of several.
+    """
+    if len(packed.parts) > 1:
+        raise PackedWeight(
+            f"`{name}` is made of {len(packed.parts)} tensors, and a delta has it as one",
+            hint="give deltas of the files that the model is loaded from to `tpde.from_pretrained`",
+            where=name,
+        )
+    return packed.sources[0]

@@ -24,6 +24,13 @@ class User(Protocol):
     def changed(self) -> None:
         """Forget it: the weight's blobs are others, or elsewhere."""
 
+    def updated(self) -> None:
+        """Have what was begun with it refused: it has other values, or may have soon."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a CUDA graph was recorded with it."""
+
     def frozen(self) -> None:
         """Forget what says that the weight requires a gradient: it does not any more."""
 
@@ -58,6 +65,8 @@ class PackedTensor:
     tile_bytes : int
         Room for tiles of its rows, if it is a matrix larger than any buffer; 0 if it is decoded whole.
         Whoever loads a model sets it.
+    updates : int
+        Counts those that gave it other values.
 
     Examples
     --------
@@ -78,7 +87,7 @@ class PackedTensor:
         self.dtype = first.dtype
         self.shape = torch.Size(first.shape if shape is None else tuple(shape))
         self.parts: list[tuple[Source, int]] = []
-        self.nbytes = self.tile_bytes = 0
+        self.nbytes = self.tile_bytes = self.updates = 0
         for source in found:
             if source.dtype != self.dtype:
                 raise InvalidInput(
@@ -198,6 +207,9 @@ class PackedTensor:
     def replace(self, sources: Mapping[Source, Source]) -> None:
         """Take other sources in the place of some, of the same dtypes and shapes, on the same devices."""
         self.parts = [(sources.get(source, source), at) for source, at in self.parts]
+        self.updates += 1
+        for user in self.users():
+            user.updated()
         self._changed()
 
     @property

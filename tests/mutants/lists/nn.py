@@ -110,7 +110,7 @@ MUTANTS = (
     mutant(
         "kept-weights-are-overwritten",
         "nn/group.py",
-        "        if self._storage is None or self._recorded or self._uses() <= self._known:\n            return\n",
+        "        if self._storage is None or self.recorded or self._uses() <= self._known:\n            return\n",
         "        if self._storage is not None:\n            return\n",
         "a weight that somebody keeps becomes that of the next block",
         "nn/test_parameters.py",
