@@ -6,9 +6,12 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -181,6 +184,13 @@ def _few(base: Any, seed: int) -> Any:
             bits = it.view(torch.int16)
             bits[torch.rand(bits.shape, generator=draw) < 0.035] += 1
     return made
+
+
+def test_the_example() -> None:
+    example = Path(__file__).parents[2] / "examples" / "fine_tunes.py"
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the same bits") == 3
 
 
 # ---- what else holds the weights
@@ -414,7 +424,7 @@ def test_a_recorded_graph_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_compiled() -> None:
     tunes = make()
-    compiled = torch.compile(tunes.packed, backend="aot_eager")
+    compiled = torch.compile(tunes.packed, backend="aot_eager", fullgraph=True)
     for name in (None, "math", "law", "math"):
         tunes.packed.use(name)
         with torch.no_grad():
@@ -446,6 +456,23 @@ def test_names() -> None:
     for names in ({}, {"": b""}, {3: b""}):
         with pytest.raises(InvalidInput, match="deltas are called"):
             add_deltas(packed, names)
+    with pytest.raises(InvalidInput, match="`deltas` is a list"):
+        add_deltas(packed, ["math.tpde"])
+
+
+def test_large_copies_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that is not packed has deltas, too; each is a copy of what it changes."""
+    monkeypatch.setattr("tpde.nn.deltas._LOUD_BYTES", 1 << 16)
+    torch.manual_seed(5)
+    base = Model().to(torch.bfloat16).eval()
+    target = tuned(base, 1)
+    model = add_deltas(copy.deepcopy(base), {"math": tpde.make_delta(base, target)})
+    assert "pack the model" in caplog.text
+    for name, expected in (("math", target), (None, base)):
+        model.use(name)
+        with torch.no_grad():
+            assert_same_bits(model(IDS), expected(IDS))
+    assert model.head.weight is model.embed.weight
 
 
 def _packed(base: Any) -> Any:

@@ -182,6 +182,19 @@ def test_copies_pickles_and_unpacked_ones_have_the_update() -> None:
         assert_same_bits(model(IDS), new(IDS))
 
 
+def test_other_weights_are_loaded_as_before() -> None:
+    old = base()
+    new, other = tuned(old, 1), packed(tuned(old, 2))
+    model = packed(old)
+    tpde.apply_delta(model, tpde.make_delta(old, new))
+    model.load_state_dict(model.state_dict())
+    check(model, new)
+    model.load_state_dict(other.state_dict())
+    check(model, tuned(old, 2))
+    tpde.apply_delta(model, tpde.make_delta(tuned(old, 2), old))
+    check(model, old)
+
+
 def test_deltas_to_choose_from_on_top_of_an_update() -> None:
     old = base()
     now = tuned(old, 1, dense=1000)

@@ -19,8 +19,8 @@ def tuned(model: Any, seed: int, share: float = 0.035, dense: int = 7) -> Any:
         for number, it in enumerate(made.parameters()):
             bits = it.view(WORDS[it.element_size()])
             if number % dense == seed % dense:
-                bits += torch.randint(0, 9, bits.shape, generator=draw).to(bits.dtype)
+                bits += torch.randint(0, 9, bits.shape, generator=draw).to(bits)
             elif number % 5 != seed % 5:
-                at = torch.rand(bits.shape, generator=draw) < share
-                bits[at] += torch.randint(1, 4, (int(at.sum()),), generator=draw).to(bits.dtype)  # no NaN
+                at = (torch.rand(bits.shape, generator=draw) < share).to(bits.device)
+                bits[at] += torch.randint(1, 4, (int(at.sum()),), generator=draw).to(bits)  # no NaN
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -23,6 +24,9 @@ from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
 from tpde.weights.tensor import PackedTensor
 
+log = logging.getLogger("tpde")
+
+_LOUD_BYTES = 64 << 20  # of copies: the norms of an 8 B model have 0.5 MiB
 NAME = "tpde_deltas"  # the attribute of a model that has them
 
 
@@ -212,6 +216,14 @@ class Deltas:
             for it in self._copies:
                 it.require_like(made, self.names)
             self._copies.append(made)
+        if (nbytes := sum(it.nbytes for it in self._copies)) >= _LOUD_BYTES:
+            log.warning(
+                "%d plain parameters that deltas change are kept in up to %d copies (%d bytes): pack the "
+                "model to keep what changed alone",
+                len(self._copies),
+                1 + len(self.names),
+                nbytes,
+            )
 
     def close(self) -> None:
         """Have no deltas any longer: what was in use stays."""
@@ -311,20 +323,19 @@ def _require_none(model: nn.Module) -> None:
         )
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Refuse names that cannot be used.
+def check_names(deltas: object) -> None:
+    """Refuse deltas that have no names by which they can be used.
 
     Raises
     ------
     InvalidInput
-        If there is none, or one is no text.
+        If it is no mapping, or empty, or has a key that is no text.
     """
-    if not names or not all(isinstance(it, str) and it for it in names):
-        raise InvalidInput(
-            f"deltas are called {list(names)}",
-            hint='pass a mapping such as {"math": "math.tpde"}',
-            where="deltas",
-        )
+    hint = 'pass a mapping such as {"math": "math.tpde"}'
+    if not isinstance(deltas, Mapping):
+        raise InvalidInput(f"`deltas` is a {type(deltas).__name__}", hint=hint, where="deltas")
+    if not deltas or not all(isinstance(it, str) and it for it in deltas):
+        raise InvalidInput(f"deltas are called {list(deltas)}", hint=hint, where="deltas")
 
 
 def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
@@ -363,7 +374,7 @@ def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
     >>> model = tpde.pack_module(model)  # doctest: +SKIP
     >>> tpde.nn.add_deltas(model, {"math": "math.tpde"}).use("math")  # doctest: +SKIP
     """
-    check_names(list(deltas))
+    check_names(deltas)
     _require_none(model)
     with ExitStack() as files:
         opened = {name: files.enter_context(closing(Delta(it))) for name, it in deltas.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,19 +145,22 @@ class Changed(Source):
             self.version += 1
 
     def check_load(self, other: Source) -> None:
-        """Refuse other blobs: the deltas are on this one."""
-        self._stays("and another packed weight would be loaded beneath them")
+        """Raise what `load` would: deltas to choose from are on this blob, and on no other."""
+        if self.choice.active != UNNAMED:
+            raise PackedWeight(
+                f"`{self.name}` is a base with deltas on it, and another packed weight would be loaded "
+                "beneath them",
+                hint="load the model again without them, or call `tpde.unpack_module(model)` first",
+                where=self.name,
+            )
+        self.base.check_load(other)
 
     def load(self, other: Source, *, assign: bool = False) -> None:
-        """Refuse other blobs."""
+        """Take another blob, with nothing on it: see `Source.load`."""
         self.check_load(other)
-
-    def _stays(self, what: str) -> NoReturn:
-        raise PackedWeight(
-            f"`{self.name}` is a base with deltas on it, {what}",
-            hint="load the model again without them, or call `tpde.unpack_module(model)` first",
-            where=self.name,
-        )
+        self.base.load(other, assign=assign)
+        self.variants = {}
+        self.version += 1
 
     def stored(self) -> Tensor:
         """A blob of what is decoded now."""

@@ -187,7 +187,7 @@ class _Pieces:
         """Change the tensors in a buffer of bytes, on the current stream."""
         from tpde.cuda.delta import Found, Lists
 
-        with torch.inference_mode(False), resident.current(self._device):
+        with resident.current(self._device):
             placed = torch.add(self._items, self._based, alpha=out.data_ptr())
             items, stream = placed.data_ptr(), resident.stream_of(self._device)
             words = [

@@ -65,6 +65,8 @@ class PackedTensor:
     tile_bytes : int
         Room for tiles of its rows, if it is a matrix larger than any buffer; 0 if it is decoded whole.
         Whoever loads a model sets it.
+    choice : Choice or None
+        By which name it is decoded, if it has several.
     updates : int
         Counts those that gave it other values.
 
@@ -87,6 +89,7 @@ class PackedTensor:
         self.dtype = first.dtype
         self.shape = torch.Size(first.shape if shape is None else tuple(shape))
         self.parts: list[tuple[Source, int]] = []
+        self.choice: Choice | None = None
         self.nbytes = self.tile_bytes = self.updates = 0
         for source in found:
             if source.dtype != self.dtype:
@@ -212,11 +215,6 @@ class PackedTensor:
             user.updated()
         self._changed()
 
-    @property
-    def choice(self) -> Choice | None:
-        """By which name it is decoded, if it has several."""
-        return next((it.choice for it in self.sources if it.choice is not None), None)
-
     def refresh(self) -> None:
         """Tell users if a blob is another, or elsewhere, than when they were told last."""
         if self._versions != [source.version for source, _ in self.parts]:
@@ -234,6 +232,7 @@ class PackedTensor:
 
     def _forget(self) -> None:
         self._versions = [source.version for source, _ in self.parts]
+        self.choice = next((source.choice for source, _ in self.parts if source.choice is not None), None)
         self._decoder: Decoder | None = None
         self._rows: RowsDecoder | None = None
 

@@ -198,7 +198,7 @@ def load_model(
     from tpde.integrations.transformers.quantizer import loading_to
 
     if deltas is not None:
-        check_names(list(deltas))
+        check_names(deltas)
         if budget is not None:
             raise InvalidInput(
                 "`deltas` stay on the device, where `vram` leaves no room for them",
