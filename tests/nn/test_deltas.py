@@ -96,9 +96,10 @@ def test_memory_of_rows() -> None:
     tunes = make(tie=False, blocks=1)
     source = tunes.packed.embed.weight.packed.sources[0]
     plain = [tunes.plain[it].embed.weight.view(torch.int16) for it in (None, "math", "law")]
-    differ = sum(int((it != plain[0]).sum()) for it in plain[1:])
+    counts = [int((it != plain[0]).sum()) for it in plain[1:]]
     coded_bytes = sum(change.nbytes for it in source.variants.values() for change in it.changes)
-    assert source.delta_bytes == coded_bytes + 4 * differ + 2 * 8 * 201
+    assert min(counts) > 300
+    assert source.delta_bytes == coded_bytes + 2 * sum(counts) + 2 * 8 * 201
     assert tunes.packed.tpde_deltas.nbytes > source.delta_bytes
 
 

@@ -72,32 +72,47 @@ def test_bytes_that_stay_are_the_same_change() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("scratch", [1, 1 << 22])
-def test_rows(dtype: Any, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("far", [1, 1000])
+def test_rows(dtype: Any, scratch: int, far: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a width that takes several steps from one word to the next, cut in the middle of a row."""
     monkeypatch.setattr("tpde.weights.changed_rows._SCRATCH", scratch)
-    draw, size = torch.Generator().manual_seed(3), dtype.itemsize
-    old = torch.randint(0, 100, (50, 33), generator=draw).to(dtype)
+    draw, width = torch.Generator().manual_seed(3), 1111
+    least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    old = torch.randint(least, most, (50, width), generator=draw, dtype=dtype)
     new = old.clone()
-    new[torch.rand(old.shape, generator=draw) < 0.1] += 1
+    new[torch.rand(old.shape, generator=draw) < 0.002] += far if dtype.itemsize > 1 else 1
+    new[3, 255] += 1
+    new[3, 510] -= 1
+    new[5, 256] -= 1
     new[7] = old[7]  # a row without changes, and one of which all is another
     new[9] = old[9] + 1
-    cut = 20 * 33
+    new[49] = old[49]
+    new[49, width - 1] += 1
+    cut, flat = 20 * width + 5, [it.view(-1) for it in (old, new)]
     found = [
-        different_words(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8), size, first)
-        for a, b, first in (
-            (old.view(-1)[:cut], new.view(-1)[:cut], 0),
-            (old.view(-1)[cut:], new.view(-1)[cut:], cut),
-        )
+        different_words(*(it[part].view(torch.uint8) for it in flat), dtype.itemsize, part.start or 0)
+        for part in (slice(cut), slice(cut, None))
     ]
-    changes = RowChanges((50, 33), found)
-    for ids in (
-        torch.arange(50),
-        torch.tensor([[9, 7, 9], [49, 0, 20]]),
-        torch.tensor(9),
-        torch.empty(0).int(),
-    ):
+    changes = RowChanges((50, width), found)
+    differ = int((old != new).sum())
+    each = 2 if far < 128 else 1 + dtype.itemsize
+    assert each * differ + 8 * 51 <= changes.nbytes <= each * (differ + 5 * 50) + 8 * 51
+    some = torch.tensor([[9, 7, 9], [49, 0, 20]]), torch.tensor(9), torch.empty(0).int()
+    for ids in (torch.arange(50), *some):
         rows = old[ids.long()].clone()
         changes.replace(rows, ids)
         assert torch.equal(rows, new[ids.long()])
+
+
+def test_a_difference_that_has_no_positive_one() -> None:
+    """Of a flipped sign: it is 2^15 modulo 2^16."""
+    old = torch.full((2, 8), 5, dtype=torch.int16)
+    new = old.clone()
+    new[1, 3] ^= -(1 << 15)
+    flat = [it.view(-1).view(torch.uint8) for it in (old, new)]
+    rows = old.clone()
+    RowChanges((2, 8), [different_words(*flat, 2, 0)]).replace(rows, torch.arange(2))
+    assert torch.equal(rows, new)
 
 
 def test_no_row_changes() -> None:

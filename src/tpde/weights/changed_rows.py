@@ -1,7 +1,8 @@
 """Rows of matrices that deltas change, on a GPU: those of the base, in which words are replaced.
 
 A change is coded in the order of the base's exponents, so that a row cannot be decoded without the 65,536
-words of its chunk. The words that differ are kept beside it instead: 4 bytes each of bf16.
+words of its chunk. What differs is kept beside it instead, in the order of memory: a byte for how far it is
+from one word to the next, and mostly one for the difference.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from tpde.weights.launch import capturing
 from tpde.weights.source import RowsDecoder
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SCRATCH = 1 << 22  # words that are looked up at a time: each takes 19 bytes of bf16
+_FAR = 255  # of a gap in a byte
+_SCRATCH = 1 << 22  # changes that are looked up at a time: each takes some 40 bytes meanwhile
 
 
 def different_words(old: Tensor, new: Tensor, word_bytes: int, first: int) -> tuple[Tensor, Tensor]:
-    """The numbers of words that differ, the first word being number `first`, and what they become.
+    """The numbers of words that differ, the first word being number `first`, and by what.
 
     Parameters
     ----------
@@ -31,7 +33,7 @@ def different_words(old: Tensor, new: Tensor, word_bytes: int, first: int) -> tu
     """
     before, after = (it.view(_WORDS[word_bytes]) for it in (old, new))
     at = (before != after).nonzero().view(-1)
-    return at + first, after[at]
+    return at + first, after[at] - before[at]
 
 
 class RowChanges:
@@ -42,27 +44,36 @@ class RowChanges:
     shape : sequence of int
         Rows and columns.
     differences : iterable of (torch.Tensor, torch.Tensor)
-        Numbers of words in ascending order, int64, and what they become.
+        Numbers of words in ascending order, int64, and differences, to be added modulo the words' size.
     """
 
     def __init__(self, shape: Sequence[int], differences: Iterable[tuple[Tensor, Tensor]]) -> None:
         rows, self._width = shape
-        narrow = torch.int16 if self._width < 1 << 15 else torch.int32
-        columns, words, counts = [], [], []
-        for at, found in differences:
-            columns.append((at % self._width).to(narrow))
-            words.append(found)
-            counts.append(torch.bincount(at // self._width, minlength=rows))
-        self._columns, self._words = torch.cat(columns), torch.cat(words)
-        count = torch.stack(counts).sum(0)
-        self._most = int(count.max()) if rows else 0
-        self._starts = torch.zeros(rows + 1, dtype=torch.int64, device=count.device)
-        torch.cumsum(count, 0, out=self._starts[1:])
+        at, steps = (torch.cat(it) for it in zip(*differences, strict=True))
+        self._word = steps.dtype
+        row, column = at // self._width, at % self._width
+        # From the word before in its row, or from before its first one: 1 at least.
+        gaps = torch.diff(column, prepend=column.new_zeros(1))
+        first = torch.diff(row, prepend=row.new_full((1,), -1)) > 0
+        gaps = torch.where(first, column + 1, gaps)
+        # What does not fit a byte is gone in several steps, at all but the last of which nothing differs.
+        more = (gaps - 1) // _FAR
+        ends = torch.cumsum(more + 1, 0) - 1
+        total = int(ends[-1]) + 1 if ends.numel() else 0
+        self._gaps = torch.full((total,), _FAR, dtype=torch.uint8, device=at.device)
+        self._gaps[ends] = (gaps - _FAR * more).to(torch.uint8)
+        small = self._word is not torch.uint8 and bool(((steps >= -128) & (steps < 128)).all())
+        self._steps = torch.zeros(total, dtype=torch.int8 if small else self._word, device=at.device)
+        self._steps[ends] = steps.to(self._steps.dtype)
+        counts = torch.zeros(rows, dtype=torch.int64, device=at.device).index_add_(0, row, more + 1)
+        self._most = int(counts.max()) if rows else 0
+        self._starts = torch.zeros(rows + 1, dtype=torch.int64, device=at.device)
+        torch.cumsum(counts, 0, out=self._starts[1:])
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes on its device."""
-        return sum(it.numel() * it.element_size() for it in (self._columns, self._words, self._starts))
+        return sum(it.numel() * it.element_size() for it in (self._gaps, self._steps, self._starts))
 
     def replace(self, rows: Tensor, ids: Tensor) -> None:
         """Replace words in rows that were looked up.
@@ -77,7 +88,7 @@ class RowChanges:
         if not self._most:
             return
         flat = ids.reshape(-1).to(torch.int64)
-        words = rows.view(flat.numel(), self._width).view(self._words.dtype)
+        words = rows.view(flat.numel(), self._width).view(self._word)
         step = max(_SCRATCH // self._most, 1)
         for begin in range(0, flat.numel(), step):
             self._replace(words[begin : begin + step], flat[begin : begin + step])
@@ -86,12 +97,14 @@ class RowChanges:
         first = self._starts[ids]
         each = torch.arange(self._most, device=ids.device)
         there = each < (self._starts[ids + 1] - first).unsqueeze(1)
-        at = (first.unsqueeze(1) + each).clamp_(max=self._words.numel() - 1)
+        at = (first.unsqueeze(1) + each).clamp_(max=self._gaps.numel() - 1)
         # Where a row has fewer changes than the most that one has, a column beyond the last takes the rest.
-        columns = torch.where(there, self._columns[at].to(torch.int64), self._width)
-        room = torch.empty((words.shape[0], self._width + 1), dtype=words.dtype, device=words.device)
+        columns = torch.cumsum(self._gaps[at], 1, dtype=torch.int64) - 1
+        columns = torch.where(there, columns, self._width)
+        room = torch.zeros((words.shape[0], self._width + 1), dtype=words.dtype, device=words.device)
         room[:, : self._width] = words
-        words.copy_(room.scatter_(1, columns, self._words[at])[:, : self._width])
+        changed = room.gather(1, columns) + self._steps[at].to(words.dtype)
+        words.copy_(room.scatter_(1, columns, changed)[:, : self._width])
 
 
 class ChangedRows:
