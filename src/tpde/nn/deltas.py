@@ -18,7 +18,7 @@ from tpde.nn.replace import packed_modules, prepare_rows
 from tpde.nn.slot import Slot
 from tpde.store.states import MEMORY
 from tpde.weights.changed import Changed, Variant
-from tpde.weights.choice import UNNAMED, Choice
+from tpde.weights.choice import ALWAYS, Choice
 from tpde.weights.deltas import Delta, DeltaLike, entries_of, only_source, values_of, variants_of
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
@@ -298,7 +298,7 @@ def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
     """
     own = deltas_of(model)
     for it in choices:
-        if it.active != UNNAMED and (own is None or own.choice is not it):
+        if it is not ALWAYS and (own is None or own.choice is not it):
             raise PackedWeight(
                 "the weights are a part of a model with deltas, and would no longer go by its `use`",
                 hint="unpack that model",

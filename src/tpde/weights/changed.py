@@ -15,7 +15,7 @@ from tpde.codec.registry import Codec, Gpu
 from tpde.errors import PackedWeight
 from tpde.format.blob import align
 from tpde.weights.changed_rows import ChangedRows, RowChanges, different_words
-from tpde.weights.choice import UNNAMED, Choice
+from tpde.weights.choice import ALWAYS, UNNAMED, Choice
 from tpde.weights.coded import Coded, Piece, by_kernels, changing
 from tpde.weights.launch import capturing
 from tpde.weights.pack import pack_tensor
@@ -146,7 +146,7 @@ class Changed(Source):
 
     def check_load(self, other: Source) -> None:
         """Raise what `load` would: deltas to choose from are on this blob, and on no other."""
-        if self.choice.active != UNNAMED:
+        if self.choice is not ALWAYS:
             raise PackedWeight(
                 f"`{self.name}` is a base with deltas on it, and another packed weight would be loaded "
                 "beneath them",
@@ -174,7 +174,7 @@ class Changed(Source):
         if not now.changes:
             return start
         changes = tuple(it.moved(torch.clone) for it in now.changes)
-        return Changed(start, {UNNAMED: Variant(start, changes)}, Choice(UNNAMED))
+        return Changed(start, {UNNAMED: Variant(start, changes)}, ALWAYS)
 
     def require_restorable(self) -> None:
         """Refuse to be turned into a plain weight that stays, if what it is decoded from does."""

@@ -18,7 +18,7 @@ from tpde.weights.source import RowsDecoder
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FAR = 255  # of a gap in a byte
-_SCRATCH = 1 << 22  # changes that are looked up at a time: each takes some 40 bytes meanwhile
+_SCRATCH = 1 << 20  # changes that are looked up at a time: each takes some 40 bytes meanwhile
 
 
 def different_words(old: Tensor, new: Tensor, word_bytes: int, first: int) -> tuple[Tensor, Tensor]:

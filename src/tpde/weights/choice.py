@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-UNNAMED = ""  # of changes that are always there
-
 
 class Choice:
     """A name, of those that all weights of a model that have deltas go by; None is the base.
@@ -39,3 +37,8 @@ class Choice:
         finally:
             self._own.__dict__.clear()
             self._own.__dict__.update(before)
+
+
+UNNAMED = ""
+ALWAYS = Choice(UNNAMED)
+"""What goes by no name that anybody chooses: all such changes are decoded together."""

@@ -14,7 +14,7 @@ from tpde.packing.writer import check_threads
 from tpde.store.live import Update, plain_tensors
 from tpde.store.states import MEMORY
 from tpde.weights.changed import Changed, Variant, part_of
-from tpde.weights.choice import UNNAMED, Choice
+from tpde.weights.choice import ALWAYS, UNNAMED
 from tpde.weights.coded import Coded
 from tpde.weights.deltas import SPARSE_SHARE, Delta, DeltaLike, entries_of, only_source, variants_of
 from tpde.weights.pack import pack_tensor
@@ -120,7 +120,7 @@ def _changes(packed: Mapping[str, PackedParameter], delta: Delta, progress: Prog
     uses: dict[int, list[str]] = {}  # of tied ones, each is there once
     for name, parameter in packed.items():
         choice = parameter.packed.choice
-        if choice is not None and choice.active != UNNAMED:
+        if choice not in (None, ALWAYS):
             raise PackedWeight(
                 f"`{name}` has deltas that `use` chooses among; nothing was changed",
                 hint="load the model without `deltas=`, or the target itself",
@@ -172,7 +172,7 @@ def _updated(source: Source, variant: Variant) -> Source:
         if made is not None:
             made.apply(lambda blob: blob.to(source.device))
             return made.sources[0]
-    return Changed(now.start, {UNNAMED: now}, Choice(UNNAMED))
+    return Changed(now.start, {UNNAMED: now}, ALWAYS)
 
 
 def _bytes(changes: Sequence[Coded]) -> int:

@@ -107,7 +107,7 @@ MUTANTS = (
     mutant(
         "a-copy-goes-by-the-model-s-name",
         "weights/changed.py",
-        "        return Changed(start, {UNNAMED: Variant(start, changes)}, Choice(UNNAMED))\n\n    def require",
+        "        return Changed(start, {UNNAMED: Variant(start, changes)}, ALWAYS)\n\n    def require",
         "        return Changed(start, self.variants, self.choice)\n\n    def require",
         "a copied block changes when the model it was copied from is told to",
         "nn/test_deltas.py",
