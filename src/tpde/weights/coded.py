@@ -190,11 +190,11 @@ class _Pieces:
         with resident.current(self._device):
             placed = torch.add(self._items, self._based, alpha=out.data_ptr())
             items, stream = placed.data_ptr(), resident.stream_of(self._device)
-            words = [
-                torch.empty(self._word * self._count, dtype=torch.uint8, device=self._device) for _ in "ab"
+            room = [
+                torch.empty(size * self._count, dtype=torch.uint8, device=self._device)
+                for size in (2, self._word) * 2
             ]
-            places = [torch.empty(2 * self._count, dtype=torch.uint8, device=self._device) for _ in "ab"]
-            unsorted, found = (Found(p.data_ptr(), w.data_ptr()) for p, w in zip(places, words, strict=True))
+            unsorted, found = (Found(*(it.data_ptr() for it in pair)) for pair in (room[:2], room[2:]))
             counts, lists, starts, sizes, whose, _, said = self._places
             self._batch.decode(
                 items,
