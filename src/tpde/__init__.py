@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from tpde.packing.writer import PackedWriter
     from tpde.store.api import diff, patch
     from tpde.store.checkpoints import CheckpointStore
-    from tpde.store.live import apply_delta, make_delta
+    from tpde.store.live import make_delta
+    from tpde.weights.live import apply_delta
 
 __version__ = "0.1.0"
 
@@ -48,7 +49,7 @@ _WHERE = {
     "TpdeError": "errors",
     "Truncated": "errors",
     "UnsupportedVersion": "errors",
-    "apply_delta": "store.live",
+    "apply_delta": "weights.live",
     "diff": "store.api",
     "from_pretrained": "integrations.transformers",
     "inspect": "packing.inspect",

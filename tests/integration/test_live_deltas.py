@@ -276,14 +276,10 @@ def test_one_memory_has_no_two_states() -> None:
 
 
 def test_packed_models_are_refused_by_name() -> None:
-    model, old = _model(), _model()
-    _train(model)
-    delta = tpde.make_delta(old, model)
     packed = tpde.pack_module(_model(), min_bytes=1)
-    for call in (lambda: tpde.apply_delta(packed, delta), lambda: tpde.make_delta(old, packed)):
-        with pytest.raises(InvalidInput, match=r"unpack_module") as found:
-            call()
-        assert "weight" in str(found.value.where)
+    with pytest.raises(InvalidInput, match=r"unpack_module") as found:
+        tpde.make_delta(_model(), packed)
+    assert "weight" in str(found.value.where)
 
 
 @pytest.mark.parametrize("state", [None, 3, ["a"], {"a": np.zeros(3)}, {"a": 3}])

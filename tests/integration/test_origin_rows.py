@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,40 @@ def test_row_4_reconstruction_from_a_sparse_delta_by_a_kernel(monkeypatch: pytes
     monkeypatch.setattr("tpde.store.live.torch_bytes", lambda it: pytest.fail("not by the kernel"))
     assert tpde.apply_delta(live, made) == 1
     assert np.array_equal(bits(live["w"]), bits(new["w"]))
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("by", ["core", "kernels"])
+def test_row_9_a_layer_of_a_base_and_a_delta_in_a_model(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight is rebuilt from base, index and blob, multiplied by, and gone.
+
+    A base of less than the weight stays, packed, with two deltas on it; the kernels run on the CPU here.
+    """
+    from tpde.nn import PackedParameter, add_deltas
+
+    if by == "kernels":
+        monkeypatch.setattr("tpde.weights.coded.by_kernels", lambda device: True)
+    torch.manual_seed(9)
+    layers = [torch.nn.Linear(256, 640), torch.nn.GELU(), torch.nn.Linear(640, 256)]
+    base = torch.nn.Sequential(*layers).to(torch.bfloat16)
+    tunes, x = {None: base}, torch.randn(4, 256).bfloat16()
+    for name in ("math", "law"):
+        tunes[name] = copy.deepcopy(base)
+        with torch.no_grad():
+            for it in tunes[name].parameters():
+                it.view(torch.int16)[torch.rand(it.shape) < 0.035] += 1
+    deltas = {name: tpde.make_delta(base, tunes[name]) for name in ("math", "law")}
+    model = add_deltas(tpde.pack_module(copy.deepcopy(base)), deltas)
+    plain = sum(it.nbytes for it in base.parameters())
+    held = sum(it.packed_bytes for it in model[0].weight.packed.sources + model[2].weight.packed.sources)
+    assert held < 0.73 * plain
+    assert model.tpde_deltas.nbytes < 2 * 0.15 / 8 * plain
+    for name in ("math", "law", None):
+        model.use(name)
+        with torch.no_grad():
+            assert np.array_equal(bits(model(x)), bits(tunes[name](x)))
+        assert isinstance(model[0].weight, PackedParameter)
+        assert np.array_equal(bits(model[0].weight.plain()), bits(tunes[name][0].weight.detach()))
 
 
 def test_row_10_checkpoints_on_disk_with_exact_resume(tmp_path: Path) -> None:

@@ -55,10 +55,8 @@ class _Rows(rows_of.RowReader):
 
 @pytest.fixture
 def addressed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.weights import tensor
-
     monkeypatch.setattr(resident, "Materializer", _Addressed)
-    monkeypatch.setattr(tensor, "RowReader", _Rows)
+    monkeypatch.setattr(rows_of, "RowReader", _Rows)
 
 
 @pytest.mark.usefixtures("addressed")

@@ -175,7 +175,7 @@ def test_what_is_only_partly_packed(tmp_path: Path) -> None:
             Source("three", None, {"p": ["b", "c"]}),
         ]
         assert [it.stored(checkpoint) for it in sources] == [["a", "b"], ["a"], ["b"]]
-        assert Plan({}, [(it, "") for it in sources], []).halves(checkpoint) == ["two", "three"]
+        assert Plan({}, [(it, "") for it in sources], [], []).halves(checkpoint) == ["two", "three"]
 
 
 @pytest.mark.parametrize(("more", "level"), [(-1, logging.INFO), (0, logging.WARNING)])
@@ -186,8 +186,8 @@ def test_only_what_is_large_is_worth_a_warning(
     checkpoint: Any = SimpleNamespace(packed=packed)
     decoded = [(Source(it, None, {"": [it, "plain"]}), "is odd") for it in packed]
     with caplog.at_level(logging.INFO, "tpde"):
-        assert report_decoded(Plan({}, decoded, []), checkpoint) == 2
-        assert report_decoded(Plan({}, [], []), checkpoint) == 0
+        assert report_decoded(Plan({}, decoded, [], []), checkpoint) == 2
+        assert report_decoded(Plan({}, [], [], []), checkpoint) == 0
     (record,) = caplog.records
     assert record.levelno == level
     said = f"2 of 2 packed tensors ({LOUD_BYTES + more} bytes) are decoded and stay plain in memory, because"

@@ -8,58 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import PackedWeight
-from tpde.format.blob import align
-from tpde.format.constants import ALIGN_BLOB
-from tpde.format.sink import BytesSink
-from tpde.frameworks import torch_bytes, torch_spec
 from tpde.nn.changed import kept_plain
+from tpde.nn.deltas import leave_deltas
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
-from tpde.packing.tensor import TensorWriter
-from tpde.packing.writer import check_threads
 from tpde.weights.frozen import formatted
+from tpde.weights.pack import pack_tensor
 from tpde.weights.parameter import PackedParameter
-from tpde.weights.resident import Resident
-from tpde.weights.tensor import PackedTensor
 
 MIN_BYTES = 16384  # smaller weights add more host work than they save memory
-
-
-def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> PackedTensor | None:
-    """Pack a tensor; the blob is on its device.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Contiguous, of a floating-point dtype.
-    name : str
-        What errors call it.
-    threads : int, optional
-        By default one for each processor; the blob does not depend on it.
-
-    Returns
-    -------
-    PackedTensor or None
-        None if it would not shrink.
-    """
-    spec = torch_spec(name, tensor)
-    sink = BytesSink(spec.nbytes + (1 << 16))
-    writer = TensorWriter(
-        spec,
-        sink,
-        0,
-        threads=check_threads(threads),
-        codec="prefix",  # GPUs decode it
-        may_pack=True,
-        background=None,
-    )
-    writer.write(torch_bytes(tensor))
-    stored = writer.finish()
-    if not stored.packed:
-        return None
-    blob = torch.zeros(align(stored.size, ALIGN_BLOB), dtype=torch.uint8)
-    blob[: stored.size] = torch.frombuffer(sink.data, dtype=torch.uint8)[: stored.size]
-    return PackedTensor(Resident(blob.to(tensor.device), name))
 
 
 def _packable(parameter: nn.Parameter, min_bytes: int) -> bool:
@@ -123,6 +80,8 @@ def unpack_module(model: nn.Module) -> nn.Module:
                 "would no longer be tied",
                 hint="unpack a model that holds both",
             )
+    choices = {slot.packed.choice for slot in slots} - {None}
+    leave_deltas(model, {it for it in choices if it is not None})
     ungroup(model)
     made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights share them
 

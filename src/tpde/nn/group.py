@@ -50,6 +50,8 @@ class Workspace:
         Those of its weights that are here, if not all.
     made : int
         How many buffers there have been: views of another than the last are invalid.
+    recorded : bool
+        A CUDA graph was recorded that will write here again.
     beside : set of int
         Threads that decode copies of their own, and leave this to another one: see `enter`.
     """
@@ -68,7 +70,7 @@ class Workspace:
         self._stream: torch.cuda.Stream | None = None
         self._handle = -1  # of the stream
         self._several = False  # streams
-        self._recorded = False  # by a CUDA graph, which will write here again
+        self.recorded = False
         self._size = ALIGN
         self._storage: Any = None  # of the buffer
         self._known = 0  # how many tensors of ours are in it
@@ -173,7 +175,7 @@ class Workspace:
 
         Called when a scope is closed, for each block of each token.
         """
-        if self._storage is None or self._recorded or self._uses() <= self._known:
+        if self._storage is None or self.recorded or self._uses() <= self._known:
             return
         if not self._told:
             self._told = True
@@ -193,7 +195,7 @@ class Workspace:
             How large to make that one, so that the allocator gives it the same memory; 0 if the buffer stays:
             a scope is open, or a CUDA graph writes to it.
         """
-        if self._recorded or not self.lock.acquire(blocking=False):
+        if self.recorded or not self.lock.acquire(blocking=False):
             return 0
         try:
             if self.depth or capturing(self.device):
@@ -218,7 +220,7 @@ class Workspace:
         if not self._on_gpu:
             return
         if torch.cuda.is_current_stream_capturing():
-            self._recorded = True
+            self.recorded = True
             return
         handle = stream_handle(self.device)
         if handle != self._handle:
@@ -346,6 +348,11 @@ class Group:
                 hint="move the whole block to one device that holds data",
             )
         return self._workspace
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a CUDA graph was recorded that decodes into the workspace."""
+        return self._workspace is not None and self._workspace.recorded
 
     @property
     def beside(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tpde.nn.slot import Slot
+from tpde.weights.choice import Choice
 
 if TYPE_CHECKING:
     from tpde.nn.group import Workspace
@@ -28,9 +29,24 @@ class _Again(NamedTuple):
     offset: int  # in elements
     conjugated: bool  # by a bit of the tensor, not in memory; the next one is another
     negated: bool
+    choice: Choice | None  # by whose name then the weight is decoded
+    name: str | None
+    updates: int  # of the weight until then
 
     def again(self) -> Tensor:
         """The view, decoded anew."""
+        packed = self.slot.packed
+        if packed.updates != self.updates:
+            raise RuntimeError(
+                f"`{packed.name}`, a packed weight that the backward pass needs, was updated since: compute "
+                "the forward pass again"
+            )
+        if self.choice is None:
+            return self._again()
+        with self.choice.at(self.name):
+            return self._again()
+
+    def _again(self) -> Tensor:
         if self.slot.experts is not None:  # one of many, mostly
             made = self.alone()
         else:
@@ -89,8 +105,10 @@ class Saver:
                 slot = space.group.at(address)
                 if slot is not None:
                     offset = (address - space.start - slot.offset) // tensor.dtype.itemsize
-                    bits = tensor.is_conj(), tensor.is_neg()
-                    return _Again(slot, tensor.dtype, tensor.shape, tensor.stride(), offset, *bits)
+                    bits, choice = (tensor.is_conj(), tensor.is_neg()), slot.packed.choice
+                    name = None if choice is None else choice.now()
+                    where = tensor.dtype, tensor.shape, tensor.stride(), offset
+                    return _Again(slot, *where, *bits, choice, name, slot.packed.updates)
         if self._before is not None:
             return _Passed(self._before[0](tensor), self._before[1])
         # Not the tensor itself: an operator that saves its result would be in a cycle that nothing breaks.

@@ -10,12 +10,8 @@ While gradients are recorded, a scope also keeps views of the workspace out of a
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from threading import get_ident
-from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -23,8 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 
 from tpde.errors import PackedWeight
+from tpde.nn.forward import AroundForward
 from tpde.nn.group import Group
-from tpde.nn.owner import Owned, Owner
+from tpde.nn.owner import Owner
 from tpde.nn.saved import Saver, saves
 from tpde.weights.transforms import transformed
 
@@ -114,18 +111,15 @@ def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     raise TypeError("a module with packed weights was compiled that is called without a tensor")
 
 
-class BlockForward(Owned):
+class BlockForward(AroundForward):
     """A block's forward pass with a scope open, before which the block's weights are decoded, all at once.
-
-    It takes the place of the method in the module's own attributes. Hooks would not do: PyTorch calls none
-    after Ctrl-C, and compiles each on its own where a block is compiled, not the model.
 
     Parameters
     ----------
     group : Group
         The block's weights.
     block : nn.Module
-        Not held, as long as its forward pass is its class's: were it, a model that nobody uses would stay.
+        See `AroundForward`.
 
     Attributes
     ----------
@@ -133,66 +127,41 @@ class BlockForward(Owned):
         None when it has been taken out; others may go on calling it.
     """
 
-    # Apart from the attributes that others copy to what they put in its place: `functools.update_wrapper`.
-    __slots__ = ("__dict__", "__weakref__", "_forward", "_owner", "group")
+    __slots__ = ("group",)
 
     def __init__(self, group: Group, block: nn.Module) -> None:
+        super().__init__(block)
         self.group: Group | None = group
-        forward: Any = block.forward
-        functools.update_wrapper(self, forward)
-        del self.__dict__["__wrapped__"]
-        own = getattr(forward, "__self__", None) is block and forward.__func__ is type(block).forward
-        self._owner = Owner(block) if own else None
-        self._forward: Any = type(block).forward if own else forward
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """What was there."""
-        return cast(Any, self._forward) if self._owner is None else MethodType(self._forward, self._owner())
 
     def for_copy(self, owner: Owner) -> BlockForward:
-        """See `Owned`: somebody's own forward pass, in the place of the class's, stays as it is."""
-        made = BlockForward.__new__(BlockForward)
-        made.__dict__.update(self.__dict__)
-        made.group, made._forward = self.group, self._forward
-        made._owner = None if self._owner is None else owner
+        """See `AroundForward`."""
+        made = super().for_copy(owner)
+        made.group = self.group
         return made
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._owner is None:
-            return self._forward(*args, **kwargs)
-        return self._forward(self._owner(), *args, **kwargs)  # a method made for this could not be compiled
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """For transformers, which looks at the arguments' names."""
-        return inspect.signature(self.forward)
-
     def __getstate__(self) -> dict[str, Any]:
-        forward = self._forward if self._owner is None else None  # a class's own is found there
-        return {"owner": self._owner, "forward": forward, "group": self.group, "attributes": self.__dict__}
+        return super().__getstate__() | {"group": self.group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state["attributes"])
-        self.group, self._owner = state["group"], state["owner"]
-        self._forward = state["forward"] if self._owner is None else type(self._owner()).forward
+        super().__setstate__(state)
+        self.group = state["group"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As before, with the weights at hand."""
         group = self.group
         if group is None:
-            return self._run(args, kwargs)
+            return self.run(args, kwargs)
         if is_compiling():
             if group.whole and not is_grad_enabled():
                 group.flat = group.materialize(first_tensor(args, kwargs))
-            result = self._run(args, kwargs)
+            result = self.run(args, kwargs)
             group.flat = None
             return result
         scope = Scope(group)
         try:
             if scope.outermost:
                 group.fill()
-            result = self._run(args, kwargs)
+            result = self.run(args, kwargs)
             scope.check()
             return result
         except Exception:

@@ -90,6 +90,18 @@ class Slot:
         if (group := self.group) is not None:
             group.changed()
 
+    @property
+    def recorded(self) -> bool:
+        """Whether a CUDA graph was recorded with the weights of its group."""
+        group = self.group
+        return group is not None and group.recorded
+
+    def updated(self) -> None:
+        """Be another weight to compiled code: it has other values, or is under another delta."""
+        self.key = ops.renew(self, self.key)
+        if (group := self.group) is not None:
+            group.key = ops.renew(group, group.key)
+
     def frozen(self) -> None:
         """Forget the view, which says that the weight requires a gradient."""
         self.view = self.view_of = None

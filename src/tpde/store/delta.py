@@ -113,6 +113,24 @@ class DeltaFile:
                     tensor=it.name,
                 )
 
+    def by_name(self) -> dict[str, TensorEntry]:
+        """Its tensors by their names, for what has no files.
+
+        Raises
+        ------
+        InvalidInput
+            If two files have one of the same name.
+        """
+        found: dict[str, TensorEntry] = {}
+        for it in self.head.tensors:
+            if found.setdefault(it.name, it) is not it:
+                raise InvalidInput(
+                    f"`{self.name}` has `{it.name}` in two files; live tensors have no files",
+                    hint="take a delta of one model's files alone",
+                    where=it.name,
+                )
+        return found
+
     @property
     def needs_base(self) -> bool:
         """Whether it has anything from a base."""

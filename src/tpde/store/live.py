@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from tpde.errors import InvalidInput, NativeError
 from tpde.format.container import TensorSpec
 from tpde.format.delta import SPARSE, WITH_BASE, TensorEntry
 from tpde.format.sink import PiecesSink
-from tpde.format.source import BytesSource, FileSource
 from tpde.frameworks import refuse_expanded, to_torch, torch_bytes, torch_spec
 from tpde.packing.files import Progress, no_progress
 from tpde.packing.writer import check_threads
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
 
     Live = torch.nn.Module | Mapping[str, torch.Tensor]
 
-__all__ = ["apply_delta", "make_delta"]
+__all__ = ["Update", "make_delta", "plain_tensors"]
 
 
-class _Tensors(NamedTuple):
+class Tensors(NamedTuple):
     """Live tensors by name, and what they are."""
 
     tensors: dict[str, torch.Tensor]
@@ -57,7 +56,7 @@ class _Tensors(NamedTuple):
         return MemoryState(self.specs, self.read)
 
 
-def _tensors(state: Live, what: str) -> _Tensors:
+def plain_tensors(state: Live, what: str) -> Tensors:
     """The tensors of a module or a state dict; none of them packed."""
     import torch
 
@@ -76,7 +75,7 @@ def _tensors(state: Live, what: str) -> _Tensors:
                 where=name,
             )
         refuse_expanded(name, spec.nbytes, tensor.untyped_storage().nbytes())
-    return _Tensors(dict(found), specs)
+    return Tensors(dict(found), specs)
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
@@ -137,7 +136,7 @@ def make_delta(
     >>> torch.equal(old["weight"], new["weight"])
     True
     """
-    count, after = check_threads(threads), _tensors(new, "`new`")
+    count, after = check_threads(threads), plain_tensors(new, "`new`")
     sink = PiecesSink()
     base: State
     target = after.state()
@@ -147,7 +146,7 @@ def make_delta(
     elif isinstance(old, bytes):
         base = FilesState(old)
     else:
-        held = _tensors(old, "`old`")
+        held = plain_tensors(old, "`old`")
         before = held.tensors
         _refuse_one_memory(before, after.tensors)
         base = held.state(target)
@@ -161,7 +160,7 @@ def make_delta(
     return sink.join()
 
 
-def _comparer(host: HostComparer, before: Mapping[str, torch.Tensor], after: _Tensors) -> Comparer:
+def _comparer(host: HostComparer, before: Mapping[str, torch.Tensor], after: Tensors) -> Comparer:
     """What compares two states: on the GPU what lies there in both."""
     pairs = {
         name: (before[name], new)
@@ -194,97 +193,74 @@ class _Change(NamedTuple):
     data: Bytes | None
 
 
-def apply_delta(
-    state: Live,
-    delta: bytes | str | os.PathLike[str],
-    *,
-    threads: int | None = None,
-    progress: Progress = no_progress,
-) -> int:
-    """Turn live tensors from a delta's base into its target, where they lie.
-
-    Everything is made and checked before the first tensor is written. A tensor that is the target's already
-    is left as it is, so a delta may be applied twice, or again after Ctrl-C. Files of the delta that hold no
-    weights are passed over.
+class Update:
+    """What a delta makes of live tensors: all of it made and checked, none of it written.
 
     Parameters
     ----------
-    state : nn.Module or mapping of str to torch.Tensor
-        What holds the base. It may have more tensors than the delta.
-    delta : bytes or path-like
-        As `make_delta` gives it, or a file that `tpde diff` wrote.
-    threads : int, optional
-        By default one for each processor.
+    file : DeltaFile
+        The delta.
+    state : Tensors
+        What holds the base.
+    entries : sequence of TensorEntry
+        What of the delta they become.
+    threads : int
+        How many decode.
     progress : callable
         Called with a number of bytes of the target when they are done.
 
-    Returns
-    -------
-    int
-        How many tensors were written.
-
     Raises
     ------
-    MissingBase
-        If a tensor is neither the base's nor the target's, or not there: it is named, nothing was changed.
-    InvalidInput
-        If a tensor cannot be written where it lies, two tensors share memory and would differ, or it is no
-        delta.
-    Truncated, Corrupt, UnsupportedVersion
-        If the delta is damaged, or newer than this version.
+    MissingBase, InvalidInput, Truncated, Corrupt
+        As `tpde.apply_delta`.
 
     Notes
     -----
     Tensors that lie on a GPU are checked there, if `tpde[cuda]` is installed, and sparse changes of
     contiguous ones that share their memory with no other are made there; what else there is passes through
     the CPU.
-
-    Memory: what the changed tensors take, and one tensor more; where several share memory, that once more.
     """
-    count, (tensors, specs) = check_threads(threads), _tensors(state, "`state`")
-    source = BytesSource(delta, "<delta>") if isinstance(delta, (bytes, bytearray, memoryview)) else None
-    file = DeltaFile(source or FileSource(cast("Any", delta)))
-    try:
-        _require_places(file, tensors, specs)
-        resident = _resident(file, tensors)
-        sparse = _decoding(file, resident)
-        decoded = {name: it for changes in sparse for name, it in changes.found.items()}
+
+    def __init__(
+        self,
+        file: DeltaFile,
+        state: Tensors,
+        entries: Sequence[TensorEntry],
+        threads: int,
+        progress: Progress,
+    ) -> None:
+        tensors = state.tensors
+        _require_places(entries, state)
+        resident = _resident(entries, tensors)
+        self._sparse = _decoding(file, entries, resident)
+        decoded = {name: it for changes in self._sparse for name, it in changes.found.items()}
         prints = fingerprints({name: it for name, it in resident.items() if name not in decoded})
         prints |= {name: it.fingerprint for name, it in decoded.items()}
-        done = set(_ready(file, tensors, decoded, count))
-        found = list(_changes(file, tensors, prints, done, count, progress))
-    finally:
-        file.close()
-    _refuse_conflicts(found, file.name)
-    changes = [it for it in found if it.data is not None]
-    for it in changes:
-        _write(it.tensor, it)
-    for group in sparse:
-        group.write(done)
-    return len(changes) + len(done)
+        self._done = set(_ready(file, entries, tensors, decoded, threads))
+        found = list(_changes(file, entries, tensors, prints, self._done, threads, progress))
+        _refuse_conflicts(found, file.name)
+        self._changes = [it for it in found if it.data is not None]
+
+    def write(self) -> int:
+        """Write it where the tensors lie; gives how many were written."""
+        for it in self._changes:
+            _write(it.tensor, it)
+        for group in self._sparse:
+            group.write(self._done)
+        return len(self._changes) + len(self._done)
 
 
-def _require_places(
-    file: DeltaFile, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
-) -> None:
+def _require_places(entries: Sequence[TensorEntry], state: Tensors) -> None:
     """Check that there is a tensor for each of a delta, which can be written."""
-    names: set[str] = set()
-    bases = BaseTensors({("", name): spec for name, spec in specs.items()}, MEMORY)
-    for it in file.head.tensors:
-        if it.name in names:
-            raise InvalidInput(
-                f"`{file.name}` has `{it.name}` in two files; live tensors have no files",
-                hint="take a delta of one model's files alone",
-                where=it.name,
-            )
-        names.add(it.name)
+    bases = BaseTensors({("", name): spec for name, spec in state.specs.items()}, MEMORY)
+    for it in entries:
         bases.need(("", it.name), it.spec)
-        _require_writable(it.name, tensors[it.name])
+        _require_writable(it.name, state.tensors[it.name])
 
 
-def _resident(file: DeltaFile, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _resident(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a delta that lie on a GPU, each in memory of its own."""
-    mine = {it.name: tensors[it.name] for it in file.head.tensors}
+    mine = {it.name: tensors[it.name] for it in entries}
     users = Counter((it.device, it.untyped_storage().data_ptr()) for it in mine.values() if it.numel())
     return {
         name: it
@@ -293,10 +269,12 @@ def _resident(file: DeltaFile, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     }
 
 
-def _decoding(file: DeltaFile, resident: Mapping[str, torch.Tensor]) -> list[SparseChanges]:
+def _decoding(
+    file: DeltaFile, entries: Sequence[TensorEntry], resident: Mapping[str, torch.Tensor]
+) -> list[SparseChanges]:
     """The sparse changes of tensors on GPUs, on their way."""
     groups: dict[tuple[torch.device, int], list[SparseChange]] = {}
-    for it in file.head.tensors:
+    for it in entries:
         if it.codec == SPARSE and it.name in resident:
             change = SparseChange(it, resident[it.name])
             groups.setdefault((change.tensor.device, it.model), []).append(change)
@@ -307,10 +285,14 @@ def _decoding(file: DeltaFile, resident: Mapping[str, torch.Tensor]) -> list[Spa
 
 
 def _ready(
-    file: DeltaFile, tensors: Mapping[str, torch.Tensor], decoded: Mapping[str, Decoded], threads: int
+    file: DeltaFile,
+    entries: Sequence[TensorEntry],
+    tensors: Mapping[str, torch.Tensor],
+    decoded: Mapping[str, Decoded],
+    threads: int,
 ) -> Iterator[str]:
     """Names of the tensors that are bases of what was decoded, and can be written."""
-    for it in file.head.tensors:
+    for it in entries:
         found = decoded.get(it.name)
         if found is None or found.fingerprint == it.target:
             continue
@@ -324,6 +306,7 @@ def _ready(
 
 def _changes(
     file: DeltaFile,
+    entries: Sequence[TensorEntry],
     tensors: Mapping[str, torch.Tensor],
     prints: Mapping[str, bytes],
     done: set[str],
@@ -331,7 +314,7 @@ def _changes(
     progress: Progress,
 ) -> Iterator[_Change]:
     """All tensors of a delta, with what must be written beside what is `done`."""
-    for it in file.head.tensors:
+    for it in entries:
         tensor, data, old = tensors[it.name], None, None
         found = prints.get(it.name)
         if found is None:

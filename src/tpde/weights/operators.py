@@ -100,12 +100,19 @@ def register(unit: Unit) -> int:
     return key
 
 
+def renew(unit: Unit, key: int) -> int:
+    """Give a unit another key: a backward pass that is under way with this one is refused."""
+    _units.pop(key, None)
+    return register(unit)
+
+
 def _unit(key: int) -> Any:
     unit = _units.get(int(key))
     if unit is None:
         raise InvalidInput(
-            f"a compiled graph uses packed weights that no longer exist (key {key})",
-            hint="compile the model again",
+            f"a compiled graph uses packed weights that no longer exist, or are under another delta by now "
+            f"(key {key})",
+            hint="compute the forward pass anew, or compile the model again",
         )
     return unit
 

@@ -398,7 +398,7 @@ def _share(func: Any, weight: PackedParameter) -> PackedParameter:
 
 
 def _is_shared(func: Any, weight: PackedParameter) -> bool:
-    return all(source.blob.untyped_storage().is_shared() for source in weight.packed.sources)
+    return all(source.memory.untyped_storage().is_shared() for source in weight.packed.sources)
 
 
 class _Storage:
@@ -408,7 +408,7 @@ class _Storage:
     """
 
     def __init__(self, packed: PackedTensor) -> None:
-        self._packed, self._blob = packed, packed.sources[0].blob.untyped_storage()
+        self._packed, self._blob = packed, packed.sources[0].memory.untyped_storage()
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_STORAGES:

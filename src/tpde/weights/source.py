@@ -24,8 +24,12 @@ from tpde.weights.launch import upload
 
 if TYPE_CHECKING:
     from tpde.cuda.items import Chunks, Item, Tables
+    from tpde.weights.choice import Choice
 
 Decoder = Callable[[torch.Tensor], None]  # rebuilds something into a buffer of bytes, on the current stream
+RowsDecoder = Callable[
+    [torch.Tensor], torch.Tensor
+]  # rebuilds the rows of a matrix whose numbers it is given
 
 _HERE = contextlib.nullcontext()
 
@@ -54,6 +58,8 @@ class Source(ABC):
         Whether its bytes are on the device by now, and stay as they are there.
     travels : bool
         Whether it has chunks that are brought to the device each time.
+    choice : Choice or None
+        By which name it is decoded, if it has several.
     """
 
     name: str
@@ -62,6 +68,7 @@ class Source(ABC):
     lead = 0
     settled = True
     travels = False
+    choice: Choice | None = None
     _section: bytes
     _host: BlobReader | None = None
     _device_tables: tuple[Tables, torch.Tensor] | None = None
@@ -108,6 +115,17 @@ class Source(ABC):
         PackedWeight
             If it is in a file, and stays there.
         """
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What tells it apart, and says where it is and how much: its blob, or that of what it is made from.
+
+        Raises
+        ------
+        PackedWeight
+            If it is in a file, and stays there.
+        """
+        return self.blob
 
     @abstractmethod
     def check(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -203,6 +221,12 @@ class Source(ABC):
     @abstractmethod
     def chunks(self, first: int, last: int, offset: int) -> Decoder:
         """What rebuilds chunks `first` to `last` into a buffer, from byte `offset` on."""
+
+    def row_reader(self) -> RowsDecoder:
+        """What rebuilds the rows that are asked for, of a matrix."""
+        from tpde.weights.rows import RowReader
+
+        return RowReader(self)
 
     def host_reader(self) -> BlobReader:
         """A reader of the blob in host memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.blob import align
+from tpde.weights.choice import Choice
 from tpde.weights.resident import Resident
-from tpde.weights.rows import RowReader
-from tpde.weights.source import Decoder, Source, decoder
+from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
 from tpde.weights.span import ALIGN, Span
 
 
@@ -23,6 +23,13 @@ class User(Protocol):
 
     def changed(self) -> None:
         """Forget it: the weight's blobs are others, or elsewhere."""
+
+    def updated(self) -> None:
+        """Have what was begun with it refused: it has other values, or may have soon."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a CUDA graph was recorded with it."""
 
     def frozen(self) -> None:
         """Forget what says that the weight requires a gradient: it does not any more."""
@@ -58,6 +65,10 @@ class PackedTensor:
     tile_bytes : int
         Room for tiles of its rows, if it is a matrix larger than any buffer; 0 if it is decoded whole.
         Whoever loads a model sets it.
+    choice : Choice or None
+        By which name it is decoded, if it has several.
+    updates : int
+        Counts those that gave it other values.
 
     Examples
     --------
@@ -78,7 +89,8 @@ class PackedTensor:
         self.dtype = first.dtype
         self.shape = torch.Size(first.shape if shape is None else tuple(shape))
         self.parts: list[tuple[Source, int]] = []
-        self.nbytes = self.tile_bytes = 0
+        self.choice: Choice | None = None
+        self.nbytes = self.tile_bytes = self.updates = 0
         for source in found:
             if source.dtype != self.dtype:
                 raise InvalidInput(
@@ -195,12 +207,23 @@ class PackedTensor:
             mine.load(theirs, assign=assign)
         self.refresh()
 
+    def replace(self, sources: Mapping[Source, Source]) -> None:
+        """Take other sources in the place of some, of the same dtypes and shapes, on the same devices."""
+        self.parts = [(sources.get(source, source), at) for source, at in self.parts]
+        self.updates += 1
+        for user in self.users():
+            user.updated()
+        self._changed()
+
     def refresh(self) -> None:
         """Tell users if a blob is another, or elsewhere, than when they were told last."""
         if self._versions != [source.version for source, _ in self.parts]:
-            self._forget()
-            for user in list(self._users):
-                user.changed()
+            self._changed()
+
+    def _changed(self) -> None:
+        self._forget()
+        for user in list(self._users):
+            user.changed()
 
     def tell_frozen(self) -> None:
         """Tell users that the weight was frozen."""
@@ -209,8 +232,9 @@ class PackedTensor:
 
     def _forget(self) -> None:
         self._versions = [source.version for source, _ in self.parts]
+        self.choice = next((source.choice for source, _ in self.parts if source.choice is not None), None)
         self._decoder: Decoder | None = None
-        self._rows: RowReader | None = None
+        self._rows: RowsDecoder | None = None
 
     def clone(self) -> PackedTensor:
         """The same in memory of its own."""
@@ -271,7 +295,7 @@ class PackedTensor:
     def prepare_rows(self) -> None:
         """Put on the device what `rows` needs."""
         if self._rows is None:
-            self._rows = RowReader(self.parts[0][0])
+            self._rows = self.parts[0][0].row_reader()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of a matrix of one source: a tensor of shape `(*ids.shape, columns)`. See `RowReader`."""

@@ -8,6 +8,46 @@ _THREADS = ("nn/test_second_thread.py", "nn/test_threads.py", "nn/test_modules.p
 
 MUTANTS = (
     mutant(
+        "gradients-of-the-delta-in-use-by-then",
+        "nn/saved.py",
+        "        if self.choice is None:\n            return self._again()\n",
+        "        if True:\n            return self._again()\n",
+        "gradients are computed with the weights of another fine-tune",
+        "nn/test_deltas.py",
+    ),
+    mutant(
+        "gradients-of-updated-weights",
+        "nn/saved.py",
+        "        if packed.updates != self.updates:\n",
+        "        if False:\n",
+        "gradients are computed with weights that were updated meanwhile",
+        "nn/test_updates.py",
+    ),
+    mutant(
+        "a-switch-waits-for-nobody",
+        "nn/passes.py",
+        "                self._ended.wait_for(lambda: not self._depth)\n",
+        "",
+        "the blocks of one forward pass have weights of two fine-tunes",
+        "nn/test_deltas.py",
+    ),
+    mutant(
+        "graphs-go-on-with-another-delta",
+        "nn/deltas.py",
+        "            if self.choice.recorded:\n",
+        "            if False:\n",
+        "a recorded graph computes with the fine-tune before",
+        "nn/test_deltas.py",
+    ),
+    mutant(
+        "trained-parameters-are-overwritten",
+        "nn/deltas.py",
+        "            for it in self._copies:\n                it.check()\n",
+        "",
+        "what was trained is lost when another delta comes into use",
+        "nn/test_deltas.py",
+    ),
+    mutant(
         "a-second-thread-is-in-the-block",
         "nn/group.py",
         "return space if space is not None and space.thread == get_ident() else None",
@@ -110,7 +150,7 @@ MUTANTS = (
     mutant(
         "kept-weights-are-overwritten",
         "nn/group.py",
-        "        if self._storage is None or self._recorded or self._uses() <= self._known:\n            return\n",
+        "        if self._storage is None or self.recorded or self._uses() <= self._known:\n            return\n",
         "        if self._storage is not None:\n            return\n",
         "a weight that somebody keeps becomes that of the next block",
         "nn/test_parameters.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,9 @@ from tpde.format.constants import METHOD
 from tpde.integrations.device import check_gpu, checked_device
 from tpde.integrations.garbage import collect_first, collecting_later
 from tpde.integrations.transformers.folder import packed_directory, read_config, require_files
+from tpde.nn.deltas import check_names
 from tpde.streaming.budget import Budget, parse_budget
+from tpde.weights.deltas import DeltaLike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,6 +94,7 @@ def from_pretrained(
     *,
     dtype: torch.dtype | str | None = None,
     model_class: type[Any] | None = None,
+    deltas: Mapping[str, DeltaLike] | None = None,
     vram: int | str | None = None,
     ram: int | str | None = None,
     max_tokens: int | None = None,
@@ -118,6 +121,9 @@ def from_pretrained(
         stored otherwise are decoded and cast, and stay plain.
     model_class : type, optional
         Such as `transformers.AutoModelForCausalLM`. By default, the class that `config.json` names.
+    deltas : mapping of str to bytes or path-like, optional
+        Fine-tunes, as deltas on the model: files that `tpde diff` wrote, by the names that `model.use` takes.
+        Each takes what differs, about 5.5 bits for each weight that changed. Not with `vram`.
     vram : int or str, optional
         Budget of device memory, in bytes or such as `"16GiB"`: all that the process takes of a device beyond
         the bare CUDA context. With `device_map`, of each GPU.
@@ -138,7 +144,8 @@ def from_pretrained(
     Returns
     -------
     transformers.PreTrainedModel
-        In evaluation mode.
+        In evaluation mode. With `deltas`, it has a method `use`, which says whose weights the next forward
+        pass is computed with, the base's until then, and `tpde_deltas`, which says what there is.
 
     Raises
     ------
@@ -153,14 +160,27 @@ def from_pretrained(
         work; says which would.
     UnsupportedDevice
         If the device is not there, or cannot decode.
+    MissingBase
+        If a tensor is not what a delta was made from: it is named.
 
     Examples
     --------
     >>> model = tpde.from_pretrained("packed", device="cuda")  # doctest: +SKIP
     >>> model.generate(**tokenizer("Hello", return_tensors="pt").to("cuda"))  # doctest: +SKIP
+    >>> model = tpde.from_pretrained("packed", deltas={"math": "math.tpde"})  # doctest: +SKIP
+    >>> model.use("math")  # doctest: +SKIP
     """
     budget = parse_budget(vram, ram, max_tokens, max_batch=max_batch)
-    return load_model(path, device, budget, dtype=dtype, model_class=model_class, progress=progress, **kwargs)
+    return load_model(
+        path,
+        device,
+        budget,
+        dtype=dtype,
+        model_class=model_class,
+        progress=progress,
+        deltas=deltas,
+        **kwargs,
+    )
 
 
 def load_model(
@@ -171,11 +191,20 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     model_class: type[Any] | None = None,
     progress: Callable[[int], None] | None = None,
+    deltas: Mapping[str, DeltaLike] | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """`from_pretrained`, with a budget that was read before."""
     from tpde.integrations.transformers.quantizer import loading_to
 
+    if deltas is not None:
+        check_names(deltas)
+        if budget is not None:
+            raise InvalidInput(
+                "`deltas` stay on the device, where `vram` leaves no room for them",
+                hint="pass one of the two",
+                where="deltas",
+            )
     folder = packed_directory(path)
     if kwargs.get("config") is not None:
         kwargs["config"] = _packed_config(kwargs["config"], folder)
@@ -191,7 +220,7 @@ def load_model(
         _check_gpus(device_map)
         checked_device("cuda")
     target = checked_device(device)
-    with collecting_later(), loading_to(target, budget, progress):
+    with collecting_later(), loading_to(target, budget, progress, deltas):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
         collect_first()

@@ -86,11 +86,14 @@ class Plan(NamedTuple):
         What must be decoded, and why.
     unexpected : list of str
         Packed tensors that the model has no place for.
+    plain : list of Source
+        What is stored plain, all of it.
     """
 
     runs: dict[str, Run[Stored]]
     decoded: list[tuple[Source, str]]
     unexpected: list[str]
+    plain: list[Source]
 
     def halves(self, checkpoint: Checkpoint) -> list[str]:
         """First names in the model of what is decoded because only some of it is packed."""
@@ -193,11 +196,13 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
     runs: dict[str, Run[Stored]] = {}
     origin: dict[str, Source] = {}
     decoded: list[tuple[Source, str]] = []
+    plain: list[Source] = []
     kept = kept_plain(model)
 
     for source in sources.values():
         stored = source.stored(checkpoint)
         if not stored:
+            plain.append(source)
             continue
         made = source.runs(model, checkpoint)
         if made is None:
@@ -212,7 +217,7 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
         else:
             decoded.append((source, reason))
     _loosen_ties(model, runs, origin, decoded, sources)
-    return Plan(runs, decoded, unexpected)
+    return Plan(runs, decoded, unexpected, plain)
 
 
 def _loosen_ties(

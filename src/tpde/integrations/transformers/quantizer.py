@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from tpde.integrations.device import checked_device
 from tpde.integrations.quantized import PackedQuantizer
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.decode import load_plain, report_decoded, some
+from tpde.integrations.transformers.deltas import States, read_states
 from tpde.integrations.transformers.devices import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.internals import (
@@ -37,8 +38,10 @@ from tpde.integrations.transformers.streamed import ModelStreaming
 from tpde.integrations.transformers.warmup import Warmup
 from tpde.memory import require
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
+from tpde.nn.deltas import attach
 from tpde.packing.weights import MAKE_PLAIN
 from tpde.streaming.budget import Budget
+from tpde.weights.deltas import DeltaLike
 
 log = logging.getLogger("tpde")
 
@@ -50,6 +53,7 @@ class _Target:
     device: torch.device | None = None
     budget: Budget | None = None
     progress: Callable[[int], None] | None = None  # told what is read under it
+    deltas: Mapping[str, DeltaLike] | None = None  # states beside the files' own
     streaming: ModelStreaming | None = None  # what has been opened so far
     warmup: Warmup | None = None
 
@@ -59,10 +63,13 @@ _target: contextvars.ContextVar[_Target | None] = contextvars.ContextVar("tpde_t
 
 @contextmanager
 def loading_to(
-    device: torch.device, budget: Budget | None = None, progress: Callable[[int], None] | None = None
+    device: torch.device,
+    budget: Budget | None = None,
+    progress: Callable[[int], None] | None = None,
+    deltas: Mapping[str, DeltaLike] | None = None,
 ) -> Iterator[None]:
-    """Load models to a device within this context, under a budget if there is one."""
-    target = _Target(device, budget, progress)
+    """Load models to a device within this context, under a budget or with deltas if there are any."""
+    target = _Target(device, budget, progress, deltas)
     token = _target.set(target)
     try:
         yield
@@ -101,6 +108,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self._plan: Plan | None = None
         self._placeholders: Placeholders | None = None
         self._parts: dict[str, PackedTensor] = {}
+        self._states: States | None = None
         self._target = _target.get() or _Target()
 
     def update_attn_implementation(self, config: Any) -> Any:
@@ -219,6 +227,12 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                 self.streamed = bool(streaming.streamers)
             names = [*plan.runs, *decoded]
             self._untie()
+            if target.deltas is not None:
+                expected = expected_dtypes(model, self._dtype)
+                base = os.path.dirname(self._files[0])
+                self._states = read_states(
+                    target.deltas, model, checkpoint, plan, self._parts, expected, base
+                )
         finally:
             checkpoint.close()
         if plan.unexpected:
@@ -305,6 +319,9 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
             streaming.cut(model)
             streaming.route(model)
         finish(model)
+        if self._states is not None:
+            attach(model, *self._states)
+            self._states = None
         if streaming is not None:
             streaming.attach(model)
             streaming.begin(model)

@@ -1,0 +1,416 @@
+"""Several states of one model's weights: a base, and deltas on it, of which one is in use."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from tpde.errors import InvalidInput, MissingBase, PackedWeight
+from tpde.frameworks import torch_spec
+from tpde.nn.passes import ModelForward, Passes
+from tpde.nn.replace import packed_modules, prepare_rows
+from tpde.nn.slot import Slot
+from tpde.store.states import MEMORY
+from tpde.weights.changed import Changed, Variant
+from tpde.weights.choice import ALWAYS, Choice
+from tpde.weights.deltas import Delta, DeltaLike, entries_of, only_source, values_of, variants_of
+from tpde.weights.parameter import PackedParameter
+from tpde.weights.source import Source
+from tpde.weights.tensor import PackedTensor
+
+log = logging.getLogger("tpde")
+
+_LOUD_BYTES = 64 << 20  # of copies: the norms of an 8 B model have 0.5 MiB
+NAME = "tpde_deltas"  # the attribute of a model that has them
+
+
+class _Copies:
+    """A plain parameter or buffer, in each of the states: small, or it would be packed."""
+
+    def __init__(self, module: nn.Module, leaf: str, name: str, values: Mapping[str, Tensor]) -> None:
+        self._module, self._leaf, self.name = module, leaf, name
+        own = self._tensor().detach()
+        self._base = own.clone()
+        self._values = {key: value.to(own.device) for key, value in values.items()}
+        self._note(None)
+
+    def _tensor(self) -> Tensor:
+        found: Tensor | None = self._module._parameters.get(self._leaf)
+        found = self._module._buffers.get(self._leaf) if found is None else found
+        if found is None or isinstance(found, PackedParameter):
+            raise PackedWeight(
+                f"`{self.name}` is not where it was, and deltas change it",
+                hint="load the model again, and leave it as it is",
+                where=self.name,
+            )
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(it.numel() * it.element_size() for it in (self._base, *self._values.values()))
+
+    def value(self, name: str | None) -> Tensor:
+        """What it is under a name."""
+        return self._base if name is None else self._values.get(name, self._base)
+
+    def require_like(self, other: _Copies, names: Sequence[str]) -> None:
+        """Refuse to be tied to another one, and not to be the same.
+
+        Raises
+        ------
+        InvalidInput
+            Naming both.
+        """
+        if self._tensor() is other._tensor() and not all(
+            _same_bits(self.value(it), other.value(it)) for it in names
+        ):
+            raise InvalidInput(
+                f"`{self.name}` and `{other.name}` are one weight of the model, and two in a delta",
+                hint="untie them in the base first",
+                where=other.name,
+            )
+
+    def check(self) -> None:
+        """Refuse to replace values that are nobody's but the caller's.
+
+        Raises
+        ------
+        PackedWeight
+            If it was changed since it was set.
+        """
+        now = self._tensor()
+        same = self._seen() is now and (now.is_inference() or now._version == self._version)
+        if not same and not _same_bits(now, self.value(self._name)):
+            raise PackedWeight(
+                f"`{self.name}` was changed since its delta was put to use, and would be lost",
+                hint="unpack the model with `tpde.unpack_module(model)` to train it",
+                where=self.name,
+            )
+
+    def set(self, name: str | None) -> None:
+        """Make it what it is under a name."""
+        now = self._tensor()
+        with torch.inference_mode(now.is_inference()), torch.no_grad():
+            if self.value(name) is not self.value(self._name):
+                now.copy_(self.value(name))
+        self._note(name)
+
+    def _note(self, name: str | None) -> None:
+        now = self._tensor()
+        self._name, self._seen = name, weakref.ref(now)
+        self._version = 0 if now.is_inference() else now._version
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    x, y = (it.detach().contiguous().view(-1).view(torch.uint8).cpu() for it in (a, b))
+    return torch.equal(x, y)
+
+
+class Deltas:
+    """The deltas of a model: `model.tpde_deltas`.
+
+    Attributes
+    ----------
+    names : tuple of str
+        What they are called.
+    choice : Choice
+        Which one is in use.
+    passes : Passes
+        The model's, which `use` waits for.
+    """
+
+    def __init__(self, names: Sequence[str], choice: Choice) -> None:
+        self.names, self.choice, self.passes = tuple(names), choice, Passes()
+        self._copies: list[_Copies] = []
+        self._tensors: list[PackedTensor] = []
+
+    @property
+    def active(self) -> str | None:
+        """The one in use; None for the base."""
+        return self.choice.active
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all deltas take on their devices, the base not counted."""
+        sources = {it for tensor in self._tensors for it in tensor.sources if isinstance(it, Changed)}
+        return sum(it.delta_bytes for it in sources) + sum(it.nbytes for it in self._copies)
+
+    def use(self, name: str | None) -> None:
+        """Choose the delta that the model's weights are under from the next forward pass on.
+
+        Waits for forward passes of other threads that are under way.
+
+        Parameters
+        ----------
+        name : str or None
+            One of `model.tpde_deltas.names`; None for the base.
+
+        Raises
+        ------
+        InvalidInput
+            If there is none of that name.
+        PackedWeight
+            If the caller is within a forward pass; if a CUDA graph was recorded of the model, which would go
+            on with the weights that were in use then; if a plain parameter that deltas change was changed by
+            others since.
+
+        Examples
+        --------
+        >>> model.use("math")  # doctest: +SKIP
+        >>> model.use(None)  # the base  # doctest: +SKIP
+        """
+        if name is not None and name not in self.names:
+            raise InvalidInput(
+                f"the model has no delta {name!r}",
+                hint=f"use one of {', '.join(map(repr, self.names))}, or None for the base",
+                found=name,
+                needed=self.names,
+            )
+        with self.passes.none():
+            if name == self.active:
+                return
+            if self.choice.recorded:
+                raise PackedWeight(
+                    f"a CUDA graph was recorded with the weights of {self.active or 'the base'!r}, and would "
+                    "go on with them",
+                    hint="record graphs of models that were loaded for one delta each",
+                )
+            for it in self._copies:
+                it.check()
+            for it in self._copies:
+                it.set(name)
+            self.choice.active = name
+            for slot in self._slots():
+                slot.updated()
+
+    def _slots(self) -> list[Slot]:
+        return [it for tensor in self._tensors for it in tensor.users() if isinstance(it, Slot)]
+
+    def put(self, model: nn.Module, variants: Mapping[Source, Mapping[str, Variant]]) -> None:
+        """Put packed weights in the place of those of a model that deltas change."""
+        made = {it: Changed(it, found, self.choice) for it, found in variants.items() if found}
+        packed = {id(slot.packed): slot.packed for slot in _slots_of(model)}
+        for tensor in packed.values():
+            if not made.keys().isdisjoint(tensor.sources):
+                tensor.replace(made)
+                self._tensors.append(tensor)
+        for slot in self._slots():
+            if (group := slot.group) is not None:
+                group.prepare()
+        prepare_rows(model)
+
+    def copy(self, model: nn.Module, plain: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Keep what deltas make of plain parameters and buffers of a model, by their names in it."""
+        for name, values in plain.items():
+            path, _, leaf = name.rpartition(".")
+            made = _Copies(model.get_submodule(path), leaf, name, values)
+            for it in self._copies:
+                it.require_like(made, self.names)
+            self._copies.append(made)
+        if (nbytes := sum(it.nbytes for it in self._copies)) >= _LOUD_BYTES:
+            log.warning(
+                "%d plain parameters that deltas change are kept in up to %d copies (%d bytes): pack the "
+                "model to keep what changed alone",
+                len(self._copies),
+                1 + len(self.names),
+                nbytes,
+            )
+
+    def close(self) -> None:
+        """Have no deltas any longer: what was in use stays."""
+        self.names = ()
+        self._copies, self._tensors = [], []
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise PackedWeight(
+            f"the model has deltas ({', '.join(self.names)}) that share its weights, and cannot be copied or "
+            "pickled with them",
+            hint="load it again; or save `model.state_dict()`, which is of the delta in use",
+        )
+
+
+def _slots_of(model: nn.Module) -> list[Slot]:
+    return [slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()]
+
+
+def deltas_of(model: nn.Module) -> Deltas | None:
+    """The deltas of a model, if it has any."""
+    found: Deltas | None = model.__dict__.get(NAME)
+    return found
+
+
+def attach(
+    model: nn.Module,
+    names: Sequence[str],
+    variants: Mapping[Source, Mapping[str, Variant]],
+    plain: Mapping[str, Mapping[str, Tensor]],
+) -> Deltas:
+    """Let a model have deltas, and `use` them.
+
+    Parameters
+    ----------
+    model : nn.Module
+        After `finish`.
+    names : sequence of str
+        What they are called.
+    variants : mapping of Source to mapping of str to Variant
+        What they make of the sources of its packed weights.
+    plain : mapping of str to mapping of str to torch.Tensor
+        What they make of plain parameters and buffers, by their names in the model.
+
+    Raises
+    ------
+    InvalidInput
+        If the model has deltas already, or a method `use` of its own.
+    """
+    _require_none(model)
+    made = Deltas(names, Choice())
+    made.copy(model, plain)
+    made.put(model, variants)
+    model.__dict__[NAME], model.__dict__["use"] = made, made.use
+    model.__dict__["tpde_counted"] = model.__dict__["forward"] = ModelForward(made.passes, model)
+    return made
+
+
+def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
+    """Let a model whose weights become plain have no deltas any longer: they are under the one in use.
+
+    Parameters
+    ----------
+    model : nn.Module
+        All that becomes plain.
+    choices : collection of Choice
+        By which its weights go.
+
+    Raises
+    ------
+    PackedWeight
+        If they go by those of a model of which this one is a part.
+    """
+    own = deltas_of(model)
+    for it in choices:
+        if it is not ALWAYS and (own is None or own.choice is not it):
+            raise PackedWeight(
+                "the weights are a part of a model with deltas, and would no longer go by its `use`",
+                hint="unpack that model",
+            )
+    if own is None:
+        return
+    own.close()
+    counted: ModelForward = model.__dict__.pop("tpde_counted")
+    for name in (NAME, "use"):
+        del model.__dict__[name]
+    if model.__dict__.get("forward") is counted:
+        del model.__dict__["forward"]
+        if counted.forward != model.forward:  # somebody's own, in the place of the class's
+            model.__dict__["forward"] = counted.forward
+
+
+def _require_none(model: nn.Module) -> None:
+    if hasattr(model, "use"):
+        has = "deltas already" if deltas_of(model) is not None else "a `use` of its own"
+        raise InvalidInput(
+            f"the {type(model).__name__} has {has}", hint="load it anew, with all deltas at once"
+        )
+
+
+def check_names(deltas: object) -> None:
+    """Refuse deltas that have no names by which they can be used.
+
+    Raises
+    ------
+    InvalidInput
+        If it is no mapping, or empty, or has a key that is no text.
+    """
+    hint = 'pass a mapping such as {"math": "math.tpde"}'
+    if not isinstance(deltas, Mapping):
+        raise InvalidInput(f"`deltas` is a {type(deltas).__name__}", hint=hint, where="deltas")
+    if not deltas or not all(isinstance(it, str) and it for it in deltas):
+        raise InvalidInput(f"deltas are called {list(deltas)}", hint=hint, where="deltas")
+
+
+def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
+    """Let a model have other states of its weights beside its own, each taking what differs.
+
+    Nothing changes until `model.use(name)`. A weight that is packed stays so: a few changes are kept as the
+    delta has them, about 5.5 bits for each word that changed, and decoded after the base whenever the weight
+    is; weights of which most changed are packed. Plain parameters and buffers are kept as copies.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The base: as `tpde.pack_module` gives it, or any module that holds packed weights.
+    deltas : mapping of str to bytes or path-like
+        Deltas by the names that `use` takes: what `tpde.make_delta` gives, or files that `tpde diff` wrote.
+        Tensors are called as in `model.state_dict()`.
+
+    Returns
+    -------
+    nn.Module
+        `model`, with the method `use`, and `tpde_deltas` that says which deltas there are.
+
+    Raises
+    ------
+    MissingBase
+        If a tensor is not what a delta was made from, or not there: it is named, and nothing was changed.
+    InvalidInput
+        If it is no delta, no name, or the model has deltas already.
+    PackedWeight
+        If a delta changes a weight that is made of several tensors, or most of one which does not shrink.
+    Truncated, Corrupt, UnsupportedVersion
+        If a delta is damaged, or newer than this version.
+
+    Examples
+    --------
+    >>> model = tpde.pack_module(model)  # doctest: +SKIP
+    >>> tpde.nn.add_deltas(model, {"math": "math.tpde"}).use("math")  # doctest: +SKIP
+    """
+    check_names(deltas)
+    _require_none(model)
+    with ExitStack() as files:
+        opened = {name: files.enter_context(closing(Delta(it))) for name, it in deltas.items()}
+        state: dict[str, Any] = model.state_dict(keep_vars=True)
+        for it in opened.values():
+            require_known(it, state, MEMORY)
+        uses: dict[int, list[str]] = {}  # of tied ones, each is there once
+        for name, tensor in state.items():
+            if isinstance(tensor, Tensor):
+                uses.setdefault(id(tensor), []).append(name)
+        variants: dict[Source, dict[str, Variant]] = {}
+        plain: dict[str, dict[str, Tensor]] = {}
+        for names in uses.values():
+            tensor = state[names[0]]
+            entries = entries_of(names, torch_spec(names[0], tensor), opened, MEMORY)
+            if not isinstance(tensor, PackedParameter):
+                plain[names[0]] = values_of(tensor, entries, opened, MEMORY)
+            elif entries:
+                source = only_source(tensor.packed, names[0])
+                variants[source] = variants_of(source, entries, opened, MEMORY)
+    attach(model, list(deltas), variants, {name: it for name, it in plain.items() if it})
+    return model
+
+
+def require_known(delta: Delta, names: Mapping[str, object], base: str) -> None:
+    """Refuse a delta that has tensors of which there is no base.
+
+    Raises
+    ------
+    MissingBase
+        Naming the first.
+    """
+    for name in delta.entries:
+        if name not in names:
+            raise MissingBase(
+                f"tensor `{name}` of `{delta.name}` is not in the base `{base}`",
+                hint="name the base that the delta was made from",
+                where=name,
+            )

@@ -1,0 +1,78 @@
+"""What stands in a module's attributes for its forward pass, and does something around it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from tpde.nn.owner import Owned, Owner
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class AroundForward(Owned):
+    """A forward pass, and what a subclass does around it.
+
+    It takes the place of the method in the module's own attributes. Hooks would not do: PyTorch calls none
+    after Ctrl-C, and compiles each on its own where a block is compiled, not the model.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Not held, as long as its forward pass is its class's: were it, a model that nobody uses would stay.
+    """
+
+    # Apart from the attributes that others copy to what they put in its place: `functools.update_wrapper`.
+    __slots__ = ("__dict__", "__weakref__", "_forward", "_owner")
+
+    def __init__(self, module: nn.Module) -> None:
+        forward: Any = module.forward
+        functools.update_wrapper(self, forward)
+        del self.__dict__["__wrapped__"]
+        own = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+        self._owner = Owner(module) if own else None
+        self._forward: Any = type(module).forward if own else forward
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What was there."""
+        return cast(Any, self._forward) if self._owner is None else MethodType(self._forward, self._owner())
+
+    def for_copy(self, owner: Owner) -> Self:
+        """See `Owned`: somebody's own forward pass, in the place of the class's, stays as it is."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made._forward = self._forward
+        made._owner = None if self._owner is None else owner
+        return made
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pass alone."""
+        if self._owner is None:
+            return self._forward(*args, **kwargs)
+        return self._forward(self._owner(), *args, **kwargs)  # a method made for this could not be compiled
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """For transformers, which looks at the arguments' names."""
+        return inspect.signature(self.forward)
+
+    def __getstate__(self) -> dict[str, Any]:
+        forward = self._forward if self._owner is None else None  # a class's own is found there
+        return {"owner": self._owner, "forward": forward, "attributes": self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["attributes"])
+        self._owner = state["owner"]
+        self._forward = state["forward"] if self._owner is None else type(self._owner()).forward
