@@ -9,7 +9,11 @@ import os
 import stat
 from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
 
+import numpy as np
+
 from tpde.errors import InvalidInput, Truncated
+
+_LARGE = 1 << 20  # bytes whose copy takes longer than NumPy takes to begin
 
 
 class Source(Protocol):
@@ -167,7 +171,10 @@ class BytesSource:
         """Fill `out` from `offset` on."""
         if offset + out.nbytes > self.size:
             raise _truncated(self.name, offset, out.nbytes, self.size)
-        out[:] = self._data[offset : offset + out.nbytes]
+        if out.nbytes < _LARGE:
+            out[:] = self._data[offset : offset + out.nbytes]
+        else:  # other threads run meanwhile
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(self._data, np.uint8, out.nbytes, offset))
 
     def view(self, offset: int, size: int) -> memoryview | None:
         """The bytes themselves."""

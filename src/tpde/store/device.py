@@ -16,6 +16,7 @@ import numpy as np
 
 from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model, Sparse, chunk_count, chunk_room
 from tpde.codec.native import Bytes
+from tpde.codec.pool import each
 from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
@@ -37,6 +38,8 @@ Numbers = np.ndarray[Any, Any]
 _FEW = 8
 # What batches may take on the device at a time beside their tensors, where one has several.
 _ROOM = 512 << 20
+# Threads that read payloads, which one does at some 4 GB/s, and what each reads at least.
+_READERS, _READ_BYTES = 4, 2 << 20
 
 
 @functools.cache
@@ -489,21 +492,21 @@ def _records(members: Sequence[SparseChange]) -> tuple[Numbers, Numbers]:
     return np.concatenate(changes), np.concatenate(sizes)
 
 
-def _whole(members: Sequence[SparseChange]) -> list[bool]:
-    """Which of the changes have records that can be: the kernels rely on it."""
+def _whole(members: Sequence[SparseChange]) -> list[tuple[SparseChange, int]]:
+    """The changes whose records can be, on which the kernels rely, and how many words each changes."""
     counts, sizes = _records(members)
     b = DTYPES[members[0].entry.spec.dtype].word_bytes
     chunks = np.array([it.entry.changes.size for it in members])
     firsts = np.cumsum([0, *chunks[:-1]])
     words = np.full(counts.size, CHUNK_WORDS)
-    words[firsts + chunks - 1] = [
-        it.entry.spec.nbytes // b - CHUNK_WORDS * (it.entry.changes.size - 1) for it in members
-    ]
+    last = [it.entry.spec.nbytes // b - CHUNK_WORDS * (it.entry.changes.size - 1) for it in members]
+    words[firsts + chunks - 1] = last
     wrong = (counts > words) | ((counts == 0) & (sizes != 0))
     payloads = np.array([it.entry.size for it in members])
     fits = np.add.reduceat(sizes, firsts, dtype=np.uint64) == payloads
-    whole: list[bool] = (fits & ~np.logical_or.reduceat(wrong, firsts)).tolist()
-    return whole
+    whole = (fits & ~np.logical_or.reduceat(wrong, firsts)).tolist()
+    changes = np.add.reduceat(counts, firsts, dtype=np.uint64).tolist()
+    return [(it, n) for it, n, is_whole in zip(members, changes, whole, strict=True) if is_whole]
 
 
 class Decoded(NamedTuple):
@@ -541,11 +544,12 @@ class SparseChanges:
         self._held, (self._image,) = _send([model_image(model, encode=False)], self._device)
         self._read = read
         self._running: list[_Decoding] = []
-        whole = [it for it, is_whole in zip(members, _whole(members), strict=True) if is_whole]
-        each, surveyed = 2 * (2 + self._kind[0]), list[_Surveyed]()
+        each_change, surveyed = 2 * (2 + self._kind[0]), list[_Surveyed]()
         with contextlib.suppress(torch.OutOfMemoryError):  # those that are left pass through the host
-            for batch in _batches(whole, lambda it: it.entry.size + each * int(it.entry.changes.sum())):
-                surveyed.append(self._survey(batch))  # all at first: payloads are read meanwhile
+            for batch in _batches(_whole(members), lambda it: it[0].entry.size + each_change * it[1]):
+                surveyed.append(
+                    self._survey([it for it, _ in batch])
+                )  # all at first: payloads are read meanwhile
         with contextlib.suppress(torch.OutOfMemoryError):
             for it in surveyed:
                 self._running.append(self._decode(it))
@@ -576,7 +580,7 @@ class SparseChanges:
         for i, array in enumerate(arrays):
             upload.place(i)[:] = array.view(np.uint8)
         data = upload.place(len(arrays))
-        self._read([member.entry for member in batch], data[:payload])
+        self._read_all([member.entry for member in batch], data[:payload])
         data[payload:] = 0
         with current(device):
             sent, (changes, starts, offsets, used, at) = upload.send()
@@ -590,6 +594,19 @@ class SparseChanges:
             )
             group.batch.locate(*group.arrays, self._image, good, starts, unsorted, found, sums, bad, stream)
         return _Decoding(batch, group, _fetch(it.result), counts, lists, found, [sent, *room[2:]])
+
+    def _read_all(self, entries: Sequence[TensorEntry], out: Bytes) -> None:
+        """Read payloads by several threads."""
+        ends = np.cumsum([0, *(it.size for it in entries)])
+        parts = min(_READERS, len(entries), 1 + out.size // _READ_BYTES)
+        # Where parts begin: entries that lie at about equal distances.
+        cuts = np.unique(np.searchsorted(ends, np.linspace(0, out.size, parts + 1))).tolist()
+
+        def read(number: int) -> None:
+            first, last = cuts[number], cuts[number + 1]
+            self._read(entries[first:last], out[ends[first] : ends[last]])
+
+        each(read, range(len(cuts) - 1), seconds=out.size / 4e9, threads=parts)
 
     @functools.cached_property
     def found(self) -> dict[str, Decoded]:
