@@ -63,6 +63,8 @@ _WHERE = {
     "verify": "packing.api",
 }
 
+_MODULES = ("errors", "nn", "numpy", "torch")  # that are used by these names
+
 __all__ = [
     "CheckpointStore",
     "Corrupt",
@@ -98,6 +100,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"tpde.{_WHERE[name]}"), name)
         globals()[name] = value
         return value
+    if name in _MODULES:
+        return importlib.import_module(f"tpde.{name}")
     raise AttributeError(f"module `tpde` has no attribute `{name}`")
 
 

@@ -420,6 +420,16 @@ def test_importing_tpde_imports_neither_torch_nor_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_modules_are_there_by_their_names_once_they_are_used() -> None:
+    code = """
+import sys, tpde
+assert not {"numpy", "torch"} & set(sys.modules)
+assert tpde.numpy.save_file and "torch" not in sys.modules
+assert tpde.torch.save and tpde.nn.add_deltas and tpde.errors.NativeError
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_public_names_are_there_and_no_others() -> None:
     assert dir(tpde) == sorted(tpde.__all__)
     for name in tpde.__all__:

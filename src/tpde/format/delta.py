@@ -34,6 +34,7 @@ WITH_BASE = (SAME, SPARSE, DENSE)
 CODECS = (*WITH_BASE, FULL, PLAIN)
 
 Numbers = npt.NDArray[np.uint32]
+_NO_NUMBERS: Numbers = np.empty(0, np.uint32)
 
 
 @dataclass
@@ -66,8 +67,8 @@ class TensorEntry:
     base: bytes = b""
     target: bytes = b""
     payload_hash: int = 0
-    changes: Numbers = field(default_factory=lambda: np.empty(0, np.uint32))
-    sizes: Numbers = field(default_factory=lambda: np.empty(0, np.uint32))
+    changes: Numbers = field(default_factory=lambda: _NO_NUMBERS)
+    sizes: Numbers = field(default_factory=lambda: _NO_NUMBERS)
 
     @property
     def chunks(self) -> int:

@@ -163,23 +163,16 @@ class _Reader:
         return entry
 
     def _tensor(self, it: Any) -> TensorEntry:
-        self.check(isinstance(it, list) and len(it) in (5, 6) and _is_text(it[0]), "a tensor without a name")
+        fault = _fault_of(it)
+        if fault is not None:
+            self.check(False, fault)
         name, dtype, shape, codec, size = it[:5]
-        self.check(
-            isinstance(shape, list) and all(_is_size(n) for n in shape) and _is_size(size),
-            f"tensor `{name}`: its shape or size",
-        )
-        self.check(codec in CODECS and (len(it) == 6) == (codec == SPARSE), f"tensor `{name}`: its codec")
-        self.check(isinstance(dtype, str), f"tensor `{name}`: its dtype")
-        self.check(bool(size) or codec in (SAME, SPARSE, PLAIN), f"tensor `{name}`: no payload")
-        self.check(not size or codec != SAME, f"tensor `{name}`: a payload")
         try:
             spec = tensor_spec(dtype, tuple(shape))
         except ValueError as error:
             raise Corrupt(f"`{self.name}`: tensor `{name}`: {error}", tensor=name, where=self.name) from None
-        self.check(codec != PLAIN or size == spec.nbytes, f"tensor `{name}`: {size} bytes")
-        if codec == SPARSE:
-            self.check(_is_size(it[5]), f"tensor `{name}`: its model")
+        if codec == PLAIN:
+            self.check(size == spec.nbytes, f"tensor `{name}`: {size} bytes")
         return TensorEntry(name, spec, codec, size, it[5] if codec == SPARSE else 0)
 
     def _header(self, text: Any, name: str) -> bytes:
@@ -211,18 +204,22 @@ class _Reader:
 
     def _hashes(self, head: Head, hashes: bytes) -> None:
         at = 0
-
-        def take(count: int) -> bytes:
-            nonlocal at
-            at += count
-            return hashes[at - count : at]
-
         for it in head.tensors:
-            it.base = take(16) if it.codec in WITH_BASE else b""
-            it.target = take(16) if it.codec != SAME else it.base
-            it.payload_hash = int.from_bytes(take(8), "little") if it.size else 0
+            if it.codec in WITH_BASE:
+                it.base = hashes[at : at + 16]
+                at += 16
+            if it.codec == SAME:
+                it.target = it.base
+            else:
+                it.target = hashes[at : at + 16]
+                at += 16
+            if it.size:
+                it.payload_hash = int.from_bytes(hashes[at : at + 8], "little")
+                at += 8
         for other in head.others:
-            other.payload_hash = int.from_bytes(take(8), "little") if other.size else 0
+            if other.size:
+                other.payload_hash = int.from_bytes(hashes[at : at + 8], "little")
+                at += 8
         self.check(at == len(hashes), f"{len(hashes)} bytes of hashes, {at} are needed")
 
 
@@ -251,6 +248,26 @@ def read_head(source: Source) -> Head:
         If it cannot be read.
     """
     return _Reader(source).head()
+
+
+def _fault_of(it: Any) -> str | None:
+    """What cannot be in a tensor's entry, but for what its dtype and shape say."""
+    if not (isinstance(it, list) and len(it) in (5, 6) and _is_text(it[0])):
+        return "a tensor without a name"
+    name, dtype, shape, codec, size = it[:5]
+    if not (isinstance(shape, list) and all(map(_is_size, shape)) and _is_size(size)):
+        return f"tensor `{name}`: its shape or size"
+    if codec not in CODECS or (len(it) == 6) != (codec == SPARSE):
+        return f"tensor `{name}`: its codec"
+    if not isinstance(dtype, str):
+        return f"tensor `{name}`: its dtype"
+    if not size and codec not in (SAME, SPARSE, PLAIN):
+        return f"tensor `{name}`: no payload"
+    if size and codec == SAME:
+        return f"tensor `{name}`: a payload"
+    if codec == SPARSE and not _is_size(it[5]):
+        return f"tensor `{name}`: its model"
+    return None
 
 
 def _is_size(value: object) -> bool:
