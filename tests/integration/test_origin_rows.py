@@ -120,9 +120,9 @@ def test_row_9_a_layer_of_a_base_and_a_delta_in_a_model(by: str, monkeypatch: py
     if by == "kernels":
         monkeypatch.setattr("tpde.weights.coded.by_kernels", lambda device: True)
     torch.manual_seed(9)
-    layers = [torch.nn.Linear(256, 640), torch.nn.GELU(), torch.nn.Linear(640, 256)]
+    layers = [torch.nn.Linear(512, 1280), torch.nn.GELU(), torch.nn.Linear(1280, 512)]
     base = torch.nn.Sequential(*layers).to(torch.bfloat16)
-    tunes, x = {None: base}, torch.randn(4, 256).bfloat16()
+    tunes, x = {None: base}, torch.randn(4, 512).bfloat16()
     for name in ("math", "law"):
         tunes[name] = copy.deepcopy(base)
         with torch.no_grad():

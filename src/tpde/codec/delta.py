@@ -26,6 +26,7 @@ _MAX_MODEL = 20480
 _ROOM = 9 / 8
 # Looking at a chunk takes some 0.1 ms; a fork takes memory that the system must provide, about 1 ms.
 _PART_SECONDS, _LEAST_PARTS = 1e-4, 32
+_TOGETHER = 256  # chunks that are encoded at a time
 _ROOM_LEFT = 64  # bytes of a chunk beside, more than the core keeps free: `MOST_BYTES` and 16, and a change
 
 Numbers = npt.NDArray[np.uint32]
@@ -132,29 +133,35 @@ class Model:
         old, new = as_bytes(base), as_bytes(target)
         if old.size != new.size or old.size % self.word_bytes:
             raise ValueError(f"{old.size} and {new.size} bytes are no two states of a tensor")
-        words = old.size // self.word_bytes
-        chunks = chunk_count(words)
+        chunks = chunk_count(old.size // self.word_bytes)
         changes, sizes = np.empty(chunks, np.uint32), np.empty(chunks, np.uint32)
-        # Not touched but for what is used. The least is for chunks of a few words.
-        out = np.empty((chunk_room(old.size, chunks) + _ROOM_LEFT) * chunks, np.uint8)
-        used, error = ctypes.c_uint64(), Error()
-        code = core().tpde_delta_encode(
-            self._handle,
-            address(old),
-            address(new),
-            words,
-            address(out),
-            out.size,
-            ctypes.byref(used),
-            address(changes.view(np.uint8)),
-            address(sizes.view(np.uint8)),
-            threads,
-            ctypes.byref(error),
-        )
-        if code == native.E_SPACE:
-            return None
-        check(code, error)
-        return Sparse(out[: used.value], changes, sizes)
+        # The least is for chunks of a few words. A system with large pages gives all of it memory.
+        room = chunk_room(old.size, chunks) + _ROOM_LEFT
+        out, parts = np.empty(room * min(chunks, _TOGETHER), np.uint8), list[Bytes]()
+        for first in range(0, chunks, _TOGETHER):
+            last = min(first + _TOGETHER, chunks)
+            begin = chunk_range(first, old.size, self.word_bytes)[0]
+            end = chunk_range(last - 1, old.size, self.word_bytes)[1]
+            used, error = ctypes.c_uint64(), Error()
+            code = core().tpde_delta_encode(
+                self._handle,
+                address(old[begin:end]),
+                address(new[begin:end]),
+                (end - begin) // self.word_bytes,
+                address(out),
+                room * (last - first),
+                ctypes.byref(used),
+                address(changes[first:last].view(np.uint8)),
+                address(sizes[first:last].view(np.uint8)),
+                threads,
+                ctypes.byref(error),
+            )
+            if code == native.E_SPACE:
+                return None
+            check(code, error)
+            parts.append(out[: used.value].copy())
+        data: Bytes = np.concatenate(parts) if parts else out
+        return Sparse(data, changes, sizes)
 
     def apply(self, sparse: Sparse, words: Bytes, threads: int = 1, *, dry: bool = False) -> None:
         """Turn a base into its target where it lies.

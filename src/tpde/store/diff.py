@@ -30,7 +30,7 @@ from tpde.format.delta import (
 )
 from tpde.format.sink import Sink
 from tpde.packing.files import Progress
-from tpde.store.payloads import Stored, store_change, store_whole
+from tpde.store.payloads import Stored, are_equal, store_change, store_whole
 from tpde.store.states import BaseTensors, Key, State
 
 Kind = tuple[int, int]
@@ -130,7 +130,7 @@ class HostComparer:
             return entry, store_whole(spec, new, self._threads)
         old = self._base.read(base, self._threads)
         entry.base = delta.fingerprint(old)
-        if np.array_equal(old, new):
+        if are_equal(old, new):
             return entry, Stored(SAME, new[:0])
         return entry, store_change(spec, models[kind_of(spec)], old, new, self._threads)
 

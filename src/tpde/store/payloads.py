@@ -70,6 +70,11 @@ def add_differences(words: Bytes, stored: Bytes, spec: TensorSpec) -> None:
         words[part] = _ordered((_ordered(words[part], spec) + d).view(np.uint8), spec).view(np.uint8)
 
 
+def are_equal(old: Bytes, new: Bytes) -> bool:
+    """Whether two states of a tensor are the same: without as many truths as they have bytes."""
+    return all(np.array_equal(old[part], new[part]) for part in _pieces(old.size))
+
+
 def _pieces(size: int) -> Iterator[slice]:
     """Parts of a tensor's bytes, so that what is computed on the way is no copy of all of it."""
     return (slice(at, min(at + _PIECE, size)) for at in range(0, size, _PIECE))
