@@ -7,8 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.contents import rng
+from support.emulated import on_cpu  # noqa: F401
 
 from tpde.codec.delta import CHUNK_WORDS, Model, plan
+from tpde.cuda import compile as nvrtc
+from tpde.cuda import delta
+from tpde.store import device
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -50,6 +54,30 @@ def test_pieces_are_all_of_it(words: int, most: int) -> None:
     assert np.array_equal(out[64:-64].numpy(), new)
     assert not out[:64].any()
     assert not out[-64:].any()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_words_beneath_are_counted_once_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream does not wait for what the first one counted."""
+    monkeypatch.setattr("tpde.weights.coded.by_kernels", lambda device: True)
+    old, new, change = changed(CHUNK_WORDS + 9, 0.02)
+    (decode,) = changing([Piece.whole(change, old.size, 0)], torch.device("cpu"))
+    now, launched, launch = 0, list[str](), nvrtc.launch
+
+    def on_stream(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
+        launch(made, grid, block, shared, 0, *arguments)
+
+    survey = delta.Batch.survey
+    monkeypatch.setattr(nvrtc, "launch", on_stream)
+    monkeypatch.setattr(device, "stream_of", lambda where: now)
+    monkeypatch.setattr(
+        delta.Batch, "survey", lambda self, *args: (launched.append(str(args[-1])), survey(self, *args))
+    )
+    for now in (5, 5, 7, 5, 7):  # noqa: B007 - `stream_of` reads it
+        out = torch.from_numpy(old.copy())
+        decode(out)
+        assert np.array_equal(out.numpy(), new)
+    assert launched == ["5", "7"]
 
 
 def test_a_part_in_host_memory() -> None:

@@ -150,7 +150,7 @@ class _Pieces:
 
     All that they read is on the device from now on, but for where the buffer lies, which each call computes
     there: a call copies nothing from the host, waits for nothing and may be recorded in a CUDA graph. The
-    words beneath are always the same, so that they are counted by the first call alone.
+    words beneath are always the same, so that they are counted by the first call of each stream alone.
     """
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
@@ -183,7 +183,7 @@ class _Pieces:
         self._there = upload(room, device)
         self._places = [self._there.data_ptr() + at for at in places]
         items = self._there[places[-2] : places[-1]].view(torch.int64).view(-1, len(Pair._fields) + 1)
-        self._surveyed = False
+        self._surveyed: set[int] = set()  # streams, on which what was counted is there
         self._items, self._based = items, torch.zeros_like(items)  # which are addresses in the buffer
         self._based[:, Pair._fields.index("base")] = 1
 
@@ -203,9 +203,10 @@ class _Pieces:
             sums = totals + 4 * MAX_CLASSES * self._batch.chunks
             good = sums + 32 * len(self._items)
             bad, image = good + 4 * self._batch.chunks, self._image.data_ptr()
-            if not self._surveyed:
+            if stream not in self._surveyed:
                 self._batch.survey(items, whose, image, sums, totals, stream)
-                self._surveyed = not capturing(self._device)  # else it has not run yet
+                if not capturing(self._device):  # else it has not run yet
+                    self._surveyed.add(stream)
             data, listed = (self._data, starts, sizes), Lists(counts, lists)
             self._batch.decode(items, whose, image, totals, listed, data, unsorted, good, bad, stream)
             self._batch.locate(items, whose, image, good, lists, unsorted, found, sums, bad, stream)
