@@ -19,7 +19,7 @@ from tpde.format.constants import DTYPES
 from tpde.format.delta import SAME, SPARSE
 from tpde.format.source import BytesSource
 from tpde.frameworks import torch_bytes, torch_dtype
-from tpde.store import device, live
+from tpde.store import device, device_diff, device_update, live
 from tpde.store.delta import DeltaFile
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -120,6 +120,37 @@ class DeviceDeltas:
     def test_every_kind_of_words(self, share: float, far: bool, fast: bool) -> None:
         old, new = self.state(share, far, (5, 3000, 9999) if share > 0.5 else ())
         self.apply(old, new, self.make(old, new, fast=fast))
+
+    @pytest.mark.parametrize("fast", [False, True])
+    def test_what_changes_alone_is_checked_if_it_is_asked_for(
+        self, fast: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        old, new = self.state(0.005, False, (66_003,))
+        made, base = self.make(old, new, fast=fast), {name: it.clone() for name, it in old.items()}
+        assert tpde.apply_delta(old, made, check="changed") == sum(it != SAME for it in codecs(made).values())
+        assert same(old, new)
+        assert tpde.apply_delta(old, made, check="changed") == 0  # whatever is read, all is as it should be
+        assert same(old, new)
+        file = DeltaFile(BytesSource(made, "<delta>"))
+        entry = next(it for it in file.head.tensors if it.codec == SPARSE)
+        name, by_class = entry.name, file.models[entry.model].classes > 1
+        assert not (fast and by_class)
+        differ = (base[name].view(torch.uint8) != new[name].view(torch.uint8)).view(66_003, -1).any(1)
+        far = int((~differ).nonzero()[8000])
+        while differ[far - 9 : far + 9].any():
+            far += 1
+        for place, seen in ((int(differ.nonzero()[0]), True), (far, by_class)):
+            other = {name: it.clone() for name, it in base.items()}
+            other[name].view(torch.uint8).view(66_003, -1)[place] ^= 3
+            before = cpu(other)
+            if seen:
+                with pytest.raises(tpde.MissingBase, match=name):
+                    tpde.apply_delta(other, made, check="changed")
+                assert same(other, before)
+            else:
+                tpde.apply_delta(other, made, check="changed")
+                now = other[name].view(torch.uint8) == new[name].view(torch.uint8)
+                assert (~now.view(66_003, -1).all(1)).nonzero().tolist() == [[place]]
 
     @pytest.mark.parametrize("offset", [1, 3, 8])
     def test_views_that_do_not_begin_where_memory_does(self, offset: int) -> None:
@@ -303,9 +334,9 @@ class DeviceDeltas:
     def test_a_device_that_errs_is_not_believed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         old, new = self.state(0.01, False, (66_000,))
         made, before = self.make(old, new), cpu(old)
-        real = device.SparseChanges.found.func
+        real = device_update.SparseChanges.found.func
         monkeypatch.setattr(
-            device.SparseChanges,
+            device_update.SparseChanges,
             "found",
             property(lambda self: {name: it._replace(damaged=True) for name, it in real(self).items()}),
         )
@@ -323,7 +354,7 @@ class DeviceDeltas:
         base = words_of(dtype, count)
         old = {"w": self.tensor(base, dtype)}
         new = {"w": self.tensor(moved(base, dtype, 0.01, False), dtype)}
-        real = device._encoded
+        real = device_diff._encoded
         words = {name: it["w"].view(torch.uint8).view(-1, b) for name, it in (("old", old), ("new", new))}
 
         def encoded(*arguments: Any) -> Any:
@@ -341,7 +372,7 @@ class DeviceDeltas:
                 words["new"].copy_(words["new"].roll(1, 0))
             return real(*arguments)
 
-        monkeypatch.setattr(device, "_encoded", encoded)
+        monkeypatch.setattr(device_diff, "_encoded", encoded)
         made, found = tpde.make_delta(old, new), self.tensor(base, dtype)
         try:
             tpde.apply_delta({"w": found}, made)
@@ -356,9 +387,8 @@ class DeviceDeltas:
         def none(*_: Any) -> Any:
             raise torch.OutOfMemoryError("no memory")
 
-        for name in ("_encoded", "SparseChanges._decode"):
-            owner, _, attribute = name.rpartition(".")
-            monkeypatch.setattr(getattr(device, owner) if owner else device, attribute, none)
+        monkeypatch.setattr(device_diff, "_encoded", none)
+        monkeypatch.setattr(device_update.SparseChanges, "_decode", none)
         self.apply(old, new, self.make(old, new))
 
     def test_kernels_are_there_before_anything_is_written(self, monkeypatch: pytest.MonkeyPatch) -> None:

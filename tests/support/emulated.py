@@ -62,5 +62,5 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta, "THREADS", 64)
     monkeypatch.setattr(device, "current", lambda where: contextlib.nullcontext())
     monkeypatch.setattr(device, "stream_of", lambda where: 0)
-    for module in ("tpde.store.device", "tpde.store.live"):
+    for module in ("tpde.store.device", "tpde.store.live", "tpde.weights.deltas"):
         monkeypatch.setattr(f"{module}.is_resident", is_resident)

@@ -7,6 +7,8 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.deltas import model_of, pair
 
 from tpde.codec import delta
@@ -160,10 +162,46 @@ def test_plans_of_words_that_cannot_be_have_no_memory() -> None:
         Planner(3, 0)
 
 
-def test_sums_of_fingerprints_wrap_around() -> None:
-    most = b"\xff" * 16
-    assert delta.add_prints([most, (1).to_bytes(8, "little") * 2]) == bytes(16)
-    assert delta.add_prints([]) == bytes(16)
+def test_differences_of_fingerprints_wrap_around() -> None:
+    one = (1).to_bytes(8, "little") * 2
+    assert delta.print_difference(bytes(16), one) == b"\xff" * 16
+    assert delta.print_difference(b"\xff" * 16, b"\xff" * 16) == bytes(16)
+
+
+@given(
+    st.sampled_from([(1, 0), (2, 1), (4, 1), (8, 1), (2, 0), (8, 0)]),
+    st.integers(1, 300) | st.sampled_from([65_535, 65_536, 65_537, 140_003]),
+    st.sampled_from([1.0, 0.3, 0.01, 0.0]),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 3),
+)
+def test_what_changes_add_to_a_fingerprint(
+    kind: tuple[int, int], words: int, share: float, seed: int, threads: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    old = draw.integers(0, 256, (words, kind[0]), dtype=np.uint8)
+    new, moved = old.copy(), draw.random(words) < share
+    new[moved, 0] ^= draw.integers(1, 9, moved.sum(), dtype=np.uint8)
+    old, new = old.reshape(-1), new.reshape(-1)
+    model = Model(delta.plan([(old, new)], *kind, fast=True), encode=True)
+    sparse = model.encode(old, new)
+    if sparse is None:
+        return
+    found = model.print_of(sparse, old, threads)
+    assert found == delta.print_difference(delta.fingerprint(new), delta.fingerprint(old))
+    if not share:
+        assert found == bytes(16)
+    assert model.classes == 1
+
+
+def test_what_changes_add_is_told_under_one_class_alone() -> None:
+    old = pair("BF16", "normal", "some", 200_000)[0].view("<u2")
+    new = old + ((old >> 7 & 255) < 118).astype("<u2")  # small weights alone
+    words, target = old.view(np.uint8), new.view(np.uint8)
+    model = model_of("BF16", words, target)
+    assert model.classes > 1
+    with pytest.raises(NativeError, match="several classes"):
+        model.print_of(_sparse(model, words, target), words)
 
 
 @pytest.mark.parametrize(

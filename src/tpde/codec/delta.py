@@ -52,10 +52,10 @@ def fingerprint(data: Any, offset: int = 0) -> bytes:
     return bytes(sums)
 
 
-def add_prints(prints: Iterable[bytes]) -> bytes:
-    """The fingerprint of a tensor from those of its parts."""
-    parts = np.frombuffer(b"".join(prints), "<u8").reshape(-1, 2)
-    return np.asarray(parts.sum(axis=0, dtype="<u8")).tobytes()
+def print_difference(target: bytes, base: bytes) -> bytes:
+    """What must be added to one fingerprint to give another."""
+    found: bytes = (np.frombuffer(target, "<u8") - np.frombuffer(base, "<u8")).tobytes()
+    return found
 
 
 def chunk_count(words: int) -> int:
@@ -182,11 +182,14 @@ class Model:
         Corrupt
             Naming a chunk that is damaged. Without a dry run before, words may be changed by then.
         """
+        self._call("tpde_delta_apply", sparse, words, int(dry), threads)
+
+    def _call(self, name: str, sparse: Sparse, words: Bytes, how: Any, threads: int) -> None:
         count, error = words.size // self.word_bytes, Error()
         chunks = chunk_count(count)
         if words.size % self.word_bytes or sparse.changes.size != chunks or sparse.sizes.size != chunks:
             raise ValueError(f"{words.size} bytes, with records of {sparse.changes.size} chunks")
-        code = core().tpde_delta_apply(
+        code = getattr(core(), name)(
             self._handle,
             address(sparse.data) if sparse.data.size else None,
             sparse.data.size,
@@ -194,11 +197,39 @@ class Model:
             address(sparse.sizes.view(np.uint8)),
             address(words),
             count,
-            int(dry),
+            how,
             threads,
             ctypes.byref(error),
         )
         check(code, error)
+
+    def print_of(self, sparse: Sparse, words: Bytes, threads: int = 1) -> bytes:
+        """What changes would add to a tensor's fingerprint: its target's less its base's (delta.md 4).
+
+        It depends on the words that change and their neighbours within 8 bytes, and on no others.
+
+        Parameters
+        ----------
+        sparse : Sparse
+            The changes, under a model of one class.
+        words : ndarray of uint8
+            The base's words, which are left as they are.
+        threads : int
+            How many threads decode.
+
+        Returns
+        -------
+        bytes
+            Two sums of 64 bits.
+
+        Raises
+        ------
+        Corrupt
+            Naming a chunk that is damaged.
+        """
+        sums = (ctypes.c_uint64 * 2)()
+        self._call("tpde_delta_sum", sparse, words, sums, threads)
+        return bytes(sums)
 
     def tables(self) -> list[Table]:
         """Copies of the expanded tables of all classes, for decoders and encoders elsewhere."""

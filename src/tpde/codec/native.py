@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tpde.errors import Corrupt, NativeError
 from tpde.format.constants import RECORD_BYTES
 
-ABI = 5
+ABI = 6
 MAX_TABLE_SECTION = 20480
 NO_CHUNK = (1 << 64) - 1
 
@@ -113,6 +113,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_delta_encode": (
         _int,
         [_ptr, _ptr, _ptr, _u64, _u8p, _u64, ctypes.POINTER(_u64), _ptr, _ptr, _int, _error],
+    ),
+    "tpde_delta_sum": (
+        _int,
+        [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, ctypes.POINTER(_u64), _int, _error],
     ),
     "tpde_delta_apply": (_int, [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, _int, _int, _error]),
 }

@@ -146,9 +146,10 @@ def split_planes(data: bytes, width: int) -> bytes:
 
 def merge_planes(planes: bytes, width: int) -> bytes:
     """Invert `split_planes`."""
-    numbers = np.zeros(len(planes) // width, f"<u{width}")
+    numbers = np.zeros((len(planes) // width, width), np.uint8)
     for i, plane in enumerate(np.frombuffer(planes, np.uint8).reshape(width, -1)):
-        numbers |= plane.astype(numbers.dtype) << 8 * i
+        if plane.any():  # of records the upper ones are empty
+            numbers[:, i] = plane
     return numbers.tobytes()
 
 

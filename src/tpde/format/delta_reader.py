@@ -192,15 +192,18 @@ class _Reader:
         sparse = [it for it in head.tensors if it.codec == SPARSE]
         counts = [it.chunks for it in sparse]
         self.check(len(planes) == 8 * sum(counts), f"records of {len(planes)} bytes, not {8 * sum(counts)}")
-        numbers = np.frombuffer(merge_planes(planes, 4), "<u4").reshape(2, -1)
-        ends = np.concatenate([[0], np.cumsum(numbers[1], dtype=np.uint64)])
-        sums = np.diff(ends[np.cumsum([0, *counts])]).tolist()
+        changes, sizes = np.frombuffer(merge_planes(planes, 4), "<u4").reshape(2, -1)
         at = 0
-        for it, count, size in zip(sparse, counts, sums, strict=True):
+        for it, count in zip(sparse, counts, strict=True):
             self.check(it.model < len(head.models), f"tensor `{it.name}`: there is no model {it.model}")
-            it.changes, it.sizes = numbers[0, at : at + count], numbers[1, at : at + count]
-            self.check(size == it.size, f"tensor `{it.name}`: its chunks' sizes")
+            it.changes, it.sizes = changes[at : at + count], sizes[at : at + count]
             at += count
+        filled = [(it, count) for it, count in zip(sparse, counts, strict=True) if count or it.size]
+        self.check(all(count for _, count in filled), "a payload of a tensor without words")
+        firsts = np.cumsum([0, *(count for _, count in filled)])[:-1]
+        sums = np.add.reduceat(sizes, firsts, dtype=np.uint64).tolist() if filled else []
+        for (it, _), size in zip(filled, sums, strict=True):
+            self.check(size == it.size, f"tensor `{it.name}`: its chunks' sizes")
 
     def _hashes(self, head: Head, hashes: bytes) -> None:
         at = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 from collections.abc import Sequence
@@ -315,30 +316,29 @@ class BytesSink:
         self._size = 0
 
 
-class PiecesSink:
-    """Buffers that become one `bytes`, and are copied only then. They must not change before."""
+class ValueSink:
+    """A growing buffer that becomes `bytes` without a copy of them."""
 
     def __init__(self) -> None:
         self.name = "<bytes>"
-        self._pieces: dict[int, memoryview] = {}
+        self._buffer = io.BytesIO()
 
-    def join(self) -> bytes:
-        """The bytes written: without gaps, each once."""
-        return b"".join(self._pieces[at] for at in sorted(self._pieces))
+    def value(self) -> bytes:
+        """The bytes written. What lies between them is zero."""
+        return self._buffer.getvalue()
 
     def write(self, offset: int, buffers: Sequence[Any]) -> None:
-        """Keep buffers, which lie one after the other from `offset` on."""
+        """Write buffers one after the other from `offset` on."""
+        self._buffer.seek(offset)
         for buffer in buffers:
-            piece = memoryview(buffer).cast("B")
-            self._pieces[offset] = piece
-            offset += piece.nbytes
+            self._buffer.write(buffer)
 
     def room(self, offset: int, size: int) -> None:
-        """None: the bytes have no place yet."""
+        """None: the place would be in the way of growing."""
 
     def commit(self) -> None:
         """Nothing to do: the bytes are there."""
 
     def abort(self) -> None:
         """Drop the bytes."""
-        self._pieces.clear()
+        self._buffer = io.BytesIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,24 +11,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import fingerprint
+from tpde.codec.delta import Model, Sparse, fingerprint, print_difference
 from tpde.codec.native import Bytes
-from tpde.errors import InvalidInput, NativeError
+from tpde.errors import Corrupt, InvalidInput, NativeError
 from tpde.format.container import TensorSpec
-from tpde.format.delta import SPARSE, WITH_BASE, TensorEntry
-from tpde.format.sink import PiecesSink
+from tpde.format.delta import SAME, SPARSE, WITH_BASE, TensorEntry
+from tpde.format.sink import ValueSink
 from tpde.frameworks import refuse_expanded, to_torch, torch_bytes, torch_spec
 from tpde.packing.files import Progress, no_progress
 from tpde.packing.writer import check_threads
 from tpde.store.delta import DeltaFile, open_state, other_base
-from tpde.store.device import (
-    Decoded,
-    DeviceComparer,
-    SparseChange,
-    SparseChanges,
-    fingerprints,
-    is_resident,
-)
+from tpde.store.device import fingerprints, has_words, is_resident
+from tpde.store.device_diff import DeviceComparer
+from tpde.store.device_update import Decoded, SparseChange, SparseChanges
 from tpde.store.diff import Comparer, HostComparer, write_delta
 from tpde.store.states import MEMORY, BaseTensors, FilesState, MemoryState, State
 
@@ -137,7 +133,7 @@ def make_delta(
     True
     """
     count, after = check_threads(threads), plain_tensors(new, "`new`")
-    sink = PiecesSink()
+    sink = ValueSink()
     base: State
     target = after.state()
     before: Mapping[str, torch.Tensor] = {}
@@ -157,7 +153,7 @@ def make_delta(
         )
     finally:
         base.close()
-    return sink.join()
+    return sink.value()
 
 
 def _comparer(host: HostComparer, before: Mapping[str, torch.Tensor], after: Tensors) -> Comparer:
@@ -193,6 +189,14 @@ class _Change(NamedTuple):
     data: Bytes | None
 
 
+class _InPlace(NamedTuple):
+    """A tensor in host memory, and a sparse change that is applied where it lies."""
+
+    tensor: torch.Tensor
+    model: Model
+    sparse: Sparse
+
+
 class Update:
     """What a delta makes of live tensors: all of it made and checked, none of it written.
 
@@ -206,6 +210,8 @@ class Update:
         What of the delta they become.
     threads : int
         How many decode.
+    whole : bool
+        Whether all words of tensors are checked: see `check` of `tpde.apply_delta`.
     progress : callable
         Called with a number of bytes of the target when they are done.
 
@@ -227,26 +233,57 @@ class Update:
         state: Tensors,
         entries: Sequence[TensorEntry],
         threads: int,
+        whole: bool,
         progress: Progress,
     ) -> None:
-        tensors = state.tensors
+        tensors, self._threads = state.tensors, threads
         _require_places(entries, state)
-        resident = _resident(entries, tensors)
-        self._sparse = _decoding(file, entries, resident)
-        decoded = {name: it for changes in self._sparse for name, it in changes.found.items()}
-        prints = fingerprints({name: it for name, it in resident.items() if name not in decoded})
+        alone = _alone(entries, tensors)
+        resident = {name: it for name, it in alone.items() if is_resident(it)}
+        self._in_place: dict[str, _InPlace] = {}
+        self._sparse: list[SparseChanges] = []
+        decoded: dict[str, Decoded] = {}
+        prints: dict[str, bytes] = {}
+        if not whole:
+            prints = {it.name: it.target for it in entries if it.codec == SAME}
+            plain = [it for it in entries if it.codec == SPARSE and file.models[it.model].classes == 1]
+            self._decode(file, plain, resident, decoded, whole=False)
+            own = {name: it for name, it in alone.items() if name not in resident}
+            self._in_place = dict(_in_place(file, plain, own, threads))
+        left = [it for it in entries if it.name not in decoded]
+        self._decode(file, left, resident, decoded, whole=True)
+        known = prints.keys() | decoded.keys()
+        prints |= fingerprints({name: it for name, it in resident.items() if name not in known})
         prints |= {name: it.fingerprint for name, it in decoded.items()}
-        self._done = set(_ready(file, entries, tensors, decoded, threads))
+        self._ready = set(_ready(file, entries, tensors, decoded, threads))
+        self._done = self._ready | self._in_place.keys()
         found = list(_changes(file, entries, tensors, prints, self._done, threads, progress))
         _refuse_conflicts(found, file.name)
         self._changes = [it for it in found if it.data is not None]
+
+    def _decode(
+        self,
+        file: DeltaFile,
+        entries: Sequence[TensorEntry],
+        resident: Mapping[str, torch.Tensor],
+        decoded: dict[str, Decoded],
+        *,
+        whole: bool,
+    ) -> None:
+        """Decode sparse changes of tensors on GPUs."""
+        made = _decoding(file, entries, resident, whole)
+        self._sparse += made
+        for changes in made:
+            decoded.update(changes.found)
 
     def write(self) -> int:
         """Write it where the tensors lie; gives how many were written."""
         for it in self._changes:
             _write(it.tensor, it)
+        for place in self._in_place.values():
+            _apply(place, self._threads)
         for group in self._sparse:
-            group.write(self._done)
+            group.write(self._ready)
         return len(self._changes) + len(self._done)
 
 
@@ -258,19 +295,44 @@ def _require_places(entries: Sequence[TensorEntry], state: Tensors) -> None:
         _require_writable(it.name, state.tensors[it.name])
 
 
-def _resident(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a delta that lie on a GPU, each in memory of its own."""
+def _alone(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a delta that are each in memory of its own."""
     mine = {it.name: tensors[it.name] for it in entries}
     users = Counter((it.device, it.untyped_storage().data_ptr()) for it in mine.values() if it.numel())
     return {
         name: it
         for name, it in mine.items()
-        if is_resident(it) and users[it.device, it.untyped_storage().data_ptr()] == 1
+        if it.numel() and users[it.device, it.untyped_storage().data_ptr()] == 1
     }
 
 
+def _in_place(
+    file: DeltaFile, entries: Sequence[TensorEntry], alone: Mapping[str, torch.Tensor], threads: int
+) -> Iterator[tuple[str, _InPlace]]:
+    """Sparse changes of tensors in host memory, which have the base's words where they change."""
+    for it in entries:
+        tensor, model = alone.get(it.name), file.models[it.model]
+        if tensor is None or tensor.device.type != "cpu":
+            continue
+        if not (tensor.is_contiguous() and has_words(tensor)):
+            continue
+        sparse = Sparse(file.payload(it), it.changes, it.sizes)
+        with contextlib.suppress(Corrupt):  # so it may be for another base, too
+            if model.print_of(sparse, torch_bytes(tensor), threads) == print_difference(it.target, it.base):
+                yield it.name, _InPlace(tensor, model, sparse)
+
+
+def _apply(it: _InPlace, threads: int) -> None:
+    """Make a change where the tensor lies; PyTorch counts it as one in place."""
+    import torch
+
+    if not it.tensor.is_inference():
+        torch.autograd.graph.increment_version(it.tensor)
+    it.model.apply(it.sparse, torch_bytes(it.tensor), threads)
+
+
 def _decoding(
-    file: DeltaFile, entries: Sequence[TensorEntry], resident: Mapping[str, torch.Tensor]
+    file: DeltaFile, entries: Sequence[TensorEntry], resident: Mapping[str, torch.Tensor], whole: bool
 ) -> list[SparseChanges]:
     """The sparse changes of tensors on GPUs, on their way."""
     groups: dict[tuple[torch.device, int], list[SparseChange]] = {}
@@ -279,7 +341,7 @@ def _decoding(
             change = SparseChange(it, resident[it.name])
             groups.setdefault((change.tensor.device, it.model), []).append(change)
     return [
-        SparseChanges(members, file.models[number], file.read_payloads)
+        SparseChanges(members, file.models[number], file.read_payloads, whole=whole)
         for (_, number), members in groups.items()
     ]
 

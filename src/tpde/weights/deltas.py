@@ -18,8 +18,9 @@ from tpde.format.delta import SPARSE, WITH_BASE, TensorEntry
 from tpde.format.source import BytesSource, FileSource
 from tpde.frameworks import to_torch, torch_bytes, torch_dtype
 from tpde.packing.writer import default_threads
-from tpde.store import device as resident
 from tpde.store.delta import DeltaFile, other_base
+from tpde.store.device import is_resident
+from tpde.store.device_update import SparseChange, SparseChanges
 from tpde.weights.changed import Variant
 from tpde.weights.coded import Coded, Coding
 from tpde.weights.pack import pack_tensor
@@ -154,11 +155,11 @@ class Delta:
 
     def _checked_there(self, it: TensorEntry, plain: Tensor, data: Bytes, base: str) -> bool:
         """Whether a change is one, checked by kernels; False also where there are none."""
-        if not resident.is_resident(plain):
+        if not is_resident(plain):
             return False
-        change = resident.SparseChange(it, plain.view(torch_dtype(it.spec.dtype)))
+        change = SparseChange(it, plain.view(torch_dtype(it.spec.dtype)))
         model = self.file.models[it.model]
-        made = resident.SparseChanges([change], model, lambda _, out: np.copyto(out, data))
+        made = SparseChanges([change], model, lambda _, out: np.copyto(out, data))
         found = made.found.get(it.name)
         if found is None:
             return False

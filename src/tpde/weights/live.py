@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 
-from tpde.errors import PackedWeight
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.packing.files import Progress, no_progress
 from tpde.packing.writer import check_threads
 from tpde.store.live import Update, plain_tensors
@@ -34,6 +34,7 @@ def apply_delta(
     state: Live,
     delta: DeltaLike,
     *,
+    check: Literal["all", "changed"] = "all",
     threads: int | None = None,
     progress: Progress = no_progress,
 ) -> int:
@@ -51,6 +52,12 @@ def apply_delta(
         What holds the base. It may have more tensors than the delta.
     delta : bytes or path-like
         As `make_delta` gives it, or a file that `tpde diff` wrote.
+    check : {"all", "changed"}
+        What must be the base's: all of each tensor, or the words that change and their neighbours within 8
+        bytes. With "changed" a delta that was made with `fast=True` takes time in proportion to what it
+        changes, and no memory for copies; what is wrong elsewhere in the tensors stays unseen. Where these
+        words are not the base's, all of the tensor is looked at. Other deltas read all words to find those
+        that change, and check them all.
     threads : int, optional
         By default one for each processor.
     progress : callable
@@ -66,8 +73,8 @@ def apply_delta(
     MissingBase
         If a tensor is neither the base's nor the target's, or not there: it is named, nothing was changed.
     InvalidInput
-        If a tensor cannot be written where it lies, two tensors share memory and would differ, or it is no
-        delta.
+        If a tensor cannot be written where it lies, two tensors share memory and would differ, it is no
+        delta, or `check` is something else.
     PackedWeight
         If a packed weight is streamed, made of several tensors, has named deltas, or was recorded in a CUDA
         graph; if most of it changes, and it would not shrink.
@@ -86,6 +93,8 @@ def apply_delta(
 
     No forward pass may be under way in another thread.
     """
+    if check not in ("all", "changed"):
+        raise InvalidInput(f"`check` is {check!r}", hint='say "all" or "changed"', found=check)
     count = check_threads(threads)
     found: Any = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     packed = {
@@ -96,8 +105,8 @@ def apply_delta(
     rest = {name: it for name, it in found.items() if name not in packed} if packed else found
     plain = plain_tensors(rest, "`state`")
     with closing(Delta(delta)) as opened:
-        entries = opened.file.head.tensors
-        update = Update(opened.file, plain, [it for it in entries if it.name not in packed], count, progress)
+        entries = [it for it in opened.file.head.tensors if it.name not in packed]
+        update = Update(opened.file, plain, entries, count, check == "all", progress)
         changes = _changes(packed, opened, progress)
     written = update.write()
     for it in changes:
