@@ -126,6 +126,11 @@ def main() -> int:
             lambda made: tpde.apply_delta(live, made),
             len,
         ),
+        'tpde, fast, check="changed"': (
+            lambda: tpde.make_delta(old, new, fast=True),
+            lambda made: tpde.apply_delta(live, made, check="changed"),
+            len,
+        ),
         "index and value": (
             lambda: index_and_value(old, new),
             lambda made: put(live, made),

@@ -191,11 +191,11 @@ typedef struct applying {
   uint64_t count, chunks, run;
   int check, sums;
   uint8_t *symbols; /* room for those of a chunk, for each thread */
-  _Atomic uint64_t sum[2];
+  _Atomic uint64_t sum;
   _Atomic uint64_t next, failed; /* the lowest chunk that is damaged */
 } applying;
 
-static int apply_chunk(const applying *a, uint64_t i, uint64_t offset, uint8_t *symbols, uint64_t sum[2]) {
+static int apply_chunk(const applying *a, uint64_t i, uint64_t offset, uint8_t *symbols, uint64_t *sum) {
   const uint32_t n = words_in(a->count, i);
   const uint64_t bits = 8 * (uint64_t)a->sizes[i];
   uint8_t *words = a->words + (size_t)i * DELTA_CHUNK_WORDS * (size_t)a->model->word_bytes;
@@ -203,37 +203,36 @@ static int apply_chunk(const applying *a, uint64_t i, uint64_t offset, uint8_t *
   if (!a->changes[i]) return !bits;
   if (a->sums)
     return tpde_active()->sum_changes(a->model, a->data + offset, bits, a->data + a->data_bytes, words, n,
-                                      a->changes[i], i * DELTA_CHUNK_WORDS * (uint64_t)a->model->word_bytes / 8, sum);
+                                      a->changes[i], i * DELTA_CHUNK_WORDS, sum);
   return tpde_active()->apply_changes(a->model, a->data + offset, bits, a->data + a->data_bytes, words, n, a->changes[i],
                                       a->check, symbols);
 }
 
 static void apply_job(void *context, int thread) {
   applying *a = context;
-  uint64_t sum[2] = {0, 0};
+  uint64_t sum = 0;
   for (uint64_t turn; (turn = a->next++) * a->run < a->chunks;) {
     uint64_t offset = a->offsets[turn], end = (turn + 1) * a->run;
     if (end > a->chunks) end = a->chunks;
     for (uint64_t i = turn * a->run; i < end; offset += a->sizes[i++]) {
-      if (apply_chunk(a, i, offset, a->symbols + (size_t)thread * DELTA_CHUNK_WORDS, sum)) continue;
+      if (apply_chunk(a, i, offset, a->symbols + (size_t)thread * DELTA_CHUNK_WORDS, &sum)) continue;
       uint64_t lowest = a->failed;
       while (i < lowest && !atomic_compare_exchange_weak(&a->failed, &lowest, i)) {}
       return;
     }
   }
-  a->sum[0] += sum[0];
-  a->sum[1] += sum[1];
+  a->sum += sum;
 }
 
-/* `sums` not NULL: what changes add to the fingerprint becomes it, and nothing is written. */
+/* `check_sum` not NULL: it becomes the changes' check, and nothing is written. */
 static int apply(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes, const uint32_t *changes,
-                 const uint32_t *sizes, const void *words, uint64_t count, int check, uint64_t *sums, int threads,
+                 const uint32_t *sizes, const void *words, uint64_t count, int check, uint64_t *check_sum, int threads,
                  tpde_error *error) {
   if (!is_valid(model, count) || threads < 1 || (count && (!changes || !sizes || !words)) || (data_bytes && !data))
     return tpde_fail(error, TPDE_E_ARGUMENT, "a null pointer, no thread, or too many words", UINT64_MAX, -1, 0, 0);
   applying a = {.model = model, .data = data, .data_bytes = data_bytes, .changes = changes, .sizes = sizes,
                 .words = (uint8_t *)words, .count = count, .chunks = tpde_delta_chunks(count), .check = check,
-                .sums = sums != NULL, .failed = UINT64_MAX};
+                .sums = check_sum != NULL, .failed = UINT64_MAX};
   uint64_t sum = 0;
   if (threads > TPDE_MAX_THREADS) threads = TPDE_MAX_THREADS;
   a.run = a.chunks / (16 * (uint64_t)threads) + 1;
@@ -264,8 +263,7 @@ static int apply(const tpde_delta_model *model, const uint8_t *data, uint64_t da
   if (a.failed != UINT64_MAX)
     return tpde_fail(error, TPDE_E_CHUNK, "its changes do not end where its bytes and words do", a.failed, -1,
                      changes[a.failed], sizes[a.failed]);
-  if (sums)
-    for (int i = 0; i < 2; i++) sums[i] = a.sum[i];
+  if (check_sum) *check_sum = a.sum;
   return TPDE_OK;
 }
 
@@ -274,11 +272,11 @@ int tpde_delta_apply(const tpde_delta_model *model, const uint8_t *data, uint64_
   return apply(model, data, data_bytes, changes, sizes, words, count, check, NULL, threads, error);
 }
 
-int tpde_delta_sum(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes, const uint32_t *changes,
-                   const uint32_t *sizes, const void *words, uint64_t count, uint64_t sum[2], int threads,
+int tpde_delta_check(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes, const uint32_t *changes,
+                   const uint32_t *sizes, const void *words, uint64_t count, uint64_t *sum, int threads,
                    tpde_error *error) {
   if (!sum || !model || model->classes.count != 1)
-    return tpde_fail(error, TPDE_E_ARGUMENT, "no place for the sums, or a model of several classes", UINT64_MAX, -1,
+    return tpde_fail(error, TPDE_E_ARGUMENT, "no place for the check, or a model of several classes", UINT64_MAX, -1,
                      model ? (uint64_t)model->classes.count : 0, 1);
   return apply(model, data, data_bytes, changes, sizes, words, count, 1, sum, threads, error);
 }

@@ -260,33 +260,17 @@ static inline void change(const tpde_delta_model *m, uint8_t *words, uint32_t po
   if (!check) store_word(p, take_step(load_word(p, m->word_bytes), s, m->word_bytes, m->rotate), m->word_bytes);
 }
 
-/* What changes add to a fingerprint: 8 bytes of a chunk that some are made in, as they were and as they become. */
-typedef struct altering {
-  uint64_t number, before, after; /* which 8 bytes of the chunk, counted from 1 */
-} altering;
-
-static inline uint64_t halves_product(uint64_t x) { return (x & 0xffffffff) * (x >> 32); }
-
-static inline void add_difference(const altering *a, uint64_t first, uint64_t sum[2]) {
-  const uint64_t k = (first + a->number) * GOLDEN64;
-  if (!a->number) return;
-  sum[0] += halves_product(a->after ^ k) - halves_product(a->before ^ k);
-  sum[1] += halves_product(a->after + k) - halves_product(a->before + k);
+/* Of a check, delta.md 4. */
+static inline uint64_t mixed(uint64_t x) {
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+  return x ^ x >> 31;
 }
 
-/* One more change, of the word after those before it. */
-static inline void alter(altering *a, const tpde_delta_model *m, const uint8_t *words, uint32_t n, uint32_t position,
-                         word_step s, uint64_t first, uint64_t sum[2]) {
-  const size_t at = (size_t)position * (size_t)m->word_bytes, size = (size_t)n * (size_t)m->word_bytes;
-  if (a->number != at / 8 + 1) {
-    add_difference(a, first, sum);
-    a->number = at / 8 + 1;
-    a->before = 0; /* what follows the last word counts as zeros */
-    memcpy(&a->before, words + at / 8 * 8, size - at / 8 * 8 < 8 ? size - at / 8 * 8 : 8);
-    a->after = a->before;
-  }
-  uint8_t *p = (uint8_t *)&a->after + at % 8;
-  store_word(p, take_step(load_word(p, m->word_bytes), s, m->word_bytes, m->rotate), m->word_bytes);
+static inline uint64_t check_term(const tpde_delta_model *m, const uint8_t *words, uint32_t position, word_step s,
+                                  uint64_t first) {
+  const uint64_t base = load_word(words + (size_t)position * (size_t)m->word_bytes, m->word_bytes);
+  return mixed(mixed(base + (first + position + 1) * GOLDEN64) + take_step(base, s, m->word_bytes, m->rotate));
 }
 
 /* The changes of a chunk in memory order. Returns how many are left: beyond the last word. */
@@ -294,16 +278,14 @@ static inline __attribute__((always_inline)) uint32_t apply_plainly(reader *r, u
                                                                     uint32_t changes, int check, uint64_t first,
                                                                     uint64_t *sum) {
   uint64_t place = 0;
-  altering here = {0, 0, 0};
   word_step s;
   for (; changes; changes--) {
     if (place >= n) break;
     place += take_change_of(r, 0, &s);
     if (place >= n || r->pos > bits) break;
-    if (sum) alter(&here, r->model, words, n, (uint32_t)place, s, first, sum);
+    if (sum) *sum += check_term(r->model, words, (uint32_t)place, s, first);
     change(r->model, words, (uint32_t)place++, s, check);
   }
-  if (sum) add_difference(&here, first, sum);
   return changes;
 }
 
@@ -351,7 +333,7 @@ static int apply_changes(const tpde_delta_model *m, const uint8_t *at, uint64_t 
 }
 
 static int sum_changes(const tpde_delta_model *m, const uint8_t *at, uint64_t bits, const uint8_t *limit,
-                       const uint8_t *words, uint32_t n, uint32_t changes, uint64_t first, uint64_t sum[2]) {
+                       const uint8_t *words, uint32_t n, uint32_t changes, uint64_t first, uint64_t *sum) {
   reader r = {m, at, limit, 0};
   const uint32_t left = apply_plainly(&r, bits, (uint8_t *)words, n, changes, 1, first, sum);
   return !left && r.pos <= bits && bits - r.pos < 8;

@@ -148,10 +148,10 @@ typedef struct kernels {
    * `limit` may be read. Returns whether they end in the last of the bits. `symbols` is room for those of a chunk. */
   int (*apply_changes)(const tpde_delta_model *m, const uint8_t *at, uint64_t bits, const uint8_t *limit, uint8_t *words,
                        uint32_t n, uint32_t changes, int check, uint8_t *symbols);
-  /* Read them likewise under a model of one class, and add what they would add to the tensor's fingerprint. The chunk's
-   * first 8 bytes are its value `first`. */
+  /* Read them likewise under a model of one class, and add their terms to a check (delta.md 4). `first` words of the
+   * tensor lie before the chunk. */
   int (*sum_changes)(const tpde_delta_model *m, const uint8_t *at, uint64_t bits, const uint8_t *limit,
-                     const uint8_t *words, uint32_t n, uint32_t changes, uint64_t first, uint64_t sum[2]);
+                     const uint8_t *words, uint32_t n, uint32_t changes, uint64_t first, uint64_t *sum);
 } kernels;
 
 extern const kernels tpde_kernels_portable;

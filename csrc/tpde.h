@@ -225,12 +225,12 @@ TPDE_API int tpde_delta_apply(const tpde_delta_model *model, const uint8_t *data
                               const uint32_t *changes, const uint32_t *sizes, void *words, uint64_t count, int check,
                               int threads, tpde_error *error);
 
-/* What these changes would add to the tensor's fingerprint becomes `sum`: that of the target less that of the base, if
- * the words that change are the base's. Reads only the 8 bytes around each; nothing is written. The model must be of one
- * class. Otherwise as tpde_delta_apply with `check`. */
-TPDE_API int tpde_delta_sum(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes,
-                            const uint32_t *changes, const uint32_t *sizes, const void *words, uint64_t count,
-                            uint64_t sum[2], int threads, tpde_error *error);
+/* The check of these changes (delta.md 4) becomes *sum. It is the one that was written if the words that change are the
+ * base's, and become the target's. Reads those alone; nothing is written. The model must be of one class. Otherwise as
+ * tpde_delta_apply with `check`. */
+TPDE_API int tpde_delta_check(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes,
+                              const uint32_t *changes, const uint32_t *sizes, const void *words, uint64_t count,
+                              uint64_t *sum, int threads, tpde_error *error);
 
 /* Beside chunks: bring mapped pages, from `address` on, which is one's start, into memory and into the process's page
  * tables, and let other threads map memory meanwhile. Returns 0, or what madvise(2) says: EFAULT where a file has

@@ -61,6 +61,7 @@ static int apply_all(const tpde_delta_model *m, const states *s, const uint8_t *
   const int paths = simd_paths(names);
   const size_t n = (size_t)s->words * (size_t)s->word_bytes;
   int first = 0;
+  uint64_t sum = 0;
   uint8_t *other = exact(n);
   for (int i = 0; i < paths; i++) {
     tpde_error error = {0};
@@ -73,6 +74,13 @@ static int apply_all(const tpde_delta_model *m, const states *s, const uint8_t *
     CHECK(code == dry && (!code || code == TPDE_E_CHUNK));
     if (!i) first = code;
     CHECK(code == first && (code || !memcmp(to, out, n)));
+    uint64_t check = 0;
+    memcpy(other, s->base, n);
+    const int checked = tpde_delta_check(m, data, bytes, changes, sizes, other, s->words, &check, 1 + i, &error);
+    CHECK(!memcmp(other, s->base, n));
+    CHECK(checked == TPDE_E_ARGUMENT || checked == code);
+    if (!i) sum = check;
+    CHECK(check == sum);
   }
   free(other);
   return first;

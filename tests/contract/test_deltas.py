@@ -190,7 +190,7 @@ def test_fingerprints_are_those_of_the_document_and_add_up(data: bytes, cut: int
     assert whole == reference.fingerprint(data)
     at = min(8 * cut, len(data) // 8 * 8)
     tail, head = delta.fingerprint(data[at:], at), delta.fingerprint(data[:at])
-    assert delta.print_difference(whole, tail) == head
+    assert (np.frombuffer(tail, "<u8") + np.frombuffer(head, "<u8")).tobytes() == whole
 
 
 def test_every_instruction_set_gives_the_same_fingerprint(simd_restored: None) -> None:

@@ -418,3 +418,91 @@ def test_a_replica_follows_a_trainer() -> None:
     done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert "the replica has the trainer's weights, bit for bit" in done.stdout
+
+
+# ---- what is checked ----
+
+
+def _weights(words: int = 200_000) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """A state, what becomes of it, and the delta in the fast mode."""
+    torch.manual_seed(3)
+    old = {"w": torch.randn(words).to(torch.bfloat16), "same": torch.randn(500), "dense": torch.randn(900)}
+    new = _clones(old)
+    new["w"].view(torch.int16)[5::300] += 1
+    new["dense"] += 1
+    return old, new, tpde.make_delta(old, new, fast=True)
+
+
+def test_with_changed_alone_no_tensor_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, delta = _weights()
+    real, seen = live.fingerprint, []
+    monkeypatch.setattr(live, "fingerprint", lambda data: seen.append(data.size) or real(data))
+    place, version = old["w"].data_ptr(), old["w"]._version
+    assert tpde.apply_delta(old, delta, check="changed") == 2
+    assert _bits(old) == _bits(new)
+    assert not seen
+    assert old["w"].data_ptr() == place
+    assert old["w"]._version > version
+
+
+def test_with_changed_alone_it_may_be_applied_twice() -> None:
+    old, new, delta = _weights()
+    tpde.apply_delta(old, delta, check="changed")
+    assert tpde.apply_delta(old, delta, check="changed") == 0
+    assert _bits(old) == _bits(new)
+
+
+@pytest.mark.parametrize("place", [5, 305, 199_805], ids=["first", "second", "last"])
+def test_with_changed_alone_another_base_is_seen_where_it_changes(place: int) -> None:
+    old, _, delta = _weights()
+    old["w"].view(torch.int16)[place] ^= 1
+    before = _bits(old)
+    with pytest.raises(MissingBase, match="`w`"):
+        tpde.apply_delta(old, delta, check="changed")
+    assert _bits(old) == before
+
+
+def test_with_changed_alone_what_differs_elsewhere_stays() -> None:
+    old, new, delta = _weights()
+    old["w"].view(torch.int16)[100] ^= 1
+    new["w"].view(torch.int16)[100] ^= 1
+    old["same"][7] = new["same"][7] = 5
+    tpde.apply_delta(old, delta, check="changed")
+    assert _bits(old) == _bits(new)
+
+
+@pytest.mark.parametrize("how", ["strided", "shared", "classes", "inference"])
+def test_with_changed_alone_other_tensors_are_checked_as_ever(how: str) -> None:
+    old, new, delta = _weights()
+    if how == "strided":
+        room = torch.zeros(400_000, dtype=torch.bfloat16)
+        room[::2] = old["w"]
+        old["w"] = room[::2]
+    elif how == "shared":
+        old["again"] = old["w"]
+        new["again"] = new["w"]
+        delta = tpde.make_delta(_clones(old), new, fast=True)
+    elif how == "classes":
+        delta = tpde.make_delta(old, new)
+    else:
+        with torch.inference_mode():
+            old = _clones(old)
+    tpde.apply_delta(old, delta, check="changed")
+    assert _bits(old) == _bits(new)
+
+
+def test_with_changed_alone_a_damaged_delta_changes_nothing() -> None:
+    old, _, delta = _weights()
+    before = _bits(old)
+    for at in range(64, len(delta), 97):
+        damaged = bytearray(delta)
+        damaged[at] ^= 0x10
+        with pytest.raises(TpdeError):
+            tpde.apply_delta(old, bytes(damaged), check="changed")
+        assert _bits(old) == before
+
+
+def test_an_unknown_check_is_refused() -> None:
+    old, _, delta = _weights()
+    with pytest.raises(InvalidInput, match='"all" or "changed"'):
+        tpde.apply_delta(old, delta, check="none")

@@ -97,6 +97,16 @@ def _calls() -> dict[str, list[Any]]:
             0,
             1,
         ],
+        "tpde_delta_check": [
+            model._handle,
+            changed,
+            sparse.data.size,
+            *records,
+            target.ctypes.data,
+            400,
+            u64(),
+            1,
+        ],
     }
 
 
@@ -133,6 +143,7 @@ def test_the_calls_are_right() -> None:
         assert _code(name, arguments) == 0, name
     assert sum(name == "tpde_encode" for name, _ in POINTERS) == 7
     assert sum(name == "tpde_delta_apply" for name, _ in POINTERS) == 5
+    assert sum(name == "tpde_delta_check" for name, _ in POINTERS) == 6
 
 
 @pytest.mark.parametrize(("name", "number"), POINTERS)
@@ -168,6 +179,8 @@ def test_null_pointers_are_refused(name: str, number: int) -> None:
         ("tpde_delta_encode", 9, 0),
         ("tpde_delta_apply", 6, 1 << 59),
         ("tpde_delta_apply", 8, 0),
+        ("tpde_delta_check", 6, 1 << 59),
+        ("tpde_delta_check", 8, 0),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(name: str, number: int, value: int) -> None:

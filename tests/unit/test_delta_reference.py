@@ -34,8 +34,11 @@ def test_the_worked_example() -> None:
     assert (data, changes) == (bytes.fromhex("02"), 2)
     assert reference.decode_chunk(MODEL, BASE, data, changes) == TARGET
     prints = [bytes.fromhex(text) for text in _shown(r"`((?:[0-9a-f]{2} ){15}[0-9a-f]{2})`")]
-    for words, needed in zip((BASE, TARGET), prints, strict=True):
-        assert reference.fingerprint(b"".join(w.to_bytes(2, "little") for w in words)) == needed
+    states = [b"".join(w.to_bytes(2, "little") for w in words) for words in (BASE, TARGET)]
+    for state, needed in zip(states, prints, strict=True):
+        assert reference.fingerprint(state) == needed
+    (check,) = _shown(r"the check `([0-9a-f]{16})`")
+    assert reference.check_of(MODEL, *states) == int(check, 16)
 
 
 @given(kinds_of_words, st.data())

@@ -52,12 +52,6 @@ def fingerprint(data: Any, offset: int = 0) -> bytes:
     return bytes(sums)
 
 
-def print_difference(target: bytes, base: bytes) -> bytes:
-    """What must be added to one fingerprint to give another."""
-    found: bytes = (np.frombuffer(target, "<u8") - np.frombuffer(base, "<u8")).tobytes()
-    return found
-
-
 def chunk_count(words: int) -> int:
     """Number of chunks of a tensor (delta.md 3.1)."""
     return -(-words // CHUNK_WORDS)
@@ -203,33 +197,26 @@ class Model:
         )
         check(code, error)
 
-    def print_of(self, sparse: Sparse, words: Bytes, threads: int = 1) -> bytes:
-        """What changes would add to a tensor's fingerprint: its target's less its base's (delta.md 4).
-
-        It depends on the words that change and their neighbours within 8 bytes, and on no others.
+    def check_of(self, sparse: Sparse, words: Bytes, threads: int = 1) -> int:
+        """The check of changes: of the words that change, before and after (delta.md 4).
 
         Parameters
         ----------
         sparse : Sparse
             The changes, under a model of one class.
         words : ndarray of uint8
-            The base's words, which are left as they are.
+            The base's words, which are left as they are; no others are read than those that change.
         threads : int
             How many threads decode.
-
-        Returns
-        -------
-        bytes
-            Two sums of 64 bits.
 
         Raises
         ------
         Corrupt
             Naming a chunk that is damaged.
         """
-        sums = (ctypes.c_uint64 * 2)()
-        self._call("tpde_delta_sum", sparse, words, sums, threads)
-        return bytes(sums)
+        check_sum = ctypes.c_uint64()
+        self._call("tpde_delta_check", sparse, words, ctypes.byref(check_sum), threads)
+        return check_sum.value
 
     def tables(self) -> list[Table]:
         """Copies of the expanded tables of all classes, for decoders and encoders elsewhere."""

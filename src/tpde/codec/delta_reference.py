@@ -229,7 +229,7 @@ def _chunks(words: int) -> Iterator[tuple[int, int]]:
 
 
 # ---------------------------------------------------------------------------------------------
-# 4. Fingerprints
+# 4. Fingerprints and checks
 
 GOLDEN = 0x9E3779B97F4A7C15  # delta.md 4
 MASK = (1 << 64) - 1
@@ -245,3 +245,19 @@ def fingerprint(data: bytes) -> bytes:
         a += (y & 0xFFFFFFFF) * (y >> 32)
         b += (z & 0xFFFFFFFF) * (z >> 32)
     return (a & MASK).to_bytes(8, "little") + (b & MASK).to_bytes(8, "little")
+
+
+def _mix(x: int) -> int:
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31
+
+
+def check_of(model: Model, base: bytes, target: bytes) -> int:
+    """Give the check of a tensor's changes (4)."""
+    total = 0
+    words = zip(words_of(base, model.word_bytes), words_of(target, model.word_bytes), strict=True)
+    for i, (old, new) in enumerate(words):
+        if old != new:
+            total += _mix((_mix((old + (i + 1) * GOLDEN) & MASK) + new) & MASK)
+    return total & MASK

@@ -114,7 +114,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _int,
         [_ptr, _ptr, _ptr, _u64, _u8p, _u64, ctypes.POINTER(_u64), _ptr, _ptr, _int, _error],
     ),
-    "tpde_delta_sum": (
+    "tpde_delta_check": (
         _int,
         [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, ctypes.POINTER(_u64), _int, _error],
     ),

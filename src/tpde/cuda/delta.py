@@ -171,6 +171,7 @@ class Batch:
         scratch: int,
         out: int,
         sizes: int,
+        checks: int,
         stream: int,
     ) -> None:
         """Encode what changed.
@@ -192,10 +193,13 @@ class Batch:
             Where bytes go.
         sizes : int
             Address of an uint32 zero for each chunk, which becomes the bytes that are used, or `CHANGED`.
+        checks : int
+            Address of an uint64 zero for each tensor, which becomes the check of its changes under a model of
+            one class.
         stream : int
             The stream's handle.
         """
-        self._launch("encode", stream, items, whose, model, *lists, places, scratch, out, sizes)
+        self._launch("encode", stream, items, whose, model, *lists, places, scratch, out, sizes, checks)
 
     def gather(self, out: int, places: int, sizes: int, offsets: int, to: int, stream: int) -> None:
         """Copy what `encode` wrote, chunk after chunk, to their uint64 `offsets` from `to` on."""
@@ -252,6 +256,7 @@ class Batch:
         unsorted: Changes,
         found: Changes,
         sums: int,
+        checks: int,
         bad: int,
         stream: int,
     ) -> None:
@@ -270,10 +275,13 @@ class Batch:
         sums : int
             Address of four uint64 for each tensor: what changes add to its fingerprint is added to the last
             two.
+        checks : int
+            As `encode` takes it, or 0.
         stream : int
             The stream's handle.
         """
-        self._launch("locate", stream, items, whose, model, good, starts, *unsorted, *found, sums, bad)
+        found_there = *found, sums, checks, bad
+        self._launch("locate", stream, items, whose, model, good, starts, *unsorted, *found_there)
 
     def write(self, items: int, whose: int, lists: Lists, found: Changes, stream: int) -> None:
         """Write the changes that `locate` found."""

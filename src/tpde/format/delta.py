@@ -55,6 +55,8 @@ class TensorEntry:
         Fingerprints; that of the base is empty if it has none.
     payload_hash : int
         XXH3-64.
+    check : int
+        Of its changes, if it is sparse under a model of one class (4).
     changes, sizes : ndarray of uint32
         The records of its chunks, if it is sparse.
     """
@@ -67,6 +69,7 @@ class TensorEntry:
     base: bytes = b""
     target: bytes = b""
     payload_hash: int = 0
+    check: int = 0
     changes: Numbers = field(default_factory=lambda: _NO_NUMBERS)
     sizes: Numbers = field(default_factory=lambda: _NO_NUMBERS)
 
@@ -120,6 +123,11 @@ class Head:
     def data_bytes(self) -> int:
         """Size of all payloads."""
         return sum(it.size for it in self.tensors) + sum(it.size for it in self.others)
+
+
+def is_plain(model: bytes) -> bool:
+    """Whether a model is of one class: its changes stand in memory order, and have a check (2.1, 4)."""
+    return model[2:3] == b"\1"
 
 
 def _file_json(file: WeightsEntry | OtherEntry) -> dict[str, Any]:
@@ -179,6 +187,8 @@ def serialize(head: Head) -> tuple[bytes, bytes]:
     for it in head.tensors:
         hashes += it.base + (it.target if it.codec != SAME else b"")
         hashes += it.payload_hash.to_bytes(8, "little") if it.size else b""
+        if it.codec == SPARSE and is_plain(head.models[it.model]):
+            hashes += it.check.to_bytes(8, "little")
     for other in head.others:
         hashes += other.payload_hash.to_bytes(8, "little") if other.size else b""
     sizes = len(hashes), len(contents), len(plain), head.data_bytes

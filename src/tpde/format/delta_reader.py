@@ -36,6 +36,7 @@ from tpde.format.delta import (
     OtherEntry,
     TensorEntry,
     WeightsEntry,
+    is_plain,
     merge_planes,
 )
 from tpde.format.source import Source, read
@@ -218,6 +219,9 @@ class _Reader:
                 at += 16
             if it.size:
                 it.payload_hash = int.from_bytes(hashes[at : at + 8], "little")
+                at += 8
+            if it.codec == SPARSE and is_plain(head.models[it.model]):
+                it.check = int.from_bytes(hashes[at : at + 8], "little")
                 at += 8
         for other in head.others:
             if other.size:

@@ -70,15 +70,15 @@ def stream_of(device: torch.device) -> int:
 def beside(device: torch.device, event: torch.cuda.Event | None) -> Iterator[None]:
     """A stream beside the current one as the current one, which waits for `event` first.
 
-    What is launched there need not wait for what comes on the other stream after the event. The caller keeps
-    what it uses until that is done.
+    What is launched there need not wait for what comes on the other stream after the event, and goes before
+    what of it has not begun. The caller keeps what it uses until that is done.
     """
     import torch
 
     if event is None:
         yield
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     stream.wait_event(event)
     with torch.cuda.stream(stream):
         yield

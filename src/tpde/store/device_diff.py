@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # One word in so many may have changed of what is encoded here: with more, changes are seldom `is_clear`.
 _FEW = 8
+_AHEAD = 3  # batches on the device
 
 
 class _Prints:
@@ -65,11 +66,12 @@ class _Compared(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """The bytes of all chunks of a group, how many each has, and which have changed meanwhile."""
+    """The bytes of all chunks of a group, how many each has, which have changed meanwhile, and checks."""
 
     data: Bytes
     sizes: Numbers
     wrong: Numbers
+    checks: Numbers
 
 
 class DeviceComparer:
@@ -173,12 +175,12 @@ class DeviceComparer:
         _held, (image,) = gpu.send([model_image(model, encode=True)], group.device)
         running: collections.deque[tuple[list[_Compared], gpu.Group, Callable[[], _Encoded | None]]]
         running = collections.deque()
-        # Two at a time: while one's bytes are taken, the device encodes the next.
-        for batch in gpu.batches(members, lambda it: 2 * (8 + most) * it.changes):
+        # Several at a time: while one's bytes are taken, the device encodes the next.
+        for batch in gpu.batches(members, lambda it: _AHEAD * (8 + most) * it.changes):
             part = gpu.Group([self._pairs[it.name] for it in batch], group.kind, group.device)
             counts = np.concatenate([it.counts for it in batch])
             running.append((batch, part, _encoding(part, image, counts, most)))
-            if len(running) > 1:
+            if len(running) == _AHEAD:
                 yield from self._stored(*running.popleft())
         for it in running:
             yield from self._stored(*it)
@@ -189,7 +191,7 @@ class DeviceComparer:
         made = wait()
         if made is None:
             return  # these pass through the host
-        data, sizes, wrong = made
+        data, sizes, wrong, checks = made
         ends = np.cumsum(sizes, dtype=np.uint64)
         for i, it in enumerate(batch):
             own, nbytes = group.chunks_of(i), self._specs[it.name].nbytes
@@ -197,7 +199,9 @@ class DeviceComparer:
             sparse = Sparse(data[begin : int(ends[own.stop - 1])], it.counts, sizes[own])
             fits = int(sparse.sizes.max()) <= chunk_room(nbytes, sparse.sizes.size)
             if fits and not wrong[own].any() and is_clear(self._specs[it.name], sparse):
-                yield it.name, (self._entry(it), Stored(SPARSE, sparse.data, sparse))
+                entry = self._entry(it)
+                entry.check = int(checks[i])
+                yield it.name, (entry, Stored(SPARSE, sparse.data, sparse))
 
 
 def _encoding(group: gpu.Group, image: int, counts: Numbers, most: int) -> Callable[[], _Encoded | None]:
@@ -230,7 +234,8 @@ def _encoded(group: gpu.Group, image: int, counts: Numbers, most: int) -> Iterat
     _held, (changes, starts, places) = gpu.send([counts, gpu.starts(counts), gpu.starts(room)], device)
     with gpu.current(device):
         out = gpu.zeros(int(room.sum()) + 1, "<u4", device)
-        sizes = gpu.zeros(counts.size, "<u4", device)
+        checks = 8 * (len(group.firsts) - 1)
+        made = gpu.zeros(checks + 4 * counts.size, "u1", device)
         scratch = torch.empty(8 * total, dtype=torch.uint8, device=device)
         group.batch.encode(
             *group.arrays,
@@ -239,14 +244,16 @@ def _encoded(group: gpu.Group, image: int, counts: Numbers, most: int) -> Iterat
             places,
             scratch.data_ptr(),
             out.data_ptr(),
-            sizes.data_ptr(),
+            made.data_ptr() + checks,
+            made.data_ptr(),
             gpu.stream_of(device),
         )
-        wait, encoded = gpu.fetch(sizes), gpu.mark(device)
+        wait, encoded = gpu.fetch(made), gpu.mark(device)
     yield None
     # Beside what is encoded next, which would be waited for otherwise.
     with gpu.current(device), gpu.beside(device, encoded):
-        found: Numbers = wait().view("<u4")
+        result = wait()
+        found: Numbers = result[checks:].view("<u4")
         wrong = found == CHANGED
         found = np.where(wrong, np.uint32(0), found)
         data = torch.empty(int(found.sum(dtype=np.uint64)), dtype=torch.uint8, device=device)
@@ -254,4 +261,4 @@ def _encoded(group: gpu.Group, image: int, counts: Numbers, most: int) -> Iterat
         stream = gpu.stream_of(device)
         group.batch.gather(out.data_ptr(), places, used, offsets, data.data_ptr(), stream)
         gathered = gpu.fetch(data)()
-    yield _Encoded(gathered, found, wrong)
+    yield _Encoded(gathered, found, wrong, result[:checks].view("<u8"))

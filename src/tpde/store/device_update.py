@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model, print_difference
+from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model
 from tpde.codec.native import Bytes
 from tpde.codec.pool import each
 from tpde.format.constants import DTYPES
@@ -34,21 +35,11 @@ class SparseChange(NamedTuple):
     tensor: torch.Tensor
 
 
-class _Surveyed(NamedTuple):
-    """A batch of changes, and its tensors' fingerprints, faults and counts of classes, on their way."""
-
-    members: list[SparseChange]
-    group: gpu.Group
-    result: torch.Tensor
-    work: torch.Tensor
-
-
 class _Decoding(NamedTuple):
-    """A batch of changes: what waits for its results, and what `write` takes."""
+    """Changes that are decoded together: the members that they are of, and what `write` takes."""
 
-    members: list[SparseChange]
+    members: range
     group: gpu.Group
-    wait: Callable[[], Bytes]
     counts: Numbers
     lists: Lists
     changes: Changes
@@ -61,8 +52,8 @@ def _records(members: Sequence[SparseChange]) -> tuple[Numbers, Numbers]:
     return np.concatenate(changes), np.concatenate(sizes)
 
 
-def _whole(members: Sequence[SparseChange]) -> list[tuple[SparseChange, int]]:
-    """The changes whose records can be, on which the kernels rely, and how many words each changes."""
+def _whole(members: Sequence[SparseChange]) -> tuple[list[bool], list[int]]:
+    """Whether the records of each can be, on which the kernels rely, and how many words it changes."""
     counts, sizes = _records(members)
     b = DTYPES[members[0].entry.spec.dtype].word_bytes
     chunks = np.array([it.entry.changes.size for it in members])
@@ -73,9 +64,8 @@ def _whole(members: Sequence[SparseChange]) -> list[tuple[SparseChange, int]]:
     wrong = (counts > words) | ((counts == 0) & (sizes != 0))
     payloads = np.array([it.entry.size for it in members])
     fits = np.add.reduceat(sizes, firsts, dtype=np.uint64) == payloads
-    whole = (fits & ~np.logical_or.reduceat(wrong, firsts)).tolist()
-    changes = np.add.reduceat(counts, firsts, dtype=np.uint64).tolist()
-    return [(it, n) for it, n, is_whole in zip(members, changes, whole, strict=True) if is_whole]
+    changes: list[int] = np.add.reduceat(counts, firsts, dtype=np.uint64).tolist()
+    return (fits & ~np.logical_or.reduceat(wrong, firsts)).tolist(), changes
 
 
 class Decoded(NamedTuple):
@@ -98,8 +88,8 @@ class SparseChanges:
     read : callable
         Reads the payloads of entries to where they lie one after the other.
     whole : bool
-        Look at all words of the tensors. Without it at those that change, and their neighbours within 8
-        bytes: their part of the fingerprints must be the bases'. The model is of one class then.
+        Look at all words of the tensors. Without it at those that change: they must have the checks that
+        were written. The model is of one class then.
     """
 
     def __init__(
@@ -114,59 +104,77 @@ class SparseChanges:
 
         from tpde.cuda.delta import model_image
 
-        self._kind, self._device = kind_of(members[0].entry.spec), members[0].tensor.device
+        self._members, self._kind = members, kind_of(members[0].entry.spec)
+        self._device = members[0].tensor.device
         self._held, (self._image,) = gpu.send([model_image(model, encode=False)], self._device)
         self._read, self._whole = read, whole
         self._running: list[_Decoding] = []
-        each_change, surveyed = 2 * (2 + self._kind[0]), list[_Surveyed]()
         with contextlib.suppress(torch.OutOfMemoryError):  # those that are left pass through the host
-            for batch in gpu.batches(_whole(members), lambda it: it[0].entry.size + each_change * it[1]):
-                surveyed.append(self._survey([it for it, _ in batch]))  # all: payloads are read meanwhile
-        with contextlib.suppress(torch.OutOfMemoryError):
-            for it in surveyed:
-                self._running.append(self._decode(it))
+            self._survey()
+            for batch in self._batches():
+                self._running.append(self._decode(batch))
+        if self._running:
+            self._wait = gpu.fetch(self._result)
 
-    def _survey(self, batch: list[SparseChange]) -> _Surveyed:
-        """Start to look at the tensors of some of them."""
-        device, n = self._device, len(batch)
-        group = gpu.Group([(it.tensor, None) for it in batch], self._kind, device)
-        group.batch.prepare("write")  # which may fail, and not between two writes
+    def _survey(self) -> None:
+        """Start to look at all tensors: payloads are read meanwhile."""
+        device, n = self._device, len(self._members)
+        self._group = gpu.Group([(it.tensor, None) for it in self._members], self._kind, device)
+        self._group.batch.prepare("write")  # which may fail, and not between two writes
         with gpu.current(device):
-            result = gpu.zeros(36 * n, "u1", device)
-            work = gpu.zeros(4 * (MAX_CLASSES + 1) * group.batch.chunks, "u1", device)
+            self._result = gpu.zeros(44 * n, "u1", device)  # four sums of each, checks, and faults
+            self._totals = gpu.zeros(MAX_CLASSES * self._group.batch.chunks, "<u4", device)
             if self._whole:
-                sums, totals, stream = result.data_ptr(), work.data_ptr(), gpu.stream_of(device)
-                group.batch.survey(*group.arrays, self._image, sums, totals, stream)
-        return _Surveyed(batch, group, result, work)
+                sums, totals, stream = self._result.data_ptr(), self._totals.data_ptr(), gpu.stream_of(device)
+                self._group.batch.survey(*self._group.arrays, self._image, sums, totals, stream)
 
-    def _decode(self, it: _Surveyed) -> _Decoding:
+    def _batches(self) -> Iterator[range]:
+        """Neighbours whose records can be, as many at a time as there is room for."""
+        whole, changes = _whole(self._members)
+        takes = [
+            it.entry.size + 2 * (2 + self._kind[0]) * count
+            for it, count in zip(self._members, changes, strict=True)
+        ]
+        for can_be, run in itertools.groupby(range(len(whole)), whole.__getitem__):
+            if can_be:
+                for batch in gpu.batches(list(run), takes.__getitem__):
+                    yield range(batch[0], batch[-1] + 1)
+
+    def _decode(self, batch: range) -> _Decoding:
         """Start decoding some of them."""
         import torch
 
         from tpde.cuda.delta import AHEAD, Changes, Lists
 
-        device, batch, group = self._device, it.members, it.group
-        counts, sizes = _records(batch)
+        device, members, group = self._device, self._members[batch.start : batch.stop], self._group
+        if len(batch) < len(self._members):
+            group = gpu.Group([(it.tensor, None) for it in members], self._kind, device)
+        counts, sizes = _records(members)
         total, payload = int(counts.sum(dtype=np.uint64)), int(sizes.sum(dtype=np.uint64))
         arrays = counts, gpu.starts(counts), gpu.starts(sizes), sizes
         upload = gpu.Upload([*(array.nbytes for array in arrays), payload + AHEAD], device)
         for i, array in enumerate(arrays):
             upload.place(i)[:] = array.view(np.uint8)
         data = upload.place(len(arrays))
-        self._read_all([member.entry for member in batch], data[:payload])
+        self._read_all([it.entry for it in members], data[:payload])
         data[payload:] = 0
         with gpu.current(device):
             sent, (changes, starts, offsets, used, at) = upload.send()
             room = [torch.empty(b * total, dtype=torch.uint8, device=device) for b in (2, self._kind[0]) * 2]
             unsorted, found = (Changes(*(part.data_ptr() for part in pair)) for pair in (room[:2], room[2:]))
-            sums, bad = it.result.data_ptr(), it.result.data_ptr() + 32 * len(batch)
-            totals, good = it.work.data_ptr(), it.work.data_ptr() + 4 * MAX_CLASSES * group.batch.chunks
-            lists, data_at, stream = Lists(changes, starts), (at, offsets, used), gpu.stream_of(device)
+            whole_chunks = gpu.zeros(group.batch.chunks, "<u4", device)
+            sums = self._result.data_ptr() + 32 * batch.start
+            checks = self._result.data_ptr() + 32 * len(self._members) + 8 * batch.start
+            bad = self._result.data_ptr() + 40 * len(self._members) + 4 * batch.start
+            totals = self._totals.data_ptr() + 4 * MAX_CLASSES * int(self._group.firsts[batch.start])
+            good, stream = whole_chunks.data_ptr(), gpu.stream_of(device)
+            lists, data_at = Lists(changes, starts), (at, offsets, used)
             group.batch.decode(
                 *group.arrays, self._image, totals, lists, data_at, unsorted, good, bad, stream
             )
-            group.batch.locate(*group.arrays, self._image, good, starts, unsorted, found, sums, bad, stream)
-        return _Decoding(batch, group, gpu.fetch(it.result), counts, lists, found, [sent, *room[2:]])
+            results = sums, checks, bad
+            group.batch.locate(*group.arrays, self._image, good, starts, unsorted, found, *results, stream)
+        return _Decoding(batch, group, counts, lists, found, [sent, *room[2:]])
 
     def _read_all(self, entries: Sequence[TensorEntry], out: Bytes) -> None:
         """Read payloads by several threads."""
@@ -188,19 +196,20 @@ class SparseChanges:
         Those that are not there pass through the host: the device had no memory, or the records of a change
         cannot be. So do those that may be no bases, or are damaged, unless all of their words were looked at.
         """
-        found = {}
-        for it in self._running:
-            n, result = len(it.members), it.wait()
-            rows = result[: 32 * n].view("<u8").reshape(-1, 4)
-            prints, made = rows[:, :2], rows[:, :2] + rows[:, 2:]
-            bad = result[32 * n :].view("<u4") != 0
-            for i, member in enumerate(it.members):
-                entry = member.entry
-                if self._whole:
-                    damaged = bool(bad[i]) or made[i].tobytes() != entry.target
-                    found[entry.name] = Decoded(prints[i].tobytes(), damaged)
-                elif not bad[i] and made[i].tobytes() == print_difference(entry.target, entry.base):
-                    found[entry.name] = Decoded(entry.base, False)
+        found: dict[str, Decoded] = {}
+        if not self._running:
+            return found
+        n, result = len(self._members), self._wait()
+        rows = result[: 32 * n].view("<u8").reshape(-1, 4)
+        prints, made = rows[:, :2], (rows[:, :2] + rows[:, 2:]).tobytes()
+        checks = result[32 * n : 40 * n].view("<u8").tolist()
+        bad = (result[40 * n :].view("<u4") != 0).tolist()
+        for i in itertools.chain.from_iterable(it.members for it in self._running):
+            entry, after = self._members[i].entry, made[16 * i : 16 * i + 16]
+            if self._whole:
+                found[entry.name] = Decoded(prints[i].tobytes(), bad[i] or after != entry.target)
+            elif not bad[i] and checks[i] == entry.check:
+                found[entry.name] = Decoded(entry.base, False)
         return found
 
     def write(self, names: Collection[str]) -> None:
@@ -213,16 +222,15 @@ class SparseChanges:
         """
         import torch
 
+        for member in self._members:  # first: one that is too much does no harm
+            if member.entry.name in names and not member.tensor.is_inference():
+                torch.autograd.graph.increment_version(member.tensor)
         for it in self._running:
-            for member in it.members:  # first: one that is too much does no harm
-                if member.entry.name in names and not member.tensor.is_inference():
-                    torch.autograd.graph.increment_version(member.tensor)
-        for it in self._running:
-            others = [i for i, member in enumerate(it.members) if member.entry.name not in names]
-            lists, counts = it.lists, it.counts.copy()
-            for i in others:
-                counts[it.group.chunks_of(i)] = 0
+            lists, others = it.lists, [i for i in it.members if self._members[i].entry.name not in names]
             if others:
+                counts = it.counts.copy()
+                for i in others:
+                    counts[it.group.chunks_of(i - it.members.start)] = 0
                 _sent, (changes,) = gpu.send([counts], self._device)
                 lists = lists._replace(counts=changes)
             with gpu.current(self._device):

@@ -132,7 +132,11 @@ class HostComparer:
         entry.base = delta.fingerprint(old)
         if are_equal(old, new):
             return entry, Stored(SAME, new[:0])
-        return entry, store_change(spec, models[kind_of(spec)], old, new, self._threads)
+        model = models[kind_of(spec)]
+        stored = store_change(spec, model, old, new, self._threads)
+        if stored.sparse is not None and model.classes == 1:
+            entry.check = model.check_of(stored.sparse, old, self._threads)
+        return entry, stored
 
 
 def _sample(

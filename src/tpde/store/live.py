@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import Model, Sparse, fingerprint, print_difference
+from tpde.codec.delta import Model, Sparse, fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, NativeError
 from tpde.format.container import TensorSpec
@@ -258,7 +258,7 @@ class Update:
         self._ready = set(_ready(file, entries, tensors, decoded, threads))
         self._done = self._ready | self._in_place.keys()
         found = list(_changes(file, entries, tensors, prints, self._done, threads, progress))
-        _refuse_conflicts(found, file.name)
+        _refuse_conflicts([it for it in found if it.entry.name not in alone], file.name)
         self._changes = [it for it in found if it.data is not None]
 
     def _decode(
@@ -298,12 +298,9 @@ def _require_places(entries: Sequence[TensorEntry], state: Tensors) -> None:
 def _alone(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a delta that are each in memory of its own."""
     mine = {it.name: tensors[it.name] for it in entries}
-    users = Counter((it.device, it.untyped_storage().data_ptr()) for it in mine.values() if it.numel())
-    return {
-        name: it
-        for name, it in mine.items()
-        if it.numel() and users[it.device, it.untyped_storage().data_ptr()] == 1
-    }
+    places = {name: (it.device, it.untyped_storage().data_ptr()) for name, it in mine.items() if it.numel()}
+    users = Counter(places.values())
+    return {name: mine[name] for name, place in places.items() if users[place] == 1}
 
 
 def _in_place(
@@ -318,7 +315,7 @@ def _in_place(
             continue
         sparse = Sparse(file.payload(it), it.changes, it.sizes)
         with contextlib.suppress(Corrupt):  # so it may be for another base, too
-            if model.print_of(sparse, torch_bytes(tensor), threads) == print_difference(it.target, it.base):
+            if model.check_of(sparse, torch_bytes(tensor), threads) == it.check:
                 yield it.name, _InPlace(tensor, model, sparse)
 
 
@@ -378,7 +375,7 @@ def _changes(
     """All tensors of a delta, with what must be written beside what is `done`."""
     for it in entries:
         tensor, data, old = tensors[it.name], None, None
-        found = prints.get(it.name)
+        found = it.base if it.name in done else prints.get(it.name)
         if found is None:
             old = torch_bytes(tensor)
             found = fingerprint(old)

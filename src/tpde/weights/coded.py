@@ -209,7 +209,7 @@ class _Pieces:
                     self._surveyed.add(stream)
             data, listed = (self._data, starts, sizes), Lists(counts, lists)
             self._batch.decode(items, whose, image, totals, listed, data, unsorted, good, bad, stream)
-            self._batch.locate(items, whose, image, good, lists, unsorted, found, sums, bad, stream)
+            self._batch.locate(items, whose, image, good, lists, unsorted, found, sums, 0, bad, stream)
             self._batch.write(items, whose, listed, found, stream)
 
 

@@ -53,11 +53,10 @@ def apply_delta(
     delta : bytes or path-like
         As `make_delta` gives it, or a file that `tpde diff` wrote.
     check : {"all", "changed"}
-        What must be the base's: all of each tensor, or the words that change and their neighbours within 8
-        bytes. With "changed" a delta that was made with `fast=True` takes time in proportion to what it
-        changes, and no memory for copies; what is wrong elsewhere in the tensors stays unseen. Where these
-        words are not the base's, all of the tensor is looked at. Other deltas read all words to find those
-        that change, and check them all.
+        What must be the base's: all of each tensor, or the words that change. With "changed" a delta that
+        was made with `fast=True` takes time in proportion to what it changes, and no memory for copies; what
+        is wrong elsewhere in the tensors stays unseen. Where these words are not the base's, all of the
+        tensor is looked at. Other deltas read all words to find those that change, and check them all.
     threads : int, optional
         By default one for each processor.
     progress : callable

@@ -118,7 +118,7 @@ __device__ __forceinline__ u64 bucket_start(u32 bucket) {
 
 __device__ __forceinline__ u64 low_bits(u64 x, u32 bits) { return x & (((u64)1 << bits) - 1); }
 
-// ---- fingerprints, 4 ----
+// ---- fingerprints and checks, 4 ----
 
 struct Print { u64 a, b; };
 
@@ -170,6 +170,22 @@ __device__ __forceinline__ void add_print(u64* sums, Print p) {
   }
   atomicAdd(sums, p.a);
   atomicAdd(sums + 1, p.b);
+}
+
+// Of a word that changes: a term of the check.
+__device__ __forceinline__ u64 mixed(u64 x) {
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+  return x ^ x >> 31;
+}
+
+__device__ __forceinline__ u64 check_term(u64 number, word base, word target) {
+  return mixed(mixed(base + key_of(number)) + target);
+}
+
+__device__ __forceinline__ void add_check(u64* sum, u64 check) {
+  check = sum_of_warp(check);
+  if (threadIdx.x % 32 == 0) atomicAdd(sum, check);
 }
 
 #define UNROLL 4                                   // loads of 16 bytes before they are used
@@ -560,11 +576,12 @@ __device__ __forceinline__ void put_bits(u32* out, u32 at, u64 value, u32 bits) 
 
 // Chunk i has `counts[i]` changes, two numbers for each in `scratch`, from 2 * lists[i] on, and zeros in `out`, from
 // 4 * places[i] on: room for MOST_BYTES a change. `sizes[i]` becomes the bytes that are used, or all bits set where
-// words have changed since they were counted: others may write them meanwhile, and must not lead outside.
+// words have changed since they were counted: others may write them meanwhile, and must not lead outside. Under a model
+// of one class, the changes' check is added to that of the item.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
        const u32* __restrict__ counts, const u64* __restrict__ lists, const u64* __restrict__ places, u32* scratch,
-       u32* out, u32* sizes) {
+       u32* out, u32* sizes, u64* checks) {
   __shared__ Places s;
   __shared__ Marks marks;
   __shared__ u32 sums[WARPS], taken, wrong;
@@ -593,6 +610,7 @@ encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
   const u32* const tables = (const u32*)(m + 1);
   u32* const to = out + places[number];
   u32 bits = 0;
+  u64 check = 0;
   for (u32 start = 0; start < count; start += THREADS) {
     const u32 i = start + threadIdx.x;
     u32 entry = 0, token = 0, fold = 0, take = 0, gap = 0, k = 0;
@@ -601,7 +619,9 @@ encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
       const u32 from = i ? (sorted[i - 1] >> 16) + 1 : 0, at = sorted[i] & 0xFFFF;
       gap = (sorted[i] >> 16) - from;
       k = classes > 1 ? class_of(s, classes, from) : 0;
-      step = step_between(c.base[at], c.target[at]);
+      const word old = c.base[at], becomes = c.target[at];
+      step = step_between(old, becomes);
+      check += check_term(c.at + at, old, becomes);
       fold = m->folded && step.kind < 2;
       token = bucket_of(gap) << 9 | (fold ? 0 : step.kind) << 7 | bucket_of(step.size);
       entry = __ldg(tables + m->at[k] + token);
@@ -627,6 +647,7 @@ encode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
       put_bits(to, at + size_bits, fold && step.kind, fold);
     }
   }
+  if (classes == 1) add_check(checks + whose[number], check);
   __syncthreads();
   if (threadIdx.x == 0) sizes[number] = wrong ? ALL : (bits + 7) / 8;
 }
@@ -737,11 +758,12 @@ decode(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
 
 // What `decode` read, `good[i]` changes of chunk i: where they are goes to `positions`, counted from the chunk's first
 // word, what the words become to `words`, both from lists[i] on, in memory order. `places` and `steps` are used up.
-// What the changes add to an item's fingerprint is added to its last two `sums`.
+// What the changes add to an item's fingerprint is added to its last two `sums`; under a model of one class their check
+// is added to the item's of `checks`, which may be null.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 locate(const Item* __restrict__ items, const u32* __restrict__ whose, const Model* __restrict__ m,
        const u32* __restrict__ good, const u64* __restrict__ lists, u16* places, word* steps, u16* positions,
-       word* words, u64* sums, u32* bad) {
+       word* words, u64* sums, u64* checks, u32* bad) {
   __shared__ Places s;
   __shared__ Marks marks;
   __shared__ u32 scratch[WARPS];
@@ -752,15 +774,19 @@ locate(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
   const Item t = items[owner];
   const Chunk c = chunk_of(t, number);
   const u64 list = lists[number];
+  u64 check = 0;
   clear(marks);
   __syncthreads();
   if (classes > 1) scan<false>(c, m, s, Changes{nullptr, 0, nullptr});
   for (u32 i = threadIdx.x; i < count; i += THREADS) {
     const u32 place = places[list + i], at = classes > 1 ? position_of(c, s, classes, place) : place;
+    const word old = c.base[at], becomes = take_step(old, steps[list + i]);
     mark(marks, at);
     places[list + i] = (u16)at;
-    steps[list + i] = take_step(c.base[at], steps[list + i]);
+    steps[list + i] = becomes;
+    check += check_term(c.at + at, old, becomes);
   }
+  if (checks && classes == 1) add_check(checks + owner, check);
   __syncthreads();
   if (sum_up(marks, scratch) != count) { // others have changed words meanwhile
     if (threadIdx.x == 0) bad[owner] = 1;
