@@ -21,7 +21,7 @@ from tpde.nn.replace import packed_modules, prepare_rows
 from tpde.nn.slot import Slot
 from tpde.store.states import MEMORY
 from tpde.weights.changed import Changed, Variant
-from tpde.weights.choice import ALWAYS, WHOLE, Choice
+from tpde.weights.choice import ALWAYS, WHOLE, Choice, Chosen
 from tpde.weights.deltas import Delta, DeltaLike, entries_of, only_source, values_of, variants_of
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
@@ -43,15 +43,16 @@ class _Copies:
     """A plain parameter or buffer, in each of the states: small, or it would be packed."""
 
     def __init__(self, module: nn.Module, leaf: str, name: str, values: Mapping[str, Tensor]) -> None:
-        self.module, self._leaf, self.name = module, leaf, name
-        own = self._tensor().detach()
+        self._module, self._leaf, self.name = module, leaf, name
+        own = self.tensor().detach()
         self._base = own.clone()
         self._values = {key: value.to(own.device) for key, value in values.items()}
         self._note(None)
 
-    def _tensor(self) -> Tensor:
-        found: Tensor | None = self.module._parameters.get(self._leaf)
-        found = self.module._buffers.get(self._leaf) if found is None else found
+    def tensor(self) -> Tensor:
+        """It, as the model has it."""
+        found: Tensor | None = self._module._parameters.get(self._leaf)
+        found = self._module._buffers.get(self._leaf) if found is None else found
         if found is None or isinstance(found, PackedParameter):
             raise PackedWeight(
                 f"`{self.name}` is not where it was, and deltas change it",
@@ -77,7 +78,7 @@ class _Copies:
         InvalidInput
             Naming both.
         """
-        if self._tensor() is other._tensor() and not all(
+        if self.tensor() is other.tensor() and not all(
             _same_bits(self.value(it), other.value(it)) for it in names
         ):
             raise InvalidInput(
@@ -94,7 +95,7 @@ class _Copies:
         PackedWeight
             If it was changed since it was set.
         """
-        now = self._tensor()
+        now = self.tensor()
         same = self._seen() is now and (now.is_inference() or now._version == self._version)
         if not same and not _same_bits(now, self.value(self._name)):
             raise PackedWeight(
@@ -105,14 +106,14 @@ class _Copies:
 
     def set(self, name: str | None) -> None:
         """Make it what it is under a name."""
-        now = self._tensor()
+        now = self.tensor()
         with torch.inference_mode(now.is_inference()), torch.no_grad():
             if self.value(name) is not self.value(self._name):
                 now.copy_(self.value(name))
         self._note(name)
 
     def _note(self, name: str | None) -> None:
-        now = self._tensor()
+        now = self.tensor()
         self._name, self._seen = name, weakref.ref(now)
         self._version = 0 if now.is_inference() else now._version
 
@@ -148,7 +149,7 @@ class Deltas:
         self._methods: list[AroundModel] = []
 
     @property
-    def active(self) -> str | None | tuple[str | None, ...]:
+    def active(self) -> Chosen:
         """The one in use; None for the base; a tuple, if each row of a batch has its own."""
         return self.choice.active
 
@@ -163,7 +164,7 @@ class Deltas:
         sources = {it for tensor in self._tensors for it in tensor.sources if isinstance(it, Changed)}
         return sum(it.delta_bytes for it in sources) + sum(it.nbytes for it in self._copies)
 
-    def use(self, name: str | Sequence[str | None] | None) -> None:
+    def use(self, name: str | list[str | None] | tuple[str | None, ...] | None) -> None:
         """Choose the delta that the model's weights are under from the next forward pass on.
 
         Waits for forward passes of other threads that are under way.
@@ -191,12 +192,13 @@ class Deltas:
         >>> model.use(None)  # the base  # doctest: +SKIP
         >>> model.use(["math", None, "law"])  # of a batch's three rows, each  # doctest: +SKIP
         """
-        chosen = tuple(name) if isinstance(name, (list, tuple)) else name
+        chosen: Chosen = tuple(name) if isinstance(name, (list, tuple)) else name
         for it in chosen if isinstance(chosen, tuple) else (chosen,):
             self._require(it)
         if chosen == () or (isinstance(chosen, tuple) and not self.names):
             raise InvalidInput(
-                f"`use` was given {len(chosen)} names, of {len(self.names)} deltas", hint="name one for each row"
+                f"`use` was given {len(chosen)} names, of {len(self.names)} deltas",
+                hint="name one for each row",
             )
         with self.passes.none():
             if chosen == self.active:
@@ -260,7 +262,8 @@ class Deltas:
             As `use`.
         """
         found = []
-        with self._turn:
+        assert self._parts is not None
+        with self._turn, self._parts.opened():
             for name, args, kwargs in calls:
                 with self._at(name):
                     found.append(run(args, kwargs))
@@ -278,12 +281,9 @@ class Deltas:
     def _begin_requests(self) -> None:
         if self._parts is not None:
             return
-        model, tensors = self.model, set(self._tensors)
-        holders = {it.module for it in self._copies}
-        for _, module in packed_modules(model):
-            if not tensors.isdisjoint(slot.packed for slot in module.tpde_slots.values()):
-                holders.add(module)
-        self._parts = Parts(model, holders, self.choice)
+        model = self.model
+        changed = {id(it) for it in self._tensors} | {id(it.tensor()) for it in self._copies}
+        self._parts = Parts(model, changed, self.choice)
         for name, make in METHODS.items():
             if (made := make(self, model)) is not None:
                 model.__dict__[name] = made

@@ -103,7 +103,8 @@ class Batch:
         tensors = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         alone = tensors[0] if one and len(tensors) == 1 else None
         taken = set[int | str]()
-        for key, value in (*enumerate(args), *kwargs.items()):
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for key, value in given:
             name = key if isinstance(key, str) else _called(parameters, key)
             if name not in whole and self._holds_rows(name, value, known, key == alone):
                 taken.add(key)

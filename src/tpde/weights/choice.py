@@ -5,8 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from tpde.errors import InvalidInput
+
+Chosen: TypeAlias = "str | tuple[str | None, ...] | None"
+"""A name, None for the base; of several, each is for one row of a batch."""
 
 WHOLE = "call the whole model, or choose one delta for all rows: `model.use(name)`"
 """What to do where rows of a batch cannot be told apart."""
@@ -25,7 +29,7 @@ class Choice:
     """
 
     def __init__(self, active: str | None = None) -> None:
-        self.active: str | None | tuple[str | None, ...] = active
+        self.active: Chosen = active
         self.recorded = False
         self._own = threading.local()
 
@@ -37,7 +41,7 @@ class Choice:
         InvalidInput
             If each row of a batch has its own, and it computes none.
         """
-        name: str | None | tuple[str | None, ...] = getattr(self._own, "name", self.active)
+        name: Chosen = getattr(self._own, "name", self.active)
         if isinstance(name, tuple):
             raise InvalidInput(
                 f"each of {len(name)} rows has a delta of its own, and weights are needed that are the same "

@@ -66,7 +66,7 @@ MUTANTS = (
     mutant(
         "plain-parts-are-called",
         "nn/parts.py",
-        "        if names is not None:\n",
+        "        if refused:\n",
         "        if False:\n",
         "a part of a model computes with whichever delta was last",
         "nn/test_requests.py",
@@ -74,8 +74,8 @@ MUTANTS = (
     mutant(
         "other-threads-take-turns-with-nobody",
         "nn/deltas.py",
-        "        with self._turn:\n",
-        "        if True:\n",
+        "        with self._turn, self._parts.opened():\n",
+        "        with self._parts.opened():\n",
         "plain parameters become another delta's while a thread computes with them",
         "nn/test_requests.py",
     ),

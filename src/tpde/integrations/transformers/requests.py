@@ -16,8 +16,8 @@ from tpde.nn.passes import AroundModel
 from tpde.nn.requests import ROWS, Batch, positional, refuse
 
 # What looks at rows by their places in the batch, or keeps what it is told of them.
-_BY_PLACE = ("prefix_allowed_tokens_fn", "logits_processor", "stopping_criteria", "streamer", "custom_generate")
-_OTHERS = ("assistant_model", "synced_gpus")  # which are told of one generation only
+_BY_PLACE = ("prefix_allowed_tokens_fn", "logits_processor", "stopping_criteria", "streamer")
+_OTHERS = ("assistant_model", "custom_generate", "synced_gpus")  # which are told of one generation only
 
 _WHOLE = {"generation_config", "tokenizer"}  # which may hold tensors that are no rows
 
