@@ -238,6 +238,7 @@ class Deltas:
             it.check()
         for it in self._copies:
             it.set(name)
+        torch.clear_autocast_cache()  # which keeps casts of parameters, whatever is written to them since
         self._plain = name
 
     # ---- a delta for each row ----

@@ -124,14 +124,14 @@ class ModelForward(AroundModel):
         """A forward pass for each delta, with its rows."""
         parameters = inspect.signature(self.forward).parameters
         places = positional(parameters)
-        if "use_cache" in parameters:  # a cache of some rows is none of the batch
-            place = places.index("use_cache") if "use_cache" in places else len(args)
-            if kwargs.get("use_cache") or (place < len(args) and args[place]):
-                raise refuse("use_cache", "asks for a cache, which some rows cannot have apart from others")
-            if place < len(args):
-                args = (*args[:place], False, *args[place + 1 :])
-            else:
-                kwargs = {**kwargs, "use_cache": False}
+        place = places.index("use_cache") if "use_cache" in places else len(args)
+        if kwargs.get("use_cache") or (place < len(args) and args[place]):
+            raise refuse("use_cache", "asks for a cache, which some rows cannot have apart from others")
+        more = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters.values())
+        if place < len(args):
+            args = (*args[:place], False, *args[place + 1 :])
+        elif "use_cache" in parameters or (more and "past_key_values" in parameters):
+            kwargs = {**kwargs, "use_cache": False}
         # transformers gives arguments of its models names that say what they hold.
         one = not hasattr(type(self.deltas.model), "main_input_name")
         calls = batch.split(places, args, kwargs, one=one)

@@ -48,6 +48,14 @@ MUTANTS = (
         "nn/test_deltas.py",
     ),
     mutant(
+        "casts-of-another-delta-are-kept",
+        "nn/deltas.py",
+        "        torch.clear_autocast_cache()",
+        "        pass",
+        "under autocast, plain parameters are those of the delta that was used first",
+        "nn/test_deltas.py",
+    ),
+    mutant(
         "rows-come-back-by-deltas",
         "nn/requests.py",
         "        if self._order == list(range(self.size)):\n",
