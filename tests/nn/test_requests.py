@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+import time
 from typing import Any, NamedTuple
 
 import pytest
@@ -300,6 +301,39 @@ def test_threads(tunes: Tunes) -> None:
     for it in threads:
         it.join(20)
     assert not wrong
+
+
+def test_calls_of_other_threads_wait() -> None:
+    """Plain parameters are those of one delta at a time."""
+    tunes = make(torch.float32, blocks=2)
+    names, inside, go_on = ["math", "law"], threading.Event(), threading.Event()
+    tunes.packed.use(names)
+    calls, found = [], dict[int, Any]()
+
+    def hold(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            inside.set()
+            assert go_on.wait(20)
+
+    hook = tunes.packed.blocks[1].register_forward_pre_hook(hold)
+
+    def forward(key: int) -> None:
+        with torch.no_grad():
+            found[key] = tunes.packed(IDS[:2])
+
+    threads = [threading.Thread(target=forward, args=(it,)) for it in range(2)]
+    threads[0].start()
+    assert inside.wait(20)
+    threads[1].start()
+    time.sleep(0.3)
+    assert len(calls) == 1
+    go_on.set()
+    for it in threads:
+        it.join(20)
+    hook.remove()
+    for it in range(2):
+        assert_same_bits(found[it], tunes.expected(names, IDS[:2]))
 
 
 def test_compiled(tunes: Tunes) -> None:
