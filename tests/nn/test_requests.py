@@ -160,6 +160,18 @@ def test_no_switch_within_a_call(tunes: Tunes) -> None:
     tunes.check(["math", "law"])
 
 
+def test_graphs_of_several_are_not_recorded(tunes: Tunes, monkeypatch: pytest.MonkeyPatch) -> None:
+    tunes.packed.use(["math", "law"])
+    monkeypatch.setattr("tpde.nn.passes.capturing", lambda device: True)
+    with pytest.raises(PackedWeight, match="under 2 deltas"):
+        tunes.packed(IDS[:2])
+    tunes.packed.use(["law", "law"])
+    tunes.check(["law", "law"])
+    monkeypatch.undo()
+    tunes.packed.use("math")
+    tunes.check(["math"])
+
+
 def test_a_recorded_graph_is_not_left_behind(tunes: Tunes, monkeypatch: pytest.MonkeyPatch) -> None:
     tunes.packed.use(["math", "law"])
     monkeypatch.setattr("tpde.weights.changed.capturing", lambda device: True)

@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn.forward import AroundForward
 from tpde.nn.owner import Owner
 from tpde.nn.requests import ONCE, Batch, positional, refuse
+from tpde.weights.launch import capturing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,6 +123,12 @@ class ModelForward(AroundModel):
 
     def _by_requests(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass for each delta, with its rows."""
+        given = (*args, *kwargs.values())
+        if len(batch.places) > 1 and any(isinstance(it, Tensor) and capturing(it.device) for it in given):
+            raise PackedWeight(
+                f"a CUDA graph would be recorded with weights under {len(batch.places)} deltas",
+                hint="record graphs of models that were loaded for one delta each",
+            )
         parameters = inspect.signature(self.forward).parameters
         places = positional(parameters)
         place = places.index("use_cache") if "use_cache" in places else len(args)
