@@ -59,8 +59,10 @@ def test_rows_under_several() -> None:
                 assert_same_bits(found[rows], plain[name](took[rows]), str(name))
     model.use(["math", "law"])
     torch.cuda.synchronize()
-    with pytest.raises(PackedWeight, match="under 2 deltas"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        model(ids[:2])
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        _ = ids + 1  # PyTorch warns of empty graphs
+        with pytest.raises(PackedWeight, match="under 2 deltas"):
+            model(ids[:2])
     model.use("law")
     with torch.no_grad():
         assert_same_bits(model(ids), plain["law"](ids))

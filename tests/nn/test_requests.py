@@ -454,6 +454,8 @@ def test_the_one_positional_tensor(odd: Any) -> None:
     assert_same_bits(odd.took[0][0], X[[0, 2]])
     assert all(it[1] is marker and it[2] == ("rest",) and it[3] == {"flag": True} for it in odd.took)
     assert odd(X.view(3, 1, 1, 64)).shape == (3, 1, 1, 64)
+    odd(X, attention_mask=X[:, :7])
+    assert_same_bits(odd.took[-1][3]["attention_mask"], X[1:2, :7])
 
 
 @pytest.mark.parametrize(
@@ -470,6 +472,7 @@ def test_the_one_positional_tensor(odd: Any) -> None:
         ((X,), {"position_ids": X[:, :1, None]}, "position_ids"),
         ((X,), {"attention_mask": X.view(3, 1, 8, 8)}, "attention_mask"),
         ((X,), {"attention_mask": [[1]] * 3}, "attention_mask"),
+        ((X,), {"attention_mask": X[:, :3]}, "attention_mask"),
         ((X[0, 0],), {}, "x"),
     ],
 )
