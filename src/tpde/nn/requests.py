@@ -107,7 +107,8 @@ class Batch:
         for key, value in given:
             name = key if isinstance(key, str) else _called(parameters, key)
             if name not in whole and self._holds_rows(name, value, known, key == alone):
-                if one and name.endswith("attention_mask") and value.shape[1] == self.size > 1:
+                mask = one and key != alone and name.endswith("attention_mask")
+                if mask and value.shape[1] == self.size > 1:
                     # Of transformers' models it is of rows; of others, maybe of positions by positions.
                     raise refuse(name, f"has shape {list(value.shape)}, whose rows may be positions")
                 taken.add(key)
