@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import gc
 import pickle
 import threading
 import time
+import weakref
 from typing import Any, NamedTuple
 
 import pytest
@@ -102,6 +104,16 @@ def test_nothing_of_it_stays(tunes: Tunes) -> None:
     tunes.packed.use(None)
     assert set(tunes.packed.__dict__) == before
     assert not any(getattr(it, name) for it in tunes.packed.modules() for name in hooks)
+
+
+def test_the_model_is_held_by_nothing() -> None:
+    model = make(blocks=1).packed
+    model.use(["math", "law"])
+    model(IDS[:2])
+    seen = weakref.ref(model), weakref.ref(model.blocks[0].up)
+    del model
+    gc.collect()
+    assert [it() for it in seen] == [None, None]
 
 
 # ---- the choice
