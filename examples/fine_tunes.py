@@ -3,7 +3,7 @@
     python examples/fine_tunes.py
 
 Two copies of a small model get some of their weights changed. The base then holds both as deltas, and
-computes each one's outputs, bit for bit.
+computes each one's outputs, bit for bit; at last those of a batch each row of which is under its own.
 """
 
 from __future__ import annotations
@@ -38,10 +38,20 @@ def main() -> None:
 
     model = add_deltas(tpde.pack_module(copy.deepcopy(base)), deltas)
     x = torch.randn(8, 512, dtype=torch.bfloat16)
-    for name, plain in {"math": tunes["math"], "law": tunes["law"], None: base}.items():
+    states = {"math": tunes["math"], "law": tunes["law"], None: base}
+    for name, plain in states.items():
         model.use(name)
         same = torch.equal(model(x).view(torch.int16), plain(x).view(torch.int16))
         print(f"{name or 'the base'}: {'the same bits' if same else 'OTHER BITS'}")
+        if not same:
+            raise SystemExit(1)
+    names = ["math", None, "law", "math", "law", None, "math", "math"]
+    model.use(names)
+    found = model(x)
+    for name, plain in states.items():
+        rows = [row for row, it in enumerate(names) if it == name]
+        same = torch.equal(found[rows].view(torch.int16), plain(x[rows]).view(torch.int16))
+        print(f"rows {rows} of {name or 'the base'}: {'the same bits' if same else 'OTHER BITS'}")
         if not same:
             raise SystemExit(1)
     one = sum(weight.nbytes for weight in base.parameters())

@@ -45,6 +45,43 @@ def test_bits(dtype: Any, sizes: dict[str, int]) -> None:
             assert_same_bits(found[key], value, key)
 
 
+def test_rows_under_several() -> None:
+    plain, model, deltas = models(width=512, words=3000, blocks=2)
+    add_deltas(model, deltas)
+    ids = torch.arange(35, device="cuda").view(5, 7)
+    for names in (["math", "law", "math", None, "law"], [None, "law", "math"], ["law"] * 4):
+        model.use(names)
+        took = ids[: len(names)]
+        with torch.no_grad():
+            found = model(took)
+            for name in dict.fromkeys(names):
+                rows = [row for row, it in enumerate(names) if it == name]
+                assert_same_bits(found[rows], plain[name](took[rows]), str(name))
+    model.use(["math", "law"])
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        _ = ids + 1  # PyTorch warns of empty graphs
+        with pytest.raises(PackedWeight, match="under 2 deltas"):
+            model(ids[:2])
+    model.use("law")
+    with torch.no_grad():
+        assert_same_bits(model(ids), plain["law"](ids))
+
+
+def test_generation_of_rows_under_several() -> None:
+    base = make("llama", device="cuda")
+    plain = {None: base, "math": tuned(base, 1), "law": tuned(base, 2)}
+    model = tpde.pack_module(copy.deepcopy(base), min_bytes=0)
+    add_deltas(model, {it: tpde.make_delta(base, plain[it]) for it in ("math", "law")})
+    names, options = ["math", None, "math", "law"], {"max_new_tokens": 6, "do_sample": False}
+    model.use(names)
+    ids = torch.arange(2, 26, device="cuda").view(4, 6)
+    found = model.generate(ids, pad_token_id=0, **options)
+    for name in dict.fromkeys(names):
+        rows = [row for row, it in enumerate(names) if it == name]
+        assert torch.equal(found[rows], plain[name].generate(ids[rows], pad_token_id=0, **options))
+
+
 def test_moved_to_the_cpu_and_back() -> None:
     plain, model, deltas = models()
     add_deltas(model, deltas)

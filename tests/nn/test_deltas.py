@@ -191,7 +191,7 @@ def test_the_example() -> None:
     example = Path(__file__).parents[2] / "examples" / "fine_tunes.py"
     done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("the same bits") == 3
+    assert done.stdout.count("the same bits") == 6
 
 
 # ---- what else holds the weights
@@ -316,6 +316,25 @@ def test_what_was_trained_is_not_lost() -> None:
     with pytest.raises(PackedWeight, match=r"`blocks\.0\.norm\.weight` was changed"):
         tunes.packed.use("math")
     assert tunes.packed.tpde_deltas.active == "law"
+
+
+def test_casts_of_plain_parameters_are_not_kept() -> None:
+    """Autocast keeps them by parameters, until it ends."""
+    torch.manual_seed(5)
+    base = torch.nn.Linear(64, 64)
+    double = copy.deepcopy(base)
+    with torch.no_grad():
+        double.weight.mul_(2)
+    model = add_deltas(copy.deepcopy(base), {"double": tpde.make_delta(base, double)})
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        for name, plain in ((None, base), ("double", double), (None, base)):
+            model.use(name)
+            assert_same_bits(model(x), plain(x), str(name))
+        model.use(["double", None, "double"])
+        found = model(x)
+        assert_same_bits(found[[0, 2]], double(x[[0, 2]]))
+        assert_same_bits(found[1:2], base(x[1:2]))
 
 
 def test_two_models_are_apart() -> None:

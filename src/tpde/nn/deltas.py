@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 
 from tpde.errors import InvalidInput, MissingBase, PackedWeight
 from tpde.frameworks import torch_spec
-from tpde.nn.passes import ModelForward, Passes
+from tpde.nn.owner import Owner
+from tpde.nn.parts import Parts
+from tpde.nn.passes import AroundModel, ModelForward, Passes
 from tpde.nn.replace import packed_modules, prepare_rows
 from tpde.nn.slot import Slot
 from tpde.store.states import MEMORY
 from tpde.weights.changed import Changed, Variant
-from tpde.weights.choice import ALWAYS, Choice
+from tpde.weights.choice import ALWAYS, WHOLE, Choice, Chosen
 from tpde.weights.deltas import Delta, DeltaLike, entries_of, only_source, values_of, variants_of
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
@@ -29,18 +32,25 @@ log = logging.getLogger("tpde")
 _LOUD_BYTES = 64 << 20  # of copies: the norms of an 8 B model have 0.5 MiB
 NAME = "tpde_deltas"  # the attribute of a model that has them
 
+METHODS: dict[str, Callable[[Any, nn.Module], AroundModel | None]] = {}
+"""What stands for other methods than `forward` while each row has a delta of its own: libraries add theirs.
+
+Called with `Deltas` and a model; None where that has no such method.
+"""
+
 
 class _Copies:
     """A plain parameter or buffer, in each of the states: small, or it would be packed."""
 
     def __init__(self, module: nn.Module, leaf: str, name: str, values: Mapping[str, Tensor]) -> None:
         self._module, self._leaf, self.name = module, leaf, name
-        own = self._tensor().detach()
+        own = self.tensor().detach()
         self._base = own.clone()
         self._values = {key: value.to(own.device) for key, value in values.items()}
         self._note(None)
 
-    def _tensor(self) -> Tensor:
+    def tensor(self) -> Tensor:
+        """It, as the model has it."""
         found: Tensor | None = self._module._parameters.get(self._leaf)
         found = self._module._buffers.get(self._leaf) if found is None else found
         if found is None or isinstance(found, PackedParameter):
@@ -68,7 +78,7 @@ class _Copies:
         InvalidInput
             Naming both.
         """
-        if self._tensor() is other._tensor() and not all(
+        if self.tensor() is other.tensor() and not all(
             _same_bits(self.value(it), other.value(it)) for it in names
         ):
             raise InvalidInput(
@@ -85,7 +95,7 @@ class _Copies:
         PackedWeight
             If it was changed since it was set.
         """
-        now = self._tensor()
+        now = self.tensor()
         same = self._seen() is now and (now.is_inference() or now._version == self._version)
         if not same and not _same_bits(now, self.value(self._name)):
             raise PackedWeight(
@@ -96,14 +106,14 @@ class _Copies:
 
     def set(self, name: str | None) -> None:
         """Make it what it is under a name."""
-        now = self._tensor()
+        now = self.tensor()
         with torch.inference_mode(now.is_inference()), torch.no_grad():
             if self.value(name) is not self.value(self._name):
                 now.copy_(self.value(name))
         self._note(name)
 
     def _note(self, name: str | None) -> None:
-        now = self._tensor()
+        now = self.tensor()
         self._name, self._seen = name, weakref.ref(now)
         self._version = 0 if now.is_inference() else now._version
 
@@ -128,15 +138,25 @@ class Deltas:
         The model's, which `use` waits for.
     """
 
-    def __init__(self, names: Sequence[str], choice: Choice) -> None:
+    def __init__(self, names: Sequence[str], choice: Choice, owner: Owner) -> None:
         self.names, self.choice, self.passes = tuple(names), choice, Passes()
+        self._owner = owner
         self._copies: list[_Copies] = []
         self._tensors: list[PackedTensor] = []
+        self._plain: str | None = None  # what plain parameters are under
+        self._turn = threading.RLock()  # plain parameters are under one delta at a time, for all threads
+        self._parts: Parts | None = None
+        self._methods: list[AroundModel] = []
 
     @property
-    def active(self) -> str | None:
-        """The one in use; None for the base."""
+    def active(self) -> Chosen:
+        """The one in use; None for the base; a tuple, if each row of a batch has its own."""
         return self.choice.active
+
+    @property
+    def model(self) -> nn.Module:
+        """Whose they are."""
+        return self._owner()
 
     @property
     def nbytes(self) -> int:
@@ -144,20 +164,23 @@ class Deltas:
         sources = {it for tensor in self._tensors for it in tensor.sources if isinstance(it, Changed)}
         return sum(it.delta_bytes for it in sources) + sum(it.nbytes for it in self._copies)
 
-    def use(self, name: str | None) -> None:
+    def use(self, name: str | list[str | None] | tuple[str | None, ...] | None) -> None:
         """Choose the delta that the model's weights are under from the next forward pass on.
 
         Waits for forward passes of other threads that are under way.
 
         Parameters
         ----------
-        name : str or None
-            One of `model.tpde_deltas.names`; None for the base.
+        name : str, None, or list of them
+            One of `model.tpde_deltas.names`; None for the base. Of a list, each is for one row of a batch:
+            then `model(...)`, and `model.generate(...)` of transformers, take batches of so many rows, are
+            called once for each delta with its rows, and give the results in the order of the rows. See
+            docs/run.md for what they take.
 
         Raises
         ------
         InvalidInput
-            If there is none of that name.
+            If there is none of that name; if a list is empty.
         PackedWeight
             If the caller is within a forward pass; if a CUDA graph was recorded of the model, which would go
             on with the weights that were in use then; if a plain parameter that deltas change was changed by
@@ -167,7 +190,30 @@ class Deltas:
         --------
         >>> model.use("math")  # doctest: +SKIP
         >>> model.use(None)  # the base  # doctest: +SKIP
+        >>> model.use(["math", None, "law"])  # of a batch's three rows, each  # doctest: +SKIP
         """
+        chosen: Chosen = tuple(name) if isinstance(name, (list, tuple)) else name
+        for it in chosen if isinstance(chosen, tuple) else (chosen,):
+            self._require(it)
+        if chosen == () or (isinstance(chosen, tuple) and not self.names):
+            raise InvalidInput(
+                f"`use` was given {len(chosen)} names, of {len(self.names)} deltas",
+                hint="name one for each row",
+            )
+        with self.passes.none():
+            if chosen == self.active:
+                return
+            self._require_unrecorded()
+            if isinstance(chosen, tuple):
+                self._begin_requests()
+            else:
+                self._set(chosen)
+                self._end_requests()
+            self.choice.active = chosen
+            for slot in self._slots():
+                slot.updated()
+
+    def _require(self, name: object) -> None:
         if name is not None and name not in self.names:
             raise InvalidInput(
                 f"the model has no delta {name!r}",
@@ -175,22 +221,83 @@ class Deltas:
                 found=name,
                 needed=self.names,
             )
-        with self.passes.none():
-            if name == self.active:
-                return
-            if self.choice.recorded:
-                raise PackedWeight(
-                    f"a CUDA graph was recorded with the weights of {self.active or 'the base'!r}, and would "
-                    "go on with them",
-                    hint="record graphs of models that were loaded for one delta each",
-                )
-            for it in self._copies:
-                it.check()
-            for it in self._copies:
-                it.set(name)
-            self.choice.active = name
-            for slot in self._slots():
-                slot.updated()
+
+    def _require_unrecorded(self) -> None:
+        if self.choice.recorded:
+            raise PackedWeight(
+                f"a CUDA graph was recorded with the weights of {self._plain or 'the base'!r}, and would go "
+                "on with them",
+                hint="record graphs of models that were loaded for one delta each",
+            )
+
+    def _set(self, name: str | None) -> None:
+        """Have plain parameters under a name."""
+        if name == self._plain:
+            return
+        for it in self._copies:
+            it.check()
+        for it in self._copies:
+            it.set(name)
+        torch.clear_autocast_cache()  # which keeps casts of parameters, whatever is written to them since
+        self._plain = name
+
+    # ---- a delta for each row ----
+
+    def each(
+        self,
+        calls: Sequence[tuple[str | None, tuple[Any, ...], dict[str, Any]]],
+        run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    ) -> list[Any]:
+        """Call something under several deltas, one after the other; other threads wait to do the same.
+
+        Parameters
+        ----------
+        calls : sequence of (str or None, tuple, dict)
+            Deltas, and what to call it with.
+        run : callable
+            Takes positional and other arguments.
+
+        Raises
+        ------
+        PackedWeight
+            As `use`.
+        """
+        found = []
+        assert self._parts is not None
+        with self._turn, self._parts.opened():
+            for name, args, kwargs in calls:
+                with self._at(name):
+                    found.append(run(args, kwargs))
+        return found
+
+    @contextmanager
+    def _at(self, name: str | None) -> Iterator[None]:
+        """Let this thread's calls be under a name meanwhile."""
+        if name != self._plain:
+            self._require_unrecorded()
+        self._set(name)
+        with self.choice.at(name):
+            yield
+
+    def _begin_requests(self) -> None:
+        if self._parts is not None:
+            return
+        model = self.model
+        changed = {id(it) for it in self._tensors} | {id(it.tensor()) for it in self._copies}
+        self._parts = Parts(model, changed, self.choice)
+        for name, make in METHODS.items():
+            if (made := make(self, model)) is not None:
+                model.__dict__[name] = made
+                self._methods.append(made)
+
+    def _end_requests(self) -> None:
+        if self._parts is None:
+            return
+        self._parts.remove()
+        self._parts = None
+        for it in self._methods:
+            it.leave(self.model)
+        self._methods.clear()
 
     def _slots(self) -> list[Slot]:
         return [it for tensor in self._tensors for it in tensor.users() if isinstance(it, Slot)]
@@ -273,11 +380,11 @@ def attach(
         If the model has deltas already, or a method `use` of its own.
     """
     _require_none(model)
-    made = Deltas(names, Choice())
+    made = Deltas(names, Choice(), Owner(model))
     made.copy(model, plain)
     made.put(model, variants)
     model.__dict__[NAME], model.__dict__["use"] = made, made.use
-    model.__dict__["tpde_counted"] = model.__dict__["forward"] = ModelForward(made.passes, model)
+    model.__dict__["tpde_counted"] = model.__dict__["forward"] = ModelForward(made, model)
     return made
 
 
@@ -295,6 +402,8 @@ def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
     ------
     PackedWeight
         If they go by those of a model of which this one is a part.
+    InvalidInput
+        If each row of a batch has its own.
     """
     own = deltas_of(model)
     for it in choices:
@@ -305,14 +414,13 @@ def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
             )
     if own is None:
         return
+    if isinstance(own.active, tuple):
+        raise InvalidInput(f"each of {len(own.active)} rows has a delta of its own", hint=WHOLE)
     own.close()
     counted: ModelForward = model.__dict__.pop("tpde_counted")
     for name in (NAME, "use"):
         del model.__dict__[name]
-    if model.__dict__.get("forward") is counted:
-        del model.__dict__["forward"]
-        if counted.forward != model.forward:  # somebody's own, in the place of the class's
-            model.__dict__["forward"] = counted.forward
+    counted.leave(model)
 
 
 def _require_none(model: nn.Module) -> None:
@@ -356,7 +464,8 @@ def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
     Returns
     -------
     nn.Module
-        `model`, with the method `use`, and `tpde_deltas` that says which deltas there are.
+        `model`, with the method `use`, for all rows of a batch or for each, and `tpde_deltas` that says which
+        deltas there are.
 
     Raises
     ------

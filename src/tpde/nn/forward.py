@@ -1,4 +1,4 @@
-"""What stands in a module's attributes for its forward pass, and does something around it."""
+"""What stands in a module's attributes for one of its methods, and does something around it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AroundForward(Owned):
-    """A forward pass, and what a subclass does around it.
+    """A forward pass, or another method, and what a subclass does around it.
 
     It takes the place of the method in the module's own attributes. Hooks would not do: PyTorch calls none
     after Ctrl-C, and compiles each on its own where a block is compiled, not the model.
@@ -27,18 +27,26 @@ class AroundForward(Owned):
     ----------
     module : nn.Module
         Not held, as long as its forward pass is its class's: were it, a model that nobody uses would stay.
+
+    Attributes
+    ----------
+    method : str
+        Which method it is.
     """
+
+    method = "forward"
 
     # Apart from the attributes that others copy to what they put in its place: `functools.update_wrapper`.
     __slots__ = ("__dict__", "__weakref__", "_forward", "_owner")
 
     def __init__(self, module: nn.Module) -> None:
-        forward: Any = module.forward
+        forward: Any = getattr(module, self.method)
         functools.update_wrapper(self, forward)
         del self.__dict__["__wrapped__"]
-        own = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+        of_class = getattr(type(module), self.method, None)
+        own = getattr(forward, "__self__", None) is module and forward.__func__ is of_class
         self._owner = Owner(module) if own else None
-        self._forward: Any = type(module).forward if own else forward
+        self._forward: Any = of_class if own else forward
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,4 +83,12 @@ class AroundForward(Owned):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["attributes"])
         self._owner = state["owner"]
-        self._forward = state["forward"] if self._owner is None else type(self._owner()).forward
+        self._forward = state["forward"] if self._owner is None else getattr(type(self._owner()), self.method)
+
+    def leave(self, module: nn.Module) -> None:
+        """Put back what was there, if this stands in its place."""
+        held = module.__dict__
+        if held.get(self.method) is self:
+            del held[self.method]
+            if self.forward != getattr(module, self.method):  # somebody's own, in the place of the class's
+                held[self.method] = self.forward

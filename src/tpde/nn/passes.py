@@ -1,19 +1,27 @@
-"""Forward passes of a model, and what waits for them to end."""
+"""Forward passes of a model that has deltas, and what waits for them to end."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from tpde.errors import PackedWeight
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn.forward import AroundForward
 from tpde.nn.owner import Owner
+from tpde.nn.requests import ONCE, Batch, positional, refuse
+from tpde.weights.launch import capturing
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from tpde.nn.deltas import Deltas
 
 _PATIENCE_S = 1.0
 
@@ -69,32 +77,69 @@ class Passes:
                 self._ended.notify_all()
 
 
-class ModelForward(AroundForward):
-    """A model's forward pass, which is counted.
+class AroundModel(AroundForward):
+    """A method of a model that has deltas.
 
     Parameters
     ----------
-    passes : Passes
-        By these.
+    deltas : Deltas
+        The model's.
     model : nn.Module
         See `AroundForward`.
     """
 
-    __slots__ = ("passes",)
+    __slots__ = ("deltas",)
 
-    def __init__(self, passes: Passes, model: nn.Module) -> None:
+    def __init__(self, deltas: Deltas, model: nn.Module) -> None:
         super().__init__(model)
-        self.passes = passes
+        self.deltas = deltas
 
-    def for_copy(self, owner: Owner) -> ModelForward:
+    def for_copy(self, owner: Owner) -> Self:
         """See `AroundForward`."""
         made = super().for_copy(owner)
-        made.passes = self.passes
+        made.deltas = self.deltas
         return made
+
+
+class ModelForward(AroundModel):
+    """A model's forward pass, which is counted; several, where rows of its batch are under several deltas."""
+
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As before; nothing changes meanwhile."""
         if is_compiling():
+            if isinstance(self.deltas.choice.active, tuple):
+                raise InvalidInput(
+                    "each row of a batch has a delta of its own, and the model was to be compiled for that",
+                    hint=ONCE,
+                )
             return self.run(args, kwargs)
-        with self.passes.one():
-            return self.run(args, kwargs)
+        with self.deltas.passes.one():
+            names = self.deltas.choice.rows()
+            if names is None:
+                return self.run(args, kwargs)
+            return self._by_requests(Batch(names), args, kwargs)
+
+    def _by_requests(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pass for each delta, with its rows."""
+        given = (*args, *kwargs.values())
+        if len(batch.places) > 1 and any(isinstance(it, Tensor) and capturing(it.device) for it in given):
+            raise PackedWeight(
+                f"a CUDA graph would be recorded with weights under {len(batch.places)} deltas",
+                hint="record graphs of models that were loaded for one delta each",
+            )
+        parameters = inspect.signature(self.forward).parameters
+        places = positional(parameters)
+        place = places.index("use_cache") if "use_cache" in places else len(args)
+        if kwargs.get("use_cache") or (place < len(args) and args[place]):
+            raise refuse("use_cache", "asks for a cache, which some rows cannot have apart from others")
+        more = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters.values())
+        if place < len(args):
+            args = (*args[:place], False, *args[place + 1 :])
+        elif "use_cache" in parameters or (more and "past_key_values" in parameters):
+            kwargs = {**kwargs, "use_cache": False}
+        # transformers gives arguments of its models names that say what they hold.
+        one = not hasattr(type(self.deltas.model), "main_input_name")
+        calls = batch.split(places, args, kwargs, one=one)
+        return batch.join(self.deltas.each(calls, self.run))

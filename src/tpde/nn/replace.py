@@ -205,10 +205,7 @@ def ungroup(model: nn.Module) -> None:
         if "tpde_forward" in module.__dict__:
             ours: BlockForward = module.__dict__.pop("tpde_forward")
             ours.group = None  # whoever put something in its place may go on calling it
-            if module.__dict__.get("forward") is ours:
-                del module.__dict__["forward"]
-                if ours.forward != module.forward:  # somebody's own, in the place of the class's
-                    module.__dict__["forward"] = ours.forward
+            ours.leave(module)
 
 
 def restore(module: PackedModule, plain: dict[str, torch.nn.Parameter]) -> None:

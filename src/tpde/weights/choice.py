@@ -5,6 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
+
+from tpde.errors import InvalidInput
+
+Chosen: TypeAlias = "str | tuple[str | None, ...] | None"
+"""A name, None for the base; of several, each is for one row of a batch."""
+
+WHOLE = "call the whole model, or choose one delta for all rows: `model.use(name)`"
+"""What to do where rows of a batch cannot be told apart."""
 
 
 class Choice:
@@ -12,20 +21,39 @@ class Choice:
 
     Attributes
     ----------
-    active : str or None
-        What all threads go by.
+    active : str, None, or tuple of them
+        What all threads go by. Of a tuple, each is for one row of a batch: then a thread goes by the one
+        whose rows it computes, and by none outside of that.
     recorded : bool
         A CUDA graph was recorded with weights under one of them: it goes on with that one.
     """
 
     def __init__(self, active: str | None = None) -> None:
-        self.active, self.recorded = active, False
+        self.active: Chosen = active
+        self.recorded = False
         self._own = threading.local()
 
     def now(self) -> str | None:
-        """What this thread goes by."""
-        name: str | None = getattr(self._own, "name", self.active)
+        """What this thread goes by.
+
+        Raises
+        ------
+        InvalidInput
+            If each row of a batch has its own, and it computes none.
+        """
+        name: Chosen = getattr(self._own, "name", self.active)
+        if isinstance(name, tuple):
+            raise InvalidInput(
+                f"each of {len(name)} rows has a delta of its own, and weights are needed that are the same "
+                "for all of them",
+                hint=WHOLE,
+            )
         return name
+
+    def rows(self) -> tuple[str | None, ...] | None:
+        """The names of a batch's rows, if each has its own and this thread computes none of them."""
+        name = getattr(self._own, "name", self.active)
+        return name if isinstance(name, tuple) else None
 
     @contextmanager
     def at(self, name: str | None) -> Iterator[None]:

@@ -20,10 +20,13 @@ from tpde.format.constants import METHOD  # noqa: E402
 from tpde.integrations.transformers.config import TpdeConfig  # noqa: E402
 from tpde.integrations.transformers.loading import from_pretrained  # noqa: E402
 from tpde.integrations.transformers.quantizer import TpdeHfQuantizer  # noqa: E402
+from tpde.integrations.transformers.requests import by_requests  # noqa: E402
+from tpde.nn.deltas import METHODS  # noqa: E402
 
 if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
     register_quantization_config(METHOD)(TpdeConfig)
 if METHOD not in AUTO_QUANTIZER_MAPPING:
     register_quantizer(METHOD)(TpdeHfQuantizer)
+METHODS.setdefault("generate", by_requests)
 
 __all__ = ["TpdeConfig", "TpdeHfQuantizer", "from_pretrained"]

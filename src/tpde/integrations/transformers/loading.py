@@ -145,7 +145,8 @@ def from_pretrained(
     -------
     transformers.PreTrainedModel
         In evaluation mode. With `deltas`, it has a method `use`, which says whose weights the next forward
-        pass is computed with, the base's until then, and `tpde_deltas`, which says what there is.
+        pass is computed with, the base's until then, or, given a list, whose each row of a batch; and
+        `tpde_deltas`, which says what there is.
 
     Raises
     ------
@@ -169,6 +170,7 @@ def from_pretrained(
     >>> model.generate(**tokenizer("Hello", return_tensors="pt").to("cuda"))  # doctest: +SKIP
     >>> model = tpde.from_pretrained("packed", deltas={"math": "math.tpde"})  # doctest: +SKIP
     >>> model.use("math")  # doctest: +SKIP
+    >>> model.use(["math", None])  # for a batch of two requests  # doctest: +SKIP
     """
     budget = parse_budget(vram, ram, max_tokens, max_batch=max_batch)
     return load_model(
