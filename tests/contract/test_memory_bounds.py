@@ -15,7 +15,7 @@ from support.guarded import guarded, room
 from support.windows import MATRICES
 
 from tpde.codec import delta, native, reference, windows
-from tpde.errors import Corrupt, TpdeError
+from tpde.errors import Corrupt, NativeError, TpdeError
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
 
@@ -182,3 +182,13 @@ def test_windows(content: str, shape: tuple[int, int]) -> None:
             back = room(2 * height * width).view("<u2").reshape(height, width)
             windows.decode(part, out=back)
             assert np.array_equal(back, words[slice(*rows), slice(*columns)])
+
+
+def test_words_that_change_while_they_are_encoded() -> None:
+    """Those of one stripe need more entries than were counted, and than a blob has bytes."""
+    words = MATRICES["weights"](16, 2000).copy()
+    plan = windows.Plan(words)
+    words[:] = MATRICES["escapes"](16, 2000)
+    assert 2 * windows.Plan(words).entries > plan.nbytes
+    with pytest.raises(NativeError, match="not what the entries were counted in"):
+        plan.encode(room(plan.nbytes))

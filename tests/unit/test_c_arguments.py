@@ -335,3 +335,14 @@ def test_heads_that_cannot_be() -> None:
             head[at] = before
         head[8] = 2
         assert _code(name, arguments) == 11
+
+
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [((0, 20, 0, 70), 0), ((16, 4, 64, 6), 0), ((8, 12, 0, 70), ARGUMENT), ((0, 20, 32, 38), ARGUMENT)],
+)
+def test_parts_begin_where_stripes_and_pairs_of_tiles_do(part: tuple[int, ...], code: int) -> None:
+    arguments = list(CALLS["tpde_window_cut_plan"])
+    arguments[2:6] = part
+    arguments[6:8] = _room(256), _room(24)
+    assert _code("tpde_window_cut_plan", arguments) == code
