@@ -61,7 +61,7 @@ golden: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python tests/golden/make.py
 
 bench: $(VENV)/.extra-bench $(VENV)/.package
-	missed=0; for name in startup ratio codec delta partial memory; do \
+	missed=0; for name in startup ratio codec delta windows partial memory; do \
 	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
 
 # Needs an NVIDIA GPU of compute capability 8.0 or later.

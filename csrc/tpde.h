@@ -1,7 +1,8 @@
 /* tpde.h: the C API of the codec core.
  *
  * The core encodes and decodes chunks of packed tensors (docs/format.md, sections 2.3 to 5), and what changed
- * between two states of a tensor (docs/delta.md, sections 1 to 4). It knows nothing of files: the caller reads blob headers, and hands over tables, index maps and bytes.
+ * between two states of a tensor (docs/delta.md, sections 1 to 4), and matrices of bf16 that stay on a device
+ * (docs/windows.md). It knows nothing of files: the caller reads blob headers, and hands over tables, index maps and bytes.
  *
  * Every function is safe on any input bytes: it returns an error instead of reading or writing out of
  * bounds, and allocates at most what tpde_codec_open and tpde_encode state. Functions may be called from
@@ -36,6 +37,7 @@ extern "C" {
 #define TPDE_MAX_CLASSES 16 /* of a model of changes, delta.md 2.1 */
 #define TPDE_DELTA_CHUNK_WORDS 65536 /* delta.md 3.1 */
 #define TPDE_MAX_MODEL 20480 /* bytes that tpde_delta_plan_model may write */
+#define TPDE_WINDOW_TABLE 16 /* XORs of a blob, windows.md 4.2 */
 
 /* What a call returned: 0, or one of these. */
 enum {
@@ -47,7 +49,10 @@ enum {
   TPDE_E_CHUNK = 5,     /* a chunk's bytes are damaged */
   TPDE_E_CHECKSUM = 6,  /* a chunk decodes, but not to what was encoded */
   TPDE_E_SPACE = 7,     /* the output buffer is too small */
-  TPDE_E_MODEL = 8      /* a model of changes is damaged */
+  TPDE_E_MODEL = 8,     /* a model of changes is damaged */
+  TPDE_E_WINDOW = 9,    /* windows are damaged */
+  TPDE_E_TRUNCATED = 10, /* bytes are missing at the end */
+  TPDE_E_VERSION = 11   /* of a version that this library does not know */
 };
 
 /* Details of a failure. `what` is a short English phrase without a name or a position. */
@@ -231,6 +236,52 @@ TPDE_API int tpde_delta_apply(const tpde_delta_model *model, const uint8_t *data
 TPDE_API int tpde_delta_check(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes,
                               const uint32_t *changes, const uint32_t *sizes, const void *words, uint64_t count,
                               uint64_t *sum, int threads, tpde_error *error);
+
+/* ---- windows ---- */
+
+/* Of a blob in the window layout (windows.md 5): the matrix, how many entries there are, and where sections start. */
+typedef struct tpde_window {
+  uint64_t rows, columns, entries;
+  uint64_t stripes;       /* of 16 rows */
+  uint64_t stripe_chunks; /* chunks of each */
+  uint64_t stripe_bytes;  /* of the bodies of each */
+  uint64_t records_at, offsets_at, entries_at, bodies_at, bytes;
+  uint32_t flags;
+  uint8_t table[TPDE_WINDOW_TABLE];
+} tpde_window;
+
+/* Where everything of a blob would be; without flags and table. TPDE_E_ARGUMENT if there is no such blob. */
+TPDE_API int tpde_window_sections(uint64_t rows, uint64_t columns, uint64_t entries, tpde_window *window);
+
+/* Choose the windows of a matrix: `rows` x `columns` words of bf16, row by row. Writes what comes before the offsets into
+ * `head`, offsets_at bytes, and into `starts` how many entries come before each stripe, and at its end how many there are:
+ * stripes + 1 numbers. From these tpde_window_sections says what the blob takes. Takes 1.1 KiB of memory for each stripe.
+ * TPDE_E_SPACE if there are more entries than a blob can have. */
+TPDE_API int tpde_window_plan(const void *words, uint64_t rows, uint64_t columns, uint8_t *head, uint64_t *starts,
+                              int threads, tpde_error *error);
+
+/* Encode the same words into exactly the blob's bytes. Nothing of them depends on `threads`. */
+TPDE_API int tpde_window_encode(const void *words, const uint8_t *head, const uint64_t *starts, uint8_t *out,
+                                uint64_t out_bytes, int threads, tpde_error *error);
+
+/* What a blob's header says, which is checked, as is the blob's size. */
+TPDE_API int tpde_window_open(const uint8_t *blob, uint64_t bytes, tpde_window *window, tpde_error *error);
+
+/* Check all of a blob but its bodies, which may hold any bytes. */
+TPDE_API int tpde_window_check(const uint8_t *blob, uint64_t bytes, tpde_window *window, int threads,
+                               tpde_error *error);
+
+/* Decode some rows, into exactly their words. Checks what it reads. */
+TPDE_API int tpde_window_decode(const uint8_t *blob, uint64_t bytes, uint64_t first_row, uint64_t rows, void *out,
+                                uint64_t out_bytes, int threads, tpde_error *error);
+
+/* Cut a part out of a blob, where windows.md 7 lets it be cut: in two steps, as tpde_window_plan and tpde_window_encode. */
+TPDE_API int tpde_window_cut_plan(const uint8_t *blob, uint64_t bytes, uint64_t first_row, uint64_t rows,
+                                  uint64_t first_column, uint64_t columns, uint8_t *head, uint64_t *starts, int threads,
+                                  tpde_error *error);
+TPDE_API int tpde_window_cut(const uint8_t *blob, uint64_t bytes, uint64_t first_row, uint64_t first_column,
+                             const uint8_t *head, const uint64_t *starts, uint8_t *out, uint64_t out_bytes, int threads,
+                             tpde_error *error);
 
 /* Beside chunks: bring mapped pages, from `address` on, which is one's start, into memory and into the process's page
  * tables, and let other threads map memory meanwhile. Returns 0, or what madvise(2) says: EFAULT where a file has

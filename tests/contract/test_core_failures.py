@@ -146,6 +146,21 @@ static int applied(int threads) {
   return tpde_delta_apply(opened, out[1], size, changes, sizes, words, WORDS, 1, threads, &error);
 }
 
+static uint8_t head[16384];
+static uint64_t starts[1 << 10];
+
+static int windowed(int threads) {
+  tpde_window w;
+  int code = tpde_window_plan(words, 1024, 2048, head, starts, threads, &error);
+  if (code) return code;
+  if (tpde_window_sections(1024, 2048, starts[64], &w) || w.bytes > bound) return 99;
+  code = tpde_window_encode(words, head, starts, out[1], w.bytes, threads, &error);
+  if (!code) code = tpde_window_check(out[1], w.bytes, &w, threads, &error);
+  memset(other, 0, sizeof other);
+  if (!code) code = tpde_window_decode(out[1], w.bytes, 0, 1024, other, sizeof other, threads, &error);
+  return code || !memcmp(words, other, sizeof words) ? code : 99;
+}
+
 /* Refuse a call its first block, then its second one, and so on: it must say so, and keep none. */
 static int starved(int (*call)(int), int with) {
   const long before = held;
@@ -171,6 +186,7 @@ static int without_memory(void) {
   for (int threads = 1; threads < 4; threads++) {
     CHECK(encoded, threads);
     CHECK(decoded, threads);
+    CHECK(windowed, threads);
   }
   memcpy(other, words, sizeof other);
   for (uint32_t i = 0; i < WORDS; i += 97) other[i] ^= 1 << i % 5;
@@ -229,6 +245,8 @@ int main(int count, char **given) {
     if (encode(1, threads) || used[0] != used[1]) return 5;
     if (memcmp(out[0], out[1], used[0]) || memcmp(map[0], map[1], TPDE_RECORD_BYTES * chunks)) return 6;
   }
+  can_start = *given[1] <= '9' ? atoi(given[1]) : 99;
+  if (windowed(4)) return 7;
   if (count > 1 && !strcmp(given[1], "memory")) {
     int code = without_memory();
     if (code) return code;

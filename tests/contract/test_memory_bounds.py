@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 
 import numpy as np
@@ -11,9 +12,10 @@ from support.contents import fill, rng
 from support.craft import TABLE
 from support.deltas import model_of, pair
 from support.guarded import guarded, room
+from support.windows import MATRICES
 
-from tpde.codec import delta, native, reference
-from tpde.errors import Corrupt, TpdeError
+from tpde.codec import delta, native, reference, windows
+from tpde.errors import Corrupt, NativeError, TpdeError
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
 
@@ -156,3 +158,37 @@ def test_tables_and_models_that_are_cut() -> None:
         part = guarded(whole[:size])
         assert native.core().tpde_delta_model_open(part.ctypes.data, size, 1, handle, error)
         assert not handle.value
+
+
+def _parts(size: int, unit: int) -> list[tuple[int, int]]:
+    """Where a part can be cut out."""
+    return list(itertools.combinations([*range(0, size, unit), size], 2))
+
+
+@pytest.mark.parametrize("content", ["weights", "pruned", "escapes"])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 256), (19, 330), (33, 65)], ids=str)
+def test_windows(content: str, shape: tuple[int, int]) -> None:
+    words = guarded(MATRICES[content](*shape).tobytes()).view("<u2").reshape(shape)
+    for threads in (1, 3):
+        plan = windows.Plan(words, threads)
+        blob = plan.encode(room(plan.nbytes), threads)
+        windows.validate(blob, threads)
+        back = room(words.nbytes).view("<u2").reshape(shape)
+        assert np.array_equal(windows.decode(blob, out=back, threads=threads), words)
+        for rows, columns in itertools.product(_parts(shape[0], 16), _parts(shape[1], 64)):
+            size = windows.cut(blob, rows, columns).size
+            part = windows.cut(blob, rows, columns, out=room(size), threads=threads)
+            height, width = rows[1] - rows[0], columns[1] - columns[0]
+            back = room(2 * height * width).view("<u2").reshape(height, width)
+            windows.decode(part, out=back)
+            assert np.array_equal(back, words[slice(*rows), slice(*columns)])
+
+
+def test_words_that_change_while_they_are_encoded() -> None:
+    """Those of one stripe need more entries than were counted, and than a blob has bytes."""
+    words = MATRICES["weights"](16, 2000).copy()
+    plan = windows.Plan(words)
+    words[:] = MATRICES["escapes"](16, 2000)
+    assert 2 * windows.Plan(words).entries > plan.nbytes
+    with pytest.raises(NativeError, match="not what the entries were counted in"):
+        plan.encode(room(plan.nbytes))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from support.craft import DATA, SPEC, TABLE
 from support.deltas import pair
+from support.windows import weights
 
-from tpde.codec import delta, native
+from tpde.codec import delta, native, windows
 from tpde.codec.plan import base_header, core_layout
 from tpde.format.constants import CODEC_PREFIX
 
@@ -18,6 +19,7 @@ ARGUMENT = 1  # `TPDE_E_ARGUMENT`
 WORDS = np.frombuffer(DATA, np.uint8)
 SECTION = np.frombuffer(TABLE.serialize().ljust(16, b"\0"), np.uint8)
 OLD, NEW = pair("BF16", "normal", "some", 400)
+MATRIX = weights(20, 70)
 KEEP: list[Any] = []  # what addresses are of
 
 
@@ -52,6 +54,11 @@ def _calls() -> dict[str, list[Any]]:
     records, changed = (sparse.changes.ctypes.data, sparse.sizes.ctypes.data), sparse.data.ctypes.data
     states, words_room = (OLD.ctypes.data, NEW.ctypes.data), (_room(3000), 3000)
     size, words = out.size, WORDS.ctypes.data
+    matrix, window = _window_plan(), native.CoreWindow()
+    blob = windows.encode(MATRIX)
+    part = _cut_plan(blob)
+    KEEP.append(blob)
+    given = (blob.ctypes.data, blob.size)
     return {
         "tpde_plan": [_layout(), words, 1500, 4, _room(20480), u32(), u64()],
         "tpde_codec_open": [layout, SECTION.ctypes.data, 16, 0, pointer()],
@@ -107,7 +114,29 @@ def _calls() -> dict[str, list[Any]]:
             u64(),
             1,
         ],
+        "tpde_window_plan": [MATRIX.ctypes.data, 20, 70, _room(256), _room(24), 1],
+        "tpde_window_encode": [MATRIX.ctypes.data, *matrix, _room(blob.size), blob.size, 1],
+        "tpde_window_open": [*given, window],
+        "tpde_window_check": [*given, window, 1],
+        "tpde_window_decode": [*given, 3, 10, _room(1400), 1400, 1],
+        "tpde_window_cut_plan": [*given, 16, 4, 64, 6, _room(256), _room(16), 1],
+        "tpde_window_cut": [*given, 16, 64, *part[:2], _room(part[2]), part[2], 1],
     }
+
+
+def _window_plan() -> tuple[int, int]:
+    """Head and starts of the matrix."""
+    head, starts, error = _room(256), _room(24), native.Error()
+    assert not native.core().tpde_window_plan(MATRIX.ctypes.data, 20, 70, head, starts, 1, error)
+    return head, starts
+
+
+def _cut_plan(blob: native.Bytes) -> tuple[int, int, int]:
+    """Head and starts of rows 16 to 19 and columns 64 to 69, and what these take."""
+    head, starts, error = _room(256), _room(16), native.Error()
+    given = (blob.ctypes.data, blob.size, 16, 4, 64, 6, head, starts, 1, error)
+    assert not native.core().tpde_window_cut_plan(*given)
+    return head, starts, windows.encoded_size(4, 6, int(KEEP[-1].view(np.uint64)[1]))
 
 
 def _code(name: str, arguments: list[Any]) -> int:
@@ -122,7 +151,7 @@ def _code(name: str, arguments: list[Any]) -> int:
 
 
 def _is_place(name: str, number: int, it: Any) -> bool:
-    return isinstance(it, (ctypes.c_uint32, ctypes.c_uint64)) or (
+    return isinstance(it, (ctypes.c_uint32, ctypes.c_uint64, native.CoreWindow)) or (
         isinstance(it, ctypes.c_void_p) and name.endswith("_open") and number == 4 - ("delta" in name)
     )
 
@@ -181,6 +210,34 @@ def test_null_pointers_are_refused(name: str, number: int) -> None:
         ("tpde_delta_apply", 8, 0),
         ("tpde_delta_check", 6, 1 << 59),
         ("tpde_delta_check", 8, 0),
+        ("tpde_window_plan", 1, 0),
+        ("tpde_window_plan", 2, 0),
+        ("tpde_window_plan", 1, 1 << 28),
+        ("tpde_window_plan", 5, 0),
+        ("tpde_window_encode", 4, 1 << 12),
+        ("tpde_window_encode", 5, 0),
+        ("tpde_window_check", 3, 0),
+        ("tpde_window_decode", 2, 11),
+        ("tpde_window_decode", 2, 21),
+        ("tpde_window_decode", 3, 11),
+        ("tpde_window_decode", 5, 1398),
+        ("tpde_window_decode", 6, 0),
+        ("tpde_window_cut_plan", 2, 8),
+        ("tpde_window_cut_plan", 3, 3),
+        ("tpde_window_cut_plan", 3, 0),
+        ("tpde_window_cut_plan", 3, 5),
+        ("tpde_window_cut_plan", 4, 32),
+        ("tpde_window_cut_plan", 4, 128),
+        ("tpde_window_cut_plan", 5, 0),
+        ("tpde_window_cut_plan", 5, 5),
+        ("tpde_window_cut_plan", 5, 1 << 63),
+        ("tpde_window_cut_plan", 8, 0),
+        ("tpde_window_cut", 2, 0),
+        ("tpde_window_cut", 2, 8),
+        ("tpde_window_cut", 3, 0),
+        ("tpde_window_cut", 3, 128),
+        ("tpde_window_cut", 7, 1 << 12),
+        ("tpde_window_cut", 8, 0),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(name: str, number: int, value: int) -> None:
@@ -245,3 +302,60 @@ def test_nothing_is_closed_counted_and_split() -> None:
         assert core.tpde_merge(layout, _room(8), 1, 1, _room(8)) == ARGUMENT
         error = native.Error()
         assert core.tpde_index_check(layout, _room(12), 0, 1, 1, error) == error.code == ARGUMENT
+
+
+def test_matrices_that_have_no_windows() -> None:
+    window = native.CoreWindow()
+    assert native.core().tpde_window_sections(1, 1, 0, window) == 0
+    assert native.core().tpde_window_sections(1, 1, 0, None) == ARGUMENT
+    for given in (
+        (0, 1, 0),
+        (1, 0, 0),
+        (1 << 28, 1, 0),
+        (1, 1 << 28, 0),
+        (1 << 20, 1 << 20, 0),
+        (1, 1, 1 << 32),
+    ):
+        assert native.core().tpde_window_sections(*given, window) == ARGUMENT
+
+
+def _kept(address: int) -> native.Bytes:
+    """A copy of what lies at an address."""
+    return next(it.copy() for it in KEEP if isinstance(it, np.ndarray) and int(it.ctypes.data) == address)
+
+
+@pytest.mark.parametrize(("stripe", "change"), [(0, 1), (1, -1), (1, 1), (1, 1 << 40), (2, -1), (2, 1)])
+def test_starts_that_are_not_those_of_the_entries(stripe: int, change: int) -> None:
+    """Of a matrix of two stripes; a start between two others is found out by what is written."""
+    for name, number in (("tpde_window_encode", 2), ("tpde_window_cut", 5)):
+        arguments = list(CALLS[name])
+        starts = _kept(arguments[number]).view(np.uint64)
+        at = min(stripe, starts.size - 1)
+        starts[at] = (int(starts[at]) + change) % (1 << 64)
+        arguments[number] = starts.ctypes.data
+        assert _code(name, arguments) == ARGUMENT
+
+
+def test_heads_that_cannot_be() -> None:
+    for name, number in (("tpde_window_encode", 1), ("tpde_window_cut", 4)):
+        arguments = list(CALLS[name])
+        head = _kept(arguments[number])
+        arguments[number] = head.ctypes.data
+        assert _code(name, arguments) == 0
+        for at in (0, 12, 48, 63, 70, 128):
+            before, head[at] = int(head[at]), 255
+            assert _code(name, arguments) == 9, at
+            head[at] = before
+        head[8] = 2
+        assert _code(name, arguments) == 11
+
+
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [((0, 20, 0, 70), 0), ((16, 4, 64, 6), 0), ((8, 12, 0, 70), ARGUMENT), ((0, 20, 32, 38), ARGUMENT)],
+)
+def test_parts_begin_where_stripes_and_pairs_of_tiles_do(part: tuple[int, ...], code: int) -> None:
+    arguments = list(CALLS["tpde_window_cut_plan"])
+    arguments[2:6] = part
+    arguments[6:8] = _room(256), _room(24)
+    assert _code("tpde_window_cut_plan", arguments) == code

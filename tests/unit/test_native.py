@@ -15,7 +15,7 @@ from support.deltas import model_of, pair
 
 from tpde.codec import delta, native
 from tpde.codec.plan import base_header, core_layout
-from tpde.errors import Corrupt, NativeError
+from tpde.errors import Corrupt, NativeError, TpdeError, Truncated, UnsupportedVersion
 from tpde.format.constants import CODEC_PREFIX
 
 WORDS = np.frombuffer(DATA, np.uint8)
@@ -42,6 +42,9 @@ def _layout() -> native.CoreLayout:
         (6, Corrupt, "no (plane 0): found 3, needed 4"),
         (7, NativeError, "refused a call: no (plane 0): found 3, needed 4"),
         (8, Corrupt, "a model of changes: no (plane 0): found 3, needed 4"),
+        (9, Corrupt, "no (plane 0): found 3, needed 4"),
+        (10, Truncated, "no (plane 0): found 3, needed 4"),
+        (11, UnsupportedVersion, "no (plane 0): found 3, needed 4"),
         (99, NativeError, "refused a call: no (plane 0): found 3, needed 4"),
     ],
 )
@@ -50,7 +53,8 @@ def test_what_codes_mean(code: int, error: type[Exception], says: str) -> None:
         native.check(code, native.Error(code, 0, 5, 3, 4, b"no"))
     assert says in str(caught.value)
     if isinstance(caught.value, Corrupt):
-        assert caught.value.chunk == (5 if code in (4, 5, 6) else None)
+        assert caught.value.chunk == (5 if code in (4, 5, 6, 9) else None)
+    if isinstance(caught.value, TpdeError) and error is not NativeError:
         assert (caught.value.found, caught.value.needed) == (3, 4)
 
 
@@ -58,7 +62,7 @@ def test_success_is_no_error() -> None:
     native.check(0, native.Error(0, 0, 5, 3, 4, b"no"))
 
 
-@pytest.mark.parametrize("code", [3, 4, 5, 6])
+@pytest.mark.parametrize("code", [3, 4, 5, 6, 9])
 def test_errors_of_no_chunk_and_no_plane_name_none(code: int) -> None:
     with pytest.raises(Corrupt) as caught:
         native.check(code, native.Error(code, -1, native.NO_CHUNK, 3, 4, b"no"))

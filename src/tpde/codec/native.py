@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tpde.errors import Corrupt, NativeError
+from tpde.errors import Corrupt, NativeError, Truncated, UnsupportedVersion
 from tpde.format.constants import RECORD_BYTES
 
 ABI = 6
@@ -24,6 +24,7 @@ MAX_TABLE_SECTION = 20480
 NO_CHUNK = (1 << 64) - 1
 
 _E_MEMORY, _E_TABLE, _E_INDEX, _E_CHUNK, _E_CHECKSUM, E_SPACE, _E_MODEL = 2, 3, 4, 5, 6, 7, 8
+_E_WINDOW, _E_TRUNCATED, _E_VERSION = 9, 10, 11
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -57,9 +58,30 @@ class CoreLayout(ctypes.Structure):
     ]
 
 
+class CoreWindow(ctypes.Structure):
+    """`tpde_window`: what a blob in the window layout holds, and where."""
+
+    _fields_ = [
+        ("rows", ctypes.c_uint64),
+        ("columns", ctypes.c_uint64),
+        ("entries", ctypes.c_uint64),
+        ("stripes", ctypes.c_uint64),
+        ("stripe_chunks", ctypes.c_uint64),
+        ("stripe_bytes", ctypes.c_uint64),
+        ("records_at", ctypes.c_uint64),
+        ("offsets_at", ctypes.c_uint64),
+        ("entries_at", ctypes.c_uint64),
+        ("bodies_at", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("table", ctypes.c_uint8 * 16),
+    ]
+
+
 _u8p, _u32p = ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint32)
 _u64, _u32, _int, _ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
 _layout, _error = ctypes.POINTER(CoreLayout), ctypes.POINTER(Error)
+_window = ctypes.POINTER(CoreWindow)
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_abi": (_int, []),
@@ -119,6 +141,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, ctypes.POINTER(_u64), _int, _error],
     ),
     "tpde_delta_apply": (_int, [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, _int, _int, _error]),
+    "tpde_window_sections": (_int, [_u64, _u64, _u64, _window]),
+    "tpde_window_plan": (_int, [_ptr, _u64, _u64, _u8p, _ptr, _int, _error]),
+    "tpde_window_encode": (_int, [_ptr, _u8p, _ptr, _u8p, _u64, _int, _error]),
+    "tpde_window_open": (_int, [_u8p, _u64, _window, _error]),
+    "tpde_window_check": (_int, [_u8p, _u64, _window, _int, _error]),
+    "tpde_window_decode": (_int, [_u8p, _u64, _u64, _u64, _ptr, _u64, _int, _error]),
+    "tpde_window_cut_plan": (
+        _int,
+        [_u8p, _u64, _u64, _u64, _u64, _u64, _u8p, _ptr, _int, _error],
+    ),
+    "tpde_window_cut": (_int, [_u8p, _u64, _u64, _u64, _u8p, _ptr, _u8p, _u64, _int, _error]),
 }
 
 
@@ -167,7 +200,7 @@ def check(code: int, error: Error) -> None:
     if error.plane >= 0:
         what += f" (plane {error.plane})"
     what += f": found {error.found}, needed {error.needed}"
-    if code in (_E_INDEX, _E_CHUNK, _E_CHECKSUM):
+    if code in (_E_INDEX, _E_CHUNK, _E_CHECKSUM, _E_WINDOW):
         chunk = None if error.chunk == NO_CHUNK else int(error.chunk)
         raise Corrupt(what, chunk=chunk, found=error.found, needed=error.needed)
     if code == _E_TABLE:
@@ -175,6 +208,10 @@ def check(code: int, error: Error) -> None:
         raise Corrupt(where + what, found=error.found, needed=error.needed)
     if code == _E_MODEL:
         raise Corrupt(f"a model of changes: {what}", found=error.found, needed=error.needed)
+    if code == _E_TRUNCATED:
+        raise Truncated(what, found=error.found, needed=error.needed)
+    if code == _E_VERSION:
+        raise UnsupportedVersion(what, found=error.found, needed=error.needed)
     if code == _E_MEMORY:
         raise MemoryError(f"the native core ran out of memory: {what}")
     raise NativeError(f"the native core refused a call: {what}")

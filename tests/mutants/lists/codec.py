@@ -239,6 +239,30 @@ MUTANTS = (
         "unit/test_pages.py",
         "integration/cli/test_commands.py::test_doctor_finds_a_broken_core",
     ),
+    mutant(
+        "numbers-of-a-matrix-wrap-around",
+        "codec/windows.py",
+        "if not fits or core()",
+        "if core()",
+        "a matrix of 2^64 + 1 rows counts as one row",
+        "unit/test_windows.py",
+    ),
+    mutant(
+        "a-matrix-of-other-words",
+        "codec/windows.py",
+        "words.ndim != 2 or words.itemsize != 2",
+        "words.ndim != 2",
+        "words of four bytes are read as twice as many",
+        "unit/test_windows.py",
+    ),
+    mutant(
+        "windows-into-too-small-a-buffer",
+        "codec/windows.py",
+        "if out.nbytes != nbytes or not out.flags.writeable:",
+        "if not out.flags.writeable:",
+        "the caller's mistake counts as the core's",
+        "unit/test_windows.py",
+    ),
     # ---- format ----
     mutant(
         "padding-may-be-anything",
