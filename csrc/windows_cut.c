@@ -92,6 +92,9 @@ int tpde_window_cut_plan(const uint8_t *blob, uint64_t bytes, uint64_t first_row
   if (code) return code;
   starts[0] = 0;
   for (uint64_t s = 0; s < c.w.stripes; s++) starts[s + 1] += starts[s];
+  if (starts[c.w.stripes] > c.o.w.entries)
+    return tpde_fail(error, TPDE_E_WINDOW, "entries of more than one chunk", UINT64_MAX, -1, starts[c.w.stripes],
+                     c.o.w.entries);
   memset(head, 0, c.w.offsets_at);
   memcpy(head, blob, HEADER_BYTES);
   store64(head + 16, rows);

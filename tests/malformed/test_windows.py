@@ -180,3 +180,18 @@ def test_sixteen_entries_of_one_place() -> None:
     decoded = windows.decode(data)
     assert np.array_equal(decoded, reference.decode(data))
     assert decoded[2, 69] != 0
+
+
+def test_chunks_that_share_entries_are_not_cut() -> None:
+    """Where only those chunks are looked at that the part has, and offsets descend between them."""
+    words = np.zeros((32, 512), np.uint16)
+    words[:16, :256] = MATRICES["escapes"](16, 256)
+    blob = windows.encode(words)
+    found = windows.validate(blob)
+    offsets = blob[found.offsets_at :][:20].view("<u4")
+    assert offsets.tolist() == [0, *[found.entries] * 4]
+    offsets[2] = 0
+    with pytest.raises(Corrupt, match="entries are out of range"):
+        windows.validate(blob)
+    with pytest.raises(Corrupt, match="entries of more than one chunk"):
+        windows.cut_columns(blob, 0, 256)
