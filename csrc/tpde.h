@@ -260,6 +260,13 @@ TPDE_API int tpde_window_sections(uint64_t rows, uint64_t columns, uint64_t entr
 TPDE_API int tpde_window_plan(const void *words, uint64_t rows, uint64_t columns, uint8_t *head, uint64_t *starts,
                               int threads, tpde_error *error);
 
+/* For encoders elsewhere: choose the table and the flag of a blob. `counts` are 2 * 128 numbers, how many escapes have
+ * each XOR, with the flag clear and with it set, the windows of rows being chosen. Writes where everything of the blob is,
+ * with flag and table, and into `said` 128 sets: which entries of the table say each XOR, bits of their indices.
+ * TPDE_E_SPACE as above. */
+TPDE_API int tpde_window_choose(uint64_t rows, uint64_t columns, const uint64_t *counts, tpde_window *window,
+                                uint16_t *said, tpde_error *error);
+
 /* Encode the same words into exactly the blob's bytes. Nothing of them depends on `threads`. */
 TPDE_API int tpde_window_encode(const void *words, const uint8_t *head, const uint64_t *starts, uint8_t *out,
                                 uint64_t out_bytes, int threads, tpde_error *error);

@@ -128,6 +128,31 @@ static int count_stripe(void *context, uint64_t stripe, tpde_error *error) {
   return TPDE_OK;
 }
 
+/* Table and flag (6.2 to 6.4), and what follows of them. */
+int tpde_window_choose(uint64_t rows, uint64_t columns, const uint64_t *counts, tpde_window *window, uint16_t *said,
+                       tpde_error *error) {
+  if (!counts || !window || !said || tpde_window_sections(rows, columns, 0, window))
+    return tpde_fail(error, TPDE_E_ARGUMENT, "a null pointer, or no matrix", UINT64_MAX, -1, rows, columns);
+  uint8_t tables[2][TPDE_WINDOW_TABLE];
+  uint16_t ways[2][XORS];
+  uint64_t sums[2] = {0};
+  for (int zero = 0; zero < 2; zero++) {
+    make_table(counts + zero * XORS, tables[zero]);
+    tpde_window_say(tables[zero], ways[zero]);
+    for (uint32_t x = 0; x < XORS; x++)
+      sums[zero] += counts[zero * XORS + x] * (uint64_t)__builtin_popcount(ways[zero][x]);
+  }
+  const int zero = sums[1] < sums[0];
+  if (sums[zero] >= ENTRIES_LIMIT)
+    return tpde_fail(error, TPDE_E_SPACE, "more entries than a blob can have", UINT64_MAX, -1, sums[zero],
+                     ENTRIES_LIMIT);
+  tpde_window_sections(rows, columns, sums[zero], window);
+  window->flags = zero ? FLAG_ZERO : 0;
+  memcpy(window->table, tables[zero], sizeof tables[zero]);
+  memcpy(said, ways[zero], sizeof ways[zero]);
+  return TPDE_OK;
+}
+
 int tpde_window_plan(const void *words, uint64_t rows, uint64_t columns, uint8_t *head, uint64_t *starts, int threads,
                      tpde_error *error) {
   planning p = {.words = words};
@@ -138,36 +163,33 @@ int tpde_window_plan(const void *words, uint64_t rows, uint64_t columns, uint8_t
   if (!p.stripes)
     return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0, stripes * sizeof *p.stripes);
   tpde_each_stripe(count_stripe, &p, stripes, columns, WORK_WORDS, threads, error);
-  uint8_t tables[2][TPDE_WINDOW_TABLE];
-  uint16_t said[2][XORS];
-  uint64_t sums[2] = {0};
-  for (int zero = 0; zero < 2; zero++) {
-    uint64_t counts[XORS] = {0};
-    for (uint64_t s = 0; s < stripes; s++)
-      for (uint32_t x = 0; x < XORS; x++) counts[x] += p.stripes[s].xors[zero][x];
-    make_table(counts, tables[zero]);
-    tpde_window_say(tables[zero], said[zero]);
-    for (uint32_t x = 0; x < XORS; x++) sums[zero] += counts[x] * (uint64_t)__builtin_popcount(said[zero][x]);
+  uint64_t counts[2 * XORS] = {0};
+  for (uint64_t s = 0; s < stripes; s++)
+    for (uint32_t x = 0; x < XORS; x++) {
+      counts[x] += p.stripes[s].xors[0][x];
+      counts[XORS + x] += p.stripes[s].xors[1][x];
+    }
+  uint16_t said[XORS];
+  const int code = tpde_window_choose(rows, columns, counts, &p.w, said, error);
+  if (code) {
+    free(p.stripes);
+    return code;
   }
-  const int zero = sums[1] < sums[0];
   memset(head, 0, p.w.offsets_at);
   memcpy(head, WINDOW_MAGIC, sizeof WINDOW_MAGIC);
   store16(head + 8, WINDOW_VERSION);
-  store16(head + 10, zero ? FLAG_ZERO : 0);
+  store16(head + 10, (uint16_t)p.w.flags);
   store64(head + 16, rows);
   store64(head + 24, columns);
-  store64(head + 32, sums[zero]);
-  memcpy(head + 48, tables[zero], sizeof tables[zero]);
+  store64(head + 32, p.w.entries);
+  memcpy(head + 48, p.w.table, sizeof p.w.table);
   starts[0] = 0;
   for (uint64_t s = 0; s < stripes; s++) {
-    memcpy(head + HEADER_BYTES + STRIPE_ROWS * s, p.stripes[s].records[zero], STRIPE_ROWS);
+    memcpy(head + HEADER_BYTES + STRIPE_ROWS * s, p.stripes[s].records[p.w.flags], STRIPE_ROWS);
     starts[s + 1] = starts[s];
     for (uint32_t x = 0; x < XORS; x++)
-      starts[s + 1] += p.stripes[s].xors[zero][x] * (uint64_t)__builtin_popcount(said[zero][x]);
+      starts[s + 1] += p.stripes[s].xors[p.w.flags][x] * (uint64_t)__builtin_popcount(said[x]);
   }
   free(p.stripes);
-  if (sums[zero] >= ENTRIES_LIMIT)
-    return tpde_fail(error, TPDE_E_SPACE, "more entries than a blob can have", UINT64_MAX, -1, sums[zero],
-                     ENTRIES_LIMIT);
   return TPDE_OK;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.contents import rng
-from support.windows import weights
+from support.windows import escapes, pruned, weights
 
 from tpde.codec import windows
 from tpde.codec import windows_reference as reference
@@ -311,3 +312,40 @@ def test_the_chunk_that_is_damaged_is_named() -> None:
             assert caught.value.chunk == chunk
             with pytest.raises(Corrupt, match="do not ascend"):
                 windows.decode(damaged, threads=threads)
+
+
+# ---- choosing for encoders elsewhere ----
+
+
+def _counts(words: np.ndarray) -> np.ndarray:
+    """Count the XORs of escapes, with the flag clear and set, as the reference says."""
+    counts = np.zeros((2, 128), np.uint64)
+    for zero, row in itertools.product((0, ZERO), words):
+        record = reference.choose_record(row, zero)
+        for word in row.tolist():
+            counts[zero, reference.encode_word(word, record, zero).xor] += 1
+    counts[:, 0] = 0
+    return counts
+
+
+@pytest.mark.parametrize("make", [weights, pruned, escapes])
+def test_table_and_flag_of_counts(make: Callable[[int, int], np.ndarray]) -> None:
+    words = make(40, 200)
+    window, said = windows.choose(40, 200, _counts(words))
+    assert window == windows.validate(windows.encode(words))
+    sets = {x: tuple(i for i in range(16) if it >> i & 1) for x, it in enumerate(said.tolist()) if x}
+    assert sets == reference.say(window.table)
+    assert said[0] == 0
+
+
+def test_counts_that_no_blob_has() -> None:
+    counts = np.zeros((2, 128), np.uint64)
+    with pytest.raises(ValueError, match=r"\(2, 127\)"):
+        windows.choose(40, 200, counts[:, 1:])
+    with pytest.raises(ValueError, match="int64"):
+        windows.choose(40, 200, counts.view(np.int64))
+    with pytest.raises(InvalidInput, match="no window layout"):
+        windows.choose(0, 200, counts)
+    counts[:, 1] = 1 << 32
+    with pytest.raises(InvalidInput, match="a blob has fewer"):
+        windows.choose(1 << 19, 1 << 20, counts)

@@ -143,6 +143,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_delta_apply": (_int, [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, _int, _int, _error]),
     "tpde_window_sections": (_int, [_u64, _u64, _u64, _window]),
     "tpde_window_plan": (_int, [_ptr, _u64, _u64, _u8p, _ptr, _int, _error]),
+    "tpde_window_choose": (_int, [_u64, _u64, _ptr, _window, _ptr, _error]),
     "tpde_window_encode": (_int, [_ptr, _u8p, _ptr, _u8p, _u64, _int, _error]),
     "tpde_window_open": (_int, [_u8p, _u64, _window, _error]),
     "tpde_window_check": (_int, [_u8p, _u64, _window, _int, _error]),

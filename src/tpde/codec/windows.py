@@ -17,6 +17,7 @@ COLUMNS_AT = 64  # windows.md 7.1: where columns can be cut
 FLAG_ZERO = 1  # windows.md 5.1
 
 Words = npt.NDArray[np.uint16]
+Counts = npt.NDArray[np.uint64]
 _Starts = npt.NDArray[np.uint64]
 
 
@@ -113,6 +114,50 @@ def encoded_size(rows: int, columns: int, entries: int) -> int:
     return sections(rows, columns, entries).nbytes
 
 
+def _check_plan(code: int, error: Error, rows: int, columns: int) -> None:
+    if code == native.E_SPACE:
+        raise InvalidInput(
+            f"a matrix of {rows} x {columns} words needs {error.found} entries, a blob has fewer",
+            found=error.found,
+            needed=error.needed,
+        )
+    check(code, error)
+
+
+def choose(rows: int, columns: int, counts: Counts) -> tuple[Window, Words]:
+    """Choose the table and the flag of a blob that is encoded elsewhere (windows.md 6.2 to 6.4).
+
+    Parameters
+    ----------
+    rows, columns : int
+        Of the matrix.
+    counts : ndarray of uint64, shape (2, 128)
+        How many escapes have each XOR, with the flag clear and with it set.
+
+    Returns
+    -------
+    window : Window
+        The blob's header, and where its sections are.
+    said : ndarray of uint16, shape (128,)
+        Which entries of the table say each XOR: bits of their indices.
+
+    Raises
+    ------
+    InvalidInput
+        If the matrix has no window layout (windows.md 8).
+    """
+    if counts.shape != (2, 128) or counts.dtype != np.uint64:
+        raise ValueError(f"counts of shape {counts.shape} and dtype {counts.dtype}, not (2, 128) of uint64")
+    sections(rows, columns)
+    counts, said = np.ascontiguousarray(counts), np.empty(128, np.uint16)
+    made, error = CoreWindow(), Error()
+    code = core().tpde_window_choose(
+        *(rows, columns, counts.ctypes.data, ctypes.byref(made)), said.ctypes.data, ctypes.byref(error)
+    )
+    _check_plan(code, error, rows, columns)
+    return _window(made), said
+
+
 class Plan:
     """The windows of a matrix, chosen; it is encoded next, or refused for its size.
 
@@ -153,13 +198,7 @@ class Plan:
             threads,
             ctypes.byref(error),
         )
-        if code == native.E_SPACE:
-            raise InvalidInput(
-                f"a matrix of {rows} x {columns} words needs {error.found} entries, a blob has fewer",
-                found=error.found,
-                needed=error.needed,
-            )
-        check(code, error)
+        _check_plan(code, error, rows, columns)
         self.entries = int(self._starts[-1])
         self.nbytes = encoded_size(rows, columns, self.entries)
 
