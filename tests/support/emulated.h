@@ -18,6 +18,7 @@
 
 struct Index { unsigned x; };
 struct ulonglong2 { unsigned long long x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace fibers {
@@ -83,6 +84,19 @@ static unsigned __reduce_add_sync(unsigned mask, unsigned value) {
   unsigned sum = 0;
   for (int i = 0; i < 32; i++) sum += (unsigned)values[i];
   return sum;
+}
+static unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  const unsigned long long *values = fibers::meet(mask, value);
+  unsigned most = 0;
+  for (int i = 0; i < 32; i++) most = values[i] > most ? (unsigned)values[i] : most;
+  return most;
+}
+static unsigned __reduce_min_sync(unsigned mask, unsigned value) { return ~__reduce_max_sync(mask, ~value); }
+static unsigned __byte_perm(unsigned x, unsigned y, unsigned select) {
+  const unsigned long long both = (unsigned long long)y << 32 | x;
+  unsigned made = 0;
+  for (int i = 0; i < 4; i++) made |= (unsigned)(both >> 8 * (select >> 4 * i & 7) & 255) << 8 * i;
+  return made;
 }
 template <class T> T __ldg(const T *p) {
   if ((unsigned long long)p % sizeof(T)) fibers::fail("a misaligned load");
