@@ -6,7 +6,7 @@ import numpy as np
 
 from tpde.codec import windows
 from tpde.codec.windows import Words
-from tpde.cuda.window_encode import BLOB_AT, COUNTS_BYTES, SAID_AT, Matrix, WindowEncoder
+from tpde.cuda.window_encode import BLOB_AT, COUNTS_BYTES, SAID_AT, Chosen, Matrix, WindowEncoder
 
 GUARD = 256  # bytes before and after what may be written
 
@@ -47,8 +47,11 @@ def guards(part: np.ndarray) -> np.ndarray:
     return np.concatenate([whole[:at], whole[at + part.size :]])
 
 
-def encode_on_host(words: np.ndarray) -> np.ndarray:
-    """Encode a matrix by kernels that run on the CPU: rows may have a stride, and lie at any word."""
+def encoding_on_host(words: np.ndarray) -> tuple[WindowEncoder, np.ndarray, Chosen, np.ndarray]:
+    """Encode a matrix by kernels that run on the CPU; give all that was used, and the blob.
+
+    Rows may have a stride, and lie at any word.
+    """
     rows, columns = words.shape
     encoder = WindowEncoder(Matrix(words.ctypes.data, rows, columns, words.strides[0] // 2), 0)
     scratch = room(encoder.scratch_bytes, 16, 0)
@@ -59,4 +62,9 @@ def encode_on_host(words: np.ndarray) -> np.ndarray:
     encoder.encode(chosen, scratch.ctypes.data, out.ctypes.data, 0)
     assert not guards(scratch).any()
     assert (guards(out) == 0xA5).all()
-    return out
+    return encoder, scratch, chosen, out
+
+
+def encode_on_host(words: np.ndarray) -> np.ndarray:
+    """Give the blob alone."""
+    return encoding_on_host(words)[3]

@@ -22,7 +22,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core, of `tpde[cuda]`")
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde[cuda]`")
 
 from tpde.cuda import compile as nvrtc
-from tpde.cuda import decode, delta, geometry, items, nvcomp
+from tpde.cuda import decode, delta, geometry, items, nvcomp, window_encode
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -115,6 +115,14 @@ def test_merging_and_deltas_compile_without_spills(word: int, arch: str) -> None
         log = nvrtc.cubin(source, defines, arch)[1]
         assert_no_spills(log)
         assert max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0) <= 48 << 10  # static: no more
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_encoding_windows_compiles_without_spills(arch: str) -> None:
+    log = nvrtc.cubin(window_encode.SOURCE, {}, arch)[1]
+    assert_no_spills(log)
+    assert registers(log) * 256 * 3 <= 65536  # three blocks, of the rarer kernel
+    assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 48 << 10
 
 
 def item(packed: Packed) -> items.Item:

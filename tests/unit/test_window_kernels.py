@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.emulated import on_cpu  # noqa: F401
-from support.window_encoding import assert_same_blob, encode_on_host
+from support.window_encoding import assert_same_blob, encode_on_host, encoding_on_host, guards
 from support.windows import MATRICES, weights
 
 from tpde.codec import windows
 from tpde.cuda import window_encode
 from tpde.cuda.window_encode import Matrix, WindowEncoder
-from tpde.errors import InvalidInput
+from tpde.errors import Corrupt, InvalidInput
 
 SHAPES = ((1, 1), (9, 40), (17, 5), (33, 70), (16, 256), (100, 384), (48, 1100), (1, 5000), (40, 264))
 
@@ -54,6 +54,42 @@ def test_the_sum_of_many_blocks() -> None:
     """More than 32 blocks: some look further back than a warp at once."""
     words = weights(16 * 300, 70)
     assert_same_blob(encode_on_host(words), words)
+
+
+@pytest.mark.parametrize("ends", [0, 3, 4, 5, 36])
+def test_blocks_that_wait_for_many(ends: int) -> None:
+    """The last of 38 blocks: those before have said what they have, block `ends` what all up to it have."""
+    words = weights(16 * 300, 70)
+    encoder, scratch, chosen, out = encoding_on_host(words)
+    states = scratch[window_encode._STATES_AT :][: 8 * 38].view(np.uint64)
+    offsets = out[chosen.window.offsets_at :][: 4 * 301].view(np.uint32)
+    starts = offsets[np.minimum(np.arange(39) * 8, 300)].astype(np.uint64)
+    assert (
+        states.tolist() == (starts[1:] | np.uint64(2 << 32)).tolist()
+    )  # blocks run one after the other here
+    states[:-1] = np.diff(starts)[:-1] | np.uint64(1 << 32)
+    states[0] = starts[1] | np.uint64(2 << 32)
+    states[ends] = starts[ends + 1] | np.uint64(2 << 32)
+    states[-1] = 0
+    scratch[window_encode._TICKET_AT] = 37
+    out[chosen.window.entries_at + 2 * int(starts[37]) : chosen.window.bodies_at] = 0
+    offsets[8 * 37 :] = 0
+    encoder._blocks = 1
+    encoder.encode(chosen, scratch.ctypes.data, out.ctypes.data, 0)
+    assert states[-1] == starts[-1] | np.uint64(2 << 32)
+    assert_same_blob(out, words)
+
+
+def test_words_that_change_meanwhile() -> None:
+    """Nothing outside the blob is written, though there is no room for all entries."""
+    words = weights(200, 300)
+    encoder, scratch, chosen, out = encoding_on_host(words)
+    scratch[window_encode._TICKET_AT :][: 16 + 8 * encoder._blocks] = 0
+    words[:] = MATRICES["every_word"](200, 300)
+    encoder.encode(chosen, scratch.ctypes.data, out.ctypes.data, 0)
+    assert (guards(out) == 0xA5).all()
+    with pytest.raises(Corrupt):
+        windows.validate(out)
 
 
 def test_what_no_matrix_is() -> None:
