@@ -77,13 +77,13 @@ def _dcp(*, compressed: bool, background: bool = False) -> Callable[[int, State,
 class _Store:
     """Ours."""
 
-    def __init__(self, *, fast: bool, background: bool) -> None:
-        self._fast, self._background = fast, background
+    def __init__(self, *, fast: bool = False, background: bool = False, retain: bool = False) -> None:
+        self._fast, self._background, self._retain = fast, background, retain
         self._store: CheckpointStore | None = None
 
     def save(self, step: int, state: State, folder: Path) -> Wait:
         if self._store is None:
-            self._store = CheckpointStore(folder, keyframe_every=16, fast=self._fast)
+            self._store = CheckpointStore(folder, keyframe_every=16, fast=self._fast, retain=self._retain)
         self._store.save(step, state, background=self._background)
         return self._store.wait
 
@@ -94,14 +94,12 @@ class _Store:
 
 def ways() -> list[Way]:
     """All ways that are installed."""
-    plain, fast, background = (
-        _Store(fast=False, background=False),
-        _Store(fast=True, background=False),
-        _Store(fast=False, background=True),
-    )
+    plain, fast, retained = _Store(), _Store(fast=True), _Store(fast=True, retain=True)
+    background = _Store(background=True)
     return [
         Way("tpde", plain.save, plain.load),
         Way("tpde, fast", fast.save, fast.load),
+        Way("tpde, fast, retained", retained.save, retained.load),
         Way("tpde, background", background.save, background.load),
         Way("torch.save", _torch),
         Way("safetensors", _safetensors),

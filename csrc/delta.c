@@ -119,7 +119,8 @@ typedef struct encoding {
   uint8_t *out;
   uint32_t *changes, *sizes;
   scratch *scratch;
-  _Atomic uint64_t next;
+  uint64_t first; /* words of the tensor before these */
+  _Atomic uint64_t next, check;
   _Atomic int full;
 } encoding;
 
@@ -127,12 +128,13 @@ static void encode_job(void *context, int thread) {
   encoding *e = context;
   const tpde_delta_model *m = e->model;
   scratch *s = e->scratch + thread;
+  uint64_t check = 0;
   for (uint64_t i; (i = e->next++) < e->chunks && !e->full;) {
     const uint32_t n = words_in(e->words, i);
     const size_t at = (size_t)i * DELTA_CHUNK_WORDS * (size_t)m->word_bytes;
     uint8_t *out = e->out + i * e->room;
     writer w = {.model = m, .base = e->base + at, .target = e->target + at, .at = out,
-                .end = out + e->room - MOST_BYTES - 16};
+                .end = out + e->room - MOST_BYTES - 16, .first = e->first + i * DELTA_CHUNK_WORDS};
     altered chunk = {s->symbols, n, e->k->changed(m->word_bytes, w.base, w.target, n, s->changed), s->changed};
     e->changes[i] = chunk.count;
     e->sizes[i] = 0;
@@ -142,19 +144,22 @@ static void encode_job(void *context, int thread) {
     if (w.full) e->full = 1;
     if (w.bits) *w.at++ = (uint8_t)w.held;
     e->sizes[i] = (uint32_t)(w.at - out);
+    check += w.check;
   }
+  e->check += check;
 }
 
 int tpde_delta_encode(const tpde_delta_model *model, const void *base, const void *target, uint64_t words, uint8_t *out,
-                      uint64_t out_bytes, uint64_t *used, uint32_t *changes, uint32_t *sizes, int threads,
-                      tpde_error *error) {
-  if (!is_valid(model, words) || !used || threads < 1 || (words && (!base || !target || !out || !changes || !sizes)))
+                      uint64_t out_bytes, uint64_t *used, uint32_t *changes, uint32_t *sizes, uint64_t first,
+                      uint64_t *check, int threads, tpde_error *error) {
+  if (!is_valid(model, words) || !used || !check || threads < 1 || (words && (!base || !target || !out || !changes || !sizes)))
     return tpde_fail(error, TPDE_E_ARGUMENT, "a null pointer, no thread, or too many words", UINT64_MAX, -1, 0, 0);
   if (!model->tables[0].encode)
     return tpde_fail(error, TPDE_E_ARGUMENT, "the model was opened for decoding only", UINT64_MAX, -1, 0, 1);
   encoding e = {.model = model, .k = tpde_active(), .base = base, .target = target, .words = words,
-                .chunks = tpde_delta_chunks(words), .out = out, .changes = changes, .sizes = sizes};
-  *used = 0;
+                .chunks = tpde_delta_chunks(words), .out = out, .changes = changes, .sizes = sizes,
+                .first = first};
+  *used = *check = 0;
   if (!e.chunks) return TPDE_OK;
   e.room = out_bytes / e.chunks; /* every chunk has its part of the output, and moves up in the end */
   const uint64_t most = MOST_BYTES * (uint64_t)DELTA_CHUNK_WORDS + 64;
@@ -176,6 +181,7 @@ int tpde_delta_encode(const tpde_delta_model *model, const void *base, const voi
     memmove(out + *used, out + i * e.room, sizes[i]);
     *used += sizes[i];
   }
+  *check = e.check;
   return TPDE_OK;
 }
 

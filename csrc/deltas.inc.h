@@ -137,6 +137,19 @@ static void tell_changes(const classes *c, const altered *chunk, take_change tak
   else each_change(c, 0, chunk, take, context);
 }
 
+/* ---- checks, delta.md 4 ---- */
+
+static inline uint64_t mixed(uint64_t x) {
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+  return x ^ x >> 31;
+}
+
+/* Of a word that changes, with its number in the tensor. */
+static inline uint64_t check_term(uint64_t number, uint64_t base, uint64_t target) {
+  return mixed(mixed(base + (number + 1) * GOLDEN64) + target);
+}
+
 /* ---- writing, delta.md 3.3 ---- */
 
 static inline void put_bits(writer *w, uint64_t value, uint32_t bits) { /* at most 56 */
@@ -156,8 +169,9 @@ static void put_change(void *context, int class, uint32_t gap, uint32_t position
     return;
   }
   const size_t at = (size_t)position * (size_t)m->word_bytes;
-  const word_step s = step_between(load_word(w->base + at, m->word_bytes), load_word(w->target + at, m->word_bytes),
-                              m->word_bytes, m->rotate);
+  const uint64_t base = load_word(w->base + at, m->word_bytes), target = load_word(w->target + at, m->word_bytes);
+  const word_step s = step_between(base, target, m->word_bytes, m->rotate);
+  if (m->classes.count == 1) w->check += check_term(w->first + position, base, target);
   const int fold = m->folded && s.kind < 2;
   const uint32_t token = token_of(gap, (word_step){fold ? 0 : s.kind, s.size});
   const table *t = &m->tables[class];
@@ -260,19 +274,6 @@ static inline void change(const tpde_delta_model *m, uint8_t *words, uint32_t po
   if (!check) store_word(p, take_step(load_word(p, m->word_bytes), s, m->word_bytes, m->rotate), m->word_bytes);
 }
 
-/* Of a check, delta.md 4. */
-static inline uint64_t mixed(uint64_t x) {
-  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ x >> 27) * 0x94D049BB133111EBull;
-  return x ^ x >> 31;
-}
-
-static inline uint64_t check_term(const tpde_delta_model *m, const uint8_t *words, uint32_t position, word_step s,
-                                  uint64_t first) {
-  const uint64_t base = load_word(words + (size_t)position * (size_t)m->word_bytes, m->word_bytes);
-  return mixed(mixed(base + (first + position + 1) * GOLDEN64) + take_step(base, s, m->word_bytes, m->rotate));
-}
-
 /* The changes of a chunk in memory order. Returns how many are left: beyond the last word. */
 static inline __attribute__((always_inline)) uint32_t apply_plainly(reader *r, uint64_t bits, uint8_t *words, uint32_t n,
                                                                     uint32_t changes, int check, uint64_t first,
@@ -283,7 +284,11 @@ static inline __attribute__((always_inline)) uint32_t apply_plainly(reader *r, u
     if (place >= n) break;
     place += take_change_of(r, 0, &s);
     if (place >= n || r->pos > bits) break;
-    if (sum) *sum += check_term(r->model, words, (uint32_t)place, s, first);
+    if (sum) {
+      const tpde_delta_model *m = r->model;
+      const uint64_t base = load_word(words + place * (uint64_t)m->word_bytes, m->word_bytes);
+      *sum += check_term(first + place, base, take_step(base, s, m->word_bytes, m->rotate));
+    }
     change(r->model, words, (uint32_t)place++, s, check);
   }
   return changes;

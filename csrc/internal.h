@@ -110,6 +110,7 @@ typedef struct writer {
   uint64_t held;     /* bits that are not written, fewer than 8 after each change */
   uint32_t bits;
   int full;
+  uint64_t first, check; /* words of the tensor before the chunk; of its changes under a model of one class */
 } writer;
 
 /* The paths that differ by instruction set; every function gives the same results in all of them. */

@@ -217,11 +217,12 @@ TPDE_API uint64_t tpde_delta_chunks(uint64_t words);
 
 /* Encode what changed from `base` to `target`, as sparse chunks (delta.md 3). `changes` and `sizes` have a number for each
  * chunk. The chunks' bytes, *used of them, go to the start of `out`; TPDE_E_SPACE if they take more than out_bytes, or a
- * chunk more than its part of it: the tensor then is not worth a delta. Takes 140 KiB a thread. Nothing of the result
- * depends on `threads`. */
+ * chunk more than its part of it: the tensor then is not worth a delta. *check becomes the changes' check (delta.md 4)
+ * under a model of one class, else 0; `first` words of the tensor lie before these. Takes 140 KiB a thread. Nothing of
+ * the result depends on `threads`. */
 TPDE_API int tpde_delta_encode(const tpde_delta_model *model, const void *base, const void *target, uint64_t words,
                                uint8_t *out, uint64_t out_bytes, uint64_t *used, uint32_t *changes, uint32_t *sizes,
-                               int threads, tpde_error *error);
+                               uint64_t first, uint64_t *check, int threads, tpde_error *error);
 
 /* Turn a base into its target where it lies. `words` holds the tensor's words; with `check` nonzero they are left as they
  * are, and all chunks are read to their end. Without that, a damaged chunk leaves some of them changed. Takes 80 KiB a

@@ -108,16 +108,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   CHECK((mode & 12) || !code);
   if (m && (int)made[0] == s.word_bytes) {
     const uint64_t chunks = tpde_delta_chunks(s.words), room = chunks * (13ull * TPDE_DELTA_CHUNK_WORDS + 64);
-    uint64_t used = 0;
+    uint64_t used = 0, check = 0;
     uint8_t *data = exact(room), *again = exact(room);
     uint32_t *changes = exact(4 * chunks), *sizes = exact(4 * chunks);
     CHECK(!tpde_simd_select(names[0]));
-    CHECK(!tpde_delta_encode(m, s.base, s.target, s.words, data, room, &used, changes, sizes, 1, &error));
+    CHECK(!tpde_delta_encode(m, s.base, s.target, s.words, data, room, &used, changes, sizes, 5, &check, 1, &error));
     for (int i = 1; i < paths; i++) {
-      uint64_t other = 0;
+      uint64_t other = 0, checked = 0;
       CHECK(!tpde_simd_select(names[i]));
-      CHECK(!tpde_delta_encode(m, s.base, s.target, s.words, again, room, &other, changes, sizes, 3, &error));
-      CHECK(other == used && !memcmp(data, again, used));
+      CHECK(!tpde_delta_encode(m, s.base, s.target, s.words, again, room, &other, changes, sizes, 5, &checked, 3, &error));
+      CHECK(checked == check && other == used && !memcmp(data, again, used));
     }
     free(again);
     again = exact(used);

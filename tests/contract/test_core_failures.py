@@ -135,9 +135,9 @@ static int made_model(int encode) {
 }
 
 static int changed(int threads) {
-  uint64_t size;
-  return tpde_delta_encode(opened, words, other, WORDS, out[1], bound, &size, changes, sizes, threads,
-                           &error);
+  uint64_t size, check;
+  return tpde_delta_encode(opened, words, other, WORDS, out[1], bound, &size, changes, sizes, 0, &check,
+                           threads, &error);
 }
 
 static int applied(int threads) {

@@ -82,7 +82,7 @@ def test_neither_threads_nor_instruction_sets_change_a_byte(
             model = model_of(dtype, old, new, fast=fast)
             sparse = model.encode(old, new, threads)
             assert sparse is not None
-            found.add((model.data, *(part.tobytes() for part in sparse)))
+            found.add((model.data, *(part.tobytes() for part in sparse[:3]), sparse.check))
             assert (_applied(model, sparse, old, threads) == new).all()
     assert len(found) == 1
 

@@ -141,7 +141,7 @@ def test_changes_have_no_more_room_than_they_are_given(dtype: str) -> None:
         out = room(size)
         code = native.core().tpde_delta_encode(
             *(model._handle, old.ctypes.data, new.ctypes.data, old.size // b, out.ctypes.data, size, used),
-            *(chunks.ctypes.data, chunks.copy().ctypes.data, 2, error),
+            *(chunks.ctypes.data, chunks.copy().ctypes.data, 0, native._u64(), 2, error),
         )
         assert code == native.E_SPACE
 

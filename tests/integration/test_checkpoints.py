@@ -21,9 +21,10 @@ import tpde
 import tpde.store.api
 from tpde import CheckpointStore
 from tpde.errors import Corrupt, DestinationExists, InvalidInput, TpdeError, Truncated
+from tpde.format.sink import FileSink
 from tpde.store import chain, checkpoints
 from tpde.store.chain import name_of
-from tpde.store.delta import DeltaState
+from tpde.store.delta import DeltaFile, DeltaState
 from tpde.store.states import MemoryState, State, nothing
 from tpde.store.trees import Tree, leaf_bytes
 
@@ -87,6 +88,61 @@ def test_every_step_loads_with_its_bits(
     assert [it.base for it in store.describe()] == [None, 1, 2, 3, None, 5, 6, 7, None]
     found = store.load(9)["model"]
     assert found["0.weight"] is found["2.weight"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_retained_states_give_the_same_files(
+    run: dict[int, Any], tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path / "read", run, keyframe_every=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeltaFile, "payload", None)  # no file is read
+        with CheckpointStore(tmp_path / "retained", keyframe_every=4, retain=True) as store:
+            for step, state in training(9):
+                store.save(step, state, background=background)
+    check(tmp_path / "retained", run, run)
+    for step in run:
+        one, other = (tmp_path / name / name_of(step) for name in ("read", "retained"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_is_not_what_is_retained(
+    run: dict[int, Any], tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointStore(tmp_path, retain=True) as store:
+        store.save(1, run[1])
+        store.save(2, run[2])
+        with monkeypatch.context() as patch:
+            patch.setattr(FileSink, "commit", None)
+
+            def save() -> None:
+                store.save(3, run[3], background=background)
+                store.wait()
+
+            with pytest.raises(TypeError):
+                save()
+        store.save(4, run[4])
+        store.save(5, run[5])
+    check(tmp_path, run, (1, 2, 4, 5))
+
+
+def test_what_is_retained_is_used_on_its_step_alone(run: dict[int, Any], tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, retain=True)
+    for step in (1, 2, 3):
+        store.save(step, run[step])
+    store.prune(drop=[3])
+    store.save(4, run[4])
+    store.close()
+    filled(tmp_path, {5: run[5]})  # another writer
+    store.save(6, run[6])
+    store.prune(drop=[6])
+    store.close()
+    with CheckpointStore(tmp_path) as other:
+        other.save(6, run[7])  # of the same number
+    store.save(8, run[8])
+    store.close()
+    check(tmp_path, run | {6: run[7]}, (1, 2, 4, 5, 6, 8))
 
 
 def test_a_step_takes_what_changed(tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def _calls() -> dict[str, list[Any]]:
             u64(),
             _room(4),
             _room(4),
+            0,
+            u64(),
             1,
         ],
         "tpde_delta_apply": [
@@ -206,7 +208,7 @@ def test_null_pointers_are_refused(name: str, number: int) -> None:
         ("tpde_delta_plan_classes", 1, 0),
         ("tpde_delta_plan_model", 1, 0),
         ("tpde_delta_encode", 3, 1 << 59),
-        ("tpde_delta_encode", 9, 0),
+        ("tpde_delta_encode", 11, 0),
         ("tpde_delta_apply", 6, 1 << 59),
         ("tpde_delta_apply", 8, 0),
         ("tpde_delta_check", 6, 1 << 59),

@@ -182,6 +182,7 @@ def test_checks_are_those_of_the_document(
     if sparse is None:
         return
     found = model.check_of(sparse, old, threads)
+    assert found == sparse.check
     assert found == delta_reference.check_of(Slow.parse(model.data), old.tobytes(), new.tobytes())
     if moved.any():
         assert found != model.check_of(sparse, new, threads)

@@ -21,8 +21,9 @@ from tpde.format.temporary import temporary_name
 pytest.importorskip("cuda.core", reason="needs cuda-core, of `tpde[cuda]`")
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde[cuda]`")
 
+from tpde.codec.windows import FLAG_ZERO, sections
 from tpde.cuda import compile as nvrtc
-from tpde.cuda import decode, delta, geometry, items, nvcomp, window_encode
+from tpde.cuda import decode, delta, geometry, items, nvcomp, window_encode, windows
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -123,6 +124,29 @@ def test_encoding_windows_compiles_without_spills(arch: str) -> None:
     assert_no_spills(log)
     assert registers(log) * 256 * 3 <= 65536  # three blocks, of the rarer kernel
     assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 48 << 10
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("columns", [384, 4096])
+@pytest.mark.parametrize("zero", [0, FLAG_ZERO])
+def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> None:
+    matrix = sections(4096, columns)._replace(flags=zero)
+    least = LEAST_SHARED if arch in LEAST_ARCHITECTURES else 227 << 10
+    found = {}
+    for count in range(1, windows.MOST_ROWS + 1):
+        how = windows.product_of(matrix, count, least)
+        assert how.shared <= least
+        found[tuple(how.defines.items())] = how.blocks
+    for defines, blocks in found.items():
+        log = nvrtc.cubin(windows.SOURCE, dict(defines), arch)[1]
+        assert_no_spills(log)
+        assert registers(log) * 32 * windows.WARPS * blocks <= 65536
+
+
+@pytest.mark.parametrize("count", [0, -1, windows.MOST_ROWS + 1])
+def test_products_of_too_many_rows_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="1 to 16"):
+        windows.product_of(sections(32, 64), count, LEAST_SHARED)
 
 
 def item(packed: Packed) -> items.Item:

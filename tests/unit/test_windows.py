@@ -32,7 +32,7 @@ every_flag = pytest.mark.parametrize("flags", [0, ZERO])
 
 def _example() -> tuple[np.ndarray, str]:
     """Give the example's matrix, and the document's text about it."""
-    text = DOCUMENT.read_text().partition("## 9.")[2]
+    text = DOCUMENT.read_text().partition("## 10.")[2]
     words = np.full((9, 40), 0x3C00, np.uint16)
     for row, column, octet in re.findall(r"^\| (\d), (\d+) to \d+ \| `([0-9a-f ]+)` \|", text, re.MULTILINE):
         words[int(row), int(column) : int(column) + 8] = [int(it, 16) for it in octet.split()]

@@ -68,6 +68,8 @@ class Sparse(NamedTuple):
     data: Bytes
     changes: Numbers
     sizes: Numbers
+    check: int = 0
+    """Of the changes, as they are encoded under a model of one class (4)."""
 
 
 class Table(NamedTuple):
@@ -131,12 +133,13 @@ class Model:
         changes, sizes = np.empty(chunks, np.uint32), np.empty(chunks, np.uint32)
         # The least is for chunks of a few words. A system with large pages gives all of it memory.
         room = chunk_room(old.size, chunks) + _ROOM_LEFT
+        check_sum = 0
         out, parts = np.empty(room * min(chunks, _TOGETHER), np.uint8), list[Bytes]()
         for first in range(0, chunks, _TOGETHER):
             last = min(first + _TOGETHER, chunks)
             begin = chunk_range(first, old.size, self.word_bytes)[0]
             end = chunk_range(last - 1, old.size, self.word_bytes)[1]
-            used, error = ctypes.c_uint64(), Error()
+            used, part_check, error = ctypes.c_uint64(), ctypes.c_uint64(), Error()
             code = core().tpde_delta_encode(
                 self._handle,
                 address(old[begin:end]),
@@ -147,6 +150,8 @@ class Model:
                 ctypes.byref(used),
                 address(changes[first:last].view(np.uint8)),
                 address(sizes[first:last].view(np.uint8)),
+                first * CHUNK_WORDS,
+                ctypes.byref(part_check),
                 threads,
                 ctypes.byref(error),
             )
@@ -154,8 +159,9 @@ class Model:
                 return None
             check(code, error)
             parts.append(out[: used.value].copy())
+            check_sum += part_check.value
         data: Bytes = np.concatenate(parts) if parts else out
-        return Sparse(data, changes, sizes)
+        return Sparse(data, changes, sizes, check_sum % (1 << 64))
 
     def apply(self, sparse: Sparse, words: Bytes, threads: int = 1, *, dry: bool = False) -> None:
         """Turn a base into its target where it lies.

@@ -134,7 +134,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_delta_chunks": (_u64, [_u64]),
     "tpde_delta_encode": (
         _int,
-        [_ptr, _ptr, _ptr, _u64, _u8p, _u64, ctypes.POINTER(_u64), _ptr, _ptr, _int, _error],
+        [
+            *[_ptr, _ptr, _ptr, _u64, _u8p, _u64, ctypes.POINTER(_u64), _ptr, _ptr],
+            *[_u64, ctypes.POINTER(_u64), _int, _error],
+        ],
     ),
     "tpde_delta_check": (
         _int,

@@ -219,13 +219,18 @@ class Launch:
         Blocks, and threads of each.
     shared : int
         Bytes of dynamic shared memory.
+    early : bool
+        Start while the kernel before it in the stream ends, if that one allows it: it waits by itself
+        (`griddepcontrol.wait`). Of compute capability 9.0 or more.
     """
 
-    def __init__(self, made: Any, grid: int, block: int, shared: int) -> None:
+    def __init__(self, made: Any, grid: int, block: int, shared: int, *, early: bool = False) -> None:
         from cuda.core import LaunchConfig, launch
 
         self._kernel, self._launch = made, launch
-        self._config = LaunchConfig(grid=grid, block=block, shmem_size=shared)
+        self._config = LaunchConfig(
+            grid=grid, block=block, shmem_size=shared, programmatic_stream_serialization=early
+        )
 
     def bind(self, stream: int, *arguments: Any) -> Callable[[], None]:
         """What launches with these arguments, each time that it is called.

@@ -106,8 +106,11 @@ class CheckpointStore:
         them: up to `keyframe_every - 1` more stay. By default all do.
     fast : bool
         Code positions without the base's exponents: files are larger, and faster to make and to read.
+    retain : bool
+        Keep the state that was saved last in memory. The next `save` then reads no files, which takes several
+        times as long where most of a state changes.
     threads : int, optional
-        By default one for each processor. Files do not depend on it.
+        By default one for each processor. Files do not depend on it, nor on `retain`.
 
     Raises
     ------
@@ -116,10 +119,10 @@ class CheckpointStore:
 
     Notes
     -----
-    Of each state the next `save` needs the bytes, and reads them from the store's files: nothing is kept in
-    memory for that. Memory: what the largest tensor takes four times, and 64 MiB. A `save` in the background
-    copies the state first, into memory that the store keeps until it is closed (page-locked where a tensor
-    is on a GPU): once the state's size.
+    Of each state the next `save` needs the bytes, and reads them from the store's files, unless it retains
+    them. Memory: what the largest tensor takes four times, and 64 MiB. A `save` in the background copies the
+    state first, into memory that the store keeps until it is closed (page-locked where a tensor is on a GPU):
+    once the state's size. With `retain` every `save` does, in turn to one of two copies.
 
     Examples
     --------
@@ -144,13 +147,17 @@ class CheckpointStore:
         keyframe_every: int = 16,
         keep: int | None = None,
         fast: bool = False,
+        retain: bool = False,
         threads: int | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._every = _number("keyframe_every", keyframe_every, 1, MAX_CHAIN)
         self._keep = None if keep is None else _number("keep", keep, 1, MAX_STEP)
         self._fast, self._threads = fast, check_threads(threads)
+        self._retain = bool(retain)
         self._staging = Staging()
+        self._other = Staging()  # the copy of what is retained, in turn with the one above
+        self._retained: tuple[int, MemoryState] | None = None
         self._lock: WriterLock | None = None
         self._pending: _Background | None = None
 
@@ -209,20 +216,26 @@ class CheckpointStore:
                 where=str(self.directory),
             )
         metadata = {STEP: str(number), TREE: tree.text}
-        if background:
+        if background or self._retain:
             read = self._staging.copy(tree.leaves, tree.specs)
-            target = MemoryState(tree.specs, read, metadata, f"step {number}")
+        else:
+
+            def read(name: str) -> Bytes:
+                return leaf_bytes(tree.leaves[name])
+
+        target = MemoryState(tree.specs, read, metadata, f"step {number}")
+        if background:
             self._pending = _Background(number, lambda: self._save(number, target))
         else:
-            target = MemoryState(
-                tree.specs, lambda name: leaf_bytes(tree.leaves[name]), metadata, f"step {number}"
-            )
             self._save(number, target)
 
     def _save(self, step: int, target: MemoryState) -> None:
         """Write a step, and remove what need not stay."""
         there = steps_in(self.directory)
         self._write(step, target, there[-1] if there else None)
+        if self._retain:
+            self._retained = step, target
+            self._staging, self._other = self._other, self._staging
         if self._keep is not None:
             there.append(step)
             self._remove(set(there).difference(self._needed(there[-self._keep :])))
@@ -233,7 +246,13 @@ class CheckpointStore:
         if len(links) >= self._every:
             close_links(links)
             links = []
-        state = state_of(links) if links else nothing()
+        state: State
+        hint = name_of(links[0].step) if links else None
+        if links and self._retained is not None and self._retained[0] == base:
+            close_links(links)
+            state = self._retained[1]
+        else:
+            state = state_of(links) if links else nothing()
         try:
             sink = FileSink(self.directory / name_of(step), force=force)
             try:
@@ -241,7 +260,7 @@ class CheckpointStore:
                     state,
                     target,
                     sink,
-                    hint=name_of(links[0].step) if links else None,
+                    hint=hint,
                     fast=self._fast,
                     comparer=HostComparer(state, target, self._threads),
                     threads=self._threads,
@@ -282,7 +301,7 @@ class CheckpointStore:
         try:
             self.wait()
         finally:
-            self._staging = Staging()
+            self._staging, self._other, self._retained = Staging(), Staging(), None
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
@@ -297,7 +316,7 @@ class CheckpointStore:
                 sync_folder(self.directory.parent)
         except OSError as error:
             raise unwritable(self.directory, error) from error
-        self._lock = WriterLock(self.directory)
+        self._lock, self._retained = WriterLock(self.directory), None  # others may have written meanwhile
 
     # Reading
 

@@ -196,12 +196,10 @@ class DeviceComparer:
         for i, it in enumerate(batch):
             own, nbytes = group.chunks_of(i), self._specs[it.name].nbytes
             begin = int(ends[own.start - 1]) if own.start else 0
-            sparse = Sparse(data[begin : int(ends[own.stop - 1])], it.counts, sizes[own])
+            sparse = Sparse(data[begin : int(ends[own.stop - 1])], it.counts, sizes[own], int(checks[i]))
             fits = int(sparse.sizes.max()) <= chunk_room(nbytes, sparse.sizes.size)
             if fits and not wrong[own].any() and is_clear(self._specs[it.name], sparse):
-                entry = self._entry(it)
-                entry.check = int(checks[i])
-                yield it.name, (entry, Stored(SPARSE, sparse.data, sparse))
+                yield it.name, (self._entry(it), Stored(SPARSE, sparse.data, sparse))
 
 
 def _encoding(group: gpu.Group, image: int, counts: Numbers, most: int) -> Callable[[], _Encoded | None]:

@@ -132,11 +132,7 @@ class HostComparer:
         entry.base = delta.fingerprint(old)
         if are_equal(old, new):
             return entry, Stored(SAME, new[:0])
-        model = models[kind_of(spec)]
-        stored = store_change(spec, model, old, new, self._threads)
-        if stored.sparse is not None and model.classes == 1:
-            entry.check = model.check_of(stored.sparse, old, self._threads)
-        return entry, stored
+        return entry, store_change(spec, models[kind_of(spec)], old, new, self._threads)
 
 
 def _sample(
@@ -218,6 +214,7 @@ def write_delta(
         if stored.sparse is not None and stored.codec == SPARSE:
             entry.model = numbers.setdefault(kind_of(spec), len(numbers))
             entry.changes, entry.sizes = stored.sparse.changes, stored.sparse.sizes
+            entry.check = stored.sparse.check
         entry.payload_hash = writer.write(stored.data)
         entries[it.key[0]].append(entry)
         progress(spec.nbytes)

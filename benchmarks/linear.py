@@ -1,0 +1,221 @@
+"""Products straight from the window layout on a GPU, beside the matrix library's with the plain matrix.
+
+    python benchmarks/linear.py [--models 8b ...] [--rows 1 4 8 16] [--out FILE.md]
+
+Linear layers of Llama 1 B, 8 B and 70 B and of Qwen3-32B, query, key and value as one matrix, gate and up as
+one, with weights `0.02 * normal`, rows scaled by `exp(0.3 * normal)`. A time is that of a matrix in a CUDA
+graph of products with different ones, more bytes in all than the cache has; `all` is one graph of a token's
+products, the layers in the model's order and the head at its end. Medians of alternating runs after one to
+warm up. Every result is compared with a product in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from _gpu import need_cuda
+from _machine import arguments, emit, header, note, table, verdict
+
+from tpde.codec import windows
+from tpde.cuda.windows import MOST_ROWS, Address, DeviceWindow
+
+COLD = 256 << 20  # bytes of different matrices: several times what caches have
+BARS = {1: 1.33, 4: 1.28, 8: 1.25, 16: 1.15}  # of all layers of the 8 B shape, on an H200
+WAYS = ("library", "fused")
+MOST_ERROR = 1.01  # of the matrix library's
+
+
+class Model(NamedTuple):
+    """Shapes of a model."""
+
+    name: str
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    middle: int
+    vocabulary: int
+
+    def layer(self) -> dict[str, tuple[int, int]]:
+        """Its matrices in order."""
+        return {
+            "qkv": (self.queries + 2 * self.keys, self.hidden),
+            "o": (self.hidden, self.queries),
+            "gate and up": (2 * self.middle, self.hidden),
+            "down": (self.hidden, self.middle),
+        }
+
+
+MODELS = {
+    "1b": Model("Llama 1 B", 16, 2048, 2048, 512, 8192, 128256),
+    "8b": Model("Llama 8 B", 32, 4096, 4096, 1024, 14336, 128256),
+    "32b": Model("Qwen3-32B", 64, 5120, 8192, 1024, 25600, 151936),
+    "70b": Model("Llama 70 B", 80, 8192, 8192, 1024, 28672, 128256),
+}
+
+
+class Matrix:
+    """A weight, plain and in windows."""
+
+    def __init__(self, rows: int, columns: int, draw: Any) -> None:
+        import torch
+
+        scale = torch.exp(0.3 * torch.randn((rows, 1), device="cuda", generator=draw))
+        self.plain = (torch.randn((rows, columns), device="cuda", generator=draw) * 0.02 * scale).bfloat16()
+        blob = windows.encode(self.plain.view(torch.int16).cpu().numpy(), threads=16)
+        self.blob = torch.from_numpy(blob).cuda()
+        self._device = DeviceWindow(windows.validate(blob), self.blob.data_ptr(), torch.cuda.current_device())
+
+    def fused(self, x: Any, y: Any) -> None:
+        """The product from windows."""
+        import torch
+
+        stream = torch.cuda.current_stream().cuda_stream
+        places = Address(x.data_ptr(), x.stride(0)), len(x), Address(y.data_ptr(), y.stride(0))
+        self._device.product(*places, 0, stream)
+
+    def library(self, x: Any, y: Any) -> None:
+        """The matrix library's."""
+        import torch
+
+        torch.mm(x, self.plain.T, out=y)
+
+
+def graph_of(run: Callable[[], None]) -> Callable[[], None]:
+    """What replays what a function launches."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+    return graph.replay
+
+
+def times(ways: list[Callable[[], None]], runs: int) -> list[float]:
+    """Microseconds that each takes on the device."""
+    import torch
+
+    taken: list[list[float]] = [[] for _ in ways]
+    for number in range(runs + 1):
+        for way, found in zip(ways, taken, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            way()
+            end.record()
+            end.synchronize()
+            if number:
+                found.append(1e3 * start.elapsed_time(end))
+    return [statistics.median(it) for it in taken]
+
+
+class Race:
+    """A model's products with so many rows of x."""
+
+    def __init__(self, model: Model, made: dict[str, list[Matrix]], count: int, runs: int, draw: Any) -> None:
+        import torch
+
+        self._model, self._made, self._count, self._runs = model, made, count, runs
+        self._x, self._y = {}, {}
+        for name, matrices in made.items():
+            rows, columns = matrices[0].plain.shape
+            self._x[name] = torch.randn((count, columns), device="cuda", generator=draw).bfloat16()
+            self._y[name] = torch.empty((count, rows), dtype=torch.bfloat16, device="cuda")
+
+    def _run(self, which: str, name: str, number: int) -> None:
+        matrices = self._made[name]
+        getattr(matrices[number % len(matrices)], which)(self._x[name], self._y[name])
+
+    def _times(self, run: Callable[[str], None]) -> list[float]:
+        return times([graph_of(functools.partial(run, which)) for which in WAYS], self._runs)
+
+    def matrix(self, name: str) -> tuple[list[str], bool]:
+        """A line of the table, and whether the error is small enough."""
+        matrices = self._made[name]
+        count = -(-8 // len(matrices)) * len(matrices)
+
+        def run(which: str) -> None:
+            for number in range(count):
+                self._run(which, name, number)
+
+        theirs, ours = (it / count for it in self._times(run))
+        mine, library = self._errors(name)
+        rows, columns = matrices[0].plain.shape
+        right = mine <= MOST_ERROR * library
+        line = [str(self._count), name, f"{rows} x {columns}", f"{theirs:.1f}", f"{ours:.1f}"]
+        line += [f"{theirs / ours:.2f}", f"{matrices[0].blob.nbytes / ours / 1e6:.2f}"]
+        return [*line, f"{mine:.3e}", f"{library:.3e}" + ("" if right else " FAIL")], right
+
+    def _errors(self, name: str) -> list[float]:
+        """How far the products are from that in float64."""
+        x, y, matrix = self._x[name], self._y[name], self._made[name][0]
+        needed, found = x.double() @ matrix.plain.double().T, []
+        for which in reversed(WAYS):
+            getattr(matrix, which)(x, y)
+            found.append(float((y.double() - needed).norm() / needed.norm()))
+        return found
+
+    def all(self) -> tuple[float, float]:
+        """Microseconds of all products of a token."""
+
+        def run(which: str) -> None:
+            for layer in range(self._model.layers):
+                for name in self._model.layer():
+                    self._run(which, name, layer)
+            self._run(which, "head", 0)
+
+        theirs, ours = self._times(run)
+        return theirs, ours
+
+
+def main() -> int:
+    """Parse the command line, run, print."""
+    import torch
+
+    parser = arguments(__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, MOST_ROWS])
+    parser.add_argument("--runs", type=int, default=9)
+    options = parser.parse_args()
+    need_cuda()
+    head, passed, text = header("Products from the window layout", gpu=True), True, []
+    for key in options.models:
+        model, draw, lines = MODELS[key], torch.Generator("cuda").manual_seed(7), []
+        note(f"{model.name}: making weights")
+        made = {
+            name: [Matrix(*shape, draw) for _ in range(-(-COLD // (2 * shape[0] * shape[1])))]
+            for name, shape in (model.layer() | {"head": (model.vocabulary, model.hidden)}).items()
+        }
+        words = sum(it[0].plain.numel() for it in made.values())
+        bits = 8 * sum(it[0].blob.nbytes for it in made.values()) / words
+        for count in options.rows:
+            note(f"{model.name}: {count} rows")
+            race = Race(model, made, count, options.runs, draw)
+            for name in made:
+                line, right = race.matrix(name)
+                lines.append(line)
+                passed &= right
+            theirs, ours = race.all()
+            met = ""
+            if key == "8b" and count in BARS:
+                met = f" (bar {BARS[count]}: {verdict(theirs / ours >= BARS[count])})"
+                passed &= theirs / ours >= BARS[count]
+            times_as_fast = f"{theirs / ours:.2f}{met}"
+            lines.append([str(count), "all", "", f"{theirs:.0f}", f"{ours:.0f}", times_as_fast, "", "", ""])
+        columns = ["rows", "", "shape", "library, us", "windows, us", "times", "TB/s", "error", "library's"]
+        text.append(f"## {model.name}\n\n{bits:.3f} bits a weight.\n\n{table(columns, lines)}")
+        del made, race
+        torch.cuda.empty_cache()
+    emit(f"{head}\n" + "\n".join(text), options.out)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Matrices in the window layout on a GPU: launches of the kernels of `kernels/window.cu` (docs/windows.md).
+
+Nothing here allocates on the device: callers put blobs there that `tpde.codec.windows.validate` has checked,
+and pass addresses. Launches go to the caller's stream and synchronize nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from tpde.codec.windows import FLAG_ZERO, Window
+from tpde.cuda import compile as nvrtc
+from tpde.cuda.device import facts
+
+SOURCE = "window.cu"
+MOST_ROWS = 16  # of x in one launch: with more, decoding and another product are faster
+X_AT = 16  # what addresses of rows of x are multiples of
+WARPS = 8  # of a block
+PARTS = 8  # sums of a row, windows.md 9.2
+_WARP_BYTES = 4096 + 5632  # of shared memory: a plane of escapes, and a chunk
+_TURNS = 2  # of partial sums, which are written while those before are read
+# Rows of x of more bytes are not copied to shared memory, but read from the cache: measured on an H200, where
+# one row of 4,096 columns gained 3 to 7 % by the copy, and one of 14,336 lost 3 %.
+_SHARED_X = 16 << 10
+
+
+class Address(NamedTuple):
+    """A matrix of bf16 words on the device: rows `stride` words apart."""
+
+    at: int
+    stride: int
+
+
+class Product(NamedTuple):
+    """How a product is launched: macros, and bytes of shared memory."""
+
+    defines: dict[str, int]
+    shared: int
+    blocks: int  # of a multiprocessor
+
+
+def product_of(window: Window, count: int, shared_bytes: int) -> Product:
+    """How a product with `count` rows of x is launched. The result does not depend on it.
+
+    Parameters
+    ----------
+    window : Window
+        The matrix.
+    count : int
+        Rows of x.
+    shared_bytes : int
+        What a block may have at most.
+
+    Raises
+    ------
+    ValueError
+        If it is not 1 to `MOST_ROWS`.
+    """
+    if not 1 <= count <= MOST_ROWS:
+        raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
+    tiles = -(-count // 8)
+    x_bytes = 2 * (-(-window.columns // 8) * 8) + 64  # lanes that read rows beside each other meet no bank
+    least, copied = WARPS * (_WARP_BYTES + _TURNS * tiles * 16 * 8 * 4), count * x_bytes
+    shared = copied <= _SHARED_X and least + copied <= shared_bytes
+    blocks = 2 if tiles == 1 else 1
+    defines = _defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks}
+    return Product(defines, least + shared * copied, blocks)
+
+
+def _defines(window: Window) -> dict[str, int]:
+    return {"ZERO": int(bool(window.flags & FLAG_ZERO)), "TAIL": int(window.columns % 256 != 0)}
+
+
+class DeviceWindow:
+    """A blob in the window layout on a device.
+
+    Parameters
+    ----------
+    window : Window
+        What `tpde.codec.windows.validate` says of it: kernels trust its offsets and entries.
+    at : int
+        Its address, a multiple of 128. The caller keeps it.
+    device : int
+        The device's number.
+
+    Raises
+    ------
+    MissingDependency, UnsupportedDevice, CompileError
+        If the kernels cannot run.
+    """
+
+    def __init__(self, window: Window, at: int, device: int) -> None:
+        if at % 128:
+            raise ValueError(f"a blob at {at:#x}, which is no multiple of 128")
+        self.window, self._device, self._facts = window, device, facts(device)
+        places = window.records_at, window.offsets_at, window.entries_at, window.bodies_at
+        tables = np.frombuffer(window.table, "<u8")
+        self._matrix = (
+            *(np.uint64(at + it) for it in places),
+            *(np.uint64(it) for it in tables),
+            np.uint32(window.rows),
+            np.uint32(window.columns),
+        )
+        self._early = self._facts.capability >= (9, 0)
+        self._products: dict[tuple[int, int], nvrtc.Launch] = {}
+
+    @functools.cached_property
+    def _rows(self) -> nvrtc.Launch:
+        made = _defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
+        chunks = self.window.stripes * self.window.stripe_chunks
+        grid = min(2 * self._facts.multiprocessors, -(-chunks // WARPS))
+        kernel = nvrtc.kernel(SOURCE, "rows", made, self._device)
+        return nvrtc.Launch(kernel, grid, 32 * WARPS, WARPS * _WARP_BYTES)
+
+    def rows(self, out: Address, stream: int) -> None:
+        """Decode to rows.
+
+        Parameters
+        ----------
+        out : Address
+            Room for them. Stores are of 16 bytes where it and its stride are multiples of that.
+        stream : int
+            The stream's handle.
+        """
+        wide = np.uint32(out.at % 16 == 0 and out.stride % 8 == 0)
+        arguments = np.uint64(out.at), np.uint64(out.stride), wide
+        self._rows.bind(stream, *self._matrix, *arguments)()
+
+    def product(self, x: Address, count: int, y: Address, bias: int, stream: int) -> None:
+        """Multiply: `y = x W^T + bias` (windows.md 9).
+
+        Parameters
+        ----------
+        x : Address
+            Rows of as many words as the matrix has columns, and zeros to a multiple of 8. Each lies at a
+            multiple of `X_AT`.
+        count : int
+            How many rows x has, at most `MOST_ROWS`.
+        y : Address
+            Room for as many rows.
+        bias : int
+            Address of a bf16 word for each of the matrix's rows, or 0.
+        stream : int
+            The stream's handle. On a device of compute capability 9.0 or more the kernel may start while the
+            one before it in the stream ends: it waits before it reads x and writes y, not before it reads
+            the matrix, which the caller must not write there.
+
+        Raises
+        ------
+        ValueError
+            If x does not lie as it must, or has other rows.
+        """
+        if x.at % X_AT or x.stride * 2 % X_AT:
+            raise ValueError(f"x at {x.at:#x}, rows {x.stride} words apart: no multiples of {X_AT} bytes")
+        arguments = (
+            *(np.uint64(x.at), np.uint64(x.stride), np.uint32(count)),
+            *(np.uint64(y.at), np.uint64(y.stride), np.uint64(bias)),
+        )
+        self._product(count).bind(stream, *self._matrix, *arguments)()
+
+    def _product(self, count: int) -> nvrtc.Launch:
+        how = product_of(self.window, count, self._facts.shared_bytes)
+        key = how.defines["NB"], how.shared
+        if key not in self._products:
+            beside = WARPS // min(self.window.stripe_chunks, PARTS)  # stripes that a block takes at a time
+            grid = min(how.blocks * self._facts.multiprocessors, -(-self.window.stripes // beside))
+            kernel, early = nvrtc.kernel(SOURCE, "product", how.defines, self._device), self._early
+            self._products[key] = nvrtc.Launch(kernel, grid, 32 * WARPS, how.shared, early=early)
+        return self._products[key]
