@@ -120,8 +120,8 @@ MUTANTS = (
     mutant(
         "checks-of-a-gpu-of-places-in-chunks",
         "cuda/kernels/delta.cu",
-        "    check += check_term(c.at + at, old, becomes);\n  }\n  if (checks",
-        "    check += check_term(at, old, becomes);\n  }\n  if (checks",
+        "check += check_term(c.at + at, c.base[at], words[list + i]);",
+        "check += check_term(at, c.base[at], words[list + i]);",
         "a delta of the GPU is read as a whole on the CPU, and the other way about",
         "unit/test_delta_kernels.py",
     ),

@@ -774,19 +774,15 @@ locate(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
   const Item t = items[owner];
   const Chunk c = chunk_of(t, number);
   const u64 list = lists[number];
-  u64 check = 0;
   clear(marks);
   __syncthreads();
   if (classes > 1) scan<false>(c, m, s, Changes{nullptr, 0, nullptr});
   for (u32 i = threadIdx.x; i < count; i += THREADS) {
     const u32 place = places[list + i], at = classes > 1 ? position_of(c, s, classes, place) : place;
-    const word old = c.base[at], becomes = take_step(old, steps[list + i]);
     mark(marks, at);
     places[list + i] = (u16)at;
-    steps[list + i] = becomes;
-    check += check_term(c.at + at, old, becomes);
+    steps[list + i] = take_step(c.base[at], steps[list + i]);
   }
-  if (checks && classes == 1) add_check(checks + owner, check);
   __syncthreads();
   if (sum_up(marks, scratch) != count) { // others have changed words meanwhile
     if (threadIdx.x == 0) bad[owner] = 1;
@@ -798,6 +794,14 @@ locate(const Item* __restrict__ items, const u32* __restrict__ whose, const Mode
     words[list + rank] = steps[list + i];
   }
   __syncthreads();
+  if (checks && classes == 1) { // in a loop of its own, or registers are spilled on some cards
+    u64 check = 0;
+    for (u32 i = threadIdx.x; i < count; i += THREADS) {
+      const u32 at = positions[list + i];
+      check += check_term(c.at + at, c.base[at], words[list + i]);
+    }
+    add_check(checks + owner, check);
+  }
   Print change = {0, 0};
   for (u32 i = threadIdx.x; i < count; i += THREADS) {
     const u32 per = 8 / WORD, unit = positions[list + i] / per;
