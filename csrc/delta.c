@@ -195,21 +195,26 @@ typedef struct applying {
   const uint64_t *offsets; /* of every run of chunks that a thread takes */
   uint8_t *words;
   uint64_t count, chunks, run;
-  int check, sums;
+  int check;
   uint8_t *symbols; /* room for those of a chunk, for each thread */
+  uint64_t *positions; /* of the tensor's changes, or NULL; what the words become */
+  uint8_t *targets;
+  const uint64_t *starts; /* of changes before every run */
   _Atomic uint64_t sum;
   _Atomic uint64_t next, failed; /* the lowest chunk that is damaged */
 } applying;
 
-static int apply_chunk(const applying *a, uint64_t i, uint64_t offset, uint8_t *symbols, uint64_t *sum) {
+static int apply_chunk(const applying *a, uint64_t i, uint64_t offset, uint8_t *symbols, listing *list) {
   const uint32_t n = words_in(a->count, i);
   const uint64_t bits = 8 * (uint64_t)a->sizes[i];
   uint8_t *words = a->words + (size_t)i * DELTA_CHUNK_WORDS * (size_t)a->model->word_bytes;
   if (a->changes[i] > n) return 0;
   if (!a->changes[i]) return !bits;
-  if (a->sums)
-    return tpde_active()->sum_changes(a->model, a->data + offset, bits, a->data + a->data_bytes, words, n,
-                                      a->changes[i], i * DELTA_CHUNK_WORDS, sum);
+  if (list) {
+    list->first = i * DELTA_CHUNK_WORDS;
+    return tpde_active()->list_changes(a->model, a->data + offset, bits, a->data + a->data_bytes, words, n,
+                                       a->changes[i], list);
+  }
   return tpde_active()->apply_changes(a->model, a->data + offset, bits, a->data + a->data_bytes, words, n, a->changes[i],
                                       a->check, symbols);
 }
@@ -220,39 +225,50 @@ static void apply_job(void *context, int thread) {
   for (uint64_t turn; (turn = a->next++) * a->run < a->chunks;) {
     uint64_t offset = a->offsets[turn], end = (turn + 1) * a->run;
     if (end > a->chunks) end = a->chunks;
+    listing list = {0, NULL, NULL, 0};
+    if (a->positions) {
+      list.positions = a->positions + a->starts[turn];
+      list.targets = a->targets + a->starts[turn] * (uint64_t)a->model->word_bytes;
+    }
     for (uint64_t i = turn * a->run; i < end; offset += a->sizes[i++]) {
-      if (apply_chunk(a, i, offset, a->symbols + (size_t)thread * DELTA_CHUNK_WORDS, &sum)) continue;
+      if (apply_chunk(a, i, offset, a->symbols + (size_t)thread * DELTA_CHUNK_WORDS, a->positions ? &list : NULL))
+        continue;
       uint64_t lowest = a->failed;
       while (i < lowest && !atomic_compare_exchange_weak(&a->failed, &lowest, i)) {}
       return;
     }
+    sum += list.check;
   }
   a->sum += sum;
 }
 
-/* `check_sum` not NULL: it becomes the changes' check, and nothing is written. */
+/* `positions` not NULL: changes are listed, their check becomes *check_sum, and nothing is written. */
 static int apply(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes, const uint32_t *changes,
-                 const uint32_t *sizes, const void *words, uint64_t count, int check, uint64_t *check_sum, int threads,
-                 tpde_error *error) {
+                 const uint32_t *sizes, const void *words, uint64_t count, int check, uint64_t *positions, uint8_t *targets,
+                 uint64_t *check_sum, int threads, tpde_error *error) {
   if (!is_valid(model, count) || threads < 1 || (count && (!changes || !sizes || !words)) || (data_bytes && !data))
     return tpde_fail(error, TPDE_E_ARGUMENT, "a null pointer, no thread, or too many words", UINT64_MAX, -1, 0, 0);
   applying a = {.model = model, .data = data, .data_bytes = data_bytes, .changes = changes, .sizes = sizes,
                 .words = (uint8_t *)words, .count = count, .chunks = tpde_delta_chunks(count), .check = check,
-                .sums = check_sum != NULL, .failed = UINT64_MAX};
-  uint64_t sum = 0;
+                .positions = positions, .targets = targets, .failed = UINT64_MAX};
+  uint64_t sum = 0, found = 0;
   if (threads > TPDE_MAX_THREADS) threads = TPDE_MAX_THREADS;
   a.run = a.chunks / (16 * (uint64_t)threads) + 1;
   const uint64_t runs = (a.chunks + a.run - 1) / a.run;
   if (runs < (uint64_t)threads) threads = runs ? (int)runs : 1;
   /* Zeros: symbols beyond the last word of a short block are looked at, and masked. */
-  uint64_t *memory = calloc(1, 8 * (size_t)runs + (size_t)threads * DELTA_CHUNK_WORDS), *offsets = memory;
+  uint64_t *memory = calloc(1, 16 * (size_t)runs + (size_t)threads * DELTA_CHUNK_WORDS), *offsets = memory;
   if (!memory)
     return tpde_fail(error, TPDE_E_MEMORY, "out of memory", UINT64_MAX, -1, 0,
-                     8 * runs + (uint64_t)threads * DELTA_CHUNK_WORDS);
+                     16 * runs + (uint64_t)threads * DELTA_CHUNK_WORDS);
+  uint64_t *starts = offsets + runs;
   a.offsets = offsets;
-  a.symbols = (uint8_t *)(offsets + runs);
+  a.starts = starts;
+  a.symbols = (uint8_t *)(starts + runs);
   for (uint64_t i = 0; i < a.chunks; i++) {
     if (i % a.run == 0) offsets[i / a.run] = sum;
+    if (i % a.run == 0) starts[i / a.run] = found;
+    found += changes[i];
     if (sizes[i] > data_bytes - sum) {
       free(memory);
       return tpde_fail(error, TPDE_E_CHUNK, "a chunk ends beyond its tensor's bytes", i, -1, sum + sizes[i], data_bytes);
@@ -275,14 +291,14 @@ static int apply(const tpde_delta_model *model, const uint8_t *data, uint64_t da
 
 int tpde_delta_apply(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes, const uint32_t *changes,
                      const uint32_t *sizes, void *words, uint64_t count, int check, int threads, tpde_error *error) {
-  return apply(model, data, data_bytes, changes, sizes, words, count, check, NULL, threads, error);
+  return apply(model, data, data_bytes, changes, sizes, words, count, check, NULL, NULL, NULL, threads, error);
 }
 
-int tpde_delta_check(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes, const uint32_t *changes,
-                   const uint32_t *sizes, const void *words, uint64_t count, uint64_t *sum, int threads,
-                   tpde_error *error) {
-  if (!sum || !model || model->classes.count != 1)
-    return tpde_fail(error, TPDE_E_ARGUMENT, "no place for the check, or a model of several classes", UINT64_MAX, -1,
+int tpde_delta_list(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes, const uint32_t *changes,
+                    const uint32_t *sizes, const void *words, uint64_t count, uint64_t *positions, void *targets,
+                    uint64_t *check_sum, int threads, tpde_error *error) {
+  if (!check_sum || !positions || !targets || !model || model->classes.count != 1)
+    return tpde_fail(error, TPDE_E_ARGUMENT, "no place for the changes, or a model of several classes", UINT64_MAX, -1,
                      model ? (uint64_t)model->classes.count : 0, 1);
-  return apply(model, data, data_bytes, changes, sizes, words, count, 1, sum, threads, error);
+  return apply(model, data, data_bytes, changes, sizes, words, count, 1, positions, targets, check_sum, threads, error);
 }

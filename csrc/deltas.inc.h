@@ -276,18 +276,21 @@ static inline void change(const tpde_delta_model *m, uint8_t *words, uint32_t po
 
 /* The changes of a chunk in memory order. Returns how many are left: beyond the last word. */
 static inline __attribute__((always_inline)) uint32_t apply_plainly(reader *r, uint64_t bits, uint8_t *words, uint32_t n,
-                                                                    uint32_t changes, int check, uint64_t first,
-                                                                    uint64_t *sum) {
+                                                                    uint32_t changes, int check, listing *list) {
   uint64_t place = 0;
   word_step s;
   for (; changes; changes--) {
     if (place >= n) break;
     place += take_change_of(r, 0, &s);
     if (place >= n || r->pos > bits) break;
-    if (sum) {
+    if (list) {
       const tpde_delta_model *m = r->model;
       const uint64_t base = load_word(words + place * (uint64_t)m->word_bytes, m->word_bytes);
-      *sum += check_term(first + place, base, take_step(base, s, m->word_bytes, m->rotate));
+      const uint64_t target = take_step(base, s, m->word_bytes, m->rotate);
+      list->check += check_term(list->first + place, base, target);
+      *list->positions++ = list->first + place;
+      store_word(list->targets, target, m->word_bytes);
+      list->targets += m->word_bytes;
     }
     change(r->model, words, (uint32_t)place++, s, check);
   }
@@ -332,14 +335,14 @@ static int apply_changes(const tpde_delta_model *m, const uint8_t *at, uint64_t 
                          uint32_t n, uint32_t changes, int check, uint8_t *sym) {
   reader r = {m, at, limit, 0};
   uint32_t left;
-  if (m->classes.count == 1) left = apply_plainly(&r, bits, words, n, changes, check, 0, NULL);
+  if (m->classes.count == 1) left = apply_plainly(&r, bits, words, n, changes, check, NULL);
   else left = apply_by_class(&r, bits, words, n, changes, check, sym);
   return !left && r.pos <= bits && bits - r.pos < 8;
 }
 
-static int sum_changes(const tpde_delta_model *m, const uint8_t *at, uint64_t bits, const uint8_t *limit,
-                       const uint8_t *words, uint32_t n, uint32_t changes, uint64_t first, uint64_t *sum) {
+static int list_changes(const tpde_delta_model *m, const uint8_t *at, uint64_t bits, const uint8_t *limit,
+                        const uint8_t *words, uint32_t n, uint32_t changes, listing *list) {
   reader r = {m, at, limit, 0};
-  const uint32_t left = apply_plainly(&r, bits, (uint8_t *)words, n, changes, 1, first, sum);
+  const uint32_t left = apply_plainly(&r, bits, (uint8_t *)words, n, changes, 1, list);
   return !left && r.pos <= bits && bits - r.pos < 8;
 }

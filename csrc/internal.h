@@ -113,6 +113,14 @@ typedef struct writer {
   uint64_t first, check; /* words of the tensor before the chunk; of its changes under a model of one class */
 } writer;
 
+/* Changes as they are read: where the words are in the tensor, what they become, and the check (delta.md 4). */
+typedef struct listing {
+  uint64_t first; /* words of the tensor before the chunk */
+  uint64_t *positions;
+  uint8_t *targets;
+  uint64_t check;
+} listing;
+
 /* The paths that differ by instruction set; every function gives the same results in all of them. */
 typedef struct kernels {
   const char *name;
@@ -149,10 +157,9 @@ typedef struct kernels {
    * `limit` may be read. Returns whether they end in the last of the bits. `symbols` is room for those of a chunk. */
   int (*apply_changes)(const tpde_delta_model *m, const uint8_t *at, uint64_t bits, const uint8_t *limit, uint8_t *words,
                        uint32_t n, uint32_t changes, int check, uint8_t *symbols);
-  /* Read them likewise under a model of one class, and add their terms to a check (delta.md 4). `first` words of the
-   * tensor lie before the chunk. */
-  int (*sum_changes)(const tpde_delta_model *m, const uint8_t *at, uint64_t bits, const uint8_t *limit,
-                     const uint8_t *words, uint32_t n, uint32_t changes, uint64_t first, uint64_t *sum);
+  /* Read them likewise under a model of one class, and list them. */
+  int (*list_changes)(const tpde_delta_model *m, const uint8_t *at, uint64_t bits, const uint8_t *limit,
+                      const uint8_t *words, uint32_t n, uint32_t changes, listing *list);
 } kernels;
 
 extern const kernels tpde_kernels_portable;

@@ -253,5 +253,5 @@ static void copy_out(uint8_t *to, const uint8_t *from, size_t bytes) {
 const kernels tpde_kernels_avx2 = {"avx2",      split,      merge,       checksum, lane_bits,
                                    write_lanes, read_lanes, read_halves, copy_out,
                                    symbols,     changed,    ADD_TERMS, tell_changes, write_changes, apply_changes,
-                                   sum_changes};
+                                   list_changes};
 #endif

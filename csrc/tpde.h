@@ -231,12 +231,13 @@ TPDE_API int tpde_delta_apply(const tpde_delta_model *model, const uint8_t *data
                               const uint32_t *changes, const uint32_t *sizes, void *words, uint64_t count, int check,
                               int threads, tpde_error *error);
 
-/* The check of these changes (delta.md 4) becomes *sum. It is the one that was written if the words that change are the
- * base's, and become the target's. Reads those alone; nothing is written. The model must be of one class. Otherwise as
- * tpde_delta_apply with `check`. */
-TPDE_API int tpde_delta_check(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes,
-                              const uint32_t *changes, const uint32_t *sizes, const void *words, uint64_t count,
-                              uint64_t *sum, int threads, tpde_error *error);
+/* List these changes: which words of the tensor, ascending, what they become, and in *check_sum their check (delta.md 4),
+ * which is the one that was written if the words that change are the base's, and become the target's. There is room for
+ * as many as `changes` says. Reads those words alone; nothing is written to them. The model must be of one class.
+ * Otherwise as tpde_delta_apply with `check`. */
+TPDE_API int tpde_delta_list(const tpde_delta_model *model, const uint8_t *data, uint64_t data_bytes,
+                             const uint32_t *changes, const uint32_t *sizes, const void *words, uint64_t count,
+                             uint64_t *positions, void *targets, uint64_t *check_sum, int threads, tpde_error *error);
 
 /* ---- windows ---- */
 

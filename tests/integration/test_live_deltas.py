@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -506,3 +507,50 @@ def test_an_unknown_check_is_refused() -> None:
     old, _, delta = _weights()
     with pytest.raises(InvalidInput, match='"all" or "changed"'):
         tpde.apply_delta(old, delta, check="none")
+
+
+@pytest.mark.parametrize("how", ["slices", "dlpack", "mapped"])
+def test_with_changed_alone_words_in_two_tensors_move_once(how: str, tmp_path: Path) -> None:
+    """Tensors of one memory, of which PyTorch does not know."""
+    base = torch.randn(200_000).to(torch.bfloat16).view(torch.int16)
+    if how == "slices":
+        buffer = base.numpy().copy()
+        spans = {"a": (0, 150_000), "b": (50_000, 200_000)}
+        old = {name: torch.from_numpy(buffer[begin:end]) for name, (begin, end) in spans.items()}
+    elif how == "dlpack":
+        whole, spans = base.clone(), {"a": (0, 200_000), "b": (1000, 200_000)}
+        old = {"a": whole, "b": torch.from_dlpack(whole[1000:])}
+    else:
+        path, spans = str(tmp_path / "shared"), dict.fromkeys("ab", (0, 200000))
+        base.numpy().tofile(path)
+        old = {
+            name: torch.from_file(path, shared=True, size=base.numel(), dtype=torch.int16) for name in "ab"
+        }
+    old = {name: it.view(torch.bfloat16) for name, it in old.items()}
+    before, new = _clones(old), _clones(old)
+    base[7::301] += 1
+    for name, (begin, end) in spans.items():
+        new[name].view(torch.int16).copy_(base[begin:end])
+    tpde.apply_delta(old, tpde.make_delta(before, new, fast=True), check="changed")
+    assert _bits(old) == _bits(new)
+
+
+def test_with_changed_alone_threads_may_apply_at_once() -> None:
+    for _ in range(10):
+        old, new, delta = _weights()
+        start, errors = threading.Barrier(3), list[BaseException]()
+
+        def apply(old: Any = old, delta: bytes = delta, start: Any = start, errors: Any = errors) -> None:
+            start.wait()
+            try:
+                tpde.apply_delta(old, delta, check="changed")
+            except MissingBase as error:  # it looked while the other wrote
+                errors.append(error)
+
+        threads = [threading.Thread(target=apply) for _ in range(3)]
+        for it in threads:
+            it.start()
+        for it in threads:
+            it.join()
+        assert _bits(old) == _bits(new)
+        assert len(errors) < 3

@@ -106,13 +106,15 @@ def _calls() -> dict[str, list[Any]]:
             0,
             1,
         ],
-        "tpde_delta_check": [
+        "tpde_delta_list": [
             model._handle,
             changed,
             sparse.data.size,
             *records,
             target.ctypes.data,
             400,
+            _room(3200),
+            _room(800),
             u64(),
             1,
         ],
@@ -175,7 +177,7 @@ def test_the_calls_are_right() -> None:
         assert _code(name, arguments) == 0, name
     assert sum(name == "tpde_encode" for name, _ in POINTERS) == 7
     assert sum(name == "tpde_delta_apply" for name, _ in POINTERS) == 5
-    assert sum(name == "tpde_delta_check" for name, _ in POINTERS) == 6
+    assert sum(name == "tpde_delta_list" for name, _ in POINTERS) == 8
 
 
 @pytest.mark.parametrize(("name", "number"), POINTERS)
@@ -211,8 +213,8 @@ def test_null_pointers_are_refused(name: str, number: int) -> None:
         ("tpde_delta_encode", 11, 0),
         ("tpde_delta_apply", 6, 1 << 59),
         ("tpde_delta_apply", 8, 0),
-        ("tpde_delta_check", 6, 1 << 59),
-        ("tpde_delta_check", 8, 0),
+        ("tpde_delta_list", 6, 1 << 59),
+        ("tpde_delta_list", 10, 0),
         ("tpde_window_plan", 1, 0),
         ("tpde_window_plan", 2, 0),
         ("tpde_window_plan", 1, 1 << 28),

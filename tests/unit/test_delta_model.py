@@ -181,13 +181,16 @@ def test_checks_are_those_of_the_document(
     sparse = model.encode(old, new)
     if sparse is None:
         return
-    found = model.check_of(sparse, old, threads)
-    assert found == sparse.check
-    assert found == delta_reference.check_of(Slow.parse(model.data), old.tobytes(), new.tobytes())
+    found, work = model.listed(sparse, old, threads), old.copy()
+    words = work.view(found.targets.dtype)
+    words[found.positions] = found.targets
+    assert np.array_equal(work, new)
+    assert found.check == sparse.check
+    assert found.check == delta_reference.check_of(Slow.parse(model.data), old.tobytes(), new.tobytes())
     if moved.any():
-        assert found != model.check_of(sparse, new, threads)
+        assert found.check != model.listed(sparse, new, threads).check
     else:
-        assert found == 0
+        assert found.check == 0
 
 
 def test_checks_are_of_models_of_one_class() -> None:
@@ -197,7 +200,7 @@ def test_checks_are_of_models_of_one_class() -> None:
     model = model_of("BF16", words, target)
     assert model.classes > 1
     with pytest.raises(NativeError, match="several classes"):
-        model.check_of(_sparse(model, words, target), words)
+        model.listed(_sparse(model, words, target), words)
 
 
 @pytest.mark.parametrize(
@@ -357,3 +360,10 @@ def test_nothing_that_changes_has_a_model_too() -> None:
         same.apply(sparse, out)
         assert np.array_equal(out, NEW)
     assert Model(plan([], 2, 1)).classes == 1
+
+
+def test_more_changes_than_words_are_not_listed() -> None:
+    model = Model(plan([(OLD, NEW)], 2, 1, fast=True), encode=True)
+    sparse = _sparse(model)
+    with pytest.raises(Corrupt, match="changes of 400 words"):
+        model.listed(sparse._replace(changes=sparse.changes + np.uint32(401)), OLD)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tpde.codec import native
 from tpde.codec.native import Bytes, Error, address, as_bytes, check, core
 from tpde.codec.pool import each
-from tpde.errors import NativeError
+from tpde.errors import Corrupt, NativeError
 
 CHUNK_WORDS = 65536  # delta.md 3.1
 MAX_CLASSES = 16  # delta.md 2.1
@@ -70,6 +70,14 @@ class Sparse(NamedTuple):
     sizes: Numbers
     check: int = 0
     """Of the changes, as they are encoded under a model of one class (4)."""
+
+
+class Listed(NamedTuple):
+    """Changes of a tensor: numbers of words, ascending, what they become, and their check (delta.md 4)."""
+
+    positions: npt.NDArray[np.uint64]
+    targets: npt.NDArray[Any]
+    check: int
 
 
 class Table(NamedTuple):
@@ -184,7 +192,7 @@ class Model:
         """
         self._call("tpde_delta_apply", sparse, words, int(dry), threads)
 
-    def _call(self, name: str, sparse: Sparse, words: Bytes, how: Any, threads: int) -> None:
+    def _call(self, name: str, sparse: Sparse, words: Bytes, *how: Any) -> None:
         count, error = words.size // self.word_bytes, Error()
         chunks = chunk_count(count)
         if words.size % self.word_bytes or sparse.changes.size != chunks or sparse.sizes.size != chunks:
@@ -197,32 +205,36 @@ class Model:
             address(sparse.sizes.view(np.uint8)),
             address(words),
             count,
-            how,
-            threads,
+            *how,
             ctypes.byref(error),
         )
         check(code, error)
 
-    def check_of(self, sparse: Sparse, words: Bytes, threads: int = 1) -> int:
-        """The check of changes: of the words that change, before and after (delta.md 4).
+    def listed(self, sparse: Sparse, words: Bytes, threads: int = 1) -> Listed:
+        """Tell which words change, and what they become, without a look at others.
 
         Parameters
         ----------
         sparse : Sparse
             The changes, under a model of one class.
         words : ndarray of uint8
-            The base's words, which are left as they are; no others are read than those that change.
+            The base's words, which are left as they are.
         threads : int
             How many threads decode.
 
         Raises
         ------
         Corrupt
-            Naming a chunk that is damaged.
+            Naming a chunk that is damaged; if there are more changes than words.
         """
-        check_sum = ctypes.c_uint64()
-        self._call("tpde_delta_check", sparse, words, ctypes.byref(check_sum), threads)
-        return check_sum.value
+        total, check_sum = int(sparse.changes.sum(dtype=np.uint64)), ctypes.c_uint64()
+        if total > words.size // self.word_bytes:
+            raise Corrupt(f"{total} changes of {words.size // self.word_bytes} words")
+        positions = np.empty(max(total, 1), np.uint64)  # never of no address
+        targets = np.empty(max(total, 1), f"<u{self.word_bytes}")
+        places = address(positions.view(np.uint8)), address(targets.view(np.uint8))
+        self._call("tpde_delta_list", sparse, words, *places, ctypes.byref(check_sum), threads)
+        return Listed(positions[:total], targets[:total], check_sum.value)
 
     def tables(self) -> list[Table]:
         """Copies of the expanded tables of all classes, for decoders and encoders elsewhere."""

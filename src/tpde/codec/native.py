@@ -139,9 +139,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             *[_u64, ctypes.POINTER(_u64), _int, _error],
         ],
     ),
-    "tpde_delta_check": (
+    "tpde_delta_list": (
         _int,
-        [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, ctypes.POINTER(_u64), _int, _error],
+        [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, _ptr, _ptr, ctypes.POINTER(_u64), _int, _error],
     ),
     "tpde_delta_apply": (_int, [_ptr, _u8p, _u64, _ptr, _ptr, _ptr, _u64, _int, _int, _error]),
     "tpde_window_sections": (_int, [_u64, _u64, _u64, _window]),

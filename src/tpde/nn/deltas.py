@@ -47,6 +47,7 @@ class _Copies:
         own = self.tensor().detach()
         self._base = own.clone()
         self._values = {key: value.to(own.device) for key, value in values.items()}
+        self._names: tuple[str | None, ...] = (None,)  # that it may be under: one, unless interrupted
         self._note(None)
 
     def tensor(self) -> Tensor:
@@ -87,8 +88,13 @@ class _Copies:
                 where=other.name,
             )
 
-    def check(self) -> None:
+    def check(self, *, own: bool = False) -> None:
         """Refuse to replace values that are nobody's but the caller's.
+
+        Parameters
+        ----------
+        own : bool
+            Refuse another tensor than the one that was seen last, too, whatever its values.
 
         Raises
         ------
@@ -96,8 +102,16 @@ class _Copies:
             If it was changed since it was set.
         """
         now = self.tensor()
+        if own and self._seen() is not now:
+            raise PackedWeight(
+                f"`{self.name}` is another tensor than when `use` was called, and would be overwritten",
+                hint="call `use` again; parameters of your own go with one delta at a time",
+                where=self.name,
+            )
         same = self._seen() is now and (now.is_inference() or now._version == self._version)
-        if not same and not _same_bits(now, self.value(self._name)):
+        if (not same or len(self._names) > 1) and not any(
+            _same_bits(now, self.value(it)) for it in self._names
+        ):
             raise PackedWeight(
                 f"`{self.name}` was changed since its delta was put to use, and would be lost",
                 hint="unpack the model with `tpde.unpack_module(model)` to train it",
@@ -107,14 +121,21 @@ class _Copies:
     def set(self, name: str | None) -> None:
         """Make it what it is under a name."""
         now = self.tensor()
-        with torch.inference_mode(now.is_inference()), torch.no_grad():
-            if self.value(name) is not self.value(self._name):
+        known = len(self._names) == 1 and self.value(name) is self.value(self._names[0])
+        self._names = (*self._names, name)  # until it is done: Ctrl-C may leave it before or after
+        if not known:
+            with torch.inference_mode(now.is_inference()), torch.no_grad():
                 now.copy_(self.value(name))
         self._note(name)
 
+    def note(self) -> None:
+        """Take it as it is now for what was set."""
+        if len(self._names) == 1:
+            self._note(self._names[0])
+
     def _note(self, name: str | None) -> None:
         now = self.tensor()
-        self._name, self._seen = name, weakref.ref(now)
+        self._names, self._seen = (name,), weakref.ref(now)
         self._version = 0 if now.is_inference() else now._version
 
 
@@ -144,6 +165,7 @@ class Deltas:
         self._copies: list[_Copies] = []
         self._tensors: list[PackedTensor] = []
         self._plain: str | None = None  # what plain parameters are under
+        self._settled = True  # all of them: what was interrupted may have left some of them under others
         self._turn = threading.RLock()  # plain parameters are under one delta at a time, for all threads
         self._parts: Parts | None = None
         self._methods: list[AroundModel] = []
@@ -201,10 +223,13 @@ class Deltas:
                 hint="name one for each row",
             )
         with self.passes.none():
-            if chosen == self.active:
+            if chosen == self.active and self._settled:
                 return
             self._require_unrecorded()
             if isinstance(chosen, tuple):
+                for copy in self._copies:
+                    copy.check()
+                    copy.note()
                 self._begin_requests()
             else:
                 self._set(chosen)
@@ -230,16 +255,17 @@ class Deltas:
                 hint="record graphs of models that were loaded for one delta each",
             )
 
-    def _set(self, name: str | None) -> None:
+    def _set(self, name: str | None, *, own: bool = False) -> None:
         """Have plain parameters under a name."""
-        if name == self._plain:
+        if name == self._plain and self._settled:
             return
         for it in self._copies:
-            it.check()
+            it.check(own=own)
+        self._settled = False
         for it in self._copies:
             it.set(name)
         torch.clear_autocast_cache()  # which keeps casts of parameters, whatever is written to them since
-        self._plain = name
+        self._plain, self._settled = name, True
 
     # ---- a delta for each row ----
 
@@ -273,9 +299,9 @@ class Deltas:
     @contextmanager
     def _at(self, name: str | None) -> Iterator[None]:
         """Let this thread's calls be under a name meanwhile."""
-        if name != self._plain:
+        if name != self._plain or not self._settled:
             self._require_unrecorded()
-        self._set(name)
+        self._set(name, own=True)
         with self.choice.at(name):
             yield
 

@@ -7,9 +7,12 @@ to hold a row for each request, and what cannot be joined, is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,6 +181,8 @@ class Batch:
             Naming what is not of this kind.
         """
         first = found[0]
+        if any(isinstance(it, Tensor) and (it.is_nested or it.layout is not torch.strided) for it in found):
+            raise refuse(name, "is a sparse or nested tensor, and cannot be joined")
         if isinstance(first, Tensor) and all(isinstance(it, Tensor) for it in found):
             counts = [len(rows) for rows in self.places.values()]
             if any(it.dim() == 0 or it.shape[0] != n for it, n in zip(found, counts, strict=True)):
@@ -196,8 +201,13 @@ class Batch:
         each = [_parts_of(it, name) or {} for it in found]
         if any(it.keys() != parts.keys() for it in each):
             raise refuse(name, "has other parts for other rows, and cannot be joined")
-        made = {key: self.join([it[key] for it in each], key) for key in parts}
-        return _like(first, list(made.values()))
+        made = [self.join([it[key] for it in each], key) for key in parts]
+        try:
+            return _like(first, made)
+        except (TypeError, ValueError) as error:
+            raise refuse(
+                name, f"is a {kind.__name__}, and cannot be made of joined parts ({error})"
+            ) from None
 
     def rows_of(self, found: Sequence[Tensor], each: int = 1) -> Tensor:
         """Tensors of all calls, with `each` rows for each of a call's, as one in the order of the batch."""
@@ -218,15 +228,27 @@ def _has_tensors(value: Any, depth: int = _DEPTH) -> bool:
     """Whether something holds tensors, or is there to: caches of transformers begin without any."""
     if isinstance(value, (Tensor, np.ndarray)) or any(it.__name__ == "Cache" for it in type(value).__mro__):
         return True
-    if not depth or isinstance(value, (str, bytes, type, nn.Module)):
+    if not depth or isinstance(value, (str, bytes, range, type, nn.Module)):
         return False
+    return any(_has_tensors(it, depth - 1) for it in _inner(value))
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    """What something consists of, as far as Python tells."""
     if isinstance(value, Mapping):
-        inner: Any = value.values()
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        inner = value
+        yield from value.values()
+    elif isinstance(value, Collection):
+        yield from value
+    elif isinstance(value, functools.partial):
+        yield from (value.args, value.keywords)
     else:
-        inner = getattr(value, "__dict__", {}).values()
-    return any(_has_tensors(it, depth - 1) for it in inner)
+        yield from getattr(value, "__dict__", {}).values()
+        names = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+        for it in itertools.chain.from_iterable((one,) if isinstance(one, str) else one for one in names):
+            yield getattr(value, it, None)
+        for cell in getattr(value, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                yield cell.cell_contents
 
 
 def _parts_of(value: Any, name: str) -> dict[str, Any] | None:
@@ -238,7 +260,7 @@ def _parts_of(value: Any, name: str) -> dict[str, Any] | None:
             return None
         return {it.name: getattr(value, it.name) for it in fields}
     if isinstance(value, Mapping):
-        return {str(key): it for key, it in value.items()}
+        return {repr(key) if not isinstance(key, str) else key: it for key, it in value.items()}
     if isinstance(value, (tuple, list)):
         return {f"{name}[{i}]": it for i, it in enumerate(value)}
     return None

@@ -66,6 +66,14 @@ def stream_of(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    """One for each device: PyTorch keeps freed memory for the stream that it was taken on."""
+    import torch
+
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
 def beside(device: torch.device, event: torch.cuda.Event | None) -> Iterator[None]:
     """A stream beside the current one as the current one, which waits for `event` first.
@@ -78,7 +86,7 @@ def beside(device: torch.device, event: torch.cuda.Event | None) -> Iterator[Non
     if event is None:
         yield
         return
-    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream = _side_stream(device)
     stream.wait_event(event)
     with torch.cuda.stream(stream):
         yield

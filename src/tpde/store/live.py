@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import Model, Sparse, fingerprint
+from tpde.codec.delta import Listed, Sparse, fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, NativeError
 from tpde.format.container import TensorSpec
@@ -190,11 +190,10 @@ class _Change(NamedTuple):
 
 
 class _InPlace(NamedTuple):
-    """A tensor in host memory, and a sparse change that is applied where it lies."""
+    """A tensor in host memory, and the words of it that are written where they lie."""
 
     tensor: torch.Tensor
-    model: Model
-    sparse: Sparse
+    changes: Listed
 
 
 class Update:
@@ -236,7 +235,7 @@ class Update:
         whole: bool,
         progress: Progress,
     ) -> None:
-        tensors, self._threads = state.tensors, threads
+        tensors = state.tensors
         _require_places(entries, state)
         alone = _alone(entries, tensors)
         resident = {name: it for name, it in alone.items() if is_resident(it)}
@@ -281,7 +280,7 @@ class Update:
         for it in self._changes:
             _write(it.tensor, it)
         for place in self._in_place.values():
-            _apply(place, self._threads)
+            _write_words(place)
         for group in self._sparse:
             group.write(self._ready)
         return len(self._changes) + len(self._done)
@@ -315,17 +314,22 @@ def _in_place(
             continue
         sparse = Sparse(file.payload(it), it.changes, it.sizes)
         with contextlib.suppress(Corrupt):  # so it may be for another base, too
-            if model.check_of(sparse, torch_bytes(tensor), threads) == it.check:
-                yield it.name, _InPlace(tensor, model, sparse)
+            listed = model.listed(sparse, torch_bytes(tensor), threads)
+            if listed.check == it.check:
+                yield it.name, _InPlace(tensor, listed)
 
 
-def _apply(it: _InPlace, threads: int) -> None:
-    """Make a change where the tensor lies; PyTorch counts it as one in place."""
+def _write_words(it: _InPlace) -> None:
+    """Write words where the tensor lies; PyTorch counts it as a change in place.
+
+    As what they become, not by how much: a word that two tensors share, or two threads write, is right.
+    """
     import torch
 
     if not it.tensor.is_inference():
         torch.autograd.graph.increment_version(it.tensor)
-    it.model.apply(it.sparse, torch_bytes(it.tensor), threads)
+    words = torch_bytes(it.tensor).view(it.changes.targets.dtype)
+    words[it.changes.positions] = it.changes.targets
 
 
 def _decoding(

@@ -112,8 +112,8 @@ MUTANTS = (
     mutant(
         "deltas-in-place-unchecked",
         "store/live.py",
-        "if model.check_of(sparse, torch_bytes(tensor), threads) == it.check:",
-        "if model.check_of(sparse, torch_bytes(tensor), threads) >= 0:",
+        "if listed.check == it.check:",
+        "if listed.check >= 0:",
         "changes are applied to what is no base of them",
         "integration/test_live_deltas.py",
     ),

@@ -42,7 +42,7 @@ MUTANTS = (
     mutant(
         "trained-parameters-are-overwritten",
         "nn/deltas.py",
-        "        for it in self._copies:\n            it.check()\n",
+        "        for it in self._copies:\n            it.check(own=own)\n",
         "",
         "what was trained is lost when another delta comes into use",
         "nn/test_deltas.py",
