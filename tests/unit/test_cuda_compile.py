@@ -253,6 +253,13 @@ def test_launches(machine: Machine) -> None:
     nvrtc.launch("kernel", 3, 64, 1000, 77, "c")
     legacy = ("launch", "legacy", config, "kernel", "a", "b")
     assert machine.asked == [legacy, legacy, ("launch", "stream 77", config, "kernel", "c")]
+    nvrtc.Launch("kernel", 3, 64, 1000, early=True).bind(0)()
+    assert machine.asked[-1] == (
+        "launch",
+        "legacy",
+        config | {"programmatic_stream_serialization": True},
+        "kernel",
+    )
 
 
 # ---- the compiler ----

@@ -228,9 +228,8 @@ class Launch:
         from cuda.core import LaunchConfig, launch
 
         self._kernel, self._launch = made, launch
-        self._config = LaunchConfig(
-            grid=grid, block=block, shmem_size=shared, programmatic_stream_serialization=early
-        )
+        when = {"programmatic_stream_serialization": True} if early else {}
+        self._config = LaunchConfig(grid=grid, block=block, shmem_size=shared, **when)
 
     def bind(self, stream: int, *arguments: Any) -> Callable[[], None]:
         """What launches with these arguments, each time that it is called.
