@@ -57,7 +57,8 @@ def apply_delta(
         was made with `fast=True` takes time in proportion to what it changes, and no memory for copies; what
         is wrong elsewhere in the tensors stays unseen. Where these words are not the base's, all of the
         tensor is looked at, so that a second time anything wrong is seen; so it is with tensors that are
-        packed, not contiguous, or share their memory, and with what is no sparse change. Other deltas read all words to find those that change, and check them all.
+        packed, not contiguous, or share their memory, and with what is no sparse change. Other
+        deltas read all words to find those that change, and check them all.
     threads : int, optional
         By default one for each processor.
     progress : callable
