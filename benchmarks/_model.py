@@ -144,10 +144,11 @@ def load(mode: str, plain: Path, packed: Path) -> Any:
     def pretrained(**options: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16, **options)
 
-    if mode == "packed":
+    if mode in ("packed", "fused"):
         import tpde
 
-        return tpde.from_pretrained(packed, device=device())
+        kernels = "fused" if mode == "fused" else "exact"
+        return tpde.from_pretrained(packed, device=device(), kernels=kernels)
     if mode == "pack_module":
         from tpde.nn import pack_module
 
@@ -270,6 +271,27 @@ def graph(model: Any, count: int) -> dict[str, Any]:
     }
 
 
+def compiled(model: Any, count: int) -> dict[str, Any]:
+    """Greedy decoding with a static cache and `torch.compile(mode="reduce-overhead")`, one call a token."""
+    import torch
+
+    forward = model.forward
+    with torch.no_grad():
+        step, ids = stepper(model, PROMPT + 2 * WARM + count + 8)
+        try:
+            model.forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
+            for _ in range(2 * WARM):
+                step()
+            wait()
+            start = time.perf_counter()
+            for _ in range(count):
+                step()
+            int(ids)
+            return {"compiled_s": (time.perf_counter() - start) / count}
+        finally:
+            model.forward = forward
+
+
 def run(mode: str, plain: Path, packed: Path, count: int) -> dict[str, Any]:
     """Load a model, generate in both ways, and tell what it took; a way that fails tells why."""
     from _gpu import reason
@@ -300,6 +322,8 @@ def run(mode: str, plain: Path, packed: Path, count: int) -> dict[str, Any]:
         attempt("eager", lambda: eager(model, few, 1 if mode == "offload" else 3))
     if device() == "cuda" and mode != "offload":
         attempt("graph", lambda: graph(model, count))
+        if mode in ("plain", "fused"):
+            attempt("compiled", lambda: compiled(model, count))
     found["peak_bytes"] = watch.device
     return found
 

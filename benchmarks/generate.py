@@ -26,6 +26,7 @@ from _model import PROMPT, SHAPES, in_turn, make, run
 MODES = {
     "plain": "plain",
     "packed": "tpde",
+    "fused": "tpde, fused",
     "offload": "accelerate, cpu_offload",
     "int8": "bitsandbytes 8 bit",
     "int4": "bitsandbytes 4 bit",
@@ -33,6 +34,8 @@ MODES = {
 }
 EAGER_BAR, GRAPH_BAR = 3.0, 8.5  # ms a token more than plain, for 32 layers
 VRAM_SPARE = 0.03
+# Of plain's: a token by CUDA graphs, tokens a second compiled, and memory at its peak.
+FUSED_GRAPH_BAR, FUSED_COMPILED_BAR, FUSED_VRAM_BAR = 0.87, 1.18, 0.735
 HOST_BAR = 256 << 20
 Found = dict[str, Any]
 
@@ -131,23 +134,25 @@ def results_table(results: dict[str, Found], files: dict[str, int]) -> str:
     rows = []
     for mode, found in results.items():
         if "load_s" not in found:
-            rows.append([MODES[mode], found.get("problem", "-"), *[""] * 9])
+            rows.append([MODES[mode], found.get("problem", "-"), *[""] * 10])
             continue
         rows.append(
             [
                 MODES[mode],
                 f"{found['load_s']:.2f}",
-                gib(files["packed" if mode == "packed" else "plain"]),
+                gib(files["packed" if mode in ("packed", "fused") else "plain"]),
                 gib(found["loaded_bytes"]),
                 gib(found["peak_bytes"]),
                 gib(found["host_peak"]),
                 *speed(found, "eager"),
                 *speed(found, "graph"),
+                speed(found, "compiled")[0],
                 same(found, results["plain"]) if mode != "plain" else "",
             ]
         )
     columns = ["model", "load, s", "files, GiB", "VRAM loaded, GiB", "VRAM peak, GiB", "host peak, GiB"]
-    columns += ["eager, ms/token", "tokens/s", "graph, ms/token", "tokens/s", "bits as plain"]
+    columns += ["eager, ms/token", "tokens/s", "graph, ms/token", "tokens/s", "compiled, ms/token"]
+    columns += ["bits as plain"]
     return table(columns, rows)
 
 
@@ -196,6 +201,7 @@ def bars(
     if "host_peak" in ours and "host_peak" in plain:
         host = (ours["host_peak"] - plain["host_peak"]) / 2**20
         checks.append(("host peak more than plain's, MiB", host, HOST_BAR / 2**20))
+    checks += fused_checks(results)
     exact = [same(ours, plain)] if ours and plain else []
     rows = [
         [
@@ -211,6 +217,23 @@ def bars(
     return table(["bar", "found", "at most", ""], rows), met and not any("no" in answer for answer in exact)
 
 
+def fused_checks(results: dict[str, Found]) -> list[tuple[str, float | None, float]]:
+    """The fused kernels against their bars, as shares of plain's."""
+    plain, fused = results.get("plain", {}), results.get("fused", {})
+
+    def share(key: str) -> float | None:
+        return fused[key] / plain[key] if key in fused and key in plain else None
+
+    if not fused:
+        return []
+    return [
+        ("fused, graph, a token's time, of plain's", share("graph_s"), FUSED_GRAPH_BAR),
+        ("fused, compiled, a token's time, of plain's", share("compiled_s"), 1 / FUSED_COMPILED_BAR),
+        ("fused, VRAM peak, of plain's", share("peak_bytes"), FUSED_VRAM_BAR),
+        ("fused, load, of plain's", share("load_s"), 1.0),
+    ]
+
+
 def main() -> int:
     """Parse the command line, run, print."""
     if sys.argv[1:2] == ["--task"]:
@@ -220,7 +243,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--shape", choices=[s for s in SHAPES if s != "llama-70b"], default="llama-8b")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES)[:5])
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES)[:6])
     parser.add_argument("--tokens", type=int, default=64, help="timed tokens")
     parser.add_argument("--turns", type=int, default=3, help="loads of plain and packed in turn")
     parser.add_argument("--seed", type=int, default=0)
@@ -262,7 +285,8 @@ def main() -> int:
             f"Model: {options.shape} shape, {layers} layers, bf16, random weights with per-row scale "
             f"0.02 * exp(0.3 * normal), {gib(made['plain_bytes'])} GiB; packed in {made['pack_s']:.1f} s, "
             f"ratio {made['ratio']:.4f}. Batch 1, {PROMPT} tokens of prompt, {options.tokens} timed, greedy. "
-            "Eager: a growing cache, median of 3. Graph: a static cache, one CUDA graph a token. VRAM is "
+            "Eager: a growing cache, median of 3. Graph: a static cache, one CUDA graph a token. Compiled: "
+            'the same with `torch.compile(mode="reduce-overhead")`. VRAM is '
             "what the process takes beyond the bare context, by `cudaMemGetInfo`; host memory is private "
             "memory. Files were in the page cache.\n"
         )
@@ -278,7 +302,9 @@ def main() -> int:
         judged, met = bars(results, turns, made, files["packed"], layers)
         whole = f"{head}\n{about}\n{text}\nBars (times for {layers} layers):\n\n{judged}"
         emit(whole, options.out)
-        ours = [results[mode] for mode in options.modes if mode in ("plain", "packed", "pack_module")]
+        ours = [
+            results[mode] for mode in options.modes if mode in ("plain", "packed", "fused", "pack_module")
+        ]
         failed = bool(problem) or any("problem" in key for found in ours for key in found)
     return 0 if met and not failed else 1
 

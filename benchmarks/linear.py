@@ -21,7 +21,7 @@ from _gpu import need_cuda
 from _machine import arguments, emit, header, note, table, verdict
 
 from tpde.codec import windows
-from tpde.cuda.windows import MOST_ROWS, Address, DeviceWindow
+from tpde.cuda.windows import MOST_ROWS, DeviceWindow
 
 COLD = 256 << 20  # bytes of different matrices: several times what caches have
 BARS = {1: 1.33, 4: 1.28, 8: 1.25, 16: 1.15}  # of all layers of the 8 B shape, on an H200
@@ -75,7 +75,7 @@ class Matrix:
         import torch
 
         stream = torch.cuda.current_stream().cuda_stream
-        places = Address(x.data_ptr(), x.stride(0)), len(x), Address(y.data_ptr(), y.stride(0))
+        places = x.data_ptr(), x.stride(0), len(x), y.data_ptr(), y.stride(0)
         self._device.product(*places, 0, stream)
 
     def library(self, x: Any, y: Any) -> None:

@@ -10,7 +10,7 @@ from support.contents import rng
 from support.gpu import needs_cuda, torch
 
 from tpde.codec import windows
-from tpde.cuda.windows import MOST_ROWS, Address, DeviceWindow
+from tpde.cuda.windows import MOST_ROWS, DeviceWindow
 
 pytestmark = needs_cuda
 
@@ -55,7 +55,7 @@ class Held:
         stride = stride or self.columns
         room = torch.full((offset + self.rows * stride + 8,), 0x55, dtype=torch.int16, device="cuda")
         out = room[offset:]
-        self.device.rows(Address(out.data_ptr(), stride), torch.cuda.current_stream().cuda_stream)
+        self.device.rows(out.data_ptr(), stride, torch.cuda.current_stream().cuda_stream)
         found = room.cpu().numpy().view(np.uint16)
         within = np.zeros(found.size, bool)
         within[offset : offset + self.rows * stride].reshape(self.rows, stride)[:, : self.columns] = True
@@ -67,9 +67,11 @@ class Held:
         taken = torch.nn.functional.pad(x, (0, -self.columns % 8))
         y = torch.full((len(x) + 1, self.rows), 7, dtype=torch.bfloat16, device="cuda")
         self.device.product(
-            Address(taken.data_ptr(), taken.stride(0)),
+            taken.data_ptr(),
+            taken.stride(0),
             len(x),
-            Address(y.data_ptr(), self.rows),
+            y.data_ptr(),
+            self.rows,
             0 if bias is None else bias.data_ptr(),
             torch.cuda.current_stream().cuda_stream,
         )
@@ -161,7 +163,7 @@ def test_graphs_replay_products() -> None:
 
     def run() -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        held.device.product(Address(x.data_ptr(), 1024), 2, Address(y.data_ptr(), 512), 0, stream)
+        held.device.product(x.data_ptr(), 1024, 2, y.data_ptr(), 512, 0, stream)
 
     run()
     torch.cuda.synchronize()
@@ -177,9 +179,9 @@ def test_graphs_replay_products() -> None:
 
 def test_what_cannot_be_launched_is_refused() -> None:
     held = Held(matrix(64, 256, "weights"))
-    room = Address(held.plain.data_ptr(), 256)
-    for x, count in ((Address(room.at + 2, 256), 1), (Address(room.at, 252), 1), (room, 0), (room, 17)):
+    room = held.plain.data_ptr()
+    for x, stride, count in ((room + 2, 256, 1), (room, 252, 1), (room, 256, 0), (room, 256, 17)):
         with pytest.raises(ValueError):
-            held.device.product(x, count, room, 0, 0)
+            held.device.product(x, stride, count, room, 256, 0, 0)
     with pytest.raises(ValueError, match="multiple of 128"):
         DeviceWindow(held.device.window, held.blob.data_ptr() + 16, 0)

@@ -312,7 +312,7 @@ def decode(
         If what is read is not what windows.md says.
     """
     data, error = as_bytes(blob), Error()
-    found = _open(data)
+    found = header(data)
     end = found.rows if end is None else end
     if not 0 <= first <= end <= found.rows:
         raise ValueError(f"rows {first} to {end} of {found.rows}")
@@ -332,8 +332,20 @@ def decode(
     return out
 
 
-def _open(data: Bytes) -> Window:
-    """What a blob's header says, its size checked."""
+def header(blob: Any) -> Window:
+    """What a blob's header says, which is checked against its size; the rest is not looked at.
+
+    Parameters
+    ----------
+    blob : bytes-like or ndarray
+        Contiguous.
+
+    Raises
+    ------
+    Truncated, Corrupt, UnsupportedVersion
+        If it is not what windows.md says.
+    """
+    data = as_bytes(blob)
     found, error = CoreWindow(), Error()
     check(core().tpde_window_open(address(data), data.size, ctypes.byref(found), ctypes.byref(error)), error)
     return _window(found)
@@ -368,7 +380,7 @@ def cut(
         If what is read is not what windows.md says.
     """
     data, error = as_bytes(blob), Error()
-    whole = _open(data)
+    whole = header(data)
     _check_cut("rows", rows, whole.rows, ROWS_AT)
     _check_cut("columns", columns, whole.columns, COLUMNS_AT)
     height, width = rows[1] - rows[0], columns[1] - columns[0]
@@ -400,9 +412,9 @@ def _check_cut(what: str, part: tuple[int, int], size: int, unit: int) -> None:
 
 def cut_rows(blob: Any, first: int, end: int, threads: int = 1) -> Bytes:
     """Cut rows out of a blob: `cut` with all columns."""
-    return cut(blob, (first, end), (0, _open(as_bytes(blob)).columns), threads=threads)
+    return cut(blob, (first, end), (0, header(blob).columns), threads=threads)
 
 
 def cut_columns(blob: Any, first: int, end: int, threads: int = 1) -> Bytes:
     """Cut columns out of a blob: `cut` with all rows."""
-    return cut(blob, (0, _open(as_bytes(blob)).rows), (first, end), threads=threads)
+    return cut(blob, (0, header(blob).rows), (first, end), threads=threads)

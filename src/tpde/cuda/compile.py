@@ -231,6 +231,10 @@ class Launch:
         when = {"programmatic_stream_serialization": True} if early else {}
         self._config = LaunchConfig(grid=grid, block=block, shmem_size=shared, **when)
 
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        """Launch it once: see `bind`."""
+        self._launch(_stream(stream), self._config, self._kernel, *arguments)
+
     def bind(self, stream: int, *arguments: Any) -> Callable[[], None]:
         """What launches with these arguments, each time that it is called.
 
@@ -246,4 +250,4 @@ class Launch:
 
 def launch(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
     """Launch a kernel once; see `Launch`."""
-    Launch(made, grid, block, shared).bind(stream, *arguments)()
+    Launch(made, grid, block, shared)(stream, *arguments)

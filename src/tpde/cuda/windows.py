@@ -7,11 +7,11 @@ and pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec.windows import FLAG_ZERO, Window
+from tpde.codec.windows import FLAG_ZERO, ROWS_AT, Window
 from tpde.cuda import compile as nvrtc
 from tpde.cuda.device import facts
 
@@ -23,15 +23,8 @@ PARTS = 8  # sums of a row, windows.md 9.2
 _WARP_BYTES = 4096 + 5632  # of shared memory: a plane of escapes, and a chunk
 _TURNS = 2  # of partial sums, which are written while those before are read
 # Rows of x of more bytes are not copied to shared memory, but read from the cache: measured on an H200, where
-# one row of 4,096 columns gained 3 to 7 % by the copy, and one of 14,336 lost 3 %.
+# one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
 _SHARED_X = 16 << 10
-
-
-class Address(NamedTuple):
-    """A matrix of bf16 words on the device: rows `stride` words apart."""
-
-    at: int
-    stride: int
 
 
 class Product(NamedTuple):
@@ -92,6 +85,8 @@ class DeviceWindow:
         If the kernels cannot run.
     """
 
+    most_rows = MOST_ROWS
+
     def __init__(self, window: Window, at: int, device: int) -> None:
         if at % 128:
             raise ValueError(f"a blob at {at:#x}, which is no multiple of 128")
@@ -105,42 +100,97 @@ class DeviceWindow:
             np.uint32(window.columns),
         )
         self._early = self._facts.capability >= (9, 0)
-        self._products: dict[tuple[int, int], nvrtc.Launch] = {}
+        self._products: dict[int, nvrtc.Launch] = {}  # by how many rows x has
+
+    def prepare(self) -> None:
+        """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
+
+        Raises
+        ------
+        MissingDependency, UnsupportedDevice, CompileError
+            If the kernels cannot run.
+        """
+        _ = self._rows, self._lookup
+        for count in range(1, MOST_ROWS + 1):
+            self._product(count)
+
+    def _decoding(self, name: str) -> Any:
+        made = _defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
+        return nvrtc.kernel(SOURCE, name, made, self._device)
 
     @functools.cached_property
-    def _rows(self) -> nvrtc.Launch:
-        made = _defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
-        chunks = self.window.stripes * self.window.stripe_chunks
+    def _rows(self) -> Any:
+        return self._decoding("rows")
+
+    @functools.cached_property
+    def _lookup(self) -> Any:
+        return self._decoding("lookup")
+
+    def _spread(self, kernel: Any, chunks: int) -> nvrtc.Launch:
         grid = min(2 * self._facts.multiprocessors, -(-chunks // WARPS))
-        kernel = nvrtc.kernel(SOURCE, "rows", made, self._device)
         return nvrtc.Launch(kernel, grid, 32 * WARPS, WARPS * _WARP_BYTES)
 
-    def rows(self, out: Address, stream: int) -> None:
+    def rows(self, out: int, stride: int, stream: int, first: int = 0, end: int | None = None) -> None:
         """Decode to rows.
 
         Parameters
         ----------
-        out : Address
-            Room for them. Stores are of 16 bytes where it and its stride are multiples of that.
+        out, stride : int
+            Address of room for them, and how many words they are apart. Stores are of 16 bytes where both are
+            multiples of that.
+        stream : int
+            The stream's handle.
+        first, end : int
+            Which stripes of 16 rows; by default all.
+        """
+        window = self.window
+        end = window.stripes if end is None else end
+        chunks = (end - first) * window.stripe_chunks
+        records, offsets, entries, bodies, *tables, _, columns = self._matrix
+        places = (
+            records + ROWS_AT * first,
+            offsets + 4 * first * window.stripe_chunks,
+            entries,
+            bodies + first * window.stripe_bytes,
+        )
+        count = min(ROWS_AT * end, window.rows) - ROWS_AT * first
+        wide = np.uint32(out % 16 == 0 and stride % 8 == 0)
+        arguments = np.uint64(out), np.uint64(stride), wide
+        launch = self._spread(self._rows, chunks)
+        launch(stream, *map(np.uint64, places), *tables, np.uint32(count), columns, *arguments)
+
+    def lookup(self, ids: int, count: int, out: int, stream: int) -> None:
+        """Decode some rows.
+
+        Parameters
+        ----------
+        ids : int
+            Address of their numbers, integers of 64 bits. One that is no row's ends in a trap.
+        count : int
+            How many, at least 1.
+        out : int
+            Address of room for them, one after the other.
         stream : int
             The stream's handle.
         """
-        wide = np.uint32(out.at % 16 == 0 and out.stride % 8 == 0)
-        arguments = np.uint64(out.at), np.uint64(out.stride), wide
-        self._rows.bind(stream, *self._matrix, *arguments)()
+        launch = self._spread(self._lookup, count * self.window.stripe_chunks)
+        arguments = np.uint64(ids), np.uint64(count), np.uint64(out)
+        launch(stream, *self._matrix, *arguments)
 
-    def product(self, x: Address, count: int, y: Address, bias: int, stream: int) -> None:
+    def product(
+        self, x: int, x_stride: int, count: int, y: int, y_stride: int, bias: int, stream: int
+    ) -> None:
         """Multiply: `y = x W^T + bias` (windows.md 9).
 
         Parameters
         ----------
-        x : Address
-            Rows of as many words as the matrix has columns, and zeros to a multiple of 8. Each lies at a
-            multiple of `X_AT`.
+        x, x_stride : int
+            Address of rows of as many words as the matrix has columns, and zeros to a multiple of 8; and how
+            many words they are apart. Each lies at a multiple of `X_AT` bytes.
         count : int
             How many rows x has, at most `MOST_ROWS`.
-        y : Address
-            Room for as many rows.
+        y, y_stride : int
+            Address of room for as many rows, and how many words they are apart.
         bias : int
             Address of a bf16 word for each of the matrix's rows, or 0.
         stream : int
@@ -153,20 +203,21 @@ class DeviceWindow:
         ValueError
             If x does not lie as it must, or has other rows.
         """
-        if x.at % X_AT or x.stride * 2 % X_AT:
-            raise ValueError(f"x at {x.at:#x}, rows {x.stride} words apart: no multiples of {X_AT} bytes")
-        arguments = (
-            *(np.uint64(x.at), np.uint64(x.stride), np.uint32(count)),
-            *(np.uint64(y.at), np.uint64(y.stride), np.uint64(bias)),
+        if x % X_AT or x_stride * 2 % X_AT:
+            raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")
+        launch = self._products.get(count) or self._product(count)
+        launch(
+            stream,
+            *self._matrix,
+            *(np.uint64(x), np.uint64(x_stride), np.uint32(count)),
+            *(np.uint64(y), np.uint64(y_stride), np.uint64(bias)),
         )
-        self._product(count).bind(stream, *self._matrix, *arguments)()
 
     def _product(self, count: int) -> nvrtc.Launch:
         how = product_of(self.window, count, self._facts.shared_bytes)
-        key = how.defines["NB"], how.shared
-        if key not in self._products:
-            beside = WARPS // min(self.window.stripe_chunks, PARTS)  # stripes that a block takes at a time
-            grid = min(how.blocks * self._facts.multiprocessors, -(-self.window.stripes // beside))
-            kernel, early = nvrtc.kernel(SOURCE, "product", how.defines, self._device), self._early
-            self._products[key] = nvrtc.Launch(kernel, grid, 32 * WARPS, how.shared, early=early)
-        return self._products[key]
+        beside = WARPS // min(self.window.stripe_chunks, PARTS)  # stripes that a block takes at a time
+        grid = min(how.blocks * self._facts.multiprocessors, -(-self.window.stripes // beside))
+        kernel, early = nvrtc.kernel(SOURCE, "product", how.defines, self._device), self._early
+        made = nvrtc.Launch(kernel, grid, 32 * WARPS, how.shared, early=early)
+        self._products[count] = made
+        return made

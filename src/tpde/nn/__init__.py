@@ -3,6 +3,7 @@
 from tpde.nn.api import pack_module, plain_state_dict, unpack_module
 from tpde.nn.deltas import add_deltas
 from tpde.nn.experts import ExpertSource, route_experts
+from tpde.nn.kernels import set_kernels
 from tpde.nn.modules import PackedModule
 from tpde.nn.replace import finish, packed_modules, replace_parameter, supports
 from tpde.weights.pack import pack_tensor
@@ -26,6 +27,7 @@ __all__ = [
     "plain_state_dict",
     "replace_parameter",
     "route_experts",
+    "set_kernels",
     "supports",
     "unpack_module",
 ]

@@ -26,6 +26,7 @@ from tpde.nn.slot import Slot
 from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.lent import lend
 from tpde.weights.parameter import PackedParameter
+from tpde.weights.product import linear
 from tpde.weights.transforms import transformed
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ class PackedModule(_Base):
         """A packed weight, for whoever asks: decoded within a forward pass, else the parameter."""
         slot = self.tpde_slots[name]
         if is_compiling():
-            group = None if isinstance(self, PackedEmbedding) else self.tpde_group()
+            alone = isinstance(self, PackedEmbedding) or slot.packed.multiplies
+            group = None if alone else self.tpde_group()
             if group is None or group.flat is None:  # read by other code, often only for its dtype: then it
                 nothing = torch.empty(0, device=slot.device)  # is never computed
                 return slot.materialize(nothing)
@@ -361,6 +363,8 @@ class PackedLinear(PackedModule):
         slot = self.tpde_slots["weight"]
         if slot.packed.tile_bytes:
             return self._tpde_tiled(input)
+        if slot.packed.multiplies:
+            return self._tpde_product(input)
         if is_compiling():
             return super().forward(input)
         group, parameters = slot.group, self._parameters
@@ -381,6 +385,25 @@ class PackedLinear(PackedModule):
             return functional.linear(input, slot.view, bias)  # type: ignore[arg-type]
         finally:
             scope.close()
+
+    def _tpde_product(self, input: Tensor) -> Tensor:
+        """The forward pass of a layer whose weight is multiplied as it is."""
+        slot, parameters = self.tpde_slots["weight"], self._parameters
+        bias: Any = parameters.get("bias", self)  # as in `forward`
+        if bias is self:
+            bias = self.bias
+        if not is_compiling():
+            made = None
+            if parameters.get("weight") is slot.parameter:
+                made = linear(slot.packed, input, bias)
+            return functional.linear(input, cast(Tensor, self.weight), bias) if made is None else made
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type) and dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(input.device.type)  # casts where the compiler sees them
+            input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
+        if dtype is slot.dtype:
+            return cast(Tensor, torch.ops.tpde.linear(input, bias, slot.key, slot.shape[0], False))
+        return functional.linear(input, slot.materialize(input), bias)
 
     def _tpde_tiled(self, input: Tensor) -> Tensor:
         """The forward pass of a layer larger than any buffer."""

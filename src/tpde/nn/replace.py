@@ -161,6 +161,9 @@ def finish(model: nn.Module) -> nn.Module:
                 if slot.packed.together and slot.packed.settled:  # else they may not be there yet
                     slot.packed.prepare_rows()
                 continue
+            if slot.packed.multiplies:  # on the device as it is multiplied
+                slot.leave()
+                continue
             members.setdefault(where, []).append(slot)
             if block is not None:
                 blocks[where] = block

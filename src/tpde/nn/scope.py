@@ -13,17 +13,15 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 
-from tpde.errors import PackedWeight
 from tpde.nn.forward import AroundForward
 from tpde.nn.group import Group
 from tpde.nn.owner import Owner
 from tpde.nn.saved import Saver, saves
-from tpde.weights.transforms import transformed
+from tpde.weights.transforms import refuse_trace, transformed
 
 
 class Scope:
@@ -44,11 +42,7 @@ class Scope:
     __slots__ = ("_beside", "_hooks", "outermost", "space")
 
     def __init__(self, group: Group) -> None:
-        if torch._C._get_tracing_state() is not None:
-            raise PackedWeight(
-                f"the packed weights of `{group.name}` would be constants of what `torch.jit.trace` makes",
-                hint="call `tpde.unpack_module(model)` first",
-            )
+        refuse_trace(group.name)
         self.space = space = group._workspace or group.workspace
         self._hooks: saved_tensors_hooks | None = None
         self._beside: bool | None = None  # whether no scope before this one is, if this one is

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tpde.nn.tiles import RowTiles
 from tpde.weights import operators as ops
@@ -70,6 +71,10 @@ class Slot:
     def group(self, group: Group) -> None:
         self._group = weakref.ref(group)
 
+    def leave(self) -> None:
+        """Be in no group: the weight is not decoded together with others any more."""
+        self._group = _no_group
+
     @property
     def device(self) -> torch.device:
         """Where the weight is decoded."""
@@ -121,6 +126,12 @@ class Slot:
         """The weight in memory of its own, which takes the place of the workspace: for a moment."""
         self.packed.prepare()
         return self.parameter.plain(self.release())
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ W.T + bias`."""
+        if self.packed.multiplies:
+            return self.packed.product(x, bias)
+        return functional.linear(x, self.instead(), bias)
 
     def span_instead(self, begin: int, end: int) -> Tensor:
         """Bytes `begin` to `end` of the weight as `instead` gives them, at an address as round as there."""

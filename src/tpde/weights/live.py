@@ -21,6 +21,7 @@ from tpde.weights.pack import pack_tensor
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
 from tpde.weights.tensor import PackedTensor
+from tpde.weights.windowed import Windowed
 
 if TYPE_CHECKING:
     from tpde.store.live import Live
@@ -88,7 +89,8 @@ def apply_delta(
     contiguous ones that share their memory with no other are made there; what else there is passes through
     the CPU.
 
-    Memory: what the changed tensors take, and one tensor more; where several share memory, that once more. Of
+    Memory: what the changed tensors take, and one tensor more, on the device of packed ones that are in the
+    window layout, which are encoded anew; where several share memory, that once more. Of
     packed ones what changed, as the delta has it, stays: after eight updates, or when it takes a quarter of
     the plain weight, the weight is packed anew on the CPU.
 
@@ -174,6 +176,8 @@ def _updated(source: Source, variant: Variant) -> Source:
     """A source with one more change."""
     if variant.start is not source:
         return variant.start
+    if isinstance(source, Windowed):
+        return source.anew(part_of(variant, 0, source.nbytes).view(source.dtype).view(source.shape))
     before = source.now() if isinstance(source, Changed) else Variant(source)
     now = Variant(before.start, before.changes + variant.changes)
     if len(now.changes) > _UPDATES or _bytes(now.changes) > SPARSE_SHARE * source.nbytes:

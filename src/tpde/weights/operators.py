@@ -15,8 +15,8 @@ compiler keeps graphs on disk, and another process has other weights for the sam
     All weights of a unit in a fresh buffer of so many elements, computed after `after`. The buffers of a
     model's blocks are of one size, so that the allocator takes the same memory for all.
 `tpde::linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool transposed) -> Tensor`
-    `x @ W.T + bias`, or `x @ W + bias`, of so many columns. Keeps no weight for the backward pass, which
-    decodes again.
+    `x @ W.T + bias`, or `x @ W + bias`, of so many columns; of a weight in the window layout without decoding
+    it, where that is faster. Keeps no weight for the backward pass, which decodes again.
 `tpde::tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool cast) -> Tensor`
     `x @ W.T + bias`, of so many columns, for a weight larger than any buffer, which is decoded, cast to the
     dtype of `x` if asked for, multiplied and forgotten a few rows at a time, here and in the backward pass.
@@ -141,7 +141,10 @@ def _matrix(key: int, transposed: bool) -> Tensor:
 @_operator("linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool transposed) -> Tensor")
 def linear(x: Tensor, bias: Tensor | None, key: int, width: int, transposed: bool) -> Tensor:
     """Multiply by a packed weight."""
-    return torch.nn.functional.linear(x, _matrix(key, transposed), bias)
+    if transposed:
+        return torch.nn.functional.linear(x, _matrix(key, transposed), bias)
+    made: Tensor = _unit(key).product(x, bias)
+    return made
 
 
 @_meta("linear")

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from tpde.errors import InvalidInput, PackedWeight
+from tpde.weights import product
 from tpde.weights.frozen import CONTIGUOUS, as_looked_up, as_weight, formatted
 from tpde.weights.readonly import changes_first, function_name, guarded, refuse_change
 from tpde.weights.tensor import PackedTensor, rebuild_tensor
@@ -296,6 +297,15 @@ def _embedding(
     return _compute(func, (input, weight, padding_idx, max_norm, *args), kwargs)
 
 
+def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+    """A product, of a weight that is multiplied as it is without decoding it."""
+    if isinstance(weight, PackedParameter) and weight.packed.multiplies:
+        made = product.linear(weight.packed, input, bias)
+        if made is not None:
+            return made
+    return _compute(func, (input, weight, bias), {})
+
+
 def _same(func: Any, weight: PackedParameter, *args: Any, **kwargs: Any) -> PackedParameter:
     """The weight itself."""
     return weight
@@ -503,6 +513,7 @@ _ASKS: set[Any] = {
 }
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     functional.embedding: _embedding,
+    functional.linear: _linear,
     _T.detach: _detach,
     torch.detach: _detach,
     _T.data.__get__: _detach,  # type: ignore[attr-defined]
@@ -538,7 +549,11 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
-_OTHERS_FIRST = {functional.embedding, _T.copy_}  # whose first argument may be another tensor
+_OTHERS_FIRST = {
+    functional.embedding,
+    functional.linear,
+    _T.copy_,
+}  # whose first argument may be another tensor
 
 
 # Formats by their names, each with the number of dimensions that it is for; 0 is any.

@@ -95,13 +95,7 @@ class Resident(Source):
 
     def check(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Refuse functions that give other bytes, as `torch.empty_like` does: see `Source.check`."""
-        probe = self._blob[:16].clone()  # where the blob says what it is
-        moved = fn(probe.clone())
-        if moved.dtype is not torch.uint8 or moved.is_meta or not torch.equal(moved.cpu(), probe.cpu()):
-            raise PackedWeight(
-                f"`{self.name}` is packed, and would lose its bytes",
-                hint="move it to `cpu` or a CUDA device, or call `tpde.unpack_module(model)` first",
-            )
+        require_bytes_kept(self.name, self._blob, fn)
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Take the same blob where a function moves it: see `Source.apply`."""
@@ -116,12 +110,7 @@ class Resident(Source):
 
     def check_load(self, other: Source) -> None:
         """Refuse what is no blob like this one: see `Source.check_load`."""
-        _ = other.blob  # raises if it stays in a file
-        if other.header.spec != self.header.spec:
-            raise InvalidInput(
-                f"`{self.name}` is {self.header.spec.dtype} of shape {list(self.header.spec.shape)}, the "
-                f"blob holds {other.header.spec.dtype} of shape {list(other.header.spec.shape)}"
-            )
+        check_load(self, other)
 
     def load(self, other: Source, *, assign: bool = False) -> None:
         """Take another blob: see `Source.load`."""
@@ -169,6 +158,39 @@ class Resident(Source):
             return None
         at = self._blob.data_ptr()
         return Item(self.header, tables[0], at, tables[1].data_ptr(), offset, chunks=chunks)
+
+
+def require_bytes_kept(name: str, blob: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuse functions that give a blob other bytes.
+
+    Raises
+    ------
+    PackedWeight
+        If this one does.
+    """
+    probe = blob[:16].clone()  # where a blob says what it is
+    moved = fn(probe.clone())
+    if moved.dtype is not torch.uint8 or moved.is_meta or not torch.equal(moved.cpu(), probe.cpu()):
+        raise PackedWeight(
+            f"`{name}` is packed, and would lose its bytes",
+            hint="move it to `cpu` or a CUDA device, or call `tpde.unpack_module(model)` first",
+        )
+
+
+def check_load(mine: Source, other: Source) -> None:
+    """Refuse what holds no tensor like that of a source, or stays in a file: see `Source.check_load`.
+
+    Raises
+    ------
+    InvalidInput, PackedWeight
+        If it does.
+    """
+    _ = other.memory  # raises if it stays in a file
+    if other.header.spec != mine.header.spec:
+        raise InvalidInput(
+            f"`{mine.name}` is {mine.header.spec.dtype} of shape {list(mine.header.spec.shape)}, the blob "
+            f"holds {other.header.spec.dtype} of shape {list(other.header.spec.shape)}"
+        )
 
 
 def _aligned(blob: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,9 @@ class Source(ABC):
         Whether it has chunks that are brought to the device each time.
     choice : Choice or None
         By which name it is decoded, if it has several.
+    multiplies : bool
+        Whether a linear layer's product is computed from it, without its being decoded before: it has a
+        `product`.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Source(ABC):
     settled = True
     travels = False
     choice: Choice | None = None
+    multiplies = False
     _section: bytes
     _host: BlobReader | None = None
     _device_tables: tuple[Tables, torch.Tensor] | None = None
@@ -173,6 +177,16 @@ class Source(ABC):
         PackedWeight
             If it is in a file, and stays there.
         """
+
+    def pickled(self) -> torch.Tensor:
+        """Its bytes as `pickle` keeps them, in a tensor that holds nothing else: see `rebuild_tensor`.
+
+        Raises
+        ------
+        PackedWeight
+            If they are in a file, and stay there.
+        """
+        return self.stored()
 
     @abstractmethod
     def clone(self) -> Source:

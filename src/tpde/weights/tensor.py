@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from tpde.weights.choice import Choice
 from tpde.weights.resident import Resident
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
 from tpde.weights.span import ALIGN, Span
+
+if TYPE_CHECKING:
+    from tpde.weights.windowed import Windowed
 
 
 class User(Protocol):
@@ -67,6 +70,8 @@ class PackedTensor:
         Whoever loads a model sets it.
     choice : Choice or None
         By which name it is decoded, if it has several.
+    multiplies : bool
+        Whether a linear layer's product is computed from it, without its being decoded before.
     updates : int
         Counts those that gave it other values.
 
@@ -231,6 +236,7 @@ class PackedTensor:
             user.frozen()
 
     def _forget(self) -> None:
+        self.multiplies = len(self.parts) == 1 and self.parts[0][0].multiplies
         self._versions = [source.version for source, _ in self.parts]
         self.choice = next((source.choice for source, _ in self.parts if source.choice is not None), None)
         self._decoder: Decoder | None = None
@@ -248,7 +254,7 @@ class PackedTensor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Of plain types, so that `torch.load(weights_only=True)` takes it.
-        blobs = [source.stored() for source in self.sources]
+        blobs = [source.pickled() for source in self.sources]
         names = [source.name for source in self.sources]
         return rebuild_tensor, (blobs, names, tuple(self.shape), self.name, self.tile_bytes)
 
@@ -303,6 +309,15 @@ class PackedTensor:
         assert self._rows is not None
         return self._rows(ids)
 
+    @property
+    def key(self) -> int:
+        """What operators call it by, where `multiplies` says that they can."""
+        return cast("Windowed", self.parts[0][0]).key
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ W.T + bias`, where `multiplies` says that it can be: see `Windowed.product`."""
+        return cast("Windowed", self.parts[0][0]).product(x, bias)
+
     def opened(self) -> AbstractContextManager[None]:
         """Let the bytes be read where they lie: see `Source.opened`. One brings all of a weight."""
         return self.parts[0][0].opened()
@@ -331,6 +346,16 @@ def rebuild_tensor(
         raise InvalidInput(
             "what was pickled is no packed weight", hint="fetch it again", where=str(name)[:200]
         )
-    made = PackedTensor([Resident(blob, it) for blob, it in zip(blobs, names, strict=True)], shape, name)
+    made = PackedTensor([_source(blob, it) for blob, it in zip(blobs, names, strict=True)], shape, name)
     made.tile_bytes = tile_bytes
     return made
+
+
+def _source(blob: Tensor, name: str) -> Source:
+    """A blob of either kind: they begin with different bytes."""
+    from tpde.weights.windowed import MAGIC, Windowed
+
+    windowed = blob.dtype is torch.uint8 and blob.dim() == 1 and not blob.is_meta
+    if windowed and bytes(blob[: len(MAGIC)].tolist()) == MAGIC:
+        return Windowed(blob.contiguous(), name)
+    return Resident(blob, name)

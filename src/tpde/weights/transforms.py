@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from tpde.errors import PackedWeight
+
 
 def transformed() -> bool:
     """Whether this thread computes within a transform."""
@@ -26,3 +28,18 @@ def untransformed() -> AbstractContextManager[object]:
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor belongs to a transform, and so has no memory of its own."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def refuse_trace(name: str) -> None:
+    """Refuse `torch.jit.trace`.
+
+    Raises
+    ------
+    PackedWeight
+        If this thread is in one.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise PackedWeight(
+            f"the packed weights of `{name}` would be constants of what `torch.jit.trace` makes",
+            hint="call `tpde.unpack_module(model)` first",
+        )

@@ -248,6 +248,46 @@ rows(MATRIX, u16* __restrict__ out, u64 stride, u32 wide) {
   }
 }
 
+// Decode rows `ids` of the matrix, `count` of them, to rows of its columns. A warp decodes a chunk for each, and stores one
+// row of sixteen.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+lookup(MATRIX, const long long* __restrict__ ids, u64 count, u16* __restrict__ out) {
+  extern __shared__ __align__(16) u8 shared[];
+  const Matrix m = THE_MATRIX;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  u8 *const plane = shared + warp * (PLANE + CHUNK_BYTES), *const held = plane + PLANE;
+  const uint2* const escapes = (const uint2*)plane + lane;
+  clear(plane, lane);
+  for (u64 i = (u64)blockIdx.x * WARPS + warp; i < count * m.chunks; i += (u64)gridDim.x * WARPS) {
+    const u64 place = i / m.chunks;
+    const u32 chunk = i % m.chunks;
+    const long long id = __ldg(ids + place);
+    if ((u64)id >= m.rows) asm volatile("trap;");
+    const u32 stripe = (u32)id / 16, inside = (u32)id % 16;
+    const Entries e = load_entries(m, range_of(m, stripe, chunk), lane);
+    Chunk c;
+    fetch(held, m, stripe, chunk, lane);
+    wait_for_fetched();
+    take(c, held, pairs_of(m, chunk), lane);
+    scatter(e, plane, m, lane);
+    const Rows r = rows_of(m, stripe, lane);
+    const u32 tiles = 2 * pairs_of(m, chunk);
+#pragma unroll
+    for (u32 j = 0; j < 8; j++) {
+      if (TAIL && j >= tiles) break;
+      u32 w[8];
+      tile(c, j, r, escapes, w);
+      const u32 column = 256 * chunk + 32 * j + lane % 4 * 8;
+      if (lane / 4 != inside % 8) continue;
+      u16* const to = out + place * m.columns + column;
+#pragma unroll
+      for (u32 k = 0; k < 8; k++)
+        if (!TAIL || column + k < m.columns) to[k] = (u16)((inside < 8 ? w[k / 2] : w[4 + k / 2]) >> k % 2 * 16);
+    }
+    wipe(e, plane, m, lane);
+  }
+}
+
 // ---- products, 9 ----
 
 #define TILES (NB / 8)  // of mma, beside each other

@@ -16,6 +16,7 @@ from tpde.integrations.device import check_gpu, checked_device
 from tpde.integrations.garbage import collect_first, collecting_later
 from tpde.integrations.transformers.folder import packed_directory, read_config, require_files
 from tpde.nn.deltas import check_names
+from tpde.nn.kernels import Kernels, check_kernels
 from tpde.streaming.budget import Budget, parse_budget
 from tpde.weights.deltas import DeltaLike
 
@@ -95,6 +96,7 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     model_class: type[Any] | None = None,
     deltas: Mapping[str, DeltaLike] | None = None,
+    kernels: Kernels = "exact",
     vram: int | str | None = None,
     ram: int | str | None = None,
     max_tokens: int | None = None,
@@ -104,10 +106,10 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Build a transformers model straight from packed files, its weights staying packed.
 
-    Outputs are those of the plain model, bit for bit. Neither host nor device ever holds the plain weights:
-    device memory is that of the packed ones and of one transformer block. With `vram`, it is no more than
-    that, whatever the size of the model: what does not fit stays in host memory, or in its files, and is
-    copied to the device while the model computes (docs/streaming.md).
+    Outputs are those of the plain model, bit for bit, unless `kernels="fused"` is asked for. Neither host
+    nor device ever holds the plain weights: device memory is that of the packed ones and of one transformer
+    block. With `vram`, it is no more than that, whatever the size of the model: what does not fit stays in
+    host memory, or in its files, and is copied to the device while the model computes (docs/streaming.md).
 
     Parameters
     ----------
@@ -124,6 +126,11 @@ def from_pretrained(
     deltas : mapping of str to bytes or path-like, optional
         Fine-tunes, as deltas on the model: files that `tpde diff` wrote, by the names that `model.use` takes.
         Each takes what differs, about 5.5 bits for each weight that changed. Not with `vram`.
+    kernels : {"exact", "fused"}
+        How linear layers are computed. With `"exact"`, weights are decoded, and outputs are the plain
+        model's. With `"fused"`, up to 64 rows of inputs are multiplied straight from packed weights, which is
+        faster than plain on a GPU; weights are exact, sums are added in another order than the matrix
+        library's, the same for all batch sizes: see `tpde.nn.set_kernels`. Not with `vram` or `deltas`.
     vram : int or str, optional
         Budget of device memory, in bytes or such as `"16GiB"`: all that the process takes of a device beyond
         the bare CUDA context. With `device_map`, of each GPU.
@@ -181,6 +188,7 @@ def from_pretrained(
         model_class=model_class,
         progress=progress,
         deltas=deltas,
+        kernels=kernels,
         **kwargs,
     )
 
@@ -194,6 +202,7 @@ def load_model(
     model_class: type[Any] | None = None,
     progress: Callable[[int], None] | None = None,
     deltas: Mapping[str, DeltaLike] | None = None,
+    kernels: Kernels = "exact",
     **kwargs: Any,
 ) -> PreTrainedModel:
     """`from_pretrained`, with a budget that was read before."""
@@ -207,6 +216,14 @@ def load_model(
                 hint="pass one of the two",
                 where="deltas",
             )
+    if check_kernels(kernels) == "fused" and (budget is not None or deltas is not None):
+        other = "vram" if budget is not None else "deltas"
+        raise InvalidInput(
+            f'`kernels="fused"` multiplies by weights that stay on the device as they are, which `{other}` '
+            "does not leave them",
+            hint="pass one of the two",
+            where="kernels",
+        )
     folder = packed_directory(path)
     if kwargs.get("config") is not None:
         kwargs["config"] = _packed_config(kwargs["config"], folder)
@@ -222,7 +239,7 @@ def load_model(
         _check_gpus(device_map)
         checked_device("cuda")
     target = checked_device(device)
-    with collecting_later(), loading_to(target, budget, progress, deltas):
+    with collecting_later(), loading_to(target, budget, progress, deltas, kernels):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
         collect_first()

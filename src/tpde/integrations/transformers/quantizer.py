@@ -24,6 +24,7 @@ from tpde.integrations.transformers.decode import load_plain, report_decoded, so
 from tpde.integrations.transformers.deltas import States, read_states
 from tpde.integrations.transformers.devices import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
+from tpde.integrations.transformers.fused import SHARE, fused_names, open_some_fused
 from tpde.integrations.transformers.internals import (
     forget_quantized,
     give_conversions,
@@ -39,6 +40,7 @@ from tpde.integrations.transformers.warmup import Warmup
 from tpde.memory import require
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
 from tpde.nn.deltas import attach
+from tpde.nn.kernels import Kernels
 from tpde.packing.weights import MAKE_PLAIN
 from tpde.streaming.budget import Budget
 from tpde.weights.deltas import DeltaLike
@@ -54,6 +56,7 @@ class _Target:
     budget: Budget | None = None
     progress: Callable[[int], None] | None = None  # told what is read under it
     deltas: Mapping[str, DeltaLike] | None = None  # states beside the files' own
+    kernels: Kernels = "exact"
     streaming: ModelStreaming | None = None  # what has been opened so far
     warmup: Warmup | None = None
 
@@ -67,9 +70,10 @@ def loading_to(
     budget: Budget | None = None,
     progress: Callable[[int], None] | None = None,
     deltas: Mapping[str, DeltaLike] | None = None,
+    kernels: Kernels = "exact",
 ) -> Iterator[None]:
     """Load models to a device within this context, under a budget or with deltas if there are any."""
-    target = _Target(device, budget, progress, deltas)
+    target = _Target(device, budget, progress, deltas, kernels)
     token = _target.set(target)
     try:
         yield
@@ -108,6 +112,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self._plan: Plan | None = None
         self._placeholders: Placeholders | None = None
         self._parts: dict[str, PackedTensor] = {}
+        self._fused: set[str] = set()  # which of them go to the window layout
         self._states: States | None = None
         self._target = _target.get() or _Target()
 
@@ -155,6 +160,8 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         run = self._plan.runs.get(param_name) if self._plan is not None else None
         if run is None:
             return float(param.element_size())
+        if param_name in self._fused:
+            return SHARE * run.dtype.itemsize
         packed = sum(part.extent.size for part in run.parts)
         return packed / max(param.numel(), 1)
 
@@ -195,6 +202,8 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                         hint=MAKE_PLAIN,
                     )
                 self._plan = make_plan(self._model, self._checkpoint, weight_conversions, self._dtype)
+                if self._target.kernels == "fused":
+                    self._fused = fused_names(self._model, self._plan.runs)
                 if not isinstance(self._device_map, str):
                     self._load()
             except BaseException:
@@ -216,7 +225,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
             if target.budget is None:
                 for device in {where[name] for name in plan.runs}:
                     self._require(plan, device)
-                self._parts = checkpoint.open(plan.runs, where)
+                self._parts = open_some_fused(checkpoint, plan.runs, where, self._fused)
                 decoded = self._decode(plan, checkpoint)
             else:
                 streaming = ModelStreaming(target.budget, target.progress, warmup=target.warmup)
@@ -247,6 +256,8 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         """Refuse before anything is read if a device has too little free memory."""
         here = {name: run for name, run in plan.runs.items() if device_of(name, self._device_map) == device}
         packed = {part.name: part.extent.size for run in here.values() for part in run.parts}
+        for name in self._fused.intersection(here):
+            packed[here[name].parts[0].name] = int(SHARE * here[name].nbytes)
         room = largest_block({name: run.nbytes for name, run in here.items()})
         plain = sum(
             tensor.numel() * tensor.element_size()

@@ -1,0 +1,79 @@
+"""Loading weights into the window layout, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.runs import Run
+from tpde.integrations.transformers.internals import tied_weights
+from tpde.nn.kernels import can_fuse, convert
+from tpde.weights.tensor import PackedTensor
+
+_GROUP_BYTES = 256 << 20  # of plain weights, that are in memory in prefix codes at a time
+SHARE = 0.72  # of a plain weight's bytes: what it takes in the window layout, escapes and padding included
+
+
+def fused_names(model: nn.Module, runs: Mapping[str, Run[Stored]]) -> set[str]:
+    """Which parameters go to the window layout.
+
+    Those are bf16 matrices that are tensors of the files by themselves, of linear layers; and embeddings that
+    are tied to one.
+    """
+    tied: dict[str, list[str]] = {}
+    for target, source in tied_weights(model).items():
+        tied.setdefault(source, []).append(target)
+    also = {target for targets in tied.values() for target in targets}
+    uses: dict[Stored, int] = {}
+    for run in runs.values():
+        for span in run.spans:
+            uses[span.tensor] = uses.get(span.tensor, 0) + 1
+
+    def goes(name: str, run: Run[Stored]) -> bool:
+        modules = [model.get_submodule(it.rpartition(".")[0]) for it in (name, *tied.get(name, ()))]
+        return (
+            run.dtype is torch.bfloat16
+            and name not in also
+            and run.whole
+            and len(run.parts) == 1
+            and uses[run.parts[0]] == 1
+            and all(can_fuse(it) for it in modules)
+            and any(isinstance(it, nn.Linear) for it in modules)
+        )
+
+    return {name for name, run in runs.items() if goes(name, run)}
+
+
+def open_some_fused(
+    checkpoint: Checkpoint,
+    runs: Mapping[str, Run[Stored]],
+    where: Mapping[str, torch.device],
+    fused: Collection[str],
+) -> dict[str, PackedTensor]:
+    """Read the blobs of some parameters, each to its device, and put some of them in the window layout.
+
+    Beside what stays, about 256 MiB of these are in memory in prefix codes at a time, and one weight plain.
+    """
+    parts: dict[str, PackedTensor] = {}
+    for group in _groups(sorted(fused, key=lambda name: -runs[name].nbytes), runs):
+        made = checkpoint.open({name: runs[name] for name in group}, where)
+        for packed in made.values():
+            convert(packed, fused=True)
+        parts |= made
+    return parts | checkpoint.open({name: run for name, run in runs.items() if name not in fused}, where)
+
+
+def _groups(names: Iterable[str], runs: Mapping[str, Run[Stored]]) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for name in names:
+        if group and size + runs[name].nbytes > _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += runs[name].nbytes
+    if group:
+        yield group

@@ -1,0 +1,61 @@
+"""Products with packed weights that are multiplied as they are, in eager code."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+
+from tpde.weights.tensor import PackedTensor
+from tpde.weights.transforms import refuse_trace, transformed
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def linear(packed: PackedTensor, x: Any, bias: Any) -> Tensor | None:
+    """`x @ W.T + bias`, as `torch.nn.functional.linear` would be called.
+
+    Parameters
+    ----------
+    packed : PackedTensor
+        A weight that `multiplies`.
+    x, bias
+        What the function was called with.
+
+    Returns
+    -------
+    torch.Tensor or None
+        None if it must be computed from the decoded weight: of other dtypes, of subclasses of tensors, within
+        transforms of `torch.func`, with forward-mode gradients, and for what raises an error, which is then
+        PyTorch's own.
+
+    Raises
+    ------
+    PackedWeight
+        Within `torch.jit.trace`.
+    """
+    if type(x) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
+        return None
+    if transformed() or forward_ad._current_level >= 0:
+        return None
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+        if x.dtype is torch.float64:
+            return None
+        to = torch.get_autocast_dtype(x.device.type)
+        x, bias = x.to(to), None if bias is None else bias.to(to)
+    source = packed.parts[0][0]
+    device, rows, columns = source.device, *packed.shape
+    fits = x.dim() and x.shape[-1] == columns and x.layout is torch.strided
+    if not fits or x.dtype is not packed.dtype or x.device != device:
+        return None
+    if bias is not None and (bias.dtype is not packed.dtype or bias.device != device or bias.dim() != 1):
+        return None
+    if bias is not None and len(bias) != rows:
+        return None
+    refuse_trace(packed.name)
+    grads = is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if grads or torch._C._len_torch_dispatch_stack():  # somebody counts operators, or records them
+        return cast(Tensor, torch.ops.tpde.linear(x, bias, packed.key, rows, False))
+    return packed.product(x, bias)

@@ -1,0 +1,366 @@
+"""bf16 matrices in the window layout (docs/windows.md), which are multiplied without being rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tpde.codec import windows
+from tpde.codec.native import Bytes
+from tpde.codec.registry import Codec, Gpu
+from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated, UnsupportedVersion
+from tpde.format.blob import BlobHeader
+from tpde.format.constants import CODEC_PREFIX
+from tpde.format.container import TensorSpec
+from tpde.packing.writer import default_threads
+from tpde.weights import operators as ops
+from tpde.weights import windowing
+from tpde.weights.launch import on_device, stream_handle
+from tpde.weights.resident import check_load, require_bytes_kept
+from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
+
+if TYPE_CHECKING:
+    from tpde.cuda.windows import DeviceWindow
+
+MAGIC = bytes.fromhex("89 54 50 44 57 0D 0A 1A")  # windows.md 5.1
+ROWS = windows.ROWS_AT  # of a stripe
+MOST_ROWS = 64  # of x: with more, it is faster to decode, and to multiply with the matrix library
+_STRIP_BYTES = 256 << 20  # of a matrix that is decoded and multiplied; of larger ones so much at a time
+_ALIGN = 128  # of blobs, windows.md 5.2
+_X_AT, _X_WORDS = 16, 8  # what rows of x lie at multiples of, in bytes and in words
+
+
+def _can_be(source: Source) -> bool:
+    """Whether a source's tensor can be in the window layout."""
+    return source.dtype is torch.bfloat16 and len(source.shape) == 2 and 0 not in source.shape
+
+
+class Windowed(Source):
+    """A bf16 matrix in the window layout, on the device on which it is multiplied.
+
+    Files keep prefix codes: what is saved of it is packed anew, to the bytes that `tpde pack` makes.
+
+    Parameters
+    ----------
+    blob : torch.Tensor
+        One-dimensional, uint8, contiguous, on a CPU or CUDA device. It is copied if its address is not
+        divisible by 128.
+    name : str
+        What errors call it.
+    window : Window, optional
+        What the blob holds, if it is known to be right. By default, it is checked.
+
+    Raises
+    ------
+    InvalidInput
+        If `blob` is not such a tensor.
+    Truncated, UnsupportedVersion, Corrupt
+        If it is no window blob. All but the words is checked here, on the host; words may be any.
+    """
+
+    multiplies = True
+    kind = torch.bfloat16  # its dtype, without looking it up
+
+    def __init__(self, blob: Tensor, name: str, window: windows.Window | None = None) -> None:
+        self.name, self.version, self.key = name, 0, 0
+        if blob.dtype is not torch.uint8 or blob.dim() != 1 or not blob.is_contiguous() or blob.is_meta:
+            raise InvalidInput(
+                f"`{name}`: a blob is one-dimensional, contiguous and uint8, this is {blob.dtype} of shape "
+                f"{list(blob.shape)} on {blob.device}"
+            )
+        try:
+            self._window = (
+                windows.validate(blob.cpu().numpy(), default_threads()) if window is None else window
+            )
+        except (Corrupt, Truncated, UnsupportedVersion) as error:
+            raise error.of_tensor(name) from error
+        self._rows, self._columns = rows, columns = self._window.rows, self._window.columns
+        # A chunk of it is a stripe: spans of it are decoded stripe by stripe.
+        spec = TensorSpec("BF16", (rows, columns))
+        self.header = BlobHeader(spec, CODEC_PREFIX, rows * columns, ROWS * columns)
+        self._place(blob)
+
+    @classmethod
+    def of(cls, source: Source, most: float) -> Windowed | None:
+        """A source's tensor in the window layout, on its device.
+
+        Parameters
+        ----------
+        source : Source
+            One whose bytes are there.
+        most : float
+            What share of the plain tensor's bytes it may take.
+
+        Returns
+        -------
+        Windowed or None
+            None if it would take more, or is no bf16 matrix.
+        """
+        if not _can_be(source):
+            return None
+        made = windowing.encode(_plain(source), int(most * source.nbytes))
+        return None if made is None else cls(made.blob, source.name, made.window)
+
+    def _place(self, blob: Tensor) -> None:
+        blob = blob if blob.data_ptr() % _ALIGN == 0 else blob.clone()
+        self._blob, self._address, self._device = blob, blob.data_ptr(), blob.device
+        self._there: DeviceWindow | None = None
+        if blob.is_cuda:
+            from tpde.cuda.windows import DeviceWindow
+
+            self._there = DeviceWindow(self._window, blob.data_ptr(), blob.device.index)
+            self._there.prepare()
+        self.version += 1
+        self.key = ops.renew(self, self.key)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self._device
+
+    @property
+    def codec(self) -> Codec:
+        """That of the blob that is saved of it; no kernel decodes this one together with others."""
+        return super().codec._replace(gpu=Gpu.NONE)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that it takes."""
+        return self._blob.numel()
+
+    # ---- its bytes ----
+
+    @property
+    def blob(self) -> Tensor:
+        """A blob of prefix codes, packed for it: see `Source.blob`."""
+        from tpde.weights.pack import pack_tensor
+
+        made = pack_tensor(_plain(self).cpu(), self.name)
+        if made is None:
+            raise PackedWeight(
+                f"`{self.name}` does not shrink, and has no packed form",
+                hint="call `tpde.unpack_module(model)` first, which gives it plain",
+            )
+        return made.sources[0].blob
+
+    @property
+    def memory(self) -> Tensor:
+        """The window blob."""
+        return self._blob
+
+    def check(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse functions that give other bytes: see `Source.check`."""
+        require_bytes_kept(self.name, self._blob, fn)
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Take the same blob where a function moves it: see `Source.apply`."""
+        self.check(fn)
+        blob = fn(self._blob)
+        if blob is not self._blob or blob.data_ptr() != self._address:
+            self._place(blob)
+
+    def check_load(self, other: Source) -> None:
+        """Refuse what is no tensor like this one: see `Source.check_load`."""
+        check_load(self, other)
+
+    def load(self, other: Source, *, assign: bool = False) -> None:
+        """Take another's tensor, in the window layout: see `Source.load`."""
+        self.check_load(other)
+        if other is self:
+            return
+        if isinstance(other, Windowed):
+            made = (
+                other
+                if assign
+                else Windowed(other._blob.to(self.device, copy=True), self.name, other._window)
+            )
+        else:
+            made = self.anew(_plain(other).to(other.device if assign else self.device))
+        self._window = made._window
+        self._place(made._blob)
+
+    def anew(self, plain: Tensor) -> Windowed:
+        """Another matrix of the same shape in the window layout, whatever it takes.
+
+        Raises
+        ------
+        PackedWeight
+            If there are more escapes than a blob may have.
+        """
+        made = windowing.encode(plain)
+        if made is None:
+            raise PackedWeight(
+                f"`{self.name}` is in the window layout, which cannot hold its new values",
+                hint='call `tpde.nn.set_kernels(model, "exact")` first',
+            )
+        return Windowed(made.blob, self.name, made.window)
+
+    def stored(self) -> Tensor:
+        """A blob of prefix codes."""
+        return self.blob
+
+    def pickled(self) -> Tensor:
+        """The window blob: see `Source.pickled`."""
+        blob = self._blob
+        return blob.clone() if blob.untyped_storage().nbytes() > blob.numel() else blob
+
+    def clone(self) -> Windowed:
+        """The same in memory of its own."""
+        return Windowed(self._blob.clone(), self.name, self._window)
+
+    # ---- decoding ----
+
+    def together(self, items: Sequence[tuple[Source, int]]) -> Decoder:
+        """What rebuilds matrices, one after the other: a launch takes all multiprocessors."""
+        windowed = [(it, at) for it, at in items if isinstance(it, Windowed)]
+        others = [(it, at) for it, at in items if not isinstance(it, Windowed)]
+        before = decoder(others) if others else None
+
+        def decode(out: Tensor) -> None:
+            if before is not None:
+                before(out)
+            for it, at in windowed:
+                it._decode(out[at : at + it.nbytes], 0, it._window.stripes)
+
+        return decode
+
+    def chunks(self, first: int, last: int, offset: int) -> Decoder:
+        """What rebuilds some stripes."""
+        size = self.header.word_bytes
+        begin, end = (it * size for it in self.header.chunk_range(first, last))
+
+        def decode(out: Tensor) -> None:
+            self._decode(out[offset : offset + end - begin], first, last + 1)
+
+        return decode
+
+    def _decode(self, out: Tensor, first: int, end: int) -> None:
+        """Decode stripes to a buffer of bytes on the current stream."""
+        if self._there is None:
+            self.decode_on_host(*self._extent(first, end), out.numpy())
+            return
+        with on_device(self._device):
+            stream = stream_handle(self._device)
+            self._there.rows(out.data_ptr(), self._columns, stream, first, end)
+
+    def _extent(self, first: int, end: int) -> tuple[int, int]:
+        row = 2 * self._columns
+        return first * ROWS * row, min(end * ROWS, self._rows) * row
+
+    def decode_on_host(self, begin: int, end: int, out: Bytes) -> None:
+        """Decode bytes `begin` to `end` with the CPU core: see `Source.decode_on_host`."""
+        row = 2 * self._columns
+        first, last = begin // row, -(-end // row)
+        found = windows.decode(self._blob.cpu().numpy(), first, last, threads=default_threads())
+        out[:] = found.reshape(-1).view("u1")[begin - first * row : end - first * row]
+
+    def row_reader(self) -> RowsDecoder:
+        """What rebuilds the rows that are asked for."""
+        if self._there is None:
+            return super().row_reader()
+        return self._look_up
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        assert self._there is not None
+        if ids.device != self.device or ids.dtype not in (torch.int64, torch.int32):
+            raise RuntimeError(
+                f"rows of `{self.name}` on {self.device} are asked for by {ids.dtype} on {ids.device}; "
+                "integers of 32 or 64 bits on the same device are needed"
+            )
+        out = torch.empty((*ids.shape, self._columns), dtype=self.dtype, device=self.device)
+        flat = ids.detach().reshape(-1).to(torch.int64).contiguous()
+        if flat.numel():
+            with on_device(self.device):
+                stream = stream_handle(self.device)
+                self._there.lookup(flat.data_ptr(), flat.numel(), out.data_ptr(), stream)
+        return out
+
+    def item(self, offset: int, chunks: object = None) -> None:
+        """None: no kernel of prefix codes decodes it."""
+        return
+
+    # ---- multiplying ----
+
+    def release(self) -> int:
+        """Nothing is given up for it: see `operators.Unit`."""
+        return 0
+
+    def decode_into(self, out: Tensor) -> None:
+        """Decode all of it to the start of a buffer of bytes, on the current stream."""
+        self._decode(out[: self.nbytes], 0, self._window.stripes)
+
+    def instead(self) -> Tensor:
+        """The matrix, decoded."""
+        return _plain(self)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x W^T + bias` (docs/windows.md 9), on the current stream.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            Its last dimension has as many elements as the matrix has columns.
+        bias : torch.Tensor, optional
+            One element for each row of the matrix.
+
+        Returns
+        -------
+        torch.Tensor
+            Of shape `(*x.shape[:-1], rows)`.
+
+        Notes
+        -----
+        On a GPU, up to `MOST_ROWS` rows of x are multiplied straight from the blob, 16 at a time; each gives
+        the same bits in any batch. For more, and on the CPU, rows are decoded and multiplied as plain ones.
+        """
+        if self._there is not None and x.dim() and x.shape[-1] == self._columns:
+            count = x.numel() // self._columns
+            kinds = x.dtype is self.kind and (bias is None or bias.dtype is self.kind)
+            if kinds and 0 < count <= MOST_ROWS:
+                return self._product(self._there, x, bias, count)
+            if self.nbytes > _STRIP_BYTES:
+                return self._in_strips(x, bias)
+        return functional.linear(x, self.instead(), bias)
+
+    def _product(self, there: DeviceWindow, x: Tensor, bias: Tensor | None, count: int) -> Tensor:
+        # A forward pass comes here for each layer of each token: 1 us a call of Python where it is cold.
+        rows, step, at = self._rows, self._columns, x.data_ptr()
+        if step % _X_WORDS or at % _X_AT or not x.is_contiguous():
+            step += -step % _X_WORDS
+            padded = x.new_zeros((*x.shape[:-1], step))
+            padded[..., : self._columns] = x.detach()
+            x, at = padded, padded.data_ptr()
+        out = x.new_empty((*x.shape[:-1], rows))
+        to, added = out.data_ptr(), 0 if bias is None else bias.contiguous().data_ptr()
+        with on_device(self._device):
+            stream = stream_handle(self._device)
+            for first in range(0, count, there.most_rows):
+                some = min(count - first, there.most_rows)
+                there.product(at + 2 * first * step, step, some, to + 2 * first * rows, rows, added, stream)
+        return out
+
+    def _in_strips(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Some rows of the matrix at a time."""
+        out = x.new_empty((*x.shape[:-1], self._rows))
+        step = max(_STRIP_BYTES // (2 * ROWS * self._columns), 1)
+        room = torch.empty(2 * ROWS * step * self._columns, dtype=torch.uint8, device=self.device)
+        for first in range(0, self._window.stripes, step):
+            end = min(first + step, self._window.stripes)
+            low, high = self._extent(first, end)
+            self._decode(room[: high - low], first, end)
+            part = room[: high - low].view(self.dtype).view(-1, self._columns)
+            begin, stop = ROWS * first, ROWS * first + len(part)
+            out[..., begin:stop] = functional.linear(x, part, None if bias is None else bias[begin:stop])
+        return out
+
+
+def _plain(source: Source) -> Tensor:
+    """A source's tensor, decoded, in memory of its own."""
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.empty(max(source.nbytes, 1), dtype=torch.uint8, device=source.device)
+        decoder([(source, 0)])(flat)
+        return flat[: source.nbytes].view(source.dtype).view(source.shape)
