@@ -36,6 +36,7 @@ def linear(packed: PackedTensor, x: Any, bias: Any) -> Tensor | None:
     PackedWeight
         Within `torch.jit.trace`.
     """
+    refuse_trace(packed.name)
     if type(x) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
         return None
     if transformed() or forward_ad._current_level >= 0:
@@ -54,7 +55,6 @@ def linear(packed: PackedTensor, x: Any, bias: Any) -> Tensor | None:
         return None
     if bias is not None and len(bias) != rows:
         return None
-    refuse_trace(packed.name)
     grads = is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if grads or torch._C._len_torch_dispatch_stack():  # somebody counts operators, or records them
         return cast(Tensor, torch.ops.tpde.linear(x, bias, packed.key, rows, False))
