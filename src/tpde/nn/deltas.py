@@ -58,7 +58,7 @@ class Deltas:
         self._copies: list[Copies] = []
         self._tensors: list[PackedTensor] = []
         self._plain: str | None = None  # what plain parameters are under
-        self._settled = True  # all of them: what was interrupted may have left some of them under others
+        self._whole = True  # all of them: what was interrupted may have left some of them under others
         self._turn = threading.RLock()  # plain parameters are under one delta at a time, for all threads
         self._parts: Parts | None = None
         self._methods: list[AroundModel] = []
@@ -95,11 +95,16 @@ class Deltas:
         Raises
         ------
         InvalidInput
-            If there is none of that name; if a list is empty.
+            If there is none of that name; if a list is empty; if it is something else.
         PackedWeight
             If the caller is within a forward pass; if a CUDA graph was recorded of the model, which would go
             on with the weights that were in use then; if a plain parameter that deltas change was changed by
             others since.
+
+        Notes
+        -----
+        After it was interrupted, as by Ctrl-C, some weights may be under another delta than others: forward
+        passes are refused until it is called again, and comes to its end.
 
         Examples
         --------
@@ -107,38 +112,60 @@ class Deltas:
         >>> model.use(None)  # the base  # doctest: +SKIP
         >>> model.use(["math", None, "law"])  # of a batch's three rows, each  # doctest: +SKIP
         """
-        chosen: Chosen = tuple(name) if isinstance(name, (list, tuple)) else name
-        for it in chosen if isinstance(chosen, tuple) else (chosen,):
-            self._require(it)
-        if chosen == () or (isinstance(chosen, tuple) and not self.names):
-            raise InvalidInput(
-                f"`use` was given {len(chosen)} names, of {len(self.names)} deltas",
-                hint="name one for each row",
-            )
+        chosen = self._chosen(name)
         with self.passes.none():
-            if chosen == self.active and self._settled:
+            if chosen == self.active and self.choice.settled:
                 return
             self._require_unrecorded()
             if isinstance(chosen, tuple):
                 for copy in self._copies:
                     copy.check()
-                    copy.note()
                 self._begin_requests()
+            else:
+                self._require_own(chosen)
+            self.choice.settled = False  # until all is done: Ctrl-C may come at any time
+            if isinstance(chosen, tuple):
+                for copy in self._copies:
+                    copy.note()
             else:
                 self._set(chosen)
                 self._end_requests()
             self.choice.active = chosen
             for slot in self._slots():
                 slot.updated()
+            self.choice.settled = True
 
-    def _require(self, name: object) -> None:
-        if name is not None and name not in self.names:
+    def require_settled(self) -> None:
+        """Refuse weights that `use` was interrupted at.
+
+        Raises
+        ------
+        PackedWeight
+            If it was.
+        """
+        self.choice.require_settled()
+
+    def _chosen(self, name: object) -> Chosen:
+        """What `use` was given, if there is that."""
+        if not isinstance(name, (list, tuple)):
+            return self._known(name)
+        if not (name and self.names):
             raise InvalidInput(
-                f"the model has no delta {name!r}",
-                hint=f"use one of {', '.join(map(repr, self.names))}, or None for the base",
-                found=name,
-                needed=self.names,
+                f"`use` was given {len(name)} names, of {len(self.names)} deltas",
+                hint="name one for each row",
             )
+        return tuple(self._known(it) for it in name)
+
+    def _known(self, name: object) -> str | None:
+        if name is None or (isinstance(name, str) and name in self.names):
+            return name
+        known = ", ".join(map(repr, self.names))
+        raise InvalidInput(
+            f"the model has no delta {name!r}",
+            hint=f"use one of {known}, or None for the base; or a list of them, one for each row",
+            found=name,
+            needed=self.names,
+        )
 
     def _require_unrecorded(self) -> None:
         if self.choice.recorded:
@@ -148,17 +175,26 @@ class Deltas:
                 hint="record graphs of models that were loaded for one delta each",
             )
 
-    def _set(self, name: str | None, *, own: bool = False) -> None:
-        """Have plain parameters under a name."""
-        if name == self._plain and self._settled:
+    def _is_under(self, name: str | None) -> bool:
+        """Whether plain parameters are under a name, all of them."""
+        return name == self._plain and self._whole
+
+    def _require_own(self, name: str | None, *, own: bool = False) -> None:
+        """Refuse to write over plain parameters that are nobody's but the caller's: see `Copies.check`."""
+        if self._is_under(name):
             return
         for it in self._copies:
             it.check(own=own)
-        self._settled = False
+
+    def _set(self, name: str | None) -> None:
+        """Have plain parameters under a name."""
+        if self._is_under(name):
+            return
+        self._whole = False
         for it in self._copies:
             it.set(name)
         torch.clear_autocast_cache()  # which keeps casts of parameters, whatever is written to them since
-        self._plain, self._settled = name, True
+        self._plain, self._whole = name, True
 
     # ---- a delta for each row ----
 
@@ -192,31 +228,38 @@ class Deltas:
     @contextmanager
     def _at(self, name: str | None) -> Iterator[None]:
         """Let this thread's calls be under a name meanwhile."""
-        if name != self._plain or not self._settled:
+        if not self._is_under(name):
             self._require_unrecorded()
-        self._set(name, own=True)
+        self._require_own(name, own=True)
+        self._set(name)
         with self.choice.at(name):
             yield
 
     def _begin_requests(self) -> None:
-        if self._parts is not None:
+        """Refuse parts of the model, and have other methods stand in their places: all, or none of it."""
+        if isinstance(self.active, tuple) and self.choice.settled:
             return
+        self._end_requests()  # what was interrupted may have left a part of it
         model = self.model
         changed = {id(it) for it in self._tensors} | {id(it.tensor()) for it in self._copies}
-        self._parts = Parts(model, changed, self.choice)
-        for name, make in METHODS.items():
-            if (made := make(self, model)) is not None:
-                model.__dict__[name] = made
-                self._methods.append(made)
+        try:
+            self._parts = Parts(self.choice)
+            self._parts.refuse(model, changed)
+            for name, make in METHODS.items():
+                if (made := make(self, model)) is not None:
+                    self._methods.append(made)
+                    model.__dict__[name] = made
+        except BaseException:
+            self._end_requests()
+            raise
 
     def _end_requests(self) -> None:
-        if self._parts is None:
-            return
-        self._parts.remove()
-        self._parts = None
         for it in self._methods:
             it.leave(self.model)
         self._methods.clear()
+        if self._parts is not None:
+            self._parts.remove()
+        self._parts = None
 
     def _slots(self) -> list[Slot]:
         return [it for tensor in self._tensors for it in tensor.users() if isinstance(it, Slot)]
@@ -321,6 +364,7 @@ def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
     ------
     PackedWeight
         If they go by those of a model of which this one is a part.
+        If `use` was interrupted.
     InvalidInput
         If each row of a batch has its own.
     """
@@ -333,6 +377,7 @@ def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
             )
     if own is None:
         return
+    own.require_settled()
     if isinstance(own.active, tuple):
         raise InvalidInput(f"each of {len(own.active)} rows has a delta of its own", hint=WHOLE)
     own.close()

@@ -109,6 +109,7 @@ class ModelForward(AroundModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As before; nothing changes meanwhile."""
         if is_compiling():
+            self.deltas.require_settled()
             if isinstance(self.deltas.choice.active, tuple):
                 raise InvalidInput(
                     "each row of a batch has a delta of its own, and the model was to be compiled for that",
@@ -116,6 +117,7 @@ class ModelForward(AroundModel):
                 )
             return self.run(args, kwargs)
         with self.deltas.passes.one():
+            self.deltas.require_settled()
             names = self.deltas.choice.rows()
             if names is None:
                 return self.run(args, kwargs)
