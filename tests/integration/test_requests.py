@@ -108,8 +108,10 @@ def test_from_files(llama: Tunes) -> None:
             assert_same_bits(found[0][rows], llama.plain[it](took[rows]).logits)
             embedded = llama.plain[None].get_input_embeddings()(took)
         found = llama.packed(inputs_embeds=embedded, position_ids=torch.arange(5).expand(4, -1)).logits
+        again = llama.packed(inputs_embeds=embedded, position_ids=torch.arange(5)[None]).logits
         for it, rows in places(names).items():
             assert_same_bits(found[rows], llama.plain[it](inputs_embeds=embedded[rows]).logits)
+        assert_same_bits(again, found)
 
 
 def test_forward_refuses(llama: Tunes) -> None:
@@ -123,7 +125,7 @@ def test_forward_refuses(llama: Tunes) -> None:
         "attention_mask": torch.ones(2, 1, 5, 5),
         "cache_position": torch.arange(5),
         "logits_to_keep": torch.tensor([1, 2]),
-        "position_ids": torch.arange(5)[None],
+        "position_ids": torch.arange(5).expand(3, -1),
         "other": [cache],
     }.items():
         with pytest.raises(InvalidInput, match=f"`{name}`") as caught:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import gc
+import io
 import itertools
 import pickle
 import threading
@@ -195,6 +197,9 @@ def test_an_interrupted_switch(pack: bool, before: Any, again: Any, monkeypatch:
     ):
         with pytest.raises(PackedWeight, match=r"`use` of the model was interrupted.*call `use` again"):
             call()
+    if pack:
+        with pytest.raises((PackedWeight, InvalidInput), match=r"interrupted|state"):
+            torch.save(model.state_dict(), io.BytesIO())
     if pack and before == "law":
         for call in (model.blocks[0].up.weight.float, lambda: copy.deepcopy(model.blocks[0])):
             with pytest.raises(PackedWeight, match="was interrupted"):
@@ -637,8 +642,40 @@ def test_the_one_positional_tensor(odd: Any) -> None:
     assert_same_bits(odd.took[0][0], X[[0, 2]])
     assert all(it[1] is marker and it[2] == ("rest",) and it[3] == {"flag": True} for it in odd.took)
     assert odd(X.view(3, 1, 1, 64)).shape == (3, 1, 1, 64)
+    assert len(odd.took) == 4
+    for it in (Slotted("text"), collections.deque([1]), functools.partial(len, X.shape), closure_of("text")):
+        odd(X, it)
+        assert odd.took[-1][1] is it
     odd(X, attention_mask=X[:, :7])
     assert_same_bits(odd.took[-1][3]["attention_mask"], X[1:2, :7])
+
+
+class Slotted:
+    __slots__ = ("held", "unset")
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class SlottedToo(Slotted):
+    __slots__ = "one"  # noqa: PLC0205
+
+    def __init__(self, held: Any, one: Any) -> None:
+        super().__init__(held)
+        self.one = one
+
+
+def closure_of(held: Any) -> Any:
+    def call() -> Any:
+        return held, later
+
+    if held is None:
+        later = 1
+    return call
+
+
+def nested(tensor: Any) -> Any:
+    return torch.nested.nested_tensor(list(tensor), layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
@@ -657,6 +694,20 @@ def test_the_one_positional_tensor(odd: Any) -> None:
         ((X,), {"attention_mask": [[1]] * 3}, "attention_mask"),
         ((X,), {"attention_mask": X[:, :3]}, "attention_mask"),
         ((X[0, 0],), {}, "x"),
+        ((X.to_sparse(),), {}, "x"),
+        ((nested(X),), {}, "x"),
+        ((X,), {"other": nested(X)}, "other"),
+        ((X,), {"input_ids": X.to_sparse()}, "input_ids"),
+        ((X,), {"slots": Slotted(X)}, "slots"),
+        ((X,), {"slots": SlottedToo(X, 1)}, "slots"),
+        ((X,), {"slots": SlottedToo(1, X)}, "slots"),
+        ((X,), {"queue": collections.deque([X])}, "queue"),
+        ((X,), {"view": {"a": X}.values()}, "view"),
+        ((X,), {"default": collections.defaultdict(list, a=[X])}, "default"),
+        ((X,), {"part": functools.partial(torch.add, X)}, "part"),
+        ((X,), {"part": functools.partial(torch.add, other=X)}, "part"),
+        ((X,), {"closure": closure_of(X)}, "closure"),
+        ((X,), {"closure": closure_of(closure_of([X]))}, "closure"),
     ],
 )
 def test_what_is_not_known_to_hold_rows(odd: Any, args: Any, kwargs: Any, name: str) -> None:
@@ -671,11 +722,22 @@ def test_other_numbers_of_rows(odd: Any) -> None:
         with pytest.raises(InvalidInput, match=f"`x` has {len(took)} rows, .* for 3") as caught:
             odd(took)
         assert (caught.value.found, caught.value.needed) == (len(took), 3)
-    with pytest.raises(InvalidInput, match="`position_ids` has 1 rows"):
-        odd(X, position_ids=torch.zeros(1, 64))
+    for name, rows in (("position_ids", 2), ("attention_mask", 1), ("decoder_input_ids", 1)):
+        with pytest.raises(InvalidInput, match=f"`{name}` has {rows} rows"):
+            odd(X, **{name: torch.zeros(rows, 64)})
+    with pytest.raises(InvalidInput, match="no argument is known"):
+        odd(None, position_ids=torch.zeros(1, 64))
     with pytest.raises(InvalidInput, match="no argument is known"):
         odd(None)
     assert not odd.took
+
+
+def test_positions_of_all_rows(odd: Any) -> None:
+    positions = torch.arange(64)[None]
+    odd(X, position_ids=positions)
+    assert [it[3]["position_ids"] is positions for it in odd.took] == [True, True]
+    odd(X, position_ids=positions.expand(3, -1))
+    assert [len(it[3]["position_ids"]) for it in odd.took[2:]] == [2, 1]
 
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -695,6 +757,8 @@ def test_results(odd: Any) -> None:
         (lambda y: (y, None, (y * 2, ())), lambda it: it[2][0] / 2),
         (lambda y: [y, y], lambda it: it[1]),
         (lambda y: {"a": y}, lambda it: it["a"]),
+        (lambda y: {1: y, "1": y * 2}, lambda it: it[1]),
+        (lambda y: {1: y * 2, "1": y}, lambda it: it["1"]),
         (lambda y: collections.OrderedDict(a=y), lambda it: it["a"]),
         (lambda y: Pair(y, (y,)), lambda it: it.right[0]),
         (Result, lambda it: it.left),
@@ -712,6 +776,7 @@ def test_results(odd: Any) -> None:
         (lambda y: y.sum(), "the output"),
         (lambda y: y[:0], "the output"),
         (lambda y: {"loss": y.sum(), "logits": y}, "loss"),
+        (lambda y: {1: y, 2: y.sum()}, r"the output\[2\]"),
         (lambda y: Result(y, {"deep": object()}), "deep"),
         (lambda y: (y, len(y)), r"the output\[1\]"),
         (lambda y: (y,) * len(y), "the output"),
@@ -719,11 +784,16 @@ def test_results(odd: Any) -> None:
         (lambda y: y[:, : len(y)], "the output"),
         (lambda y: y.to(torch.float64) if len(y) == 1 else y, "the output"),
         (lambda y: {str(len(y)): y}, "the output"),
+        (lambda y: collections.defaultdict(list, a=y), "the output"),
+        (lambda y: collections.deque([y]), "the output"),
+        (lambda y: y.to_sparse(), "the output"),
+        (lambda y: {"deep": (y, y.to_sparse())}, r"deep\[1\]"),
+        (nested, "the output"),
     ],
 )
 def test_results_that_cannot_be_joined(odd: Any, result: Any, name: str) -> None:
     odd.result = result
-    with pytest.raises(InvalidInput, match=f"`{name}`.*cannot be joined"):
+    with pytest.raises(InvalidInput, match=f"`{name}`.*cannot be (joined|made of joined parts)"):
         odd(X)
     assert odd.tpde_deltas.active == ("a", "b", "a")
 

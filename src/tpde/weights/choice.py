@@ -67,8 +67,8 @@ class Choice:
         """
         if not self.settled:
             raise PackedWeight(
-                "the last `use` of the model was interrupted, or is under way in another thread: some weights "
-                "may be under another delta than others",
+                "the last `use` of the model was interrupted, or is under way in another thread: some of its "
+                "weights may be under another delta than others",
                 hint="call `use` again",
             )
 
