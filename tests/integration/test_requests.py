@@ -12,7 +12,7 @@ from support.models import assert_same_bits, inputs, make, torch
 from support.tunes import tuned
 
 import tpde
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, PackedWeight
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
@@ -157,6 +157,18 @@ def test_parts_are_refused(llama: Tunes, tmp_path: Path) -> None:
     with torch.no_grad():
         found = llama.packed.model(ids).last_hidden_state
         assert_same_bits(found, llama.plain["law"].model(ids).last_hidden_state)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames these methods
+def test_gradient_checkpointing_is_refused_before_it_fails() -> None:
+    tunes = tunes_of("llama")
+    ids = inputs("llama", 2, 5)["input_ids"]
+    tunes.packed.use(["math", None])
+    tunes.packed.train().gradient_checkpointing_enable()
+    with pytest.raises(PackedWeight, match="does gradient checkpointing"):
+        tunes.packed(ids)
+    tunes.packed.gradient_checkpointing_disable()
+    tunes.packed(ids)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for what transformers renamed

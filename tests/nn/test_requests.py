@@ -532,6 +532,36 @@ def test_compiled(tunes: Tunes) -> None:
         torch.compile(tunes.packed, backend="aot_eager", fullgraph=True)(IDS[:2])
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traced(tunes: Tunes) -> None:
+    plain = make(pack=False, blocks=1)
+    plain.packed.use("math")
+    traced = torch.jit.trace(plain.packed, IDS)
+    with torch.no_grad():
+        assert_same_bits(traced(IDS), plain.plain["math"](IDS))
+    for model in (tunes.packed, plain.packed):
+        model.use(["math", "law"])
+        with pytest.raises((PackedWeight, InvalidInput), match=r"torch\.jit\.trace|each of 2 rows"):
+            torch.jit.trace(model, IDS[:2])
+    plain.check(["math", "law"])
+
+
+def test_checkpointing_is_refused_where_it_would_fail(tunes: Tunes) -> None:
+    model = tunes.packed
+    model.use(["math", "law"])
+    model.blocks[1].gradient_checkpointing = True
+    tunes.check(["math", "law"])
+    model(IDS[:2])  # in evaluation
+    model.train()
+    with pytest.raises(PackedWeight, match=r"`blocks\.1` does gradient checkpointing") as caught:
+        model(IDS[:2])
+    assert caught.value.where == "blocks.1"
+    with torch.no_grad():
+        model(IDS[:2])
+    model.use("math")
+    model(IDS[:2])
+
+
 @pytest.mark.parametrize("pack", [True, False], ids=["packed", "plain"])
 def test_compiled_after_an_interruption(pack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()

@@ -339,9 +339,11 @@ def attach(
     Raises
     ------
     InvalidInput
-        If the model has deltas already, or a method `use` of its own.
+        If the model has deltas already, or a method `use` of its own; if it is a ScriptModule, or deltas
+        change parameters of one in it.
     """
     _require_none(model)
+    _require_no_script(model, plain)
     made = Deltas(names, Choice(), Owner(model))
     made.copy(model, plain)
     made.put(model, variants)
@@ -395,6 +397,20 @@ def _require_none(model: nn.Module) -> None:
         )
 
 
+def _require_no_script(model: nn.Module, names: Collection[str]) -> None:
+    """Refuse parameters, of these names, of ScriptModules, which hold them where Python cannot reach them."""
+    for path, it in model.named_modules():
+        if isinstance(it, torch.jit.ScriptModule) and (
+            not path or any(name.startswith(f"{path}.") for name in names)
+        ):
+            what = f"`{path}`" if path else "the model"
+            raise InvalidInput(
+                f"{what} is a ScriptModule, and has no deltas",
+                hint="add them to the module that it was made of",
+                where=path or None,
+            )
+
+
 def check_names(deltas: object) -> None:
     """Refuse deltas that have no names by which they can be used.
 
@@ -436,7 +452,7 @@ def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
     MissingBase
         If a tensor is not what a delta was made from, or not there: it is named, and nothing was changed.
     InvalidInput
-        If it is no delta, no name, or the model has deltas already.
+        If it is no delta, no name, or the model has deltas already; if what they change is in a ScriptModule.
     PackedWeight
         If a delta changes a weight that is made of several tensors, or most of one which does not shrink.
     Truncated, Corrupt, UnsupportedVersion
