@@ -36,7 +36,7 @@ FILES: dict[str, tuple[str, bool, dict[str, Spec]]] = {
 }  # fmt: skip
 
 
-def _numbers(seed: int) -> Iterator[int]:
+def split_mix(seed: int) -> Iterator[int]:
     """64-bit SplitMix numbers."""
     mask, state = (1 << 64) - 1, seed
     while True:
@@ -46,8 +46,9 @@ def _numbers(seed: int) -> Iterator[int]:
         yield z ^ z >> 31
 
 
-def _words(content: str, bits: int, words: int, seed: int) -> Iterator[int]:
-    draw = _numbers(seed)
+def words_of(content: str, bits: int, words: int, seed: int) -> Iterator[int]:
+    """Words of so many bits that are like weights, masks, or whatever `content` says."""
+    draw = split_mix(seed)
     for i in range(words):
         z = next(draw)
         low = z >> 8 & (1 << bits) - 1
@@ -81,7 +82,7 @@ def source_of(name: str) -> bytes:
         b = DTYPES[dtype].word_bytes
         words = math.prod(shape) * DTYPES[dtype].bits // (8 * b)
         begin, end = places[n]
-        data[begin:end] = b"".join(w.to_bytes(b, "little") for w in _words(content, 8 * b, words, seed))
+        data[begin:end] = b"".join(w.to_bytes(b, "little") for w in words_of(content, 8 * b, words, seed))
     return len(header).to_bytes(8, "little") + header + bytes(data)
 
 

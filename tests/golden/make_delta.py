@@ -1,16 +1,16 @@
-"""Make the golden delta: `python tests/golden/make_delta.py`. Not rerun once version 1 is frozen.
+"""Make the golden delta: `PYTHONPATH=tests python -m golden.make_delta`.
 
-Both states come from the numbers of `make.py`, in plain integers.
+Not rerun once version 1 is frozen. Both states come from the numbers of `make.py`, in plain integers.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from golden.make import split_mix, words_of
 
 HERE = Path(__file__).resolve().parent
 DELTA, LIST = HERE / "delta.tpde", HERE / "delta.json"
@@ -28,25 +28,13 @@ TENSORS = {
 }
 
 
-def _make() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_make", HERE / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKE = _make()
-
-
 def _states() -> Iterator[tuple[str, str, bytes, bytes]]:
     from tpde.format.constants import DTYPES
 
     for seed, (name, (dtype, words, content, every)) in enumerate(TENSORS.items()):
-        bits, draw = 8 * DTYPES[dtype].word_bytes, MAKE._numbers(1000 + seed)
+        bits, draw = 8 * DTYPES[dtype].word_bytes, split_mix(1000 + seed)
         old, new = [], []
-        for word in MAKE._words("noise" if content == "constant" else content, bits, words, seed):
+        for word in words_of("noise" if content == "constant" else content, bits, words, seed):
             z = next(draw)
             step = (1 + (z >> 20 & -(z >> 20)).bit_length() // 2) * (1 if z >> 60 & 1 else -1)
             changes = every and (z >> 32) % every == 0

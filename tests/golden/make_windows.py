@@ -1,17 +1,17 @@
-"""Make the golden windows: `python tests/golden/make_windows.py`. Not rerun once version 1 is frozen.
+"""Make the golden windows: `PYTHONPATH=tests python -m golden.make_windows`.
 
-The matrices come from the numbers of `make.py`, in plain integers.
+Not rerun once version 1 is frozen. The matrices come from the numbers of `make.py`, in plain integers.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from golden.make import words_of
 
 HERE = Path(__file__).resolve().parent
 LIST = HERE / "windows.json"
@@ -29,23 +29,11 @@ def path_of(name: str) -> Path:
     return HERE / f"windows_{name}.bin"
 
 
-def _make() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_make", HERE / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKE = _make()
-
-
 def matrix(name: str) -> np.ndarray:
     """Give a matrix."""
     rows, columns, content = MATRICES[name]
     seed = 2000 + list(MATRICES).index(name)
-    made = list(MAKE._words("noise" if content == "noise" else "bell", 16, rows * columns, seed))
+    made = list(words_of("noise" if content == "noise" else "bell", 16, rows * columns, seed))
     if content == "pruned":
         made = [0 if i * 7 % 11 < 5 else word for i, word in enumerate(made)]
     return np.array(made, np.uint16).reshape(rows, columns)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from support.files import blobs, unpack_bytes, verify_bytes
 
+from golden import make
 from tpde.codec import reference
 from tpde.format.constants import DTYPES
 from tpde.packing.reader import PackedFile
@@ -19,25 +18,13 @@ HERE = Path(__file__).resolve().parent
 LIST: dict[str, dict[str, str]] = json.loads((HERE / "golden.json").read_text())
 
 
-def _make() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("golden_make", HERE / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKE = _make()
-
-
 def _packed(name: str) -> bytes:
-    return (HERE / (name + MAKE.SUFFIX)).read_bytes()
+    return (HERE / (name + make.SUFFIX)).read_bytes()
 
 
 def test_the_list_names_every_file_and_all_are_small() -> None:
-    files = sorted(HERE.glob("*" + MAKE.SUFFIX))
-    assert [p.name.removesuffix(MAKE.SUFFIX) for p in files] == sorted(LIST) == sorted(MAKE.FILES)
+    files = sorted(HERE.glob("*" + make.SUFFIX))
+    assert [p.name.removesuffix(make.SUFFIX) for p in files] == sorted(LIST) == sorted(make.FILES)
     assert sum(p.stat().st_size for p in files) < 60_000
 
 
@@ -57,10 +44,10 @@ def test_the_reference_reads_golden_files_alike(name: str) -> None:
             assert reference.decode_blob(blob) == file.read(tensor).tobytes(), tensor
 
 
-@pytest.mark.parametrize("name", [n for n in LIST if MAKE.FILES[n][1]])
+@pytest.mark.parametrize("name", [n for n in LIST if make.FILES[n][1]])
 def test_sources_packed_again_give_the_same_bytes(name: str, tmp_path: Path) -> None:
-    assert hashlib.sha256(MAKE.source_of(name)).hexdigest() == LIST[name]["source"]
-    found, needed = MAKE.pack(name, tmp_path), _packed(name)
+    assert hashlib.sha256(make.source_of(name)).hexdigest() == LIST[name]["source"]
+    found, needed = make.pack(name, tmp_path), _packed(name)
     # The source's header is a zstd frame, which another version of zstd may write differently.
     assert blobs(found) == blobs(needed)
     with PackedFile(found) as one, PackedFile(needed) as two:

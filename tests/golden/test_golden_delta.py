@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import tpde
+from golden import make_delta as golden
 from tpde.codec import delta_reference as reference
 from tpde.format.delta import HEADER, SPARSE
 from tpde.format.source import FileSource
@@ -18,40 +17,26 @@ from tpde.packing.reader import PackedFile
 from tpde.store.api import verify_delta
 from tpde.store.delta import DeltaFile
 
-HERE = Path(__file__).resolve().parent
-
-
-def _make() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("golden_make_delta", HERE / "make_delta.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MAKE = _make()
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Give a folder with both states, which are what they were."""
-    listed = json.loads(MAKE.LIST.read_text())
-    for name, state in zip(("base", "target"), MAKE.states(), strict=True):
+    listed = json.loads(golden.LIST.read_text())
+    for name, state in zip(("base", "target"), golden.states(), strict=True):
         assert hashlib.sha256(state).hexdigest() == listed[name]
         (tmp_path / f"{name}.safetensors").write_bytes(state)
-    assert hashlib.sha256(MAKE.DELTA.read_bytes()).hexdigest() == listed["delta"], "the delta was changed"
+    assert hashlib.sha256(golden.DELTA.read_bytes()).hexdigest() == listed["delta"], "the delta was changed"
     return tmp_path
 
 
 def test_the_golden_delta_gives_its_target(folder: Path) -> None:
-    tpde.patch(folder / "base.safetensors", MAKE.DELTA, folder / "out")
+    tpde.patch(folder / "base.safetensors", golden.DELTA, folder / "out")
     assert (folder / "out").read_bytes() == (folder / "target.safetensors").read_bytes()
-    assert verify_delta(MAKE.DELTA, base=folder / "base.safetensors") == []
+    assert verify_delta(golden.DELTA, base=folder / "base.safetensors") == []
 
 
 def test_the_slow_codec_reads_its_chunks(folder: Path) -> None:
-    file, sparse = DeltaFile(FileSource(MAKE.DELTA)), 0
+    file, sparse = DeltaFile(FileSource(golden.DELTA)), 0
     with PackedFile(folder / "base.safetensors") as base, PackedFile(folder / "target.safetensors") as target:
         for it in file.head.tensors:
             assert reference.fingerprint(target.read(it.name).tobytes()) == it.target
@@ -71,12 +56,12 @@ def test_the_slow_codec_reads_its_chunks(folder: Path) -> None:
 
 
 def test_the_same_states_give_the_same_delta(folder: Path) -> None:
-    found, needed = MAKE.make(folder), MAKE.DELTA.read_bytes()
+    found, needed = golden.make(folder), golden.DELTA.read_bytes()
     # The contents are a zstd frame, which another version of zstd may write differently.
     size = HEADER.unpack_from(needed)[6]
     assert found[HEADER.size : HEADER.size + size] == needed[HEADER.size : HEADER.size + size]
     (folder / "found").write_bytes(found)
-    one, two = DeltaFile(FileSource(folder / "found")), DeltaFile(FileSource(MAKE.DELTA))
+    one, two = DeltaFile(FileSource(folder / "found")), DeltaFile(FileSource(golden.DELTA))
     assert one.head.models == two.head.models
     for a, b in zip(one.head.tensors, two.head.tensors, strict=True):
         assert (a.name, a.spec, a.codec, a.size, a.model) == (b.name, b.spec, b.codec, b.size, b.model)

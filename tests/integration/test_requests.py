@@ -12,7 +12,7 @@ from support.models import assert_same_bits, inputs, make, torch
 from support.tunes import tuned
 
 import tpde
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, PackedWeight
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
@@ -108,8 +108,10 @@ def test_from_files(llama: Tunes) -> None:
             assert_same_bits(found[0][rows], llama.plain[it](took[rows]).logits)
             embedded = llama.plain[None].get_input_embeddings()(took)
         found = llama.packed(inputs_embeds=embedded, position_ids=torch.arange(5).expand(4, -1)).logits
+        again = llama.packed(inputs_embeds=embedded, position_ids=torch.arange(5)[None]).logits
         for it, rows in places(names).items():
             assert_same_bits(found[rows], llama.plain[it](inputs_embeds=embedded[rows]).logits)
+        assert_same_bits(again, found)
 
 
 def test_forward_refuses(llama: Tunes) -> None:
@@ -123,7 +125,7 @@ def test_forward_refuses(llama: Tunes) -> None:
         "attention_mask": torch.ones(2, 1, 5, 5),
         "cache_position": torch.arange(5),
         "logits_to_keep": torch.tensor([1, 2]),
-        "position_ids": torch.arange(5)[None],
+        "position_ids": torch.arange(5).expand(3, -1),
         "other": [cache],
     }.items():
         with pytest.raises(InvalidInput, match=f"`{name}`") as caught:
@@ -155,6 +157,18 @@ def test_parts_are_refused(llama: Tunes, tmp_path: Path) -> None:
     with torch.no_grad():
         found = llama.packed.model(ids).last_hidden_state
         assert_same_bits(found, llama.plain["law"].model(ids).last_hidden_state)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames these methods
+def test_gradient_checkpointing_is_refused_before_it_fails() -> None:
+    tunes = tunes_of("llama")
+    ids = inputs("llama", 2, 5)["input_ids"]
+    tunes.packed.use(["math", None])
+    tunes.packed.train().gradient_checkpointing_enable()
+    with pytest.raises(PackedWeight, match="does gradient checkpointing"):
+        tunes.packed(ids)
+    tunes.packed.gradient_checkpointing_disable()
+    tunes.packed(ids)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for what transformers renamed

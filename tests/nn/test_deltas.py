@@ -480,6 +480,26 @@ def test_names() -> None:
         add_deltas(packed, ["math.tpde"])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_script_modules_have_no_deltas() -> None:
+    torch.manual_seed(5)
+    script = torch.jit.script(torch.nn.Linear(64, 64))
+    model = torch.nn.Sequential(script, torch.nn.Linear(64, 64))
+    for base, name, part in ((script, "the model", ""), (model, "`0`", "0."), (model, "", "1.")):
+        state = {key: it.detach() for key, it in base.state_dict().items()}
+        new = {key: it + 1 if key.startswith(part) else it for key, it in state.items()}
+        delta = tpde.make_delta({key: it.clone() for key, it in state.items()}, new)
+        if name:
+            with pytest.raises(InvalidInput, match=f"{name} is a ScriptModule"):
+                add_deltas(base, {"more": delta})
+            assert not hasattr(base, "use")
+            continue
+        add_deltas(model, {"more": delta})
+        for names in (None, "more", ["more", None]):
+            model.use(names)
+            assert model(torch.ones(2, 64)).shape == (2, 64)
+
+
 def test_large_copies_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A model that is not packed has deltas, too; each is a copy of what it changes."""
     monkeypatch.setattr("tpde.nn.deltas._LOUD_BYTES", 1 << 16)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import gc
+import io
+import itertools
 import pickle
 import threading
 import time
 import weakref
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from support.models import assert_same_bits
 from support.small import Model, torch
@@ -19,7 +23,9 @@ from support.tunes import tuned
 
 import tpde
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn import add_deltas, pack_module, plain_state_dict
+from tpde.nn import add_deltas, deltas, pack_module, plain_state_dict
+from tpde.nn.copies import Copies
+from tpde.nn.parts import Parts
 from tpde.nn.requests import Batch
 
 IDS = torch.arange(35).reshape(5, 7)
@@ -124,6 +130,9 @@ def test_names_that_there_are_not(tunes: Tunes) -> None:
     for names in (["math", "lore"], [3], ("",), ["math", ["law"]]):
         with pytest.raises(InvalidInput, match="'math', 'law', or None"):
             tunes.packed.use(names)
+    for names in (np.array(["math", None]), np.array("math"), [np.array(["math"])], {"math"}):
+        with pytest.raises(InvalidInput, match=r"no delta .*'math', 'law', or None .*; or a list of them"):
+            tunes.packed.use(names)
     for names in ([], ()):
         with pytest.raises(InvalidInput, match="name one for each row"):
             tunes.packed.use(names)
@@ -151,6 +160,156 @@ def test_the_choice_stays_after_errors(tunes: Tunes) -> None:
     tunes.check(names)
     tunes.packed.use("law")
     tunes.check(["law"] * 2)
+
+
+# ---- interruptions
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, after: bool = False) -> None:
+    """Let Ctrl-C come in the place of a call, or after it: of the `at`th, and once only."""
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        now = next(calls) == at
+        if after or not now:
+            found = real(*args, **kwargs)
+        if now:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(owner, name, called)
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("before", ["law", ["law", "math"]], ids=["one", "rows"])
+@pytest.mark.parametrize("again", [None, "math", "law", ["math", None], ["law", "math"]], ids=str)
+def test_an_interrupted_switch(pack: bool, before: Any, again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tunes = make(pack=pack, blocks=2)
+    model = tunes.packed
+    model.use(before)
+    tunes.check(["law", "math"] if before == ["law", "math"] else ["law"] * 2)
+    interrupt(monkeypatch, Copies, "set", 3)
+    with pytest.raises(KeyboardInterrupt):
+        model.use("math" if before == "law" else None)
+    for call in (
+        lambda: model(IDS[:2]),
+        lambda: tpde.unpack_module(model),
+    ):
+        with pytest.raises(PackedWeight, match=r"`use` of the model was interrupted.*call `use` again"):
+            call()
+    if pack:
+        with pytest.raises((PackedWeight, InvalidInput), match=r"interrupted|state"):
+            torch.save(model.state_dict(), io.BytesIO())
+    if pack and before == "law":
+        for call in (model.blocks[0].up.weight.float, lambda: copy.deepcopy(model.blocks[0])):
+            with pytest.raises(PackedWeight, match="was interrupted"):
+                call()
+    model.use(again)
+    tunes.check(again if isinstance(again, list) else [again] * 2)
+    model.use(None)
+    tunes.check([None] * 2)
+
+
+@pytest.mark.parametrize("again", ["law", "math", None, ["math", None]], ids=str)
+@pytest.mark.parametrize("before", ["law", ["law", "math"]], ids=["one", "rows"])
+@pytest.mark.parametrize("end", ["_end_requests", "after _end_requests", "remove", "_slots"])
+def test_a_switch_that_is_interrupted_at_its_end(
+    end: str, before: Any, again: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain parameters are under the new name then, and packed ones under the old one, or under both."""
+    if (end, before) == ("remove", "law"):
+        return  # there is nothing to remove
+    tunes = make(blocks=1)
+    tunes.packed.use(before)
+    name, owner = end.removeprefix("after "), Parts if end == "remove" else deltas.Deltas
+    with monkeypatch.context() as patch:
+        interrupt(patch, owner, name, 1, after=name != end)
+        with pytest.raises(KeyboardInterrupt):
+            tunes.packed.use("math")
+    with pytest.raises(PackedWeight, match="was interrupted"):
+        tunes.packed(IDS[:2])
+    tunes.packed.use(again)
+    tunes.check(again if isinstance(again, list) else [again] * 2)
+    tunes.packed.use(None)
+    tunes.check([None])
+    assert not any(it._forward_pre_hooks for it in tunes.packed.modules())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(torch.nn.Module, "register_forward_pre_hook"), (deltas, "Parts"), (Parts, "refuse")]
+)
+def test_rows_that_are_not_begun(owner: Any, name: str, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of them stays, and the delta before is in use."""
+    tunes = make(blocks=2)
+    tunes.packed.use("law")
+    before = set(tunes.packed.__dict__)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("half way")
+
+    real, calls = getattr(owner, name), list[int]()
+    with monkeypatch.context() as patch:
+        if name == "register_forward_pre_hook":
+
+            def third(*args: Any, **kwargs: Any) -> Any:
+                calls.append(1)
+                return fail() if len(calls) == 3 else real(*args, **kwargs)
+
+            patch.setattr(owner, name, third)
+        else:
+            patch.setattr(owner, name, fail)
+        with pytest.raises(error, match="half way"):
+            tunes.packed.use(["math", "law"])
+    hooks = ("_forward_pre_hooks", "_state_dict_pre_hooks")
+    assert not any(getattr(it, name) for it in tunes.packed.modules() for name in hooks)
+    assert set(tunes.packed.__dict__) == before
+    tunes.check(["law"] * 2)
+    tunes.packed.use(["math", "law"])
+    tunes.check(["math", "law"])
+    with pytest.raises(InvalidInput, match="by itself"):
+        tunes.packed.blocks[0](torch.zeros(2, 64).bfloat16())
+
+
+def test_methods_that_cannot_stand_for_rows(tunes: Tunes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no such method")
+
+    tunes.packed.use("law")
+    monkeypatch.setitem(deltas.METHODS, "generate", fail)
+    with pytest.raises(RuntimeError, match="no such method"):
+        tunes.packed.use(["math", "law"])
+    assert not any(it._forward_pre_hooks for it in tunes.packed.modules())
+    tunes.check(["law"] * 2)
+
+
+def test_an_interrupted_call_of_rows(tunes: Tunes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one puts plain parameters where they should be, and so does `use`."""
+    for heal in (["math", "law"], None):
+        tunes.packed.use(["math", "law"])
+        tunes.check(["math", "law"])
+        with monkeypatch.context() as patch:
+            interrupt(patch, Copies, "set", 3)
+            with pytest.raises(KeyboardInterrupt):
+                tunes.packed(IDS[:2])
+        tunes.packed.use(heal)
+        tunes.check(heal or [None] * 2)
+
+
+def test_parameters_of_the_caller_are_not_overwritten() -> None:
+    tunes = make(torch.float32, blocks=2)
+    own = {"blocks.0.norm.weight": torch.full((64,), 3.0)}
+    tunes.packed.use(["math", "law"])
+    tunes.check(["math", "law"])
+    with pytest.raises(PackedWeight, match=r"`blocks\.0\.norm\.weight` is another tensor"):
+        torch.func.functional_call(tunes.packed, own, (IDS[:2],))
+    assert (own["blocks.0.norm.weight"] == 3).all()
+    tunes.check(["math", "law"])
+    tunes.packed.use("math")
+    with torch.no_grad():
+        found = torch.func.functional_call(tunes.packed, own, (IDS[:2],))
+        assert_same_bits(found, torch.func.functional_call(tunes.plain["math"], own, (IDS[:2],)))
+    assert (own["blocks.0.norm.weight"] == 3).all()
 
 
 def test_what_was_trained_is_not_lost(tunes: Tunes) -> None:
@@ -373,6 +532,53 @@ def test_compiled(tunes: Tunes) -> None:
         torch.compile(tunes.packed, backend="aot_eager", fullgraph=True)(IDS[:2])
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traced(tunes: Tunes) -> None:
+    plain = make(pack=False, blocks=1)
+    plain.packed.use("math")
+    traced = torch.jit.trace(plain.packed, IDS)
+    with torch.no_grad():
+        assert_same_bits(traced(IDS), plain.plain["math"](IDS))
+    for model in (tunes.packed, plain.packed):
+        model.use(["math", "law"])
+        with pytest.raises((PackedWeight, InvalidInput), match=r"torch\.jit\.trace|each of 2 rows"):
+            torch.jit.trace(model, IDS[:2])
+    plain.check(["math", "law"])
+
+
+def test_checkpointing_is_refused_where_it_would_fail(tunes: Tunes) -> None:
+    model = tunes.packed
+    model.use(["math", "law"])
+    model.blocks[1].gradient_checkpointing = True
+    tunes.check(["math", "law"])
+    model(IDS[:2])  # in evaluation
+    model.train()
+    with pytest.raises(PackedWeight, match=r"`blocks\.1` does gradient checkpointing") as caught:
+        model(IDS[:2])
+    assert caught.value.where == "blocks.1"
+    with torch.no_grad():
+        model(IDS[:2])
+    model.use("math")
+    model(IDS[:2])
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "plain"])
+def test_compiled_after_an_interruption(pack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    tunes = make(pack=pack, blocks=1)
+    compiled = torch.compile(tunes.packed, backend="aot_eager")
+    with torch.no_grad():
+        assert_same_bits(compiled(IDS), tunes.plain[None](IDS))
+        interrupt(monkeypatch, Copies, "set", 3)
+        with pytest.raises(KeyboardInterrupt):
+            tunes.packed.use("math")
+        with pytest.raises(PackedWeight, match="was interrupted"):
+            compiled(IDS)
+        tunes.packed.use("math")
+        assert_same_bits(compiled(IDS), tunes.plain["math"](IDS))
+    torch._dynamo.reset()
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks a block's input for it
 def test_compiled_blocks(tunes: Tunes) -> None:
     for block in tunes.packed.blocks:
@@ -466,8 +672,40 @@ def test_the_one_positional_tensor(odd: Any) -> None:
     assert_same_bits(odd.took[0][0], X[[0, 2]])
     assert all(it[1] is marker and it[2] == ("rest",) and it[3] == {"flag": True} for it in odd.took)
     assert odd(X.view(3, 1, 1, 64)).shape == (3, 1, 1, 64)
+    assert len(odd.took) == 4
+    for it in (Slotted("text"), collections.deque([1]), functools.partial(len, X.shape), closure_of("text")):
+        odd(X, it)
+        assert odd.took[-1][1] is it
     odd(X, attention_mask=X[:, :7])
     assert_same_bits(odd.took[-1][3]["attention_mask"], X[1:2, :7])
+
+
+class Slotted:
+    __slots__ = ("held", "unset")
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class SlottedToo(Slotted):
+    __slots__ = "one"  # noqa: PLC0205
+
+    def __init__(self, held: Any, one: Any) -> None:
+        super().__init__(held)
+        self.one = one
+
+
+def closure_of(held: Any) -> Any:
+    def call() -> Any:
+        return held, later
+
+    if held is None:
+        later = 1
+    return call
+
+
+def nested(tensor: Any) -> Any:
+    return torch.nested.nested_tensor(list(tensor), layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
@@ -486,6 +724,20 @@ def test_the_one_positional_tensor(odd: Any) -> None:
         ((X,), {"attention_mask": [[1]] * 3}, "attention_mask"),
         ((X,), {"attention_mask": X[:, :3]}, "attention_mask"),
         ((X[0, 0],), {}, "x"),
+        ((X.to_sparse(),), {}, "x"),
+        ((nested(X),), {}, "x"),
+        ((X,), {"other": nested(X)}, "other"),
+        ((X,), {"input_ids": X.to_sparse()}, "input_ids"),
+        ((X,), {"slots": Slotted(X)}, "slots"),
+        ((X,), {"slots": SlottedToo(X, 1)}, "slots"),
+        ((X,), {"slots": SlottedToo(1, X)}, "slots"),
+        ((X,), {"queue": collections.deque([X])}, "queue"),
+        ((X,), {"view": {"a": X}.values()}, "view"),
+        ((X,), {"default": collections.defaultdict(list, a=[X])}, "default"),
+        ((X,), {"part": functools.partial(torch.add, X)}, "part"),
+        ((X,), {"part": functools.partial(torch.add, other=X)}, "part"),
+        ((X,), {"closure": closure_of(X)}, "closure"),
+        ((X,), {"closure": closure_of(closure_of([X]))}, "closure"),
     ],
 )
 def test_what_is_not_known_to_hold_rows(odd: Any, args: Any, kwargs: Any, name: str) -> None:
@@ -500,11 +752,22 @@ def test_other_numbers_of_rows(odd: Any) -> None:
         with pytest.raises(InvalidInput, match=f"`x` has {len(took)} rows, .* for 3") as caught:
             odd(took)
         assert (caught.value.found, caught.value.needed) == (len(took), 3)
-    with pytest.raises(InvalidInput, match="`position_ids` has 1 rows"):
-        odd(X, position_ids=torch.zeros(1, 64))
+    for name, rows in (("position_ids", 2), ("attention_mask", 1), ("decoder_input_ids", 1)):
+        with pytest.raises(InvalidInput, match=f"`{name}` has {rows} rows"):
+            odd(X, **{name: torch.zeros(rows, 64)})
+    with pytest.raises(InvalidInput, match="no argument is known"):
+        odd(None, position_ids=torch.zeros(1, 64))
     with pytest.raises(InvalidInput, match="no argument is known"):
         odd(None)
     assert not odd.took
+
+
+def test_positions_of_all_rows(odd: Any) -> None:
+    positions = torch.arange(64)[None]
+    odd(X, position_ids=positions)
+    assert [it[3]["position_ids"] is positions for it in odd.took] == [True, True]
+    odd(X, position_ids=positions.expand(3, -1))
+    assert [len(it[3]["position_ids"]) for it in odd.took[2:]] == [2, 1]
 
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -524,6 +787,8 @@ def test_results(odd: Any) -> None:
         (lambda y: (y, None, (y * 2, ())), lambda it: it[2][0] / 2),
         (lambda y: [y, y], lambda it: it[1]),
         (lambda y: {"a": y}, lambda it: it["a"]),
+        (lambda y: {1: y, "1": y * 2}, lambda it: it[1]),
+        (lambda y: {1: y * 2, "1": y}, lambda it: it["1"]),
         (lambda y: collections.OrderedDict(a=y), lambda it: it["a"]),
         (lambda y: Pair(y, (y,)), lambda it: it.right[0]),
         (Result, lambda it: it.left),
@@ -541,6 +806,7 @@ def test_results(odd: Any) -> None:
         (lambda y: y.sum(), "the output"),
         (lambda y: y[:0], "the output"),
         (lambda y: {"loss": y.sum(), "logits": y}, "loss"),
+        (lambda y: {1: y, 2: y.sum()}, r"the output\[2\]"),
         (lambda y: Result(y, {"deep": object()}), "deep"),
         (lambda y: (y, len(y)), r"the output\[1\]"),
         (lambda y: (y,) * len(y), "the output"),
@@ -548,11 +814,16 @@ def test_results(odd: Any) -> None:
         (lambda y: y[:, : len(y)], "the output"),
         (lambda y: y.to(torch.float64) if len(y) == 1 else y, "the output"),
         (lambda y: {str(len(y)): y}, "the output"),
+        (lambda y: collections.defaultdict(list, a=y), "the output"),
+        (lambda y: collections.deque([y]), "the output"),
+        (lambda y: y.to_sparse(), "the output"),
+        (lambda y: {"deep": (y, y.to_sparse())}, r"deep\[1\]"),
+        (nested, "the output"),
     ],
 )
 def test_results_that_cannot_be_joined(odd: Any, result: Any, name: str) -> None:
     odd.result = result
-    with pytest.raises(InvalidInput, match=f"`{name}`.*cannot be joined"):
+    with pytest.raises(InvalidInput, match=f"`{name}`.*cannot be (joined|made of joined parts)"):
         odd(X)
     assert odd.tpde_deltas.active == ("a", "b", "a")
 

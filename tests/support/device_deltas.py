@@ -74,6 +74,27 @@ def on_host() -> Iterator[None]:
         yield
 
 
+def _failing(call: Any, at: int, lasts: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let the device have no memory for the `at`th allocation, or from it on: how many there were."""
+    count = 0
+
+    def failing(real: Any) -> Any:
+        def allocate(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == at or (lasts and count > at):
+                raise torch.OutOfMemoryError("no memory")
+            return real(*args, **kwargs)
+
+        return allocate
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((device.Upload, "send"), (device, "zeros"), (torch, "cat")):
+            patch.setattr(owner, name, failing(getattr(owner, name)))
+        call()
+    return count
+
+
 class DeviceDeltas:
     """The tests, of tensors that lie at `place`."""
 
@@ -390,6 +411,33 @@ class DeviceDeltas:
         monkeypatch.setattr(device_diff, "_encoded", none)
         monkeypatch.setattr(device_update.SparseChanges, "_decode", none)
         self.apply(old, new, self.make(old, new))
+
+    @pytest.mark.parametrize("lasts", [False, True])
+    def test_memory_that_ends_at_any_point(self, lasts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At each allocation that is for a delta: what is made and applied is the same."""
+        words = {name: words_of("BF16", 66_000, name) for name in "abc"}
+        old = {name: self.tensor(it, "BF16") for name, it in words.items()}
+        new = {name: self.tensor(moved(it, "BF16", 0.01, False), "BF16") for name, it in words.items()}
+        wanted = {fast: self.make(old, new, fast=fast) for fast in (False, True)}
+
+        def apply(fast: bool, check: Any) -> Any:
+            live_now = {name: it.clone() for name, it in old.items()}
+            live_now["b"].copy_(new["b"])  # which is written already
+            assert tpde.apply_delta(live_now, wanted[fast], check=check) == 2
+            assert same(live_now, new)
+
+        def make() -> None:
+            assert tpde.make_delta(old, new) == wanted[False]
+
+        for call, least in (
+            (make, 10),
+            (lambda: apply(False, "all"), 6),
+            (lambda: apply(True, "changed"), 6),
+        ):
+            allocations = 1
+            while _failing(call, allocations, lasts, monkeypatch) >= allocations:
+                allocations += 1
+            assert allocations > least
 
     def test_kernels_are_there_before_anything_is_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
         old, new = self.state(0.01, False, (66_000,))

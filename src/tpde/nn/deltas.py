@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NoReturn
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from tpde.errors import InvalidInput, MissingBase, PackedWeight
 from tpde.frameworks import torch_spec
+from tpde.nn.copies import Copies
 from tpde.nn.owner import Owner
 from tpde.nn.parts import Parts
 from tpde.nn.passes import AroundModel, ModelForward, Passes
@@ -39,113 +39,6 @@ Called with `Deltas` and a model; None where that has no such method.
 """
 
 
-class _Copies:
-    """A plain parameter or buffer, in each of the states: small, or it would be packed."""
-
-    def __init__(self, module: nn.Module, leaf: str, name: str, values: Mapping[str, Tensor]) -> None:
-        self._module, self._leaf, self.name = module, leaf, name
-        own = self.tensor().detach()
-        self._base = own.clone()
-        self._values = {key: value.to(own.device) for key, value in values.items()}
-        self._names: tuple[str | None, ...] = (None,)  # that it may be under: one, unless interrupted
-        self._note(None)
-
-    def tensor(self) -> Tensor:
-        """It, as the model has it."""
-        found: Tensor | None = self._module._parameters.get(self._leaf)
-        found = self._module._buffers.get(self._leaf) if found is None else found
-        if found is None or isinstance(found, PackedParameter):
-            raise PackedWeight(
-                f"`{self.name}` is not where it was, and deltas change it",
-                hint="load the model again, and leave it as it is",
-                where=self.name,
-            )
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all copies."""
-        return sum(it.numel() * it.element_size() for it in (self._base, *self._values.values()))
-
-    def value(self, name: str | None) -> Tensor:
-        """What it is under a name."""
-        return self._base if name is None else self._values.get(name, self._base)
-
-    def require_like(self, other: _Copies, names: Sequence[str]) -> None:
-        """Refuse to be tied to another one, and not to be the same.
-
-        Raises
-        ------
-        InvalidInput
-            Naming both.
-        """
-        if self.tensor() is other.tensor() and not all(
-            _same_bits(self.value(it), other.value(it)) for it in names
-        ):
-            raise InvalidInput(
-                f"`{self.name}` and `{other.name}` are one weight of the model, and two in a delta",
-                hint="untie them in the base first",
-                where=other.name,
-            )
-
-    def check(self, *, own: bool = False) -> None:
-        """Refuse to replace values that are nobody's but the caller's.
-
-        Parameters
-        ----------
-        own : bool
-            Refuse another tensor than the one that was seen last, too, whatever its values.
-
-        Raises
-        ------
-        PackedWeight
-            If it was changed since it was set.
-        """
-        now = self.tensor()
-        if own and self._seen() is not now:
-            raise PackedWeight(
-                f"`{self.name}` is another tensor than when `use` was called, and would be overwritten",
-                hint="call `use` again; parameters of your own go with one delta at a time",
-                where=self.name,
-            )
-        same = self._seen() is now and (now.is_inference() or now._version == self._version)
-        if (not same or len(self._names) > 1) and not any(
-            _same_bits(now, self.value(it)) for it in self._names
-        ):
-            raise PackedWeight(
-                f"`{self.name}` was changed since its delta was put to use, and would be lost",
-                hint="unpack the model with `tpde.unpack_module(model)` to train it",
-                where=self.name,
-            )
-
-    def set(self, name: str | None) -> None:
-        """Make it what it is under a name."""
-        now = self.tensor()
-        known = len(self._names) == 1 and self.value(name) is self.value(self._names[0])
-        self._names = (*self._names, name)  # until it is done: Ctrl-C may leave it before or after
-        if not known:
-            with torch.inference_mode(now.is_inference()), torch.no_grad():
-                now.copy_(self.value(name))
-        self._note(name)
-
-    def note(self) -> None:
-        """Take it as it is now for what was set."""
-        if len(self._names) == 1:
-            self._note(self._names[0])
-
-    def _note(self, name: str | None) -> None:
-        now = self.tensor()
-        self._names, self._seen = (name,), weakref.ref(now)
-        self._version = 0 if now.is_inference() else now._version
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype is not b.dtype or a.shape != b.shape:
-        return False
-    x, y = (it.detach().contiguous().view(-1).view(torch.uint8).cpu() for it in (a, b))
-    return torch.equal(x, y)
-
-
 class Deltas:
     """The deltas of a model: `model.tpde_deltas`.
 
@@ -162,10 +55,10 @@ class Deltas:
     def __init__(self, names: Sequence[str], choice: Choice, owner: Owner) -> None:
         self.names, self.choice, self.passes = tuple(names), choice, Passes()
         self._owner = owner
-        self._copies: list[_Copies] = []
+        self._copies: list[Copies] = []
         self._tensors: list[PackedTensor] = []
         self._plain: str | None = None  # what plain parameters are under
-        self._settled = True  # all of them: what was interrupted may have left some of them under others
+        self._whole = True  # all of them: what was interrupted may have left some of them under others
         self._turn = threading.RLock()  # plain parameters are under one delta at a time, for all threads
         self._parts: Parts | None = None
         self._methods: list[AroundModel] = []
@@ -202,11 +95,16 @@ class Deltas:
         Raises
         ------
         InvalidInput
-            If there is none of that name; if a list is empty.
+            If there is none of that name; if a list is empty; if it is something else.
         PackedWeight
             If the caller is within a forward pass; if a CUDA graph was recorded of the model, which would go
             on with the weights that were in use then; if a plain parameter that deltas change was changed by
             others since.
+
+        Notes
+        -----
+        After it was interrupted, as by Ctrl-C, some weights may be under another delta than others: forward
+        passes are refused until it is called again, and comes to its end.
 
         Examples
         --------
@@ -214,38 +112,60 @@ class Deltas:
         >>> model.use(None)  # the base  # doctest: +SKIP
         >>> model.use(["math", None, "law"])  # of a batch's three rows, each  # doctest: +SKIP
         """
-        chosen: Chosen = tuple(name) if isinstance(name, (list, tuple)) else name
-        for it in chosen if isinstance(chosen, tuple) else (chosen,):
-            self._require(it)
-        if chosen == () or (isinstance(chosen, tuple) and not self.names):
-            raise InvalidInput(
-                f"`use` was given {len(chosen)} names, of {len(self.names)} deltas",
-                hint="name one for each row",
-            )
+        chosen = self._chosen(name)
         with self.passes.none():
-            if chosen == self.active and self._settled:
+            if chosen == self.active and self.choice.settled:
                 return
             self._require_unrecorded()
             if isinstance(chosen, tuple):
                 for copy in self._copies:
                     copy.check()
-                    copy.note()
                 self._begin_requests()
+            else:
+                self._require_own(chosen)
+            self.choice.settled = False  # until all is done: Ctrl-C may come at any time
+            if isinstance(chosen, tuple):
+                for copy in self._copies:
+                    copy.note()
             else:
                 self._set(chosen)
                 self._end_requests()
             self.choice.active = chosen
             for slot in self._slots():
                 slot.updated()
+            self.choice.settled = True
 
-    def _require(self, name: object) -> None:
-        if name is not None and name not in self.names:
+    def require_settled(self) -> None:
+        """Refuse weights that `use` was interrupted at.
+
+        Raises
+        ------
+        PackedWeight
+            If it was.
+        """
+        self.choice.require_settled()
+
+    def _chosen(self, name: object) -> Chosen:
+        """What `use` was given, if there is that."""
+        if not isinstance(name, (list, tuple)):
+            return self._known(name)
+        if not (name and self.names):
             raise InvalidInput(
-                f"the model has no delta {name!r}",
-                hint=f"use one of {', '.join(map(repr, self.names))}, or None for the base",
-                found=name,
-                needed=self.names,
+                f"`use` was given {len(name)} names, of {len(self.names)} deltas",
+                hint="name one for each row",
             )
+        return tuple(self._known(it) for it in name)
+
+    def _known(self, name: object) -> str | None:
+        if name is None or (isinstance(name, str) and name in self.names):
+            return name
+        known = ", ".join(map(repr, self.names))
+        raise InvalidInput(
+            f"the model has no delta {name!r}",
+            hint=f"use one of {known}, or None for the base; or a list of them, one for each row",
+            found=name,
+            needed=self.names,
+        )
 
     def _require_unrecorded(self) -> None:
         if self.choice.recorded:
@@ -255,17 +175,26 @@ class Deltas:
                 hint="record graphs of models that were loaded for one delta each",
             )
 
-    def _set(self, name: str | None, *, own: bool = False) -> None:
-        """Have plain parameters under a name."""
-        if name == self._plain and self._settled:
+    def _is_under(self, name: str | None) -> bool:
+        """Whether plain parameters are under a name, all of them."""
+        return name == self._plain and self._whole
+
+    def _require_own(self, name: str | None, *, own: bool = False) -> None:
+        """Refuse to write over plain parameters that are nobody's but the caller's: see `Copies.check`."""
+        if self._is_under(name):
             return
         for it in self._copies:
             it.check(own=own)
-        self._settled = False
+
+    def _set(self, name: str | None) -> None:
+        """Have plain parameters under a name."""
+        if self._is_under(name):
+            return
+        self._whole = False
         for it in self._copies:
             it.set(name)
         torch.clear_autocast_cache()  # which keeps casts of parameters, whatever is written to them since
-        self._plain, self._settled = name, True
+        self._plain, self._whole = name, True
 
     # ---- a delta for each row ----
 
@@ -299,31 +228,38 @@ class Deltas:
     @contextmanager
     def _at(self, name: str | None) -> Iterator[None]:
         """Let this thread's calls be under a name meanwhile."""
-        if name != self._plain or not self._settled:
+        if not self._is_under(name):
             self._require_unrecorded()
-        self._set(name, own=True)
+        self._require_own(name, own=True)
+        self._set(name)
         with self.choice.at(name):
             yield
 
     def _begin_requests(self) -> None:
-        if self._parts is not None:
+        """Refuse parts of the model, and have other methods stand in their places: all, or none of it."""
+        if isinstance(self.active, tuple) and self.choice.settled:
             return
+        self._end_requests()  # what was interrupted may have left a part of it
         model = self.model
         changed = {id(it) for it in self._tensors} | {id(it.tensor()) for it in self._copies}
-        self._parts = Parts(model, changed, self.choice)
-        for name, make in METHODS.items():
-            if (made := make(self, model)) is not None:
-                model.__dict__[name] = made
-                self._methods.append(made)
+        try:
+            self._parts = Parts(self.choice)
+            self._parts.refuse(model, changed)
+            for name, make in METHODS.items():
+                if (made := make(self, model)) is not None:
+                    self._methods.append(made)
+                    model.__dict__[name] = made
+        except BaseException:
+            self._end_requests()
+            raise
 
     def _end_requests(self) -> None:
-        if self._parts is None:
-            return
-        self._parts.remove()
-        self._parts = None
         for it in self._methods:
             it.leave(self.model)
         self._methods.clear()
+        if self._parts is not None:
+            self._parts.remove()
+        self._parts = None
 
     def _slots(self) -> list[Slot]:
         return [it for tensor in self._tensors for it in tensor.users() if isinstance(it, Slot)]
@@ -345,7 +281,7 @@ class Deltas:
         """Keep what deltas make of plain parameters and buffers of a model, by their names in it."""
         for name, values in plain.items():
             path, _, leaf = name.rpartition(".")
-            made = _Copies(model.get_submodule(path), leaf, name, values)
+            made = Copies(model.get_submodule(path), leaf, name, values)
             for it in self._copies:
                 it.require_like(made, self.names)
             self._copies.append(made)
@@ -403,9 +339,11 @@ def attach(
     Raises
     ------
     InvalidInput
-        If the model has deltas already, or a method `use` of its own.
+        If the model has deltas already, or a method `use` of its own; if it is a ScriptModule, or deltas
+        change parameters of one in it.
     """
     _require_none(model)
+    _require_no_script(model, plain)
     made = Deltas(names, Choice(), Owner(model))
     made.copy(model, plain)
     made.put(model, variants)
@@ -428,6 +366,7 @@ def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
     ------
     PackedWeight
         If they go by those of a model of which this one is a part.
+        If `use` was interrupted.
     InvalidInput
         If each row of a batch has its own.
     """
@@ -440,6 +379,7 @@ def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
             )
     if own is None:
         return
+    own.require_settled()
     if isinstance(own.active, tuple):
         raise InvalidInput(f"each of {len(own.active)} rows has a delta of its own", hint=WHOLE)
     own.close()
@@ -455,6 +395,20 @@ def _require_none(model: nn.Module) -> None:
         raise InvalidInput(
             f"the {type(model).__name__} has {has}", hint="load it anew, with all deltas at once"
         )
+
+
+def _require_no_script(model: nn.Module, names: Collection[str]) -> None:
+    """Refuse parameters, of these names, of ScriptModules, which hold them where Python cannot reach them."""
+    for path, it in model.named_modules():
+        if isinstance(it, torch.jit.ScriptModule) and (
+            not path or any(name.startswith(f"{path}.") for name in names)
+        ):
+            what = f"`{path}`" if path else "the model"
+            raise InvalidInput(
+                f"{what} is a ScriptModule, and has no deltas",
+                hint="add them to the module that it was made of",
+                where=path or None,
+            )
 
 
 def check_names(deltas: object) -> None:
@@ -498,7 +452,7 @@ def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
     MissingBase
         If a tensor is not what a delta was made from, or not there: it is named, and nothing was changed.
     InvalidInput
-        If it is no delta, no name, or the model has deltas already.
+        If it is no delta, no name, or the model has deltas already; if what they change is in a ScriptModule.
     PackedWeight
         If a delta changes a weight that is made of several tensors, or most of one which does not shrink.
     Truncated, Corrupt, UnsupportedVersion

@@ -53,10 +53,6 @@ class Parts:
 
     Parameters
     ----------
-    model : nn.Module
-        Which is called as a whole.
-    changed : collection of int
-        Identities of the plain tensors and packed weights that deltas change.
     choice : Choice
         Which says whether a thread computes rows of one delta.
 
@@ -68,9 +64,20 @@ class Parts:
         No thread does.
     """
 
-    def __init__(self, model: nn.Module, changed: Collection[int], choice: Choice) -> None:
+    def __init__(self, choice: Choice) -> None:
         self.choice, self.closed = choice, True
         self._handles: list[Any] = []
+
+    def refuse(self, model: nn.Module, changed: Collection[int]) -> None:
+        """Put the hooks on. If that fails, `remove` takes off those that are there.
+
+        Parameters
+        ----------
+        model : nn.Module
+            Which is called as a whole.
+        changed : collection of int
+            Identities of the plain tensors and packed weights that deltas change.
+        """
         holders = {it for it in model.modules() if not set(_weights(it)).isdisjoint(changed)}
         for path, module in model.named_modules():
             if holders.isdisjoint(module.modules()):

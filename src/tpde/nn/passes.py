@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -109,6 +110,7 @@ class ModelForward(AroundModel):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As before; nothing changes meanwhile."""
         if is_compiling():
+            self.deltas.require_settled()
             if isinstance(self.deltas.choice.active, tuple):
                 raise InvalidInput(
                     "each row of a batch has a delta of its own, and the model was to be compiled for that",
@@ -116,6 +118,7 @@ class ModelForward(AroundModel):
                 )
             return self.run(args, kwargs)
         with self.deltas.passes.one():
+            self.deltas.require_settled()
             names = self.deltas.choice.rows()
             if names is None:
                 return self.run(args, kwargs)
@@ -123,6 +126,12 @@ class ModelForward(AroundModel):
 
     def _by_requests(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass for each delta, with its rows."""
+        if torch._C._get_tracing_state() is not None:
+            raise PackedWeight(
+                "the rows of each delta would be constants of what `torch.jit.trace` makes",
+                hint="trace the model under one delta: `model.use(name)`",
+            )
+        _require_no_checkpointing(self.deltas.model)
         given = (*args, *kwargs.values())
         if len(batch.places) > 1 and any(isinstance(it, Tensor) and capturing(it.device) for it in given):
             raise PackedWeight(
@@ -143,3 +152,25 @@ class ModelForward(AroundModel):
         one = not hasattr(type(self.deltas.model), "main_input_name")
         calls = batch.split(places, args, kwargs, one=one)
         return batch.join(self.deltas.each(calls, self.run))
+
+
+def _require_no_checkpointing(model: nn.Module) -> None:
+    """Refuse activation checkpointing, by the attribute that transformers and diffusers switch it on with.
+
+    The backward pass would call parts of the model again, each by itself: under no row's delta.
+
+    Raises
+    ------
+    PackedWeight
+        Naming the first module that does it.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for path, it in model.named_modules():
+        if it.training and getattr(it, "gradient_checkpointing", False) is True:
+            raise PackedWeight(
+                f"`{path or type(model).__name__}` does gradient checkpointing: the backward pass would call "
+                "parts of the model by themselves, and each row of a batch has a delta of its own",
+                hint=f"switch it off, or {ONCE}",
+                where=path or None,
+            )

@@ -27,6 +27,9 @@ ONCE = "call the model once for each delta, under `model.use(name)`"
 ROWS = {"input_ids": 2, "inputs_embeds": 3, "attention_mask": 2, "token_type_ids": 2, "position_ids": 2}
 ROWS |= {f"decoder_{name}": dims for name, dims in ROWS.items()}
 
+# Of these, a single row may be that of all requests.
+_SHARED = {"position_ids", "decoder_position_ids"}
+
 _CACHES = {"past_key_values", "cache_params"}  # to which all calls would write, and which may be empty yet
 
 _DEPTH = 6  # in which tensors are looked for: a cache has layers that have tensors
@@ -145,10 +148,14 @@ class Batch:
             return False
         if not isinstance(value, Tensor):
             raise refuse(name, f"is a {type(value).__name__}, and is split if it is a tensor")
+        if _is_odd(value):
+            raise refuse(name, "is a sparse or nested tensor, and cannot be split")
         dims = value.dim()
         if dims == 0 or not (alone or dims == known[name]):
             needed = "a dimension for its rows" if alone else f"{known[name]} dimensions"
             raise refuse(name, f"has shape {list(value.shape)}, and is split if it has {needed}")
+        if not alone and name in _SHARED and value.shape[0] == 1 < self.size:
+            return False  # so each call gets it
         if value.shape[0] != self.size:
             raise InvalidInput(
                 f"`{name}` has {value.shape[0]} rows, and `use` was given deltas for {self.size}",
@@ -181,7 +188,7 @@ class Batch:
             Naming what is not of this kind.
         """
         first = found[0]
-        if any(isinstance(it, Tensor) and (it.is_nested or it.layout is not torch.strided) for it in found):
+        if any(isinstance(it, Tensor) and _is_odd(it) for it in found):
             raise refuse(name, "is a sparse or nested tensor, and cannot be joined")
         if isinstance(first, Tensor) and all(isinstance(it, Tensor) for it in found):
             counts = [len(rows) for rows in self.places.values()]
@@ -218,6 +225,11 @@ class Batch:
             return whole
         order = [each * place + i for place in self._order for i in range(each)]
         return whole[torch.tensor(order, device=whole.device)]
+
+
+def _is_odd(tensor: Tensor) -> bool:
+    """Whether a tensor has no rows that an index selects: it is sparse, or nested."""
+    return tensor.is_nested or tensor.layout is not torch.strided
 
 
 def _called(parameters: Sequence[str], place: int) -> str:
@@ -260,7 +272,7 @@ def _parts_of(value: Any, name: str) -> dict[str, Any] | None:
             return None
         return {it.name: getattr(value, it.name) for it in fields}
     if isinstance(value, Mapping):
-        return {repr(key) if not isinstance(key, str) else key: it for key, it in value.items()}
+        return {key if isinstance(key, str) else f"{name}[{key!r}]": it for key, it in value.items()}
     if isinstance(value, (tuple, list)):
         return {f"{name}[{i}]": it for i, it in enumerate(value)}
     return None

@@ -222,16 +222,18 @@ class Group:
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Fingerprints of resident tensors, by name (delta.md 4)."""
+    """Fingerprints of resident tensors, by name (delta.md 4): of those whose device has memory for them."""
+    import torch
+
     found: dict[str, bytes] = {}
     for device, names in by(tensors, lambda name: tensors[name].device).items():
-        # Bytes have no kind of words: one launch takes all.
-        group = Group([(tensors[name], None) for name in names], (1, 0), device)
-        with current(device):
+        with contextlib.suppress(torch.OutOfMemoryError), current(device):
+            # Bytes have no kind of words: one launch takes all.
+            group = Group([(tensors[name], None) for name in names], (1, 0), device)
             sums = zeros(4 * len(names), "<u8", device)
             group.batch.survey(*group.arrays, 0, sums.data_ptr(), 0, stream_of(device))
             rows = _download(sums, "<u8").reshape(-1, 4)
-        found.update((name, row[:2].tobytes()) for name, row in zip(names, rows, strict=True))
+            found.update((name, row[:2].tobytes()) for name, row in zip(names, rows, strict=True))
     return found
 
 

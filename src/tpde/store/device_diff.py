@@ -1,11 +1,13 @@
 """Deltas made on a GPU, of tensors that lie there in both states: what has not changed, or sparsely.
 
-Everything else passes through the CPU, as do tensors that are not contiguous; the bytes are the same.
+Everything else passes through the CPU, as do tensors that are not contiguous, and those that the device has
+no memory for; the bytes are the same.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,12 +105,15 @@ class DeviceComparer:
     @functools.cached_property
     def _running(self) -> list[tuple[list[str], gpu.Group, _Prints]]:
         """All resident tensors, which are being compared from the first use on."""
+        import torch
+
         running = []
         for (device, kind), names in gpu.by(
             sorted(self._pairs), self._place
         ).items():  # as they are asked for
-            group = gpu.Group([self._pairs[name] for name in names], kind, device)
-            running.append((names, group, _Prints(group)))
+            with contextlib.suppress(torch.OutOfMemoryError):
+                group = gpu.Group([self._pairs[name] for name in names], kind, device)
+                running.append((names, group, _Prints(group)))
         return running
 
     def chunks(self, wanted: Sequence[Wanted]) -> list[tuple[Bytes, Bytes]]:
@@ -120,7 +125,7 @@ class DeviceComparer:
         resident = [(i, it) for i, it in enumerate(wanted) if it.key[1] in self._pairs]
         for device, mine in gpu.by(resident, lambda it: self._place(it[1].key[1])[0]).items():
             pairs = [(i, it.ranges, tuple(map(gpu.flat, self._pairs[it.key[1]]))) for i, it in mine]
-            with gpu.current(device):
+            with contextlib.suppress(torch.OutOfMemoryError), gpu.current(device):
                 both = [torch.cat([one[n][a:b] for _, rs, one in pairs for a, b in rs]) for n in (0, 1)]
                 copies.append((pairs, [gpu.fetch(it) for it in both]))
         _ = self._running  # while these are copied and looked at
@@ -169,17 +174,23 @@ class DeviceComparer:
     def _encode(
         self, group: gpu.Group, members: list[_Compared], model: Model
     ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
+        import torch
+
         from tpde.cuda.delta import model_image, most_bytes
 
         most = most_bytes(group.kind[0])
-        _held, (image,) = gpu.send([model_image(model, encode=True)], group.device)
+        try:
+            _held, (image,) = gpu.send([model_image(model, encode=True)], group.device)
+        except torch.OutOfMemoryError:
+            return
         running: collections.deque[tuple[list[_Compared], gpu.Group, Callable[[], _Encoded | None]]]
         running = collections.deque()
         # Several at a time: while one's bytes are taken, the device encodes the next.
         for batch in gpu.batches(members, lambda it: _AHEAD * (8 + most) * it.changes):
-            part = gpu.Group([self._pairs[it.name] for it in batch], group.kind, group.device)
-            counts = np.concatenate([it.counts for it in batch])
-            running.append((batch, part, _encoding(part, image, counts, most)))
+            with contextlib.suppress(torch.OutOfMemoryError):
+                part = gpu.Group([self._pairs[it.name] for it in batch], group.kind, group.device)
+                counts = np.concatenate([it.counts for it in batch])
+                running.append((batch, part, _encoding(part, image, counts, most)))
             if len(running) == _AHEAD:
                 yield from self._stored(*running.popleft())
         for it in running:
@@ -203,14 +214,11 @@ class DeviceComparer:
 
 
 def _encoding(group: gpu.Group, image: int, counts: Numbers, most: int) -> Callable[[], _Encoded | None]:
-    """Start encoding a group; what is returned waits for it. It gives None if the device has no memory."""
+    """Start encoding a group; what is returned waits for it, and gives None if the device has no memory."""
     import torch
 
-    try:
-        steps = _encoded(group, image, counts, most)
-        next(steps)
-    except torch.OutOfMemoryError:
-        return lambda: None
+    steps = _encoded(group, image, counts, most)
+    next(steps)
 
     def wait() -> _Encoded | None:
         try:

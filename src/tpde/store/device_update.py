@@ -106,10 +106,12 @@ class SparseChanges:
 
         self._members, self._kind = members, kind_of(members[0].entry.spec)
         self._device = members[0].tensor.device
-        self._held, (self._image,) = gpu.send([model_image(model, encode=False)], self._device)
         self._read, self._whole = read, whole
         self._running: list[_Decoding] = []
+        self._chosen: list[_Decoding] = []  # of which `write` writes
+        self._names: set[str] = set()  # of the tensors of these
         with contextlib.suppress(torch.OutOfMemoryError):  # those that are left pass through the host
+            self._held, (self._image,) = gpu.send([model_image(model, encode=False)], self._device)
             self._survey()
             for batch in self._batches():
                 self._running.append(self._decode(batch))
@@ -212,26 +214,47 @@ class SparseChanges:
                 found[entry.name] = Decoded(entry.base, False)
         return found
 
-    def write(self, names: Collection[str]) -> None:
-        """Write the changes of some tensors where they lie; PyTorch counts each as a change in place.
+    def choose(self, names: Collection[str]) -> set[str]:
+        """Choose what is written, and bring what that takes to the device: `write` allocates nothing.
 
         Parameters
         ----------
         names : collection of str
-            Which: `found` must say that they are the bases, and that their changes are not damaged.
+            Tensors that may be: `found` says that they are the bases, and that their changes are not damaged.
+
+        Returns
+        -------
+        set of str
+            Those of them that are. The others pass through the host: the device had no memory.
         """
         import torch
 
-        for member in self._members:  # first: one that is too much does no harm
-            if member.entry.name in names and not member.tensor.is_inference():
-                torch.autograd.graph.increment_version(member.tensor)
+        chosen: set[str] = set()
         for it in self._running:
-            lists, others = it.lists, [i for i in it.members if self._members[i].entry.name not in names]
-            if others:
-                counts = it.counts.copy()
-                for i in others:
-                    counts[it.group.chunks_of(i - it.members.start)] = 0
-                _sent, (changes,) = gpu.send([counts], self._device)
-                lists = lists._replace(counts=changes)
+            mine = [i for i in it.members if self._members[i].entry.name in names]
+            if not mine:
+                continue
+            with contextlib.suppress(torch.OutOfMemoryError):
+                lists, held = it.lists, it.held
+                if len(mine) < len(it.members):
+                    counts = np.zeros_like(it.counts)
+                    for i in mine:
+                        own = it.group.chunks_of(i - it.members.start)
+                        counts[own] = it.counts[own]
+                    sent, (changes,) = gpu.send([counts], self._device)
+                    lists, held = lists._replace(counts=changes), [*held, sent]
+                self._chosen.append(it._replace(lists=lists, held=held))
+                chosen.update(self._members[i].entry.name for i in mine)
+        self._names = chosen
+        return chosen
+
+    def write(self) -> None:
+        """Write the changes that were chosen where they lie; PyTorch counts each as a change in place."""
+        import torch
+
+        for member in self._members:  # first: one that is too much does no harm
+            if member.entry.name in self._names and not member.tensor.is_inference():
+                torch.autograd.graph.increment_version(member.tensor)
+        for it in self._chosen:
             with gpu.current(self._device):
-                it.group.batch.write(*it.group.arrays, lists, it.changes, gpu.stream_of(self._device))
+                it.group.batch.write(*it.group.arrays, it.lists, it.changes, gpu.stream_of(self._device))

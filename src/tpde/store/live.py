@@ -254,8 +254,9 @@ class Update:
         known = prints.keys() | decoded.keys()
         prints |= fingerprints({name: it for name, it in resident.items() if name not in known})
         prints |= {name: it.fingerprint for name, it in decoded.items()}
-        self._ready = set(_ready(file, entries, tensors, decoded, threads))
-        self._done = self._ready | self._in_place.keys()
+        ready = set(_ready(file, entries, tensors, decoded, threads))
+        chosen = (it.choose(ready & it.found.keys()) for it in self._sparse)
+        self._done = set(self._in_place).union(*chosen)
         found = list(_changes(file, entries, tensors, prints, self._done, threads, progress))
         _refuse_conflicts([it for it in found if it.entry.name not in alone], file.name)
         self._changes = [it for it in found if it.data is not None]
@@ -282,7 +283,7 @@ class Update:
         for place in self._in_place.values():
             _write_words(place)
         for group in self._sparse:
-            group.write(self._ready)
+            group.write()
         return len(self._changes) + len(self._done)
 
 

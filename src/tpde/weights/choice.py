@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from tpde.errors import InvalidInput
+from tpde.errors import InvalidInput, PackedWeight
 
 Chosen: TypeAlias = "str | tuple[str | None, ...] | None"
 """A name, None for the base; of several, each is for one row of a batch."""
@@ -26,11 +26,14 @@ class Choice:
         whose rows it computes, and by none outside of that.
     recorded : bool
         A CUDA graph was recorded with weights under one of them: it goes on with that one.
+    settled : bool
+        All weights go by `active`. While that becomes another name, and after that was interrupted, some may
+        go by the one before.
     """
 
     def __init__(self, active: str | None = None) -> None:
         self.active: Chosen = active
-        self.recorded = False
+        self.recorded, self.settled = False, True
         self._own = threading.local()
 
     def now(self) -> str | None:
@@ -40,7 +43,11 @@ class Choice:
         ------
         InvalidInput
             If each row of a batch has its own, and it computes none.
+        PackedWeight
+            If some weights may go by another.
         """
+        if not hasattr(self._own, "name"):
+            self.require_settled()
         name: Chosen = getattr(self._own, "name", self.active)
         if isinstance(name, tuple):
             raise InvalidInput(
@@ -49,6 +56,21 @@ class Choice:
                 hint=WHOLE,
             )
         return name
+
+    def require_settled(self) -> None:
+        """Refuse weights some of which may go by another name than others.
+
+        Raises
+        ------
+        PackedWeight
+            If there are.
+        """
+        if not self.settled:
+            raise PackedWeight(
+                "the last `use` of the model was interrupted, or is under way in another thread: some of its "
+                "weights may be under another delta than others",
+                hint="call `use` again",
+            )
 
     def rows(self) -> tuple[str | None, ...] | None:
         """The names of a batch's rows, if each has its own and this thread computes none of them."""

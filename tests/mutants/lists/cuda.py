@@ -110,6 +110,14 @@ MUTANTS = (
         "unit/test_delta_kernels.py",
     ),
     mutant(
+        "deltas-of-a-device-beyond-those-chosen",
+        "store/device_update.py",
+        "                        counts[own] = it.counts[own]\n",
+        "                        counts[:] = it.counts\n",
+        "tensors that are no bases are written",
+        "unit/test_delta_kernels.py",
+    ),
+    mutant(
         "deltas-in-place-unchecked",
         "store/live.py",
         "if listed.check == it.check:",

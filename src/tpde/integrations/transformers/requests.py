@@ -33,6 +33,7 @@ class Generate(AroundModel):
         if self.deltas.choice.rows() is None:
             return self.run(args, kwargs)
         with self.deltas.passes.one():
+            self.deltas.require_settled()
             names = self.deltas.choice.rows()
             if names is None:  # by now
                 return self.run(args, kwargs)

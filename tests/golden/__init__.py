@@ -1,0 +1,1 @@
+"""Files that earlier releases wrote, and what made them."""
