@@ -199,7 +199,7 @@ def test_what_a_text_is_made_with(started: dict[str, Any], tmp_path: Path) -> No
     assert invoke("run", "model", "--prompt", "x").exit_code == 0
     folder, device, budget, _, result, *rest = started.pop("generate")
     assert (folder, str(device), budget) == (Path("model"), "cpu", None)
-    assert result == {"model": "model", "device": "cpu"}
+    assert result == {"model": "model", "device": "cpu", "kernels": "exact"}
     assert rest == ["x", 128, 0.0, 0, None, False, False]
     started.clear()
     options = [
@@ -319,7 +319,18 @@ def test_a_text_is_written_as_it_comes_and_told_at_the_end(
     monkeypatch.setattr(folder, "read_config", lambda _: {"is_encoder_decoder": both})
     monkeypatch.setattr(tokens, "check_tokens", lambda *args: events.append(args))
     budget = SimpleNamespace(max_tokens=50)
-    args = (Path("m"), torch.device("cpu"), budget, PEAK, {"model": "m"}, "abc", 7, 0.5, 9, Path("t"))
+    args = (
+        Path("m"),
+        torch.device("cpu"),
+        budget,
+        PEAK,
+        {"model": "m", "kernels": "exact"},
+        "abc",
+        7,
+        0.5,
+        9,
+        Path("t"),
+    )
     run_command._generate(*args, stats, as_json)  # type: ignore[arg-type]
     # The last token is not read, unless one that starts the decoder was.
     assert events == [(1, 3 + 6 + both, 50), ("record", True), "bar closed", "written", "check", Path("t")]
@@ -366,7 +377,7 @@ def test_vectors_are_told_with_all_their_digits(
         torch.device("cuda"),
         None,
         PEAK,
-        {"model": "m"},
+        {"model": "m", "kernels": "exact"},
         ["a"],
         None,
         stats,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from tpde.integrations.transformers.memory import Peak
+    from tpde.nn.kernels import Kernels
     from tpde.streaming.budget import Budget
 
 
@@ -42,6 +43,14 @@ def run(
         str | None,
         typer.Option(help="`cpu`, `cuda` or `cuda:N`.", show_default="the GPU if there is one"),
     ] = None,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="`exact`: the plain model's bits. `fused`: linear layers multiply straight from packed "
+            "weights, faster than plain on a GPU; sums are added in another order.",
+        ),
+    ] = "exact",
     vram: Annotated[
         str | None,
         typer.Option(
@@ -67,13 +76,14 @@ def run(
 ) -> None:
     r"""Run a model from its packed weights: continue a text, or embed texts.
 
-    Its outputs are the plain model's, bit for bit.
+    Its outputs are the plain model's, bit for bit, but with `--kernels fused`.
 
     Example:
 
     \b
       tpde run llama-packed --prompt "The exponent of a weight"
       tpde run llama-packed --vram 16GiB --prompt "The exponent of a weight" --stats
+      tpde run llama-packed --kernels fused --prompt "The exponent of a weight"
       tpde run minilm-packed --embed "a sentence" "another one"
     """
     if embed == (prompt is not None) or embed != bool(texts):
@@ -96,13 +106,14 @@ def run(
     from tpde.integrations.transformers.embed import BATCH
     from tpde.integrations.transformers.folder import packed_directory
     from tpde.integrations.transformers.memory import Peak
+    from tpde.nn.kernels import check_kernels
 
     batch = 1 if prompt is not None else BATCH
     budget = parse_budget(vram, ram, max_tokens, max_batch=batch if vram is not None else None)
     folder = packed_directory(model)
     where = checked_device(device or ("cuda" if vram is not None else _default_device()))
     peak = Peak(where)
-    start = {"model": model, "device": str(where)}
+    start = {"model": model, "device": str(where), "kernels": check_kernels(kernels)}
     if prompt is not None:
         _generate(
             folder,
@@ -135,6 +146,7 @@ def _load(
     record: bool,
     bar: ExitStack,
     model_class: Any = None,
+    kernels: Kernels = "exact",
 ) -> tuple[Any, dict[str, Any]]:
     """The model, and what loading came to; host memory may be loaded until `bar` is closed, and after."""
     from transformers.utils import logging
@@ -150,7 +162,7 @@ def _load(
         progress = bar.enter_context(
             progress_bar("loading", lambda: sum(it.stat().st_size for it in weight_files(folder)))
         )
-    model = load_model(folder, device, budget, model_class=model_class, progress=progress)
+    model = load_model(folder, device, budget, model_class=model_class, progress=progress, kernels=kernels)
     if budget is not None and record:
         model.tpde_streamer.record()  # type: ignore[operator, union-attr]
     return model, {"load_seconds": time.perf_counter() - start, **weight_bytes(model)}
@@ -192,7 +204,9 @@ def _generate(
         read = max_new_tokens - (not read_config(folder).get("is_encoder_decoder"))
         check_tokens(1, count + read, budget.max_tokens)
     with ExitStack() as bar:
-        model, loading = _load(folder, device, budget, stats or trace is not None, bar)
+        model, loading = _load(
+            folder, device, budget, stats or trace is not None, bar, None, result["kernels"]
+        )
 
         def write(text: str) -> None:
             bar.close()  # the first token
@@ -251,7 +265,9 @@ def _embed(
 
     recipe, tokenizer = read_recipe(folder), load_tokenizer(folder)
     with ExitStack() as bar:
-        model, loading = _load(folder, device, budget, stats or trace is not None, bar, AutoModel)
+        model, loading = _load(
+            folder, device, budget, stats or trace is not None, bar, AutoModel, result["kernels"]
+        )
         start = time.perf_counter()
         vectors, tokens = embed(model, tokenizer, texts, recipe)
         seconds = time.perf_counter() - start

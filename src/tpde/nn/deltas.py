@@ -482,10 +482,27 @@ def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
             if not isinstance(tensor, PackedParameter):
                 plain[names[0]] = values_of(tensor, entries, opened, MEMORY)
             elif entries:
+                _require_codes(tensor.packed)
                 source = only_source(tensor.packed, names[0])
                 variants[source] = variants_of(source, entries, opened, MEMORY)
     attach(model, list(deltas), variants, {name: it for name, it in plain.items() if it})
     return model
+
+
+def _require_codes(packed: PackedTensor) -> None:
+    """Refuse weights that are multiplied as they are: with deltas to choose from, they are decoded.
+
+    Raises
+    ------
+    PackedWeight
+        Naming the weight.
+    """
+    if packed.multiplies:
+        raise PackedWeight(
+            f"`{packed.name}` is in the window layout, and deltas are on weights in prefix codes",
+            hint='call `tpde.nn.set_kernels(model, "exact")` first',
+            where=packed.name,
+        )
 
 
 def require_known(delta: Delta, names: Mapping[str, object], base: str) -> None:

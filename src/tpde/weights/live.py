@@ -174,10 +174,10 @@ def _updatable(weight: PackedTensor, name: str) -> Source:
 
 def _updated(source: Source, variant: Variant) -> Source:
     """A source with one more change."""
-    if variant.start is not source:
-        return variant.start
     if isinstance(source, Windowed):
         return source.anew(part_of(variant, 0, source.nbytes).view(source.dtype).view(source.shape))
+    if variant.start is not source:
+        return variant.start
     before = source.now() if isinstance(source, Changed) else Variant(source)
     now = Variant(before.start, before.changes + variant.changes)
     if len(now.changes) > _UPDATES or _bytes(now.changes) > SPARSE_SHARE * source.nbytes:
