@@ -91,11 +91,11 @@ class Chosen(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A blob whose chunks are measured: its header but for the hash, its tables and its index map."""
+    """A blob whose chunks are measured: header without its hash, tables, index map."""
 
     header: BlobHeader
     section: bytes
-    index: Bytes
+    records: Bytes
 
     @property
     def nbytes(self) -> int:
@@ -117,17 +117,15 @@ class Found(NamedTuple):
             max_stream=self.header.max_stream_bytes,
             digest=digest,
         )
-        return as_bytes(header.write(self.section, self.index.tobytes()))
+        return as_bytes(header.write(self.section, self.records.tobytes()))
 
 
 class PackEncoder:
     """Encodes a tensor, which is read twice, beside its sample.
 
-    Where chunks start at multiples of 16 bytes, 16 are loaded at a time. They do so but in slices of odd sizes.
+    Where chunks start at multiples of 16 bytes, 16 are loaded at a time. They do, but in slices of odd sizes.
 
-    The header's hash of the tensor's bytes is left to the caller: XXH3-128 of them all, for which the CPU
-    reads them at 10 to 20 GB/s a thread, wherever they come from. A blob without it says less of whole tensors
-    than others: chunks have checksums of their own.
+    The header's hash of the tensor's bytes is left to the caller.
 
     Parameters
     ----------
@@ -193,8 +191,8 @@ class PackEncoder:
         Returns
         -------
         Chosen or None
-            None if the CPU is to pack the tensor: it would not shrink, or not by prefix codes, or its sample is
-            one word again and again, so that all of its bytes must be compared first.
+            None if the CPU is to pack the tensor: it would not shrink, or not by prefix codes, or its sample
+            is one word again and again, so that all of its bytes must be compared first.
         """
         data = as_bytes(sample)
         if data.size != self.sample_bytes:

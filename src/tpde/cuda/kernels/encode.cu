@@ -47,8 +47,8 @@ typedef u64 word;
 #define MEASURE_WARPS 8u
 #define ENCODE_WARPS 4u
 #define EXPAND_THREADS 256u
-#define MEASURE_BLOCKS (WORD == 8 ? 2 : 3) // of a multiprocessor: eight planes take more registers
-#define ENCODE_BLOCKS (WORD == 8 ? 4 : 6)
+#define MEASURE_BLOCKS (COUNT > 1 ? 2 : 3)  // of a multiprocessor, at least: several coded planes take more registers
+#define ENCODE_BLOCKS (WORD == 8 ? 4 : 5)
 #define SAID 32u                        // bytes of `Said`
 
 // Entries of tables for encoding: what a value takes in bits 0 to 4, and from bit 8 on the codeword, its first bit lowest.
