@@ -23,7 +23,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde
 
 from tpde.codec.windows import FLAG_ZERO, sections
 from tpde.cuda import compile as nvrtc
-from tpde.cuda import decode, delta, encode, geometry, items, nvcomp, window_encode, windows
+from tpde.cuda import decode, delta, digest, encode, geometry, items, nvcomp, window_encode, windows
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -126,6 +126,11 @@ def test_encoding_compiles_without_spills(kind: str, arch: str) -> None:
     log = nvrtc.cubin(encode.SOURCE, defines, arch)[1]
     assert_no_spills(log)
     assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 48 << 10
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_hashing_compiles_without_spills(arch: str) -> None:
+    assert_no_spills(nvrtc.cubin(digest.SOURCE, {}, arch)[1])
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
