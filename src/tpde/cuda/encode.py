@@ -125,7 +125,8 @@ class PackEncoder:
 
     Where chunks start at multiples of 16 bytes, 16 are loaded at a time. They do, but in slices of odd sizes.
 
-    The header's hash of the tensor's bytes is left to the caller.
+    The header's hash of the tensor's bytes is the caller's to give: see `tpde.cuda.digest`, which reads them
+    once more.
 
     Parameters
     ----------
