@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from support.contents import CONTENTS, fill, spec_of
@@ -10,10 +13,12 @@ from support.encoding import Encoding, assert_same_blob, encoding_on_host, sprea
 from support.packed import pack
 from support.window_encoding import guards, room
 
+import tpde
 from tpde.codec import plan
 from tpde.codec.blob import RECORD, BlobReader
 from tpde.codec.native import Bytes
 from tpde.cuda import encode
+from tpde.cuda.digest import Bytestring, Digests
 from tpde.cuda.encode import PackEncoder
 from tpde.errors import Corrupt
 from tpde.format.container import TensorSpec
@@ -160,6 +165,30 @@ def test_other_words_than_the_sample() -> None:
         out = np.empty(spec.nbytes, np.uint8)
         BlobReader(BytesSource(blob.tobytes()), 0, blob.size).read(0, spec.nbytes, out)
         assert (out == data).all()
+
+
+def test_the_blob_in_a_file(tmp_path: Path) -> None:
+    """With its hash, the very bytes that packing files writes."""
+    spec = TensorSpec("BF16", (900, 1100))
+    data = np.frombuffer(fill("normal", spec), np.uint8)
+    made = packed(spec, data)
+    hashing = Digests([Bytestring(data.ctypes.data, data.size)], 0)
+    items, scratch = room(hashing.items.size, 16, 0), room(hashing.scratch_bytes, 16, 0)
+    items[:] = hashing.items
+    hashing.sums(scratch.ctypes.data, 0)
+    hashing.chain(items.ctypes.data, scratch.ctypes.data, 0)
+    (digest,) = hashing.results(scratch[: hashing.found_bytes])
+    head = made.found.head(digest)
+    made.blob[: head.size] = head
+    entry = {"dtype": "BF16", "shape": [900, 1100], "data_offsets": [0, data.size]}
+    header = json.dumps({"weight": entry}).encode()
+    source, target = tmp_path / "model.safetensors", tmp_path / "packed.safetensors"
+    source.write_bytes(len(header).to_bytes(8, "little") + header + data.tobytes())
+    tpde.pack(source, target)
+    file = target.read_bytes()
+    at = 8 + int.from_bytes(file[:8], "little")
+    begin, end = json.loads(file[8:at])["weight_tpde"]["data_offsets"]
+    assert file[at + begin : at + end] == made.blob.tobytes().ljust(end - begin, b"\0")
 
 
 def test_a_head_has_the_digest() -> None:
