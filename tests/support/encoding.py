@@ -66,12 +66,14 @@ class Encoding(NamedTuple):
     blob: np.ndarray
 
 
-def encoding_on_host(spec: TensorSpec, data: bytes | Bytes, first: int = 0) -> Encoding | None:
+def encoding_on_host(
+    spec: TensorSpec, data: bytes | Bytes, first: int = 0, *, spread: bool = True
+) -> Encoding | None:
     """Pack a tensor, which begins `first` bytes after a multiple of 16; None if the CPU shall."""
     memory = room(spec.nbytes + first, 16, 0xA5)
     words = memory[first:]
     words[:] = np.frombuffer(data, np.uint8)
-    encoder = PackEncoder(words.ctypes.data, spec, 0)
+    encoder = PackEncoder(words.ctypes.data, spec, 0, spread=spread)
     sample = room(encoder.sample_bytes, ALIGNMENT, 0xA5)
     encoder.gather(sample.ctypes.data, 0)
     assert (guards(sample) == 0xA5).all()

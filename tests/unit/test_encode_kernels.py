@@ -22,7 +22,9 @@ from tpde.cuda.digest import Bytestring, Digests
 from tpde.cuda.encode import PackEncoder
 from tpde.errors import Corrupt
 from tpde.format.container import TensorSpec
+from tpde.format.sink import BytesSink
 from tpde.format.source import BytesSource
+from tpde.packing.tensor import TensorWriter
 
 DTYPES = ("F16", "F32", "C64", "F64", "F8_E4M3", "F8_E8M0", "BOOL", "I8", "I16", "U32", "I64", "F4")
 SIZES = (1021, 8191, 8192, 8193, 2 * 8192 + 517, 70 * 8192 + 3)
@@ -189,6 +191,35 @@ def test_the_blob_in_a_file(tmp_path: Path) -> None:
     at = 8 + int.from_bytes(file[:8], "little")
     begin, end = json.loads(file[8:at])["weight_tpde"]["data_offsets"]
     assert file[at + begin : at + end] == made.blob.tobytes().ljust(end - begin, b"\0")
+
+
+@pytest.mark.parametrize("words", [70 * 8192 + 3, 30 * 8192 + 5, 1021])
+def test_first_bytes_for_a_sample(words: int) -> None:
+    """As tensors in memory are packed: of these runs of weights, those of the first MiB give the tables."""
+    data = spread(words)
+    data[: min(words, 50 * 8192)] = data[0]
+    data[:2] ^= 0x55
+    spec = TensorSpec("BF16", (words,))
+    made = encoding_on_host(spec, data, spread=False)
+    assert made is not None
+    sink = BytesSink(spec.nbytes + (1 << 16))
+    writer = TensorWriter(spec, sink, 0, threads=2, codec="prefix", may_pack=True, background=None)
+    writer.write(data)
+    stored = writer.finish()
+    assert stored.packed
+    head = made.found.head(stored.digest)
+    made.blob[: head.size] = head
+    assert made.blob.tobytes() == bytes(sink.data[: stored.size])
+
+
+def test_a_sample_that_begins_with_one_word() -> None:
+    spec = TensorSpec("BF16", (70 * 8192,))
+    data = spread(70 * 8192)
+    data[: 2 * 8192] = 0
+    assert encoding_on_host(spec, data, spread=False) is None
+    assert encoding_on_host(spec, data) is not None
+    data[5] = 1
+    assert encoding_on_host(spec, data, spread=False) is not None
 
 
 def test_a_head_has_the_digest() -> None:

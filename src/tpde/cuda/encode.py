@@ -137,6 +137,9 @@ class PackEncoder:
         What they are.
     device : int
         The device's number.
+    spread : bool
+        Take a sample from all of the tensor, as packing a file does. Otherwise its first bytes are the
+        sample, as where tensors are in memory: `tpde.torch.save_file`, `tpde.pack_module`.
 
     Attributes
     ----------
@@ -144,13 +147,15 @@ class PackEncoder:
         What `gather` needs.
     """
 
-    def __init__(self, at: int, spec: TensorSpec, device: int) -> None:
+    def __init__(self, at: int, spec: TensorSpec, device: int, *, spread: bool = True) -> None:
         word = DTYPES[spec.dtype].word_bytes
         if at % word:
             raise ValueError(f"words of {spec.dtype} at {at:#x}, which is no multiple of {word}")
         self.at, self.spec, self._device = at, spec, device
-        self._ranges = sample_ranges(spec)
-        self.sample_bytes = sum(end - begin for begin, end in self._ranges)
+        ranges = sample_ranges(spec)
+        self.sample_bytes = sum(end - begin for begin, end in ranges)
+        self._spread, self._ranges = spread, len(ranges)
+        self._chunk_bytes = PREFIX_CHUNK_WORDS * word
 
     def _launch(self, name: str, defines: dict[str, int], blocks: int, threads: int, *given: int) -> None:
         *arguments, stream = given
@@ -170,11 +175,9 @@ class PackEncoder:
         _check_address("a sample", to)
         if not self.sample_bytes:
             return
-        each = PREFIX_CHUNK_WORDS * DTYPES[self.spec.dtype].word_bytes
-        chunks = -(-self.spec.nbytes // each)
-        spread = (chunks - 1, SAMPLE_CHUNKS) if len(self._ranges) > 1 else (1, 1)
-        blocks = min(chunks, SAMPLE_CHUNKS)
-        given = self.at, to, self.spec.nbytes, each, *spread, stream
+        chunks, blocks = (-(-size // self._chunk_bytes) for size in (self.spec.nbytes, self.sample_bytes))
+        starts = (chunks - 1, SAMPLE_CHUNKS) if self._spread and self._ranges > 1 else (1, 1)
+        given = self.at, to, self.spec.nbytes, self._chunk_bytes, *starts, stream
         self._launch("gather", _usual(self.spec), blocks, 256, *given)
 
     def choose(self, sample: Any, codec: CodecName = "auto") -> Chosen | None:
@@ -193,13 +196,15 @@ class PackEncoder:
         -------
         Chosen or None
             None if the CPU is to pack the tensor: it would not shrink, or not by prefix codes, or its sample
-            is one word again and again, so that all of its bytes must be compared first.
+            is one word again and again, so that all of its bytes must be compared first. Of first bytes the
+            first chunk is enough for that: the sample begins where words differ.
         """
         data = as_bytes(sample)
         if data.size != self.sample_bytes:
             raise ValueError(f"the sample has {self.sample_bytes} bytes, here are {data.size}")
         word = DTYPES[self.spec.dtype].word_bytes
-        if not data.size or (data[word:] == data[:-word]).all():
+        start = data if self._spread else data[: self._chunk_bytes]
+        if not data.size or (start[word:] == start[:-word]).all():
             return None
         plan = plan_tensor(self.spec, data, codec)
         if plan is None or plan.header.codec != PREFIX.number:

@@ -320,7 +320,7 @@ MUTANTS = (
     mutant(
         "gpu-packs-what-may-be-constant",
         "cuda/encode.py",
-        "if not data.size or (data[word:] == data[:-word]).all():",
+        "if not data.size or (start[word:] == start[:-word]).all():",
         "if not data.size:",
         "a constant tensor has other bytes than the packer's",
         "unit/test_encode_kernels.py",
