@@ -243,6 +243,15 @@ def test_what_the_cpu_packs(content: str, words: int, codec: plan.CodecName) -> 
     assert PackEncoder(256, spec, 0).choose(data, codec) is None
 
 
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F8_E4M3"])
+def test_weights_take_the_kernels_that_are_prepared(dtype: str) -> None:
+    spec = spec_of(dtype, 70 * 8192)
+    encode.prepare(spec, 0)
+    chosen = PackEncoder(256, spec, 0).choose(fill("normal", spec)[: 64 * 8192 * spec.nbytes // (70 * 8192)])
+    assert chosen is not None
+    assert chosen.defines == encode._usual(spec)
+
+
 def test_an_empty_tensor() -> None:
     encoder = PackEncoder(0, TensorSpec("BF16", (0, 5)), 0)
     encoder.gather(0, 0)
