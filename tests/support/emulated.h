@@ -91,6 +91,12 @@ static unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   for (int i = 0; i < 32; i++) most = values[i] > most ? (unsigned)values[i] : most;
   return most;
 }
+static unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+  const unsigned long long *values = fibers::meet(mask, value);
+  unsigned any = 0;
+  for (int i = 0; i < 32; i++) any |= (unsigned)values[i];
+  return any;
+}
 static unsigned __reduce_min_sync(unsigned mask, unsigned value) { return ~__reduce_max_sync(mask, ~value); }
 static unsigned __byte_perm(unsigned x, unsigned y, unsigned select) {
   const unsigned long long both = (unsigned long long)y << 32 | x;
@@ -107,6 +113,7 @@ template <class T> T __ldg(const T *p) {
 template <class T> T __ldcs(const T *p) { return __ldg(p); }
 template <class T> T atomicAdd(T *p, T value) { T old = *p; *p += value; return old; }
 template <class T> T atomicOr(T *p, T value) { T old = *p; *p |= value; return old; }
+template <class T> T atomicMax(T *p, T value) { T old = *p; if (old < value) *p = value; return old; }
 template <class T> T atomicMin(T *p, T value) { T old = *p; if (value < old) *p = value; return old; }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __ffs(unsigned x) { return __builtin_ffs((int)x); }

@@ -23,7 +23,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde
 
 from tpde.codec.windows import FLAG_ZERO, sections
 from tpde.cuda import compile as nvrtc
-from tpde.cuda import decode, delta, geometry, items, nvcomp, window_encode, windows
+from tpde.cuda import decode, delta, digest, encode, geometry, items, nvcomp, window_encode, windows
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -116,6 +116,21 @@ def test_merging_and_deltas_compile_without_spills(word: int, arch: str) -> None
         log = nvrtc.cubin(source, defines, arch)[1]
         assert_no_spills(log)
         assert max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0) <= 48 << 10  # static: no more
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoding_compiles_without_spills(kind: str, arch: str) -> None:
+    word, rotate, coded, pairs = KINDS[kind]
+    defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs}
+    log = nvrtc.cubin(encode.SOURCE, defines, arch)[1]
+    assert_no_spills(log)
+    assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 48 << 10
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_hashing_compiles_without_spills(arch: str) -> None:
+    assert_no_spills(nvrtc.cubin(digest.SOURCE, {}, arch)[1])
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
