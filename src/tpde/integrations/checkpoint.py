@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -15,7 +15,7 @@ from tpde.format.constants import SUFFIX
 from tpde.format.container import TensorSpec
 from tpde.format.source import Extent
 from tpde.frameworks import to_torch, torch_dtype, torch_shape
-from tpde.integrations.reading import read_extents
+from tpde.integrations.reading import read_extents, read_in_turn
 from tpde.integrations.runs import Run, decoded
 from tpde.packing.names import PICKLES
 from tpde.packing.reader import PackedFile
@@ -189,6 +189,45 @@ class Checkpoint:
             for device, stored in wanted.items()
         }
         return {name: run.opened(found[where[name]]) for name, run in runs.items()}
+
+    def open_in_turn(
+        self,
+        groups: Iterable[Sequence[str]],
+        runs: Mapping[str, Run[Stored]],
+        device: torch.device,
+        settle: Callable[[PackedTensor], None],
+    ) -> dict[str, PackedTensor]:
+        """Read the blobs of parameters that are made of one each, group by group, to one device.
+
+        Parameters
+        ----------
+        groups : iterable of sequence of str
+            Names of parameters. Blobs are there for one group at a time, where `settle` has no more of them.
+        runs : mapping of str to Run
+            Their runs.
+        device : torch.device
+            Where they go.
+        settle : callable
+            Called with the packed weight of each, which it may give other sources.
+
+        Raises
+        ------
+        Truncated, Corrupt, UnsupportedVersion, OutOfMemory
+            As `read`.
+        """
+        made: dict[str, PackedTensor] = {}
+        listed = [list(group) for group in groups]
+        coming = iter(listed)
+
+        def use(blobs: Sequence[torch.Tensor]) -> None:
+            for name, blob in zip(next(coming), blobs, strict=True):
+                part = runs[name].parts[0]
+                made[name] = runs[name].opened({part.name: part.checked(Resident(blob, part.name))})
+                settle(made[name])
+
+        extents = ([runs[name].parts[0].extent for name in group] for group in listed)
+        read_in_turn(extents, device, use)
+        return made
 
     def decode(
         self, runs: Sequence[Run[Stored]], device: torch.device, dtype: torch.dtype | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -63,6 +64,36 @@ def read_extents(
     return tensors
 
 
+def read_in_turn(
+    groups: Iterable[Sequence[Extent]],
+    device: torch.device,
+    use: Callable[[Sequence[torch.Tensor]], None],
+) -> None:
+    """Read groups of extents, each when what was made of the one before has been used.
+
+    Parameters
+    ----------
+    groups : iterable of sequence of Extent
+        Memory is taken for one at a time.
+    device : torch.device
+        See `read_extents`.
+    use : callable
+        Called with the tensors of each group, in this thread. What it does not keep is free for the next.
+
+    Raises
+    ------
+    Truncated, OutOfMemory
+        See `read_extents`.
+    """
+    with Reader(device) as reader:
+        for extents in groups:
+            _check(extents)
+            tensors = _allocate([extent.size for extent in extents], device)
+            reader.begin(tensors, extents).wait()
+            use(tensors)
+            del tensors
+
+
 def _groups(extents: Sequence[Extent]) -> Iterator[list[int]]:
     """Numbers of extents in the order of files and offsets, a few at a time."""
     group: list[int] = []
@@ -116,7 +147,7 @@ class Reader:
     def __init__(self, device: torch.device) -> None:
         self._device, self._threads = device, min(READERS, default_threads())
         self._pool = ThreadPoolExecutor(self._threads, "tpde-read")
-        self._begun: list[_Work] = []
+        self._begun: weakref.WeakSet[_Work] = weakref.WeakSet()  # and their tensors
         self._lanes = threading.local()
 
     def begin(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> Reading:
@@ -126,7 +157,7 @@ class Reader:
         """
         work = _Work(tensors, extents)
         main = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device)
-        self._begun.append(work)
+        self._begun.add(work)
 
         def read() -> None:
             try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,7 +16,8 @@ from tpde.nn.kernels import can_fuse, convert
 from tpde.weights.tensor import PackedTensor
 
 _GROUP_BYTES = 256 << 20  # of plain weights, that are in memory in prefix codes at a time
-SHARE = 0.72  # of a plain weight's bytes: what it takes in the window layout, escapes and padding included
+SHARE = 0.72  # of a plain weight's bytes: what it takes in the window layout, with many escapes and padding
+_TYPICAL = 0.703  # and mostly: 11.25 bits of 16
 
 
 def fused_names(model: nn.Module, runs: Mapping[str, Run[Stored]]) -> set[str]:
@@ -57,13 +60,26 @@ def open_some_fused(
 
     Beside what stays, about 256 MiB of these are in memory in prefix codes at a time, and one weight plain.
     """
+    there: dict[torch.device, list[str]] = {}
+    for name in sorted(fused, key=lambda name: -runs[name].nbytes):  # the largest while there is most room
+        there.setdefault(where[name], []).append(name)
     parts: dict[str, PackedTensor] = {}
-    for group in _groups(sorted(fused, key=lambda name: -runs[name].nbytes), runs):
-        made = checkpoint.open({name: runs[name] for name in group}, where)
-        for packed in made.values():
-            convert(packed, fused=True)
-        parts |= made
+    for device, names in there.items():
+        if device.type == "cuda":
+            _reserve(sum(runs[name].nbytes for name in names), device)
+        parts |= checkpoint.open_in_turn(_groups(names, runs), runs, device, partial(convert, fused=True))
     return parts | checkpoint.open({name: run for name, run in runs.items() if name not in fused}, where)
+
+
+def _reserve(nbytes: int, device: torch.device) -> None:
+    """Have PyTorch take memory in one piece for weights of so many bytes, which it then cuts up.
+
+    Weight by weight it would ask the driver for multiples of 2 MiB, and what one group leaves would not fit
+    the next: 6 % more for an 8 B model.
+    """
+    with suppress(torch.cuda.OutOfMemoryError):  # memory in pieces may do
+        room = int(_TYPICAL * nbytes) + min(nbytes, _GROUP_BYTES)
+        torch.empty(room, dtype=torch.uint8, device=device)
 
 
 def _groups(names: Iterable[str], runs: Mapping[str, Run[Stored]]) -> Iterator[list[str]]:
