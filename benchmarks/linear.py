@@ -181,7 +181,7 @@ def main() -> int:
 
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, MOST_ROWS])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, MOST_ROWS])
     parser.add_argument("--runs", type=int, default=9)
     options = parser.parse_args()
     need_cuda()

@@ -148,20 +148,26 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
     matrix = sections(4096, columns)._replace(flags=zero)
     least = LEAST_SHARED if arch in LEAST_ARCHITECTURES else 227 << 10
     found = {}
+    clusters = int(arch.removeprefix("sm_")) >= 90
     for count in range(1, windows.MOST_ROWS + 1):
-        how = windows.product_of(matrix, count, least)
-        assert how.shared <= least
-        found[tuple(how.defines.items())] = how.blocks
-    for defines, blocks in found.items():
+        ways = windows.products_of(matrix, count, least, clusters)
+        assert ways
+        for how in ways:
+            assert how.shared <= least
+            assert how.rows >= min(count, 16)
+            found[tuple(how.defines.items())] = how.warps * how.blocks
+    room = arch not in LEAST_ARCHITECTURES  # for x
+    assert any("WIDE" in dict(it) for it in found) == (columns == 4096 and clusters and room)
+    for defines, warps in found.items():
         log = nvrtc.cubin(windows.SOURCE, dict(defines), arch)[1]
         assert_no_spills(log)
-        assert registers(log) * 32 * windows.WARPS * blocks <= 65536
+        assert registers(log) * 32 * warps <= 65536
 
 
 @pytest.mark.parametrize("count", [0, -1, windows.MOST_ROWS + 1])
 def test_products_of_too_many_rows_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="1 to 16"):
-        windows.product_of(sections(32, 64), count, LEAST_SHARED)
+    with pytest.raises(ValueError, match="1 to 64"):
+        windows.products_of(sections(32, 64), count, LEAST_SHARED, True)
 
 
 def item(packed: Packed) -> items.Item:

@@ -219,17 +219,24 @@ class Launch:
         Blocks, and threads of each.
     shared : int
         Bytes of dynamic shared memory.
+    cluster : int
+        Blocks that can read each other's shared memory; `grid` is a multiple of it. Of compute capability 9.0
+        or more, if it is more than 1.
     early : bool
         Start while the kernel before it in the stream ends, if that one allows it: it waits by itself
         (`griddepcontrol.wait`). Of compute capability 9.0 or more.
     """
 
-    def __init__(self, made: Any, grid: int, block: int, shared: int, *, early: bool = False) -> None:
+    def __init__(
+        self, made: Any, grid: int, block: int, shared: int, *, cluster: int = 1, early: bool = False
+    ) -> None:
         from cuda.core import LaunchConfig, launch
 
         self._kernel, self._launch = made, launch
-        when = {"programmatic_stream_serialization": True} if early else {}
-        self._config = LaunchConfig(grid=grid, block=block, shmem_size=shared, **when)
+        more: dict[str, Any] = {"programmatic_stream_serialization": True} if early else {}
+        if cluster > 1:  # then the grid is counted in clusters
+            more |= {"cluster": cluster}
+        self._config = LaunchConfig(grid=grid // cluster, block=block, shmem_size=shared, **more)
 
     def __call__(self, stream: int, *arguments: Any) -> None:
         """Launch it once: see `bind`."""
@@ -246,6 +253,14 @@ class Launch:
             Never Python integers, which would be taken for pointers: `np.uint64(address)`.
         """
         return functools.partial(self._launch, _stream(stream), self._config, self._kernel, *arguments)
+
+
+def clusters_at_once(made: Any, cluster: int, block: int, shared: int) -> int:
+    """How many clusters of blocks a device runs at a time: a part of its multiprocessors may be left over."""
+    from cuda.core import LaunchConfig
+
+    config = LaunchConfig(grid=1, cluster=cluster, block=block, shmem_size=shared)
+    return int(made.occupancy.max_active_clusters(config, stream=_stream(0)))
 
 
 def launch(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:

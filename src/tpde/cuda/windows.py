@@ -16,7 +16,8 @@ from tpde.cuda import compile as nvrtc
 from tpde.cuda.device import facts
 
 SOURCE = "window.cu"
-MOST_ROWS = 16  # of x in one launch: with more, decoding and another product are faster
+MOST_ROWS = 64  # of x in one call: with more, decoding and the matrix library's product are faster
+_FEW_ROWS = 16  # of x in one launch of `product`
 X_AT = 16  # what addresses of rows of x are multiples of
 WARPS = 8  # of a block
 PARTS = 8  # sums of a row, windows.md 9.2
@@ -25,27 +26,56 @@ _TURNS = 2  # of partial sums, which are written while those before are read
 # Rows of x of more bytes are not copied to shared memory, but read from the cache: measured on an H200, where
 # one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
 _SHARED_X = 16 << 10
+# For so many rows of x, blocks of a cluster and warps of each, the fastest first, as measured on an H200. With
+# 16 rows, 12 warps are faster than 8 for matrices of more than 8,192 columns only.
+_WIDE = {16: ((8, 8), (4, 8)), 32: ((8, 12), (8, 8), (4, 8)), 64: ((8, 8),)}
+_WIDE_LONG = _WIDE | {16: ((8, 12), (8, 8))}
+_LONG = 32  # chunks of a stripe
 
 
 class Product(NamedTuple):
-    """How a product is launched: macros, and bytes of shared memory."""
+    """How a product is launched.
 
+    Attributes
+    ----------
+    rows : int
+        Of x, at most.
+    name : str
+        Of the kernel.
+    defines : dict of str to int
+        Macros.
+    shared : int
+        Bytes of shared memory.
+    warps : int
+        Of a block.
+    blocks : int
+        Of a multiprocessor.
+    cluster : int
+        Blocks that share x.
+    """
+
+    rows: int
+    name: str
     defines: dict[str, int]
     shared: int
-    blocks: int  # of a multiprocessor
+    warps: int = WARPS
+    blocks: int = 1
+    cluster: int = 1
 
 
-def product_of(window: Window, count: int, shared_bytes: int) -> Product:
-    """How a product with `count` rows of x is launched. The result does not depend on it.
+def products_of(window: Window, count: int, shared_bytes: int, clusters: bool) -> list[Product]:
+    """How a product with `count` rows of x may be launched, the fastest first. Results do not depend on it.
 
     Parameters
     ----------
     window : Window
         The matrix.
     count : int
-        Rows of x.
+        Rows of x. Some ways take fewer at a time.
     shared_bytes : int
         What a block may have at most.
+    clusters : bool
+        Whether the device has clusters of blocks.
 
     Raises
     ------
@@ -54,13 +84,34 @@ def product_of(window: Window, count: int, shared_bytes: int) -> Product:
     """
     if not 1 <= count <= MOST_ROWS:
         raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
+    made = []
+    if count > 8 and clusters and window.stripe_chunks >= PARTS:
+        table = _WIDE_LONG if window.stripe_chunks > _LONG else _WIDE
+        first = next(rows for rows in table if rows >= count)
+        for rows in (it for it in reversed(table) if it <= first):  # at least, in several launches
+            made += [_wide(window, rows, *it) for it in table[rows]]
+    made.append(_narrow(window, min(count, _FEW_ROWS), shared_bytes))
+    return [it for it in made if it.shared <= shared_bytes]
+
+
+def _narrow(window: Window, count: int, shared_bytes: int) -> Product:
+    """A block by itself takes all parts, and reads x from the cache, or copies all of it."""
     tiles = -(-count // 8)
     x_bytes = 2 * (-(-window.columns // 8) * 8) + 64  # lanes that read rows beside each other meet no bank
     least, copied = WARPS * (_WARP_BYTES + _TURNS * tiles * 16 * 8 * 4), count * x_bytes
     shared = copied <= _SHARED_X and least + copied <= shared_bytes
     blocks = 2 if tiles == 1 else 1
-    defines = _defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks}
-    return Product(defines, least + shared * copied, blocks)
+    defines = _defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks, "CLUSTER": 0}
+    rows = count if shared else 8 * tiles
+    return Product(rows, "product", defines, least + shared * copied, blocks=blocks)
+
+
+def _wide(window: Window, rows: int, cluster: int, warps: int) -> Product:
+    """The blocks of a cluster share x."""
+    mine = -(-window.stripe_chunks // PARTS) * PARTS // cluster  # chunks of x in a block
+    shared = warps * (_WARP_BYTES + _TURNS * rows // 8 * 16 * 8 * 4) + rows * (512 * mine + 64)
+    defines = _defines(window) | {"NB": rows, "CLUSTER": cluster, "WIDE": warps}
+    return Product(rows, "wide_product", defines, shared, warps, cluster=cluster)
 
 
 def _defines(window: Window) -> dict[str, int]:
@@ -85,8 +136,6 @@ class DeviceWindow:
         If the kernels cannot run.
     """
 
-    most_rows = MOST_ROWS
-
     def __init__(self, window: Window, at: int, device: int) -> None:
         if at % 128:
             raise ValueError(f"a blob at {at:#x}, which is no multiple of 128")
@@ -100,7 +149,7 @@ class DeviceWindow:
             np.uint32(window.columns),
         )
         self._early = self._facts.capability >= (9, 0)
-        self._products: dict[int, nvrtc.Launch] = {}  # by how many rows x has
+        self._products: dict[int, tuple[int, nvrtc.Launch]] = {}  # by how many rows x has: those of a launch
 
     def prepare(self) -> None:
         """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
@@ -115,7 +164,7 @@ class DeviceWindow:
             self._product(count)
 
     def _decoding(self, name: str) -> Any:
-        made = _defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
+        made = _defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2, "CLUSTER": 0}
         return nvrtc.kernel(SOURCE, name, made, self._device)
 
     @functools.cached_property
@@ -188,7 +237,7 @@ class DeviceWindow:
             Address of rows of as many words as the matrix has columns, and zeros to a multiple of 8; and how
             many words they are apart. Each lies at a multiple of `X_AT` bytes.
         count : int
-            How many rows x has, at most `MOST_ROWS`.
+            How many rows x has, at most `MOST_ROWS`. More than 8 may take several launches.
         y, y_stride : int
             Address of room for as many rows, and how many words they are apart.
         bias : int
@@ -205,19 +254,38 @@ class DeviceWindow:
         """
         if x % X_AT or x_stride * 2 % X_AT:
             raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")
-        launch = self._products.get(count) or self._product(count)
-        launch(
-            stream,
-            *self._matrix,
-            *(np.uint64(x), np.uint64(x_stride), np.uint32(count)),
-            *(np.uint64(y), np.uint64(y_stride), np.uint64(bias)),
-        )
+        rows, launch = self._products.get(count) or self._product(count)
+        for first in range(0, count, rows):
+            launch(
+                stream,
+                *self._matrix,
+                *(
+                    np.uint64(x + 2 * first * x_stride),
+                    np.uint64(x_stride),
+                    np.uint32(min(count - first, rows)),
+                ),
+                *(np.uint64(y + 2 * first * y_stride), np.uint64(y_stride), np.uint64(bias)),
+            )
 
-    def _product(self, count: int) -> nvrtc.Launch:
-        how = product_of(self.window, count, self._facts.shared_bytes)
-        beside = WARPS // min(self.window.stripe_chunks, PARTS)  # stripes that a block takes at a time
-        grid = min(how.blocks * self._facts.multiprocessors, -(-self.window.stripes // beside))
-        kernel, early = nvrtc.kernel(SOURCE, "product", how.defines, self._device), self._early
-        made = nvrtc.Launch(kernel, grid, 32 * WARPS, how.shared, early=early)
-        self._products[count] = made
-        return made
+    def ways(self, count: int) -> list[Product]:
+        """How a product with so many rows of x may be launched on the device, as it is by default first."""
+        return products_of(self.window, count, self._facts.shared_bytes, self._early)
+
+    def _product(self, count: int) -> tuple[int, nvrtc.Launch]:
+        how = self.ways(count)[0]
+        self.choose(count, how)
+        return self._products[count]
+
+    def choose(self, count: int, how: Product) -> None:
+        """Launch products with so many rows of x in one of the `ways`, from now on."""
+        kernel = nvrtc.kernel(SOURCE, how.name, how.defines, self._device)
+        threads, stripes = 32 * how.warps, self.window.stripes
+        if how.name == "product":
+            beside = WARPS // min(self.window.stripe_chunks, PARTS)  # stripes that a block takes at a time
+            grid = min(how.blocks * self._facts.multiprocessors, -(-stripes // beside))
+        else:
+            beside = how.warps * how.cluster // PARTS  # that a cluster takes
+            most = nvrtc.clusters_at_once(kernel, how.cluster, threads, how.shared)
+            grid = how.cluster * min(most, -(-stripes // beside))
+        launch = nvrtc.Launch(kernel, grid, threads, how.shared, cluster=how.cluster, early=self._early)
+        self._products[count] = how.rows, launch

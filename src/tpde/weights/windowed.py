@@ -314,8 +314,8 @@ class Windowed(Source):
 
         Notes
         -----
-        On a GPU, up to `MOST_ROWS` rows of x are multiplied straight from the blob, 16 at a time; each gives
-        the same bits in any batch. For more, and on the CPU, rows are decoded and multiplied as plain ones.
+        On a GPU, up to `MOST_ROWS` rows of x are multiplied straight from the blob; each gives the same bits
+        in any batch. For more, and on the CPU, rows are decoded and multiplied as plain ones.
         """
         if self._there is not None and x.dim() and x.shape[-1] == self._columns:
             count = x.numel() // self._columns
@@ -337,10 +337,7 @@ class Windowed(Source):
         out = x.new_empty((*x.shape[:-1], rows))
         to, added = out.data_ptr(), 0 if bias is None else bias.contiguous().data_ptr()
         with on_device(self._device):
-            stream = stream_handle(self._device)
-            for first in range(0, count, there.most_rows):
-                some = min(count - first, there.most_rows)
-                there.product(at + 2 * first * step, step, some, to + 2 * first * rows, rows, added, stream)
+            there.product(at, step, count, to, rows, added, stream_handle(self._device))
         return out
 
     def _in_strips(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,8 +7,9 @@
 //
 // Any bodies are safe, whatever they decode to; offsets and entries are checked before (windows.md 8).
 //
-// Macros: ZERO, the flag; TAIL, whether columns are no multiple of 256. Of `product`: NB, a multiple of 8, the most rows of
-// x; SHARED, whether x is copied to shared memory; BLOCKS of a multiprocessor.
+// Macros: ZERO, the flag; TAIL, whether columns are no multiple of 256. Of products: NB, a multiple of 8, the most rows of
+// x. Of `product`: SHARED, whether x is copied to shared memory; BLOCKS of a multiprocessor; CLUSTER is 0. Of `wide_product`:
+// CLUSTER, the blocks that share x: 1, 2, 4 or 8; WIDE, the warps of each, a multiple of 8 / CLUSTER.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -292,8 +293,11 @@ lookup(MATRIX, const long long* __restrict__ ids, u64 count, u16* __restrict__ o
 
 #define TILES (NB / 8)  // of mma, beside each other
 
+// To a warp's next chunk: of its part, or of the next stripe.
+#define ADVANCE(s, c) { c += PARTS; if (c >= m.chunks) { c = part; s += step; } }
+
 __device__ __forceinline__ void mma(float* sum, u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a), "r"(b), "r"(c), "r"(d), "r"(x), "r"(y));
 }
 
@@ -303,17 +307,20 @@ __device__ __forceinline__ u16 rounded(float x) {
   return y;
 }
 
-// ((v0 + v1) + (v2 + v3)) + ...
-template <u32 COUNT>
-__device__ __forceinline__ float pairwise(const float* v) {
-  return pairwise<COUNT / 2>(v) + pairwise<COUNT / 2>(v + COUNT / 2);
-}
-template <>
-__device__ __forceinline__ float pairwise<1>(const float* v) { return *v; }
-
 __device__ __forceinline__ u16 ended(float sum, const u16* bias, u32 row) {
   return rounded(bias ? sum + __uint_as_float((u32)__ldg(bias + row) << 16) : sum);
 }
+
+__device__ __forceinline__ float plus(float a, float b) { return a + b; }
+__device__ __forceinline__ float4 plus(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// The partial sums of one row, or of four: ((v0 + v1) + (v2 + v3)) + ((v4 + v5) + (v6 + v7)).
+template <typename T>
+__device__ __forceinline__ T pairwise(const T* v) {
+  return plus(plus(plus(v[0], v[1]), plus(v[2], v[3])), plus(plus(v[4], v[5]), plus(v[6], v[7])));
+}
+
+#if CLUSTER == 0
 
 // y = x W^T + bias, of `n` rows of x, `x_stride` and `y_stride` words apart. Rows of x lie at multiples of 16 bytes; so
 // many words of each are read as the matrix has columns, and zeros to a multiple of 8.
@@ -340,7 +347,6 @@ product(MATRIX, const u16* __restrict__ x, u64 x_stride, u32 n, u16* __restrict_
   Range after = {0, 0};
   bool more = works && stripe < stripes;
   u32 next_stripe = stripe, next_chunk = chunk;
-#define ADVANCE(s, c) { c += PARTS; if (c >= m.chunks) { c = part; s += step; } }
   if (more) {
     coming = load_entries(m, range_of(m, stripe, chunk), lane);
     fetch(held, m, stripe, chunk, lane);
@@ -412,7 +418,156 @@ product(MATRIX, const u16* __restrict__ x, u64 x_stride, u32 n, u16* __restrict_
       float v[PARTS];
 #pragma unroll
       for (u32 j = 0; j < PARTS; j++) v[j] = j < parts ? p[j * TILES * 128] : 0;
-      if (number < m.rows) y[k * y_stride + number] = ended(pairwise<PARTS>(v), bias, number);
+      if (number < m.rows) y[k * y_stride + number] = ended(pairwise(v), bias, number);
     }
   }
 }
+
+#else
+
+// ---- products of more rows of x, 9 ----
+
+#define OWN (PARTS / CLUSTER)  // parts of a block
+#define SIDE (WIDE / OWN)      // stripes that a cluster takes at a time
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_others() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Four floats of another block's shared memory, from the same address as here.
+__device__ __forceinline__ float4 of_block(const float* p, u32 rank) {
+  float4 v;
+  asm volatile("{ .reg .u32 a; mapa.shared::cluster.u32 a, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [a]; }"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"((u32)__cvta_generic_to_shared(p)), "r"(rank) : "memory");
+  return v;
+}
+
+// Words `k` to `k + 3` of a row of the matrix, as far as there are rows of x.
+__device__ __forceinline__ void store4(u16* y, u64 stride, u32 k, u32 n, u32 row, float4 s, const u16* bias) {
+  u16* const to = y + k * stride + row;
+  to[0] = ended(s.x, bias, row);
+  if (k + 1 < n) to[stride] = ended(s.y, bias, row);
+  if (k + 2 < n) to[2 * stride] = ended(s.z, bias, row);
+  if (k + 3 < n) to[3 * stride] = ended(s.w, bias, row);
+}
+
+// Add up the partial sums of the cluster's stripes from `first` on, every CLUSTER-th of them, and store y.
+__device__ __forceinline__ void end_stripes(const Matrix& m, const float* sums, u32 first, u32 rank, u32 n, u16* y, u64 stride, const u16* bias) {
+#pragma unroll 1
+  for (u32 i = threadIdx.x; i < (SIDE - rank + CLUSTER - 1) / CLUSTER * TILES * 32; i += 32 * WIDE) {
+    const u32 row = i % 16, t = i / 32 % TILES, k = 8 * t + i / 16 % 2 * 4, beside = i / (32 * TILES) * CLUSTER + rank;
+    const u32 number = 16 * (first + beside) + row;
+    if (k >= n || number >= m.rows) continue;
+    const float* const p = sums + (beside * OWN * TILES + t) * 128 + row * 8 + k % 8;
+    float4 v[PARTS];
+#pragma unroll
+    for (u32 j = 0; j < PARTS; j++) v[j] = of_block(p + j % OWN * TILES * 128, j / OWN);
+    store4(y, stride, k, n, number, pairwise(v), bias);
+  }
+}
+
+// As `product`. The blocks of a cluster share x: each keeps the columns of its parts in shared memory, and its warps take
+// those parts of some stripes. One of the blocks adds a stripe's partial sums up, while all are at the next stripes.
+extern "C" __global__ void __launch_bounds__(32 * WIDE, 1)
+wide_product(MATRIX, const u16* __restrict__ x, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
+             const u16* __restrict__ bias) {
+  extern __shared__ __align__(16) u8 shared[];
+  const Matrix m = THE_MATRIX;
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, stripes = (m.rows + 15) / 16;
+  const u32 rank = rank_in_cluster(), slot = warp / OWN, part = rank * OWN + warp % OWN;
+  const u32 step = gridDim.x / CLUSTER * SIDE, start = blockIdx.x / CLUSTER * SIDE;
+  const u32 readable = (m.columns + 7) / 8 * 8, mine = (m.chunks + PARTS - 1) / PARTS * OWN;
+  const u32 x_bytes = 512 * mine + 64;  // lanes that read rows beside each other meet no bank
+  u8 *const plane = shared + warp * (PLANE + CHUNK_BYTES), *const held = plane + PLANE;
+  float* const sums = (float*)(shared + WIDE * (PLANE + CHUNK_BYTES));  // [2][SIDE][OWN][TILES][16][8]
+  u8* const copy = (u8*)(sums + 2 * WIDE * TILES * 128);                // of x: chunks of this block's parts
+  const uint2* const escapes = (const uint2*)plane + lane;
+  const bool works = part < m.chunks;
+  clear(plane, lane);
+  Entries coming = {0, 0, 0, 0};
+  Range after = {0, 0};
+  u32 next_stripe = works ? start + slot : stripes, next_chunk = part;
+  if (next_stripe < stripes) {
+    coming = load_entries(m, range_of(m, next_stripe, part), lane);
+    fetch(held, m, next_stripe, part, lane);
+    ADVANCE(next_stripe, next_chunk)
+    if (next_stripe < stripes) after = range_of(m, next_stripe, next_chunk);
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the last kernel's; the weights are not
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (u32 i = threadIdx.x; i < NB * mine * 32; i += 32 * WIDE) {
+    const u32 row = i / (32 * mine), at = i / 32 % mine, piece = i % 32;
+    const u32 column = 256 * (at / OWN * PARTS + rank * OWN + at % OWN) + 8 * piece;
+    const bool have = row < n && column < readable;  // zeros else
+    const u32 to = (u32)__cvta_generic_to_shared(copy + row * x_bytes + 512 * at + 16 * piece);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(to), "l"(have ? x + row * x_stride + column : x), "r"(have ? 16 : 0) : "memory");
+  }
+  wait_for_fetched();
+  __syncthreads();
+  u32 turn = 0, before = stripes;  // `before`: the first of the stripes whose sums are not added up yet
+  for (u32 first = start; first < stripes; first += step, turn ^= 1) {
+    float sum[TILES][4];
+#pragma unroll
+    for (u32 t = 0; t < TILES; t++) sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0;
+    const u32 stripe = first + slot;
+    if (works && stripe < stripes) {
+      const Rows r = rows_of(m, stripe, lane);
+      const u8* xs = copy + lane / 4 * x_bytes + 512 * (warp % OWN) + lane % 4 * 16;
+#pragma unroll 1
+      for (u32 chunk = part; chunk < m.chunks; chunk += PARTS, xs += 512 * OWN) {
+        const Entries e = coming;
+        Chunk c;
+        wait_for_fetched();
+        take(c, held, pairs_of(m, chunk), lane);
+        scatter(e, plane, m, lane);
+        if (next_stripe < stripes) {
+          coming = load_entries(m, after, lane);
+          fetch(held, m, next_stripe, next_chunk, lane);
+          ADVANCE(next_stripe, next_chunk)
+          if (next_stripe < stripes) after = range_of(m, next_stripe, next_chunk);
+        }
+        const u32 tiles = 2 * pairs_of(m, chunk);
+#pragma unroll
+        for (u32 j = 0; j < 8; j++) {
+          if (TAIL && j >= tiles) break;
+          u32 w[8];
+          tile(c, j, r, escapes, w);
+          uint4 v[TILES];
+#pragma unroll
+          for (u32 t = 0; t < TILES; t++) v[t] = *(const uint4*)(xs + t * 8 * x_bytes + 64 * j);
+#pragma unroll
+          for (u32 t = 0; t < TILES; t++) mma(sum[t], w[0], w[4], w[1], w[5], v[t].x, v[t].y);
+#pragma unroll
+          for (u32 t = 0; t < TILES; t++) mma(sum[t], w[2], w[6], w[3], w[7], v[t].z, v[t].w);
+        }
+        wipe(e, plane, m, lane);
+      }
+    }
+    if (before < stripes) {
+      wait_for_others();
+      end_stripes(m, sums + (turn ^ 1) * WIDE * TILES * 128, before, rank, n, y, y_stride, bias);
+    }
+    float* const to = sums + (turn * WIDE + warp) * TILES * 128;
+    const u32 g = lane / 4, q = lane % 4 * 2;
+#pragma unroll
+    for (u32 t = 0; t < TILES; t++) {
+      *(float2*)(to + t * 128 + g * 8 + q) = make_float2(sum[t][0], sum[t][1]);
+      *(float2*)(to + t * 128 + (g + 8) * 8 + q) = make_float2(sum[t][2], sum[t][3]);
+    }
+    arrive();
+    before = first;
+  }
+  if (before < stripes) {
+    wait_for_others();
+    end_stripes(m, sums + (turn ^ 1) * WIDE * TILES * 128, before, rank, n, y, y_stride, bias);
+  }
+  arrive();  // no block ends while another one reads its sums
+  wait_for_others();
+}
+#endif
