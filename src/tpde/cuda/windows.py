@@ -26,8 +26,8 @@ _TURNS = 2  # of partial sums, which are written while those before are read
 # Rows of x of more bytes are not copied to shared memory, but read from the cache: measured on an H200, where
 # one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
 _SHARED_X = 16 << 10
-# For so many rows of x, blocks of a cluster and warps of each, the fastest first, as measured on an H200. With
-# 16 rows, 12 warps are faster than 8 for matrices of more than 8,192 columns only.
+# For so many rows of x, blocks of a cluster and warps of each, the fastest first on an H200. With 16 rows, 12
+# warps are faster than 8 for matrices of more than 8,192 columns only.
 _WIDE = {16: ((8, 8), (4, 8)), 32: ((8, 12), (8, 8), (4, 8)), 64: ((8, 8),)}
 _WIDE_LONG = _WIDE | {16: ((8, 12), (8, 8))}
 _LONG = 32  # chunks of a stripe
