@@ -164,12 +164,6 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
         assert registers(log) * 32 * warps <= 65536
 
 
-@pytest.mark.parametrize("count", [0, -1, windows.MOST_ROWS + 1])
-def test_products_of_too_many_rows_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="1 to 64"):
-        windows.products_of(sections(32, 64), count, LEAST_SHARED, True)
-
-
 def item(packed: Packed) -> items.Item:
     tables = items.lookup_tables(packed.header, packed.section)
     assert tables is not None

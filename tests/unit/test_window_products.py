@@ -1,0 +1,117 @@
+"""How products from windows are launched: by which kernel, how often, and from where to where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tpde.codec.windows import Window, sections
+from tpde.cuda import windows
+from tpde.cuda.device import DeviceFacts
+from tpde.cuda.windows import MOST_ROWS, DeviceWindow, products_of
+
+H200, ADA = 227 << 10, 99 << 10
+
+
+@pytest.mark.parametrize("columns", [8, 384, 1792, 2048, 4096, 4160, 8192, 14336, 28672, 1 << 20])
+@pytest.mark.parametrize("shared", [H200, ADA])
+@pytest.mark.parametrize("clusters", [False, True])
+def test_every_way_fits(columns: int, shared: int, clusters: bool) -> None:
+    matrix = sections(4096, columns)
+    for count in range(1, MOST_ROWS + 1):
+        ways = products_of(matrix, count, shared, clusters)
+        assert ways
+        for how in ways:
+            assert how.shared <= shared
+            assert how.defines["NB"] >= min(how.rows, count)
+            assert how.rows >= min(count, 16)
+            assert clusters or how.cluster == 1
+            assert how.warps * how.cluster % windows.PARTS == 0 or how.name == "product"
+
+
+@pytest.mark.parametrize(
+    ("columns", "count", "name", "rows"),
+    [
+        (4096, 1, "product", 1),
+        (4096, 8, "product", 8),
+        (4096, 9, "wide_product", 16),
+        (4096, 17, "wide_product", 32),
+        (4096, 33, "wide_product", 64),
+        (14336, 16, "wide_product", 16),
+        (14336, 64, "wide_product", 32),  # x of 64 rows does not fit
+        (1 << 17, 64, "product", 16),  # nor that of 16 here
+        (1024, 64, "product", 16),  # blocks of a cluster would have no part
+    ],
+)
+def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
+    how = products_of(sections(4096, columns), count, H200, True)[0]
+    assert (how.name, how.rows) == (name, rows)
+    assert products_of(sections(4096, columns), count, H200, False)[0].name == "product"
+
+
+@pytest.mark.parametrize("count", [0, -1, MOST_ROWS + 1])
+def test_other_numbers_of_rows_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match="1 to 64"):
+        products_of(sections(32, 64), count, ADA, True)
+
+
+class Launches(list[tuple[Any, ...]]):
+    """What would have been launched on an H200, and how."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+        super().__init__()
+        self.made: list[tuple[Any, ...]] = []
+        facts = DeviceFacts("GPU", capability, 132, H200)
+        monkeypatch.setattr(windows, "facts", lambda device: facts)
+        monkeypatch.setattr(windows.nvrtc, "kernel", lambda source, name, defines, device: name)
+        monkeypatch.setattr(windows.nvrtc, "clusters_at_once", lambda *_: 15)
+        monkeypatch.setattr(windows.nvrtc, "Launch", self._make)
+
+    def _make(self, *given: Any, **more: Any) -> Any:
+        self.made.append((*given, more))
+        return lambda *arguments: self.append((given[0], *map(int, arguments)))
+
+
+def there(matrix: Window) -> DeviceWindow:
+    return DeviceWindow(matrix, 1 << 20, 0)
+
+
+def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 14336)
+    there(matrix).product(4096, 14336, 40, 1 << 16, 128, 77, 5)
+    assert [it[0] for it in found] == ["wide_product"] * 2
+    # Behind the matrix's eight arguments: x, its stride and rows; y, its stride, and the bias.
+    assert [it[-6:] for it in found] == [
+        (4096, 14336, 32, 1 << 16, 128, 77),
+        (4096 + 2 * 32 * 14336, 14336, 8, (1 << 16) + 2 * 32 * 128, 128, 77),
+    ]
+    assert {it[1] for it in found} == {5}
+    ((_, grid, threads, shared, more),) = found.made
+    assert (grid, threads, more) == (8, 256, {"cluster": 8, "early": True})  # seven stripes: one cluster
+    assert shared <= H200
+
+
+def test_without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Launches(monkeypatch, (8, 9))
+    there(sections(100_000, 4096)).product(0, 4096, 40, 0, 100_000, 0, 0)
+    assert [it[0] for it in found] == ["product"] * 3
+    assert [it[-4] for it in found] == [16, 16, 8]
+    assert found.made == [("product", 132, 256, found.made[0][3], {"cluster": 1, "early": False})]
+
+
+def test_stripes_are_decoded_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 600, 1000)
+    made = there(matrix)
+    made.rows(1 << 16, 600, 5, 2, 4)
+    made.rows(1 << 16, 601, 5, 6)
+    made.lookup(1 << 17, 3, 1 << 18, 5)
+    base = 1 << 20
+    bodies, offsets = base + matrix.bodies_at, base + matrix.offsets_at
+    (_, stream, *some), (_, _, *last), (_, _, *looked) = found
+    assert stream == 5
+    assert some[:4] == [base + 128 + 32, offsets + 2 * 3 * 4, base + matrix.entries_at, bodies + 2 * 14080]
+    assert some[6:] == [32, 600, 1 << 16, 600, 1]
+    assert last[0] == base + 128 + 96
+    assert last[6:] == [4, 600, 1 << 16, 601, 0]  # the last stripe has four rows
+    assert looked[6:] == [100, 600, 1 << 17, 3, 1 << 18]
