@@ -10,6 +10,7 @@ from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn.modules import PackedLinear, PackedModule, gathers
 from tpde.nn.replace import finish, packed_modules
 from tpde.nn.slot import Slot
+from tpde.weights.choice import ALWAYS
 from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.resident import Resident
 from tpde.weights.tensor import PackedTensor
@@ -89,9 +90,13 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     work = [it for it, places in uses.items() if it.multiplies != fused and (not fused or _fits(it, places))]
     for packed in work:
         _require_free(packed)
-    for packed in work:
-        convert(packed, fused)
-    return finish(model)
+    try:
+        for packed in work:
+            convert(packed, fused)
+    finally:  # those that were converted are not decoded with their blocks any more, or are again
+        if work:
+            finish(model)
+    return model
 
 
 def convert(packed: PackedTensor, fused: bool) -> None:
@@ -123,7 +128,7 @@ def _require_free(packed: PackedTensor) -> None:
     why = None
     if not packed.settled:
         why = "is streamed under a VRAM budget", "load the model without `vram=`"
-    elif packed.choice is not None:
+    elif packed.choice not in (None, ALWAYS):
         why = "has deltas on it", "load the target itself, or the model without `deltas=`"
     elif any(user.recorded for user in packed.users()):
         why = "was recorded in a CUDA graph, which would go on with it", "load the model again"
