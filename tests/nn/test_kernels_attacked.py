@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +11,21 @@ from support.models import assert_same_bits
 from support.small import IDS, torch
 
 import tpde
-from tpde.nn import kernels, packed_modules, set_kernels
+from tpde.errors import InvalidInput, PackedWeight
+from tpde.nn import Resident, kernels, pack_module, packed_modules, set_kernels
+from tpde.weights import product, windowed
+
+nn = torch.nn
+functional = nn.functional
+
+
+@pytest.fixture
+def fused(pair: Any) -> Any:
+    return set_kernels(pair[1], "fused")
+
+
+def fuse(module: Any) -> Any:
+    return set_kernels(pack_module(copy.deepcopy(module), min_bytes=0), "fused")
 
 
 def delta_of(model: Any) -> bytes:
@@ -17,6 +33,31 @@ def delta_of(model: Any) -> bytes:
     for it in other.values():
         it.view(-1)[::50] *= 1.5
     return tpde.make_delta(dict(model.state_dict()), other)
+
+
+@pytest.mark.parametrize("seed", [2, 3])  # of few do the two kernels' bits differ
+@pytest.mark.parametrize("trained", [False, True])
+def test_strided_inputs_give_the_bits_that_go_with_what_the_weight_says_of_gradients(
+    trained: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    plain = nn.Linear(300, 1000, bias=False).bfloat16().requires_grad_(trained)
+    ours, x = fuse(plain), torch.randn(5, 3, 300).bfloat16().transpose(0, 1)
+    assert ours.weight.packed.multiplies
+    with torch.no_grad():
+        needed = plain(x)
+        assert_same_bits(ours(x), needed)
+        assert_same_bits(functional.linear(x, ours.weight), needed)
+    for mine in (ours(x.detach().requires_grad_()), functional.linear(x.requires_grad_(), ours.weight)):
+        assert_same_bits(mine, needed)
+
+
+def test_autocast_leaves_integers_to_pytorch(fused: Any) -> None:
+    layer = fused.blocks[0].up
+    ids = torch.arange(128).view(2, 64)
+    for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError):
+            module(ids)
 
 
 def test_a_model_that_a_delta_changed_goes_to_windows(pair: Any) -> None:
@@ -67,3 +108,64 @@ def test_nothing_to_do_regroups_nothing(pair: Any) -> None:
     before = [slot.group for _, it in packed_modules(model) for slot in it.tpde_slots.values()]
     set_kernels(model.blocks[0], "exact")
     assert [slot.group for _, it in packed_modules(model) for slot in it.tpde_slots.values()] == before
+
+
+def test_what_a_graph_was_recorded_with_stays(pair: Any, fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fused.blocks[0].up
+    monkeypatch.setattr(product, "capturing", lambda device: True)
+    with torch.no_grad():
+        layer(torch.randn(3, layer.in_features).bfloat16())
+    monkeypatch.undo()
+    with pytest.raises(PackedWeight, match="was recorded in a CUDA graph"):
+        set_kernels(fused, "exact")
+    with pytest.raises(PackedWeight, match="was recorded in a CUDA graph"):
+        tpde.apply_delta(fused, delta_of(pair[0]))
+    assert layer.weight.packed.multiplies
+
+
+def test_kernels_get_no_address_of_anything_else(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code, in which nobody has looked at devices and sizes."""
+    slot = fused.blocks[0].up.tpde_slots["weight"]
+    source, x = slot.packed.sources[0], torch.randn(3, slot.shape[1]).bfloat16()
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(source, "_there", object())
+    monkeypatch.setattr(source, "_product", refuse)
+    monkeypatch.setattr(source, "decode_into", lambda out: out.zero_())
+    monkeypatch.setattr(windowed, "_plain", lambda source: torch.zeros(source.shape, dtype=source.dtype))
+    monkeypatch.setattr(slot, "instead", lambda: torch.zeros(slot.shape, dtype=slot.dtype))
+    with pytest.raises(AssertionError):
+        torch.ops.tpde.linear(x, None, slot.key, slot.shape[0], False)
+    one = torch.ones(1).bfloat16()
+    assert torch.equal(
+        torch.ops.tpde.linear(x, one, slot.key, slot.shape[0], False), one.expand(3, slot.shape[0])
+    )
+    for elsewhere in ((x.to("meta"), None), (x, torch.ones(slot.shape[0], device="meta").bfloat16())):
+        with contextlib.suppress(RuntimeError):  # which is PyTorch's
+            slot.product(*elsewhere)
+
+
+def test_whoever_counts_operations_counts_the_product(pair: Any, fused: Any) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, counts = torch.randn(2, 3, 64).bfloat16().requires_grad_(), []
+    for model in (pair[0].requires_grad_(False), fused):
+        with FlopCounterMode(display=False) as counter:
+            model.blocks[0].up(x).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_an_assigned_weight_is_where_the_other_one_is(fused: Any) -> None:
+    """A blob that is made to be loaded is made on the host."""
+    packed = fused.blocks[0].up.weight.packed.sources[0]
+    mine = Resident(packed.blob, "w")
+
+    class Elsewhere:
+        header, memory, device = packed.header, packed.memory, torch.device("meta")
+        blob = packed.blob
+
+    with pytest.raises(InvalidInput, match="on the `meta` device"):
+        mine.load(Elsewhere(), assign=True)  # type: ignore[arg-type]

@@ -118,7 +118,9 @@ class Resident(Source):
         blob = other.blob
         if blob is self._blob:
             return
-        if not assign:
+        if assign:
+            blob = blob.to(other.device)  # where it was packed for this, it may be elsewhere
+        else:
             if blob.numel() == self._blob.numel() and torch.equal(blob.to(self._blob.device), self._blob):
                 return  # a tied weight, the second time
             blob = blob.to(self._blob.device, copy=True)

@@ -19,6 +19,7 @@ from tpde.format.container import TensorSpec
 from tpde.packing.writer import default_threads
 from tpde.weights import operators as ops
 from tpde.weights import windowing
+from tpde.weights.frozen import as_weight
 from tpde.weights.launch import on_device, stream_handle
 from tpde.weights.resident import check_load, require_bytes_kept
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
@@ -109,6 +110,7 @@ class Windowed(Source):
         blob = blob if blob.data_ptr() % _ALIGN == 0 else blob.clone()
         self._blob, self._address, self._device = blob, blob.data_ptr(), blob.device
         self._there: DeviceWindow | None = None
+        self.recorded = False
         if blob.is_cuda:
             from tpde.cuda.windows import DeviceWindow
 
@@ -297,7 +299,7 @@ class Windowed(Source):
         """The matrix, decoded."""
         return _plain(self)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x W^T + bias` (docs/windows.md 9), on the current stream.
 
         Parameters
@@ -306,6 +308,8 @@ class Windowed(Source):
             Its last dimension has as many elements as the matrix has columns.
         bias : torch.Tensor, optional
             One element for each row of the matrix.
+        trained : bool
+            What the plain weight says of gradients: PyTorch chooses kernels by it.
 
         Returns
         -------
@@ -324,7 +328,8 @@ class Windowed(Source):
                 return self._product(self._there, x, bias, count)
             if self.nbytes > _STRIP_BYTES:
                 return self._in_strips(x, bias)
-        return functional.linear(x, self.instead(), bias)
+        flat = self.instead().view(-1).view(torch.uint8)
+        return functional.linear(x, as_weight(flat, self.kind, torch.Size(self.shape), trained), bias)
 
     def _product(self, there: DeviceWindow, x: Tensor, bias: Tensor | None, count: int) -> Tensor:
         # A forward pass comes here for each layer of each token: 1 us a call of Python where it is cold.
