@@ -169,3 +169,17 @@ def test_an_assigned_weight_is_where_the_other_one_is(fused: Any) -> None:
 
     with pytest.raises(InvalidInput, match="on the `meta` device"):
         mine.load(Elsewhere(), assign=True)  # type: ignore[arg-type]
+
+
+def test_attention_of_pytorch_takes_the_weights_of_its_layers() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    plain = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(64, 64)).bfloat16().eval()
+    ours, x = fuse(plain), torch.randn(2, 5, 64).bfloat16()
+    assert ours[1].weight.packed.multiplies
+    with torch.no_grad():
+        assert_same_bits(ours(x), plain(x))
+    assert_same_bits(ours(x), plain(x))
+    set_kernels(ours, "exact")
+    with torch.no_grad():
+        assert_same_bits(ours(x), plain(x))
