@@ -48,8 +48,8 @@ class Windowed(Source):
     Parameters
     ----------
     blob : torch.Tensor
-        One-dimensional, uint8, contiguous, on a CPU or CUDA device. It is copied if its address is not
-        divisible by 128.
+        One-dimensional, uint8, contiguous, on a CPU or CUDA device. On a GPU it is copied if its address is
+        not divisible by 128, as the kernels take it to be.
     name : str
         What errors call it.
     window : Window, optional
@@ -107,7 +107,8 @@ class Windowed(Source):
         return None if made is None else cls(made.blob, source.name, made.window)
 
     def _place(self, blob: Tensor) -> None:
-        blob = blob if blob.data_ptr() % _ALIGN == 0 else blob.clone()
+        if blob.is_cuda and blob.data_ptr() % _ALIGN:
+            blob = blob.clone()
         self._blob, self._address, self._device = blob, blob.data_ptr(), blob.device
         self._there: DeviceWindow | None = None
         self.recorded = False
