@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -183,3 +184,21 @@ def test_attention_of_pytorch_takes_the_weights_of_its_layers() -> None:
     set_kernels(ours, "exact")
     with torch.no_grad():
         assert_same_bits(ours(x), plain(x))
+
+
+def test_rows_are_decoded_where_they_go() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(512, 512, bias=False).bfloat16()
+    source = fuse(plain).weight.packed.sources[0]
+    needed = plain.weight.detach().view(torch.uint8).view(-1)
+    tracemalloc.start()  # which counts NumPy's memory, not PyTorch's
+    try:
+        found = source.instead()
+        assert tracemalloc.get_traced_memory()[1] < source.nbytes // 4
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(found.view(torch.uint8).view(-1), needed)
+    for begin, end, at in ((0, 2048, 0), (1024, 3072, 1), (1024, 3071, 0), (5, 1024, 2), (7, 7, 0)):
+        room = torch.zeros(end - begin + at, dtype=torch.uint8)
+        source.decode_on_host(begin, end, room.numpy()[at:])
+        assert torch.equal(room[at:], needed[begin:end])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -256,9 +257,14 @@ class Windowed(Source):
 
     def decode_on_host(self, begin: int, end: int, out: Bytes) -> None:
         """Decode bytes `begin` to `end` with the CPU core: see `Source.decode_on_host`."""
-        row = 2 * self._columns
+        row, blob, threads = 2 * self._columns, self._blob.cpu().numpy(), default_threads()
         first, last = begin // row, -(-end // row)
-        found = windows.decode(self._blob.cpu().numpy(), first, last, threads=default_threads())
+        whole = end - begin == (last - first) * row and out.ctypes.data % 2 == 0
+        if whole and out.flags.c_contiguous:  # no room for a second one is taken
+            rows = out.view(np.uint16).reshape(-1, self._columns)
+            windows.decode(blob, first, last, out=rows, threads=threads)
+            return
+        found = windows.decode(blob, first, last, threads=threads)
         out[:] = found.reshape(-1).view("u1")[begin - first * row : end - first * row]
 
     def row_reader(self) -> RowsDecoder:
