@@ -119,7 +119,8 @@ class Resident(Source):
         if blob is self._blob:
             return
         if assign:
-            blob = blob.to(other.device)  # where it was packed for this, it may be elsewhere
+            if blob is not other.memory:  # but packed for this, on the host
+                blob = blob.to(other.device)
         else:
             if blob.numel() == self._blob.numel() and torch.equal(blob.to(self._blob.device), self._blob):
                 return  # a tied weight, the second time
