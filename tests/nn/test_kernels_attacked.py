@@ -104,6 +104,24 @@ def test_what_was_interrupted_leaves_no_weight_in_a_wrong_group(
     assert {slot.packed.multiplies for slot in slots} == {way == "fused"}
 
 
+def test_a_second_call_ends_what_was_interrupted_last(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = pair
+
+    def finish(model: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "finish", finish)
+    with pytest.raises(KeyboardInterrupt):
+        set_kernels(model, "fused")
+    monkeypatch.undo()
+    with torch.no_grad():
+        assert_same_bits(model(IDS), plain(IDS))
+    set_kernels(model, "fused")
+    assert all(slot.group is None for _, it in packed_modules(model) for slot in it.tpde_slots.values())
+    with torch.no_grad():
+        assert_same_bits(model(IDS), plain(IDS))
+
+
 def test_nothing_to_do_regroups_nothing(pair: Any) -> None:
     model = pair[1]
     before = [slot.group for _, it in packed_modules(model) for slot in it.tpde_slots.values()]

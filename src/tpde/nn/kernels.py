@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn.modules import PackedLinear, PackedModule, gathers
+from tpde.nn.modules import PackedEmbedding, PackedLinear, PackedModule, gathers
 from tpde.nn.replace import finish, packed_modules
 from tpde.nn.slot import Slot
 from tpde.weights.choice import ALWAYS
@@ -101,7 +101,7 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
         for packed in work:
             convert(packed, fused)
     finally:  # those that were converted are not decoded with their blocks any more, or are again
-        if work:
+        if any(_is_misplaced(module, slot) for places in uses.values() for module, slot in places):
             finish(model)
     return model
 
@@ -126,6 +126,11 @@ def taken_by_others(model: nn.Module) -> set[nn.Module]:
     """Linear layers whose weights another module takes, which computes otherwise with packed ones."""
     layers = [it for it in model.modules() if isinstance(it, nn.TransformerEncoderLayer)]
     return {linear for it in layers for linear in (it.linear1, it.linear2)}
+
+
+def _is_misplaced(module: PackedModule, slot: Slot) -> bool:
+    """Whether a weight is decoded with a block and should not be, or the other way round."""
+    return not isinstance(module, PackedEmbedding) and slot.packed.multiplies == (slot.group is not None)
 
 
 def _fits(
