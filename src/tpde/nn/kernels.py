@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal, get_args
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn.modules import PackedLinear, PackedModule, gathers
+from tpde.nn.modules import PackedEmbedding, PackedLinear, PackedModule, gathers
 from tpde.nn.replace import finish, packed_modules
 from tpde.nn.slot import Slot
+from tpde.weights.choice import ALWAYS
 from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.resident import Resident
 from tpde.weights.tensor import PackedTensor
@@ -71,9 +74,10 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     Notes
     -----
     In the window layout are the weights of `nn.Linear` layers, and of embeddings that are tied to them, where
-    that takes at most 0.85 of the plain weight. Others stay as they are: experts, convolutions, other dtypes.
+    that takes at most 0.85 of the plain weight. Others stay as they are: experts, convolutions, other dtypes,
+    and those that `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take from their layers.
     What is saved is packed in prefix codes, as ever. Weights are converted one at a time; beside them, one
-    plain weight and its blob are in memory.
+    plain weight and its blob are in memory. No forward pass may be under way in another thread.
 
     Examples
     --------
@@ -85,13 +89,21 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     for _, module in packed_modules(model):
         for slot in module.tpde_slots.values():
             uses.setdefault(slot.packed, []).append((module, slot))
-    fused = kernels == "fused"
-    work = [it for it, places in uses.items() if it.multiplies != fused and (not fused or _fits(it, places))]
+    fused, taken = kernels == "fused", taken_by_others(model)
+    work = [
+        it
+        for it, places in uses.items()
+        if it.multiplies != fused and (not fused or _fits(it, places, taken))
+    ]
     for packed in work:
         _require_free(packed)
-    for packed in work:
-        convert(packed, fused)
-    return finish(model)
+    try:
+        for packed in work:
+            convert(packed, fused)
+    finally:  # those that were converted are not decoded with their blocks any more, or are again
+        if any(_is_misplaced(module, slot) for places in uses.values() for module, slot in places):
+            finish(model)
+    return model
 
 
 def convert(packed: PackedTensor, fused: bool) -> None:
@@ -105,16 +117,31 @@ def convert(packed: PackedTensor, fused: bool) -> None:
 def can_fuse(module: nn.Module) -> bool:
     """Whether a module's `weight` may be in the window layout, packed or before it is."""
     kind = module.tpde_base if isinstance(module, PackedModule) else type(module)
+    if kind is NonDynamicallyQuantizableLinear:  # of `nn.MultiheadAttention`, which takes its weight
+        return False
     return kind.forward is nn.Linear.forward or gathers(kind)
 
 
-def _fits(packed: PackedTensor, places: list[tuple[PackedModule, Slot]]) -> bool:
+def taken_by_others(model: nn.Module) -> set[nn.Module]:
+    """Linear layers whose weights another module takes, which computes otherwise with packed ones."""
+    layers = [it for it in model.modules() if isinstance(it, nn.TransformerEncoderLayer)]
+    return {linear for it in layers for linear in (it.linear1, it.linear2)}
+
+
+def _is_misplaced(module: PackedModule, slot: Slot) -> bool:
+    """Whether a weight is decoded with a block and should not be, or the other way round."""
+    return not isinstance(module, PackedEmbedding) and slot.packed.multiplies == (slot.group is not None)
+
+
+def _fits(
+    packed: PackedTensor, places: list[tuple[PackedModule, Slot]], taken: Collection[nn.Module]
+) -> bool:
     """Whether all modules that share a weight can do with windows, one of them a linear layer."""
     return (
         len(packed.parts) == 1
         and not packed.tile_bytes
         and any(isinstance(module, PackedLinear) for module, _ in places)
-        and all(can_fuse(module) for module, _ in places)
+        and all(can_fuse(module) and module not in taken for module, _ in places)
         and all(slot.parameter.memory_format is CONTIGUOUS for _, slot in places)
     )
 
@@ -123,7 +150,7 @@ def _require_free(packed: PackedTensor) -> None:
     why = None
     if not packed.settled:
         why = "is streamed under a VRAM budget", "load the model without `vram=`"
-    elif packed.choice is not None:
+    elif packed.choice not in (None, ALWAYS):
         why = "has deltas on it", "load the target itself, or the model without `deltas=`"
     elif any(user.recorded for user in packed.users()):
         why = "was recorded in a CUDA graph, which would go on with it", "load the model again"

@@ -26,7 +26,7 @@ from tpde.nn.slot import Slot
 from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.lent import lend
 from tpde.weights.parameter import PackedParameter
-from tpde.weights.product import linear
+from tpde.weights.product import casts, linear
 from tpde.weights.transforms import transformed
 
 if TYPE_CHECKING:
@@ -395,10 +395,10 @@ class PackedLinear(PackedModule):
         if not is_compiling():
             made = None
             if parameters.get("weight") is slot.parameter:
-                made = linear(slot.packed, input, bias)
+                made = linear(slot.packed, input, bias, slot.parameter.plain_requires_grad)
             return functional.linear(input, cast(Tensor, self.weight), bias) if made is None else made
         dtype = input.dtype
-        if torch.is_autocast_enabled(input.device.type) and dtype is not torch.float64:
+        if torch.is_autocast_enabled(input.device.type) and casts(input):
             dtype = torch.get_autocast_dtype(input.device.type)  # casts where the compiler sees them
             input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
         if dtype is slot.dtype:

@@ -97,9 +97,9 @@ class Slot:
 
     @property
     def recorded(self) -> bool:
-        """Whether a CUDA graph was recorded with the weights of its group."""
+        """Whether a CUDA graph was recorded with it, or the weights of its group."""
         group = self.group
-        return group is not None and group.recorded
+        return (group is not None and group.recorded) or any(it.recorded for it in self.packed.sources)
 
     def updated(self) -> None:
         """Be another weight to compiled code: it has other values, or is under another delta."""
@@ -127,10 +127,11 @@ class Slot:
         self.packed.prepare()
         return self.parameter.plain(self.release())
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ W.T + bias`."""
-        if self.packed.multiplies:
-            return self.packed.product(x, bias)
+    def product(self, x: Tensor, bias: Tensor | None, trained: bool = False) -> Tensor:
+        """`x @ W.T + bias`; the parameter knows what the plain weight says of gradients."""
+        fits = bias is None or (bias.shape == self.shape[:1] and bias.device == x.device)
+        if self.packed.multiplies and fits and x.device == self.device:  # else PyTorch says what is wrong
+            return self.packed.product(x, bias, self.parameter.plain_requires_grad)
         return functional.linear(x, self.instead(), bias)
 
     def span_instead(self, begin: int, end: int) -> Tensor:

@@ -14,9 +14,10 @@ compiler keeps graphs on disk, and another process has other weights for the sam
 `tpde::materialize(Tensor after, SymInt key, SymInt count, ScalarType dtype) -> Tensor`
     All weights of a unit in a fresh buffer of so many elements, computed after `after`. The buffers of a
     model's blocks are of one size, so that the allocator takes the same memory for all.
-`tpde::linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool transposed) -> Tensor`
+`tpde::linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool transposed, bool trained) -> Tensor`
     `x @ W.T + bias`, or `x @ W + bias`, of so many columns; of a weight in the window layout without decoding
-    it, where that is faster. Keeps no weight for the backward pass, which decodes again.
+    it, where that is faster. Keeps no weight for the backward pass, which decodes again. `trained` is what
+    the plain weight says of gradients, of one in the window layout that the key alone stands for.
 `tpde::tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool cast) -> Tensor`
     `x @ W.T + bias`, of so many columns, for a weight larger than any buffer, which is decoded, cast to the
     dtype of `x` if asked for, multiplied and forgotten a few rows at a time, here and in the backward pass.
@@ -35,6 +36,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.library import Library, register_autograd
+from torch.utils.flop_counter import register_flop_formula
 
 from tpde.errors import InvalidInput, PackedWeight
 
@@ -138,17 +140,23 @@ def _matrix(key: int, transposed: bool) -> Tensor:
     return weight.t() if transposed else weight
 
 
-@_operator("linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool transposed) -> Tensor")
-def linear(x: Tensor, bias: Tensor | None, key: int, width: int, transposed: bool) -> Tensor:
+@_operator(
+    "linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool transposed, bool trained=False) -> Tensor"
+)
+def linear(
+    x: Tensor, bias: Tensor | None, key: int, width: int, transposed: bool, trained: bool = False
+) -> Tensor:
     """Multiply by a packed weight."""
     if transposed:
         return torch.nn.functional.linear(x, _matrix(key, transposed), bias)
-    made: Tensor = _unit(key).product(x, bias)
+    made: Tensor = _unit(key).product(x, bias, trained)
     return made
 
 
 @_meta("linear")
-def _(x: Tensor, bias: Tensor | None, key: int, width: int, transposed: bool) -> Tensor:
+def _(
+    x: Tensor, bias: Tensor | None, key: int, width: int, transposed: bool, trained: bool = False
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], width))
 
 
@@ -165,17 +173,28 @@ def _(grad: Tensor, key: int, width: int, transposed: bool) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, _, ctx.key, _, ctx.transposed = inputs
+    x, _, ctx.key, _, ctx.transposed, _ = inputs
     ctx.width = x.shape[-1]
 
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x = linear_backward(grad, ctx.key, ctx.width, ctx.transposed) if ctx.needs_input_grad[0] else None
     bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-    return x, bias, None, None, None
+    return x, bias, None, None, None, None
 
 
 register_autograd("tpde::linear", _linear_backward, setup_context=_keep, lib=_library)
+
+
+@register_flop_formula(torch.ops.tpde.linear)
+def _(x: torch.Size, bias: Any, key: int, width: int, *args: Any, **kwargs: Any) -> int:
+    """Counted as the plain product is."""
+    return 2 * x.numel() * width
+
+
+@register_flop_formula(torch.ops.tpde.linear_backward)
+def _(grad: torch.Size, key: int, width: int, *args: Any, **kwargs: Any) -> int:
+    return 2 * grad.numel() * width
 
 
 @_operator("tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool cast) -> Tensor")

@@ -300,7 +300,7 @@ def _embedding(
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     """A product, of a weight that is multiplied as it is without decoding it."""
     if isinstance(weight, PackedParameter) and weight.packed.multiplies:
-        made = product.linear(weight.packed, input, bias)
+        made = product.linear(weight.packed, input, bias, weight.plain_requires_grad)
         if made is not None:
             return made
     return _compute(func, (input, weight, bias), {})

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
+from tpde.weights.launch import capturing
 from tpde.weights.tensor import PackedTensor
 from tpde.weights.transforms import refuse_trace, transformed
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def linear(packed: PackedTensor, x: Any, bias: Any) -> Tensor | None:
+def linear(packed: PackedTensor, x: Any, bias: Any, trained: bool) -> Tensor | None:
     """`x @ W.T + bias`, as `torch.nn.functional.linear` would be called.
 
     Parameters
@@ -23,6 +24,8 @@ def linear(packed: PackedTensor, x: Any, bias: Any) -> Tensor | None:
         A weight that `multiplies`.
     x, bias
         What the function was called with.
+    trained : bool
+        What the plain weight says of gradients: PyTorch chooses kernels by it.
 
     Returns
     -------
@@ -42,7 +45,7 @@ def linear(packed: PackedTensor, x: Any, bias: Any) -> Tensor | None:
     if transformed() or forward_ad._current_level >= 0:
         return None
     if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
-        if x.dtype is torch.float64:
+        if not casts(x) or (bias is not None and not casts(bias)):
             return None
         to = torch.get_autocast_dtype(x.device.type)
         x, bias = x.to(to), None if bias is None else bias.to(to)
@@ -55,7 +58,14 @@ def linear(packed: PackedTensor, x: Any, bias: Any) -> Tensor | None:
         return None
     if bias is not None and len(bias) != rows:
         return None
+    if capturing(device):
+        source.recorded = True
     grads = is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     if grads or torch._C._len_torch_dispatch_stack():  # somebody counts operators, or records them
-        return cast(Tensor, torch.ops.tpde.linear(x, bias, packed.key, rows, False))
-    return packed.product(x, bias)
+        return cast(Tensor, torch.ops.tpde.linear(x, bias, packed.key, rows, False, trained))
+    return packed.product(x, bias, trained)
+
+
+def casts(tensor: Tensor) -> bool:
+    """Whether autocast gives a tensor another dtype."""
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64

@@ -118,7 +118,10 @@ class Resident(Source):
         blob = other.blob
         if blob is self._blob:
             return
-        if not assign:
+        if assign:
+            if blob is not other.memory:  # but packed for this, on the host
+                blob = blob.to(other.device)
+        else:
             if blob.numel() == self._blob.numel() and torch.equal(blob.to(self._blob.device), self._blob):
                 return  # a tied weight, the second time
             blob = blob.to(self._blob.device, copy=True)

@@ -63,6 +63,9 @@ class Source(ABC):
     multiplies : bool
         Whether a linear layer's product is computed from it, without its being decoded before: it has a
         `product`.
+    recorded : bool
+        Whether a CUDA graph was recorded, by eager code, that reads its bytes where they are: only of one
+        that `multiplies`.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Source(ABC):
     travels = False
     choice: Choice | None = None
     multiplies = False
+    recorded = False
     _section: bytes
     _host: BlobReader | None = None
     _device_tables: tuple[Tables, torch.Tensor] | None = None

@@ -314,9 +314,9 @@ class PackedTensor:
         """What operators call it by, where `multiplies` says that they can."""
         return cast("Windowed", self.parts[0][0]).key
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x @ W.T + bias`, where `multiplies` says that it can be: see `Windowed.product`."""
-        return cast("Windowed", self.parts[0][0]).product(x, bias)
+        return cast("Windowed", self.parts[0][0]).product(x, bias, trained)
 
     def opened(self) -> AbstractContextManager[None]:
         """Let the bytes be read where they lie: see `Source.opened`. One brings all of a weight."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,6 +20,7 @@ from tpde.format.container import TensorSpec
 from tpde.packing.writer import default_threads
 from tpde.weights import operators as ops
 from tpde.weights import windowing
+from tpde.weights.frozen import as_weight
 from tpde.weights.launch import on_device, stream_handle
 from tpde.weights.resident import check_load, require_bytes_kept
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
@@ -47,8 +49,8 @@ class Windowed(Source):
     Parameters
     ----------
     blob : torch.Tensor
-        One-dimensional, uint8, contiguous, on a CPU or CUDA device. It is copied if its address is not
-        divisible by 128.
+        One-dimensional, uint8, contiguous, on a CPU or CUDA device. On a GPU it is copied if its address is
+        not divisible by 128, as the kernels take it to be.
     name : str
         What errors call it.
     window : Window, optional
@@ -106,9 +108,11 @@ class Windowed(Source):
         return None if made is None else cls(made.blob, source.name, made.window)
 
     def _place(self, blob: Tensor) -> None:
-        blob = blob if blob.data_ptr() % _ALIGN == 0 else blob.clone()
+        if blob.is_cuda and blob.data_ptr() % _ALIGN:
+            blob = blob.clone()
         self._blob, self._address, self._device = blob, blob.data_ptr(), blob.device
         self._there: DeviceWindow | None = None
+        self.recorded = False
         if blob.is_cuda:
             from tpde.cuda.windows import DeviceWindow
 
@@ -253,9 +257,14 @@ class Windowed(Source):
 
     def decode_on_host(self, begin: int, end: int, out: Bytes) -> None:
         """Decode bytes `begin` to `end` with the CPU core: see `Source.decode_on_host`."""
-        row = 2 * self._columns
+        row, blob, threads = 2 * self._columns, self._blob.cpu().numpy(), default_threads()
         first, last = begin // row, -(-end // row)
-        found = windows.decode(self._blob.cpu().numpy(), first, last, threads=default_threads())
+        whole = end - begin == (last - first) * row and out.ctypes.data % 2 == 0
+        if whole and out.flags.c_contiguous:  # no room for a second one is taken
+            rows = out.view(np.uint16).reshape(-1, self._columns)
+            windows.decode(blob, first, last, out=rows, threads=threads)
+            return
+        found = windows.decode(blob, first, last, threads=threads)
         out[:] = found.reshape(-1).view("u1")[begin - first * row : end - first * row]
 
     def row_reader(self) -> RowsDecoder:
@@ -297,7 +306,7 @@ class Windowed(Source):
         """The matrix, decoded."""
         return _plain(self)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x W^T + bias` (docs/windows.md 9), on the current stream.
 
         Parameters
@@ -306,6 +315,8 @@ class Windowed(Source):
             Its last dimension has as many elements as the matrix has columns.
         bias : torch.Tensor, optional
             One element for each row of the matrix.
+        trained : bool
+            What the plain weight says of gradients: PyTorch chooses kernels by it.
 
         Returns
         -------
@@ -324,7 +335,8 @@ class Windowed(Source):
                 return self._product(self._there, x, bias, count)
             if self.nbytes > _STRIP_BYTES:
                 return self._in_strips(x, bias)
-        return functional.linear(x, self.instead(), bias)
+        flat = self.instead().view(-1).view(torch.uint8)
+        return functional.linear(x, as_weight(flat, self.kind, torch.Size(self.shape), trained), bias)
 
     def _product(self, there: DeviceWindow, x: Tensor, bias: Tensor | None, count: int) -> Tensor:
         # A forward pass comes here for each layer of each token: 1 us a call of Python where it is cold.

@@ -66,8 +66,8 @@ MUTANTS = (
     mutant(
         "any-blob-is-loaded",
         "weights/resident.py",
-        "        if other.header.spec != self.header.spec:\n",
-        "        if other.header.spec.dtype != self.header.spec.dtype:\n",
+        "    if other.header.spec != mine.header.spec:\n",
+        "    if other.header.spec.dtype != mine.header.spec.dtype:\n",
         "a blob of another shape takes a weight's place",
         "nn/test_loading_blobs.py",
         "unit/test_ops.py",

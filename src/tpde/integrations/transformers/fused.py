@@ -12,7 +12,7 @@ from torch import nn
 from tpde.integrations.checkpoint import Checkpoint, Stored
 from tpde.integrations.runs import Run
 from tpde.integrations.transformers.internals import tied_weights
-from tpde.nn.kernels import can_fuse, convert
+from tpde.nn.kernels import can_fuse, convert, taken_by_others
 from tpde.weights.tensor import PackedTensor
 
 _GROUP_BYTES = 256 << 20  # of plain weights, that are in memory in prefix codes at a time
@@ -30,6 +30,7 @@ def fused_names(model: nn.Module, runs: Mapping[str, Run[Stored]]) -> set[str]:
     for target, source in tied_weights(model).items():
         tied.setdefault(source, []).append(target)
     also = {target for targets in tied.values() for target in targets}
+    taken = taken_by_others(model)
     uses: dict[Stored, int] = {}
     for run in runs.values():
         for span in run.spans:
@@ -43,7 +44,7 @@ def fused_names(model: nn.Module, runs: Mapping[str, Run[Stored]]) -> set[str]:
             and run.whole
             and len(run.parts) == 1
             and uses[run.parts[0]] == 1
-            and all(can_fuse(it) for it in modules)
+            and all(can_fuse(it) and it not in taken for it in modules)
             and any(isinstance(it, nn.Linear) for it in modules)
         )
 
