@@ -74,8 +74,9 @@ def test_a_few_at_a_time(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(multiplied(model)) == WEIGHTS["llama"]
 
 
-def test_another_dtype_is_plain(llama: Pair) -> None:
+def test_another_dtype_is_plain(llama: Pair, caplog: pytest.LogCaptureFixture) -> None:
     model = tpde.from_pretrained(llama.packed, kernels="fused", dtype=torch.float32)
+    assert "no weight is multiplied as it is packed" in caplog.text
     assert not multiplied(model)
     plain = llama.kind.from_pretrained(llama.plain, dtype=torch.float32)
     with torch.no_grad():

@@ -27,6 +27,7 @@ from tpde.nn import (
 )
 from tpde.nn.kernels import MOST_SHARE, can_fuse
 from tpde.weights import windowed
+from tpde.weights.product import linear
 from tpde.weights.tensor import rebuild_tensor
 from tpde.weights.windowed import Windowed
 
@@ -107,11 +108,14 @@ def test_what_it_may_be(pair: Any, kernels: Any) -> None:
         set_kernels(pair[1], kernels)
 
 
-def test_other_dtypes_keep_their_codes() -> None:
+def test_other_dtypes_keep_their_codes(caplog: pytest.LogCaptureFixture) -> None:
+    fuse(layer())
+    assert not caplog.text
     for dtype in (torch.float32, torch.float16):
         model, x = layer(dtype=dtype), torch.randn(3, 64, dtype=dtype)
         made = fuse(model)
         assert not made.weight.packed.multiplies
+        assert f"weights are {str(dtype).removeprefix('torch.')}" in caplog.text
         assert_same_bits(made(x), model(x))
 
 
@@ -249,6 +253,11 @@ def test_damaged_windows_are_refused(fused: Any) -> None:
             messages.append(str(error))
     assert len(messages) >= 120  # a XOR of the table may become another
     assert all(rest[0][0] in it for it in messages)
+    for at in (found.offsets_at, found.offsets_at + 4, found.entries_at - 1):
+        damaged = whole.copy()
+        damaged[at] ^= 0xFF
+        with pytest.raises(Corrupt):
+            rebuild_tensor([torch.from_numpy(damaged)], *rest)
     for size in (8, 127, 128, whole.size - 1):
         with pytest.raises((Corrupt, Truncated)):
             rebuild_tensor([torch.from_numpy(whole[:size].copy())], *rest)
@@ -344,6 +353,7 @@ def test_transforms(pair: Any, fused: Any) -> None:
     grads = [torch.func.grad(lambda x, it=it: it(x).float().sum())(x) for it in (ours, plain)]
     assert_same_bits(*grads)
     with torch.autograd.forward_ad.dual_level():
+        assert linear(ours.weight.packed, x, None, False) is None
         duals = [
             torch.autograd.forward_ad.unpack_dual(it(torch.autograd.forward_ad.make_dual(x, along))).tangent
             for it in (ours, plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Any, Literal, get_args
 
@@ -17,6 +18,8 @@ from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.resident import Resident
 from tpde.weights.tensor import PackedTensor
 from tpde.weights.windowed import Windowed
+
+log = logging.getLogger("tpde")
 
 Kernels = Literal["exact", "fused"]
 # Of the plain weight's bytes. Windows take 0.69, and as much more as the share of words that are escapes, on
@@ -75,9 +78,10 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     -----
     In the window layout are the weights of `nn.Linear` layers, and of embeddings that are tied to them, where
     that takes at most 0.85 of the plain weight. Others stay as they are: experts, convolutions, other dtypes,
-    and those that `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take from their layers.
-    What is saved is packed in prefix codes, as ever. Weights are converted one at a time; beside them, one
-    plain weight and its blob are in memory. No forward pass may be under way in another thread.
+    and those that `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take from their layers. The logger
+    `tpde` warns if none is left. What is saved is packed in prefix codes, as ever. Weights are converted one
+    at a time; beside them, one plain weight and its blob are in memory. No forward pass may be under way in
+    another thread.
 
     Examples
     --------
@@ -103,7 +107,21 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     finally:  # those that were converted are not decoded with their blocks any more, or are again
         if any(_is_misplaced(module, slot) for places in uses.values() for module, slot in places):
             finish(model)
+    if fused:
+        tell_if_none(model)
     return model
+
+
+def tell_if_none(model: nn.Module) -> None:
+    """Warn if no weight of a model that was to have fused kernels is in the window layout."""
+    slots = [slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()]
+    if not any(slot.packed.multiplies for slot in slots):
+        kinds = sorted({str(slot.dtype).removeprefix("torch.") for slot in slots}) or ["none"]
+        log.warning(
+            "no weight is multiplied as it is packed: those of `nn.Linear` layers in bfloat16 can be, the "
+            "model's packed weights are %s",
+            ", ".join(kinds),
+        )
 
 
 def convert(packed: PackedTensor, fused: bool) -> None:

@@ -349,4 +349,28 @@ MUTANTS = (
         "the last 64 bytes go with another secret",
         "unit/test_digest_kernels.py",
     ),
+    mutant(
+        "later-rows-of-x-are-the-first",
+        "cuda/windows.py",
+        "np.uint64(x + 2 * first * x_stride)",
+        "np.uint64(x)",
+        "rows 33 to 64 of a batch are those before",
+        "unit/test_window_products.py",
+    ),
+    mutant(
+        "wide-products-anywhere",
+        "cuda/windows.py",
+        "count > 8 and clusters and window.stripe_chunks >= PARTS",
+        "count > 8 and window.stripe_chunks >= PARTS",
+        "devices without clusters of blocks are given some",
+        "unit/test_window_products.py",
+    ),
+    mutant(
+        "more-shared-memory-than-there-is",
+        "cuda/windows.py",
+        "return [it for it in made if it.shared <= shared_bytes]",
+        "return made",
+        "launches fail where x does not fit",
+        "unit/test_window_products.py",
+    ),
 )

@@ -40,7 +40,7 @@ from tpde.integrations.transformers.warmup import Warmup
 from tpde.memory import require
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
 from tpde.nn.deltas import attach
-from tpde.nn.kernels import Kernels
+from tpde.nn.kernels import Kernels, tell_if_none
 from tpde.packing.weights import MAKE_PLAIN
 from tpde.streaming.budget import Budget
 from tpde.weights.deltas import DeltaLike
@@ -325,11 +325,14 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         model.get_memory_footprint = Footprint(model)
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
-        streaming, self._target = self._target.streaming, _Target()
+        kernels, streaming = self._target.kernels, self._target.streaming
+        self._target, self._fused = _Target(), set()
         if streaming is not None:
             streaming.cut(model)
             streaming.route(model)
         finish(model)
+        if kernels == "fused":
+            tell_if_none(model)
         if self._states is not None:
             attach(model, *self._states)
             self._states = None
