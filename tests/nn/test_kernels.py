@@ -329,6 +329,18 @@ def test_gradients_and_hooks(pair: Any, fused: Any) -> None:
             assert_same_bits(ours, theirs)
 
 
+def test_gradients_of_gradients(pair: Any, fused: Any) -> None:
+    found = []
+    for model in (pair[0], fused):
+        x = torch.linspace(-1, 1, 3 * 64).view(3, 64).bfloat16().requires_grad_()
+        y = torch.tanh(model.blocks[0].up(x)).float().square().sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        first.float().square().sum().backward()
+        found.append((first, x.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert_same_bits(ours, theirs)
+
+
 def test_other_inputs_are_computed_as_before(pair: Any, fused: Any) -> None:
     plain, ours = pair[0].blocks[0].up, fused.blocks[0].up
     x = torch.randn(4, 64)

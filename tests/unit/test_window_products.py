@@ -67,6 +67,7 @@ class Launches(list[tuple[Any, ...]]):
         monkeypatch.setattr(windows.nvrtc, "kernel", lambda source, name, defines, device: name)
         monkeypatch.setattr(windows.nvrtc, "clusters_at_once", lambda *_: 15)
         monkeypatch.setattr(windows.nvrtc, "Launch", self._make)
+        windows._launch_of.cache_clear()  # what another test has made
 
     def _make(self, *given: Any, **more: Any) -> Any:
         self.made.append((*given, more))
@@ -98,6 +99,18 @@ def test_without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [it[0] for it in found] == ["product"] * 3
     assert [it[-4] for it in found] == [16, 16, 8]
     assert found.made == [("product", 132, 256, found.made[0][3], {"cluster": 1, "early": False})]
+
+
+def test_matrices_of_one_shape_share_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, matrix = Launches(monkeypatch, (9, 0)), sections(4096, 4096)
+    for made in (there(matrix), there(matrix), there(matrix._replace(flags=1))):
+        made.prepare()
+        made.product(0, 4096, 20, 0, 4096, 0, 0)
+    assert len(found.made) == 2 * MOST_ROWS
+    how = there(matrix).ways(20)[1]
+    chosen = there(matrix)
+    chosen.choose(20, how)
+    assert len(found.made) == 2 * MOST_ROWS + 1
 
 
 def test_stripes_are_decoded_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec.windows import FLAG_ZERO, ROWS_AT, Window
+from tpde.codec.windows import FLAG_ZERO, ROWS_AT, Window, sections
 from tpde.cuda import compile as nvrtc
 from tpde.cuda.device import facts
 
@@ -148,7 +148,6 @@ class DeviceWindow:
             np.uint32(window.rows),
             np.uint32(window.columns),
         )
-        self._early = self._facts.capability >= (9, 0)
         self._products: dict[int, tuple[int, nvrtc.Launch]] = {}  # by how many rows x has: those of a launch
 
     def prepare(self) -> None:
@@ -269,23 +268,46 @@ class DeviceWindow:
 
     def ways(self, count: int) -> list[Product]:
         """How a product with so many rows of x may be launched on the device, as it is by default first."""
-        return products_of(self.window, count, self._facts.shared_bytes, self._early)
-
-    def _product(self, count: int) -> tuple[int, nvrtc.Launch]:
-        how = self.ways(count)[0]
-        self.choose(count, how)
-        return self._products[count]
+        return _ways(self.window, count, self._device)
 
     def choose(self, count: int, how: Product) -> None:
         """Launch products with so many rows of x in one of the `ways`, from now on."""
-        kernel = nvrtc.kernel(SOURCE, how.name, how.defines, self._device)
-        threads, stripes = 32 * how.warps, self.window.stripes
-        if how.name == "product":
-            beside = WARPS // min(self.window.stripe_chunks, PARTS)  # stripes that a block takes at a time
-            grid = min(how.blocks * self._facts.multiprocessors, -(-stripes // beside))
-        else:
-            beside = how.warps * how.cluster // PARTS  # that a cluster takes
-            most = nvrtc.clusters_at_once(kernel, how.cluster, threads, how.shared)
-            grid = how.cluster * min(most, -(-stripes // beside))
-        launch = nvrtc.Launch(kernel, grid, threads, how.shared, cluster=how.cluster, early=self._early)
-        self._products[count] = how.rows, launch
+        self._products[count] = how.rows, _launch(self.window, how, self._device)
+
+    def _product(self, count: int) -> tuple[int, nvrtc.Launch]:
+        window = self.window
+        made = _launch_of(window.rows, window.columns, window.flags, count, self._device)
+        self._products[count] = made
+        return made
+
+
+def _ways(window: Window, count: int, device: int) -> list[Product]:
+    have = facts(device)
+    return products_of(window, count, have.shared_bytes, _has_clusters(device))
+
+
+def _has_clusters(device: int) -> bool:
+    """Whether a device has clusters of blocks, and starts kernels while those before them end."""
+    return facts(device).capability >= (9, 0)
+
+
+@functools.cache
+def _launch_of(rows: int, columns: int, flags: int, count: int, device: int) -> tuple[int, nvrtc.Launch]:
+    """How many rows of x a launch takes by default, and the launch, for all matrices of a shape."""
+    window = sections(rows, columns)._replace(flags=flags)
+    how = _ways(window, count, device)[0]
+    return how.rows, _launch(window, how, device)
+
+
+def _launch(window: Window, how: Product, device: int) -> nvrtc.Launch:
+    kernel = nvrtc.kernel(SOURCE, how.name, how.defines, device)
+    threads, stripes = 32 * how.warps, window.stripes
+    if how.name == "product":
+        beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
+        grid = min(how.blocks * facts(device).multiprocessors, -(-stripes // beside))
+    else:
+        beside = how.warps * how.cluster // PARTS  # that a cluster takes
+        most = nvrtc.clusters_at_once(kernel, how.cluster, threads, how.shared)
+        grid = how.cluster * min(most, -(-stripes // beside))
+    early = _has_clusters(device)
+    return nvrtc.Launch(kernel, grid, threads, how.shared, cluster=how.cluster, early=early)

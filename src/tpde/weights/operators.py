@@ -186,6 +186,19 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 register_autograd("tpde::linear", _linear_backward, setup_context=_keep, lib=_library)
 
 
+def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, ctx.key, _, ctx.transposed = inputs
+    ctx.width = grad.shape[-1]
+
+
+def _twice_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of gradients: the product again, without a bias."""
+    return linear(grad, None, ctx.key, ctx.width, ctx.transposed), None, None, None
+
+
+register_autograd("tpde::linear_backward", _twice_backward, setup_context=_keep_backward, lib=_library)
+
+
 @register_flop_formula(torch.ops.tpde.linear)
 def _(x: torch.Size, bias: Any, key: int, width: int, *args: Any, **kwargs: Any) -> int:
     """Counted as the plain product is."""
@@ -253,5 +266,5 @@ def _(ids: Tensor, key: int, width: int, dtype: torch.dtype) -> Tensor:
     return ids.new_empty((*ids.shape, width), dtype=dtype)
 
 
-for _name in ("materialize", "linear_backward", "tiled_linear_backward"):
+for _name in ("materialize", "tiled_linear_backward"):
     register_autograd(f"tpde::{_name}", _no_gradient, lib=_library)
