@@ -27,7 +27,7 @@ from tpde.integrations.diffusers import load, loading  # noqa: E402
 from tpde.integrations.runs import Run  # noqa: E402
 from tpde.integrations.streaming.demand import plain_bytes  # noqa: E402
 from tpde.integrations.streaming.units import TABLES_BYTES  # noqa: E402
-from tpde.nn import packed_modules, plain_state_dict  # noqa: E402
+from tpde.nn import packed_modules, plain_state_dict, set_kernels  # noqa: E402
 from tpde.streaming.budget import Budget  # noqa: E402
 from tpde.streaming.units import Placement  # noqa: E402
 
@@ -88,6 +88,24 @@ def test_a_unet_has_the_plain_ones_bits(tmp_path: Path) -> None:
     state = plain_state_dict(packed)
     assert list(state) == list(plain.state_dict())
     assert all(same_bits(state[name], it) for name, it in plain.state_dict().items())
+
+
+def test_fused_kernels_in_a_transformer(tmp_path: Path) -> None:
+    """On the CPU they compute as plain layers do."""
+    kind, packed = diffusers.PixArtTransformer2DModel, packed_folder(transformer(), tmp_path)
+    plain = kind.from_pretrained(tmp_path / "plain", torch_dtype=torch.bfloat16)
+    model = set_kernels(load(kind, packed), "fused")
+    slots = [slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()]
+    assert sum(slot.packed.multiplies for slot in slots) > 10
+    given = {
+        "encoder_hidden_states": noise(2, 5, 32),
+        "timestep": torch.tensor([1, 1]),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+    with torch.no_grad():
+        assert same_bits(model(noise(2, 4, 8, 8), **given).sample, plain(noise(2, 4, 8, 8), **given).sample)
+    for name, value in plain.state_dict().items():
+        assert same_bits(plain_state_dict(model)[name], value), name
 
 
 def test_a_transformer_in_shards_with_buffers_that_it_computes(tmp_path: Path) -> None:
