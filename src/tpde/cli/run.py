@@ -48,7 +48,7 @@ def run(
         typer.Option(
             metavar="HOW",
             help="`exact`: the plain model's bits. `fused`: linear layers multiply straight from packed "
-            "weights, faster than plain on a GPU; sums are added in another order.",
+            "weights, and tokens come faster than from plain ones on a GPU; sums are added in another order.",
         ),
     ] = "exact",
     vram: Annotated[

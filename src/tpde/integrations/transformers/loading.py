@@ -128,9 +128,10 @@ def from_pretrained(
         Each takes what differs, about 5.5 bits for each weight that changed. Not with `vram`.
     kernels : {"exact", "fused"}
         How linear layers are computed. With `"exact"`, weights are decoded, and outputs are the plain
-        model's. With `"fused"`, up to 64 rows of inputs are multiplied straight from packed weights, which is
-        faster than plain on a GPU; weights are exact, sums are added in another order than the matrix
-        library's, the same for all batch sizes: see `tpde.nn.set_kernels`. Not with `vram` or `deltas`.
+        model's. With `"fused"`, up to 64 rows of inputs are multiplied straight from packed weights: a few
+        sequences get their tokens faster than from plain weights on a GPU. Weights are exact, sums are added
+        in another order than the matrix library's, the same for all batch sizes: see `tpde.nn.set_kernels`.
+        Not with `vram` or `deltas`.
     vram : int or str, optional
         Budget of device memory, in bytes or such as `"16GiB"`: all that the process takes of a device beyond
         the bare CUDA context. With `device_map`, of each GPU.
