@@ -14,7 +14,7 @@ from support.small import IDS, torch
 import tpde
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn import Resident, kernels, pack_module, packed_modules, set_kernels
-from tpde.weights import product, windowed
+from tpde.weights import product
 
 nn = torch.nn
 functional = nn.functional
@@ -153,7 +153,6 @@ def test_kernels_get_no_address_of_anything_else(fused: Any, monkeypatch: pytest
     monkeypatch.setattr(source, "_there", object())
     monkeypatch.setattr(source, "_product", refuse)
     monkeypatch.setattr(source, "decode_into", lambda out: out.zero_())
-    monkeypatch.setattr(windowed, "_plain", lambda source: torch.zeros(source.shape, dtype=source.dtype))
     monkeypatch.setattr(slot, "instead", lambda: torch.zeros(slot.shape, dtype=slot.dtype))
     with pytest.raises(AssertionError):
         torch.ops.tpde.linear(x, None, slot.key, slot.shape[0], False)

@@ -18,7 +18,7 @@ from tpde.weights.changed_rows import ChangedRows, RowChanges, different_words
 from tpde.weights.choice import ALWAYS, UNNAMED, Choice
 from tpde.weights.coded import Coded, Piece, by_kernels, changing
 from tpde.weights.launch import capturing
-from tpde.weights.pack import pack_tensor
+from tpde.weights.pack import packed_again
 from tpde.weights.rows import RowReader
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
 from tpde.weights.span import Span
@@ -112,13 +112,7 @@ class Changed(Source):
         now = self.now()
         if not now.changes:
             return now.start.blob
-        made = pack_tensor(PackedTensor(self).decoded().cpu(), self.name)
-        if made is None:
-            raise PackedWeight(
-                f"`{self.name}` does not shrink with what a delta makes of it, and has no packed form",
-                hint="call `tpde.unpack_module(model)` first, which gives it plain",
-            )
-        return made.sources[0].blob
+        return packed_again(self)
 
     @property
     def memory(self) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tpde.errors import PackedWeight
 from tpde.format.blob import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.sink import BytesSink
@@ -12,6 +13,7 @@ from tpde.frameworks import torch_bytes, torch_spec
 from tpde.packing.tensor import TensorWriter
 from tpde.packing.writer import check_threads
 from tpde.weights.resident import Resident
+from tpde.weights.source import Source
 from tpde.weights.tensor import PackedTensor
 
 
@@ -50,3 +52,20 @@ def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Packed
     blob = torch.zeros(align(stored.size, ALIGN_BLOB), dtype=torch.uint8)
     blob[: stored.size] = torch.frombuffer(sink.data, dtype=torch.uint8)[: stored.size]
     return PackedTensor(Resident(blob.to(tensor.device), name))
+
+
+def packed_again(source: Source) -> Tensor:
+    """A blob of prefix codes of what a source decodes to now, as `pack_tensor` makes it on the CPU.
+
+    Raises
+    ------
+    PackedWeight
+        If it would not shrink.
+    """
+    made = pack_tensor(PackedTensor(source).decoded().cpu(), source.name)
+    if made is None:
+        raise PackedWeight(
+            f"`{source.name}` does not shrink with the values that it has now, and has no packed form",
+            hint="call `tpde.unpack_module(model)` first, which gives it plain",
+        )
+    return made.sources[0].blob

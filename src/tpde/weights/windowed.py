@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch.nn import functional
 from tpde.codec import windows
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, Gpu
+from tpde.cuda.windows import MOST_ROWS, X_AT, DeviceWindow
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated, UnsupportedVersion
 from tpde.format.blob import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
@@ -22,18 +22,16 @@ from tpde.weights import operators as ops
 from tpde.weights import windowing
 from tpde.weights.frozen import as_weight
 from tpde.weights.launch import on_device, stream_handle
+from tpde.weights.pack import packed_again
 from tpde.weights.resident import check_load, require_bytes_kept
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
-
-if TYPE_CHECKING:
-    from tpde.cuda.windows import DeviceWindow
+from tpde.weights.tensor import PackedTensor
 
 MAGIC = bytes.fromhex("89 54 50 44 57 0D 0A 1A")  # windows.md 5.1
 ROWS = windows.ROWS_AT  # of a stripe
-MOST_ROWS = 64  # of x: with more, it is faster to decode, and to multiply with the matrix library
 _STRIP_BYTES = 256 << 20  # of a matrix that is decoded and multiplied; of larger ones so much at a time
 _ALIGN = 128  # of blobs, windows.md 5.2
-_X_AT, _X_WORDS = 16, 8  # what rows of x lie at multiples of, in bytes and in words
+_X_WORDS = X_AT // 2
 
 
 def _can_be(source: Source) -> bool:
@@ -104,7 +102,7 @@ class Windowed(Source):
         """
         if not _can_be(source):
             return None
-        made = windowing.encode(_plain(source), int(most * source.nbytes))
+        made = windowing.encode(PackedTensor(source).decoded(), int(most * source.nbytes))
         return None if made is None else cls(made.blob, source.name, made.window)
 
     def _place(self, blob: Tensor) -> None:
@@ -114,8 +112,6 @@ class Windowed(Source):
         self._there: DeviceWindow | None = None
         self.recorded = False
         if blob.is_cuda:
-            from tpde.cuda.windows import DeviceWindow
-
             self._there = DeviceWindow(self._window, blob.data_ptr(), blob.device.index)
             self._there.prepare()
         self.version += 1
@@ -141,15 +137,7 @@ class Windowed(Source):
     @property
     def blob(self) -> Tensor:
         """A blob of prefix codes, packed for it: see `Source.blob`."""
-        from tpde.weights.pack import pack_tensor
-
-        made = pack_tensor(_plain(self).cpu(), self.name)
-        if made is None:
-            raise PackedWeight(
-                f"`{self.name}` does not shrink, and has no packed form",
-                hint="call `tpde.unpack_module(model)` first, which gives it plain",
-            )
-        return made.sources[0].blob
+        return packed_again(self)
 
     @property
     def memory(self) -> Tensor:
@@ -183,7 +171,7 @@ class Windowed(Source):
                 else Windowed(other._blob.to(self.device, copy=True), self.name, other._window)
             )
         else:
-            made = self.anew(_plain(other).to(other.device if assign else self.device))
+            made = self.anew(PackedTensor(other).decoded().to(other.device if assign else self.device))
         self._window = made._window
         self._place(made._blob)
 
@@ -304,7 +292,7 @@ class Windowed(Source):
 
     def instead(self) -> Tensor:
         """The matrix, decoded."""
-        return _plain(self)
+        return PackedTensor(self).decoded()
 
     def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x W^T + bias` (docs/windows.md 9), on the current stream.
@@ -341,7 +329,7 @@ class Windowed(Source):
     def _product(self, there: DeviceWindow, x: Tensor, bias: Tensor | None, count: int) -> Tensor:
         # A forward pass comes here for each layer of each token: 1 us a call of Python where it is cold.
         rows, step, at = self._rows, self._columns, x.data_ptr()
-        if step % _X_WORDS or at % _X_AT or not x.is_contiguous():
+        if step % _X_WORDS or at % X_AT or not x.is_contiguous():
             step += -step % _X_WORDS
             padded = x.new_zeros((*x.shape[:-1], step))
             padded[..., : self._columns] = x.detach()
@@ -365,11 +353,3 @@ class Windowed(Source):
             begin, stop = ROWS * first, ROWS * first + len(part)
             out[..., begin:stop] = functional.linear(x, part, None if bias is None else bias[begin:stop])
         return out
-
-
-def _plain(source: Source) -> Tensor:
-    """A source's tensor, decoded, in memory of its own."""
-    with torch.inference_mode(False), torch.no_grad():
-        flat = torch.empty(max(source.nbytes, 1), dtype=torch.uint8, device=source.device)
-        decoder([(source, 0)])(flat)
-        return flat[: source.nbytes].view(source.dtype).view(source.shape)

@@ -297,7 +297,12 @@ lookup(MATRIX, const long long* __restrict__ ids, u64 count, u16* __restrict__ o
 #define ADVANCE(s, c) { c += PARTS; if (c >= m.chunks) { c = part; s += step; } }
 
 __device__ __forceinline__ void mma(float* sum, u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#if CLUSTER == 0
+  asm volatile(
+#else  // of many rows of x: the compiler may put other work between
+  asm(
+#endif
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a), "r"(b), "r"(c), "r"(d), "r"(x), "r"(y));
 }
 
