@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from _gpu import need_cuda
 from _machine import arguments, emit, header, note, table, verdict
 
-from tpde.codec import windows
 from tpde.cuda.windows import MOST_ROWS, DeviceWindow
 
 COLD = 256 << 20  # bytes of different matrices: several times what caches have
@@ -65,11 +64,14 @@ class Matrix:
     def __init__(self, rows: int, columns: int, draw: Any) -> None:
         import torch
 
+        from tpde.weights import windowing
+
         scale = torch.exp(0.3 * torch.randn((rows, 1), device="cuda", generator=draw))
         self.plain = (torch.randn((rows, columns), device="cuda", generator=draw) * 0.02 * scale).bfloat16()
-        blob = windows.encode(self.plain.view(torch.int16).cpu().numpy(), threads=16)
-        self.blob = torch.from_numpy(blob).cuda()
-        self._device = DeviceWindow(windows.validate(blob), self.blob.data_ptr(), torch.cuda.current_device())
+        encoded = windowing.encode(self.plain)
+        assert encoded is not None
+        self.blob, window = encoded
+        self._device = DeviceWindow(window, self.blob.data_ptr(), torch.cuda.current_device())
 
     def fused(self, x: Any, y: Any) -> None:
         """The product from windows."""
