@@ -31,6 +31,27 @@ def test_results_come_in_order_and_other_threads_take_part() -> None:
     assert threading.get_ident() in seen
 
 
+def test_what_is_begun_runs_beside_this_thread_and_gives_its_result() -> None:
+    may_end = threading.Event()
+
+    def wait() -> int:
+        return threading.get_ident() if may_end.wait(60) else 0
+
+    result = pool.begin(wait, seconds=60)
+    may_end.set()
+    assert result() not in (0, threading.get_ident())
+
+
+def test_what_does_not_pay_is_done_at_once_by_this_thread() -> None:
+    assert pool.begin(threading.get_ident, seconds=0)() == threading.get_ident()
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_what_is_begun_raises_its_error(seconds: float) -> None:
+    with pytest.raises(ZeroDivisionError):
+        pool.begin(lambda: 1 // 0, seconds=seconds)()
+
+
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
 def test_the_lowest_error_is_raised_once_nobody_works_any_longer(kind: type[BaseException]) -> None:
     running: set[int] = set()

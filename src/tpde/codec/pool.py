@@ -122,3 +122,24 @@ def each(
     if errors:
         raise errors[min(errors)]
     return [results[k] for k in range(len(numbers))]
+
+
+def begin(function: Callable[[], T], *, seconds: float) -> Callable[[], T]:
+    """Call a function on another thread, or on this one if that does not pay.
+
+    Parameters
+    ----------
+    function : callable
+        May run on any thread.
+    seconds : float
+        What it is expected to take.
+
+    Returns
+    -------
+    callable
+        Waits for the result, and gives or raises it. It must be called: until then `function` may be at work.
+    """
+    if not pays(seconds, 2):
+        found = function()
+        return lambda: found
+    return _kept().submit(function).result

@@ -12,7 +12,7 @@ import numpy as np
 
 from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model
 from tpde.codec.native import Bytes
-from tpde.codec.pool import each
+from tpde.codec.pool import begin, each
 from tpde.format.constants import DTYPES
 from tpde.format.delta import TensorEntry
 from tpde.store import device as gpu
@@ -46,15 +46,24 @@ class _Decoding(NamedTuple):
     held: list[torch.Tensor]
 
 
-def _records(members: Sequence[SparseChange]) -> tuple[Numbers, Numbers]:
-    """How many changes all chunks have, and how many bytes."""
-    changes, sizes = ([getattr(it.entry, name) for it in members] for name in ("changes", "sizes"))
-    return np.concatenate(changes), np.concatenate(sizes)
+class _Records(NamedTuple):
+    """Records of all chunks of some changes, one change after the other."""
+
+    counts: Numbers
+    """How many words of each chunk change."""
+    sizes: Numbers
+    """How many bytes say so."""
+
+    @classmethod
+    def of(cls, members: Sequence[SparseChange]) -> _Records:
+        """Those of some changes."""
+        changes, sizes = ([getattr(it.entry, name) for it in members] for name in ("changes", "sizes"))
+        return cls(np.concatenate(changes), np.concatenate(sizes))
 
 
-def _whole(members: Sequence[SparseChange]) -> tuple[list[bool], list[int]]:
+def _whole(members: Sequence[SparseChange], records: _Records) -> tuple[list[bool], list[int]]:
     """Whether the records of each can be, on which the kernels rely, and how many words it changes."""
-    counts, sizes = _records(members)
+    counts, sizes = records
     b = DTYPES[members[0].entry.spec.dtype].word_bytes
     chunks = np.array([it.entry.changes.size for it in members])
     firsts = np.cumsum([0, *chunks[:-1]])
@@ -113,6 +122,7 @@ class SparseChanges:
         with contextlib.suppress(torch.OutOfMemoryError):  # those that are left pass through the host
             self._held, (self._image,) = gpu.send([model_image(model, encode=False)], self._device)
             self._survey()
+            self._records = _Records.of(members)
             for batch in self._batches():
                 self._running.append(self._decode(batch))
         if self._running:
@@ -132,7 +142,7 @@ class SparseChanges:
 
     def _batches(self) -> Iterator[range]:
         """Neighbours whose records can be, as many at a time as there is room for."""
-        whole, changes = _whole(self._members)
+        whole, changes = _whole(self._members, self._records)
         takes = [
             it.entry.size + 2 * (2 + self._kind[0]) * count
             for it, count in zip(self._members, changes, strict=True)
@@ -151,15 +161,22 @@ class SparseChanges:
         device, members, group = self._device, self._members[batch.start : batch.stop], self._group
         if len(batch) < len(self._members):
             group = gpu.Group([(it.tensor, None) for it in members], self._kind, device)
-        counts, sizes = _records(members)
-        total, payload = int(counts.sum(dtype=np.uint64)), int(sizes.sum(dtype=np.uint64))
-        arrays = counts, gpu.starts(counts), gpu.starts(sizes), sizes
-        upload = gpu.Upload([*(array.nbytes for array in arrays), payload + AHEAD], device)
-        for i, array in enumerate(arrays):
-            upload.place(i)[:] = array.view(np.uint8)
-        data = upload.place(len(arrays))
-        self._read_all([it.entry for it in members], data[:payload])
-        data[payload:] = 0
+        here = slice(*(int(self._group.firsts[i]) for i in (batch.start, batch.stop)))
+        counts, sizes = (it[here] for it in self._records)
+        payload = sum(it.entry.size for it in members)
+        upload = gpu.Upload(
+            [counts.nbytes, 8 * counts.size, 8 * counts.size, sizes.nbytes, payload + AHEAD], device
+        )
+        data = upload.place(4)
+        read = functools.partial(self._read_all, [it.entry for it in members], data[:payload])
+        wait = begin(read, seconds=payload / 4e9)
+        try:
+            for i, array in enumerate((counts, gpu.starts(counts), gpu.starts(sizes), sizes)):
+                upload.place(i)[:] = array.view(np.uint8)
+            total = int(counts.sum(dtype=np.uint64))
+            data[payload:] = 0
+        finally:
+            wait()
         with gpu.current(device):
             sent, (changes, starts, offsets, used, at) = upload.send()
             room = [torch.empty(b * total, dtype=torch.uint8, device=device) for b in (2, self._kind[0]) * 2]
