@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-sources := $(shell find src csrc -name '*.py' -o -name '*.c' -o -name '*.h' -o -name '*.cu') CMakeLists.txt pyproject.toml
+sources := $(shell find src csrc -name '*.py' -o -name '*.c' -o -name '*.h' -o -name '*.cu*') CMakeLists.txt pyproject.toml
 $(VENV)/.package: $(sources) | $(BIN)/python
 	$(BIN)/python -m pip install -q --no-deps --force-reinstall .
 	@touch $@

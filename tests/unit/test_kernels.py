@@ -142,26 +142,29 @@ def test_encoding_windows_compiles_without_spills(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("columns", [384, 4096])
+@pytest.mark.parametrize("columns", [384, 4096, 14336, 14400])
 @pytest.mark.parametrize("zero", [0, FLAG_ZERO])
 def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> None:
     matrix = sections(4096, columns)._replace(flags=zero)
     least = LEAST_SHARED if arch in LEAST_ARCHITECTURES else 227 << 10
-    found = {}
-    clusters = int(arch.removeprefix("sm_")) >= 90
+    found, groups = {}, arch == "sm_90"
     for count in range(1, windows.MOST_ROWS + 1):
-        ways = windows.products_of(matrix, count, least, clusters)
+        ways = windows.products_of(matrix, count, least, groups)
         assert ways
         for how in ways:
             assert how.shared <= least
             assert how.rows >= min(count, 16)
-            found[tuple(how.defines.items())] = how.warps * how.blocks
-    room = arch not in LEAST_ARCHITECTURES  # for x
-    assert any("WIDE" in dict(it) for it in found) == (columns == 4096 and clusters and room)
-    for defines, warps in found.items():
-        log = nvrtc.cubin(windows.SOURCE, dict(defines), arch)[1]
-        assert_no_spills(log)
-        assert registers(log) * 32 * warps <= 65536
+            found[how.source, tuple(how.defines.items())] = how
+    grouped = [it for it in found.values() if it.grouped]
+    assert {(it.rows, it.warps) for it in grouped} == (
+        {(16, 12), (16, 8), (32, 12), (32, 8), (64, 8)} if groups and columns > 384 else set()
+    )
+    for how in found.values():
+        if how.grouped or columns < 14336:  # those of others do not depend on how many there are
+            log = nvrtc.cubin(how.source, how.defines, arch + "a" * how.grouped)[1]
+            assert_no_spills(log)
+            warps = how.warps * how.blocks + 4 * how.grouped
+            assert registers(log) * 32 * warps <= 65536
 
 
 def item(packed: Packed) -> items.Item:

@@ -10,24 +10,25 @@ from tpde.codec.windows import Window, sections
 from tpde.cuda import windows
 from tpde.cuda.device import DeviceFacts
 from tpde.cuda.windows import MOST_ROWS, DeviceWindow, products_of
+from tpde.errors import UnsupportedDevice
 
 H200, ADA = 227 << 10, 99 << 10
 
 
 @pytest.mark.parametrize("columns", [8, 384, 1792, 2048, 4096, 4160, 8192, 14336, 28672, 1 << 20])
 @pytest.mark.parametrize("shared", [H200, ADA])
-@pytest.mark.parametrize("clusters", [False, True])
-def test_every_way_fits(columns: int, shared: int, clusters: bool) -> None:
+@pytest.mark.parametrize("groups", [False, True])
+def test_every_way_fits(columns: int, shared: int, groups: bool) -> None:
     matrix = sections(4096, columns)
     for count in range(1, MOST_ROWS + 1):
-        ways = products_of(matrix, count, shared, clusters)
+        ways = products_of(matrix, count, shared, groups)
         assert ways
         for how in ways:
             assert how.shared <= shared
             assert how.defines["NB"] >= min(how.rows, count)
             assert how.rows >= min(count, 16)
-            assert clusters or how.cluster == 1
-            assert how.warps * how.cluster % windows.PARTS == 0 or how.name == "product"
+            assert groups or not how.grouped
+            assert how.warps % 4 == 0
 
 
 @pytest.mark.parametrize(
@@ -35,12 +36,11 @@ def test_every_way_fits(columns: int, shared: int, clusters: bool) -> None:
     [
         (4096, 1, "product", 1),
         (4096, 8, "product", 8),
-        (4096, 9, "wide_product", 16),
-        (4096, 17, "wide_product", 32),
-        (4096, 33, "wide_product", 64),
-        (14336, 16, "wide_product", 16),
-        (14336, 64, "wide_product", 32),  # x of 64 rows does not fit
-        (1 << 17, 64, "product", 16),  # nor that of 16 here
+        (4096, 9, "group_product", 16),
+        (4096, 17, "group_product", 32),
+        (4096, 33, "group_product", 64),
+        (14336, 16, "group_product", 16),
+        (1 << 20, 64, "group_product", 64),
         (1024, 64, "product", 16),  # blocks of a cluster would have no part
     ],
 )
@@ -64,7 +64,7 @@ class Launches(list[tuple[Any, ...]]):
         self.made: list[tuple[Any, ...]] = []
         facts = DeviceFacts("GPU", capability, 132, H200)
         monkeypatch.setattr(windows, "facts", lambda device: facts)
-        monkeypatch.setattr(windows.nvrtc, "kernel", lambda source, name, defines, device: name)
+        monkeypatch.setattr(windows.nvrtc, "kernel", lambda source, name, defines, device, own=False: name)
         monkeypatch.setattr(windows.nvrtc, "clusters_at_once", lambda *_: 15)
         monkeypatch.setattr(windows.nvrtc, "Launch", self._make)
         windows._launch_of.cache_clear()  # what another test has made
@@ -74,31 +74,55 @@ class Launches(list[tuple[Any, ...]]):
         return lambda *arguments: self.append((given[0], *map(int, arguments)))
 
 
+def test_parts_of_a_few_chunks_keep_all_of_x() -> None:
+    found = {
+        columns: products_of(sections(64, columns), 32, H200, True)[0].defines["STREAMS"]
+        for columns in (2048, 4096, 4097, 14336)
+    }
+    assert found == {2048: 0, 4096: 0, 4097: 1, 14336: 1}
+
+
 def there(matrix: Window) -> DeviceWindow:
     return DeviceWindow(matrix, 1 << 20, 0)
 
 
-def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_takes_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 14336)
     there(matrix).product(4096, 14336, 40, 1 << 16, 128, 77, 5)
-    assert [it[0] for it in found] == ["wide_product"] * 2
-    # Behind the matrix's eight arguments: x, its stride and rows; y, its stride, and the bias.
-    assert [it[-6:] for it in found] == [
-        (4096, 14336, 32, 1 << 16, 128, 77),
-        (4096 + 2 * 32 * 14336, 14336, 8, (1 << 16) + 2 * 32 * 128, 128, 77),
+    # Behind the stream and the matrix's eight arguments: x, its stride and rows; y, its stride, and the bias.
+    assert [(it[0], it[1], *it[-6:]) for it in found] == [
+        ("group_product", 5, 4096, 14336, 40, 1 << 16, 128, 77)
     ]
-    assert {it[1] for it in found} == {5}
     ((_, grid, threads, shared, more),) = found.made
-    assert (grid, threads, more) == (8, 256, {"cluster": 8, "early": True})  # seven stripes: one cluster
+    assert (grid, threads, more) == (8, 384, {"cluster": 8, "early": True})  # seven stripes: one cluster
     assert shared <= H200
 
 
-def test_without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 1024)
+    there(matrix).product(4096, 1024, 40, 1 << 16, 128, 77, 5)
+    assert [it[-6:] for it in found] == [
+        (4096 + 2 * first * 1024, 1024, count, (1 << 16) + 2 * first * 128, 128, 77)
+        for first, count in ((0, 16), (16, 16), (32, 8))
+    ]
+
+
+def test_a_part_of_a_device_may_run_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 4096)
+    monkeypatch.setattr(windows.nvrtc, "clusters_at_once", lambda *_: 0)
+    made = there(matrix)
+    made.product(4096, 4096, 16, 1 << 16, 128, 77, 5)
+    assert [it[0] for it in found] == ["product"]
+    with pytest.raises(UnsupportedDevice, match="no room"):
+        made.choose(16, made.ways(16)[0])
+
+
+def test_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Launches(monkeypatch, (8, 9))
     there(sections(100_000, 4096)).product(0, 4096, 40, 0, 100_000, 0, 0)
     assert [it[0] for it in found] == ["product"] * 3
     assert [it[-4] for it in found] == [16, 16, 8]
-    assert found.made == [("product", 132, 256, found.made[0][3], {"cluster": 1, "early": False})]
+    assert found.made == [("product", 132, 256, found.made[0][3], {"early": False})]
 
 
 def test_matrices_of_one_shape_share_launches(monkeypatch: pytest.MonkeyPatch) -> None:

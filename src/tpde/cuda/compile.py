@@ -11,6 +11,7 @@ import functools
 import hashlib
 import io
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,9 +25,11 @@ from tpde.format.sink import FileSink
 _lock = threading.Lock()
 
 
+@functools.cache
 def source_text(source: str) -> str:
-    """The text of a kernel file."""
-    return (Path(__file__).parent / "kernels" / source).read_text(encoding="utf-8")
+    """The text of a kernel file, with the texts of those that it includes by `#include "NAME"`."""
+    text = (Path(__file__).parent / "kernels" / source).read_text(encoding="utf-8")
+    return re.sub(r'^#include "([\w.]+)"$', lambda found: source_text(found[1]), text, flags=re.MULTILINE)
 
 
 @functools.cache
@@ -61,7 +64,7 @@ def cubin(source: str, defines: Mapping[str, int], arch: str) -> tuple[bytes, st
     defines : mapping of str to int
         Macros.
     arch : str
-        `sm_90`, for example.
+        `sm_90`, for example; `sm_90a` for what only such devices run.
 
     Returns
     -------
@@ -137,7 +140,7 @@ def cached_cubin(source: str, defines: Mapping[str, int], arch: str) -> bytes:
 
 
 @functools.cache
-def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any:
+def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device: int, own: bool) -> Any:
     driver, _ = bindings()
     from cuda.core import Device, ObjectCode
 
@@ -153,7 +156,7 @@ def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device
             found=can,
             needed=made_for,
         )
-    arch = f"sm_{have.capability[0]}{have.capability[1]}"
+    arch = f"sm_{have.capability[0]}{have.capability[1]}{'a' * own}"
     code = cached_cubin(source, dict(defines), arch)
     current = call(driver.cuCtxGetCurrent(), "asking for the current context")
     Device(device).set_current()
@@ -169,7 +172,7 @@ def _kernel(source: str, name: str, defines: tuple[tuple[str, int], ...], device
     return made
 
 
-def kernel(source: str, name: str, defines: Mapping[str, int], device: int) -> Any:
+def kernel(source: str, name: str, defines: Mapping[str, int], device: int, *, own: bool = False) -> Any:
     """A kernel, ready to launch on a device; compiled and loaded once a process.
 
     Parameters
@@ -182,6 +185,8 @@ def kernel(source: str, name: str, defines: Mapping[str, int], device: int) -> A
         Macros.
     device : int
         The device's number.
+    own : bool
+        It takes instructions that only devices of this compute capability have.
 
     Raises
     ------
@@ -193,7 +198,7 @@ def kernel(source: str, name: str, defines: Mapping[str, int], device: int) -> A
         If the compiler refuses the kernel.
     """
     with _lock:
-        return _kernel(source, name, tuple(sorted(defines.items())), device)
+        return _kernel(source, name, tuple(sorted(defines.items())), device, own)
 
 
 @functools.lru_cache(maxsize=64)

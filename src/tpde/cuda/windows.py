@@ -1,4 +1,4 @@
-"""Matrices in the window layout on a GPU: launches of the kernels of `kernels/window.cu` (docs/windows.md).
+"""Matrices in the window layout on a GPU: launches of the kernels of `kernels/window*.cu` (docs/windows.md).
 
 Nothing here allocates on the device: callers put blobs there that `tpde.codec.windows.validate` has checked,
 and pass addresses. Launches go to the caller's stream and synchronize nothing.
@@ -14,8 +14,9 @@ import numpy as np
 from tpde.codec.windows import FLAG_ZERO, ROWS_AT, Window, sections
 from tpde.cuda import compile as nvrtc
 from tpde.cuda.device import facts
+from tpde.errors import UnsupportedDevice
 
-SOURCE = "window.cu"
+SOURCE, GROUP_SOURCE = "window.cu", "window_group.cu"
 MOST_ROWS = 64  # of x in one call: with more, decoding and the matrix library's product are faster
 _FEW_ROWS = 16  # of x in one launch of `product`
 X_AT = 16  # what addresses of rows of x are multiples of
@@ -26,11 +27,11 @@ _TURNS = 2  # of partial sums, which are written while those before are read
 # Rows of x of more bytes are not copied to shared memory, but read from the cache: measured on an H200, where
 # one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
 _SHARED_X = 16 << 10
-# For so many rows of x, blocks of a cluster and warps of each, the fastest first on an H200. With 16 rows, 12
-# warps are faster than 8 for matrices of more than 8,192 columns only.
-_WIDE = {16: ((8, 8), (4, 8)), 32: ((8, 12), (8, 8), (4, 8)), 64: ((8, 8),)}
-_WIDE_LONG = _WIDE | {16: ((8, 12), (8, 8))}
-_LONG = 32  # chunks of a stripe
+# Of `group_product`: warps that multiply, by how many rows x has, the fastest first on an H200; what else a
+# block has; chunks of x that are in shared memory; and the compute capability that it is made for.
+_GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
+_CLUSTER, _OTHER_WARPS, _STAGES = 8, 4, 2
+_WGMMA = (9, 0)
 
 
 class Product(NamedTuple):
@@ -40,30 +41,33 @@ class Product(NamedTuple):
     ----------
     rows : int
         Of x, at most.
-    name : str
+    source, name : str
         Of the kernel.
     defines : dict of str to int
         Macros.
     shared : int
         Bytes of shared memory.
     warps : int
-        Of a block.
+        Of a block, that multiply.
     blocks : int
         Of a multiprocessor.
-    cluster : int
-        Blocks that share x.
     """
 
     rows: int
+    source: str
     name: str
     defines: dict[str, int]
     shared: int
     warps: int = WARPS
     blocks: int = 1
-    cluster: int = 1
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it is one of `group_product`."""
+        return self.source == GROUP_SOURCE
 
 
-def products_of(window: Window, count: int, shared_bytes: int, clusters: bool) -> list[Product]:
+def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> list[Product]:
     """How a product with `count` rows of x may be launched, the fastest first. Results do not depend on it.
 
     Parameters
@@ -74,8 +78,8 @@ def products_of(window: Window, count: int, shared_bytes: int, clusters: bool) -
         Rows of x. Some ways take fewer at a time.
     shared_bytes : int
         What a block may have at most.
-    clusters : bool
-        Whether the device has clusters of blocks.
+    groups : bool
+        Whether groups of warps can multiply: the device has `wgmma`.
 
     Raises
     ------
@@ -85,11 +89,10 @@ def products_of(window: Window, count: int, shared_bytes: int, clusters: bool) -
     if not 1 <= count <= MOST_ROWS:
         raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
     made = []
-    if count > 8 and clusters and window.stripe_chunks >= PARTS:
-        table = _WIDE_LONG if window.stripe_chunks > _LONG else _WIDE
-        first = next(rows for rows in table if rows >= count)
-        for rows in (it for it in reversed(table) if it <= first):  # at least, in several launches
-            made += [_wide(window, rows, *it) for it in table[rows]]
+    if count > 8 and groups and window.stripe_chunks >= PARTS:
+        first = next(rows for rows in _GROUPS if rows >= count)
+        for rows in (it for it in reversed(_GROUPS) if it <= first):  # at least, in several launches
+            made += [_grouped(window, rows, warps) for warps in _GROUPS[rows]]
     made.append(_narrow(window, min(count, _FEW_ROWS), shared_bytes))
     return [it for it in made if it.shared <= shared_bytes]
 
@@ -101,17 +104,23 @@ def _narrow(window: Window, count: int, shared_bytes: int) -> Product:
     least, copied = WARPS * (_WARP_BYTES + _TURNS * tiles * 16 * 8 * 4), count * x_bytes
     shared = copied <= _SHARED_X and least + copied <= shared_bytes
     blocks = 2 if tiles == 1 else 1
-    defines = _defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks, "CLUSTER": 0}
+    defines = _defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks}
     rows = count if shared else 8 * tiles
-    return Product(rows, "product", defines, least + shared * copied, blocks=blocks)
+    return Product(rows, SOURCE, "product", defines, least + shared * copied, blocks=blocks)
 
 
-def _wide(window: Window, rows: int, cluster: int, warps: int) -> Product:
-    """The blocks of a cluster share x."""
-    mine = -(-window.stripe_chunks // PARTS) * PARTS // cluster  # chunks of x in a block
-    shared = warps * (_WARP_BYTES + _TURNS * rows // 8 * 16 * 8 * 4) + rows * (512 * mine + 64)
-    defines = _defines(window) | {"NB": rows, "CLUSTER": cluster, "WIDE": warps}
-    return Product(rows, "wide_product", defines, shared, warps, cluster=cluster)
+def _grouped(window: Window, rows: int, warps: int) -> Product:
+    """The blocks of a cluster share x, and the groups of warps of a block."""
+    streams = -(-window.stripe_chunks // PARTS) > _STAGES
+    ended = -(-warps // _CLUSTER)  # stripes, by a block
+    shared = (
+        _STAGES * rows * 512  # x
+        + (ended * PARTS + warps) * rows * 64  # partial sums that come and go
+        + warps * _WARP_BYTES
+        + 8 * (2 + warps)  # barriers
+    )
+    defines = _defines(window) | {"NB": rows, "WIDE": warps, "STREAMS": int(streams)}
+    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps)
 
 
 def _defines(window: Window) -> dict[str, int]:
@@ -163,7 +172,7 @@ class DeviceWindow:
             self._product(count)
 
     def _decoding(self, name: str) -> Any:
-        made = _defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2, "CLUSTER": 0}
+        made = _defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
         return nvrtc.kernel(SOURCE, name, made, self._device)
 
     @functools.cached_property
@@ -271,8 +280,17 @@ class DeviceWindow:
         return _ways(self.window, count, self._device)
 
     def choose(self, count: int, how: Product) -> None:
-        """Launch products with so many rows of x in one of the `ways`, from now on."""
-        self._products[count] = how.rows, _launch(self.window, how, self._device)
+        """Launch products with so many rows of x in one of the `ways`, from now on.
+
+        Raises
+        ------
+        UnsupportedDevice
+            If the device, a part of one for example, has no room for it.
+        """
+        made = _launch(self.window, how, self._device)
+        if made is None:
+            raise UnsupportedDevice(f"device {self._device} has no room for a cluster of {how.name}")
+        self._products[count] = how.rows, made
 
     def _product(self, count: int) -> tuple[int, nvrtc.Launch]:
         window = self.window
@@ -283,31 +301,29 @@ class DeviceWindow:
 
 def _ways(window: Window, count: int, device: int) -> list[Product]:
     have = facts(device)
-    return products_of(window, count, have.shared_bytes, _has_clusters(device))
-
-
-def _has_clusters(device: int) -> bool:
-    """Whether a device has clusters of blocks, and starts kernels while those before them end."""
-    return facts(device).capability >= (9, 0)
+    return products_of(window, count, have.shared_bytes, have.capability == _WGMMA)
 
 
 @functools.cache
 def _launch_of(rows: int, columns: int, flags: int, count: int, device: int) -> tuple[int, nvrtc.Launch]:
     """How many rows of x a launch takes by default, and the launch, for all matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
-    how = _ways(window, count, device)[0]
-    return how.rows, _launch(window, how, device)
+    made = ((how.rows, _launch(window, how, device)) for how in _ways(window, count, device))
+    return next((most, launch) for most, launch in made if launch is not None)
 
 
-def _launch(window: Window, how: Product, device: int) -> nvrtc.Launch:
-    kernel = nvrtc.kernel(SOURCE, how.name, how.defines, device)
-    threads, stripes = 32 * how.warps, window.stripes
-    if how.name == "product":
-        beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
-        grid = min(how.blocks * facts(device).multiprocessors, -(-stripes // beside))
-    else:
-        beside = how.warps * how.cluster // PARTS  # that a cluster takes
-        most = nvrtc.clusters_at_once(kernel, how.cluster, threads, how.shared)
-        grid = how.cluster * min(most, -(-stripes // beside))
-    early = _has_clusters(device)
-    return nvrtc.Launch(kernel, grid, threads, how.shared, cluster=how.cluster, early=early)
+def _launch(window: Window, how: Product, device: int) -> nvrtc.Launch | None:
+    """The launch; None if the device never runs eight blocks of it at a time, as a part of one may not."""
+    kernel = nvrtc.kernel(how.source, how.name, how.defines, device, own=how.grouped)
+    have, stripes = facts(device), window.stripes
+    early = have.capability >= (9, 0)  # kernels start while those before them end
+    if how.grouped:
+        threads = 32 * (how.warps + _OTHER_WARPS)
+        most = nvrtc.clusters_at_once(kernel, _CLUSTER, threads, how.shared)
+        grid = _CLUSTER * min(most, -(-stripes // how.warps))
+        if not grid:
+            return None
+        return nvrtc.Launch(kernel, grid, threads, how.shared, cluster=_CLUSTER, early=early)
+    beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
+    grid = min(how.blocks * have.multiprocessors, -(-stripes // beside))
+    return nvrtc.Launch(kernel, grid, 32 * how.warps, how.shared, early=early)

@@ -1,0 +1,350 @@
+// window_group.cu: products of 9 to 64 rows with a matrix in the window layout (docs/windows.md 9), on Hopper GPUs.
+//
+// Eight blocks, a cluster, take some stripes together, each of them one part of their columns, so that a block keeps but
+// an eighth of x in shared memory. A group of four warps takes four stripes: `wgmma` multiplies the words in their
+// registers by x in shared memory, and adds 16 products at a time to the bits that `mma.m16n8k16` gives. Partial sums
+// go to the block of the cluster that ends a stripe.
+//
+// A block has WIDE warps that multiply, and four more, which add partial sums up, store y, and copy what x lacks: of
+// long rows two chunks are there at a time. All wait for each other by barriers in shared memory ("mbarrier"), whose phases
+// are a turn, a step or a chunk; none waits for what a turn stores.
+//
+// Macros: those of window.cuh; NB, the most rows of x: 16, 32 or 64; WIDE, 8 or 12; STREAMS, whether a part has more
+// than STAGES chunks.
+
+#include "window.cuh"
+
+#define CLUSTER 8u         // blocks, one for each part
+#define STAGES 2u          // chunks of x in shared memory
+#define OTHERS 4u          // warps that do not multiply
+#define ALL_WARPS (WIDE + OTHERS)
+#define TILES (NB / 8u)
+#define SUMS (TILES * 512u)      // bytes of a warp's partial sums
+#define BESIDE ((WIDE + 7) / 8)  // stripes of a turn that a block ends, at most
+#define X_STEP (NB * 16u)        // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
+#define X_TILE (4 * X_STEP)
+#define X_CHUNK (8 * X_TILE)
+#define DEPTH (WIDE == 8 ? 4 : 2)  // tiles that are decoded before they are multiplied
+// Registers of threads that multiply, and of others. All have 168 or 128 at first, and 64 Ki are there.
+#define REGISTERS (WIDE == 8 ? 208 : STREAMS ? 144 : 152)
+#define OTHER_REGISTERS (WIDE == 8 || STREAMS ? 80 : 56)
+
+// ---- barriers ----
+
+__device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// The same address in another block of the cluster.
+__device__ __forceinline__ u32 in_block(u32 at, u32 rank) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ void make_barrier(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+
+// Arrive, and have the barrier wait for so many bytes.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_on(u32 barrier, u32 parity) {
+  asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
+               :: "r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void arrive_in(u32 barrier, u32 rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" :: "r"(in_block(barrier, rank)) : "memory");
+}
+
+template <int NUMBER, int THREADS>
+__device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" :: "n"(NUMBER), "n"(THREADS) : "memory"); }
+
+// Nobody relies on what was stored before: barriers and copies order that.
+__device__ __forceinline__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// What this thread did in shared memory comes before what copies and wgmma do there.
+__device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- copies ----
+
+// Copy a chunk to shared memory, meanwhile, and tell a barrier.
+__device__ __forceinline__ void bring(u32 to, u32 barrier, const Matrix& m, u32 stripe, u32 chunk, u32 lane) {
+  if (lane) return;
+  const u32 bytes = PAIR_BYTES * pairs_of(m, chunk);
+  expect(barrier, bytes);
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(to), "l"(body_of(m, stripe, chunk)), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// Send bytes of shared memory to another block.
+__device__ __forceinline__ void send(u32 to, u32 barrier, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// Rows of x, where they lie, and how many columns can be read.
+struct X {
+  const u16* at;
+  u64 stride;
+  u32 rows, columns;
+};
+
+// Copy a chunk's columns of x as wgmma takes them, by `warps` warps of which this is number `warp`. A warp takes eight
+// rows of a tile at a time, lane / 4 the row, lane % 4 = q eight columns: elements 0 to 3 of an octet are columns 2q,
+// 2q + 1, 2q + 8, 2q + 9 of the first product, 4 to 7 those of the second one (windows.md 2.2).
+template <u32 BATCH>
+__device__ __forceinline__ void copy_x(u8* to, const X& x, u32 chunk, u32 warp, u32 warps, u32 lane) {
+#pragma unroll 1
+  for (u32 first = warp; first < NB; first += BATCH * warps) {
+    uint4 v[BATCH];
+#pragma unroll
+    for (u32 i = 0; i < BATCH; i++) {
+      const u32 k = first + i * warps, row = k / 8 * 8 + lane / 4, column = 256 * chunk + k % 8 * 32 + lane % 4 * 8;
+      v[i] = make_uint4(0, 0, 0, 0);
+      if (row < x.rows && column < x.columns) v[i] = *(const uint4*)(x.at + row * x.stride + column);
+    }
+#pragma unroll
+    for (u32 i = 0; i < BATCH; i++) {
+      const u32 k = first + i * warps;
+      if (k >= NB) break;
+      u8* const p = to + k % 8 * X_TILE + k / 8 * 128 + 4 * lane;
+      *(u32*)p = v[i].x;
+      *(u32*)(p + X_STEP) = v[i].y;
+      *(u32*)(p + 2 * X_STEP) = v[i].z;
+      *(u32*)(p + 3 * X_STEP) = v[i].w;
+    }
+  }
+  fence_shared();
+}
+
+// ---- products ----
+
+// d += A x, of 64 rows by 16 columns by NB: a lane has four words of A, and of d what it has with mma.m16n8k16.
+__device__ __forceinline__ void wgmma(float* d, u32 a, u32 b, u32 c, u32 e, u64 x) {
+#if NB == 16
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7"
+      "}, {%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
+#elif NB == 32
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
+#elif NB == 64
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a), "r"(b), "r"(c), "r"(e), "l"(x));
+#endif
+}
+
+// Where x lies: columns 8 to 15 are X_STEP after 0 to 7, eight rows 128 bytes after eight others.
+__device__ __forceinline__ u64 descriptor(u32 at) {
+  return (u64)(at >> 4 & 0x3FFF) | (u64)(X_STEP >> 4) << 16 | (u64)(128 >> 4) << 32;
+}
+
+__device__ __forceinline__ void registers_are_set() { asm volatile("wgmma.fence.sync.aligned;"); }
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;"); }
+
+// Wait until so many groups of products are left that are not added up.
+template <int LEFT>
+__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT)); }
+
+// Words `k` to `k + 3` of a row of the matrix, as far as there are rows of x.
+__device__ __forceinline__ void store4(u16* y, u64 stride, u32 k, u32 n, u32 row, float4 s, const u16* bias) {
+  u16* const to = y + k * stride + row;
+  to[0] = ended(s.x, bias, row);
+  if (k + 1 < n) to[stride] = ended(s.y, bias, row);
+  if (k + 2 < n) to[2 * stride] = ended(s.z, bias, row);
+  if (k + 3 < n) to[3 * stride] = ended(s.w, bias, row);
+}
+
+// As `product` of window.cu.
+extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
+group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
+              const u16* __restrict__ bias) {
+  extern __shared__ __align__(128) u8 group_shared[];
+  const Matrix m = THE_MATRIX;
+  const X x = {x_at, x_stride, n, (m.columns + 7) / 8 * 8};
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, stripes = (m.rows + 15) / 16;
+  u32 part;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(part));
+  // This block's chunks of a stripe are `part`, `part + PARTS`, ... A turn takes WIDE stripes, the first one from `start` on.
+  const u32 own = (m.chunks - part + PARTS - 1) / PARTS;
+  const u32 step = gridDim.x / CLUSTER * WIDE, start = blockIdx.x / CLUSTER * WIDE;
+  const u32 turns = (stripes - start + step - 1) / step;
+  u8* const xs = group_shared;                       // [STAGES] chunks of x
+  u8* const inbox = xs + STAGES * X_CHUNK;           // [BESIDE][PARTS] partial sums of the stripes that this block ends
+  u8* const outbox = inbox + BESIDE * PARTS * SUMS;  // [WIDE] those that it sends
+  u8* const planes = outbox + WIDE * SUMS;           // [WIDE] planes of escapes, and chunks
+  u8 *const plane = planes + warp * (PLANE + CHUNK_BYTES), *const held = plane + PLANE;
+  // Barriers: the inbox is full, what was sent has been read everywhere, a warp's chunk has come.
+  const u32 full = address(planes + WIDE * (PLANE + CHUNK_BYTES)), read = full + 8, come = full + 16 + 8 * warp;
+  const u32 ends = (WIDE - part + CLUSTER - 1) / CLUSTER;  // stripes of a turn
+  const auto stripe_of = [&](u32 turn) { return min(start + turn * step + warp, stripes - 1); };  // or the last again
+  const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
+  if (threadIdx.x == 0) {
+    make_barrier(full, 1);
+    make_barrier(read, CLUSTER);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    expect(full, ends * PARTS * SUMS);
+  }
+  Entries coming = {0, 0, 0, 0};
+  Range after = {0, 0};
+  Records ahead = {0, 0};
+  u32 next_turn = 0, next = 0;
+  if (warp < WIDE) {
+    if (lane == 0) {
+      make_barrier(come, 1);
+      fence_shared();
+    }
+    clear(plane, lane);
+    ahead = records_of(m, stripe_of(0), lane);
+    coming = load_entries(m, range_of(m, stripe_of(0), part), lane);
+    bring(address(held), come, m, stripe_of(0), part, lane);
+    if (++next == own) next = 0, next_turn++;
+    if (next_turn < turns) after = range_of(m, stripe_of(next_turn), chunk_of(next));
+  }
+  arrive();
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the last kernel's; the weights are not
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (u32 i = 0; i < min(own, STAGES); i++) copy_x<4>(xs + i * X_CHUNK, x, chunk_of(i), warp, ALL_WARPS, lane);
+  wait_for_cluster();  // all have their barriers
+  __syncthreads();
+  if (warp >= WIDE) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(OTHER_REGISTERS));
+    const u32 thread = threadIdx.x - 32 * WIDE;
+    // Add up a turn's partial sums, and store y.
+    const auto end = [&](u32 turn) {
+      wait_on(full, turn % 2);
+#pragma unroll 1
+      for (u32 i = thread; i < ends * TILES * 32; i += 32 * OTHERS) {
+        const u32 row = i % 16, t = i / 32 % TILES, k = 8 * t + i / 16 % 2 * 4, beside = i / (32 * TILES);
+        const u32 number = 16 * (start + turn * step + beside * CLUSTER + part) + row;
+        if (k >= n || number >= m.rows) continue;
+        const float* const p = (const float*)inbox + (beside * PARTS * TILES + t) * 128 + row * 8 + k % 8;
+        float4 v[PARTS];
+#pragma unroll
+        for (u32 j = 0; j < PARTS; j++) v[j] = *(const float4*)(p + j * TILES * 128);
+        store4(y, y_stride, k, n, number, pairwise(v), bias);
+      }
+      meet<2, 32 * OTHERS>();
+      if (turn + 1 == turns) return;
+      if (thread == 0) expect(full, ends * PARTS * SUMS);
+      meet<2, 32 * OTHERS>();
+      if (thread < CLUSTER) arrive_in(read, thread);
+    };
+#if STREAMS
+    // Copy a chunk of x to the stage of the step before. Stripes end a step later than they could: x does not wait.
+    const u32 steps = turns * own;
+    u32 copied = STAGES, chunk = STAGES % own, stage = 0;
+    for (u32 s = 0, i = 0, turn = 0; s < steps; s++) {
+      meet<1, 32 * ALL_WARPS>();
+      if (s) {
+        if (copied < steps) copy_x<8>(xs + stage * X_CHUNK, x, chunk_of(chunk), warp - WIDE, OTHERS, lane);
+        copied++;
+        if (++chunk == own) chunk = 0;
+        if (++stage == STAGES) stage = 0;
+      }
+      if (i == 1 && turn) end(turn - 1);
+      if (++i == own) i = 0, turn++;
+    }
+    end(turns - 1);
+#else
+    for (u32 turn = 0; turn < turns; turn++) end(turn);
+#endif
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+    const uint2* const escapes = (const uint2*)plane + lane;
+    float* const mine = (float*)(outbox + warp * SUMS);
+    const u32 to = in_block(address(inbox) + (warp / CLUSTER * PARTS + part) * SUMS, warp % CLUSTER);
+    const u32 full_there = in_block(full, warp % CLUSTER);
+    u32 stage = 0, parity = 0;
+    for (u32 turn = 0; turn < turns; turn++) {
+      float sum[TILES * 4];
+#pragma unroll
+      for (u32 t = 0; t < TILES * 4; t++) sum[t] = 0;
+      const Rows r = rows_of(ahead);
+      if (turn + 1 < turns) ahead = records_of(m, stripe_of(turn + 1), lane);
+#pragma unroll 1
+      for (u32 i = 0; i < own; i++) {
+        const u32 pairs = pairs_of(m, chunk_of(i));
+#if STREAMS
+        wait_for_products<0>();  // x of the step before is not read any longer
+        meet<1, 32 * ALL_WARPS>();
+#else
+        stage = i;
+#endif
+        const Entries e = coming;
+        Chunk c;
+        wait_on(come, parity);
+        parity ^= 1;
+        take(c, held, pairs, lane);
+        fence_shared();  // the next chunk comes there
+        scatter(e, plane, m, lane);
+        if (next_turn < turns) {
+          coming = load_entries(m, after, lane);
+          bring(address(held), come, m, stripe_of(next_turn), chunk_of(next), lane);
+          if (++next == own) next = 0, next_turn++;
+          if (next_turn < turns) after = range_of(m, stripe_of(next_turn), chunk_of(next));
+        }
+        const u32 at = address(xs + stage * X_CHUNK);
+#pragma unroll
+        for (u32 first = 0; first < 8; first += DEPTH) {
+          u32 w[DEPTH][8];
+          wait_for_products<1>();  // the registers of those before the last are free
+#pragma unroll
+          for (u32 j = 0; j < DEPTH; j++) {
+            tile(c, first + j, r, escapes, w[j]);
+            if (TAIL && first + j >= 2 * pairs)
+#pragma unroll
+              for (u32 k = 0; k < 8; k++) w[j][k] = 0;  // all warps of a group multiply together
+          }
+          registers_are_set();
+#pragma unroll
+          for (u32 j = 0; j < DEPTH; j++) {
+            const u64 there = descriptor(at + (first + j) * X_TILE);
+            wgmma(sum, w[j][0], w[j][4], w[j][1], w[j][5], there);
+            wgmma(sum, w[j][2], w[j][6], w[j][3], w[j][7], there + (2 * X_STEP >> 4));
+          }
+          commit();
+        }
+        wipe(e, plane, m, lane);
+#if STREAMS
+        if (++stage == STAGES) stage = 0;
+#endif
+      }
+      wait_for_products<0>();
+#pragma unroll
+      for (u32 t = 0; t < TILES * 4; t++) asm volatile("" : "+f"(sum[t]) :: "memory");  // they are read below, not above
+      if (turn) wait_on(read, (turn - 1) % 2);
+      const u32 g = lane / 4, q = lane % 4 * 2;
+#pragma unroll
+      for (u32 t = 0; t < TILES; t++) {
+        *(float2*)(mine + t * 128 + g * 8 + q) = make_float2(sum[4 * t], sum[4 * t + 1]);
+        *(float2*)(mine + t * 128 + (g + 8) * 8 + q) = make_float2(sum[4 * t + 2], sum[4 * t + 3]);
+      }
+      fence_shared();
+      __syncwarp();
+      if (lane == 0) send(to, full_there, address(mine), SUMS);
+    }
+  }
+  __syncwarp();
+  arrive();  // no block ends while another one sends to it
+  wait_for_cluster();
+}
