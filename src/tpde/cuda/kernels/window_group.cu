@@ -26,8 +26,8 @@
 #define X_CHUNK (8 * X_TILE)
 #define DEPTH (WIDE == 8 ? 4 : 2)  // tiles that are decoded before they are multiplied
 // Registers of threads that multiply, and of others. All have 168 or 128 at first, and 64 Ki are there.
-#define REGISTERS (WIDE == 8 ? 208 : STREAMS ? 144 : 152)
-#define OTHER_REGISTERS (WIDE == 8 || STREAMS ? 80 : 56)
+#define REGISTERS (WIDE == 8 ? 200 : STREAMS ? 144 : 152)
+#define OTHER_REGISTERS (WIDE == 8 ? 104 : STREAMS ? 80 : 56)
 
 // ---- barriers ----
 
@@ -256,7 +256,7 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
     for (u32 s = 0, i = 0, turn = 0; s < steps; s++) {
       meet<1, 32 * ALL_WARPS>();
       if (s) {
-        if (copied < steps) copy_x<8>(xs + stage * X_CHUNK, x, chunk_of(chunk), warp - WIDE, OTHERS, lane);
+        if (copied < steps) copy_x<NB / OTHERS>(xs + stage * X_CHUNK, x, chunk_of(chunk), warp - WIDE, OTHERS, lane);
         copied++;
         if (++chunk == own) chunk = 0;
         if (++stage == STAGES) stage = 0;
