@@ -94,6 +94,31 @@ def test_entries_of_tables_of_single_symbols() -> None:
     assert long[0b1111] == 0x80 | 4
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside pairs"])
+@pytest.mark.parametrize("longest", [4, 9, 11, 12])
+@pytest.mark.parametrize("raw", [0, 1, 3])
+def test_what_the_index_holds_is_looked_up(raw: int, longest: int, beside: bool) -> None:
+    """Values after short escapes too, which are half of the symbols of halved weights."""
+    lengths = {0: 2, 3: 3, 5: 4, 6: 4}
+    table = reference.Table.from_lengths(1, longest - raw if longest > 4 + raw else 4, raw, lengths, 1)
+    tables, _ = _opened([PAIRS, table], [(1, 1), (0, 1)]) if beside else _opened([table], [(0, 0), (0, 1)])
+    shift, kind = (16, "<u4") if beside else (8, "<u2")
+    image, mask = tables.image.view(kind), (1 << tables.bits) - 1
+    if beside:
+        image = image[mask + 1 :]
+    looked_up = 0
+    for symbol in range(256):
+        bits = table.encode(symbol)
+        for ahead in (0, ~0, 0x155 << 1):
+            entry = int(image[(int(bits[::-1], 2) | ahead << len(bits)) & mask])
+            if len(bits) <= tables.bits:
+                assert entry == symbol << shift | len(bits)
+                looked_up += 1
+            else:
+                assert entry == 0x80 | raw << 8 | 1
+    assert (looked_up == 3 * 256) == (tables.bits >= 9)
+
+
 def test_entries_of_tables_of_pairs() -> None:
     tables, _ = _opened([PAIRS, SHORT], [(1, 1), (0, 1)])
     assert (tables.bits, tables.pairs, tables.image.size) == (3, 0b10, 2 * 8 * 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ _ITEM = np.dtype(
     ]
 )
 DESCRIPTOR_BYTES = _ITEM.itemsize
+Numbers = npt.NDArray[Any]
 
 
 class Tables(NamedTuple):
@@ -98,11 +99,30 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
     size = align(len(tables) * kind.itemsize << bits, ALIGNMENT)
     image = np.zeros(size // kind.itemsize, kind)
     for i, table in enumerate(tables):
-        entries = table.entries
+        entries = np.tile(table.entries, (1 << bits) // table.entries.size)
         # An escape's entry has no symbol; its raw bits take the place (`ESCAPE` in decode.cu).
         symbols = np.where(entries & 0x100, 0x80 | table.raw_bits << 8, entries >> 16 << (16 if pairs else 8))
-        image[i << bits : i + 1 << bits].reshape(-1, entries.size)[:] = entries & 0x1F | symbols
+        found = entries & 0x1F | symbols
+        if table.kind == 1:
+            _look_values_up(found, entries, table.raw_bits, 16 if pairs else 8)
+        image[i << bits : i + 1 << bits] = found
     return Tables(image.view(np.uint8), bits, pairs)
+
+
+def _look_values_up(found: Numbers, entries: Numbers, raw_bits: int, shift: int) -> None:
+    """Put symbols where a short escape and its value are what is looked up, as if both were a codeword.
+
+    Weights of which half are zeros have planes in which half of the symbols are escapes, of one bit.
+    """
+    (escapes,) = np.nonzero(entries & 0x100)
+    if not escapes.size:
+        return
+    length = int(entries[escapes[0]] & 0x1F)
+    if length + 8 > found.size.bit_length() - 1:
+        return
+    value = escapes >> length & 0xFF  # the raw bits come last, and go lowest
+    symbol = (value << raw_bits | value >> 8 - raw_bits) & 0xFF
+    found[escapes] = symbol << shift | length + 8
 
 
 def kind_defines(header: BlobHeader, tables: Tables) -> dict[str, int]:
