@@ -56,9 +56,15 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _write(tensors: Mapping[str, torch.Tensor], writer: PackedWriter) -> None:
+    from tpde.packing.device import packed_there
+
+    names = forward_order(tensors)
     with writer:
-        for name in forward_order(tensors):
-            writer.write(name, torch_bytes(tensors[name]))
+        for made in packed_there(((name, tensors[name]) for name in names), writer.codec, writer.may_pack):
+            if made.blob is not None:
+                writer.write_blob(made.name, made.blob.cpu().numpy())
+            else:
+                writer.write(made.name, torch_bytes(made.tensor))
 
 
 def save_file(

@@ -187,7 +187,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     monkeypatch.setattr(device, "checked_device", lambda name: found.setdefault("device", torch.device(name)))
-    monkeypatch.setattr(folder, "packed_directory", Path)
+    monkeypatch.setattr(folder, "model_directory", lambda path, pack: (Path(path), {}))
     monkeypatch.setattr(memory, "Peak", lambda device: PEAK)
     monkeypatch.setattr(run_command, "_generate", lambda *args: found.update(generate=args))
     monkeypatch.setattr(run_command, "_embed", lambda *args: found.update(embed=args))
@@ -199,7 +199,7 @@ def test_what_a_text_is_made_with(started: dict[str, Any], tmp_path: Path) -> No
     assert invoke("run", "model", "--prompt", "x").exit_code == 0
     folder, device, budget, _, result, *rest = started.pop("generate")
     assert (folder, str(device), budget) == (Path("model"), "cpu", None)
-    assert result == {"model": "model", "device": "cpu", "kernels": "exact"}
+    assert result == {"model": "model", "device": "cpu", "kernels": "exact", "pack": False}
     assert rest == ["x", 128, 0.0, 0, None, False, False]
     started.clear()
     options = [
@@ -324,7 +324,7 @@ def test_a_text_is_written_as_it_comes_and_told_at_the_end(
         torch.device("cpu"),
         budget,
         PEAK,
-        {"model": "m", "kernels": "exact"},
+        {"model": "m", "kernels": "exact", "pack": False},
         "abc",
         7,
         0.5,
@@ -377,7 +377,7 @@ def test_vectors_are_told_with_all_their_digits(
         torch.device("cuda"),
         None,
         PEAK,
-        {"model": "m", "kernels": "exact"},
+        {"model": "m", "kernels": "exact", "pack": False},
         ["a"],
         None,
         stats,

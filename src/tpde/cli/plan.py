@@ -105,13 +105,13 @@ def plan(
     require_transformers()  # before torch is imported
 
     from tpde.integrations.streaming.units import units_of
-    from tpde.integrations.transformers.folder import packed_directory, weight_files
+    from tpde.integrations.transformers.folder import model_directory, weight_files
     from tpde.integrations.transformers.planning import plan_streaming
     from tpde.integrations.transformers.shape import opened_shape
 
     budget = parse_budget(vram, ram, max_tokens, max_batch=max_batch)
     assert budget is not None  # `--vram` must be there
-    folder = packed_directory(model)
+    folder, _ = model_directory(model, pack=False)
     files = weight_files(folder) if ram is not None else []
     rates = _rates(device, copy_rate, memory_rate, disk_rate, call_time, files)
     with opened_shape(folder) as (shape, checkpoint, weights):

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 def run(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A packed model directory, or the hub id of one."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A packed model directory, or the hub id of one; with `--pack`, a plain one, too.",
+        ),
     ],
     texts: Annotated[
         list[str] | None, typer.Argument(metavar="TEXT", help="What to embed, with `--embed`.")
@@ -51,6 +54,12 @@ def run(
             "weights, and tokens come faster than from plain ones on a GPU; sums are added in another order.",
         ),
     ] = "exact",
+    pack: Annotated[
+        bool,
+        typer.Option(
+            "--pack", help="Take a plain model, too, and pack its weights as they come. Not with `--vram`."
+        ),
+    ] = False,
     vram: Annotated[
         str | None,
         typer.Option(
@@ -84,6 +93,7 @@ def run(
       tpde run llama-packed --prompt "The exponent of a weight"
       tpde run llama-packed --vram 16GiB --prompt "The exponent of a weight" --stats
       tpde run llama-packed --kernels fused --prompt "The exponent of a weight"
+      tpde run llama --pack --prompt "The exponent of a weight"
       tpde run minilm-packed --embed "a sentence" "another one"
     """
     if embed == (prompt is not None) or embed != bool(texts):
@@ -104,16 +114,16 @@ def run(
 
     from tpde.integrations.device import checked_device
     from tpde.integrations.transformers.embed import BATCH
-    from tpde.integrations.transformers.folder import packed_directory
+    from tpde.integrations.transformers.folder import model_directory
     from tpde.integrations.transformers.memory import Peak
     from tpde.nn.kernels import check_kernels
 
     batch = 1 if prompt is not None else BATCH
     budget = parse_budget(vram, ram, max_tokens, max_batch=batch if vram is not None else None)
-    folder = packed_directory(model)
+    folder, _ = model_directory(model, pack=pack)
     where = checked_device(device or ("cuda" if vram is not None else _default_device()))
     peak = Peak(where)
-    start = {"model": model, "device": str(where), "kernels": check_kernels(kernels)}
+    start = {"model": model, "device": str(where), "kernels": check_kernels(kernels), "pack": pack}
     if prompt is not None:
         _generate(
             folder,
@@ -147,6 +157,7 @@ def _load(
     bar: ExitStack,
     model_class: Any = None,
     kernels: Kernels = "exact",
+    pack: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """The model, and what loading came to; host memory may be loaded until `bar` is closed, and after."""
     from transformers.utils import logging
@@ -162,7 +173,9 @@ def _load(
         progress = bar.enter_context(
             progress_bar("loading", lambda: sum(it.stat().st_size for it in weight_files(folder)))
         )
-    model = load_model(folder, device, budget, model_class=model_class, progress=progress, kernels=kernels)
+    model = load_model(
+        folder, device, budget, model_class=model_class, progress=progress, kernels=kernels, pack=pack
+    )
     if budget is not None and record:
         model.tpde_streamer.record()  # type: ignore[operator, union-attr]
     return model, {"load_seconds": time.perf_counter() - start, **weight_bytes(model)}
@@ -205,7 +218,7 @@ def _generate(
         check_tokens(1, count + read, budget.max_tokens)
     with ExitStack() as bar:
         model, loading = _load(
-            folder, device, budget, stats or trace is not None, bar, None, result["kernels"]
+            folder, device, budget, stats or trace is not None, bar, None, result["kernels"], result["pack"]
         )
 
         def write(text: str) -> None:
@@ -266,7 +279,14 @@ def _embed(
     recipe, tokenizer = read_recipe(folder), load_tokenizer(folder)
     with ExitStack() as bar:
         model, loading = _load(
-            folder, device, budget, stats or trace is not None, bar, AutoModel, result["kernels"]
+            folder,
+            device,
+            budget,
+            stats or trace is not None,
+            bar,
+            AutoModel,
+            result["kernels"],
+            result["pack"],
         )
         start = time.perf_counter()
         vectors, tokens = embed(model, tokenizer, texts, recipe)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import torch
+import xxhash
 
+from tpde.codec.plan import MIN_BYTES
 from tpde.errors import Corrupt, NotPacked, NotSafetensors
 from tpde.format.constants import SUFFIX
 from tpde.format.container import TensorSpec
@@ -21,17 +23,21 @@ from tpde.packing.names import PICKLES
 from tpde.packing.reader import PackedFile
 from tpde.packing.weights import MAKE_PLAIN
 from tpde.streaming.tensor import Streamed
+from tpde.weights.pack import hold_raw, pack_tensors
 from tpde.weights.resident import Resident
 from tpde.weights.source import Source
 from tpde.weights.tensor import PackedTensor
 
 P = TypeVar("P", bound=Source)
+T = TypeVar("T")
 
+BF16_SHARE, OTHER_SHARE = 0.7, 0.9  # of plain bytes: what packed ones are taken to be before it is known
+GROUP_BYTES = 256 << 20  # of plain tensors, that are there at a time
 SMALL_BYTES = 1 << 20  # plain: reading and decoding on a GPU takes 2 ms whatever the size, the CPU less then
 
 
 class Stored:
-    """A packed tensor in a file.
+    """A tensor in a file that is packed, there or as it comes.
 
     Attributes
     ----------
@@ -40,12 +46,15 @@ class Stored:
     spec : TensorSpec
         Of the tensor.
     extent : Extent
-        Where its blob lies.
+        Where its blob lies, or its bytes.
+    is_plain : bool
+        It is plain in the file.
     """
 
     def __init__(self, file: PackedFile, name: str) -> None:
         self.name, self.spec, self._file = name, file.specs[name], file
-        entry = file.container.entries[name + SUFFIX]
+        self.is_plain = name in file.container.entries
+        entry = file.container.entries[name if self.is_plain else name + SUFFIX]
         at = file.container.data_start + entry.begin
         self.extent = Extent(file.source, at, entry.end - entry.begin, name)
 
@@ -70,9 +79,22 @@ class Stored:
         return Run(self.shape, self.dtype, [self])
 
     @property
+    def packed_bytes(self) -> int:
+        """Bytes that it takes packed; an estimate if it is plain in the file."""
+        if not self.is_plain:
+            return self.extent.size
+        return int(self.nbytes * (BF16_SHARE if self.dtype is torch.bfloat16 else OTHER_SHARE))
+
+    @property
     def digest(self) -> bytes | None:
         """Hash of the tensor's bytes."""
+        if self.is_plain:
+            return xxhash.xxh3_128_digest(self._file.read(self.name).data)
         return self._file.tensor(self.name).digest
+
+    def plain(self, data: torch.Tensor) -> torch.Tensor:
+        """The tensor that bytes are which were read, if it is plain in the file."""
+        return data.view(self.dtype).view(self.shape)
 
     def checked(self, packed: P) -> P:
         """The tensor itself, opened, if it is what the file's header says.
@@ -94,6 +116,24 @@ class Stored:
         return packed
 
 
+def in_groups(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Things one after the other, of up to 256 MiB of plain bytes together, or one."""
+    group: list[T] = []
+    size = 0
+    for it in items:
+        if group and size + size_of(it) > GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(it)
+        size += size_of(it)
+    if group:
+        yield group
+
+
+def _may_pack(spec: TensorSpec) -> bool:
+    return spec.nbytes >= MIN_BYTES and torch_dtype(spec.dtype).is_floating_point
+
+
 class Checkpoint:
     """The files of a checkpoint, some of whose tensors are packed.
 
@@ -101,11 +141,13 @@ class Checkpoint:
     ----------
     files : iterable of path-like
         Safetensors files.
+    pack : bool
+        Pack plain tensors as they come: those of floating point, unless they are small.
 
     Attributes
     ----------
     packed : dict of str to Stored
-        Packed tensors by their names in the source.
+        Tensors by their names in the source that are packed, or become so.
     plain : dict of str to TensorSpec
         The other tensors.
 
@@ -117,8 +159,9 @@ class Checkpoint:
         If a file cannot be read.
     """
 
-    def __init__(self, files: Iterable[str | os.PathLike[str]]) -> None:
+    def __init__(self, files: Iterable[str | os.PathLike[str]], *, pack: bool = False) -> None:
         self._files: list[PackedFile] = []
+        self._pack = pack
         self.packed: dict[str, Stored] = {}
         self.plain: dict[str, TensorSpec] = {}
         self.is_packed = False
@@ -140,7 +183,10 @@ class Checkpoint:
             ) from None
         self._files.append(file)
         self.is_packed |= file.is_packed
-        stored = {name: Stored(file, name) for name in file.packed_names()}
+        names = file.packed_names()
+        if self._pack and not file.is_packed:
+            names = [name for name, spec in file.specs.items() if _may_pack(spec)]
+        stored = {name: Stored(file, name) for name in names}
         plain = {name: spec for name, spec in file.specs.items() if name not in stored}
         for name in (*stored, *plain):
             if name in self.packed or name in self.plain:
@@ -163,13 +209,30 @@ class Checkpoint:
         OutOfMemory
             If they do not fit.
         """
-        opened: dict[int, Source] = {}
+        opened: dict[Stored, Source] = {}
+        packed = [it for it in stored if not it.is_plain]
 
         def use(i: int, blob: torch.Tensor) -> None:
-            opened[i] = stored[i].checked(Resident(blob, stored[i].name))
+            opened[packed[i]] = packed[i].checked(Resident(blob, packed[i].name))
 
-        read_extents([it.extent for it in stored], device, use)
-        return [opened[i] for i in range(len(stored))]
+        read_extents([it.extent for it in packed], device, use)
+        self._read_plain([it for it in stored if it.is_plain], device, opened)
+        return [opened[it] for it in stored]
+
+    def _read_plain(
+        self, stored: Sequence[Stored], device: torch.device, opened: dict[Stored, Source]
+    ) -> None:
+        """Read plain tensors, some at a time, and pack them."""
+        groups = list(in_groups(stored, lambda it: it.nbytes))
+        coming = iter(groups)
+
+        def use(read: Sequence[torch.Tensor]) -> None:
+            group = next(coming)
+            tensors = [(it.name, it.plain(data)) for it, data in zip(group, read, strict=True)]
+            for it, (name, tensor), made in zip(group, tensors, pack_tensors(tensors), strict=True):
+                opened[it] = (hold_raw(tensor, name) if made is None else made).sources[0]
+
+        read_in_turn(([it.extent for it in group] for group in groups), device, use)
 
     def open(
         self, runs: Mapping[str, Run[Stored]], where: Mapping[str, torch.device]
@@ -195,20 +258,20 @@ class Checkpoint:
         groups: Iterable[Sequence[str]],
         runs: Mapping[str, Run[Stored]],
         device: torch.device,
-        settle: Callable[[PackedTensor], None],
+        make: Callable[[Stored, torch.Tensor], Source],
     ) -> dict[str, PackedTensor]:
-        """Read the blobs of parameters that are made of one each, group by group, to one device.
+        """Read parameters that are made of one tensor each, group by group, to one device.
 
         Parameters
         ----------
         groups : iterable of sequence of str
-            Names of parameters. Blobs are there for one group at a time, where `settle` has no more of them.
+            Names of parameters. What is read is there for one group at a time, where `make` keeps nothing.
         runs : mapping of str to Run
             Their runs.
         device : torch.device
             Where they go.
-        settle : callable
-            Called with the packed weight of each, which it may give other sources.
+        make : callable
+            Called with each and the bytes that were read of it; gives the weight's source.
 
         Raises
         ------
@@ -219,11 +282,10 @@ class Checkpoint:
         listed = [list(group) for group in groups]
         coming = iter(listed)
 
-        def use(blobs: Sequence[torch.Tensor]) -> None:
-            for name, blob in zip(next(coming), blobs, strict=True):
+        def use(read: Sequence[torch.Tensor]) -> None:
+            for name, data in zip(next(coming), read, strict=True):
                 part = runs[name].parts[0]
-                made[name] = runs[name].opened({part.name: part.checked(Resident(blob, part.name))})
-                settle(made[name])
+                made[name] = runs[name].opened({part.name: make(part, data)})
 
         extents = ([runs[name].parts[0].extent for name in group] for group in listed)
         read_in_turn(extents, device, use)

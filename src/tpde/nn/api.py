@@ -13,7 +13,7 @@ from tpde.nn.deltas import leave_deltas
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
 from tpde.weights.frozen import formatted
-from tpde.weights.pack import pack_tensor
+from tpde.weights.pack import pack_tensors
 from tpde.weights.parameter import PackedParameter
 
 MIN_BYTES = 16384  # smaller weights add more host work than they save memory
@@ -48,14 +48,17 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
                     sizes[trained] += parameter.numel()
                 places.setdefault(id(parameter), []).append((full, parameter, can))
-    for uses in places.values():
-        parameter = uses[0][1]
-        adapter = sizes[True] < sizes[False] and parameter.requires_grad
-        if adapter or not all(can for _, _, can in uses) or not _packable(parameter, min_bytes):
-            continue
-        packed = pack_tensor(parameter.data, uses[0][0], threads)
+    work = [
+        uses
+        for uses in places.values()
+        if all(can for _, _, can in uses)
+        and _packable(uses[0][1], min_bytes)
+        and not (sizes[True] < sizes[False] and uses[0][1].requires_grad)  # as adapters do
+    ]
+    tensors = ((uses[0][0], uses[0][1].data) for uses in work)
+    for uses, packed in zip(work, pack_tensors(tensors, threads), strict=True):
         if packed is not None:
-            made = PackedParameter(packed, parameter.requires_grad)
+            made = PackedParameter(packed, uses[0][1].requires_grad)
             for full, _, _ in uses:
                 replace_parameter(model, full, made)
         uses.clear()

@@ -13,10 +13,10 @@ from typing import Any
 import xxhash
 import zstandard
 
-from tpde.codec.native import as_bytes
+from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.plan import MIN_BYTES, CodecName, Plan, plan_tensor
 from tpde.errors import InvalidInput, TpdeError
-from tpde.format.blob import align
+from tpde.format.blob import MAX_FIXED_BYTES, align, parse_blob_header
 from tpde.format.constants import (
     ALIGN_BLOB,
     ALIGN_LARGE,
@@ -87,6 +87,11 @@ class PackedWriter:
     mode : int, optional
         The file's permission bits. By default those of the file that it replaces, or of a new file.
 
+    Attributes
+    ----------
+    codec : str
+        As it was given.
+
     Raises
     ------
     InvalidInput
@@ -120,7 +125,7 @@ class PackedWriter:
         self._threads = check_threads(threads)
         if codec not in ("auto", "prefix", "zstd"):
             raise ValueError(f"no codec `{codec}`; there are auto, prefix, zstd")
-        self._codec = codec
+        self.codec = codec
         if source_header is None:
             header = canonical_header(self._specs, self._metadata)
         else:
@@ -202,7 +207,7 @@ class PackedWriter:
             return False
         if repeats(data, data[: DTYPES[spec.dtype].word_bytes]) == data.size:
             return True  # perhaps all of it is: its bytes decide
-        self._plans[name] = plan_tensor(spec, data, self._codec)
+        self._plans[name] = plan_tensor(spec, data, self.codec)
         return self._plans[name] is not None
 
     def write(self, name: str, data: Any) -> None:
@@ -238,6 +243,22 @@ class PackedWriter:
                 self._sink.write(tensor.offset + stored.size, [padding])
             self._end(name, tensor.spec, stored)
 
+    def write_blob(self, name: str, blob: Bytes) -> None:
+        """Write a whole tensor that was packed elsewhere, by the writer's codec.
+
+        Parameters
+        ----------
+        name : str
+            The tensor, whose name `may_pack`.
+        blob : ndarray of uint8
+            Its blob, with its hash, and zeros up to a multiple of 256 bytes.
+        """
+        spec = self._next(name)
+        self._small.flush()
+        header = parse_blob_header(blob[:MAX_FIXED_BYTES].tobytes(), blob.size)
+        self._sink.write(self._start + self._at, [blob.data])
+        self._end(name, spec, Stored(header.blob_bytes, True, header.hash))
+
     def _next(self, name: str) -> TensorSpec:
         """What a tensor is, which may begin now."""
         if self._now is not None:
@@ -259,7 +280,7 @@ class PackedWriter:
             self._sink,
             self._start + self._at,
             threads=self._threads,
-            codec=self._codec,
+            codec=self.codec,
             may_pack=self.may_pack(name),
             background=self._background,
         )

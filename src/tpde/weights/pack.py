@@ -1,39 +1,69 @@
-"""Packing one tensor in memory."""
+"""Packing tensors in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
+import xxhash
 from torch import Tensor
 
+from tpde.codec.blob import BlobWriter
+from tpde.codec.plan import CodecName, Plan, base_header
 from tpde.errors import PackedWeight
 from tpde.format.blob import align
-from tpde.format.constants import ALIGN_BLOB
+from tpde.format.constants import ALIGN_BLOB, CODEC_PREFIX
 from tpde.format.sink import BytesSink
 from tpde.frameworks import torch_bytes, torch_spec
+from tpde.packing.device import packed_there
 from tpde.packing.tensor import TensorWriter
 from tpde.packing.writer import check_threads
 from tpde.weights.resident import Resident
 from tpde.weights.source import Source
 from tpde.weights.tensor import PackedTensor
 
+CODEC: CodecName = "prefix"  # GPUs decode it
 
-def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> PackedTensor | None:
-    """Pack a tensor; the blob is on its device.
+
+def pack_tensors(
+    tensors: Iterable[tuple[str, Tensor]], threads: int | None = None
+) -> Iterator[PackedTensor | None]:
+    """Pack tensors; the blobs are on their devices. Those of a GPU are packed there, some at a time.
 
     Parameters
     ----------
-    tensor : torch.Tensor
-        Contiguous, of a floating-point dtype.
-    name : str
-        What errors call it.
+    tensors : iterable of (str, torch.Tensor)
+        Each with what errors call it; contiguous, of a floating-point dtype. Asked for as they are needed.
     threads : int, optional
-        By default one for each processor; the blob does not depend on it.
+        By default one for each processor; the blobs do not depend on it.
 
-    Returns
-    -------
+    Yields
+    ------
     PackedTensor or None
-        None if it would not shrink.
+        For each, in their order; None if it would not shrink.
     """
+    for made in packed_there(tensors, CODEC):
+        if made.blob is not None:
+            yield PackedTensor(Resident(made.blob, made.name))
+        else:
+            yield _pack_on_host(made.tensor, made.name, threads)
+
+
+def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> PackedTensor | None:
+    """Pack a tensor: see `pack_tensors`."""
+    return next(pack_tensors([(name, tensor)], threads))
+
+
+def hold_raw(tensor: Tensor, name: str) -> PackedTensor:
+    """A contiguous tensor that would not shrink, in a blob of planes as they are, on its device."""
+    plan = Plan(base_header(torch_spec(name, tensor), CODEC_PREFIX), b"", 0)
+    sink, data = BytesSink(tensor.nbytes + (1 << 16)), torch_bytes(tensor)
+    writer = BlobWriter(plan, sink, 0, check_threads(None))
+    writer.write(data)
+    return _resident(sink, writer.finish(xxhash.xxh3_128_digest(data.data)), tensor, name)
+
+
+def _pack_on_host(tensor: Tensor, name: str, threads: int | None) -> PackedTensor | None:
     spec = torch_spec(name, tensor)
     sink = BytesSink(spec.nbytes + (1 << 16))
     writer = TensorWriter(
@@ -41,7 +71,7 @@ def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Packed
         sink,
         0,
         threads=check_threads(threads),
-        codec="prefix",  # GPUs decode it
+        codec=CODEC,
         may_pack=True,
         background=None,
     )
@@ -49,23 +79,28 @@ def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Packed
     stored = writer.finish()
     if not stored.packed:
         return None
-    blob = torch.zeros(align(stored.size, ALIGN_BLOB), dtype=torch.uint8)
-    blob[: stored.size] = torch.frombuffer(sink.data, dtype=torch.uint8)[: stored.size]
-    return PackedTensor(Resident(blob.to(tensor.device), name))
+    return _resident(sink, stored.size, tensor, name)
+
+
+def _resident(sink: BytesSink, size: int, like: Tensor, name: str) -> PackedTensor:
+    """A blob that was written, on the device of a tensor."""
+    blob = torch.zeros(align(size, ALIGN_BLOB), dtype=torch.uint8)
+    blob[:size] = torch.frombuffer(sink.data, dtype=torch.uint8)[:size]
+    return PackedTensor(Resident(blob.to(like.device), name))
 
 
 def packed_again(source: Source) -> Tensor:
-    """A blob of prefix codes of what a source decodes to now, as `pack_tensor` makes it on the CPU.
+    """A blob of prefix codes, on the CPU, of what a source decodes to now.
 
     Raises
     ------
     PackedWeight
         If it would not shrink.
     """
-    made = pack_tensor(PackedTensor(source).decoded().cpu(), source.name)
+    made = pack_tensor(PackedTensor(source).decoded(), source.name)
     if made is None:
         raise PackedWeight(
             f"`{source.name}` does not shrink with the values that it has now, and has no packed form",
             hint="call `tpde.unpack_module(model)` first, which gives it plain",
         )
-    return made.sources[0].blob
+    return made.sources[0].blob.cpu()

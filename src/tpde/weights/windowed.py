@@ -102,8 +102,13 @@ class Windowed(Source):
         """
         if not _can_be(source):
             return None
-        made = windowing.encode(PackedTensor(source).decoded(), int(most * source.nbytes))
-        return None if made is None else cls(made.blob, source.name, made.window)
+        return cls.of_plain(PackedTensor(source).decoded(), source.name, most)
+
+    @classmethod
+    def of_plain(cls, matrix: Tensor, name: str, most: float) -> Windowed | None:
+        """A contiguous bf16 matrix in the window layout, on its device: as `of`."""
+        made = windowing.encode(matrix, int(most * matrix.nbytes))
+        return None if made is None else cls(made.blob, name, made.window)
 
     def _place(self, blob: Tensor) -> None:
         if blob.is_cuda and blob.data_ptr() % _ALIGN:

@@ -61,7 +61,7 @@ def load_plain(
 
 
 def report_decoded(plan: Plan, checkpoint: Checkpoint) -> int:
-    """Log what is decoded, a line for each reason; returns how many packed tensors that were."""
+    """Log what is decoded, or left plain, a line for each reason; returns how many tensors that were."""
     reasons: dict[str, list[str]] = {}
     for source, reason in plan.decoded:
         reasons.setdefault(reason, []).extend(source.stored(checkpoint))
@@ -69,10 +69,12 @@ def report_decoded(plan: Plan, checkpoint: Checkpoint) -> int:
         nbytes = sum(checkpoint.packed[name].nbytes for name in names)
         log.log(
             logging.WARNING if nbytes >= LOUD_BYTES else logging.INFO,
-            "%d of %d packed tensors (%d bytes) are decoded and stay plain in memory, because each %s: %s",
+            "%d of %d %s (%d bytes) %sstay plain in memory, because each %s: %s",
             len(names),
             len(checkpoint.packed),
+            "packed tensors" if checkpoint.is_packed else "tensors",
             nbytes,
+            "are decoded and " if checkpoint.is_packed else "",
             reason,
             some(names),
         )

@@ -20,18 +20,25 @@ from tpde.packing.weights import not_packed
 INDEX = "model.safetensors.index.json"
 
 
-def packed_directory(path: str | os.PathLike[str]) -> Path:
-    """Find a packed model directory.
+def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, dict[str, Any] | None]:
+    """Find a model directory, and what its `config.json` says of its packed weights.
 
     Parameters
     ----------
     path : path-like
         The directory, or the id of a model on the Hugging Face hub.
+    pack : bool
+        It may be plain.
+
+    Returns
+    -------
+    Path, dict or None
+        None if it is plain.
 
     Raises
     ------
     InvalidInput
-        If there is none, or it is no model.
+        If there is none, or it is no model, or one that is quantized.
     NotPacked
         If it is not packed.
     """
@@ -42,15 +49,25 @@ def packed_directory(path: str | os.PathLike[str]) -> Path:
             hint="name the model directory that holds its `config.json`",
             where=str(folder),
         )
-    config = read_config(folder)
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
+    said = read_config(folder).get("quantization_config")
+    if isinstance(said, dict) and said.get("quant_method") == METHOD:
+        return folder, said
+    if not pack:
         raise not_packed(
             folder,
             f"`{folder}` is not packed: its `config.json` does not name `{METHOD}`",
-            hint=f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that",
+            hint=(
+                f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that, or pass `pack=True`"
+            ),
         )
-    return folder
+    if said is not None:
+        method = said.get("quant_method") if isinstance(said, dict) else said
+        raise InvalidInput(
+            f"`{folder}` is quantized with `{method}`: its weights are not packed as they come",
+            hint="load it with transformers, or name the model that it was made from",
+            where=str(folder),
+        )
+    return folder, None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import nn
 
-from tpde.integrations.checkpoint import Checkpoint, Stored
+from tpde.integrations.checkpoint import GROUP_BYTES, Checkpoint, Stored, in_groups
 from tpde.integrations.runs import Run
 from tpde.integrations.transformers.internals import tied_weights
-from tpde.nn.kernels import can_fuse, convert, taken_by_others
+from tpde.nn.kernels import MOST_SHARE, can_fuse, taken_by_others
+from tpde.weights.pack import hold_raw, pack_tensor
+from tpde.weights.resident import Resident
+from tpde.weights.source import Source
 from tpde.weights.tensor import PackedTensor
+from tpde.weights.windowed import Windowed
 
-_GROUP_BYTES = 256 << 20  # of plain weights, that are in memory in prefix codes at a time
 SHARE = 0.72  # of a plain weight's bytes: what it takes in the window layout, with many escapes and padding
 _TYPICAL = 0.703  # and mostly: 11.25 bits of 16
 
@@ -59,7 +61,8 @@ def open_some_fused(
 ) -> dict[str, PackedTensor]:
     """Read the blobs of some parameters, each to its device, and put some of them in the window layout.
 
-    Beside what stays, about 256 MiB of these are in memory in prefix codes at a time, and one weight plain.
+    Beside what stays, about 256 MiB of these are in memory as the files have them at a time, and one weight
+    plain.
     """
     there: dict[torch.device, list[str]] = {}
     for name in sorted(fused, key=lambda name: -runs[name].nbytes):  # the largest while there is most room
@@ -68,8 +71,22 @@ def open_some_fused(
     for device, names in there.items():
         if device.type == "cuda":
             _reserve(sum(runs[name].nbytes for name in names), device)
-        parts |= checkpoint.open_in_turn(_groups(names, runs), runs, device, partial(convert, fused=True))
+        groups = in_groups(names, lambda name: runs[name].nbytes)
+        parts |= checkpoint.open_in_turn(groups, runs, device, _windowed)
     return parts | checkpoint.open({name: run for name, run in runs.items() if name not in fused}, where)
+
+
+def _windowed(part: Stored, data: torch.Tensor) -> Source:
+    """A weight in the window layout, or packed where that would be too large."""
+    if part.is_plain:
+        plain = part.plain(data)
+        made = Windowed.of_plain(plain, part.name, MOST_SHARE)
+        if made is not None:
+            return made
+        packed = pack_tensor(plain, part.name) or hold_raw(plain, part.name)
+        return packed.sources[0]
+    source = part.checked(Resident(data, part.name))
+    return Windowed.of(source, MOST_SHARE) or source
 
 
 def _reserve(nbytes: int, device: torch.device) -> None:
@@ -79,18 +96,5 @@ def _reserve(nbytes: int, device: torch.device) -> None:
     the next: 6 % more for an 8 B model.
     """
     with suppress(torch.cuda.OutOfMemoryError):  # memory in pieces may do
-        room = int(_TYPICAL * nbytes) + min(nbytes, _GROUP_BYTES)
+        room = int(_TYPICAL * nbytes) + min(nbytes, GROUP_BYTES)
         torch.empty(room, dtype=torch.uint8, device=device)
-
-
-def _groups(names: Iterable[str], runs: Mapping[str, Run[Stored]]) -> Iterator[list[str]]:
-    group: list[str] = []
-    size = 0
-    for name in names:
-        if group and size + runs[name].nbytes > _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += runs[name].nbytes
-    if group:
-        yield group

@@ -14,7 +14,7 @@ from tpde.errors import InvalidInput
 from tpde.format.constants import METHOD
 from tpde.integrations.device import check_gpu, checked_device
 from tpde.integrations.garbage import collect_first, collecting_later
-from tpde.integrations.transformers.folder import packed_directory, read_config, require_files
+from tpde.integrations.transformers.folder import model_directory, read_config, require_files
 from tpde.nn.deltas import check_names
 from tpde.nn.kernels import Kernels, check_kernels
 from tpde.streaming.budget import Budget, parse_budget
@@ -59,8 +59,8 @@ def _check_gpus(device_map: Any) -> None:
         )
 
 
-def _packed_config(config: Any, folder: Path) -> Any:
-    """A configuration that says, as that of the folder does, that the weights are packed.
+def _packed_config(config: Any, folder: Path, said: Any) -> Any:
+    """A configuration that says that the weights are packed, in the words of `said`.
 
     Without that, transformers would find none of them, and make up all.
 
@@ -85,7 +85,7 @@ def _packed_config(config: Any, folder: Path) -> Any:
             hint="leave it out, or pass one without `quantization_config`",
         )
     config = copy.deepcopy(config)
-    config.quantization_config = read_config(folder)["quantization_config"]
+    config.quantization_config = said
     return config
 
 
@@ -97,6 +97,7 @@ def from_pretrained(
     model_class: type[Any] | None = None,
     deltas: Mapping[str, DeltaLike] | None = None,
     kernels: Kernels = "exact",
+    pack: bool = False,
     vram: int | str | None = None,
     ram: int | str | None = None,
     max_tokens: int | None = None,
@@ -115,7 +116,7 @@ def from_pretrained(
     ----------
     path : path-like
         A model directory that `tpde pack` or `save_pretrained` wrote, or the id of one on the Hugging Face
-        hub.
+        hub. With `pack`, a plain one, too.
     device : str, int or torch.device, optional
         Where the model goes: `cpu` (the default) or a CUDA device (the default with `vram`).
     dtype : torch.dtype or str, optional
@@ -132,6 +133,10 @@ def from_pretrained(
         sequences get their tokens faster than from plain weights on a GPU. Weights are exact, sums are added
         in another order than the matrix library's, the same for all batch sizes: see `tpde.nn.set_kernels`.
         Not with `vram` or `deltas`.
+    pack : bool
+        Take plain safetensors files, too, and pack weights as they come: on a GPU by the GPU, 256 MiB of them
+        at a time. The model is one that was loaded from packed files; those need nothing of it. What is
+        stored in another dtype than the model's stays plain. Not with `vram` or `deltas`.
     vram : int or str, optional
         Budget of device memory, in bytes or such as `"16GiB"`: all that the process takes of a device beyond
         the bare CUDA context. With `device_map`, of each GPU.
@@ -190,6 +195,7 @@ def from_pretrained(
         progress=progress,
         deltas=deltas,
         kernels=kernels,
+        pack=pack,
         **kwargs,
     )
 
@@ -204,6 +210,7 @@ def load_model(
     progress: Callable[[int], None] | None = None,
     deltas: Mapping[str, DeltaLike] | None = None,
     kernels: Kernels = "exact",
+    pack: bool = False,
     **kwargs: Any,
 ) -> PreTrainedModel:
     """`from_pretrained`, with a budget that was read before."""
@@ -225,9 +232,20 @@ def load_model(
             hint="pass one of the two",
             where="kernels",
         )
-    folder = packed_directory(path)
-    if kwargs.get("config") is not None:
-        kwargs["config"] = _packed_config(kwargs["config"], folder)
+    if not isinstance(pack, bool):
+        raise InvalidInput(f"`pack` is {pack!r:.50}", hint="say True or False", where="pack", found=pack)
+    if pack and (budget is not None or deltas is not None):
+        other = "vram" if budget is not None else "deltas"
+        raise InvalidInput(
+            f"`{other}` takes packed files, and `pack` is for plain ones",
+            hint=f"run `tpde pack {path} {Path(path).name}-packed`, and name that, without `pack`",
+            where="pack",
+        )
+    folder, said = model_directory(path, pack=pack)
+    if said is None or kwargs.get("config") is not None:
+        kwargs["config"] = _packed_config(
+            kwargs.get("config", folder), folder, said or {"quant_method": METHOD}
+        )
     if kwargs.get("variant") is None:  # else the files have other names
         require_files(folder)
     kind = model_class_of(folder) if model_class is None else model_class
@@ -240,7 +258,7 @@ def load_model(
         _check_gpus(device_map)
         checked_device("cuda")
     target = checked_device(device)
-    with collecting_later(), loading_to(target, budget, progress, deltas, kernels):
+    with collecting_later(), loading_to(target, budget, progress, deltas, kernels, pack):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
         collect_first()

@@ -27,14 +27,14 @@ class Placeholders:
         Being loaded.
     names : iterable of str
         Of its parameters and buffers that transformers shall not load.
-    halves : iterable of str
+    seen : iterable of str
         Those for which some of the files' tensors are plain: transformers would call these unexpected.
     done : callable
         Called right after the tying, when nothing is hidden any more.
     """
 
     def __init__(
-        self, model: Any, names: Iterable[str], halves: Iterable[str], done: Callable[[], None]
+        self, model: Any, names: Iterable[str], seen: Iterable[str], done: Callable[[], None]
     ) -> None:
         self._model, self._names, self._done = model, frozenset(names), done
         for name in self._names:
@@ -49,7 +49,8 @@ class Placeholders:
 
         self._hook = register(hide)
         # Blobs are unexpected, too.
-        self._ignored = ignore_keys(model, [f"{SUFFIX}$", *(rf"(^|\.){re.escape(name)}$" for name in halves)])
+        alike = "|".join(re.escape(name) for name in seen)  # one pattern: each is tried with each tensor
+        self._ignored = ignore_keys(model, [f"{SUFFIX}$", *([rf"(^|\.)({alike})$"] if alike else [])])
         tie = model.tie_weights
 
         @functools.wraps(tie)

@@ -103,6 +103,10 @@ class Plan(NamedTuple):
             if len(source.stored(checkpoint)) < sum(map(len, source.names.values()))
         ]
 
+    def of_plain(self) -> list[str]:
+        """Parameters that are packed as they come: transformers sees tensors in the files."""
+        return [name for name, run in self.runs.items() if any(part.is_plain for part in run.parts)]
+
 
 def _sources(
     model: Any, checkpoint: Checkpoint, conversions: Sequence[Any]

@@ -57,6 +57,7 @@ class _Target:
     progress: Callable[[int], None] | None = None  # told what is read under it
     deltas: Mapping[str, DeltaLike] | None = None  # states beside the files' own
     kernels: Kernels = "exact"
+    pack: bool = False  # plain files, too
     streaming: ModelStreaming | None = None  # what has been opened so far
     warmup: Warmup | None = None
 
@@ -71,9 +72,10 @@ def loading_to(
     progress: Callable[[int], None] | None = None,
     deltas: Mapping[str, DeltaLike] | None = None,
     kernels: Kernels = "exact",
+    pack: bool = False,
 ) -> Iterator[None]:
     """Load models to a device within this context, under a budget or with deltas if there are any."""
-    target = _Target(device, budget, progress, deltas, kernels)
+    target = _Target(device, budget, progress, deltas, kernels, pack)
     token = _target.set(target)
     try:
         yield
@@ -162,7 +164,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
             return float(param.element_size())
         if param_name in self._fused:
             return SHARE * run.dtype.itemsize
-        packed = sum(part.extent.size for part in run.parts)
+        packed = sum(part.packed_bytes for part in run.parts)
         return packed / max(param.numel(), 1)
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
@@ -193,15 +195,18 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Load the packed weights, now that transformers' conversions are known."""
         if self._plan is None and self._files and self._model is not None:
-            self._checkpoint = Checkpoint(self._files)
+            self._checkpoint = Checkpoint(self._files, pack=self._target.pack)
             try:
-                if not self._checkpoint.is_packed:
+                if not (self._checkpoint.is_packed or self._target.pack):
                     raise NotPacked(
                         f"no tensor in `{os.path.dirname(self._files[0])}` is packed, though its "
                         "`config.json` says so",
                         hint=MAKE_PLAIN,
                     )
                 self._plan = make_plan(self._model, self._checkpoint, weight_conversions, self._dtype)
+                if not self._checkpoint.is_packed:  # transformers loads what cannot be packed
+                    report_decoded(self._plan, self._checkpoint)
+                    self._plan = self._plan._replace(decoded=[], unexpected=[])
                 if self._target.kernels == "fused":
                     self._fused = fused_names(self._model, self._plan.runs)
                 if not isinstance(self._device_map, str):
@@ -250,12 +255,13 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                 type(model).__name__,
                 some(plan.unexpected),
             )
-        self._placeholders = Placeholders(model, names, plan.halves(checkpoint), self._install)
+        seen = [*plan.halves(checkpoint), *plan.of_plain()]
+        self._placeholders = Placeholders(model, names, seen, self._install)
 
     def _require(self, plan: Plan, device: torch.device) -> None:
         """Refuse before anything is read if a device has too little free memory."""
         here = {name: run for name, run in plan.runs.items() if device_of(name, self._device_map) == device}
-        packed = {part.name: part.extent.size for run in here.values() for part in run.parts}
+        packed = {part.name: part.packed_bytes for run in here.values() for part in run.parts}
         for name in self._fused.intersection(here):
             packed[here[name].parts[0].name] = int(SHARE * here[name].nbytes)
         room = largest_block({name: run.nbytes for name, run in here.items()})

@@ -1,0 +1,165 @@
+"""Plain model directories, loaded packed: what a model from packed files is, without the files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.checkpoints import Pair, checkpoint
+from support.commands import invoke
+from support.models import NAMES, assert_same_bits, outputs, torch
+
+import tpde
+from tpde.errors import InvalidInput, NotPacked, Truncated
+from tpde.nn import packed_modules
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def weights(model: Any) -> dict[str, list[str]]:
+    """Names of packed weights by module, and how they are."""
+    return {
+        f"{path}.{name}": [type(source).__name__ for source in slot.packed.sources]
+        for path, module in packed_modules(model)
+        for name, slot in module.tpde_slots.items()
+    }
+
+
+@pytest.mark.parametrize("kernels", ["exact", "fused"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture(name: str, kernels: Any, tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, name)
+    plain = pair.kind.from_pretrained(pair.plain, dtype="auto")
+    packed = tpde.from_pretrained(pair.packed, kernels=kernels)
+    model = tpde.from_pretrained(pair.plain, pack=True, kernels=kernels)
+    assert weights(model) == weights(packed)
+    with torch.no_grad():
+        assert_same_bits(outputs(name, model, 2), outputs(name, plain, 2))
+    model.save_pretrained(tmp_path / "saved")
+    tpde.verify(tmp_path / "saved")
+    again = tpde.from_pretrained(tmp_path / "saved", kernels=kernels)
+    assert weights(again).keys() == weights(model).keys()
+    with torch.no_grad():
+        assert_same_bits(outputs(name, again, 2), outputs(name, plain, 2))
+    tpde.unpack_module(model)
+    for key, tensor in plain.state_dict().items():
+        assert_same_bits(model.state_dict()[key], tensor)
+
+
+def test_ties_are_kept(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "qwen2")
+    model = tpde.from_pretrained(pair.plain, pack=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_shards_and_other_dtypes_of_the_files(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama", torch.float32, max_shard_size="60KB")
+    assert len(list(pair.plain.glob("*.safetensors"))) > 2
+    # Copied, so that each weight starts at a multiple of 64 bytes: last bits of products depend on it.
+    plain = copy.deepcopy(pair.kind.from_pretrained(pair.plain))
+    model = tpde.from_pretrained(pair.plain, pack=True)
+    assert weights(model)
+    with torch.no_grad():
+        assert_same_bits(outputs("llama", model, 1), outputs("llama", plain, 1))
+
+
+def test_what_does_not_shrink_is_held_as_it_is(tmp_path: Path) -> None:
+    pair = checkpoint(tmp_path, "llama")
+    plain = pair.kind.from_pretrained(pair.plain, dtype="auto")
+    bits = torch.randint(-(1 << 15), 1 << 15, plain.lm_head.weight.shape, dtype=torch.int16)
+    with torch.no_grad():
+        plain.lm_head.weight.copy_(bits.bitwise_and_(0x3FFF | -(1 << 15)).view(torch.bfloat16))
+        plain.model.layers[0].mlp.up_proj.weight.fill_(0.5)
+    plain.save_pretrained(tmp_path / "odd")
+    for kernels in ("exact", "fused"):
+        model = tpde.from_pretrained(tmp_path / "odd", pack=True, kernels=kernels)
+        assert "lm_head.weight" in weights(model)
+        with torch.no_grad():
+            assert_same_bits(outputs("llama", model, 1), outputs("llama", plain, 1))
+        model.save_pretrained(tmp_path / f"{kernels} saved")
+        tpde.verify(tmp_path / f"{kernels} saved")
+        assert_same_bits(
+            tpde.from_pretrained(tmp_path / f"{kernels} saved")
+            .state_dict()["lm_head.weight"]
+            .packed.decoded(),
+            plain.lm_head.weight,
+        )
+
+
+def test_another_dtype_is_left_plain_and_said(llama: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    plain = llama.kind.from_pretrained(llama.plain, dtype=torch.float32)
+    with caplog.at_level(logging.INFO, "tpde"):
+        model = tpde.from_pretrained(llama.plain, pack=True, dtype=torch.float32)
+    assert not weights(model)
+    assert "is stored as torch.bfloat16 and loaded as torch.float32" in caplog.text
+    with torch.no_grad():
+        assert_same_bits(outputs("llama", model, 1), outputs("llama", plain, 1))
+
+
+def test_packed_files_need_nothing_of_it(llama: Pair) -> None:
+    model, packed = tpde.from_pretrained(llama.packed, pack=True), tpde.from_pretrained(llama.packed)
+    assert weights(model) == weights(packed)
+    with torch.no_grad():
+        assert_same_bits(outputs("llama", model, 1), outputs("llama", packed, 1))
+
+
+def test_a_configuration_of_ones_own(llama: Pair) -> None:
+    config = transformers.AutoConfig.from_pretrained(llama.plain)
+    model = tpde.from_pretrained(llama.plain, pack=True, config=config)
+    assert weights(model)
+    assert getattr(config, "quantization_config", None) is None
+
+
+def test_sources_are_left_alone(llama: Pair) -> None:
+    before = {it.name: it.read_bytes() for it in llama.plain.iterdir()}
+    model = tpde.from_pretrained(llama.plain, pack=True, device_map={"": "cpu"}, attn_implementation="eager")
+    assert weights(model)
+    assert {it.name: it.read_bytes() for it in llama.plain.iterdir()} == before
+
+
+def test_refusals(llama: Pair, tmp_path: Path) -> None:
+    with pytest.raises(NotPacked, match="is not packed") as found:
+        tpde.from_pretrained(llama.plain)
+    assert "pack=True" in str(found.value.hint)
+    with pytest.raises(InvalidInput, match="`vram` takes packed files"):
+        tpde.from_pretrained(llama.plain, pack=True, vram="1GiB")
+    with pytest.raises(InvalidInput, match="`deltas` takes packed files"):
+        tpde.from_pretrained(llama.plain, pack=True, deltas={"a": b""})
+    with pytest.raises(InvalidInput, match="`pack` is 'yes'"):
+        tpde.from_pretrained(llama.plain, pack="yes")  # type: ignore[arg-type]
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    config = json.loads((llama.plain / "config.json").read_text())
+    (quantized / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
+    )
+    with pytest.raises(InvalidInput, match="is quantized with `awq`"):
+        tpde.from_pretrained(quantized, pack=True)
+
+
+def test_a_file_that_ends_early(llama: Pair, tmp_path: Path) -> None:
+    for it in llama.plain.iterdir():
+        (tmp_path / it.name).write_bytes(it.read_bytes())
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(Truncated):
+        tpde.from_pretrained(tmp_path, pack=True)
+
+
+def test_the_command(llama: Pair) -> None:
+    given = ("--prompt", "ab", "--max-new-tokens", "4", "--device", "cpu", "--json")
+    packed = invoke("run", str(llama.packed), *given)
+    plain = invoke("run", str(llama.plain), "--pack", *given)
+    assert plain.exit_code == packed.exit_code == 0
+    assert json.loads(plain.stdout)["tokens"] == json.loads(packed.stdout)["tokens"]
+    assert json.loads(plain.stdout)["pack"] is True
+    assert invoke("run", str(llama.plain), *given).exit_code == 2
