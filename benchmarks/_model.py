@@ -136,6 +136,10 @@ class Watch:
         self._thread.join()
 
 
+# Modes of `tpde.from_pretrained`: from packed files, or from plain ones, packed as they come.
+TPDE = ("packed", "fused", "pack_exact", "pack_fused")
+
+
 def load(mode: str, plain: Path, packed: Path) -> Any:
     """Load a model in a mode of `generate.py`."""
     import torch
@@ -144,11 +148,11 @@ def load(mode: str, plain: Path, packed: Path) -> Any:
     def pretrained(**options: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16, **options)
 
-    if mode in ("packed", "fused"):
+    if mode in TPDE:
         import tpde
 
-        kernels = "fused" if mode == "fused" else "exact"
-        return tpde.from_pretrained(packed, device=device(), kernels=kernels)
+        pack, kernels = mode.startswith("pack_"), "fused" if mode.endswith("fused") else "exact"
+        return tpde.from_pretrained(plain if pack else packed, device=device(), kernels=kernels, pack=pack)
     if mode == "pack_module":
         from tpde.nn import pack_module
 
@@ -325,7 +329,7 @@ def run(mode: str, plain: Path, packed: Path, count: int) -> dict[str, Any]:
         attempt("eager", lambda: eager(model, few, 1 if mode == "offload" else 3))
     if device() == "cuda" and mode != "offload":
         attempt("graph", lambda: graph(model, count))
-        if mode in ("plain", "fused"):
+        if mode in ("plain", "fused", "pack_fused"):
             attempt("compiled", lambda: compiled(model, count))
     found["peak_bytes"] = watch.device
     return found
