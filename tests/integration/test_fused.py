@@ -13,7 +13,7 @@ from support.models import assert_same_bits, inputs, outputs, torch
 
 import tpde
 from tpde.errors import InvalidInput
-from tpde.integrations.transformers import fused
+from tpde.integrations import checkpoint as checkpoint_module
 from tpde.nn import packed_modules
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
@@ -69,7 +69,7 @@ def test_generation_and_adapters(llama: Pair) -> None:
 
 
 def test_a_few_at_a_time(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_GROUP_BYTES", 1)
+    monkeypatch.setattr(checkpoint_module, "GROUP_BYTES", 1)
     model = tpde.from_pretrained(llama.packed, kernels="fused")
     assert len(multiplied(model)) == WEIGHTS["llama"]
 

@@ -15,6 +15,8 @@ from support.models import NAMES, assert_same_bits, outputs, torch
 
 import tpde
 from tpde.errors import InvalidInput, NotPacked, Truncated
+from tpde.integrations import checkpoint as checkpoint_module
+from tpde.integrations.reading import read_in_turn
 from tpde.nn import packed_modules
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
@@ -53,6 +55,28 @@ def test_every_architecture(name: str, kernels: Any, tmp_path: Path) -> None:
     tpde.unpack_module(model)
     for key, tensor in plain.state_dict().items():
         assert_same_bits(model.state_dict()[key], tensor)
+
+
+def test_a_few_at_a_time(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more plain bytes are read than the limit says, or one tensor has."""
+    limit = 20 << 10
+    read: list[int] = []
+    monkeypatch.setattr(checkpoint_module, "GROUP_BYTES", limit)
+
+    def in_turn(groups: Any, *args: Any) -> None:
+        listed = [list(group) for group in groups]
+        read.extend(sum(it.size for it in group) for group in listed if len(group) > 1)
+        read_in_turn(listed, *args)
+
+    monkeypatch.setattr(checkpoint_module, "read_in_turn", in_turn)
+    plain = llama.kind.from_pretrained(llama.plain, dtype="auto")
+    for kernels in ("exact", "fused"):
+        read.clear()
+        model = tpde.from_pretrained(llama.plain, pack=True, kernels=kernels)
+        assert len(read) > 1
+        assert max(read) <= limit
+        with torch.no_grad():
+            assert_same_bits(outputs("llama", model, 1), outputs("llama", plain, 1))
 
 
 def test_ties_are_kept(tmp_path: Path) -> None:

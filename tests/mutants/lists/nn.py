@@ -427,8 +427,8 @@ MUTANTS = (
     mutant(
         "adapters-are-packed",
         "nn/api.py",
-        "adapter = sizes[True] < sizes[False] and parameter.requires_grad",
-        "adapter = False",
+        "and not (sizes[True] < sizes[False] and uses[0][1].requires_grad)",
+        "and not False",
         "an adapter on a packed model is packed, and not trained",
         "nn/test_parameters.py",
         "nn/test_training.py",
