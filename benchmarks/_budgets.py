@@ -218,20 +218,20 @@ def plan_of(shape: Shape, packed: Path, vram: int, max_tokens: int, where: str) 
     """The plan for a budget: what `tpde plan` prints."""
     import torch
 
-    from tpde.streaming.budget import Budget
+    from tpde.planning.budget import Budget
 
     if shape.inputs == "image":
-        from tpde.integrations.checkpoint import Checkpoint
-        from tpde.integrations.diffusers import loading
+        from tpde.integrations.diffusers import load_model
         from tpde.integrations.diffusers.streamed import planned
+        from tpde.loading.checkpoint_files import Checkpoint
 
-        with Checkpoint(loading.weight_files(packed, None)) as checkpoint:
+        with Checkpoint(load_model.weight_files(packed, None)) as checkpoint:
             specs = checkpoint.plain | {name: it.spec for name, it in checkpoint.packed.items()}
-            model = loading.build(class_of(shape), packed, torch.bfloat16)
-            runs, _ = loading._sort(model, checkpoint, specs, torch.bfloat16)
+            model = load_model.build(class_of(shape), packed, torch.bfloat16)
+            runs, _ = load_model._sort(model, checkpoint, specs, torch.bfloat16)
             streaming = planned(model, runs, torch.device("meta"), Budget(vram, activations=IMAGES))
         return streaming.plans[torch.device("meta")]
-    from tpde.integrations.transformers.planning import plan_streaming
+    from tpde.integrations.transformers.budget_plan import plan_streaming
     from tpde.integrations.transformers.shape import opened_shape
 
     with opened_shape(packed) as (model, checkpoint, weights):
@@ -266,9 +266,9 @@ def load_ours(given: dict[str, Any], shape: Shape) -> Any:
         return load(class_of(shape), packed, where, **options)
     if where == "cuda":
         return tpde.from_pretrained(packed, vram=given["budget"], max_tokens=given["max_tokens"])
-    from tpde.integrations.garbage import collecting_later
     from tpde.integrations.transformers.quantizer import loading_to
-    from tpde.streaming.budget import Budget
+    from tpde.loading.collection import collecting_later
+    from tpde.planning.budget import Budget
 
     with collecting_later(), loading_to(torch.device("cpu"), Budget(MOST, None, given["max_tokens"])):
         return class_of(shape).from_pretrained(packed, dtype="auto")

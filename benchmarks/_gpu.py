@@ -13,10 +13,10 @@ import numpy as np
 from _machine import note
 
 from tpde.codec.blob import BlobWriter
-from tpde.codec.plan import plan_tensor, sample_ranges
-from tpde.format.blob import BlobHeader, parse_blob_header
+from tpde.codec.selection import plan_tensor, sample_ranges
+from tpde.format.blob_header import BlobHeader, parse_blob_header
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
+from tpde.io.sinks import BytesSink
 
 FLUSH_BYTES = 256 << 20
 

@@ -93,7 +93,7 @@ class _Card:
     def __init__(self) -> None:
         from cuda.bindings import driver
 
-        from tpde.cuda.device import call
+        from tpde.cuda.capability import call
 
         self._driver, self._call, self._kept = driver, call, list[Any]()
         call(driver.cuInit(0), "starting the driver")

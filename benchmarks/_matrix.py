@@ -145,8 +145,8 @@ def pack(file: Path, rows: int, columns: int, seed: int) -> None:
 
 def write(folder: Path, rows: int, columns: int, seed: int) -> dict[str, Any]:
     """Pack the layer piece by piece; returns sizes."""
+    from tpde.files.reader import PackedFile
     from tpde.format.constants import SUFFIX, VERSION
-    from tpde.packing.reader import PackedFile
 
     file = folder / "model.safetensors"
     pack(file, rows, columns, seed)

@@ -233,9 +233,9 @@ def predict(given: dict[str, Any]) -> None:
     """What `tpde plan` says of a budget: seconds a token, with what it measures of this machine."""
     import torch
 
-    from tpde.integrations.transformers.planning import plan_streaming
+    from tpde.integrations.transformers.budget_plan import plan_streaming
     from tpde.integrations.transformers.shape import opened_shape
-    from tpde.streaming.budget import Budget
+    from tpde.planning.budget import Budget
     from tpde.streaming.rates import measure_rates
 
     use_of(given)  # nobody holds the card

@@ -38,7 +38,7 @@ def weight(name: str, shape: tuple[int, ...], seed: int, rows: tuple[int, int] |
 
 
 class Source:
-    """Tensors for `tpde.packing`, made when they are read. The last one is kept on the host.
+    """Tensors for `tpde.files`, made when they are read. The last one is kept on the host.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def tensors_of(config: Any) -> dict[str, tuple[int, ...]]:
 
 def shards_of(shapes: Mapping[str, tuple[int, ...]], limit: int = SHARD_BYTES) -> list[list[str]]:
     """Tensors by file: whole blocks, in the order of a forward pass."""
-    from tpde.packing.order import block_of, forward_order
+    from tpde.files.forward_order import block_of, forward_order
 
     files: list[list[str]] = [[]]
     filled, before = 0, None
@@ -106,11 +106,11 @@ def shards_of(shapes: Mapping[str, tuple[int, ...]], limit: int = SHARD_BYTES) -
 
 def write_packed(directory: Path, config: Any, seed: int) -> dict[str, Any]:
     """Make and pack a model; returns what the report needs."""
+    from tpde.files.forward_order import block_of
+    from tpde.files.reader import PackedFile
+    from tpde.files.single_file import pack_tensors
+    from tpde.files.writer import PackedWriter
     from tpde.format.constants import SUFFIX, VERSION
-    from tpde.packing.files import pack_tensors
-    from tpde.packing.order import block_of
-    from tpde.packing.reader import PackedFile
-    from tpde.packing.writer import PackedWriter
 
     shapes, start = tensors_of(config), time.perf_counter()
     files, places, stored = shards_of(shapes), dict[str, str](), dict[str, int]()

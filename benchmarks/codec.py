@@ -24,11 +24,11 @@ from _machine import arguments, emit, header, note, table
 
 from tpde.codec import native
 from tpde.codec.native import Bytes
-from tpde.codec.plan import core_layout, plan_tensor, sample_ranges
+from tpde.codec.selection import core_layout, plan_tensor, sample_ranges
+from tpde.files.reader import PackedFile
+from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
-from tpde.packing.reader import PackedFile
-from tpde.packing.writer import PackedWriter
+from tpde.io.sinks import BytesSink
 
 
 class Contestant(Protocol):

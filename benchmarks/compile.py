@@ -35,7 +35,7 @@ def prepare() -> None:
     start = time.perf_counter()
     import cuda.core  # noqa: F401
 
-    from tpde.cuda.device import facts
+    from tpde.cuda.capability import facts
 
     facts(0)
     ready = time.perf_counter()

@@ -22,9 +22,9 @@ from _delta_peers import PEERS, Pairs, sizes
 from _machine import arguments, emit, header, note, table, verdict
 
 from tpde.codec import delta
+from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec, canonical_header
-from tpde.packing.reader import PackedFile
-from tpde.store.api import diff, patch
+from tpde.store.patching import diff, patch
 
 RATES = (1e-6, 1e-5, 1e-4, 1e-3)
 ORIGIN_BAR = 10.5

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from _gpu import need_cuda
 from _machine import arguments, emit, header, note, table, verdict
 
-from tpde.cuda.windows import MOST_ROWS, DeviceWindow
+from tpde.cuda.window_products import MOST_ROWS, DeviceWindow
 
 COLD = 256 << 20  # bytes of different matrices: several times what caches have
 # Of all layers of the 8 B shape, on an H200.

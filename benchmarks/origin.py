@@ -28,7 +28,7 @@ from tpde.codec.delta import CHUNK_WORDS
 from tpde.codec.zstd import DECODE_SPEED, LEVEL
 from tpde.codec.zstd import decompress as decompress_frame
 from tpde.cuda import nvcomp
-from tpde.cuda.delta import Batch, Changes, Lists, Pair
+from tpde.cuda.delta_kernels import Batch, Changes, Lists, Pair
 from tpde.format.container import TensorSpec
 
 ROWS, COLUMNS, CHANGED = 1024, 4096, 0.1

@@ -49,16 +49,16 @@ class Libc:
 
 def mapped(source: Any, libc: Libc, *, ours: bool) -> tuple[Piece, int, Callable[[], None]]:
     """Bringing a piece of a mapping in, how large pieces are, and what undoes it all."""
-    from tpde.streaming import mapping
-    from tpde.streaming.ranges import Range
+    from tpde.host import mapped as maps
+    from tpde.host.ranges import Range
 
     made = mmap.mmap(source.fileno(), source.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     base = int(np.frombuffer(made, np.uint8).ctypes.data)
-    of, size = Range(source, 0, source.size), mapping._PIECE_BYTES
+    of, size = Range(source, 0, source.size), maps._PIECE_BYTES
 
     def bring(at: int) -> None:
         if ours:
-            mapping.populate(mapping.Pages(of, at, base + at, size))
+            maps.populate(maps.Pages(of, at, base + at, size))
         elif libc.madvise(base + at, size, POPULATE_READ):
             raise OSError("MADV_POPULATE_READ, of Linux 5.14, is missing")
 
@@ -67,8 +67,8 @@ def mapped(source: Any, libc: Libc, *, ours: bool) -> tuple[Piece, int, Callable
 
 def copied(source: Any, _: Libc, *, ours: bool) -> tuple[Piece, int, Callable[[], None]]:
     """The same, of a copy in huge pages."""
-    from tpde.streaming import arena
-    from tpde.streaming.ranges import Range
+    from tpde.host import arena
+    from tpde.host.ranges import Range
 
     made = arena.Arena(source.size)
     of, size = Range(source, 0, source.size), arena.PIECE_BYTES
@@ -117,7 +117,7 @@ WAYS = (
 
 def main() -> int:
     """Parse the command line, run, print."""
-    from tpde.format.source import FileSource
+    from tpde.io.sources import FileSource
 
     parser = arguments(__doc__)
     parser.add_argument("--gib", type=int, default=2, help="size of the file")

@@ -19,9 +19,9 @@ from _data import write_bf16_file
 from _machine import arguments, emit, header, note, table, verdict
 
 import tpde
-from tpde.format.blob import MAX_FIXED_BYTES
-from tpde.format.source import FileSource
-from tpde.packing.reader import PackedFile, PackedTensor
+from tpde.files.reader import PackedFile, PackedTensor
+from tpde.format.blob_header import MAX_FIXED_BYTES
+from tpde.io.sources import FileSource
 
 COLUMNS = 5120  # not a divisor of a chunk's words, so that some rows lie in two chunks
 NAME = "layers.0.weight"

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
         Truncated,
         UnsupportedVersion,
     )
+    from tpde.files.inspection import inspect
+    from tpde.files.operations import pack, unpack, verify
+    from tpde.files.writer import PackedWriter
     from tpde.format.container import TensorSpec
-    from tpde.integrations.live import pack_module, unpack_module
     from tpde.integrations.transformers import from_pretrained
-    from tpde.packing.api import pack, unpack, verify
-    from tpde.packing.inspect import inspect
-    from tpde.packing.writer import PackedWriter
-    from tpde.store.api import diff, patch
+    from tpde.loading.live_models import pack_module, unpack_module
     from tpde.store.checkpoints import CheckpointStore
-    from tpde.store.live import make_delta
-    from tpde.weights.live import apply_delta
+    from tpde.store.live_deltas import make_delta
+    from tpde.store.patching import diff, patch
+    from tpde.weights.apply_delta import apply_delta
 
 __version__ = "0.1.0"
 
@@ -44,23 +44,23 @@ _WHERE = {
     "Corrupt": "errors",
     "InvalidInput": "errors",
     "MissingBase": "errors",
-    "PackedWriter": "packing.writer",
+    "PackedWriter": "files.writer",
     "TensorSpec": "format.container",
     "TpdeError": "errors",
     "Truncated": "errors",
     "UnsupportedVersion": "errors",
-    "apply_delta": "weights.live",
-    "diff": "store.api",
+    "apply_delta": "weights.apply_delta",
+    "diff": "store.patching",
     "from_pretrained": "integrations.transformers",
-    "inspect": "packing.inspect",
-    "make_delta": "store.live",
-    "pack": "packing.api",
-    "pack_module": "integrations.live",
-    "patch": "store.api",
+    "inspect": "files.inspection",
+    "make_delta": "store.live_deltas",
+    "pack": "files.operations",
+    "pack_module": "loading.live_models",
+    "patch": "store.patching",
     "safe_open": "access",
-    "unpack": "packing.api",
-    "unpack_module": "integrations.live",
-    "verify": "packing.api",
+    "unpack": "files.operations",
+    "unpack_module": "loading.live_models",
+    "verify": "files.operations",
 }
 
 _MODULES = ("errors", "nn", "numpy", "torch")  # that are used by these names

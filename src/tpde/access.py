@@ -12,11 +12,11 @@ import numpy as np
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, UnsupportedDtype
+from tpde.files.reader import PackedFile, Tensor
+from tpde.files.writer import check_threads
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_numpy, to_torch
-from tpde.packing.reader import PackedFile, Tensor
-from tpde.packing.writer import check_threads
 
 Framework = Literal["pt", "torch", "np", "numpy"]
 Index = int | slice | EllipsisType

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from tpde.access import safe_open
 from tpde.errors import InvalidInput
+from tpde.files.forward_order import forward_order
+from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
 from tpde.frameworks import numpy_dtype_name, refuse_expanded, spec_of
-from tpde.packing.order import forward_order
-from tpde.packing.writer import PackedWriter
+from tpde.io.sinks import BytesSink
 
 if TYPE_CHECKING:
     import numpy as np

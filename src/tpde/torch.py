@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from tpde.access import safe_open
 from tpde.errors import InvalidInput
+from tpde.files.forward_order import forward_order
+from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
 from tpde.frameworks import torch_bytes, torch_spec
-from tpde.packing.order import forward_order
-from tpde.packing.writer import PackedWriter
+from tpde.io.sinks import BytesSink
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _write(tensors: Mapping[str, torch.Tensor], writer: PackedWriter) -> None:
-    from tpde.packing.device import packed_there
+    from tpde.files.gpu_packing import packed_there
 
     names = forward_order(tensors)
     with writer:

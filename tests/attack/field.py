@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tpde.files.operations import verify
 from tpde.format.constants import MANIFEST
-from tpde.packing.api import verify
 
 from .operations import (
     OPERATIONS,

@@ -29,10 +29,10 @@ from support import changes
 from tpde.access import safe_open
 from tpde.codec import reference
 from tpde.errors import TpdeError
+from tpde.files.inspection import inspect
+from tpde.files.operations import pack, unpack, verify
+from tpde.files.reader import PackedFile
 from tpde.format.constants import MANIFEST
-from tpde.packing.api import pack, unpack, verify
-from tpde.packing.inspect import inspect
-from tpde.packing.reader import PackedFile
 
 from .field import Finding
 from .parts import LIMIT, Parts, bases, change, is_blob, put_together, seal, take_apart

@@ -14,9 +14,9 @@ from support.changes import make_source
 from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
+from tpde.files.operations import pack, unpack
 from tpde.format.constants import MANIFEST
 from tpde.numpy import save_file
-from tpde.packing.api import pack, unpack
 from tpde.store.checkpoints import CheckpointStore
 
 Picture = dict[str, tuple[str, int, object]]

@@ -10,7 +10,7 @@ from support.files import pack_bytes, safetensors_bytes, unpack_bytes
 
 from tpde.codec import native
 from tpde.codec.native import Bytes
-from tpde.codec.plan import PREFIX_CHUNK_WORDS, core_layout, plan_tensor
+from tpde.codec.selection import PREFIX_CHUNK_WORDS, core_layout, plan_tensor
 from tpde.errors import Corrupt
 from tpde.format.constants import DTYPES, RECORD_BYTES
 from tpde.format.container import TensorSpec

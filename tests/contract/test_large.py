@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.contents import CONTENTS, rng
 
-from tpde.packing.api import verify
-from tpde.packing.reader import PackedFile
-from tpde.packing.writer import PackedWriter, TensorSpec
+from tpde.files.operations import verify
+from tpde.files.reader import PackedFile
+from tpde.files.writer import PackedWriter, TensorSpec
 
 ELEMENTS = (1 << 31) + 12_345
 PIECE = 24 << 20

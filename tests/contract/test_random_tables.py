@@ -12,8 +12,8 @@ from support.contents import rng
 
 from tpde.codec import native, reference
 from tpde.codec.blob import BlobReader
-from tpde.codec.plan import core_layout
-from tpde.format.source import BytesSource
+from tpde.codec.selection import core_layout
+from tpde.io.sources import BytesSource
 
 DTYPE_OF_BYTES = {1: "F8_E5M2", 2: "BF16", 4: "F32", 8: "U64"}
 

@@ -7,7 +7,7 @@ from support.codecs import pack_everything
 from support.contents import CONTENTS, fill, spec_of
 from support.files import blobs, pack_bytes, safetensors_bytes
 
-from tpde.codec import plan, reference
+from tpde.codec import reference, selection
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 
@@ -54,7 +54,7 @@ def test_several_chunks_and_tables_are_coded_as_the_document_says(
     dtype: str, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack_everything(monkeypatch)
-    spec = spec_of(dtype, 2 * plan.PREFIX_CHUNK_WORDS + 700)
+    spec = spec_of(dtype, 2 * selection.PREFIX_CHUNK_WORDS + 700)
     found = blobs(pack_bytes(safetensors_bytes({"x": (spec, fill(content, spec))}), codec="prefix"))
     _check(found["x"], content)
 
@@ -62,7 +62,7 @@ def test_several_chunks_and_tables_are_coded_as_the_document_says(
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "U8"])
 def test_segments_are_cut_as_the_document_says(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pack_everything(monkeypatch)
-    monkeypatch.setattr(plan, "SEGMENT_BYTES", 500)
+    monkeypatch.setattr(selection, "SEGMENT_BYTES", 500)
     spec = TensorSpec(dtype, (4, 43, 23))
     found = blobs(pack_bytes(safetensors_bytes({"x": (spec, fill("normal", spec))}), codec="prefix"))
     assert reference.parse_header(found["x"]).chunks == 4

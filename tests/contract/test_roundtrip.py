@@ -14,12 +14,12 @@ from support.files import (
     verify_bytes,
 )
 
-from tpde.codec import plan, reference
+from tpde.codec import reference, selection
 from tpde.codec.blob import BlobReader
+from tpde.files.reader import PackedFile
 from tpde.format.constants import ALIGN_BLOB, DTYPES
 from tpde.format.container import TensorSpec
-from tpde.format.source import BytesSource
-from tpde.packing.reader import PackedFile
+from tpde.io.sources import BytesSource
 
 METADATA = {"format": "pt", "note": 'é "quoted"\n\\'}
 SMALL_WORDS = 1100  # what the plain-Python decoder takes in reasonable time
@@ -74,7 +74,7 @@ def test_the_reference_decodes_every_blob_alike(case: Case, dtype: str) -> None:
 def test_slices_of_expert_tensors_start_chunks_of_their_own(
     case: Case, dtype: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(selection, "SEGMENT_BYTES", 1000)
     spec = TensorSpec(dtype, shape)
     tensors = {c + case.suffix: (spec, fill(c, spec)) for c in case.contents}
     source = safetensors_bytes(tensors)
@@ -95,9 +95,9 @@ def test_slices_of_expert_tensors_start_chunks_of_their_own(
 def test_the_automatic_choice_round_trips_and_never_grows_a_tensor(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "WORTH", 99)
-    monkeypatch.setattr(plan, "MIN_BYTES", 1024)
-    spec = TensorSpec(dtype, (3, 4 * plan.PREFIX_CHUNK_WORDS))
+    monkeypatch.setattr(selection, "WORTH", 99)
+    monkeypatch.setattr(selection, "MIN_BYTES", 1024)
+    spec = TensorSpec(dtype, (3, 4 * selection.PREFIX_CHUNK_WORDS))
     tensors = {c: (spec, fill(c, spec)) for c in CONTENTS}
     source = safetensors_bytes(tensors)
     packed = pack_bytes(source)

@@ -6,15 +6,17 @@ import pytest
 from support.codecs import Case
 from support.files import blobs, pack_bytes, safetensors_bytes, unpack_bytes
 
-from tpde.codec import plan, reference
+from tpde.codec import reference, selection
 from tpde.format.constants import CODEC_ZSTD
 
-CASE = Case("zstd", CODEC_ZSTD, "zstd", plan.ZSTD_CHUNK_WORDS, ("normal", "nearly", "specials", "ascending"))
+CASE = Case(
+    "zstd", CODEC_ZSTD, "zstd", selection.ZSTD_CHUNK_WORDS, ("normal", "nearly", "specials", "ascending")
+)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U16", "I64"])
 def test_the_largest_chunks_round_trip(dtype: str) -> None:
-    assert plan.ZSTD_CHUNK_WORDS == 65536
+    assert selection.ZSTD_CHUNK_WORDS == 65536
     tensors = CASE.tensors(dtype)
     source = safetensors_bytes(tensors)
     packed = pack_bytes(source, codec="zstd", threads=2)

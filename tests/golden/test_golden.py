@@ -11,8 +11,8 @@ from support.files import blobs, unpack_bytes, verify_bytes
 
 from golden import make
 from tpde.codec import reference
+from tpde.files.reader import PackedFile
 from tpde.format.constants import DTYPES
-from tpde.packing.reader import PackedFile
 
 HERE = Path(__file__).resolve().parent
 LIST: dict[str, dict[str, str]] = json.loads((HERE / "golden.json").read_text())

@@ -11,11 +11,11 @@ import pytest
 import tpde
 from golden import make_delta as golden
 from tpde.codec import delta_reference as reference
-from tpde.format.delta import HEADER, SPARSE
-from tpde.format.source import FileSource
-from tpde.packing.reader import PackedFile
-from tpde.store.api import verify_delta
-from tpde.store.delta import DeltaFile
+from tpde.files.reader import PackedFile
+from tpde.format.delta_head import HEADER, SPARSE
+from tpde.io.sources import FileSource
+from tpde.store.delta_state import DeltaFile
+from tpde.store.patching import verify_delta
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from support.gpu import Batch, needs_cuda, torch
 from support.packed import opened, pack
 
 from tpde.codec import reference
-from tpde.codec.plan import PREFIX_CHUNK_WORDS
+from tpde.codec.selection import PREFIX_CHUNK_WORDS
 from tpde.format.constants import DTYPES, RECORD_BYTES
 from tpde.format.container import TensorSpec
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tpde.nn import PackedTensor, pack_module, packed_modules, set_kernels, unpack_module
 from tpde.nn.kernels import MOST_SHARE
-from tpde.weights.pack import pack_tensor
+from tpde.weights.pack_tensor import pack_tensor
 from tpde.weights.windowed import MOST_ROWS, Windowed
 
 pytestmark = [needs_cuda, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]

@@ -15,14 +15,14 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from tpde.errors import UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.format.source import Extent, FileSource  # noqa: E402
-from tpde.streaming import lock  # noqa: E402
-from tpde.streaming.device import CudaDevice  # noqa: E402
-from tpde.streaming.disk import ReadAhead  # noqa: E402
-from tpde.streaming.host import HostMemory  # noqa: E402
+from tpde.host import page_lock  # noqa: E402
+from tpde.host.disk import ReadAhead  # noqa: E402
+from tpde.host.pinned import HostMemory  # noqa: E402
+from tpde.io.sources import Extent, FileSource  # noqa: E402
+from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
 from tpde.streaming.pieces import Piece  # noqa: E402
-from tpde.streaming.stream import Streamer  # noqa: E402
-from tpde.streaming.tensor import Streamed  # noqa: E402
+from tpde.streaming.ring import Streamer  # noqa: E402
+from tpde.streaming.streamed_source import Streamed  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -73,7 +73,7 @@ def queue_copy(address: int, size: int, stream: Any) -> torch.Tensor:
     from cuda.bindings import driver
 
     out = torch.empty(size, dtype=torch.uint8, device="cuda:0")
-    for at, part in lock.steps(address, size):
+    for at, part in page_lock.steps(address, size):
         (code,) = driver.cuMemcpyHtoDAsync(out.data_ptr() + at, address + at, part, stream.cuda_stream)
         assert int(code) == 0, code
     return out
@@ -115,7 +115,7 @@ def test_pieces_that_reach_over_what_was_locked_at_once(
     source: FileSource, data: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a streamer copies them: the driver refuses such a copy as one."""
-    monkeypatch.setattr(lock, "STEP", 1 * MIB)
+    monkeypatch.setattr(page_lock, "STEP", 1 * MIB)
     extent = Extent(source, 0, 9 * MIB + 5, "all")
     memory, device = lock_in("arena", [extent]), CudaDevice(torch.device("cuda", 0), 16 * MIB)
     for offset in (0, 700_000, 3 * MIB - 8):
@@ -129,7 +129,7 @@ def test_pieces_that_reach_over_what_was_locked_at_once(
 
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
 def test_kernels_read_it_in_place(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "STEP", 1 * MIB)
+    monkeypatch.setattr(page_lock, "STEP", 1 * MIB)
     rows, columns = 3000, 512
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     packed = pack(TensorSpec("BF16", (rows, columns)), values.view(torch.uint8).numpy().tobytes())

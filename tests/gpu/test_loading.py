@@ -19,7 +19,7 @@ from support.models import NAMES, VOCAB, assert_same_bits, inputs, outputs, torc
 import tpde
 import tpde.integrations.transformers  # registers the format: tests may run in any order
 from tpde.errors import Corrupt, OutOfMemory
-from tpde.packing.reader import PackedFile
+from tpde.files.reader import PackedFile
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 pytest.importorskip("cuda.core", reason="needs cuda-core")
@@ -76,10 +76,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_too_large_for_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde import memory
+    from tpde.memory import device_memory
 
     pair = checkpoint(tmp_path, "llama")
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 100_000)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda _: 100_000)
     gc.collect()  # as the load will, where a model was dropped before
     before = torch.cuda.memory_allocated()
     with pytest.raises(OutOfMemory, match=r"needs .* GiB on cuda:0, .* GiB are free"):

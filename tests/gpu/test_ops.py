@@ -11,13 +11,13 @@ from support.contents import CONTENTS, fill
 from support.models import assert_same_bits, torch
 
 from tpde.errors import Corrupt, UnsupportedDevice
+from tpde.files.tensor_writer import TensorWriter
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
 from tpde.frameworks import to_torch
+from tpde.io.sinks import BytesSink
 from tpde.nn import PackedParameter, pack_tensor
 from tpde.nn.slot import Slot
-from tpde.packing.tensor import TensorWriter
 from tpde.weights import operators as ops
 from tpde.weights.decoder import Materializer
 from tpde.weights.resident import Resident

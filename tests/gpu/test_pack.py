@@ -13,10 +13,10 @@ from support.gpu import needs_cuda, torch
 from support.models import NAMES, assert_same_bits, make, outputs
 
 import tpde
+from tpde.files import gpu_packing
 from tpde.nn import pack_module, packed_modules
-from tpde.packing import device
 from tpde.torch import load, save
-from tpde.weights.pack import pack_tensor, pack_tensors
+from tpde.weights.pack_tensor import pack_tensor, pack_tensors
 
 pytestmark = [needs_cuda, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
 
@@ -55,9 +55,9 @@ def test_blobs_are_the_cpus(dtype: str, content: str) -> None:
 def test_the_gpu_packs_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """And does not leave all of them to the CPU."""
     given = [(str(rows), tensor("BF16", "normal", rows * 640).view(rows, 640).cuda()) for rows in (64, 5000)]
-    assert all(it.blob is not None for it in device.packed_there(given, "prefix"))
-    monkeypatch.setattr(device, "BATCH_BYTES", 1)
-    assert all(it.blob is not None for it in device.packed_there(given, "prefix"))
+    assert all(it.blob is not None for it in gpu_packing.packed_there(given, "prefix"))
+    monkeypatch.setattr(gpu_packing, "BATCH_BYTES", 1)
+    assert all(it.blob is not None for it in gpu_packing.packed_there(given, "prefix"))
 
 
 def test_views_and_other_streams() -> None:
@@ -143,7 +143,7 @@ def test_without_memory_the_cpu_packs(
     def full(*_: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(device, "_empty_blob", full)
+    monkeypatch.setattr(gpu_packing, "_empty_blob", full)
     with caplog.at_level(logging.INFO, "tpde"):
         assert_same(pack_tensor(there, "it"), pack_tensor(it, "it"))
     assert "packed on the CPU" in caplog.text

@@ -11,8 +11,8 @@ from support.gpu import needs_cuda
 from support.models import assert_same_bits, torch
 
 import tpde
-from tpde.integrations import checkpoint as checkpoints
-from tpde.integrations.checkpoint import Checkpoint
+from tpde.loading import checkpoint_files as checkpoints
+from tpde.loading.checkpoint_files import Checkpoint
 
 pytestmark = needs_cuda
 GPU = torch.device("cuda", 0)
@@ -28,7 +28,7 @@ def test_cut_out_of_a_file(
     if codec == "zstd":
         pytest.importorskip("nvidia.nvcomp", reason="needs nvCOMP: pip install 'tpde[nvcomp]'")
     monkeypatch.setattr(checkpoints, "SMALL_BYTES", 1 << 40 if small else 0)
-    monkeypatch.setattr("tpde.integrations.runs.STRIP_BYTES", 1)
+    monkeypatch.setattr("tpde.loading.runs.STRIP_BYTES", 1)
     plain = (torch.randn(4, 3 * 331, 1003) * 0.02).to(stored)
     save_file({"w": plain}, tmp_path / "plain.safetensors")
     tpde.pack(tmp_path / "plain.safetensors", tmp_path / "packed.safetensors", codec=codec)

@@ -18,12 +18,12 @@ from support.streamed import stream_model, write_blobs
 
 from tpde.errors import Corrupt, UnsupportedDevice
 from tpde.format.container import TensorSpec
-from tpde.format.source import Extent, FileSource
+from tpde.io.sources import Extent, FileSource
 from tpde.nn import pack_module
-from tpde.streaming.device import CudaDevice
-from tpde.streaming.kept import Kept
-from tpde.streaming.stream import Streamer, Unit
-from tpde.streaming.tensor import Streamed
+from tpde.streaming.cuda_device import CudaDevice
+from tpde.streaming.retained import Kept
+from tpde.streaming.ring import Streamer, Unit
+from tpde.streaming.streamed_source import Streamed
 from tpde.weights.resident import Resident
 from tpde.weights.rows import RowReader
 

@@ -15,7 +15,7 @@ from support.models import assert_same_bits, inputs, torch
 import tpde
 from tpde.errors import Corrupt
 from tpde.nn import packed_modules
-from tpde.nn.experts import fused
+from tpde.nn.routing import fused
 from tpde.streaming.experts import expert_room
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")

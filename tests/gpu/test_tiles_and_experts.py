@@ -15,13 +15,13 @@ from support.simulated import MemorySupply
 from support.streamed import stream_model, write_blobs
 from torch import nn
 
-from tpde.format.source import Extent
+from tpde.io.sources import Extent
 from tpde.nn import finish, pack_module, packed_modules, route_experts
-from tpde.nn.experts import fused
+from tpde.nn.routing import fused
 from tpde.nn.tiles import row_tiles
-from tpde.streaming.device import CudaDevice
+from tpde.streaming.cuda_device import CudaDevice
 from tpde.streaming.experts import ExpertStore, expert_room
-from tpde.streaming.stream import Streamer
+from tpde.streaming.ring import Streamer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -10,7 +10,7 @@ from support.contents import rng
 from support.gpu import needs_cuda, torch
 
 from tpde.codec import windows
-from tpde.cuda.windows import MOST_ROWS, DeviceWindow
+from tpde.cuda.window_products import MOST_ROWS, DeviceWindow
 
 pytestmark = needs_cuda
 

@@ -18,13 +18,13 @@ import pytest
 from support.training import equal, write_step
 
 import tpde
-import tpde.store.api
+import tpde.store.patching
 from tpde import CheckpointStore
 from tpde.errors import Corrupt, DestinationExists, InvalidInput, TpdeError, Truncated
-from tpde.format.sink import FileSink
+from tpde.io.sinks import FileSink
 from tpde.store import chain, checkpoints
 from tpde.store.chain import name_of
-from tpde.store.delta import DeltaFile, DeltaState
+from tpde.store.delta_state import DeltaFile, DeltaState
 from tpde.store.states import MemoryState, State, nothing
 from tpde.store.trees import Tree, leaf_bytes
 
@@ -616,7 +616,7 @@ def test_steps_are_deltas_like_others(run: dict[int, Any], tmp_path: Path) -> No
     from safetensors.torch import load_file
 
     filled(tmp_path / "store", {step: run[step] for step in (1, 2)})
-    report = tpde.store.api.inspect_delta(tmp_path / "store" / name_of(2))
+    report = tpde.store.patching.inspect_delta(tmp_path / "store" / name_of(2))
     assert report.base == name_of(1)
     assert report.ratio > 1
     tpde.patch(tmp_path / "store" / name_of(1), tmp_path / "store" / name_of(2), tmp_path / "out")

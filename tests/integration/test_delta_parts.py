@@ -11,9 +11,9 @@ from support.contents import rng
 
 import tpde
 from tpde.errors import Corrupt
-from tpde.format.delta import CODECS
-from tpde.store.delta import DeltaFile, DeltaState, open_state
-from tpde.store.diff import HostComparer, Wanted
+from tpde.format.delta_head import CODECS
+from tpde.store.delta_state import DeltaFile, DeltaState, open_state
+from tpde.store.delta_writer import HostComparer, Wanted
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from tpde.torch import save_file  # noqa: E402

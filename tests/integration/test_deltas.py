@@ -26,12 +26,12 @@ from tpde.errors import (
     Truncated,
     UnsupportedVersion,
 )
+from tpde.files.reader import PackedFile
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
-from tpde.format.source import FileSource
-from tpde.packing.reader import PackedFile
-from tpde.store.api import diff, inspect_delta, is_delta_file, patch, verify_delta
-from tpde.store.delta import DeltaFile, base_path, open_state
+from tpde.io.sources import FileSource
+from tpde.store.delta_state import DeltaFile, base_path, open_state
+from tpde.store.patching import diff, inspect_delta, is_delta_file, patch, verify_delta
 
 makers = pytest.mark.parametrize("make", [files, folders], ids=["file", "directory"])
 
@@ -120,9 +120,9 @@ def test_a_chain_of_two_hundred_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     diff(places[200], tmp_path / "other", tmp_path / "back")
     patch(places[199], places[200], tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == states[200]
-    monkeypatch.setattr("tpde.store.delta.MAX_CHAIN", 200)
+    monkeypatch.setattr("tpde.store.delta_state.MAX_CHAIN", 200)
     open_state(places[200]).close()
-    monkeypatch.setattr("tpde.store.delta.MAX_CHAIN", 199)
+    monkeypatch.setattr("tpde.store.delta_state.MAX_CHAIN", 199)
     with pytest.raises(InvalidInput, match="more than 199"):
         diff(places[200], tmp_path / "other", tmp_path / "back", force=True)
 
@@ -544,9 +544,9 @@ def test_other_files_are_bounded_by_what_their_frame_claims(
 ) -> None:
     base, target = _others(tmp_path)
     diff(base, target, tmp_path / "delta")
-    monkeypatch.setattr("tpde.store.delta.MAX_OTHER_BYTES", 500)
+    monkeypatch.setattr("tpde.store.delta_state.MAX_OTHER_BYTES", 500)
     patch(base, tmp_path / "delta", tmp_path / "out")
-    monkeypatch.setattr("tpde.store.delta.MAX_OTHER_BYTES", 499)
+    monkeypatch.setattr("tpde.store.delta_state.MAX_OTHER_BYTES", 499)
     with pytest.raises(Corrupt, match=r"file `changed` is damaged .it claims 500 bytes"):
         patch(base, tmp_path / "delta", tmp_path / "other")
 
@@ -572,7 +572,7 @@ def _repeated(path: Path, old: bytes, frame: bytes) -> None:
     """Put another frame of the same size in a delta, with hashes that fit."""
     import xxhash
 
-    from tpde.format.delta import HASH_AT, HEADER
+    from tpde.format.delta_head import HASH_AT, HEADER
 
     data = path.read_bytes()
     assert data.count(old) == 1

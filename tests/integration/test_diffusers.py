@@ -22,14 +22,14 @@ from support.card import DEVICE, GIB, Card  # noqa: E402
 
 from tpde import pack, unpack, verify  # noqa: E402
 from tpde.errors import InvalidInput, NotPacked, OutOfMemory, PackedWeight  # noqa: E402
-from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.integrations.diffusers import load, loading  # noqa: E402
-from tpde.integrations.runs import Run  # noqa: E402
-from tpde.integrations.streaming.demand import plain_bytes  # noqa: E402
-from tpde.integrations.streaming.units import TABLES_BYTES  # noqa: E402
+from tpde.integrations.diffusers import load, load_model  # noqa: E402
+from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
+from tpde.loading.footprint import plain_bytes  # noqa: E402
+from tpde.loading.model_units import TABLES_BYTES  # noqa: E402
+from tpde.loading.runs import Run  # noqa: E402
 from tpde.nn import packed_modules, plain_state_dict, set_kernels  # noqa: E402
-from tpde.streaming.budget import Budget  # noqa: E402
-from tpde.streaming.units import Placement  # noqa: E402
+from tpde.planning.budget import Budget  # noqa: E402
+from tpde.planning.units import Placement  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -265,13 +265,13 @@ def test_what_a_class_keeps_in_32_bits(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_no_pass_over_all_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Garbage is not collected while a model is loaded."""
-    seen, build = [], loading.build
+    seen, build = [], load_model.build
 
     def built(*args: Any) -> Any:
         seen.append(gc.isenabled())
         return build(*args)
 
-    monkeypatch.setattr(loading, "build", built)
+    monkeypatch.setattr(load_model, "build", built)
     assert gc.isenabled()
     load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path))
     assert (seen, gc.isenabled()) == ([False], True)
@@ -321,11 +321,11 @@ def test_a_budget_is_of_a_gpu(tmp_path: Path) -> None:
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]]:
     """Let models stream to the CPU, which stands for a GPU, with fields of plans as a test wants them."""
     pytest.importorskip("transformers", reason="the simulation replaces the devices of both integrations")
-    from tpde.integrations.diffusers import loading
+    from tpde.integrations.diffusers import load_model
     from tpde.integrations.diffusers import streamed as module
 
     place_units = module.place_units
-    monkeypatch.setattr(loading, "check_gpu", lambda *_: None)
+    monkeypatch.setattr(load_model, "check_gpu", lambda *_: None)
     with simulated(monkeypatch) as opened:
 
         def place(**fields: Any) -> Opened:
@@ -371,7 +371,7 @@ def test_loading_that_fails_gives_all_back(
         raise KeyboardInterrupt
 
     opened, folder = streamed(), packed_folder(unet(), tmp_path)
-    monkeypatch.setattr("tpde.integrations.diffusers.loading.finish", fail)
+    monkeypatch.setattr("tpde.integrations.diffusers.load_model.finish", fail)
     with pytest.raises(KeyboardInterrupt) as caught:
         load(diffusers.UNet2DModel, folder, vram="1GiB", activations="64MiB")
     assert caught.tb is not None  # it keeps the model, which is not collected
@@ -393,8 +393,8 @@ def test_a_budget_that_cannot_work_is_refused_before_anything_is_read(
 
 def test_other_components_come_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is allocated already does not count, and what comes later is not limited."""
-    from tpde.integrations import allowance
     from tpde.integrations.diffusers.streamed import planned
+    from tpde.memory import allowance
 
     monkeypatch.setattr(allowance, "_budgets", {})
     card = Card(monkeypatch)

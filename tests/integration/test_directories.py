@@ -22,9 +22,9 @@ from tpde.errors import (
     MissingShard,
     NotPacked,
 )
+from tpde.files.operations import pack, unpack, verify
 from tpde.format.constants import MANIFEST
-from tpde.format.sink import FileSink
-from tpde.packing.api import pack, unpack, verify
+from tpde.io.sinks import FileSink
 
 SPEC = spec_of("BF16", 5_000)
 

@@ -22,13 +22,13 @@ import tpde
 import tpde.torch
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, InvalidInput, NotPacked, Truncated, UnsupportedDevice, UnsupportedVersion
+from tpde.files.reader import PackedFile
+from tpde.files.writer import PackedWriter
 from tpde.format.constants import SUFFIX
-from tpde.packing.reader import PackedFile
-from tpde.packing.writer import PackedWriter
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.integrations.transformers import loading  # noqa: E402
+from tpde.integrations.transformers import load_model  # noqa: E402
 
 
 def _same(name: str, pair: Pair, batch: int = 2, **options: Any) -> Any:
@@ -502,7 +502,7 @@ def test_before_the_next_load_garbage_is_collected_where_accelerate_has_put_hook
             made = pair.kind.from_pretrained(*args, **options)
             return hooked.add_hook_to_module(made, hooked.ModelHook()) if hooks else made
 
-    monkeypatch.setattr(loading, "collect_first", lambda: asked.append(True))
+    monkeypatch.setattr(load_model, "collect_first", lambda: asked.append(True))
     tpde.from_pretrained(pair.packed, model_class=Kind)
     assert asked == [True] * hooks
 

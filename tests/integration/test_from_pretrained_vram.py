@@ -17,12 +17,12 @@ from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, outpu
 import tpde
 from tpde import nn as packed_nn
 from tpde.errors import InvalidInput, PackedWeight, ReadError, UnsupportedDevice
-from tpde.nn.experts import fused
+from tpde.nn.routing import fused
 from tpde.streaming.experts import expert_room
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.integrations.streaming import loading as loading_under  # noqa: E402
+from tpde.loading import budgeted as loading_under  # noqa: E402
 
 
 @pytest.fixture(params=[("host",), ("disk",), MIXED], ids=["host", "disk", "mixed"])
@@ -280,7 +280,7 @@ def test_the_cache_is_traced_and_given_back(
 
 
 def test_a_plan_has_room_for_two_experts(tmp_path: Path) -> None:
-    from tpde.integrations.transformers.experts import SEGMENT, cache_least
+    from tpde.integrations.transformers.expert_modules import SEGMENT, cache_least
     from tpde.integrations.transformers.shape import opened_shape
 
     config = transformers.MixtralConfig(

@@ -13,7 +13,7 @@ from support.models import assert_same_bits, inputs, outputs, torch
 
 import tpde
 from tpde.errors import InvalidInput
-from tpde.integrations import checkpoint as checkpoint_module
+from tpde.loading import checkpoint_files as checkpoint_module
 from tpde.nn import packed_modules
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")

@@ -10,8 +10,8 @@ from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
 from tpde.errors import InvalidInput, MissingDependency
-from tpde.packing.api import pack, unpack, verify
-from tpde.packing.sources import resolve
+from tpde.files.inputs import resolve
+from tpde.files.operations import pack, unpack, verify
 
 SPEC = spec_of("BF16", 2_000)
 

@@ -17,11 +17,11 @@ import torch
 from support import spoilt
 
 import tpde
-from tpde.codec.plan import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS
+from tpde.codec.selection import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS
 from tpde.errors import Corrupt, InvalidInput, MissingDependency
-from tpde.format.source import FileSource
-from tpde.packing.inspect import Histogram, Report, inspect
-from tpde.packing.plot import _largest, plot
+from tpde.files.inspection import Histogram, Report, inspect
+from tpde.files.plot import _largest, plot
+from tpde.io.sources import FileSource
 
 # Constants are found by the writer only beyond a kilobyte.
 TENSORS = {
@@ -221,7 +221,7 @@ def test_plot_needs_matplotlib(packed: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_plot_has_no_global_state(packed: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from tpde.packing.inspect import inspect, plot\n"
+        "import sys; from tpde.files.inspection import inspect, plot\n"
         "plot(inspect(sys.argv[1], histogram=True), sys.argv[2])\n"
         "assert 'matplotlib.figure' in sys.modules\n"
         "assert 'matplotlib.pyplot' not in sys.modules"

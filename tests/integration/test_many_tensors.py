@@ -18,11 +18,11 @@ from support.files import safetensors_bytes
 import tpde
 from tpde.cli.common import print_json
 from tpde.cli.inspect import render
+from tpde.files.inspection import inspect
+from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec, parse_header
-from tpde.format.sink import BytesSink
-from tpde.packing.gathered import Gathered
-from tpde.packing.inspect import inspect
-from tpde.packing.writer import PackedWriter
+from tpde.io.sinks import BytesSink
+from tpde.io.small_writes import Gathered
 
 SPECS = {"empty": [0], "small": [8, 17, 100, 128]}
 

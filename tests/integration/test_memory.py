@@ -36,7 +36,7 @@ print(peak() - before)
 
 CUT = """
 import resource, sys, torch
-from tpde.integrations.checkpoint import Checkpoint
+from tpde.loading.checkpoint_files import Checkpoint
 unit = 1 if sys.platform == "darwin" else 1024
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
 with Checkpoint([sys.argv[1]]) as checkpoint:

@@ -15,8 +15,8 @@ from support.models import NAMES, assert_same_bits, outputs, torch
 
 import tpde
 from tpde.errors import InvalidInput, NotPacked, Truncated
-from tpde.integrations import checkpoint as checkpoint_module
-from tpde.integrations.reading import read_in_turn
+from tpde.loading import checkpoint_files as checkpoint_module
+from tpde.loading.reading import read_in_turn
 from tpde.nn import packed_modules
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")

@@ -15,8 +15,8 @@ from support.models import assert_same_bits, outputs, torch
 import tpde
 import tpde.torch
 from tpde.errors import AlreadyPacked, InvalidInput, NotPacked, UnsafePickle
+from tpde.files.operations import pack, unpack, verify
 from tpde.format.constants import MANIFEST
-from tpde.packing.api import pack, unpack, verify
 
 transformers = pytest.importorskip("transformers", minversion="5.13", reason="needs transformers 5.13")
 

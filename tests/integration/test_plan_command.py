@@ -17,17 +17,17 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="nee
 
 from tpde.cli.plan import ranges, render  # noqa: E402
 from tpde.errors import InvalidInput, OutOfMemory, ReadError  # noqa: E402
-from tpde.integrations.streaming.demand import FIXED_BYTES, TYPICAL  # noqa: E402
-from tpde.integrations.streaming.units import unit_of, units_of  # noqa: E402
 from tpde.integrations.transformers.activations import activations_of  # noqa: E402
-from tpde.integrations.transformers.demand import cache_bytes  # noqa: E402
-from tpde.integrations.transformers.devices import devices_of  # noqa: E402
-from tpde.integrations.transformers.planning import plan_streaming  # noqa: E402
+from tpde.integrations.transformers.budget_plan import plan_streaming  # noqa: E402
+from tpde.integrations.transformers.device_maps import devices_of  # noqa: E402
+from tpde.integrations.transformers.model_footprint import cache_bytes  # noqa: E402
 from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
 from tpde.integrations.transformers.streamed import ModelStreaming  # noqa: E402
+from tpde.loading.footprint import FIXED_BYTES, TYPICAL  # noqa: E402
+from tpde.loading.model_units import unit_of, units_of  # noqa: E402
 from tpde.nn.replace import block_path  # noqa: E402
-from tpde.streaming.budget import Budget  # noqa: E402
-from tpde.streaming.plan import MIB, Demand, Placement, Unit, make_plan  # noqa: E402
+from tpde.planning.budget import Budget  # noqa: E402
+from tpde.planning.planner import MIB, Demand, Placement, Unit, make_plan  # noqa: E402
 from tpde.streaming.rates import CALL_SECONDS, disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
 
 RATES = ("--copy-rate", "55", "--memory-rate", "4200")
@@ -83,14 +83,14 @@ def test_the_disk_is_measured_where_host_memory_is_bounded(llama, monkeypatch):
 @pytest.mark.parametrize("rates", [RATES, ("--copy-rate", "0.1", "--memory-rate", "0.5")])
 def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
     """Whatever the machine; with units so large that it would matter."""
-    from tpde.integrations.streaming import planning
+    from tpde.loading import model_plan
 
     def large(*args):
         return [
             dataclasses.replace(it, packed=it.packed * 900, plain=it.plain * 900) for it in units_of(*args)
         ]
 
-    monkeypatch.setattr(planning, "units_of", large)
+    monkeypatch.setattr(model_plan, "units_of", large)
     would, found, loaded = [], [], []
     slow = given_rates(1e8, 5e8)
     with opened_shape(llama) as (shape, checkpoint, plan):
@@ -362,17 +362,18 @@ def test_a_system_without_direct_reads(tmp_path, monkeypatch):
 
 def test_a_disk_is_read_as_streaming_reads_it(tmp_path, monkeypatch):
     """By the same threads, in reads of the same size: until there is enough, and time is over."""
-    from tpde.streaming import direct, rates
-    from tpde.streaming.disk import READ_BYTES
+    from tpde.host import direct_io
+    from tpde.host.disk import READ_BYTES
+    from tpde.streaming import rates
 
-    read, sizes = direct.Files.read, []
+    read, sizes = direct_io.Files.read, []
 
     def counted(self, source, offset, out, size):
         if threading.current_thread().name == "tpde-disk":
             sizes.append(size)
         read(self, source, offset, out, size)
 
-    monkeypatch.setattr(direct.Files, "read", counted)
+    monkeypatch.setattr(direct_io.Files, "read", counted)
     monkeypatch.setattr(rates, "DISK_PIECE", 3 * READ_BYTES)
     for name in "ab":
         (tmp_path / name).write_bytes(bytes(10 * READ_BYTES + 5))

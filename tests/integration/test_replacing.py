@@ -19,11 +19,11 @@ from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
 from tpde.errors import DestinationExists, InvalidDestination
-from tpde.format import rename, sink, temporary
-from tpde.format.sink import FileSink
-from tpde.packing import replace
-from tpde.packing.api import pack, unpack
-from tpde.packing.writer import PackedWriter
+from tpde.files import folder_swap
+from tpde.files.operations import pack, unpack
+from tpde.files.writer import PackedWriter
+from tpde.io import rename, sinks, temporary
+from tpde.io.sinks import FileSink
 
 SPEC = spec_of("BF16", 2_000)
 
@@ -301,7 +301,7 @@ CALLS = ["os.fsync", "os.rename", "rename_new", "exchange", "os.unlink", "os.rmd
 def _interrupt(patch: pytest.MonkeyPatch, call: str, number: int, after: bool) -> Callable[[], bool]:
     """Raise Ctrl-C before or after one call of a function; tells whether it came to that."""
     target, _, name = call.rpartition(".")
-    where: Any = os if target else replace
+    where: Any = os if target else folder_swap
     real, calls = getattr(where, name), 0
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -330,7 +330,7 @@ def test_interrupts_leave_the_old_folder_or_the_new(
                 pack(model, old, force=True)
         text = (old / "config.json").read_text()
         assert names(old) == (OLD if text == '{"a": "old"}' else NEW)
-        replace.clear(old.parent)  # as the next run would
+        folder_swap.clear(old.parent)  # as the next run would
         assert visible(old.parent) == ["model", "there"]
         assert names(old) == (OLD if text == '{"a": "old"}' else NEW)
         if not happened():
@@ -353,8 +353,8 @@ def test_an_interrupt_while_the_old_folder_goes_lets_it_go_all_the_same(
 
 KILLED = """
 import os, signal, sys
-from tpde.format import rename, sink
-from tpde.packing import api, replace
+from tpde.files import folder_swap, operations
+from tpde.io import rename
 
 number, flags = int(sys.argv[1]), sys.argv[2] == "exchange"
 if not flags:
@@ -374,9 +374,9 @@ def killing(real):
     return call
 
 for where, name in ((os, "rename"), (os, "fsync"), (os, "link"), (os, "unlink"), (os, "rmdir"),
-                    (rename, "_rename"), (replace, "exchange")):
+                    (rename, "_rename"), (folder_swap, "exchange")):
     setattr(where, name, killing(getattr(where, name)))
-api.pack(sys.argv[3], sys.argv[4], force=True)
+operations.pack(sys.argv[3], sys.argv[4], force=True)
 print(calls)
 """
 
@@ -413,7 +413,7 @@ def test_kills_leave_the_old_folder_or_the_new(number: int, kind: str, model: Pa
 
 def test_what_killed_processes_left_is_removed(model: Path, tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom tpde.format.sink import FileSink\n"
+        "import os, signal, sys\nfrom tpde.io.sinks import FileSink\n"
         "s = FileSink(sys.argv[1]); s.write(0, [b'1']); os.kill(os.getpid(), signal.SIGKILL)"
     )
     out = tmp_path / "out"
@@ -460,7 +460,7 @@ def test_a_journal_from_a_stranger_removes_nothing(kind: str, tmp_path: Path) ->
         value = json.dumps(value)
     if value is not None:
         (left / "journal").write_text(value)
-    replace.clear(out)
+    folder_swap.clear(out)
     if value is None:
         assert names(out) == {"there"}
     else:
@@ -484,7 +484,7 @@ def test_what_was_replaced_is_put_back_or_settled_by_the_next_run(tmp_path: Path
         if there:
             (out / "there").mkdir()
         (left / "journal").write_text(json.dumps({"name": "there", "old": number, "removable": identities}))
-        replace.clear(out)
+        folder_swap.clear(out)
         assert visible(out) == ["there"]
         assert names(out / "there") == ({"changed", "theirs"} if there else {"changed", "model", "theirs"})
 
@@ -542,7 +542,7 @@ def test_two_packs_to_one_place_never_replace_each_other(
     if fallback:
         monkeypatch.setattr(rename, "_rename", _no_flags)
     source = model if what == "folder" else model / "model.safetensors"
-    target, where = tmp_path / "out", replace if what == "folder" else sink
+    target, where = tmp_path / "out", folder_swap if what == "folder" else sinks
     real, before = rename.rename_new, []
 
     def second_first(old: Path, new: Path) -> None:
@@ -619,8 +619,8 @@ def test_everything_is_synced_before_the_old_folder_goes(
     (model / "sub" / "notes").write_text("notes")
     synced: set[int] = set()
     events: list[str] = []
-    real_sync, real_put, real_settle = os.fsync, replace._put, replace._settle
-    real_exchange = replace.exchange
+    real_sync, real_put, real_settle = os.fsync, folder_swap._put, folder_swap._settle
+    real_exchange = folder_swap.exchange
 
     def fsync(descriptor: int) -> None:
         real_sync(descriptor)
@@ -650,9 +650,9 @@ def test_everything_is_synced_before_the_old_folder_goes(
         real_settle(*args)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(replace, "_put", put)
-    monkeypatch.setattr(replace, "exchange", exchange)
-    monkeypatch.setattr(replace, "_settle", settle)
+    monkeypatch.setattr(folder_swap, "_put", put)
+    monkeypatch.setattr(folder_swap, "exchange", exchange)
+    monkeypatch.setattr(folder_swap, "_settle", settle)
     pack(model, old, force=True)
     assert events == ["exchange", "put", "settle"]
 
@@ -669,7 +669,7 @@ def test_a_second_rename_that_fails_puts_the_old_folder_back(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(here))
         real(here, there)
 
-    monkeypatch.setattr(replace, "rename_new", failing)
+    monkeypatch.setattr(folder_swap, "rename_new", failing)
     with pytest.raises(OSError, match="Input/output error"):
         pack(model, old, force=True)
     assert failed

@@ -182,13 +182,15 @@ def test_damage_has_its_exit_code(tmp_path: Path) -> None:
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Give what a model would have been run with."""
-    from tpde.integrations import device
-    from tpde.integrations.transformers import folder, memory
+    from tpde.integrations.transformers import folder, run_memory
+    from tpde.loading import devices
 
     found: dict[str, Any] = {}
-    monkeypatch.setattr(device, "checked_device", lambda name: found.setdefault("device", torch.device(name)))
+    monkeypatch.setattr(
+        devices, "checked_device", lambda name: found.setdefault("device", torch.device(name))
+    )
     monkeypatch.setattr(folder, "model_directory", lambda path, pack: (Path(path), {}))
-    monkeypatch.setattr(memory, "Peak", lambda device: PEAK)
+    monkeypatch.setattr(run_memory, "Peak", lambda device: PEAK)
     monkeypatch.setattr(run_command, "_generate", lambda *args: found.update(generate=args))
     monkeypatch.setattr(run_command, "_embed", lambda *args: found.update(embed=args))
     monkeypatch.setattr(run_command, "_default_device", lambda: "cpu")
@@ -418,7 +420,7 @@ def test_a_model_that_is_not_streamed_has_nothing_to_finish(capsys: pytest.Captu
 def test_a_streamed_model_is_recorded_where_that_is_wanted(
     record: bool, budget: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpde.integrations.transformers import loading, memory
+    from tpde.integrations.transformers import load_model, run_memory
 
     found: dict[str, Any] = {"record": 0}
 
@@ -429,8 +431,8 @@ def test_a_streamed_model_is_recorded_where_that_is_wanted(
         found.update(args=args, options=options)
         return SimpleNamespace(tpde_streamer=SimpleNamespace(record=recorded))
 
-    monkeypatch.setattr(loading, "load_model", load)
-    monkeypatch.setattr(memory, "weight_bytes", lambda _: {"packed_bytes": 1})
+    monkeypatch.setattr(load_model, "load_model", load)
+    monkeypatch.setattr(run_memory, "weight_bytes", lambda _: {"packed_bytes": 1})
     with ExitStack() as bar:
         _, sizes = run_command._load(Path("m"), torch.device("cpu"), budget, record, bar, "kind")
     assert found["args"] == (Path("m"), torch.device("cpu"), budget)

@@ -154,7 +154,7 @@ def test_experts_that_were_packed_as_one_are_saved_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A fused weight is cut where it lies: no other is decoded meanwhile."""
-    monkeypatch.setattr("tpde.integrations.runs.STRIP_BYTES", 1)  # of rows as short as these
+    monkeypatch.setattr("tpde.loading.runs.STRIP_BYTES", 1)  # of rows as short as these
     pair = checkpoint(tmp_path, "mixtral")
     model = tpde.pack_module(pair.kind.from_pretrained(pair.plain))
     model.save_pretrained(tmp_path / "again")

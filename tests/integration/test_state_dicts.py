@@ -15,9 +15,9 @@ import pytest
 from support.craft import bounded
 
 from tpde.errors import InvalidInput, MissingDependency, Truncated, UnsafePickle, UnsupportedDtype
+from tpde.files.operations import pack, unpack, verify
+from tpde.files.pickles import StateDictSource
 from tpde.frameworks import torch_bytes
-from tpde.packing.api import pack, unpack, verify
-from tpde.packing.pickles import StateDictSource
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")

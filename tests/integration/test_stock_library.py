@@ -9,9 +9,9 @@ import pytest
 from support.contents import fill
 from support.files import safetensors_bytes
 
+from tpde.files.operations import pack, unpack, verify
+from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec
-from tpde.packing.api import pack, unpack, verify
-from tpde.packing.reader import PackedFile
 
 safetensors = pytest.importorskip("safetensors")
 TENSORS = {

@@ -19,7 +19,7 @@ import tpde
 import tpde.torch
 from tpde import nn as packed_nn
 from tpde.errors import InvalidInput, NotPacked
-from tpde.packing.reader import PackedFile
+from tpde.files.reader import PackedFile
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 plugin = pytest.importorskip("tpde.integrations.transformers")
@@ -76,7 +76,7 @@ def test_device_map(device_map: Any, tmp_path: Path) -> None:
     ],
 )
 def test_device_maps_that_cannot_be(device_map: Any, match: str, tmp_path: Path) -> None:
-    from tpde.integrations.transformers.devices import device_of
+    from tpde.integrations.transformers.device_maps import device_of
 
     with pytest.raises(InvalidInput, match=match):
         device_of("lm_head.weight", device_map)
@@ -86,7 +86,7 @@ def test_device_maps_that_cannot_be(device_map: Any, match: str, tmp_path: Path)
 def test_auto_divides_layers_evenly(layers: int, gpus: int) -> None:
     """Under a budget a model is spread, though the first device would hold all of it."""
     accelerate = pytest.importorskip("accelerate", reason="needs accelerate")
-    from tpde.integrations.transformers.devices import spread
+    from tpde.integrations.transformers.device_maps import spread
 
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "vocab_size": 300}
     with torch.device("meta"):

@@ -16,10 +16,10 @@ from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
 from tpde.errors import Corrupt, InvalidInput, MissingShard
+from tpde.files.operations import pack, unpack, verify
+from tpde.files.walk import stays_inside, walk
 from tpde.format.constants import MANIFEST
-from tpde.format.source import FileSource
-from tpde.packing.api import pack, unpack, verify
-from tpde.packing.tree import stays_inside, walk
+from tpde.io.sources import FileSource
 
 SPEC = spec_of("BF16", 3_000)
 WEIGHTS = safetensors_bytes({"w": (SPEC, fill("normal", SPEC))}, {"format": "pt"})

@@ -14,13 +14,13 @@ from support.models import assert_same_bits, inputs, torch
 
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, ReadError
-from tpde.nn.experts import fused
+from tpde.nn.routing import fused
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.integrations.streaming import loading as loading_under  # noqa: E402
-from tpde.integrations.streaming.loading import Streaming  # noqa: E402
-from tpde.streaming.budget import Budget  # noqa: E402
+from tpde.loading import budgeted as loading_under  # noqa: E402
+from tpde.loading.budgeted import Streaming  # noqa: E402
+from tpde.planning.budget import Budget  # noqa: E402
 from tpde.streaming.trace import Trace  # noqa: E402
 
 # ---- damage ----

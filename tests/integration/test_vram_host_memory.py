@@ -18,16 +18,16 @@ from support.simulated import MemorySupply
 
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, OutOfMemory, UnsupportedDevice
-from tpde.format.source import Extent
-from tpde.packing.order import forward_order
-from tpde.streaming import lock
-from tpde.streaming.host import HostMemory
+from tpde.files.forward_order import forward_order
+from tpde.host import page_lock
+from tpde.host.pinned import HostMemory
+from tpde.io.sources import Extent
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.integrations.streaming import loading as loading_under
-from tpde.integrations.streaming import opening
 from tpde.integrations.transformers import quantizer
+from tpde.loading import budgeted as loading_under
+from tpde.loading import feeds
 
 
 def _host_threads() -> list[str]:
@@ -37,9 +37,9 @@ def _host_threads() -> list[str]:
 def _host_memory(monkeypatch: pytest.MonkeyPatch, lock_: Callable[..., None]) -> FakeLock:
     """Let models load to real host memory, an arena; no device locks it."""
     fake = FakeLock(monkeypatch)
-    monkeypatch.setattr(lock, "lock", lock_)
+    monkeypatch.setattr(page_lock, "lock", lock_)
     monkeypatch.setenv("TPDE_HOST_MEMORY", "arena")
-    for module in (opening, loading_under):
+    for module in (feeds, loading_under):
         monkeypatch.setattr(module, "HostMemory", HostMemory)
     return fake
 
@@ -56,7 +56,7 @@ def test_host_memory_is_filled_in_the_order_of_a_forward_pass(
         return MemorySupply()
 
     with simulated(monkeypatch, every("host")):
-        monkeypatch.setattr(opening, "HostMemory", memory)
+        monkeypatch.setattr(feeds, "HostMemory", memory)
         load(packed).tpde_streamer.close()
     files = list(dict.fromkeys(Path(it.source.name).name for it in wanted))
     assert len(files) > 3
@@ -171,7 +171,7 @@ def test_opening_that_fails_gives_locked_memory_back(
         raise error
 
     with simulated(monkeypatch, every("host")) as opened:
-        monkeypatch.setattr(opening, "Streamer", fail)
+        monkeypatch.setattr(feeds, "Streamer", fail)
         with pytest.raises(type(error)):
             load(llama.packed)
         assert opened.memory[0].closed
@@ -185,7 +185,7 @@ def test_nothing_is_locked_before_headers_are_read(
         raise error
 
     with simulated(monkeypatch, every("host")) as opened:
-        monkeypatch.setattr(opening, "Streamed", fail)
+        monkeypatch.setattr(feeds, "Streamed", fail)
         with pytest.raises(type(error)):
             load(llama.packed)
         assert not opened.memory
@@ -195,7 +195,7 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
     sizes: list[int] = []
     with simulated(monkeypatch, every("host", "packed", "plain")):
         load(llama.packed, progress=sizes.append)
-    from tpde.packing.reader import PackedFile
+    from tpde.files.reader import PackedFile
 
     with PackedFile(llama.packed / "model.safetensors") as file:
         packed = sum(e.end - e.begin for n, e in file.container.entries.items() if n.endswith("_tpde"))

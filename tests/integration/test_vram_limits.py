@@ -17,8 +17,8 @@ from tpde.errors import OutOfMemory
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.integrations.streaming.loading import Streaming  # noqa: E402
-from tpde.streaming.budget import Budget  # noqa: E402
+from tpde.loading.budgeted import Streaming  # noqa: E402
+from tpde.planning.budget import Budget  # noqa: E402
 
 # ---- the number of tokens ----
 
@@ -224,8 +224,8 @@ def test_a_budget_for_a_model_none_of_whose_weights_stays_packed(
 
 def test_too_little_ram_beside_what_is_allocated(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process has allocated on the device counts towards `vram`, not towards `ram`."""
-    from tpde.integrations import allowance
-    from tpde.streaming.plan import too_little_ram
+    from tpde.memory import allowance
+    from tpde.planning.planner import too_little_ram
 
     monkeypatch.setattr(allowance, "_budgets", {})
     card.reserved = 3 * GIB
@@ -239,10 +239,10 @@ def test_too_little_ram_beside_what_is_allocated(card: Card, monkeypatch: pytest
 
 
 def test_page_tables_are_not_left_to_pytorch(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.integrations import allowance
-    from tpde.integrations.streaming.demand import FIXED_BYTES, OUTSIDE_BYTES, TYPICAL
-    from tpde.streaming.plan import make_plan
-    from tpde.streaming.units import Demand, Unit
+    from tpde.loading.footprint import FIXED_BYTES, OUTSIDE_BYTES, TYPICAL
+    from tpde.memory import allowance
+    from tpde.planning.planner import make_plan
+    from tpde.planning.units import Demand, Unit
 
     monkeypatch.setattr(allowance, "_budgets", {})
     units, needs = [Unit("linear", 40 * GIB, 60 * GIB, 1 << 20, tile=1 << 24)], Demand(0, 0, 0, FIXED_BYTES)
@@ -256,7 +256,7 @@ def test_too_little_ram_for_several_devices(monkeypatch: pytest.MonkeyPatch, lla
     """Each that has packed weights has a share of `ram`; what would do is that of all."""
     from tpde.integrations.transformers import streamed
     from tpde.integrations.transformers.shape import opened_shape
-    from tpde.streaming.plan import too_little_ram
+    from tpde.planning.planner import too_little_ram
 
     def plan(_: Any, __: Any, ___: Any, budget: Budget, **____: Any) -> Any:
         assert budget.ram == 256 << 20
@@ -281,14 +281,17 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     return Card(monkeypatch)
 
 
-@pytest.mark.parametrize("where", ["opening.CudaDevice", "streamed.CudaDevice"], ids=["ring", "experts"])
+@pytest.mark.parametrize(
+    "where",
+    ["loading.feeds.CudaDevice", "integrations.transformers.streamed.CudaDevice"],
+    ids=["ring", "experts"],
+)
 def test_no_room_to_copy_to(where: str, monkeypatch: pytest.MonkeyPatch, experts: tuple[str, Pair]) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OutOfMemory("no room")
 
     with simulated(monkeypatch, every("host")) as opened:
-        package = "streaming" if where.startswith("opening") else "transformers"
-        monkeypatch.setattr(f"tpde.integrations.{package}.{where}", fail)
+        monkeypatch.setattr(f"tpde.{where}", fail)
         with pytest.raises(OutOfMemory, match="no room"):
             load(experts[1].packed)
         (memory,) = opened.memory

@@ -28,7 +28,7 @@ from support.craft import (
 
 from tpde.codec import reference
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
-from tpde.packing.reader import PackedFile
+from tpde.files.reader import PackedFile
 
 
 def test_the_blobs_that_are_attacked_are_valid() -> None:

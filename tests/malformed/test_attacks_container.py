@@ -22,12 +22,12 @@ from tpde.errors import (
     UnsupportedDtype,
     UnsupportedVersion,
 )
+from tpde.files.inputs import open_source
+from tpde.files.reader import PackedFile
+from tpde.files.writer import PackedWriter
 from tpde.format.constants import MAX_CONTAINER_HEADER
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
-from tpde.packing.reader import PackedFile
-from tpde.packing.sources import open_source
-from tpde.packing.writer import PackedWriter
+from tpde.io.sinks import BytesSink
 
 
 def _entry(**changes: object) -> dict[str, object]:

@@ -10,11 +10,11 @@ from support.contents import rng
 from support.states import content, files, folders
 
 from tpde.errors import Corrupt, MissingBase, TpdeError, Truncated, UnsupportedVersion
-from tpde.format.delta import HASH_AT, HEADER, MAGIC
+from tpde.format.delta_head import HASH_AT, HEADER, MAGIC
 from tpde.format.delta_reader import is_delta
-from tpde.format.source import BytesSource, FileSource
-from tpde.store.api import diff, inspect_delta, patch, verify_delta
-from tpde.store.delta import DeltaFile
+from tpde.io.sources import BytesSource, FileSource
+from tpde.store.delta_state import DeltaFile
+from tpde.store.patching import diff, inspect_delta, patch, verify_delta
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tpde.errors import (
     UnsafePickle,
     UnsupportedVersion,
 )
-from tpde.packing.api import pack, unpack, verify
+from tpde.files.operations import pack, unpack, verify
 
 MANIFEST = "tpde_manifest.json"
 

@@ -16,8 +16,8 @@ from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
 from tpde.errors import Corrupt, InvalidDestination, InvalidInput, TpdeError, UnsafePickle, UnsupportedVersion
+from tpde.files.operations import pack, unpack, verify
 from tpde.format.constants import MANIFEST
-from tpde.packing.api import pack, unpack, verify
 
 ONE, TWO = "a.safetensors", "b.safetensors"
 SECRET = "the content of a file elsewhere"

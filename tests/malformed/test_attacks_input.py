@@ -17,12 +17,12 @@ from support.files import container, pack_bytes, safetensors_bytes, unpack_bytes
 from tpde.cli.inspect import render
 from tpde.codec import reference
 from tpde.errors import Corrupt, InvalidInput, TpdeError
+from tpde.files.documents import read_document
+from tpde.files.inspection import inspect
+from tpde.files.operations import pack
+from tpde.files.reader import PackedFile
+from tpde.files.shards import read_index
 from tpde.format.container import TensorSpec
-from tpde.packing.api import pack
-from tpde.packing.documents import read_document
-from tpde.packing.inspect import inspect
-from tpde.packing.reader import PackedFile
-from tpde.packing.shards import read_index
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])

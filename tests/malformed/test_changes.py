@@ -21,9 +21,9 @@ import pytest
 from support.changes import campaign, make_source
 
 from tpde.errors import Corrupt, InvalidInput, UnsupportedVersion
+from tpde.files import directory
+from tpde.files.operations import pack, unpack, verify
 from tpde.format.constants import MANIFEST
-from tpde.packing import directory
-from tpde.packing.api import pack, unpack, verify
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

@@ -10,8 +10,8 @@ from support.contents import fill, rng, spec_of
 from support.files import pack_bytes, safetensors_bytes, verify_bytes
 
 from tpde.errors import TpdeError
-from tpde.format.source import BytesSource
-from tpde.packing.reader import PackedFile
+from tpde.files.reader import PackedFile
+from tpde.io.sources import BytesSource
 
 CHANGES = 10_000
 

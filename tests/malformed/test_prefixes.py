@@ -9,8 +9,8 @@ from support.contents import fill, rng, spec_of
 from support.files import pack_bytes, safetensors_bytes
 
 from tpde.errors import Truncated
-from tpde.packing.api import unpack, verify
-from tpde.packing.reader import PackedFile
+from tpde.files.operations import unpack, verify
+from tpde.files.reader import PackedFile
 
 
 def _packed(words: int) -> bytes:

@@ -12,7 +12,7 @@ from support.models import VOCAB, assert_same_bits, torch
 
 import tpde
 from tpde.nn import PackedParameter, pack_module
-from tpde.nn.changed import kept_plain
+from tpde.nn.unpackable import kept_plain
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 

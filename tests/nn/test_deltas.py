@@ -22,10 +22,10 @@ from support.tunes import tuned
 
 import tpde
 from tpde.errors import Corrupt, InvalidInput, MissingBase, PackedWeight
-from tpde.format.delta import SPARSE
-from tpde.format.source import BytesSource
+from tpde.format.delta_head import SPARSE
+from tpde.io.sources import BytesSource
 from tpde.nn import PackedParameter, add_deltas, pack_module, packed_modules, plain_state_dict
-from tpde.store.delta import DeltaFile
+from tpde.store.delta_state import DeltaFile
 from tpde.weights import coded
 from tpde.weights.changed import Changed
 
@@ -502,7 +502,7 @@ def test_script_modules_have_no_deltas() -> None:
 
 def test_large_copies_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A model that is not packed has deltas, too; each is a copy of what it changes."""
-    monkeypatch.setattr("tpde.nn.deltas._LOUD_BYTES", 1 << 16)
+    monkeypatch.setattr("tpde.nn.model_deltas._LOUD_BYTES", 1 << 16)
     torch.manual_seed(5)
     base = Model().to(torch.bfloat16).eval()
     target = tuned(base, 1)

@@ -24,9 +24,9 @@ from tpde.nn import (
     replace_parameter,
     route_experts,
 )
-from tpde.nn.experts import fused
+from tpde.nn.routing import fused
 from tpde.streaming.experts import ExpertStore, expert_room
-from tpde.streaming.stream import Streamer
+from tpde.streaming.ring import Streamer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROOM, RING = 64 << 10, 4

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 nn = torch.nn
 
-from tpde.nn.changed import kept_plain  # noqa: E402
+from tpde.nn.unpackable import kept_plain  # noqa: E402
 
 ATTENTION = ["out_proj.weight"]
 LAYER = ["linear1.weight", "linear2.weight", "self_attn.out_proj.weight"]

@@ -27,8 +27,8 @@ from tpde.nn import (
 )
 from tpde.nn.kernels import MOST_SHARE, can_fuse
 from tpde.weights import windowed
+from tpde.weights.packed_tensor import rebuild_tensor
 from tpde.weights.product import linear
-from tpde.weights.tensor import rebuild_tensor
 from tpde.weights.windowed import Windowed
 
 nn = torch.nn

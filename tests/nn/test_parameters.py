@@ -22,10 +22,10 @@ from torch.nn.utils import parametrize
 import tpde
 from tpde.errors import Corrupt, InvalidInput, PackedWeight
 from tpde.nn import PackedParameter, PackedTensor, Resident, pack_module, pack_tensor, unpack_module
+from tpde.weights.packed_tensor import rebuild_tensor
 from tpde.weights.parameter import rebuild_parameter
 from tpde.weights.readonly import ReadOnly, guarded
 from tpde.weights.source import Source
-from tpde.weights.tensor import rebuild_tensor
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}

@@ -23,10 +23,10 @@ from support.tunes import tuned
 
 import tpde
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn import add_deltas, deltas, pack_module, plain_state_dict
-from tpde.nn.copies import Copies
+from tpde.nn import add_deltas, model_deltas, pack_module, plain_state_dict
+from tpde.nn.batch_rows import Batch
 from tpde.nn.parts import Parts
-from tpde.nn.requests import Batch
+from tpde.nn.plain_copies import Copies
 
 IDS = torch.arange(35).reshape(5, 7)
 LISTS = [
@@ -221,7 +221,7 @@ def test_a_switch_that_is_interrupted_at_its_end(
         return  # there is nothing to remove
     tunes = make(blocks=1)
     tunes.packed.use(before)
-    name, owner = end.removeprefix("after "), Parts if end == "remove" else deltas.Deltas
+    name, owner = end.removeprefix("after "), Parts if end == "remove" else model_deltas.Deltas
     with monkeypatch.context() as patch:
         interrupt(patch, owner, name, 1, after=name != end)
         with pytest.raises(KeyboardInterrupt):
@@ -237,7 +237,8 @@ def test_a_switch_that_is_interrupted_at_its_end(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize(
-    ("owner", "name"), [(torch.nn.Module, "register_forward_pre_hook"), (deltas, "Parts"), (Parts, "refuse")]
+    ("owner", "name"),
+    [(torch.nn.Module, "register_forward_pre_hook"), (model_deltas, "Parts"), (Parts, "refuse")],
 )
 def test_rows_that_are_not_begun(owner: Any, name: str, error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of them stays, and the delta before is in use."""
@@ -276,7 +277,7 @@ def test_methods_that_cannot_stand_for_rows(tunes: Tunes, monkeypatch: pytest.Mo
         raise RuntimeError("no such method")
 
     tunes.packed.use("law")
-    monkeypatch.setitem(deltas.METHODS, "generate", fail)
+    monkeypatch.setitem(model_deltas.METHODS, "generate", fail)
     with pytest.raises(RuntimeError, match="no such method"):
         tunes.packed.use(["math", "law"])
     assert not any(it._forward_pre_hooks for it in tunes.packed.modules())

@@ -13,7 +13,7 @@ from support.models import assert_same_bits
 from support.small import IDS, Block, Model, torch
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn import PackedParameter, experts, finish, group, pack_module, unpack_module
+from tpde.nn import PackedParameter, finish, group, pack_module, routing, unpack_module
 
 
 class Calling(Block):
@@ -147,10 +147,10 @@ def test_routers_may_name_no_expert() -> None:
         config=SimpleNamespace(_experts_implementation="eager"),
     )
     index = torch.tensor([[0, 4], [2, 99], [-1, 2]])
-    assert experts.chosen(module, (X, index), {}) == [0, 2, 3]
-    assert experts.chosen(module, (X, index.float()), {}) is None
+    assert routing.chosen(module, (X, index), {}) == [0, 2, 3]
+    assert routing.chosen(module, (X, index.float()), {}) is None
     module.config._experts_implementation = "a kernel"
-    assert experts.chosen(module, (X, index), {}) is None
+    assert routing.chosen(module, (X, index), {}) is None
 
 
 class Chooses:
@@ -170,35 +170,35 @@ def routed(kind: Any = Chooses, **config: Any) -> Any:
 def test_the_choice_is_found_wherever_it_is_given() -> None:
     index = torch.tensor([[3, 1], [1, 1]])
     for args, kwargs in (((X, index), {}), ((X, index, X), {}), ((X,), {"router_indices": index})):
-        assert experts.chosen(routed(), args, kwargs) == [1, 3]
-        assert experts.needed(routed(), args, kwargs) == [1, 3]
-    assert experts.chosen(routed(), (), {"hidden": X, "router_indices": index.int()}) == [1, 3]
-    assert experts.needed(routed(), (X, torch.empty(0, 2, dtype=torch.int64)), {}) == []
+        assert routing.chosen(routed(), args, kwargs) == [1, 3]
+        assert routing.needed(routed(), args, kwargs) == [1, 3]
+    assert routing.chosen(routed(), (), {"hidden": X, "router_indices": index.int()}) == [1, 3]
+    assert routing.needed(routed(), (X, torch.empty(0, 2, dtype=torch.int64)), {}) == []
 
 
 @pytest.mark.parametrize("implementation", [None, "eager", "batched_mm", "grouped_mm"])
 def test_implementations_that_look_experts_up(implementation: str | None) -> None:
     module = routed(_experts_implementation=implementation)
-    assert experts.chosen(module, (X, torch.tensor([2])), {}) == [2]
+    assert routing.chosen(module, (X, torch.tensor([2])), {}) == [2]
 
 
 def test_all_experts_are_needed_where_the_choice_is_not_known(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mask of booleans is none, nor are weights; it is said once of a class."""
-    monkeypatch.setattr(experts, "_told", set())
+    monkeypatch.setattr(routing, "_told", set())
     theirs = type("Theirs", (Chooses,), {"__module__": "somebody.else"})
     plain = type("Plain", (), {"__module__": Chooses.__module__, "forward": lambda self, hidden: None})
     for kind in (theirs, plain):
-        assert not experts.routes(kind)
-        assert experts.chosen(routed(kind), (X, torch.tensor([2])), {}) is None
-    assert experts.routes(Chooses)  # type: ignore[arg-type]
+        assert not routing.routes(kind)
+        assert routing.chosen(routed(kind), (X, torch.tensor([2])), {}) is None
+    assert routing.routes(Chooses)  # type: ignore[arg-type]
     with caplog.at_level("WARNING", "tpde"):
         for index in (torch.tensor([True, False]), torch.tensor([1.0]), None, [2], 2):
-            assert experts.chosen(routed(), (X, index), {}) is None
-            assert experts.needed(routed(), (X, index), {}) == [0, 1, 2, 3]
-        assert experts.needed(routed(), (X,), {}) == [0, 1, 2, 3]
-        assert experts.needed(routed(theirs), (X, torch.tensor([2])), {}) == [0, 1, 2, 3]
+            assert routing.chosen(routed(), (X, index), {}) is None
+            assert routing.needed(routed(), (X, index), {}) == [0, 1, 2, 3]
+        assert routing.needed(routed(), (X,), {}) == [0, 1, 2, 3]
+        assert routing.needed(routed(theirs), (X, torch.tensor([2])), {}) == [0, 1, 2, 3]
     told = [it.message for it in caplog.records]
     assert len(told) == 2
     assert "`Chooses`" in told[0]
@@ -207,15 +207,15 @@ def test_all_experts_are_needed_where_the_choice_is_not_known(
 
 def test_fused_weights_are_of_one_number_of_experts() -> None:
     module = routed()
-    assert [slot.shape for slot in experts.fused(module)] == [(4, 8, 8)]
+    assert [slot.shape for slot in routing.fused(module)] == [(4, 8, 8)]
     source: Any = object()
-    experts.route_experts(module, source)
+    routing.route_experts(module, source)
     assert module.tpde_slots["w"].experts is source
     assert not hasattr(module.tpde_slots["bias"], "experts")
     module.tpde_slots["other"] = SimpleNamespace(shape=(5, 8, 8))
     for slots in (module.tpde_slots, {"bias": module.tpde_slots["bias"]}, {}):
         with pytest.raises(InvalidInput, match="one number, the same for all"):
-            experts.route_experts(SimpleNamespace(tpde_slots=slots), source)  # type: ignore[arg-type]
+            routing.route_experts(SimpleNamespace(tpde_slots=slots), source)  # type: ignore[arg-type]
 
 
 def test_sparse_tensors_are_kept_for_the_backward_pass() -> None:
@@ -358,7 +358,7 @@ def test_of_experts_only_pieces_are_decoded_again(
     ours = pack_module(copy.deepcopy(plain), min_bytes=0)
     slot = ours.tpde_slots["w"]
     source = Fetches(slot)
-    experts.route_experts(ours, source)
+    routing.route_experts(ours, source)
     finish(ours)
     asked: list[int] = []
     span = type(slot.packed).span
@@ -394,7 +394,7 @@ def test_the_rest_of_a_routed_block_is_decoded_before(monkeypatch: pytest.Monkey
     ours = pack_module(copy.deepcopy(plain), min_bytes=0)
     slot = ours[0].experts.tpde_slots["w"]
     source = Fetches(slot)
-    experts.route_experts(ours[0].experts, source)
+    routing.route_experts(ours[0].experts, source)
     finish(ours)
     for model in (plain, ours):
         model[0].experts.work = lambda x, w: x @ w[2, :64]
@@ -440,7 +440,7 @@ def test_experts_that_are_read_by_others_are_all_there() -> None:
     ours = pack_module(copy.deepcopy(plain), min_bytes=0)
     source = Fetches(ours[0].experts.tpde_slots["w"])
     source.zeros = True
-    experts.route_experts(ours[0].experts, source)
+    routing.route_experts(ours[0].experts, source)
     finish(ours)
     for model in (plain, ours):
         model[0].experts.work = lambda x, w: x

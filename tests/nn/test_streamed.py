@@ -16,7 +16,7 @@ from torch import nn
 from tpde.errors import PackedWeight
 from tpde.nn import pack_module, packed_modules
 from tpde.nn.saved import _top_hooks
-from tpde.streaming.stream import Streamer
+from tpde.streaming.ring import Streamer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROOM = 64 << 10

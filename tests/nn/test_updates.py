@@ -15,8 +15,8 @@ from support.tunes import tuned
 import tpde
 from tpde.errors import Corrupt, InvalidInput, MissingBase, PackedWeight
 from tpde.nn import PackedParameter, add_deltas, pack_module, packed_modules, plain_state_dict
-from tpde.store.delta import DeltaFile
-from tpde.weights import coded, live
+from tpde.store.delta_state import DeltaFile
+from tpde.weights import apply_delta, coded
 from tpde.weights.changed import Changed
 from tpde.weights.resident import Resident
 
@@ -159,7 +159,7 @@ def test_all_or_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_interrupted_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     old = base()
     new, model = tuned(old, 1), packed(old)
-    delta, left, real = tpde.make_delta(old, new), [3], live.PackedTensor.replace
+    delta, left, real = tpde.make_delta(old, new), [3], apply_delta.PackedTensor.replace
 
     def replace(self: Any, found: Any) -> None:
         left[0] -= 1
@@ -167,7 +167,7 @@ def test_what_was_interrupted_is_completed(monkeypatch: pytest.MonkeyPatch) -> N
             raise KeyboardInterrupt
         real(self, found)
 
-    monkeypatch.setattr(live.PackedTensor, "replace", replace)
+    monkeypatch.setattr(apply_delta.PackedTensor, "replace", replace)
     with pytest.raises(KeyboardInterrupt):
         tpde.apply_delta(model, delta)
     monkeypatch.undo()

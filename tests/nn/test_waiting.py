@@ -47,8 +47,8 @@ class Held:
         (("app",), 10),
         (("app", "threading", "threading"), 10),
         (("torch.nn.functional", "tpde.nn.modules", "app"), 10),
-        (("threading", "tpde.streaming.stream", "app"), 10),
-        (("threading", "threading", "tpde.streaming.host", "app"), 10),
+        (("threading", "tpde.streaming.ring", "app"), 10),
+        (("threading", "threading", "tpde.host.pinned", "app"), 10),
         (("threading", "tpdes", "app"), 0.1),
     ],
 )

@@ -55,7 +55,7 @@ def placed(
 ) -> None:
     """Let a test say where units go, and what other fields of plans are; of `parts`, the others are 0."""
     from tpde.integrations.transformers import streamed
-    from tpde.streaming.units import Placement
+    from tpde.planning.units import Placement
 
     plan = streamed.plan_streaming
 
@@ -76,8 +76,8 @@ def simulated(
     **fields: Any,
 ) -> Iterator[Opened]:
     """Let models load under a budget to the CPU, which stands for a GPU; `fields` are those of plans."""
-    from tpde.integrations.streaming import loading, opening
     from tpde.integrations.transformers import streamed
+    from tpde.loading import budgeted, feeds
 
     opened = Opened()
 
@@ -95,11 +95,11 @@ def simulated(
         opened.disks.append(MemorySupply(ahead=4 * PIECE))
         return opened.disks[-1]
 
-    monkeypatch.setattr(opening, "CudaDevice", device)
+    monkeypatch.setattr(feeds, "CudaDevice", device)
     monkeypatch.setattr(streamed, "CudaDevice", device)
-    monkeypatch.setattr(opening, "HostMemory", memory)
-    monkeypatch.setattr(loading, "HostMemory", MemorySupply)
-    monkeypatch.setattr(opening, "ReadAhead", disk)
+    monkeypatch.setattr(feeds, "HostMemory", memory)
+    monkeypatch.setattr(budgeted, "HostMemory", MemorySupply)
+    monkeypatch.setattr(feeds, "ReadAhead", disk)
     if choose is not None:
         placed(monkeypatch, choose, **fields)
     try:
@@ -118,10 +118,10 @@ def load(
     **options: Any,
 ) -> Any:
     """Load a packed model as `tpde.from_pretrained` would to a GPU with a budget."""
-    from tpde.integrations.garbage import collecting_later
-    from tpde.integrations.transformers.loading import model_class_of
+    from tpde.integrations.transformers.load_model import model_class_of
     from tpde.integrations.transformers.quantizer import loading_to
-    from tpde.streaming.budget import Budget
+    from tpde.loading.collection import collecting_later
+    from tpde.planning.budget import Budget
 
     progress = options.pop("progress", None)
     kind = options.pop("model_class", None) or model_class_of(path)

@@ -14,8 +14,8 @@ from typing import Any
 from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 from tpde.errors import TpdeError
+from tpde.files.operations import pack, unpack, verify
 from tpde.format.constants import MANIFEST
-from tpde.packing.api import pack, unpack, verify
 
 
 def make_source(folder: Path) -> Path:

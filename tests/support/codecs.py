@@ -8,10 +8,10 @@ import pytest
 
 from support.contents import CONTENTS, fill, shapes
 from support.files import Tensors
-from tpde.codec import plan
-from tpde.codec.plan import CodecName
+from tpde.codec import selection
+from tpde.codec.selection import CodecName
+from tpde.files import tensor_writer, writer
 from tpde.format.constants import CODEC_CONSTANT, CODEC_PREFIX, CODEC_ZSTD
-from tpde.packing import tensor, writer
 
 ZSTD_CHUNK_WORDS = 4096  # instead of 65536, so that small tensors have several chunks
 
@@ -38,17 +38,17 @@ class Case:
 
 
 CASES = (
-    Case("prefix", CODEC_PREFIX, "prefix", plan.PREFIX_CHUNK_WORDS),
+    Case("prefix", CODEC_PREFIX, "prefix", selection.PREFIX_CHUNK_WORDS),
     Case("zstd", CODEC_ZSTD, "zstd", ZSTD_CHUNK_WORDS),
-    Case("constant", CODEC_CONSTANT, "auto", plan.PREFIX_CHUNK_WORDS, ("zeros", "constant")),
-    Case("plain", None, "auto", plan.PREFIX_CHUNK_WORDS, suffix="_tpde"),
+    Case("constant", CODEC_CONSTANT, "auto", selection.PREFIX_CHUNK_WORDS, ("zeros", "constant")),
+    Case("plain", None, "auto", selection.PREFIX_CHUNK_WORDS, suffix="_tpde"),
 )
 every_codec = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def pack_everything(patch: pytest.MonkeyPatch) -> None:
     """Let the planner pack tensors that do not shrink, and the smallest."""
-    patch.setattr(plan, "WORTH", 10**9)
-    for module in (plan, tensor, writer):
+    patch.setattr(selection, "WORTH", 10**9)
+    for module in (selection, tensor_writer, writer):
         patch.setattr(module, "MIN_BYTES", 1)
-    patch.setattr(plan, "ZSTD_CHUNK_WORDS", ZSTD_CHUNK_WORDS)
+    patch.setattr(selection, "ZSTD_CHUNK_WORDS", ZSTD_CHUNK_WORDS)

@@ -13,8 +13,8 @@ from support.contents import fill
 from support.files import container, verify_bytes
 from tpde.codec import reference
 from tpde.errors import Corrupt, TpdeError
+from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec
-from tpde.packing.reader import PackedFile
 
 # Where the header's fields lie, and their types (format.md 2).
 FIELDS = {

@@ -16,8 +16,8 @@ import torch
 from support.kernels import Card, memory
 from tpde.cuda import decode, items
 from tpde.errors import Corrupt
-from tpde.streaming import device as devices
-from tpde.streaming.tensor import Streamed
+from tpde.streaming import cuda_device as devices
+from tpde.streaming.streamed_source import Streamed
 
 HOST_BYTES = 50  # that a copy moves in a nanosecond
 DECODE_NS = 10_000

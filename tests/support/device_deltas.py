@@ -16,11 +16,11 @@ from tpde.codec import delta
 from tpde.cuda import compile as nvrtc
 from tpde.errors import NativeError
 from tpde.format.constants import DTYPES
-from tpde.format.delta import SAME, SPARSE
-from tpde.format.source import BytesSource
+from tpde.format.delta_head import SAME, SPARSE
 from tpde.frameworks import torch_bytes, torch_dtype
-from tpde.store import device, device_diff, device_update, live
-from tpde.store.delta import DeltaFile
+from tpde.io.sources import BytesSource
+from tpde.store import device_deltas, device_diff, device_update, live_deltas
+from tpde.store.delta_state import DeltaFile
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -70,7 +70,7 @@ def codecs(data: bytes) -> dict[str, str]:
 def on_host() -> Iterator[None]:
     """Nothing is resident."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "is_resident", lambda it: False)
+        patch.setattr(live_deltas, "is_resident", lambda it: False)
         yield
 
 
@@ -89,7 +89,7 @@ def _failing(call: Any, at: int, lasts: bool, monkeypatch: pytest.MonkeyPatch) -
         return allocate
 
     with monkeypatch.context() as patch:
-        for owner, name in ((device.Upload, "send"), (device, "zeros"), (torch, "cat")):
+        for owner, name in ((device_deltas.Upload, "send"), (device_deltas, "zeros"), (torch, "cat")):
             patch.setattr(owner, name, failing(getattr(owner, name)))
         call()
     return count
@@ -184,7 +184,7 @@ class DeviceDeltas:
         old, new = ({name: it[name] for name in floats} for it in (old, new))
         made = self.make(old, new)
         assert set(codecs(made).values()) == {SPARSE}
-        monkeypatch.setattr(live, "torch_bytes", lambda it: pytest.fail("copied to the host"))
+        monkeypatch.setattr(live_deltas, "torch_bytes", lambda it: pytest.fail("copied to the host"))
         assert tpde.make_delta(old, new) == made
         assert tpde.apply_delta(old, made) == len(floats)
         monkeypatch.undo()
@@ -197,8 +197,8 @@ class DeviceDeltas:
             again = {
                 name: self.tensor(torch_bytes(it), name.split(".")[0], offset) for name, it in old.items()
             }
-            assert device.fingerprints(again) == expected
-        assert device.fingerprints({}) == {}
+            assert device_deltas.fingerprints(again) == expected
+        assert device_deltas.fingerprints({}) == {}
 
     def test_heavy_chunks_among_light_ones(self) -> None:
         """Runs of words change, at the start, in the middle and at the end."""
@@ -484,11 +484,11 @@ class DeviceDeltas:
 
     def test_freed_storage_is_not_resident(self) -> None:
         tensor = self.tensor(words_of("BF16", 100), "BF16")
-        assert device.has_words(tensor)
-        assert device.has_words(tensor[3:])
-        assert not device.has_words(tensor[:0])
+        assert device_deltas.has_words(tensor)
+        assert device_deltas.has_words(tensor[3:])
+        assert not device_deltas.has_words(tensor[:0])
         tensor.untyped_storage().resize_(0)
-        assert not device.has_words(tensor)
+        assert not device_deltas.has_words(tensor)
 
     def test_chains_of_steps(self) -> None:
         words = words_of("BF16", 66_000)
@@ -500,6 +500,6 @@ class DeviceDeltas:
             assert np.array_equal(torch_bytes(tensors["w"]), words)
 
     def test_batches_of_little_room(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(device, "_ROOM", 10_000)
+        monkeypatch.setattr(device_deltas, "_ROOM", 10_000)
         old, new = self.state(0.01, False, (65_537, 66_000))
         self.apply(old, new, self.make(old, new))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tpde.cuda import compile as nvrtc
-from tpde.store import device
+from tpde.store import device_deltas
 
 # An index beyond an array's end ends the process.
 _BOUNDS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
@@ -51,16 +51,16 @@ def _launch(made: Any, grid: int, block: int, shared: int, stream: int, *argumen
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of deltas run on the CPU, where contiguous tensors count as resident."""
-    from tpde.cuda import delta
+    from tpde.cuda import delta_kernels
 
     def is_resident(tensor: Any) -> bool:
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        return plain and device.has_words(tensor)
+        return plain and device_deltas.has_words(tensor)
 
     monkeypatch.setattr(nvrtc, "kernel", _kernel)
     monkeypatch.setattr(nvrtc, "launch", _launch)
-    monkeypatch.setattr(delta, "THREADS", 64)
-    monkeypatch.setattr(device, "current", lambda where: contextlib.nullcontext())
-    monkeypatch.setattr(device, "stream_of", lambda where: 0)
-    for module in ("tpde.store.device", "tpde.store.live", "tpde.weights.deltas"):
+    monkeypatch.setattr(delta_kernels, "THREADS", 64)
+    monkeypatch.setattr(device_deltas, "current", lambda where: contextlib.nullcontext())
+    monkeypatch.setattr(device_deltas, "stream_of", lambda where: 0)
+    for module in ("tpde.store.device_deltas", "tpde.store.live_deltas", "tpde.weights.delta_sources"):
         monkeypatch.setattr(f"{module}.is_resident", is_resident)

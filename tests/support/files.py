@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tpde.codec.plan import CodecName
+from tpde.codec.selection import CodecName
+from tpde.files.reader import PackedFile
+from tpde.files.single_file import Problem, pack_tensors, unpack_to, verify_file
+from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
-from tpde.format.source import BytesSource
-from tpde.packing.files import Problem, pack_tensors, unpack_to, verify_file
-from tpde.packing.reader import PackedFile
-from tpde.packing.writer import PackedWriter
+from tpde.io.sinks import BytesSink
+from tpde.io.sources import BytesSource
 
 Tensors = Mapping[str, tuple[TensorSpec, bytes]]
 

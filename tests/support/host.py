@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from support.locking import SHIFT, FakeLock
-from tpde.format.source import Extent
-from tpde.streaming import lock
-from tpde.streaming.host import HostMemory
-from tpde.streaming.ranges import PAGE
+from tpde.host import page_lock
+from tpde.host.pinned import HostMemory
+from tpde.host.ranges import PAGE
+from tpde.io.sources import Extent
 
 MIB = 1 << 20
 
@@ -81,4 +81,4 @@ class Gate:
                 assert self.open.wait(60)
             fake.lock(*args, **kwargs)
 
-        patch.setattr(lock, "lock", lock_)
+        patch.setattr(page_lock, "lock", lock_)

@@ -14,8 +14,8 @@ import zstandard
 
 from support import craft
 from tpde.codec import reference
+from tpde.files.reader import PackedFile
 from tpde.format.constants import SUFFIX
-from tpde.packing.reader import PackedFile
 
 
 class Stored(NamedTuple):

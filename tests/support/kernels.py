@@ -13,9 +13,9 @@ import torch
 
 from tpde.codec.blob import BlobReader
 from tpde.cuda import decode, items
-from tpde.cuda.device import DeviceFacts
+from tpde.cuda.capability import DeviceFacts
 from tpde.errors import Corrupt
-from tpde.format.source import BytesSource
+from tpde.io.sources import BytesSource
 from tpde.weights import launch, source
 from tpde.weights.resident import Resident
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tpde.streaming import lock
+from tpde.host import page_lock
 
 SHIFT = 1 << 44  # the device sees memory elsewhere than the host
 
 
 class FakeLock:
-    """Stands in for `tpde.streaming.lock`.
+    """Stands in for `tpde.host.page_lock`.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class FakeLock:
         self.refuse: Callable[[bool, int], bool] = lambda read_only, before: False
         self.error: Exception | None = None
         for name in ("lock", "unlock", "device_address", "bind"):
-            patch.setattr(lock, name, getattr(self, name))
+            patch.setattr(page_lock, name, getattr(self, name))
         patch.delenv("TPDE_HOST_MEMORY", raising=False)
 
     @property
@@ -48,7 +48,7 @@ class FakeLock:
         if self.error is not None:
             raise self.error
         if self.refuse(read_only, len(self.locked)):
-            raise lock.Refused("the driver says CUDA_ERROR_NOT_SUPPORTED")
+            raise page_lock.Refused("the driver says CUDA_ERROR_NOT_SUPPORTED")
         self.locked[address] = size, read_only
 
     def unlock(self, address: int, device: int) -> None:

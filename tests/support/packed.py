@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpde.codec import plan as planning
+from tpde.codec import selection as planning
 from tpde.codec.blob import BlobWriter
-from tpde.codec.plan import CodecName
-from tpde.format.blob import BlobHeader, parse_blob_header
+from tpde.codec.selection import CodecName
+from tpde.format.blob_header import BlobHeader, parse_blob_header
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
+from tpde.io.sinks import BytesSink
 
 
 class Packed(NamedTuple):

@@ -12,10 +12,10 @@ from support.models import torch
 from support.packed import pack
 from support.simulated import MemorySupply, SimulatedDevice
 from tpde.format.container import TensorSpec
-from tpde.format.source import Extent, FileSource
-from tpde.streaming.kept import Kept
-from tpde.streaming.stream import Streamer, Unit
-from tpde.streaming.tensor import Streamed
+from tpde.io.sources import Extent, FileSource
+from tpde.streaming.retained import Kept
+from tpde.streaming.ring import Streamer, Unit
+from tpde.streaming.streamed_source import Streamed
 
 CPU = torch.device("cpu")
 ROOM = 128 << 10

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tpde.errors import Corrupt
-from tpde.format.source import Extent
+from tpde.io.sources import Extent
 from tpde.streaming.pieces import Piece
 from tpde.weights.launch import Damage
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tpde.format.source import Extent, FileSource
+from tpde.io.sources import Extent, FileSource
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
-from tpde.streaming.stream import Streamer
-from tpde.streaming.tensor import Streamed
+from tpde.streaming.ring import Streamer
+from tpde.streaming.streamed_source import Streamed
 
 
 def write_blobs(model: Any, path: Path) -> tuple[FileSource, dict[int, Extent]]:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpde.format.sink import FileSink
-from tpde.packing.files import no_progress
+from tpde.files.single_file import no_progress
+from tpde.io.sinks import FileSink
 from tpde.store.chain import name_of
-from tpde.store.diff import HostComparer, write_delta
+from tpde.store.delta_writer import HostComparer, write_delta
 from tpde.store.states import State
 
 

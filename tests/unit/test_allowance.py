@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from support.card import DEVICE, GIB, Card  # noqa: E402
 
-from tpde.integrations import allowance  # noqa: E402
-from tpde.integrations.allowance import Allowance  # noqa: E402
+from tpde.memory import allowance  # noqa: E402
+from tpde.memory.allowance import Allowance  # noqa: E402
 
 OUTSIDE = GIB // 8
 
@@ -137,8 +137,8 @@ def test_holes_that_are_of_no_use_count(hole: int, options: dict[str, Any], card
 
 
 def test_what_is_told_of_a_budget_that_is_too_small(card: Card) -> None:
-    from tpde.integrations.streaming.loading import Streaming
-    from tpde.streaming.budget import Budget
+    from tpde.loading.budgeted import Streaming
+    from tpde.planning.budget import Budget
 
     def plan(vram: int) -> Any:
         assert vram == 4 * GIB - MIB

@@ -14,8 +14,8 @@ from support.contents import fill, spec_of
 
 from tpde.codec import blob, native
 from tpde.codec.blob import BlobWriter, digest
-from tpde.codec.plan import plan_tensor, sample_ranges
-from tpde.format.sink import BytesSink
+from tpde.codec.selection import plan_tensor, sample_ranges
+from tpde.io.sinks import BytesSink
 
 SPEC = spec_of("BF16", 40 * 8192)
 DATA = np.frombuffer(fill("normal", SPEC), np.uint8)

@@ -12,8 +12,8 @@ from support.files import pack_bytes, safetensors_bytes
 
 from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
-from tpde.codec.plan import PREFIX_CHUNK_WORDS
-from tpde.packing.reader import PackedFile, PackedTensor
+from tpde.codec.selection import PREFIX_CHUNK_WORDS
+from tpde.files.reader import PackedFile, PackedTensor
 
 CHUNK = 2 * PREFIX_CHUNK_WORDS  # bytes
 SPEC = spec_of("BF16", 6 * PREFIX_CHUNK_WORDS + 100)

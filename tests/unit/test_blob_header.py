@@ -12,9 +12,9 @@ from support.contents import spec_of
 from support.craft import FIELDS, constant_blob, edited, patch, prefix_blob, reseal, zstd_blob
 
 from tpde.codec import reference
-from tpde.codec.plan import ZSTD_CHUNK_WORDS, base_header
+from tpde.codec.selection import ZSTD_CHUNK_WORDS, base_header
 from tpde.errors import Corrupt, TpdeError, Truncated, UnsupportedVersion
-from tpde.format.blob import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
+from tpde.format.blob_header import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
 from tpde.format.constants import (
     CODEC_PREFIX,
     CODEC_ZSTD,

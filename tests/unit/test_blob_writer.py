@@ -13,14 +13,14 @@ from support.contents import fill, spec_of
 from support.craft import edited_record, patch, read_blob, zstd_blob
 
 from tpde.codec.blob import RECORD, BlobReader, BlobWriter, write_constant
-from tpde.codec.plan import PREFIX_CHUNK_WORDS, Plan, base_header, plan_tensor, sample_ranges
 from tpde.codec.reference import META_HASH_AT
+from tpde.codec.selection import PREFIX_CHUNK_WORDS, Plan, base_header, plan_tensor, sample_ranges
 from tpde.errors import Corrupt
+from tpde.files.tensor_writer import TensorWriter
 from tpde.format.constants import CODEC_ZSTD, MODE_CODED
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
-from tpde.format.source import BytesSource
-from tpde.packing.tensor import TensorWriter
+from tpde.io.sinks import BytesSink
+from tpde.io.sources import BytesSource
 
 SPEC = spec_of("BF16", 30 * PREFIX_CHUNK_WORDS + 77)
 # Chunks of random mantissas and signs become larger from the first to the last, and small again.

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpde.errors import InvalidInput
-from tpde.streaming.budget import ACTIVATIONS, MAX_BATCH, MAX_TOKENS, Budget, parse_budget
+from tpde.planning.budget import ACTIVATIONS, MAX_BATCH, MAX_TOKENS, Budget, parse_budget
 
 GIB = 1 << 30
 
@@ -72,7 +72,7 @@ def test_anything_is_a_budget_or_refused(
 
 def test_budgets_import_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, tpde.streaming.budget; "
+        "import sys, tpde.planning.budget; "
         "assert not {'torch', 'cuda', 'numpy'} & {name.partition('.')[0] for name in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from tpde.errors import OutOfMemory
-from tpde.streaming import choices as chosen
-from tpde.streaming import plan as plans
-from tpde.streaming.budget import Budget
-from tpde.streaming.choices import STAGING_LEAST, STAGING_STEP, Choice, Tally, choices, tally
-from tpde.streaming.plan import MIB, make_plan, page_tables
-from tpde.streaming.predict import Work, predict
-from tpde.streaming.units import Demand, Placement, Rates, Unit
+from tpde.planning import candidates as chosen
+from tpde.planning import planner as plans
+from tpde.planning.budget import Budget
+from tpde.planning.candidates import STAGING_LEAST, STAGING_STEP, Choice, Tally, choices, tally
+from tpde.planning.planner import MIB, make_plan, page_tables
+from tpde.planning.prediction import Work, predict
+from tpde.planning.units import Demand, Placement, Rates, Unit
 
 NOTHING = Work(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 RATES = Rates(copy=50e9, disk=5e9, memory=4e12, decode=2e12, launch=40e-6)

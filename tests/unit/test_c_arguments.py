@@ -12,7 +12,7 @@ from support.deltas import pair
 from support.windows import weights
 
 from tpde.codec import delta, native, windows
-from tpde.codec.plan import base_header, core_layout
+from tpde.codec.selection import base_header, core_layout
 from tpde.format.constants import CODEC_PREFIX
 
 ARGUMENT = 1  # `TPDE_E_ARGUMENT`

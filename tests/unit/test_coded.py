@@ -11,8 +11,8 @@ from support.emulated import on_cpu  # noqa: F401
 
 from tpde.codec.delta import CHUNK_WORDS, Model, plan
 from tpde.cuda import compile as nvrtc
-from tpde.cuda import delta
-from tpde.store import device
+from tpde.cuda import delta_kernels
+from tpde.store import device_deltas
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -67,11 +67,13 @@ def test_words_beneath_are_counted_once_a_stream(monkeypatch: pytest.MonkeyPatch
     def on_stream(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
         launch(made, grid, block, shared, 0, *arguments)
 
-    survey = delta.Batch.survey
+    survey = delta_kernels.Batch.survey
     monkeypatch.setattr(nvrtc, "launch", on_stream)
-    monkeypatch.setattr(device, "stream_of", lambda where: now)
+    monkeypatch.setattr(device_deltas, "stream_of", lambda where: now)
     monkeypatch.setattr(
-        delta.Batch, "survey", lambda self, *args: (launched.append(str(args[-1])), survey(self, *args))
+        delta_kernels.Batch,
+        "survey",
+        lambda self, *args: (launched.append(str(args[-1])), survey(self, *args)),
     )
     for now in (5, 5, 7, 5, 7):  # noqa: B007 - `stream_of` reads it
         out = torch.from_numpy(old.copy())

@@ -387,7 +387,7 @@ def test_an_old_python_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_gpu_is_told_whatever_asking_for_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.cuda import device
+    from tpde.cuda import capability
 
     for error, status, detail in (
         (errors.MissingDependency("x"), "missing", "not asked: cuda-bindings is missing"),
@@ -398,7 +398,7 @@ def test_the_gpu_is_told_whatever_asking_for_it_raises(monkeypatch: pytest.Monke
         def fail(_: int, error: Exception = error) -> Any:
             raise error
 
-        monkeypatch.setattr(device, "facts", fail)
+        monkeypatch.setattr(capability, "facts", fail)
         found = doctor._gpu()
         assert (found.status, found.detail, found.required) == (status, detail, False)
 
@@ -453,7 +453,7 @@ def test_a_core_that_is_not_there_or_fails_is_a_line_of_the_report(monkeypatch: 
 
 
 def test_a_round_trip_tells_what_did_not_shrink_or_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.packing.reader import PackedFile
+    from tpde.files.reader import PackedFile
 
     assert doctor._round_trip() == ""
     with monkeypatch.context() as patch:
@@ -477,9 +477,9 @@ def test_a_round_trip_tells_what_did_not_shrink_or_differs(monkeypatch: pytest.M
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Give what was measured; a machine of round numbers."""
     pytest.importorskip("torch", reason="needs torch")
-    from tpde.integrations import device
+    from tpde.loading import devices
+    from tpde.planning.units import Rates
     from tpde.streaming import rates
-    from tpde.streaming.units import Rates
 
     found: list[Any] = []
 
@@ -493,7 +493,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(rates, "disk_rate", disk)
     monkeypatch.setattr(rates, "measure_rates", measure)
-    monkeypatch.setattr(device, "checked_device", lambda name: f"checked {name}")
+    monkeypatch.setattr(devices, "checked_device", lambda name: f"checked {name}")
     return found
 
 
@@ -553,8 +553,8 @@ def test_no_gpu_is_no_hindrance_where_a_device_is_named(
 
 def test_a_plan_as_json_and_as_text_has_all_of_it() -> None:
     from tpde.cli.plan import as_dict, render
-    from tpde.streaming.plan import Placement
-    from tpde.streaming.units import Rates, Unit
+    from tpde.planning.planner import Placement
+    from tpde.planning.units import Rates, Unit
 
     units = [Unit("embed", 10, 20, 1), Unit("layers.0", 30, 40, 1), Unit("layers.1", 50, 60, 1)]
     plan = SimpleNamespace(

@@ -20,14 +20,14 @@ from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 
 from tpde.errors import InvalidInput, MissingDependency, UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.integrations.diffusers import loading  # noqa: E402
+from tpde.integrations.diffusers import load_model  # noqa: E402
 from tpde.integrations.diffusers.config import TpdeConfig  # noqa: E402
-from tpde.integrations.diffusers.loading import expected_dtype, weight_files  # noqa: E402
+from tpde.integrations.diffusers.load_model import expected_dtype, weight_files  # noqa: E402
 from tpde.integrations.diffusers.quantizer import TpdeQuantizer, belong  # noqa: E402
-from tpde.integrations.streaming.demand import FIXED_BYTES, plain_bytes  # noqa: E402
+from tpde.loading.footprint import FIXED_BYTES, plain_bytes  # noqa: E402
 from tpde.nn import PackedParameter, pack_module  # noqa: E402
-from tpde.streaming.budget import Budget  # noqa: E402
-from tpde.streaming.units import Demand  # noqa: E402
+from tpde.planning.budget import Budget  # noqa: E402
+from tpde.planning.units import Demand  # noqa: E402
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 WEIGHT = (TensorSpec("BF16", (64, 128)), fill("normal", TensorSpec("BF16", (64, 128))))
@@ -83,7 +83,7 @@ def specs(**tensors: tuple[str, tuple[int, ...]]) -> dict[str, TensorSpec]:
 
 
 def test_the_dtype_of_most_bytes() -> None:
-    main = loading._main_dtype
+    main = load_model._main_dtype
     assert main(specs(a=("BF16", (9,)), b=("F32", (4,)), c=("I64", (99,)))) is BF16
     assert main(specs(a=("BF16", (9,)), b=("F32", (5,)))) is torch.float32
     assert main(specs(a=("BF16", (9,)), b=("F32", (5,)), c=("BF16", (2,)))) is BF16
@@ -103,7 +103,7 @@ def test_what_a_class_keeps_in_32_bits() -> None:
 def test_tensors_that_a_model_has_not_or_lacks() -> None:
     model = torch.nn.Linear(4, 3)
     found, folder = specs(weight=("BF16", (3, 4)), bias=("BF16", (3,))), Path("x")
-    loading._compare(model, found, folder)
+    load_model._compare(model, found, folder)
     for changed, said, where in (
         ({"bias": None}, "`x` lacks `bias`, which a Linear has", "bias"),
         ({"bias": None, "weight": None}, r"lacks `weight`, which a Linear has \(2 tensors\)", "weight"),
@@ -112,7 +112,7 @@ def test_tensors_that_a_model_has_not_or_lacks() -> None:
     ):
         given = {name: it for name, it in (found | changed).items() if it is not None}
         with pytest.raises(InvalidInput, match=said) as caught:
-            loading._compare(model, given, folder)
+            load_model._compare(model, given, folder)
         assert caught.value.where == where
         assert ("tensors)" in str(caught.value)) == ("2 tensors" in said)
 
@@ -138,14 +138,14 @@ def test_a_component_is_built_in_its_dtype(tmp_path: Path) -> None:
             return made
 
     before = torch.get_default_dtype()
-    made: Any = loading.build(Kind, tmp_path, torch.float16)  # type: ignore[type-var]
+    made: Any = load_model.build(Kind, tmp_path, torch.float16)  # type: ignore[type-var]
     assert (made.weight.device.type, made.weight.dtype) == ("meta", torch.float16)
     assert (made.places.device.type, made.places.dtype) == ("cpu", torch.float16)
     assert not made.training
     assert torch.get_default_dtype() is before
     Kind.fails = True
     with pytest.raises(ValueError, match="no such model"):
-        loading.build(Kind, tmp_path, torch.float16)  # type: ignore[type-var]
+        load_model.build(Kind, tmp_path, torch.float16)  # type: ignore[type-var]
     assert torch.get_default_dtype() is before
 
 
@@ -153,7 +153,7 @@ def test_a_component_is_built_in_its_dtype(tmp_path: Path) -> None:
 def test_libraries_that_are_missing(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(MissingDependency, match=r'pip install "tpde\[diffusers\]"'):
-        loading.build(torch.nn.Linear, Path("x"), BF16)
+        load_model.build(torch.nn.Linear, Path("x"), BF16)
 
 
 # ---- what diffusers asks ----
@@ -339,7 +339,7 @@ class World:
             "replace_parameter": lambda model, name, weight: self.log.append(("packed", name, weight)),
             "finish": lambda model: self._step("finish"),
         }.items():
-            monkeypatch.setattr(loading, name, value)
+            monkeypatch.setattr(load_model, name, value)
         quantizer = importlib.import_module("tpde.integrations.diffusers.quantizer")
         monkeypatch.setattr(quantizer, "belong", lambda model: self.log.append("belongs"))
 
@@ -401,7 +401,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def test_where_all_of_a_component_goes(world: World) -> None:
     """What is in no file, too; each in the dtype that is asked for, or most have."""
-    model = loading.load(Component, "x", variant="fp16")
+    model = load_model.load(Component, "x", variant="fp16")
     assert world.log == [
         [Path("x/fp16")],
         ("opened", {"linear.weight": "run"}, {"linear.weight": world.meta}),
@@ -418,14 +418,14 @@ def test_where_all_of_a_component_goes(world: World) -> None:
 
 
 def test_a_dtype_that_is_asked_for(world: World) -> None:
-    model = loading.load(Component, "x", dtype=torch.float32)
+    model = load_model.load(Component, "x", dtype=torch.float32)
     assert {it.dtype for it in model.state_dict().values()} == {torch.float32}
     assert ("opened", {}, {}) in world.log, "what is cast is plain"
 
 
 def test_a_streamed_component_is_loaded_in_this_order(world: World) -> None:
     """Host memory is brought when all else is there."""
-    loading.load(Component, "x", vram="1GiB", dtype=BF16)
+    load_model.load(Component, "x", vram="1GiB", dtype=BF16)
     assert world.log == [
         "checked",
         [Path("x/None")],
@@ -445,7 +445,7 @@ def test_a_streamed_component_is_loaded_in_this_order(world: World) -> None:
 def test_a_streamed_component_that_fails_gives_all_back(fails: str, world: World) -> None:
     world.fails = fails
     with pytest.raises(KeyboardInterrupt):
-        loading.load(Component, "x", vram="1GiB", dtype=BF16)
+        load_model.load(Component, "x", vram="1GiB", dtype=BF16)
     assert world.log[-2:] == ["closed", "files closed"]
 
 
@@ -456,17 +456,17 @@ def test_what_stays_packed_and_in_which_dtype_the_rest_is() -> None:
     found = {name: TensorSpec("BF16", tuple(it.shape)) for name, it in model.state_dict().items()}
     found["count"] = TensorSpec("I64", (3,))
     packed: Any = {name: SimpleNamespace(run=f"run of {name}") for name in found}
-    stay, plain = loading._sort(model, SimpleNamespace(packed=packed), found, BF16)  # type: ignore[arg-type]
+    stay, plain = load_model._sort(model, SimpleNamespace(packed=packed), found, BF16)  # type: ignore[arg-type]
     assert stay == {"linear.weight": "run of linear.weight"}
     kept = {"norm.weight": torch.float32, "norm.bias": torch.float32, "count": torch.int64}
     assert plain == {"linear.bias": BF16, "places": BF16} | kept
     for name, it in model.state_dict().items():
         assert (it.device.type, it.dtype) == ("meta", plain.get(name, BF16)), name
-    stay, plain = loading._sort(model, SimpleNamespace(packed=packed), found, torch.float16)  # type: ignore[arg-type]
+    stay, plain = load_model._sort(model, SimpleNamespace(packed=packed), found, torch.float16)  # type: ignore[arg-type]
     assert not stay, "of another dtype"
     assert plain["linear.weight"] is torch.float16
     del packed["linear.weight"]
-    assert not loading._sort(model, SimpleNamespace(packed=packed), found, BF16)[0]  # type: ignore[arg-type]
+    assert not load_model._sort(model, SimpleNamespace(packed=packed), found, BF16)[0]  # type: ignore[arg-type]
 
 
 def test_a_loaded_component_is_finished_and_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

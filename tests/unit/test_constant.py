@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from support.craft import bounded
 
 from tpde.codec.blob import repeat_word
+from tpde.files import tensor_writer as tensors
+from tpde.files.reader import PackedFile
+from tpde.files.tensor_writer import repeats
+from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
-from tpde.packing import tensor as tensors
-from tpde.packing.reader import PackedFile
-from tpde.packing.tensor import repeats
-from tpde.packing.writer import PackedWriter
+from tpde.io.sinks import BytesSink
 
 PIECE = 8 << 20
 

@@ -26,7 +26,7 @@ from tpde.format.container import (
     parse_header,
     read_container,
 )
-from tpde.format.source import BytesSource
+from tpde.io.sources import BytesSource
 
 # What the stock library's `serialize` calls the dtypes that it takes from Python.
 STOCK = {

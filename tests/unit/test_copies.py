@@ -14,8 +14,8 @@ from support.contents import fill, rng, spec_of
 from support.files import MemorySource, safetensors_bytes
 
 from tpde.errors import InvalidInput
-from tpde.packing import copies
-from tpde.packing.copies import (
+from tpde.files import copying
+from tpde.files.copying import (
     Unchanged,
     copy_file,
     finish_folders,
@@ -49,7 +49,7 @@ def test_permissions_of_what_is_made_of_a_file(mode: int, made: int, tmp_path: P
 def test_copies_have_every_byte_of_every_piece(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(copying, "PIECE_BYTES", PIECE)
     data, source, target = rng(size).bytes(size), tmp_path / "source", tmp_path / "target"
     source.write_bytes(data)
     source.chmod(0o751)
@@ -59,17 +59,17 @@ def test_copies_have_every_byte_of_every_piece(
 
 
 def test_copies_hold_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(copying, "PIECE_BYTES", PIECE)
     (tmp_path / "source").write_bytes(bytes(5 * PIECE))
     sizes: list[int] = []
-    real = copies.FileSource.read_into
+    real = copying.FileSource.read_into
 
     def noting(self: Any, offset: int, out: memoryview) -> None:
         assert len(out.obj) == PIECE
         sizes.append(out.nbytes)
         real(self, offset, out)
 
-    monkeypatch.setattr(copies.FileSource, "read_into", noting)
+    monkeypatch.setattr(copying.FileSource, "read_into", noting)
     sha256(tmp_path / "source")
     assert sizes == [PIECE] * 5
 
@@ -109,7 +109,7 @@ def test_what_is_being_written_is_nobody_elses(tmp_path: Path, monkeypatch: pyte
         modes.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
         return real(descriptor, data)
 
-    monkeypatch.setattr(copies.os, "write", noting)
+    monkeypatch.setattr(copying.os, "write", noting)
     copy_file(tmp_path / "source", tmp_path / "one")
     write_text(tmp_path / "two", "text", 0o666)
     assert modes == [0o600, 0o600]
@@ -123,7 +123,7 @@ def test_a_write_that_fails_leaves_no_file_open(tmp_path: Path, monkeypatch: pyt
         descriptors.append(descriptor)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copies.os, "write", fail)
+    monkeypatch.setattr(copying.os, "write", fail)
     for write in (
         lambda: copy_file(tmp_path / "source", tmp_path / "one"),
         lambda: write_text(tmp_path / "two", "text", 0o600),
@@ -183,7 +183,7 @@ def test_what_may_stand_where_a_link_was(name: str, target: str, stands: bool, k
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_hash_of_a_file_by_its_tensors(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(copying, "PIECE_BYTES", PIECE)
     specs = {"b": spec_of("U8", size), "a": spec_of("BF16", 700), "none": spec_of("F32", 0)}
     data = safetensors_bytes({name: (spec, fill("random", spec)) for name, spec in specs.items()})
     source = MemorySource(data)

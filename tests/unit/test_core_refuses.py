@@ -10,10 +10,10 @@ import pytest
 from support.craft import DATA, SPEC, TABLE, edited_section, file_of, prefix_blob, refused
 
 from tpde.codec import native, reference
-from tpde.codec.plan import base_header, core_layout
+from tpde.codec.selection import base_header, core_layout
 from tpde.errors import Corrupt, NativeError
 from tpde.format.constants import CODEC_PREFIX
-from tpde.integrations.checkpoint import Checkpoint
+from tpde.loading.checkpoint_files import Checkpoint
 
 
 def _layout(tables: int = 1) -> native.CoreLayout:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tpde.cuda import compile as nvrtc
-from tpde.cuda.device import DeviceFacts
+from tpde.cuda.capability import DeviceFacts
 from tpde.errors import MissingDependency, UnsupportedDevice
-from tpde.format.sink import FileSink
+from tpde.io.sinks import FileSink
 
 DEFINES = {"WORD": 2, "CHECK": 1}
 

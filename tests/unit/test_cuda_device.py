@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tpde.cuda import device
+from tpde.cuda import capability
 from tpde.errors import MissingDependency, UnsupportedDevice
 
 ATTRIBUTES = {
@@ -62,41 +62,41 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = Driver()
-    monkeypatch.setattr(device, "bindings", lambda: (made, None))
-    device.driver_version.cache_clear()
-    device.facts.cache_clear()
+    monkeypatch.setattr(capability, "bindings", lambda: (made, None))
+    capability.driver_version.cache_clear()
+    capability.facts.cache_clear()
     yield made
-    device.driver_version.cache_clear()
-    device.facts.cache_clear()
+    capability.driver_version.cache_clear()
+    capability.facts.cache_clear()
 
 
 def test_facts_of_a_device(driver: Driver) -> None:
-    assert device.driver_version() == (12, 8)
-    assert device.facts(1) == device.DeviceFacts("Card 1", (9, 0), 132, 227 << 10)
-    assert device.facts(0).name == "Card 0"
-    assert device.facts(1) is device.facts(1)
+    assert capability.driver_version() == (12, 8)
+    assert capability.facts(1) == capability.DeviceFacts("Card 1", (9, 0), 132, 227 << 10)
+    assert capability.facts(0).name == "Card 0"
+    assert capability.facts(1) is capability.facts(1)
     assert driver.started == 1
 
 
 @pytest.mark.parametrize("number", [-1, 2, 3])
 def test_devices_that_are_not_there(number: int, driver: Driver) -> None:
     with pytest.raises(UnsupportedDevice, match=f"no CUDA device {number}: 2 found") as caught:
-        device.facts(number)
+        capability.facts(number)
     assert caught.value.hint
     assert caught.value.found == 2
 
 
 @pytest.mark.parametrize(
-    ("capability", "good"), [((7, 5), False), ((8, 0), True), ((8, 6), True), ((10, 0), True)]
+    ("version", "good"), [((7, 5), False), ((8, 0), True), ((8, 6), True), ((10, 0), True)]
 )
-def test_capabilities(capability: tuple[int, int], good: bool, driver: Driver) -> None:
+def test_capabilities(version: tuple[int, int], good: bool, driver: Driver) -> None:
     major, minor = list(ATTRIBUTES)[:2]
-    driver.attributes |= {major: capability[0], minor: capability[1]}
+    driver.attributes |= {major: version[0], minor: version[1]}
     if good:
-        assert device.facts(0).capability == capability
+        assert capability.facts(0).capability == version
         return
     with pytest.raises(UnsupportedDevice, match=r"compute capability 7.5, tpde's kernels need 8.0") as caught:
-        device.facts(0)
+        capability.facts(0)
     assert (caught.value.found, caught.value.needed) == ((7, 5), (8, 0))
 
 
@@ -104,30 +104,30 @@ def test_capabilities(capability: tuple[int, int], good: bool, driver: Driver) -
 def test_every_answer_of_the_driver_is_checked(what: str, driver: Driver) -> None:
     driver.fails = what
     with pytest.raises(UnsupportedDevice, match=r"failed: CUDA_ERROR_NO_DEVICE \(100\)"):
-        device.facts(0)
+        capability.facts(0)
 
 
 def test_a_driver_that_does_not_start(driver: Driver) -> None:
     driver.fails = "init"
     with pytest.raises(UnsupportedDevice, match=r"cannot be used: CUDA_ERROR_NO_DEVICE \(100\)") as caught:
-        device.driver_version()
+        capability.driver_version()
     assert "nvidia-smi" in str(caught.value.hint)
     driver.missing = True
     with pytest.raises(UnsupportedDevice, match="no NVIDIA driver is installed") as caught:
-        device.driver_version()
+        capability.driver_version()
     assert "device='cpu'" in str(caught.value.hint)
 
 
 def test_values_of_a_call() -> None:
-    assert device.call((Code(0), 5), "asking") == 5
-    assert device.call((Code(0), 5, 6), "asking") == (5, 6)
-    assert device.call((Code(0),), "asking") == ()
+    assert capability.call((Code(0), 5), "asking") == 5
+    assert capability.call((Code(0), 5, 6), "asking") == (5, 6)
+    assert capability.call((Code(0),), "asking") == ()
     with pytest.raises(UnsupportedDevice, match="asking failed"):
-        device.call((Code(1), 5), "asking")
+        capability.call((Code(1), 5), "asking")
 
 
 def test_bindings_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(MissingDependency, match="needs `cuda-core` and `cuda-bindings`") as caught:
-        device.bindings()
-    assert caught.value.hint == device.INSTALL
+        capability.bindings()
+    assert caught.value.hint == capability.INSTALL

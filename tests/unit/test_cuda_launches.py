@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpde.codec.plan import base_header
+from tpde.codec.selection import base_header
 from tpde.cuda import decode
+from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.decode import Rows, WorkList
-from tpde.cuda.device import DeviceFacts
 from tpde.cuda.geometry import geometry, kernel_defines, max_warps, need, staged
 from tpde.cuda.items import _ITEM, DESCRIPTOR_BYTES, Chunks, Item, Tables, kind_defines
-from tpde.format.blob import BlobHeader
+from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
 

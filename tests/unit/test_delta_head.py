@@ -16,12 +16,12 @@ import zstandard
 from support.files import container
 
 from tpde.errors import Corrupt, NotSafetensors, TpdeError, Truncated, UnsupportedDtype, UnsupportedVersion
-from tpde.format import delta, delta_reader
+from tpde.format import delta_head, delta_reader
 from tpde.format.container import TensorSpec
-from tpde.format.delta import HEADER, Head, OtherEntry, TensorEntry, WeightsEntry, payloads, serialize
+from tpde.format.delta_head import HEADER, Head, OtherEntry, TensorEntry, WeightsEntry, payloads, serialize
 from tpde.format.delta_reader import read_head
-from tpde.format.source import BytesSource
-from tpde.store.delta import DeltaFile
+from tpde.io.sources import BytesSource
+from tpde.store.delta_state import DeltaFile
 
 FINGERPRINTS = {name: bytes([number]) * 16 for number, name in enumerate("sSdDfpzmtTuU", 1)}
 HASHES = {name: bytes([100 + number]) * 8 for number, name in enumerate("sdfpot", 1)}
@@ -88,7 +88,7 @@ def sealed(
     if frame is None:
         frame = zstandard.ZstdCompressor(write_content_size=True).compress(contents)
     fields = {
-        "magic": delta.MAGIC,
+        "magic": delta_head.MAGIC,
         "version": 1,
         "zero": 0,
         "hashes": len(hashes),
@@ -406,7 +406,7 @@ class Endless:
 
 def test_a_frame_beyond_the_limit_is_not_read() -> None:
     size = 100_000_001
-    header = HEADER.pack(delta.MAGIC, 1, 0, 0, size, 0, 0, bytes(24), 0)
+    header = HEADER.pack(delta_head.MAGIC, 1, 0, 0, size, 0, 0, bytes(24), 0)
     with pytest.raises(Corrupt, match="contents of 0 bytes"):
         read_head(Endless(header, 64 + size))  # type: ignore[arg-type]
 
@@ -430,9 +430,9 @@ def test_there_are_at_most_64_models_of_at_most_256_kib() -> None:
 def test_a_delta_whose_contents_are_too_large_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     head = read_head(BytesSource(made()))
     size = HEADER.unpack(serialize(head)[0])[5]
-    monkeypatch.setattr(delta, "MAX_CONTENTS", size)
+    monkeypatch.setattr(delta_head, "MAX_CONTENTS", size)
     serialize(head)
-    monkeypatch.setattr(delta, "MAX_CONTENTS", size - 1)
+    monkeypatch.setattr(delta_head, "MAX_CONTENTS", size - 1)
     with pytest.raises(TpdeError, match="write a delta for each file") as caught:
         serialize(head)
     assert (caught.value.found, caught.value.needed) == (size, size - 1)
@@ -561,7 +561,7 @@ def test_models_for_other_words_are_refused_as_a_delta_is_opened(dtype: str, mod
 def test_head_of_a_file_without_tensors() -> None:
     front, tail = serialize(Head(None, [], []))
     assert read_head(BytesSource(front + tail)) == Head(None, [], [])
-    entry = TensorEntry("x", TensorSpec("BF16", (65537,)), delta.FULL)
+    entry = TensorEntry("x", TensorSpec("BF16", (65537,)), delta_head.FULL)
     assert entry.chunks == 2
 
 
@@ -584,7 +584,7 @@ def test_few_and_many_records_are_read_as_they_were_written(chunks: int) -> None
     """Contents below and above what is compressed slowly."""
     draw = np.random.default_rng(chunks)
     entry = TensorEntry(
-        "w", TensorSpec("BF16", (chunks, 65536)), delta.SPARSE, base=bytes(16), target=bytes(16)
+        "w", TensorSpec("BF16", (chunks, 65536)), delta_head.SPARSE, base=bytes(16), target=bytes(16)
     )
     entry.changes = draw.integers(0, 65537, chunks, dtype=np.uint32)
     entry.sizes = draw.integers(0, 9, chunks, dtype=np.uint32)
@@ -600,7 +600,8 @@ def test_few_and_many_records_are_read_as_they_were_written(chunks: int) -> None
 def test_payloads_that_are_neighbours_are_read_at_once() -> None:
     names = "abcd"
     tensors = [
-        TensorEntry(name, TensorSpec("U8", (3,)), delta.PLAIN, size=3, target=bytes(16)) for name in names
+        TensorEntry(name, TensorSpec("U8", (3,)), delta_head.PLAIN, size=3, target=bytes(16))
+        for name in names
     ]
     weights = WeightsEntry("", b"{}      ", xxhash.xxh3_128_hexdigest(b"{}      "), tensors)
     reads: list[tuple[int, int]] = []

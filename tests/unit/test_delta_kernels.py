@@ -8,9 +8,9 @@ import pytest
 from support.device_deltas import DeviceDeltas
 from support.emulated import on_cpu  # noqa: F401
 
-from tpde.cuda.device import bindings
+from tpde.cuda.capability import bindings
 from tpde.errors import MissingDependency
-from tpde.store import device
+from tpde.store import device_deltas
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -24,6 +24,6 @@ def test_without_cuda_core_nothing_is_resident(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(MissingDependency, match=r"cuda-core.*tpde\[cuda\]"):
         bindings()
-    device.can_run.cache_clear()
-    assert not device.can_run(0)
-    device.can_run.cache_clear()
+    device_deltas.can_run.cache_clear()
+    assert not device_deltas.can_run(0)
+    device_deltas.can_run.cache_clear()

@@ -13,9 +13,9 @@ from tpde.codec.delta import Sparse
 from tpde.errors import Corrupt
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
-from tpde.format.delta import DENSE, FULL, PLAIN, SPARSE
-from tpde.format.source import BytesSource
-from tpde.store import diff as store_diff
+from tpde.format.delta_head import DENSE, FULL, PLAIN, SPARSE
+from tpde.io.sources import BytesSource
+from tpde.store import delta_writer as store_diff
 from tpde.store.payloads import (
     Stored,
     add_differences,

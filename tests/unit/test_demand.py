@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from tpde.errors import OutOfMemory  # noqa: E402
-from tpde.integrations.streaming.demand import module_calls, plain_bytes  # noqa: E402
 from tpde.integrations.transformers.activations import activations_of  # noqa: E402
-from tpde.integrations.transformers.demand import cache_bytes  # noqa: E402
+from tpde.integrations.transformers.model_footprint import cache_bytes  # noqa: E402
 from tpde.integrations.transformers.recurrent import _Peak  # noqa: E402
 from tpde.integrations.transformers.tokens import check_experts, check_sequences, check_tokens  # noqa: E402
+from tpde.loading.footprint import module_calls, plain_bytes  # noqa: E402
 
 
 class Live(TorchDispatchMode):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from tpde.integrations.transformers import recurrent  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
-from tpde.integrations.transformers.demand import cache_bytes, demand_of, state_bytes  # noqa: E402
+from tpde.integrations.transformers.model_footprint import cache_bytes, demand_of, state_bytes  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TEXT = ["llama", "gemma3", "qwen3-moe", "mixtral", "gpt-oss", "phi3", "falcon-h1"]

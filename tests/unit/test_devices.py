@@ -11,13 +11,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.errors import InvalidInput, UnsupportedDevice  # noqa: E402
-from tpde.integrations.device import check_gpu, checked_device, map_entry  # noqa: E402
-from tpde.integrations.transformers.devices import (  # noqa: E402
-    device_of,
-    devices_of,
-    largest_block,
-    spread,
-)
+from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread  # noqa: E402
+from tpde.loading.devices import check_gpu, checked_device, map_entry  # noqa: E402
 
 CPU = torch.device("cpu")
 

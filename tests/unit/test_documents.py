@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tpde.errors import InvalidInput
-from tpde.packing import documents
-from tpde.packing.documents import (
+from tpde.files import documents
+from tpde.files.documents import (
     NotJson,
     is_inside,
     is_text,

@@ -14,17 +14,17 @@ from support.packed import pack
 from support.window_encoding import guards, room
 
 import tpde
-from tpde.codec import plan
+from tpde.codec import selection
 from tpde.codec.blob import RECORD, BlobReader
 from tpde.codec.native import Bytes
 from tpde.cuda import encode
 from tpde.cuda.digest import Bytestring, Digests
 from tpde.cuda.encode import PackEncoder
 from tpde.errors import Corrupt
+from tpde.files.tensor_writer import TensorWriter
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
-from tpde.format.source import BytesSource
-from tpde.packing.tensor import TensorWriter
+from tpde.io.sinks import BytesSink
+from tpde.io.sources import BytesSource
 
 DTYPES = ("F16", "F32", "C64", "F64", "F8_E4M3", "F8_E8M0", "BOOL", "I8", "I16", "U32", "I64", "F4")
 SIZES = (1021, 8191, 8192, 8193, 2 * 8192 + 517, 70 * 8192 + 3)
@@ -102,7 +102,7 @@ def test_lanes_that_are_rounded() -> None:
 
 def test_larger_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a tensor of 256 GiB has them."""
-    monkeypatch.setattr(plan, "unit_log2", lambda nbytes: 7)
+    monkeypatch.setattr(selection, "unit_log2", lambda nbytes: 7)
     spec = spec_of("BF16", 40 * 8192 + 1000)
     made = packed(spec, fill("normal", spec))
     assert made.found.header.unit_log2 == 7
@@ -237,7 +237,7 @@ def test_a_head_has_the_digest() -> None:
     ("content", "words", "codec"),
     [("zeros", 9000, "auto"), ("random", 9000, "auto"), ("normal", 100, "auto"), ("normal", 9000, "zstd")],
 )
-def test_what_the_cpu_packs(content: str, words: int, codec: plan.CodecName) -> None:
+def test_what_the_cpu_packs(content: str, words: int, codec: selection.CodecName) -> None:
     spec = spec_of("BF16", words)
     data = np.frombuffer(fill(content, spec), np.uint8)
     assert PackEncoder(256, spec, 0).choose(data, codec) is None

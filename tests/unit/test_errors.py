@@ -21,8 +21,8 @@ import tpde
 from tpde import errors
 from tpde.errors import Corrupt, InvalidInput, OutOfMemory, TpdeError, Truncated
 from tpde.format.container import TensorSpec
-from tpde.format.source import FileSource
 from tpde.frameworks import to_torch
+from tpde.io.sources import FileSource
 
 SOURCE = Path(tpde.__file__).parent
 CLASSES = {

@@ -20,17 +20,17 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from support.cuda import Cuda  # noqa: E402
 
 from tpde.errors import Corrupt, InvalidInput, ReadError, UnsupportedDevice  # noqa: E402
-from tpde.format.blob import BlobHeader  # noqa: E402
+from tpde.format.blob_header import BlobHeader  # noqa: E402
 from tpde.format.constants import CODEC_PREFIX  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.format.source import Extent, FileSource  # noqa: E402
+from tpde.io.sources import Extent, FileSource  # noqa: E402
 from tpde.nn import PackedParameter, PackedTensor  # noqa: E402
 from tpde.nn.slot import Slot  # noqa: E402
-from tpde.streaming.cache import ExpertCache  # noqa: E402
-from tpde.streaming.device import CudaDevice  # noqa: E402
+from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
+from tpde.streaming.expert_cache import ExpertCache  # noqa: E402
 from tpde.streaming.experts import ExpertStore, expert_pieces, expert_ranges, expert_room  # noqa: E402
-from tpde.streaming.stream import Streamer  # noqa: E402
-from tpde.streaming.tensor import Streamed  # noqa: E402
+from tpde.streaming.ring import Streamer  # noqa: E402
+from tpde.streaming.streamed_source import Streamed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 

@@ -21,15 +21,16 @@ from support.ring import SIZES, Fixture, filled  # noqa: E402
 
 from tpde.cuda.items import Chunks  # noqa: E402
 from tpde.errors import Corrupt  # noqa: E402
-from tpde.format.source import BytesSource, Extent, FileSource  # noqa: E402
-from tpde.streaming import arena as arenas  # noqa: E402
-from tpde.streaming import direct, disk, lock, mapping, stream  # noqa: E402
-from tpde.streaming import tensor as tensors  # noqa: E402
-from tpde.streaming.cache import ExpertCache  # noqa: E402
-from tpde.streaming.disk import ReadAhead  # noqa: E402
-from tpde.streaming.order import Order  # noqa: E402
+from tpde.host import arena as arenas  # noqa: E402
+from tpde.host import direct_io, disk, mapped, page_lock  # noqa: E402
+from tpde.host.disk import ReadAhead  # noqa: E402
+from tpde.host.ranges import Range  # noqa: E402
+from tpde.io.sources import BytesSource, Extent, FileSource  # noqa: E402
+from tpde.streaming import ring  # noqa: E402
+from tpde.streaming import streamed_source as tensors  # noqa: E402
+from tpde.streaming.expert_cache import ExpertCache  # noqa: E402
 from tpde.streaming.pieces import GAP_BYTES, Part, cut  # noqa: E402
-from tpde.streaming.ranges import Range  # noqa: E402
+from tpde.streaming.prefetch import Order  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -170,7 +171,7 @@ def test_ctrl_c_between_asking_and_noting_gives_the_ticket_back(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(stream, "_Step", interrupted)
+            patch.setattr(ring, "_Step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 filled(unit, len(expected))
         assert len(made.supply.requested) == made.supply.cancelled == 1
@@ -265,13 +266,13 @@ def test_a_driver_that_fails_has_locked_nothing(monkeypatch: pytest.MonkeyPatch)
         cuCtxPopCurrent=lambda: None,
         cuMemHostRegister=lambda *_: (Code(next(codes)),),
     )
-    monkeypatch.setattr(lock, "bindings", lambda: (driver, None))
-    monkeypatch.setattr(lock, "_primary", lambda _: 0)
-    lock.lock(4096, 4096, 0, read_only=False)
-    with pytest.raises(lock.Refused, match="CUDA_ERROR"):
-        lock.lock(4096, 4096, 0, read_only=False)
+    monkeypatch.setattr(page_lock, "bindings", lambda: (driver, None))
+    monkeypatch.setattr(page_lock, "_primary", lambda _: 0)
+    page_lock.lock(4096, 4096, 0, read_only=False)
+    with pytest.raises(page_lock.Refused, match="CUDA_ERROR"):
+        page_lock.lock(4096, 4096, 0, read_only=False)
     with pytest.raises(Exception, match="page-locking 4096 bytes failed"):
-        lock.lock(4096, 4096, 0, read_only=False)
+        page_lock.lock(4096, 4096, 0, read_only=False)
 
 
 def test_an_arena_outlives_the_copies_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,20 +304,20 @@ def test_an_arena_outlives_the_copies_from_it(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs direct reads")
 def test_short_direct_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = os.urandom(8 * direct.BLOCK)
+    data = os.urandom(8 * direct_io.BLOCK)
     path = tmp_path / "file"
     path.write_bytes(data)
     real = os.preadv
 
     def short(descriptor: int, buffers: Any, offset: int) -> int:
-        assert offset % direct.BLOCK == 0
-        return real(descriptor, [buffers[0][: 3 * direct.BLOCK // 2]], offset)
+        assert offset % direct_io.BLOCK == 0
+        return real(descriptor, [buffers[0][: 3 * direct_io.BLOCK // 2]], offset)
 
-    monkeypatch.setattr(direct.os, "preadv", short)
+    monkeypatch.setattr(direct_io.os, "preadv", short)
     out = bytearray(len(data))
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        assert direct._read_direct(descriptor, "file", 0, memoryview(out), len(data))
+        assert direct_io._read_direct(descriptor, "file", 0, memoryview(out), len(data))
     finally:
         os.close(descriptor)
     assert bytes(out) == data
@@ -326,7 +327,7 @@ def test_short_direct_reads_are_continued(tmp_path: Path, monkeypatch: pytest.Mo
 def test_files_that_were_opened_for_direct_reads_are_closed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
-    source, files = FileSource(path), direct.Files()
+    source, files = FileSource(path), direct_io.Files()
     before = len(os.listdir("/proc/self/fd"))
     files.direct(source)
     opened = list(files._opened)
@@ -341,7 +342,7 @@ def test_files_that_were_opened_for_direct_reads_are_closed(tmp_path: Path) -> N
 def test_two_threads_open_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
-    source, files, opened, real = FileSource(path), direct.Files(), list[str](), os.open
+    source, files, opened, real = FileSource(path), direct_io.Files(), list[str](), os.open
     found: list[bool] = []
     probe = files._lock = Probe(files._lock)  # type: ignore[arg-type,assignment]
 
@@ -368,9 +369,9 @@ def test_two_threads_open_a_file_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_files_that_were_closed_are_opened_again(tmp_path: Path) -> None:
-    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, direct.BLOCK))
+    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, direct_io.BLOCK))
     path.write_bytes(b"abc" * 4096)
-    source, files = FileSource(path), direct.Files()
+    source, files = FileSource(path), direct_io.Files()
     for _ in range(2):
         files.read(source, 0, out, 100)
         assert bytes(out[:100]) == (b"abc" * 4096)[:100]
@@ -384,9 +385,9 @@ def test_file_systems_that_refuse_direct_reads(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read through the page cache from then on; a disk that fails is not tried again."""
-    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, direct.BLOCK))
+    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, direct_io.BLOCK))
     path.write_bytes(b"abc" * 4096)
-    source, files, real, tried = FileSource(path), direct.Files(), os.preadv, list[int]()
+    source, files, real, tried = FileSource(path), direct_io.Files(), os.preadv, list[int]()
 
     def preadv(descriptor: int, *args: Any) -> int:
         if descriptor != source.fileno():
@@ -414,11 +415,11 @@ def test_what_was_mapped_is_unmapped_where_the_next_file_cannot_be(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             made.append(self)
 
-    monkeypatch.setattr(mapping.mmap, "mmap", Map)
+    monkeypatch.setattr(mapped.mmap, "mmap", Map)
     (tmp_path / "file").write_bytes(bytes(8192))
     source = FileSource(tmp_path / "file")
-    with pytest.raises(lock.Refused, match="`bytes` is not a file"):
-        mapping.Mapping([Range(source, 0, 8192), Range(BytesSource(bytes(10), "bytes"), 0, 10)], 0)
+    with pytest.raises(page_lock.Refused, match="`bytes` is not a file"):
+        mapped.Mapping([Range(source, 0, 8192), Range(BytesSource(bytes(10), "bytes"), 0, 10)], 0)
     assert [it.closed for it in made] == [True]
     source.close()
 

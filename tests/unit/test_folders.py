@@ -18,9 +18,9 @@ from support.changes import content, make_source
 
 import tpde
 from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, InvalidInput, NotPacked, Truncated
+from tpde.files import compare
+from tpde.files.resaved import is_resaved
 from tpde.format.constants import MANIFEST
-from tpde.packing import compare
-from tpde.packing.resaved import is_resaved
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

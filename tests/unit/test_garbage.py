@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="needs torch")
 
 from support.garbage import uncollected
 
-from tpde.integrations.garbage import collect_first, collecting_later
+from tpde.loading.collection import collect_first, collecting_later
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", minversion="5.0", reason="needs transformers
 
 from tpde.errors import InvalidInput, OutOfMemory  # noqa: E402
 from tpde.integrations.transformers import generate as generating  # noqa: E402
-from tpde.integrations.transformers import memory  # noqa: E402
+from tpde.integrations.transformers import run_memory  # noqa: E402
 from tpde.integrations.transformers.generate import Generation, generate, load_tokenizer  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def test_running_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
 
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 1 << 29)
+    monkeypatch.setattr(run_memory, "free_bytes", lambda _: 1 << 29)
     monkeypatch.setattr(Model, "generate", fail)
     with pytest.raises(OutOfMemory, match=r"generating needs 2\.50 GiB more on cpu, 0\.50 GiB are free"):
         ask(Model([1]))

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpde.codec.plan import base_header
+from tpde.codec.selection import base_header
 from tpde.cuda.geometry import Geometry, Need, geometry, kernel_defines, max_warps, need, staged
 from tpde.cuda.items import DESCRIPTOR_BYTES, Item, Tables
-from tpde.format.blob import BlobHeader
+from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
 

@@ -11,7 +11,7 @@ from support.contents import fill
 from support.packed import pack
 
 from tpde.codec import reference
-from tpde.codec.plan import base_header
+from tpde.codec.selection import base_header
 from tpde.cuda import decode
 from tpde.cuda.items import DESCRIPTOR_BYTES, Chunks, Item, descriptor, kind_defines, lookup_tables
 from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD

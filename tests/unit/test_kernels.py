@@ -16,14 +16,24 @@ from support.contents import FLOATS, fill
 from support.packed import Packed, pack
 
 from tpde.format.container import TensorSpec
-from tpde.format.temporary import temporary_name
+from tpde.io.temporary import temporary_name
 
 pytest.importorskip("cuda.core", reason="needs cuda-core, of `tpde[cuda]`")
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde[cuda]`")
 
 from tpde.codec.windows import FLAG_ZERO, sections
 from tpde.cuda import compile as nvrtc
-from tpde.cuda import decode, delta, digest, encode, geometry, items, nvcomp, window_encode, windows
+from tpde.cuda import (
+    decode,
+    delta_kernels,
+    digest,
+    encode,
+    geometry,
+    items,
+    nvcomp,
+    window_encode,
+    window_products,
+)
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -111,7 +121,9 @@ def test_merging_and_deltas_compile_without_spills(word: int, arch: str) -> None
     kinds = []
     for rotate in (0, 1):
         kinds.append((nvcomp.SOURCE, {"WORD": word, "ROTATE": rotate}))
-        kinds.append((delta.SOURCE, {"WORD": word, "ROTATE": rotate, "THREADS": delta.THREADS}))
+        kinds.append(
+            (delta_kernels.SOURCE, {"WORD": word, "ROTATE": rotate, "THREADS": delta_kernels.THREADS})
+        )
     for source, defines in kinds:
         log = nvrtc.cubin(source, defines, arch)[1]
         assert_no_spills(log)
@@ -148,8 +160,8 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
     matrix = sections(4096, columns)._replace(flags=zero)
     least = LEAST_SHARED if arch in LEAST_ARCHITECTURES else 227 << 10
     found, groups = {}, arch == "sm_90"
-    for count in range(1, windows.MOST_ROWS + 1):
-        ways = windows.products_of(matrix, count, least, groups)
+    for count in range(1, window_products.MOST_ROWS + 1):
+        ways = window_products.products_of(matrix, count, least, groups)
         assert ways
         for how in ways:
             assert how.shared <= least

@@ -17,14 +17,14 @@ from tpde.codec.blob import digest, write_constant  # noqa: E402
 from tpde.cuda import nvcomp  # noqa: E402
 from tpde.errors import Corrupt, UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.format.sink import BytesSink  # noqa: E402
+from tpde.io.sinks import BytesSink  # noqa: E402
 from tpde.weights import decoder, resident  # noqa: E402
 from tpde.weights import launch as launches  # noqa: E402
 from tpde.weights import source as source_of  # noqa: E402
 from tpde.weights.decoder import ChunkDecoder, Materializer  # noqa: E402
 from tpde.weights.launch import Damage, Launch, on_device  # noqa: E402
+from tpde.weights.packed_tensor import PackedTensor  # noqa: E402
 from tpde.weights.resident import Resident  # noqa: E402
-from tpde.weights.tensor import PackedTensor  # noqa: E402
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from support.contents import fill
 from support.files import pack_bytes, safetensors_bytes, unpack_bytes, verify_bytes
 
 from tpde.errors import TpdeError
-from tpde.format.blob import align
+from tpde.files import writer
+from tpde.files.reader import PackedFile
+from tpde.files.writer import PackedWriter, default_threads
+from tpde.format.blob_header import align
 from tpde.format.constants import ALIGN_BLOB, ALIGN_LARGE, LARGE_BYTES
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
-from tpde.packing import writer
-from tpde.packing.reader import PackedFile
-from tpde.packing.writer import PackedWriter, default_threads
+from tpde.io.sinks import BytesSink
 
 LARGE = TensorSpec("BF16", (2, LARGE_BYTES // 2))
 SMALL = TensorSpec("BF16", (2048,))

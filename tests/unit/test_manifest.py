@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tpde.errors import Corrupt, NotPacked, UnsupportedVersion
+from tpde.files.manifest import Manifest, is_packed_directory, read_manifest
 from tpde.format.constants import MANIFEST, VERSION
-from tpde.packing.manifest import Manifest, is_packed_directory, read_manifest
 
 SHA = "0123456789abcdef" * 4
 FILE = {"sha256": SHA}

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from support.card import DEVICE, GIB, Card  # noqa: E402
 
-from tpde import memory  # noqa: E402
 from tpde.errors import OutOfMemory  # noqa: E402
-from tpde.memory import allocate, free_bytes, require  # noqa: E402
+from tpde.memory import device_memory  # noqa: E402
+from tpde.memory.device_memory import allocate, free_bytes, require  # noqa: E402
 from tpde.nn.group import Workspace  # noqa: E402
-from tpde.streaming.device import CudaDevice  # noqa: E402
+from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -96,10 +96,10 @@ def test_buffers_made_in_inference_mode_are_ordinary() -> None:
 
 def test_a_pytorch_that_tells_no_limits(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     card.limit(0.25)
-    assert memory.memory_limit(DEVICE) == 4 * GIB
+    assert device_memory.memory_limit(DEVICE) == 4 * GIB
     monkeypatch.delattr(torch.cuda.memory, "get_per_process_memory_fraction")
-    assert memory.memory_fraction(DEVICE) is None
-    assert memory.memory_limit(DEVICE) == 16 * GIB
+    assert device_memory.memory_fraction(DEVICE) is None
+    assert device_memory.memory_limit(DEVICE) == 16 * GIB
 
 
 @pytest.mark.parametrize(("device", "error"), [(CPU, OutOfMemory), (DEVICE, RuntimeError)])

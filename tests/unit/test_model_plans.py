@@ -18,12 +18,12 @@ from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 
 from tpde.errors import InvalidInput  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.integrations.transformers import plan as plans  # noqa: E402
-from tpde.integrations.transformers.decode import LOUD_BYTES, load_plain, report_decoded, some  # noqa: E402
+from tpde.integrations.transformers import weight_map as plans  # noqa: E402
 from tpde.integrations.transformers.folder import stored_dtype, weight_files  # noqa: E402
 from tpde.integrations.transformers.placeholders import Placeholders  # noqa: E402
-from tpde.integrations.transformers.plan import Plan, Source  # noqa: E402
+from tpde.integrations.transformers.unpacked import LOUD_BYTES, load_plain, report_decoded, some  # noqa: E402
+from tpde.integrations.transformers.weight_map import Plan, Source  # noqa: E402
+from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 
 BF16 = torch.bfloat16
 

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.errors import OutOfMemory  # noqa: E402
-from tpde.integrations.streaming.loading import Streaming  # noqa: E402
-from tpde.integrations.transformers import experts, streamed  # noqa: E402
+from tpde.integrations.transformers import expert_modules, streamed  # noqa: E402
 from tpde.integrations.transformers.streamed import ModelStreaming  # noqa: E402
-from tpde.streaming.budget import Budget  # noqa: E402
-from tpde.streaming.plan import too_little_ram  # noqa: E402
+from tpde.loading.budgeted import Streaming  # noqa: E402
+from tpde.planning.budget import Budget  # noqa: E402
+from tpde.planning.planner import too_little_ram  # noqa: E402
 
 ONE, TWO, THREE = (torch.device("cuda", it) for it in range(3))
 
@@ -138,10 +138,10 @@ def test_experts_that_are_fetched_one_by_one(
 ) -> None:
     made = module(*sources)
     made.tpde_base = base
-    monkeypatch.setattr(experts, "packed_modules", lambda _: [("a", made)])
-    monkeypatch.setattr(experts, "fused", lambda it: it.slots)
-    monkeypatch.setattr(experts, "routes", lambda kind: kind == "routed")
-    assert experts.routed_modules(model(), streamer) == ([made] if routed else [])
+    monkeypatch.setattr(expert_modules, "packed_modules", lambda _: [("a", made)])
+    monkeypatch.setattr(expert_modules, "fused", lambda it: it.slots)
+    monkeypatch.setattr(expert_modules, "routes", lambda kind: kind == "routed")
+    assert expert_modules.routed_modules(model(), streamer) == ([made] if routed else [])
 
 
 def test_a_cache_of_experts_takes_what_is_planned_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_cache_of_experts_takes_what_is_planned_and_left(monkeypatch: pytest.M
     monkeypatch.setattr(streamed, "CudaDevice", lambda device, size, beside: ("cache", device, size, beside))
     routes: list[Any] = []
     monkeypatch.setattr(streamed, "route_experts", lambda *it: routes.append(it))
-    monkeypatch.setattr("tpde.integrations.streaming.loading.start_trace", lambda it: it)
+    monkeypatch.setattr("tpde.loading.budgeted.start_trace", lambda it: it)
     streaming: Any = ModelStreaming(Budget(5000))
     streaming.streamers = streamers
     streaming._supplies = {it: [] for it in streamers}

@@ -34,24 +34,28 @@ from tpde.errors import (  # noqa: E402
     UnsupportedVersion,
 )
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.format.source import Extent  # noqa: E402
-from tpde.integrations import device as devices  # noqa: E402
-from tpde.integrations import reading  # noqa: E402
-from tpde.integrations.allowance import Allowance  # noqa: E402
-from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.integrations.place import place  # noqa: E402
-from tpde.integrations.quantized import PackedConfig  # noqa: E402
-from tpde.integrations.streaming import opening, planning, units  # noqa: E402
-from tpde.integrations.streaming.demand import FIXED_BYTES, module_calls, plain_bytes  # noqa: E402
-from tpde.integrations.streaming.loading import Streaming  # noqa: E402
-from tpde.integrations.streaming.units import TABLES_BYTES, units_of  # noqa: E402
-from tpde.integrations.transformers import demand, experts, memory  # noqa: E402
-from tpde.integrations.transformers import planning as model_planning  # noqa: E402
+from tpde.integrations.transformers import budget_plan as model_planning  # noqa: E402
+from tpde.integrations.transformers import expert_modules, model_footprint, run_memory  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
 from tpde.integrations.transformers.recurrent import NONE, Recurrent, Scan  # noqa: E402
+from tpde.io.sources import Extent  # noqa: E402
+from tpde.loading import (  # noqa: E402
+    devices,
+    feeds,
+    model_plan,
+    model_units,
+    reading,
+)
+from tpde.loading.assignment import place  # noqa: E402
+from tpde.loading.budgeted import Streaming  # noqa: E402
+from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
+from tpde.loading.footprint import FIXED_BYTES, module_calls, plain_bytes  # noqa: E402
+from tpde.loading.model_units import TABLES_BYTES, units_of  # noqa: E402
+from tpde.loading.quantized import PackedConfig  # noqa: E402
+from tpde.memory.allowance import Allowance  # noqa: E402
 from tpde.nn import pack_module, packed_modules  # noqa: E402
-from tpde.streaming.budget import Budget  # noqa: E402
-from tpde.streaming.units import Demand  # noqa: E402
+from tpde.planning.budget import Budget  # noqa: E402
+from tpde.planning.units import Demand  # noqa: E402
 
 SPEC = TensorSpec("BF16", (64, 128))
 
@@ -66,11 +70,14 @@ def llama(**options: Any) -> Any:
 def test_a_cache_of_keys_and_values() -> None:
     """Of 100 tokens: 2 heads x 16 x 2 x 2 bytes a token and layer; a quarter more, and a layer that grows."""
     layer = 2 * 16 * 2 * 2 * 100
-    assert demand.cache_bytes(llama(), 100, 2) == int(layer * 3 * 1.25) + layer
-    assert demand.cache_bytes(llama(num_key_value_heads=4), 100, 2) == int(2 * layer * 3 * 1.25) + 2 * layer
+    assert model_footprint.cache_bytes(llama(), 100, 2) == int(layer * 3 * 1.25) + layer
+    assert (
+        model_footprint.cache_bytes(llama(num_key_value_heads=4), 100, 2)
+        == int(2 * layer * 3 * 1.25) + 2 * layer
+    )
     only = {"model.layers.1.mlp.up_proj.weight"}
-    assert demand.cache_bytes(llama(), 100, 2, only) == int(layer * 1.25) + layer
-    assert demand.cache_bytes(llama(), 100, 2, set()) == 0
+    assert model_footprint.cache_bytes(llama(), 100, 2, only) == int(layer * 1.25) + layer
+    assert model_footprint.cache_bytes(llama(), 100, 2, set()) == 0
 
 
 def test_a_cache_of_an_encoder_and_a_decoder() -> None:
@@ -79,13 +86,13 @@ def test_a_cache_of_an_encoder_and_a_decoder() -> None:
     )
     model = transformers.T5ForConditionalGeneration(config)
     layer = 4 * 16 * 4 * 100
-    assert demand.cache_bytes(model, 100, 4) == int(layer * 4 * 1.25) + layer
+    assert model_footprint.cache_bytes(model, 100, 4) == int(layer * 4 * 1.25) + layer
 
 
 def test_states_and_the_one_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demand, "recurrent_of", lambda *_: NONE._replace(states=1000))
-    monkeypatch.setattr(demand, "recurrent_layers", lambda _: iter(range(3)))
-    assert demand.state_bytes(None, 8) == 8 * (1000 + 334)
+    monkeypatch.setattr(model_footprint, "recurrent_of", lambda *_: NONE._replace(states=1000))
+    monkeypatch.setattr(model_footprint, "recurrent_layers", lambda _: iter(range(3)))
+    assert model_footprint.state_bytes(None, 8) == 8 * (1000 + 334)
 
 
 class _Scan:
@@ -170,10 +177,10 @@ def test_a_cache_of_experts_has_whole_places_for_those_that_there_are(
         SimpleNamespace(tpde_slots={name: SimpleNamespace(shape=(it, 8, 8)) for name in ("up", "down")})
         for it in numbers
     ]
-    monkeypatch.setattr(experts, "expert_room", lambda slots, piece: 1000 * slots[0].shape[0] + piece)
+    monkeypatch.setattr(expert_modules, "expert_room", lambda slots, piece: 1000 * slots[0].shape[0] + piece)
     for least in (40_000, 100_000):
         for spare in (0, 1000, (2 << 20) + 70_000, 1 << 30):
-            size, room = experts.cache_size(modules, 512, least, spare)
+            size, room = expert_modules.cache_size(modules, 512, least, spare)
             assert room == 1000 * max(numbers) + 512
             fit = (least + max(spare - (2 << 20), 0)) // room
             assert size == min(fit, sum(numbers)) * room
@@ -181,15 +188,15 @@ def test_a_cache_of_experts_has_whole_places_for_those_that_there_are(
 
 def test_tables_of_what_is_on_the_device_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Demand] = []
-    monkeypatch.setattr(planning, "units_of", lambda *_: [])
-    monkeypatch.setattr(planning, "make_plan", lambda units, needs, *_, **__: seen.append(needs))
+    monkeypatch.setattr(model_plan, "units_of", lambda *_: [])
+    monkeypatch.setattr(model_plan, "make_plan", lambda units, needs, *_, **__: seen.append(needs))
     runs: Any = {
         "a": SimpleNamespace(parts=[SimpleNamespace(name="x"), SimpleNamespace(name="y")]),
         "b": SimpleNamespace(parts=[SimpleNamespace(name="x")]),
         "c": SimpleNamespace(parts=[SimpleNamespace(name="z")]),
     }
     for only, tensors in ((None, 3), ({"a", "b"}, 2), (set(), 0)):
-        planning.place_units(torch.nn.ReLU(), runs, Demand(5, 0, 0, 0), 1, None, only)
+        model_plan.place_units(torch.nn.ReLU(), runs, Demand(5, 0, 0, 0), 1, None, only)
         assert seen.pop().plain == 5 + tensors * TABLES_BYTES
 
 
@@ -297,11 +304,11 @@ def test_a_peak_counts_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> N
     free = [100]
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    monkeypatch.setattr(memory, "free_bytes", lambda _: free[0])
+    monkeypatch.setattr(run_memory, "free_bytes", lambda _: free[0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 200))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 50)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 20)
-    peak = memory.Peak(DEVICE)
+    peak = run_memory.Peak(DEVICE)
     free[0] = 75
     assert peak.bytes() == 25 + 30
 
@@ -309,7 +316,7 @@ def test_a_peak_counts_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_footprint_is_of_weights_and_buffers() -> None:
     model: Any = torch.nn.Linear(4, 3)
     model.register_buffer("more", torch.zeros(10, dtype=torch.int64))
-    footprint = memory.Footprint(model)
+    footprint = run_memory.Footprint(model)
     assert footprint() == 4 * 15 + 80
     assert footprint(return_buffers=False) == 4 * 15
 
@@ -328,7 +335,7 @@ def test_a_closed_model_gives_its_budget_back(monkeypatch: pytest.MonkeyPatch) -
 
 def test_two_experts_have_room_with_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the largest module; an expert may be larger than the mean, and shares chunks with its neighbours."""
-    monkeypatch.setattr(experts, "is_routed", lambda model, runs, name: name != "dense.weight")
+    monkeypatch.setattr(expert_modules, "is_routed", lambda model, runs, name: name != "dense.weight")
     runs: Any = {
         name: SimpleNamespace(
             shape=(8, 1, 1), parts=[SimpleNamespace(extent=SimpleNamespace(size=size)) for size in sizes]
@@ -341,12 +348,12 @@ def test_two_experts_have_room_with_a_margin(monkeypatch: pytest.MonkeyPatch) ->
         }.items()
     }
     largest = 20 << 20
-    assert experts.cache_least(None, runs, None) == -(-2 * (largest * 17 // 16 + (64 << 10)) // (2 << 20)) * (
-        2 << 20
-    )
+    assert expert_modules.cache_least(None, runs, None) == -(
+        -2 * (largest * 17 // 16 + (64 << 10)) // (2 << 20)
+    ) * (2 << 20)
     small = -(-2 * ((1 << 20) * 17 // 16 + (64 << 10)) // (2 << 20)) * (2 << 20)
-    assert experts.cache_least(None, runs, {"b.up"}) == small
-    assert experts.cache_least(None, runs, {"dense.weight"}) == 0
+    assert expert_modules.cache_least(None, runs, {"b.up"}) == small
+    assert expert_modules.cache_least(None, runs, {"dense.weight"}) == 0
 
 
 def test_what_streams_a_model_is_not_copied() -> None:
@@ -371,14 +378,14 @@ def test_supplies_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: 
     def refuse(*_: Any) -> None:
         raise OutOfMemory("no buffers")
 
-    monkeypatch.setattr(opening, "HostMemory", Memory)
-    monkeypatch.setattr(opening, "ReadAhead", refuse)
+    monkeypatch.setattr(feeds, "HostMemory", Memory)
+    monkeypatch.setattr(feeds, "ReadAhead", refuse)
     weight = (SPEC, fill("normal", SPEC))
     with Checkpoint(_write(tmp_path, {"a": weight}, {"b": weight})) as found:
         host, disk = [found.packed["a"]], [found.packed["b"]]
         plan: Any = SimpleNamespace(staging=1 << 20, piece=1 << 20)
         with pytest.raises(OutOfMemory, match="no buffers") as caught:
-            opening.Supplies(torch.device("cpu"), plan, host, disk)
+            feeds.Supplies(torch.device("cpu"), plan, host, disk)
         assert closed == ["memory"]
         assert _open_files(tmp_path) == 2, "the checkpoint's own"
         assert caught.value.message == "no buffers"
@@ -422,7 +429,7 @@ def test_latent_attention_is_cached_expanded() -> None:
     for name, value in {"qk_nope_head_dim": 5, "qk_rope_head_dim": 3, "v_head_dim": 7}.items():
         setattr(model.config, name, value)
     layer = 4 * (5 + 3 + 7) * 2 * 100
-    assert demand.cache_bytes(model, 100, 2) == int(layer * 3 * 1.25) + layer
+    assert model_footprint.cache_bytes(model, 100, 2) == int(layer * 3 * 1.25) + layer
 
 
 def test_models_that_cache_nothing() -> None:
@@ -431,23 +438,23 @@ def test_models_that_cache_nothing() -> None:
             return input_ids
 
     model = llama()
-    assert demand.cache_bytes(NoCache(model.config), 100, 2) == 0
+    assert model_footprint.cache_bytes(NoCache(model.config), 100, 2) == 0
     model.config.is_decoder = True
-    assert demand.cache_bytes(model, 100, 2) > 0
+    assert model_footprint.cache_bytes(model, 100, 2) > 0
     model.config.is_decoder = False
-    assert demand.cache_bytes(model, 100, 2) == 0, "an encoder"
+    assert model_footprint.cache_bytes(model, 100, 2) == 0, "an encoder"
     model = llama()
     vars(model.config)["num_attention_heads"] = None
-    assert demand.cache_bytes(model, 100, 2) == 0, "no attention"
+    assert model_footprint.cache_bytes(model, 100, 2) == 0, "no attention"
 
 
 def test_blocks_of_unknown_kinds_cache_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are more blocks than layers, it is not known which of them cache."""
     model, only = llama(), {"model.layers.1.mlp.up_proj.weight"}
-    every = demand.cache_bytes(model, 100, 2)
-    assert demand.cache_bytes(model, 100, 2, only) < every
-    monkeypatch.setattr(demand, "_blocks", lambda _: [["a"], ["b"], ["c"], ["d"]])
-    assert demand.cache_bytes(model, 100, 2, {"a"}) == every
+    every = model_footprint.cache_bytes(model, 100, 2)
+    assert model_footprint.cache_bytes(model, 100, 2, only) < every
+    monkeypatch.setattr(model_footprint, "_blocks", lambda _: [["a"], ["b"], ["c"], ["d"]])
+    assert model_footprint.cache_bytes(model, 100, 2, {"a"}) == every
 
 
 @pytest.mark.parametrize(
@@ -460,25 +467,25 @@ def test_blocks_of_unknown_kinds_cache_all(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_all_that_a_model_needs(options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Activations(states=10, inside=0, pair=0, experts=3, logits=0, sampling=0)._replace(**options)
-    monkeypatch.setattr(demand, "activations_of", lambda model, itemsize: made)
-    monkeypatch.setattr(demand, "state_bytes", lambda model, batch, only: 1000 * batch)
+    monkeypatch.setattr(model_footprint, "activations_of", lambda model, itemsize: made)
+    monkeypatch.setattr(model_footprint, "state_bytes", lambda model, batch, only: 1000 * batch)
     model = llama()
-    needs = demand.demand_of(model, set(), 100, 4, torch.bfloat16)
+    needs = model_footprint.demand_of(model, set(), 100, 4, torch.bfloat16)
     assert needs.plain == plain_bytes(model, set())
-    assert needs.cache == demand.cache_bytes(model, 100, 2) + 4000
+    assert needs.cache == model_footprint.cache_bytes(model, 100, 2) + 4000
     assert needs.activations == made.bytes(100, 4)
     assert (needs.fixed, needs.column, needs.argument) == (FIXED_BYTES, 200, said)
     here = {"model.norm.weight"}
-    assert demand.demand_of(model, set(), 100, 4, torch.bfloat16, here).plain == plain_bytes(
+    assert model_footprint.demand_of(model, set(), 100, 4, torch.bfloat16, here).plain == plain_bytes(
         model, set(), here
     )
 
 
 def test_the_dtype_of_most_numbers() -> None:
     many, few = torch.zeros(10, dtype=torch.float16), torch.zeros(9, dtype=torch.bfloat16)
-    assert demand.activation_dtype([few, many]) is torch.float16
-    assert demand.activation_dtype([few, many, few]) is torch.bfloat16, "all of one dtype together"
-    assert demand.activation_dtype([]) is torch.float32
+    assert model_footprint.activation_dtype([few, many]) is torch.float16
+    assert model_footprint.activation_dtype([few, many, few]) is torch.bfloat16, "all of one dtype together"
+    assert model_footprint.activation_dtype([]) is torch.float32
 
 
 @pytest.mark.parametrize("experts", [0, 1])
@@ -525,9 +532,9 @@ def test_what_a_plan_of_a_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
 def test_a_peak_of_the_process(platform: str, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource", reason="needs POSIX")
-    monkeypatch.setattr(memory.sys, "platform", platform)
+    monkeypatch.setattr(run_memory.sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3000))
-    assert memory.Peak(torch.device("cpu")).bytes() == 3000 * unit
+    assert run_memory.Peak(torch.device("cpu")).bytes() == 3000 * unit
 
 
 def test_a_footprint_counts_packed_weights_once_as_what_they_take() -> None:
@@ -535,19 +542,19 @@ def test_a_footprint_counts_packed_weights_once_as_what_they_take() -> None:
     model: Any = Model().to(torch.bfloat16)
     plain = sum(it.nbytes for it in model.parameters())
     pack_module(model, min_bytes=0)
-    sizes = memory.weight_bytes(model)
+    sizes = run_memory.weight_bytes(model)
     packed = {
         id(slot.packed): slot.packed for _, it in packed_modules(model) for slot in it.tpde_slots.values()
     }
     assert sizes["packed_bytes"] == sum(it.packed_bytes for it in packed.values())
     assert sizes["unpacked_bytes"] == sum(it.nbytes for it in packed.values())
     assert sizes["unpacked_bytes"] + sizes["plain_bytes"] == plain
-    assert memory.Footprint(model)(False) == sizes["packed_bytes"] + sizes["plain_bytes"]
+    assert run_memory.Footprint(model)(False) == sizes["packed_bytes"] + sizes["plain_bytes"]
 
 
 def test_a_footprint_keeps_no_model_and_goes_with_its_copy() -> None:
     model = torch.nn.Linear(4, 3)
-    model.footprint = memory.Footprint(model)
+    model.footprint = run_memory.Footprint(model)
     gone, other = weakref.ref(model), copy.deepcopy(model)
     other.bias = None
     assert (model.footprint(), other.footprint()) == (60, 48)
@@ -592,7 +599,7 @@ def test_a_layer_outside_of_blocks_may_be_tiled(tmp_path: Path) -> None:
         wide = torch.nn.Linear((9 << 20) + 1, 70, dtype=torch.bfloat16)
     model.head = wide
     model.all_tied_weights_keys = {}
-    tile = units._tile(model, ["head.weight"])
+    tile = model_units._tile(model, ["head.weight"])
     assert tile["row"] == (18 << 20) + 2
     assert tile["tile"] > tile["row"] + 512, "and what the chunks that it begins and ends in have beside it"
     assert tile["tile"] % 512 == 0
@@ -616,16 +623,16 @@ def test_bytes_of_a_unit(tmp_path: Path) -> None:
 def test_experts_have_pieces_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["head.weight"]
     (before, _) = _units(_layers(), tmp_path, names)["head"]
-    monkeypatch.setattr(units, "is_routed", lambda *_: True)
+    monkeypatch.setattr(model_units, "is_routed", lambda *_: True)
     (after, _) = _units(_layers(), tmp_path, names)["head"]
     assert after.index == before.index + 70 * 512
 
 
 def test_what_no_gpu_decodes_in_pieces_is_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "codec_of", lambda _: SimpleNamespace(stays=True))
+    monkeypatch.setattr(model_units, "codec_of", lambda _: SimpleNamespace(stays=True))
     assert _units(_layers(), tmp_path, ["head.weight"])["head"][0].resident
     kinds = iter([True, False])  # one of two tensors
-    monkeypatch.setattr(units, "codec_of", lambda _: SimpleNamespace(stays=next(kinds)))
+    monkeypatch.setattr(model_units, "codec_of", lambda _: SimpleNamespace(stays=next(kinds)))
     names = ["blocks.0.up.weight", "blocks.0.down.weight"]
     assert _units(_layers(), tmp_path, names)["blocks.0"][0].resident
 
@@ -673,8 +680,8 @@ def test_large_tensors_are_decoded_on_the_gpu_that_they_go_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small ones by a processor, without a blob's way to the device."""
-    from tpde.integrations import checkpoint as module
-    from tpde.integrations import runs as module_of_runs
+    from tpde.loading import checkpoint_files as module
+    from tpde.loading import runs as module_of_runs
 
     read: list[tuple[list[str], Any]] = []
     empty = torch.empty

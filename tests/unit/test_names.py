@@ -11,17 +11,10 @@ import pytest
 from support import spoilt
 
 from tpde.errors import AlreadyPacked, InvalidInput, MissingShard, NotPacked, TpdeError
-from tpde.packing.names import (
-    folder_of,
-    is_config,
-    last_of,
-    may_change,
-    may_stay_link,
-    safetensors_name,
-)
-from tpde.packing.sources import shards
-from tpde.packing.tree import walk
-from tpde.packing.weights import (
+from tpde.files.file_kinds import folder_of, is_config, last_of, may_change, may_stay_link, safetensors_name
+from tpde.files.inputs import shards
+from tpde.files.walk import walk
+from tpde.files.weight_files import (
     check_shards,
     choose,
     not_packed,

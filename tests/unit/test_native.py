@@ -14,7 +14,7 @@ from support.craft import DATA, SPEC, TABLE
 from support.deltas import model_of, pair
 
 from tpde.codec import delta, native
-from tpde.codec.plan import base_header, core_layout
+from tpde.codec.selection import base_header, core_layout
 from tpde.errors import Corrupt, NativeError, TpdeError, Truncated, UnsupportedVersion
 from tpde.format.constants import CODEC_PREFIX
 

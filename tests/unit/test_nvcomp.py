@@ -15,15 +15,15 @@ from support.contents import CONTENTS, fill, shapes
 from support.nvcomp import FakeNvcomp, merge
 from support.packed import pack
 
-from tpde.codec import plan as planning
+from tpde.codec import selection as planning
 from tpde.codec.blob import BlobWriter
 from tpde.codec.native import Bytes
 from tpde.cuda import nvcomp
 from tpde.errors import Corrupt
-from tpde.format.blob import BlobHeader, parse_blob_header
+from tpde.format.blob_header import BlobHeader, parse_blob_header
 from tpde.format.constants import CODEC_ZSTD, DTYPES
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
+from tpde.io.sinks import BytesSink
 
 Install = Callable[[Any], None]
 

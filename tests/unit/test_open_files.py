@@ -13,15 +13,15 @@ from support import spoilt
 
 import tpde
 from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, InvalidInput, NotPacked, TpdeError
+from tpde.files import directory, single_file
+from tpde.files.copying import copy_file, sha256
+from tpde.files.directory import pack_directory
+from tpde.files.inputs import open_source
+from tpde.files.inspection import inspect
+from tpde.files.reader import PackedFile
+from tpde.files.weight_files import is_packed, packed_names
 from tpde.format.constants import MANIFEST
-from tpde.format.source import FileSource
-from tpde.packing import directory, files
-from tpde.packing.copies import copy_file, sha256
-from tpde.packing.directory import pack_directory
-from tpde.packing.inspect import inspect
-from tpde.packing.reader import PackedFile
-from tpde.packing.sources import open_source
-from tpde.packing.weights import is_packed, packed_names
+from tpde.io.sources import FileSource
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_source_is_closed_when_packing_it_fails(
         monkeypatch.setattr(directory, "sha256_of_tensors", interrupt)
     else:
         monkeypatch.setattr(directory, "pack_opened", interrupt)
-        monkeypatch.setattr(files, "pack_opened", interrupt)
+        monkeypatch.setattr(single_file, "pack_opened", interrupt)
         with pytest.raises(KeyboardInterrupt):
             tpde.pack(PLAIN, "out")
     with pytest.raises(KeyboardInterrupt):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tpde.packing.order import block_of, forward_order
+from tpde.files.forward_order import block_of, forward_order
 
 LLAMA = """model.embed_tokens.weight
 model.layers.{i}.input_layernorm.weight

@@ -9,7 +9,7 @@ import pytest
 from support import spoilt
 
 import tpde
-from tpde.codec.plan import CodecName
+from tpde.codec.selection import CodecName
 from tpde.errors import (
     AlreadyPacked,
     DestinationExists,
@@ -18,7 +18,7 @@ from tpde.errors import (
     NotPacked,
     UnsupportedVersion,
 )
-from tpde.packing.api import total_bytes
+from tpde.files.operations import total_bytes
 
 CALLS = {"pack": (tpde.pack, spoilt.PLAIN), "unpack": (tpde.unpack, spoilt.PACKED)}
 

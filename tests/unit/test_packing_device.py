@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tpde.errors import MissingDependency
+from tpde.files import gpu_packing
+from tpde.files.writer import PackedWriter
 from tpde.frameworks import torch_spec
-from tpde.packing import device
-from tpde.packing.writer import PackedWriter
 from tpde.torch import save, save_file
-from tpde.weights.pack import pack_tensor, pack_tensors
+from tpde.weights.pack_tensor import pack_tensor, pack_tensors
 
 
 def weights(rows: int) -> torch.Tensor:
@@ -28,9 +28,9 @@ class There:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.batches: list[list[str]] = []
         self._error = error
-        monkeypatch.setattr(device, "is_there", lambda tensor: tensor.is_floating_point())
-        monkeypatch.setattr(device, "torch_spec", lambda name, tensor: name)
-        monkeypatch.setattr(device, "_pack", self._pack)
+        monkeypatch.setattr(gpu_packing, "is_there", lambda tensor: tensor.is_floating_point())
+        monkeypatch.setattr(gpu_packing, "torch_spec", lambda name, tensor: name)
+        monkeypatch.setattr(gpu_packing, "_pack", self._pack)
 
     def _pack(self, batch: Any, codec: str) -> list[torch.Tensor | None]:
         if self._error is not None:
@@ -39,7 +39,7 @@ class There:
         made = []
         for _, tensor in batch:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(device, "is_there", lambda tensor: False)
+                patch.setattr(gpu_packing, "is_there", lambda tensor: False)
                 packed = pack_tensor(tensor, "w")
             made.append(None if packed is None else packed.sources[0].blob)
         return made
@@ -47,19 +47,19 @@ class There:
 
 def test_tensors_of_the_cpu_are_left_to_it() -> None:
     given = [(str(n), weights(n)) for n in (8, 16, 4)]
-    found = list(device.packed_there(given, "prefix"))
+    found = list(gpu_packing.packed_there(given, "prefix"))
     assert [(it.name, it.blob) for it in found] == [(name, None) for name, _ in given]
     assert all(it.tensor is tensor for it, (_, tensor) in zip(found, given, strict=True))
 
 
 def test_batches_have_so_many_bytes_and_keep_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
     there = There(monkeypatch)
-    monkeypatch.setattr(device, "BATCH_BYTES", 5 * 1024 * 512)
+    monkeypatch.setattr(gpu_packing, "BATCH_BYTES", 5 * 1024 * 512)
     sizes = {"a": 2048, "b": 2048, "c": 2048, "large": 8192, "d": 64, "noise": 0, "e": 64}
     given = {name: weights(rows) for name, rows in sizes.items() if rows}
     given["noise"] = torch.arange(4096)  # which is no tensor of floats, and passes
     order = [name for name in sizes if name in given]
-    found = list(device.packed_there(((name, given[name]) for name in order), "prefix"))
+    found = list(gpu_packing.packed_there(((name, given[name]) for name in order), "prefix"))
     assert [it.name for it in found] == order
     assert [it.name for it in found if it.blob is None] == ["noise"]
     assert there.batches == [["a", "b"], ["c"], ["large"], ["d", "e"]]
@@ -67,7 +67,7 @@ def test_batches_have_so_many_bytes_and_keep_the_order(monkeypatch: pytest.Monke
 
 def test_no_batch_is_held_while_the_next_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     There(monkeypatch)
-    monkeypatch.setattr(device, "BATCH_BYTES", 3 * 64 * 512)
+    monkeypatch.setattr(gpu_packing, "BATCH_BYTES", 3 * 64 * 512)
     alive: list[Any] = []
 
     def given() -> Any:
@@ -82,7 +82,7 @@ def test_no_batch_is_held_while_the_next_is_asked_for(monkeypatch: pytest.Monkey
             yield str(number), tensor
 
     count = 0
-    for it in device.packed_there(given(), "prefix"):
+    for it in gpu_packing.packed_there(given(), "prefix"):
         assert it.blob is not None
         count += 1
         del it

@@ -17,8 +17,8 @@ import pytest
 
 from tpde.codec import native
 from tpde.errors import NativeError
-from tpde.streaming.arena import Arena, Part, fill
-from tpde.streaming.ranges import PAGE, Range
+from tpde.host.arena import Arena, Part, fill
+from tpde.host.ranges import PAGE, Range
 
 SIZE = 16 << 20
 pytestmark = pytest.mark.skipif(

@@ -18,13 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 import tpde.torch as packed_torch  # noqa: E402
 from tpde.errors import Corrupt, Truncated  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.format.source import Extent, FileSource  # noqa: E402
-from tpde.integrations import reading  # noqa: E402
-from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.integrations.runs import Run  # noqa: E402
-from tpde.integrations.streaming import plain  # noqa: E402
-from tpde.integrations.streaming.plain import decode_runs  # noqa: E402
-from tpde.streaming.tensor import Streamed  # noqa: E402
+from tpde.io.sources import Extent, FileSource  # noqa: E402
+from tpde.loading import plain_weights, reading  # noqa: E402
+from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
+from tpde.loading.plain_weights import decode_runs  # noqa: E402
+from tpde.loading.runs import Run  # noqa: E402
+from tpde.streaming.streamed_source import Streamed  # noqa: E402
 
 CPU = torch.device("cpu")
 COUNT, ROWS = 9, 64
@@ -71,7 +70,7 @@ class Watched:
         self.log: list[tuple[str, str]] = []
         self.rooms: list[int] = []
         self._held: dict[str, tuple[int, int]] = {}
-        begin, decoder = plain.Reader.begin, plain.decoder
+        begin, decoder = plain_weights.Reader.begin, plain_weights.decoder
 
         def begun(reader: Any, tensors: Sequence[Any], extents: Sequence[Extent]) -> Any:
             for tensor, extent in zip(tensors, extents, strict=True):
@@ -94,8 +93,8 @@ class Watched:
 
             return decode
 
-        monkeypatch.setattr(plain.Reader, "begin", begun)
-        monkeypatch.setattr(plain, "decoder", decoded)
+        monkeypatch.setattr(plain_weights.Reader, "begin", begun)
+        monkeypatch.setattr(plain_weights, "decoder", decoded)
 
     def ahead(self) -> int:
         """How many tensors were being read, at most, when one was decoded."""
@@ -117,7 +116,7 @@ def test_bits_and_room(
     fit: float, weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits, order and room, with room for so many of the smaller blobs."""
-    monkeypatch.setattr(plain, "SCRATCH_LEAST", 0)
+    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 0)
     sizes = {name: -(-it.extent.size // 256) * 256 for name, it in checkpoint.packed.items()}
     room = int(fit * max(sizes[name] for name in NAMES[3:]))
     watched, model = Watched(monkeypatch), model_of(weights)
@@ -147,13 +146,13 @@ def test_a_batch_is_read_while_the_one_before_is_decoded(
             read.set()
 
     monkeypatch.setattr(FileSource, "read_into", read_into)
-    decoder = plain.decoder
+    decoder = plain_weights.decoder
 
     def decoded(items: Any) -> Any:
         assert read.wait(60), "the second batch is not read before the first is decoded"
         return decoder(items)
 
-    monkeypatch.setattr(plain, "decoder", decoded)
+    monkeypatch.setattr(plain_weights, "decoder", decoded)
     decode(model_of(weights), checkpoint, 2 * max(it.extent.size + 256 for it in checkpoint.packed.values()))
 
 
@@ -216,7 +215,7 @@ def test_decoding_that_fails(
 
     monkeypatch.setattr(reading._Work, "stop", stop_)
     monkeypatch.setattr(FileSource, "read_into", read_into)
-    monkeypatch.setattr(plain, "decoder", decoded)
+    monkeypatch.setattr(plain_weights, "decoder", decoded)
     room = 2 * max(it.extent.size + 256 for it in checkpoint.packed.values())
     with pytest.raises(type(error)):
         decode(model_of(weights), checkpoint, room)
@@ -230,13 +229,13 @@ def test_decoding_that_fails(
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     """A GPU whose memory is the host's."""
-    made, empty, reader = Card(monkeypatch), torch.empty, plain.Reader
+    made, empty, reader = Card(monkeypatch), torch.empty, plain_weights.Reader
 
     def placed(*args: Any, device: Any = None, **options: Any) -> Any:
         return empty(*args, device=CPU if device is made else device, **options)
 
     monkeypatch.setattr(torch, "empty", placed)
-    monkeypatch.setattr(plain, "Reader", lambda _: reader(CPU))
+    monkeypatch.setattr(plain_weights, "Reader", lambda _: reader(CPU))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return made
 
@@ -300,7 +299,7 @@ class Rooms:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         self.before: list[StorageWeakRef] = []
-        allocate = plain.allocate
+        allocate = plain_weights.allocate
 
         def allocated(size: int, device: Any, what: str) -> Any:
             if what != "the room that plain weights are decoded from":
@@ -311,13 +310,13 @@ class Rooms:
             self.before.append(StorageWeakRef(made.untyped_storage()))
             return made
 
-        monkeypatch.setattr(plain, "allocate", allocated)
+        monkeypatch.setattr(plain_weights, "allocate", allocated)
 
 
 def test_the_room_before_is_given_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "SCRATCH_LEAST", 0)
+    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 0)
     rooms = Rooms(monkeypatch)
-    scratch = plain._Scratch([1000, 100, 100], 50, CPU)
+    scratch = plain_weights._Scratch([1000, 100, 100], 50, CPU)
     for number in range(3):
         scratch.place(number, [])
     assert rooms.sizes == [1000, 100], "twice as much as is needed would stay"
@@ -329,11 +328,11 @@ def test_blobs_are_gone_when_the_next_room_is_taken(
     weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first three are so much larger that their room is too large for the others."""
-    monkeypatch.setattr(plain, "SCRATCH_LEAST", 0)
+    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 0)
     rooms = Rooms(monkeypatch)
-    real = plain._Scratch
+    real = plain_weights._Scratch
     monkeypatch.setattr(
-        plain,
+        plain_weights,
         "_Scratch",
         lambda sizes, room, device: real(
             [8 * it if i < 3 else it for i, it in enumerate(sizes)], room, device
@@ -346,8 +345,8 @@ def test_blobs_are_gone_when_the_next_room_is_taken(
 def test_a_small_room_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It shares a segment of the allocator with others, and would not go back."""
     rooms = Rooms(monkeypatch)
-    monkeypatch.setattr(plain, "SCRATCH_LEAST", 1000)
-    scratch = plain._Scratch([1000, 100, 50], 0, CPU)
+    monkeypatch.setattr(plain_weights, "SCRATCH_LEAST", 1000)
+    scratch = plain_weights._Scratch([1000, 100, 50], 0, CPU)
     for number in range(3):
         scratch.place(number, [])
     assert rooms.sizes == [1000]
@@ -357,7 +356,7 @@ def test_there_is_no_more_room_than_is_of_use(
     weights: dict[str, Any], checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = max(it.extent.size + 256 for it in checkpoint.packed.values())
-    monkeypatch.setattr(plain, "SCRATCH_BYTES", 2 * size)
+    monkeypatch.setattr(plain_weights, "SCRATCH_BYTES", 2 * size)
     rooms = Rooms(monkeypatch)
     decode(model_of(weights), checkpoint, 1 << 30)
     assert 0 < max(rooms.sizes) <= 2 * size

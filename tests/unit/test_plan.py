@@ -9,14 +9,16 @@ import pytest
 from support.contents import CONTENTS, fill, spec_of
 from support.files import pack_bytes, safetensors_bytes, unpack_bytes
 
-from tpde.codec import native, plan, reference
+from tpde.codec import native, reference, selection
 from tpde.format.constants import ALIGN_BLOB, CODEC_PREFIX, CODEC_ZSTD, DTYPES, MAX_TABLES
 from tpde.format.container import TensorSpec
 
 
-def _plan(dtype: str, content: str, codec: plan.CodecName = "auto", words: int = 60_000) -> plan.Plan | None:
+def _plan(
+    dtype: str, content: str, codec: selection.CodecName = "auto", words: int = 60_000
+) -> selection.Plan | None:
     spec = spec_of(dtype, words)
-    return plan.plan_tensor(spec, np.frombuffer(fill(content, spec), np.uint8), codec)
+    return selection.plan_tensor(spec, np.frombuffer(fill(content, spec), np.uint8), codec)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -32,7 +34,7 @@ def test_random_bits_and_tiny_tensors_stay_plain() -> None:
     for dtype in DTYPES:
         assert _plan(dtype, "random") is None
         spec = spec_of(dtype, 100)
-        assert plan.plan_tensor(spec, np.frombuffer(fill("normal", spec), np.uint8)) is None
+        assert selection.plan_tensor(spec, np.frombuffer(fill("normal", spec), np.uint8)) is None
 
 
 def test_weights_get_prefix_codes_and_near_constants_shrink() -> None:
@@ -51,23 +53,25 @@ def test_samples_are_whole_chunks_in_order_within_the_tensor() -> None:
     for dtype in DTYPES:
         for words in (0, 1, 8192, 64 * 8192, 64 * 8192 + 1, 1_000_003, 1 << 33):
             spec = spec_of(dtype, words)
-            size = plan.PREFIX_CHUNK_WORDS * DTYPES[dtype].word_bytes
-            ranges = list(plan.sample_ranges(spec))
+            size = selection.PREFIX_CHUNK_WORDS * DTYPES[dtype].word_bytes
+            ranges = list(selection.sample_ranges(spec))
             at = 0
             for begin, end in ranges:
                 assert at <= begin <= end <= spec.nbytes
                 assert begin % size == 0
                 at = end
-            assert sum(end - begin for begin, end in ranges) == min(spec.nbytes, plan.SAMPLE_CHUNKS * size)
+            assert sum(end - begin for begin, end in ranges) == min(
+                spec.nbytes, selection.SAMPLE_CHUNKS * size
+            )
 
 
 def test_units_grow_with_the_blob() -> None:
-    assert plan.unit_log2(0) == plan.unit_log2(60 << 30) == 4
+    assert selection.unit_log2(0) == selection.unit_log2(60 << 30) == 4
     for unit in range(4, 12):
         # Headers, index map and padding take up to a 64th more than the tensor's bytes.
         most = (1 << (32 + unit)) * 64 // 65
-        assert plan.unit_log2(most - 1) == unit
-        assert plan.unit_log2(most + 1) == unit + 1
+        assert selection.unit_log2(most - 1) == unit
+        assert selection.unit_log2(most + 1) == unit + 1
 
 
 @pytest.mark.parametrize(
@@ -86,30 +90,30 @@ def test_units_grow_with_the_blob() -> None:
     ],
 )
 def test_large_slices_of_three_dimensions_are_segments(shape: tuple[int, ...], segment: int) -> None:
-    assert plan.segment_words(TensorSpec("BF16", shape)) == segment
+    assert selection.segment_words(TensorSpec("BF16", shape)) == segment
 
 
 def test_slices_that_end_within_a_word_are_no_segments() -> None:
     for last, segment in (((1 << 21) + 2, (1 << 20) + 1), ((1 << 21) + 1, (1 << 21) + 1)):
-        assert plan.segment_words(TensorSpec("F4", (2, 1, last))) == segment
+        assert selection.segment_words(TensorSpec("F4", (2, 1, last))) == segment
 
 
 @pytest.mark.parametrize("codec", ["prefix", "zstd"])
-def test_what_a_header_takes_counts(codec: plan.CodecName) -> None:
+def test_what_a_header_takes_counts(codec: selection.CodecName) -> None:
     """Of 1200 bytes nearly a half is saved, and 480 are the dimensions of a header."""
     words = np.frombuffer(np.random.default_rng(0).bytes(1200), np.uint16) & 0x1FF  # upper bytes of 0 and 1
     for dims in (0, 60):
         spec = TensorSpec("U16", (600, *[1] * dims))
-        assert (plan.plan_tensor(spec, words.view(np.uint8), codec) is None) == bool(dims), dims
+        assert (selection.plan_tensor(spec, words.view(np.uint8), codec) is None) == bool(dims), dims
 
 
 def _estimated(
-    spec: TensorSpec, size: int, patch: pytest.MonkeyPatch, codec: plan.CodecName = "prefix"
+    spec: TensorSpec, size: int, patch: pytest.MonkeyPatch, codec: selection.CodecName = "prefix"
 ) -> bool:
     """Whether a tensor is packed whose blob is said to take so many bytes."""
-    header = plan.base_header(spec, CODEC_PREFIX)
+    header = selection.base_header(spec, CODEC_PREFIX)
     patch.setattr(native, "plan", lambda layout, sample: (b"", size - header.chunks_at))
-    return plan.plan_tensor(spec, np.zeros(spec.nbytes, np.uint8), codec) is not None
+    return selection.plan_tensor(spec, np.zeros(spec.nbytes, np.uint8), codec) is not None
 
 
 def test_a_tensor_is_packed_if_that_saves_a_hundredth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +131,9 @@ def test_tensors_below_a_kibibyte_stay_plain() -> None:
         data = np.arange(words, dtype=np.uint16) // 64 * 256
         for codec in ("prefix", "zstd"):
             assert (
-                plan.plan_tensor(TensorSpec("U16", (words,)), data.view(np.uint8), codec) is not None
+                selection.plan_tensor(TensorSpec("U16", (words,)), data.view(np.uint8), codec) is not None
             ) == packed
-    assert plan.plan_tensor(TensorSpec("U16", (4096,)), np.empty(0, np.uint8)) is None
+    assert selection.plan_tensor(TensorSpec("U16", (4096,)), np.empty(0, np.uint8)) is None
 
 
 @pytest.mark.parametrize(
@@ -145,11 +149,11 @@ def test_tensors_below_a_kibibyte_stay_plain() -> None:
     ],
 )
 def test_which_codecs_are_tried(
-    dtype: str, codec: plan.CodecName, shrinks: bool, tried: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, codec: selection.CodecName, shrinks: bool, tried: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, spec = [], TensorSpec(dtype, (50 * ALIGN_BLOB,))
     size = 99 * ALIGN_BLOB if shrinks else 99 * ALIGN_BLOB + 1
-    header = plan.base_header(spec, CODEC_PREFIX)
+    header = selection.base_header(spec, CODEC_PREFIX)
 
     def prefix(layout: native.CoreLayout, sample: np.ndarray) -> tuple[bytes, int]:
         seen.append("p")
@@ -164,14 +168,14 @@ def test_which_codecs_are_tried(
     monkeypatch.setattr(native, "plan", prefix)
     monkeypatch.setattr(native, "split", split)
     noise = np.frombuffer(np.random.default_rng(0).bytes(spec.nbytes), np.uint8)
-    made = plan.plan_tensor(spec, noise, codec)
+    made = selection.plan_tensor(spec, noise, codec)
     assert "".join(seen) == tried
     assert (made is not None) == (shrinks and "p" in tried)
 
 
 def _shifting(words: int, planes: int) -> np.ndarray:
     """Give words of 8 bytes whose upper planes are of 6 bits, which begin elsewhere in every chunk."""
-    chunk = np.arange(words) // plan.PREFIX_CHUNK_WORDS
+    chunk = np.arange(words) // selection.PREFIX_CHUNK_WORDS
     at = (32 * (chunk[:, None] % 4)).astype(np.uint8)
     draw = np.random.default_rng(planes)
     found = draw.integers(0, 256, (words, 8), np.uint8)
@@ -182,9 +186,9 @@ def _shifting(words: int, planes: int) -> np.ndarray:
 @pytest.mark.parametrize("planes", [1, 4, 5, 8])
 def test_no_tensor_has_more_tables_than_a_reader_takes(planes: int) -> None:
     """Where planes want more, the upper ones have theirs, and the rest are raw."""
-    spec = TensorSpec("U64", (40 * plan.PREFIX_CHUNK_WORDS,))
+    spec = TensorSpec("U64", (40 * selection.PREFIX_CHUNK_WORDS,))
     words = _shifting(spec.shape[0], planes)
-    made = plan.plan_tensor(spec, words, "prefix")
+    made = selection.plan_tensor(spec, words, "prefix")
     assert made is not None
     wanted = [0] * (8 - planes) + [4] * planes
     assert [count for _, count in made.header.planes] == [0] * 4 + wanted[4:]
@@ -197,9 +201,9 @@ def test_what_zstd_gives_is_that_of_the_whole_tensor() -> None:
     """Of eight times as much as its sample, which it does not shrink."""
     spec = TensorSpec("U8", (8 << 20,))
     sample = np.frombuffer(np.random.default_rng(0).bytes(1 << 20), np.uint8)
-    assert plan.plan_tensor(spec, sample, "zstd") is None
+    assert selection.plan_tensor(spec, sample, "zstd") is None
     halves = np.where(np.arange(sample.size) % 2 == 0, sample, 7).astype(np.uint8)
-    made = plan.plan_tensor(spec, halves, "zstd")
+    made = selection.plan_tensor(spec, halves, "zstd")
     assert made is not None
     assert 0.5 * spec.nbytes < made.estimate < 0.7 * spec.nbytes
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tpde.errors import InvalidDestination
-from tpde.packing.inspect import Histogram, Report, TensorReport
-from tpde.packing.plot import COLOURS, OTHER, plot
+from tpde.files.inspection import Histogram, Report, TensorReport
+from tpde.files.plot import COLOURS, OTHER, plot
 
 pytest.importorskip("matplotlib", reason="needs matplotlib")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tpde.codec import pool, zstd
-from tpde.codec.plan import core_layout, plan_tensor
+from tpde.codec.selection import core_layout, plan_tensor
 from tpde.codec.zstd import ZstdCodec
 from tpde.errors import Corrupt
 from tpde.format.container import TensorSpec

@@ -17,12 +17,12 @@ transformers = pytest.importorskip("transformers", minversion="5.13", reason="ne
 
 import tpde  # noqa: E402
 from tpde.errors import InvalidInput, MissingDependency, NotPacked, PackedWeight  # noqa: E402
-from tpde.integrations import live  # noqa: E402
-from tpde.integrations.transformers import loading, quantizer  # noqa: E402
+from tpde.integrations.transformers import load_model, quantizer  # noqa: E402
 from tpde.integrations.transformers.config import TpdeConfig  # noqa: E402
 from tpde.integrations.transformers.quantizer import TpdeHfQuantizer, loading_to  # noqa: E402
+from tpde.loading import live_models  # noqa: E402
 from tpde.nn import pack_module as nn_pack_module  # noqa: E402
-from tpde.streaming.budget import Budget  # noqa: E402
+from tpde.planning.budget import Budget  # noqa: E402
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BUDGET = Budget(1 << 30)
@@ -321,11 +321,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         devices.append(device)
         return CPU if device is None else torch.device(device)
 
-    monkeypatch.setattr(loading, "packed_directory", Path)
-    monkeypatch.setattr(loading, "require_files", lambda folder: found.append("files"))
-    monkeypatch.setattr(loading, "model_class_of", lambda folder: Kind)
-    monkeypatch.setattr(loading, "checked_device", checked)
-    monkeypatch.setattr(loading, "devices", devices, raising=False)
+    monkeypatch.setattr(load_model, "packed_directory", Path)
+    monkeypatch.setattr(load_model, "require_files", lambda folder: found.append("files"))
+    monkeypatch.setattr(load_model, "model_class_of", lambda folder: Kind)
+    monkeypatch.setattr(load_model, "checked_device", checked)
+    monkeypatch.setattr(load_model, "devices", devices, raising=False)
     return found
 
 
@@ -350,7 +350,7 @@ def test_where_from_pretrained_has_a_model_go(
     assert found == {"dtype": "auto"} | given
     assert device == target
     assert (kept is not None) == budget
-    assert ("cuda" in loading.devices) == budget, "there must be one"
+    assert ("cuda" in load_model.devices) == budget, "there must be one"
 
 
 def test_what_from_pretrained_passes_on(asked: list[Any]) -> None:
@@ -373,8 +373,8 @@ def test_what_from_pretrained_passes_on(asked: list[Any]) -> None:
 
 
 def test_a_class_that_is_passed_is_used(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = loading.model_class_of(Path())
-    monkeypatch.setattr(loading, "model_class_of", lambda _: pytest.fail("it was passed"))
+    kind = load_model.model_class_of(Path())
+    monkeypatch.setattr(load_model, "model_class_of", lambda _: pytest.fail("it was passed"))
     tpde.from_pretrained("x", model_class=kind)
     assert len(asked) == 2
 
@@ -403,13 +403,13 @@ def test_two_places_for_a_model(options: dict[str, Any], asked: list[Any]) -> No
 def test_a_class_that_is_none(config: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InvalidInput, match=said):
-        loading.model_class_of(tmp_path)
+        load_model.model_class_of(tmp_path)
 
 
 @pytest.mark.parametrize("names", [["LlamaForCausalLM", "Other"], "LlamaForCausalLM"])
 def test_the_class_that_a_configuration_names(names: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": names}))
-    assert loading.model_class_of(tmp_path) is transformers.LlamaForCausalLM
+    assert load_model.model_class_of(tmp_path) is transformers.LlamaForCausalLM
 
 
 @pytest.mark.parametrize("quantized", [None, {"quant_method": "tpde"}, SimpleNamespace(quant_method="tpde")])
@@ -418,14 +418,14 @@ def test_a_configuration_that_is_passed_says_that_weights_are_packed(quantized: 
     config = transformers.LlamaConfig(num_hidden_layers=3)
     if quantized is not None:
         config.quantization_config = quantized
-    made = loading._packed_config(config, tmp_path)
+    made = load_model._packed_config(config, tmp_path)
     assert made is not config
     assert made.num_hidden_layers == 3
     assert made.quantization_config == {"quant_method": "tpde", "version": 1}
     assert getattr(config, "quantization_config", None) is quantized
     config.quantization_config = SimpleNamespace(quant_method="fp8")
     with pytest.raises(InvalidInput, match="quantized with `fp8`"):
-        loading._packed_config(config, tmp_path)
+        load_model._packed_config(config, tmp_path)
 
 
 # ---- models that are packed in memory ----
@@ -451,11 +451,11 @@ def test_transformers_is_told_only_if_it_is_there(old: bool, monkeypatch: pytest
         imported.append(name)
         raise MissingDependency("too old")
 
-    monkeypatch.setattr(live, "importlib", SimpleNamespace(import_module=importing))
+    monkeypatch.setattr(live_models, "importlib", SimpleNamespace(import_module=importing))
     if not old:
         monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    assert live.unpack_module(live.pack_module(model)) is model
+    assert live_models.unpack_module(live_models.pack_module(model)) is model
     assert len(imported) == 2 * old
 
 
@@ -485,11 +485,11 @@ def _llama() -> Any:
 def test_an_unpacked_model_is_as_it_was() -> None:
     model = _llama()
     before = [set(vars(it)) for it in (model, model.model)]
-    live.pack_module(model, min_bytes=0)
+    live_models.pack_module(model, min_bytes=0)
     for it in (model, model.model):
         assert isinstance(it.hf_quantizer, TpdeHfQuantizer)
         assert it.get_memory_footprint() < 0.9 * sum(p.nbytes for p in it.parameters())
-    live.unpack_module(model)
+    live_models.unpack_module(model)
     for it, names in zip((model, model.model), before, strict=True):
         assert set(vars(it)) - {"hf_quantizer"} <= names
         assert not hasattr(it.config, "quantization_config")
@@ -500,10 +500,10 @@ def test_an_unpacked_model_is_as_it_was() -> None:
 
 def test_a_part_that_stays_packed_stays_ours() -> None:
     model = _llama()
-    live.pack_module(torch.nn.ModuleList([model]), min_bytes=0)
-    live.unpack_module(torch.nn.ModuleList([model.lm_head]))
+    live_models.pack_module(torch.nn.ModuleList([model]), min_bytes=0)
+    live_models.unpack_module(torch.nn.ModuleList([model.lm_head]))
     assert isinstance(model.hf_quantizer, TpdeHfQuantizer)
-    live.unpack_module(torch.nn.ModuleList([torch.nn.ModuleList([model])]))
+    live_models.unpack_module(torch.nn.ModuleList([torch.nn.ModuleList([model])]))
     assert getattr(model, "get_memory_footprint", None) == type(model).get_memory_footprint.__get__(model)
 
 

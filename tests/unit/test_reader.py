@@ -19,11 +19,11 @@ from support.files import (
 )
 
 from tpde.errors import Corrupt, TpdeError
+from tpde.files import reader
+from tpde.files.reader import PackedFile
 from tpde.format.constants import MAGIC
 from tpde.format.container import TensorSpec
-from tpde.format.source import BytesSource
-from tpde.packing import reader
-from tpde.packing.reader import PackedFile
+from tpde.io.sources import BytesSource
 
 BLOB = prefix_blob()
 SPEC = spec_of("BF16", 3000)

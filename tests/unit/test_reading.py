@@ -20,9 +20,9 @@ from support.card import DEVICE, GIB, Card  # noqa: E402
 from support.simulated import Probe  # noqa: E402
 
 from tpde.errors import OutOfMemory, Truncated  # noqa: E402
-from tpde.format.source import FileSource  # noqa: E402
-from tpde.integrations import reading  # noqa: E402
-from tpde.integrations.reading import Extent, read_extents  # noqa: E402
+from tpde.io.sources import FileSource  # noqa: E402
+from tpde.loading import reading  # noqa: E402
+from tpde.loading.reading import Extent, read_extents  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -118,13 +118,13 @@ def test_using_that_fails(source: FileSource, monkeypatch: pytest.MonkeyPatch) -
 
 def test_running_out_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
-    from tpde.integrations.transformers import memory
+    from tpde.integrations.transformers import run_memory
 
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 1 << 29)
+    monkeypatch.setattr(run_memory, "free_bytes", lambda _: 1 << 29)
     text = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."
     with (
         pytest.raises(OutOfMemory, match=r"generating needs 2\.50 GiB more on cuda:0, 0\.50 GiB are free"),
-        memory.explained(torch.device("cuda", 0), "generating"),
+        run_memory.explained(torch.device("cuda", 0), "generating"),
     ):
         raise torch.cuda.OutOfMemoryError(text)
 

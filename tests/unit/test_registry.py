@@ -13,14 +13,14 @@ from support.kernels import Card, OnCard
 from tpde.codec import native, registry
 from tpde.codec.blob import BlobReader, BlobWriter, digest
 from tpde.codec.native import Bytes, Encoded
-from tpde.codec.plan import Plan, core_layout, plan_tensor
 from tpde.codec.reference import CODECS as DOCUMENTED
 from tpde.codec.registry import CODECS, Codec, Gpu, codec_of
-from tpde.format.blob import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
+from tpde.codec.selection import Plan, core_layout, plan_tensor
+from tpde.format.blob_header import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
 from tpde.format.constants import CODEC_FACTS, CodecFacts
 from tpde.format.container import TensorSpec
-from tpde.format.sink import BytesSink
-from tpde.format.source import BytesSource
+from tpde.io.sinks import BytesSink
+from tpde.io.sources import BytesSource
 
 torch = pytest.importorskip("torch", reason="needs torch")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tpde.format import rename, sink, temporary
-from tpde.format.rename import exchange, rename_new
+from tpde.io import rename, sinks, temporary
+from tpde.io.rename import exchange, rename_new
 
 
 @pytest.fixture(params=[True, False], ids=["with the call", "without"])
@@ -312,7 +312,7 @@ def test_a_file_is_synced_before_it_has_its_name_and_its_folder_after(
 ) -> None:
     """What is not synced may be lost with the power, in any order."""
     done: list[str] = []
-    fsync, sync_folder, path = os.fsync, sink.sync_folder, tmp_path / "x"
+    fsync, sync_folder, path = os.fsync, sinks.sync_folder, tmp_path / "x"
 
     def synced(descriptor: int) -> None:
         done.append("file, named" if path.exists() else "file")
@@ -325,9 +325,9 @@ def test_a_file_is_synced_before_it_has_its_name_and_its_folder_after(
             patch.setattr(os, "fsync", fsync)
             sync_folder(folder)
 
-    monkeypatch.setattr(sink.os, "fsync", synced)
-    monkeypatch.setattr(sink, "sync_folder", folder_synced)
-    made = sink.FileSink(path)
+    monkeypatch.setattr(sinks.os, "fsync", synced)
+    monkeypatch.setattr(sinks, "sync_folder", folder_synced)
+    made = sinks.FileSink(path)
     made.write(0, [b"abc"])
     made.commit()
     assert done == ["file", "folder, named"]
@@ -339,7 +339,7 @@ def test_others_may_not_read_what_is_being_written_of_a_private_file(
 ) -> None:
     before = os.umask(0)
     try:
-        made = sink.FileSink(tmp_path / "x", mode=mode)
+        made = sinks.FileSink(tmp_path / "x", mode=mode)
         (temporary_file,) = tmp_path.iterdir()
         assert temporary_file.stat().st_mode & 0o777 == (0o666 if mode is None else 0o600)
         made.commit()

@@ -11,11 +11,11 @@ from support import spoilt
 from support.contents import fill, spec_of
 from support.files import pack_bytes, safetensors_bytes
 
-from tpde.codec.plan import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, sample_ranges
+from tpde.codec.selection import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, sample_ranges
 from tpde.errors import InvalidInput
+from tpde.files import inspection as inspecting
+from tpde.files.inspection import Group, inspect, survey
 from tpde.format.container import TensorSpec
-from tpde.packing import inspect as inspecting
-from tpde.packing.inspect import Group, inspect, survey
 
 BF16, SMALL = spec_of("BF16", 3000), TensorSpec("U8", (7,))
 TENSORS = {

@@ -18,8 +18,8 @@ from tpde.codec.blob import BlobReader, digest, write_constant  # noqa: E402
 from tpde.cuda import decode  # noqa: E402
 from tpde.errors import Corrupt, InvalidInput  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.format.sink import BytesSink  # noqa: E402
-from tpde.format.source import BytesSource  # noqa: E402
+from tpde.io.sinks import BytesSink  # noqa: E402
+from tpde.io.sources import BytesSource  # noqa: E402
 from tpde.nn import pack_tensor  # noqa: E402
 from tpde.weights import rows as rows_of  # noqa: E402
 from tpde.weights.decoder import Materializer, repeat  # noqa: E402

@@ -10,8 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from tpde.integrations import runs  # noqa: E402
-from tpde.integrations.runs import NotARun, Run  # noqa: E402
+from tpde.loading import runs  # noqa: E402
+from tpde.loading.runs import NotARun, Run  # noqa: E402
 from tpde.nn import pack_tensor  # noqa: E402
 
 

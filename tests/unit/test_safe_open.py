@@ -24,10 +24,10 @@ import tpde
 import tpde.numpy
 from tpde.access import TensorSlice
 from tpde.errors import InvalidInput, MissingDependency, UnsupportedDtype
+from tpde.files.reader import PackedFile
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.frameworks import _ML_DTYPES, _NUMPY, _TORCH, torch_bytes
-from tpde.packing.reader import PackedFile
 
 torch = pytest.importorskip("torch")
 

@@ -13,11 +13,11 @@ transformers = pytest.importorskip("transformers", minversion="5.13", reason="ne
 
 import tpde  # noqa: E402
 from tpde.errors import InvalidInput, NotPacked, TpdeError, Truncated  # noqa: E402
-from tpde.integrations import runs  # noqa: E402
-from tpde.integrations.runs import NotARun  # noqa: E402
 from tpde.integrations.transformers import save, shape  # noqa: E402
 from tpde.integrations.transformers.folder import packed_directory, require_files  # noqa: E402
 from tpde.integrations.transformers.save import state_to_save  # noqa: E402
+from tpde.loading import runs  # noqa: E402
+from tpde.loading.runs import NotARun  # noqa: E402
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

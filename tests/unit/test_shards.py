@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpde.errors import InvalidInput, TpdeError
-from tpde.packing import documents
-from tpde.packing.shards import is_index, parse_index, read_index
-from tpde.packing.sources import shards
+from tpde.files import documents
+from tpde.files.inputs import shards
+from tpde.files.shards import is_index, parse_index, read_index
 
 PATH = Path("model.safetensors.index.json")
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -163,7 +163,7 @@ def test_what_is_no_file(make: Callable[[Path], None], tmp_path: Path) -> None:
 def test_all_readers_refuse_the_same(tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
     pytest.importorskip("diffusers", reason="needs diffusers")
-    from tpde.integrations.diffusers import loading as of_diffusers
+    from tpde.integrations.diffusers import load_model as of_diffusers
     from tpde.integrations.transformers import folder as of_transformers
 
     names = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")

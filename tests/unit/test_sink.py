@@ -17,8 +17,10 @@ from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
 from tpde.errors import DestinationExists, InvalidDestination
-from tpde.format import sink
-from tpde.format.sink import (
+from tpde.files.operations import pack, unpack
+from tpde.files.writer import PackedWriter
+from tpde.io import sinks
+from tpde.io.sinks import (
     BytesSink,
     FileSink,
     ValueSink,
@@ -28,8 +30,6 @@ from tpde.format.sink import (
     sync_folder,
     unwritable,
 )
-from tpde.packing.api import pack, unpack
-from tpde.packing.writer import PackedWriter
 
 SPEC = spec_of("BF16", 30_000)
 DATA = fill("normal", SPEC)
@@ -77,7 +77,7 @@ def test_a_full_disk_leaves_what_was_there(
     descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     with monkeypatch.context() as patch:
         if call == "replace" and not exists:
-            _fail(patch, "rename_new", module=sink)
+            _fail(patch, "rename_new", module=sinks)
         else:
             _fail(patch, call, after)
         with pytest.raises(OSError, match="No space left"):
@@ -300,7 +300,7 @@ def test_a_file_is_locked_until_it_has_its_name(
 ) -> None:
     """Whoever removes what killed processes left takes only what is not locked."""
     seen = []
-    for module, name in ((sink, "rename_new"), (os, "replace")):
+    for module, name in ((sinks, "rename_new"), (os, "replace")):
         real = getattr(module, name)
 
         def renamed(old: Path, new: Path, real: Any = real) -> None:

@@ -13,9 +13,9 @@ from support.craft import bounded
 from support.files import pack_bytes, safetensors_bytes
 
 from tpde.errors import InvalidInput, TpdeError, Truncated
-from tpde.format.source import BytesSource, FileSource, read
-from tpde.packing.api import unpack
-from tpde.packing.reader import PackedFile
+from tpde.files.operations import unpack
+from tpde.files.reader import PackedFile
+from tpde.io.sources import BytesSource, FileSource, read
 
 
 @pytest.fixture(params=["file", "bytes"])

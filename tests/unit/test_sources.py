@@ -11,11 +11,11 @@ from support import spoilt
 from support.contents import fill, spec_of
 from support.files import MemorySource, safetensors_bytes
 
-from tpde.codec.plan import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, sample_ranges
+from tpde.codec.selection import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, sample_ranges
 from tpde.errors import NotSafetensors
+from tpde.files import inputs
+from tpde.files.inputs import open_source, read_pieces, read_sample
 from tpde.format.container import TensorSpec
-from tpde.packing import sources
-from tpde.packing.sources import open_source, read_pieces, read_sample
 
 TENSORS = {
     "few": (TensorSpec("U8", (9,)), bytes(range(9))),
@@ -55,7 +55,7 @@ def test_a_sample_has_the_bytes_of_its_ranges(words: int) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 350])
 def test_pieces_cover_a_tensor(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE_BYTES", 100)
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 100)
     spec, sizes, whole = TensorSpec("U8", (size,)), [], b""
     for piece in read_pieces(Pattern(spec), "x"):
         assert piece.base is None or piece.base.size <= min(size, 100)

@@ -17,17 +17,17 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import tpde.torch as packed_torch  # noqa: E402
 from tpde.codec.blob import BlobReader  # noqa: E402
 from tpde.errors import Corrupt  # noqa: E402
+from tpde.files.tensor_writer import TensorWriter  # noqa: E402
 from tpde.format.constants import DTYPES  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.format.sink import BytesSink  # noqa: E402
 from tpde.frameworks import to_torch, torch_shape  # noqa: E402
-from tpde.integrations import checkpoint as checkpoints  # noqa: E402
-from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.packing.tensor import TensorWriter  # noqa: E402
+from tpde.io.sinks import BytesSink  # noqa: E402
+from tpde.loading import checkpoint_files as checkpoints  # noqa: E402
+from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.weights.launch import upload  # noqa: E402
+from tpde.weights.packed_tensor import PackedTensor  # noqa: E402
 from tpde.weights.resident import Resident  # noqa: E402
 from tpde.weights.span import ALIGN, Span, joined  # noqa: E402
-from tpde.weights.tensor import PackedTensor  # noqa: E402
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 24, 2000  # words: 5.9 chunks of 8192
@@ -263,7 +263,7 @@ def fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("small", [True, False])
 def test_cut_out_of_a_file(dtype: str, small: bool, fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As conversions cut: in three, in experts, in gates and ups."""
-    monkeypatch.setattr("tpde.integrations.runs.STRIP_BYTES", 1)
+    monkeypatch.setattr("tpde.loading.runs.STRIP_BYTES", 1)
     monkeypatch.setattr(checkpoints, "SMALL_BYTES", 1 << 30 if small else 0)
     if not hasattr(torch, "float4_e2m1fn_x2") and dtype == "F4":
         pytest.skip("this PyTorch has no F4")

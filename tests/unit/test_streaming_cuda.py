@@ -15,10 +15,10 @@ from support.cuda import DECODE_NS, HOST_BYTES, Cuda  # noqa: E402
 from support.ring import ROOM, SIZES, Fixture  # noqa: E402
 
 from tpde.errors import Corrupt  # noqa: E402
-from tpde.streaming import device as devices  # noqa: E402
-from tpde.streaming import lock  # noqa: E402
-from tpde.streaming.device import CudaDevice  # noqa: E402
-from tpde.streaming.stream import Unit  # noqa: E402
+from tpde.host import page_lock  # noqa: E402
+from tpde.streaming import cuda_device as devices  # noqa: E402
+from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
+from tpde.streaming.ring import Unit  # noqa: E402
 from tpde.streaming.trace import Trace, start_trace  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -42,7 +42,7 @@ def test_the_bytes_are_right_in_whatever_order_streams_run(
     eager: str, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is done before all is queued: only events keep places from being overwritten, or read early."""
-    monkeypatch.setattr(lock, "STEP", 16 << 10)
+    monkeypatch.setattr(page_lock, "STEP", 16 << 10)
     cuda = Cuda(monkeypatch, eager)
     with fixture(cuda, tmp_path, places=3, keep=keep, offset=8, apart=8) as made:
         units = made.units((0, 1), (2,), (4, 5))
@@ -85,7 +85,7 @@ def one(made: Fixture) -> Unit:
 
 
 def test_copies_are_cut_where_memory_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "STEP", 16 << 10)
+    monkeypatch.setattr(page_lock, "STEP", 16 << 10)
     cuda = Cuda(monkeypatch)
     with fixture(cuda, tmp_path) as made:
         piece = one(made).pieces[1]
@@ -96,7 +96,7 @@ def test_copies_are_cut_where_memory_was_locked(tmp_path: Path, monkeypatch: pyt
         base = made.device._ring.data_ptr() + ROOM
         for to, begin, size in cuda.copied:
             assert to - base == begin - address
-            assert begin // lock.STEP == (begin + size - 1) // lock.STEP
+            assert begin // page_lock.STEP == (begin + size - 1) // page_lock.STEP
         assert not event.query()
         event.synchronize()
         whole = made.device._ring.numpy()[ROOM:][: piece.extent.size]

@@ -18,9 +18,9 @@ import pytest
 from support.locking import FakeLock
 
 from tpde.errors import InvalidInput, ReadError, Truncated, UnsupportedDevice
-from tpde.format.source import BytesSource, Extent, FileSource
-from tpde.streaming import direct, disk, lock
-from tpde.streaming.disk import SLACK, ReadAhead
+from tpde.host import direct_io, disk, page_lock
+from tpde.host.disk import SLACK, ReadAhead
+from tpde.io.sources import BytesSource, Extent, FileSource
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -158,7 +158,9 @@ def test_any_order(
 
     monkeypatch.setattr(os, "preadv", counted)
     if mode == "cached":
-        monkeypatch.setattr(direct.os, "O_DIRECT", os.O_DIRECTORY)  # an error, as of file systems without it
+        monkeypatch.setattr(
+            direct_io.os, "O_DIRECT", os.O_DIRECTORY
+        )  # an error, as of file systems without it
     origin: Any = BytesSource(data) if mode == "memory" else source
     draw = random.Random(seed)
     supply = ReadAhead(3, PIECE, 4, 0)
@@ -368,7 +370,9 @@ def test_threads_use_the_device_whose_copies_they_wait_for(
 ) -> None:
     """Where nothing is locked there is nothing to bind to."""
     bound: list[tuple[int, str]] = []
-    monkeypatch.setattr(lock, "bind", lambda device: bound.append((device, threading.current_thread().name)))
+    monkeypatch.setattr(
+        page_lock, "bind", lambda device: bound.append((device, threading.current_thread().name))
+    )
     supply = ReadAhead(1, PIECE, 3, 5)
     check(supply, supply.request(piece(source, 0)), data)
     supply.close()
@@ -381,7 +385,7 @@ def test_threads_use_the_device_whose_copies_they_wait_for(
 
 def test_the_page_cache_is_left_alone(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[tuple[int, int]] = []
-    monkeypatch.setattr(direct.os, "O_DIRECT", os.O_DIRECTORY)
+    monkeypatch.setattr(direct_io.os, "O_DIRECT", os.O_DIRECTORY)
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, advice: dropped.append((at, size)))
     (tmp_path / "blobs").write_bytes(data)
     source = FileSource(tmp_path / "blobs")
@@ -441,7 +445,7 @@ def test_truncated_while_open(
     cached: bool, source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cached:
-        monkeypatch.setattr(direct.os, "O_DIRECT", os.O_DIRECTORY)
+        monkeypatch.setattr(direct_io.os, "O_DIRECT", os.O_DIRECTORY)
     supply = ReadAhead(2, PIECE, 2, 0)
     check(supply, ticket := supply.request(piece(source, 4 * MIB)), data)
     ticket.cancel()
@@ -508,7 +512,7 @@ def test_the_device_fails(
         raise RuntimeError("an illegal memory access was encountered")
 
     if where == "bind":
-        monkeypatch.setattr(lock, "bind", broken)
+        monkeypatch.setattr(page_lock, "bind", broken)
     supply = ReadAhead(1, PIECE, 2, 0)
     first = supply.request(piece(source, 0))
     if where == "event":

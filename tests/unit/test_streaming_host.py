@@ -21,12 +21,12 @@ from support.host import MIB, Gate, at, bring_in_vain, check, content, extents, 
 from support.locking import FakeLock
 
 from tpde.errors import Corrupt, InvalidInput, ReadError, Truncated, UnsupportedDevice
-from tpde.format.source import BytesSource, Extent, FileSource
-from tpde.streaming import arena as arenas
-from tpde.streaming import lock
-from tpde.streaming.host import HostMemory
+from tpde.host import arena as arenas
+from tpde.host import page_lock
+from tpde.host.pinned import HostMemory
+from tpde.host.ranges import PAGE, merge
+from tpde.io.sources import BytesSource, Extent, FileSource
 from tpde.streaming.pieces import GAP_BYTES
-from tpde.streaming.ranges import PAGE, merge
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.usefixtures("bounded")
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
     """Whatever is locked is one step, at whichever address the system puts it."""
-    monkeypatch.setattr(lock, "STEP", 1 << 56)
+    monkeypatch.setattr(page_lock, "STEP", 1 << 56)
     return FakeLock(monkeypatch)
 
 
 @pytest.fixture
 def small_steps(fake: FakeLock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "STEP", 4 * PAGE)
+    monkeypatch.setattr(page_lock, "STEP", 4 * PAGE)
 
 
 def complete(wanted: list[Extent]) -> HostMemory:
@@ -184,7 +184,7 @@ def test_refused_within_a_range(
     assert memory.private_bytes == (23 * PAGE + MIB if first else MIB + PAGE)
     assert memory.locked_bytes == fake.bytes
     kept = sum(read_only for _, read_only in fake.locked.values())
-    whole = sum(1 for _ in lock.steps(memory.address(wanted[0]) // PAGE * PAGE, 22 * PAGE))
+    whole = sum(1 for _ in page_lock.steps(memory.address(wanted[0]) // PAGE * PAGE, 22 * PAGE))
     assert kept == (after if used else 0 if first else whole)
     check(fake, memory, wanted)
     memory.close()
@@ -212,7 +212,7 @@ def test_kernels_find_nothing_where_the_device_sees_it_in_pieces(
     fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = iter(range(1 << 44, 1 << 60, 1 << 45))
-    monkeypatch.setattr(lock, "device_address", lambda address, device: next(far))
+    monkeypatch.setattr(page_lock, "device_address", lambda address, device: next(far))
     memory = HostMemory(extents(source), 0)
     assert memory.device_address(Extent(source, 5000, 100, "in one")) == (1 << 44) + 5000 - PAGE
     assert memory.device_address(extents(source)[0]) is None
@@ -224,11 +224,11 @@ def test_kernels_read_no_further_than_to_what_the_device_sees_elsewhere(
     fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though what follows is where it would be if all were in one piece."""
-    monkeypatch.setattr(lock, "STEP", PAGE)
+    monkeypatch.setattr(page_lock, "STEP", PAGE)
     calls = iter(range(100))
     shift = 1 << 44
     monkeypatch.setattr(
-        lock, "device_address", lambda address, device: address + (2 if next(calls) == 2 else 1) * shift
+        page_lock, "device_address", lambda address, device: address + (2 if next(calls) == 2 else 1) * shift
     )
     memory = HostMemory([Extent(source, 0, 5 * PAGE, "t")], 0)
     memory.complete()
@@ -240,11 +240,11 @@ def test_kernels_read_no_further_than_to_what_the_device_sees_elsewhere(
 
 @given(st.integers(0, 1 << 48), st.integers(1, 1 << 30))
 def test_cutting_into_steps(address: int, size: int) -> None:
-    cuts = list(lock.steps(address, size))
+    cuts = list(page_lock.steps(address, size))
     assert sum(n for _, n in cuts) == size
     for (begin, n), follows in zip(cuts, [*(it for it, _ in cuts[1:]), size], strict=True):
         assert 0 < n == follows - begin
-        assert (address + begin) // lock.STEP == (address + follows - 1) // lock.STEP
+        assert (address + begin) // page_lock.STEP == (address + follows - 1) // page_lock.STEP
 
 
 def test_what_was_not_asked_for(fake: FakeLock, source: FileSource) -> None:
@@ -393,7 +393,7 @@ _SPAN = 6 * MIB
 def test_any_extents(places: list[tuple[int, int, int]], mode: str, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         fake = FakeLock(patch)
-        patch.setattr(lock, "STEP", step)
+        patch.setattr(page_lock, "STEP", step)
         sources = []
         for i in range(2):
             Path(folder, str(i)).write_bytes(os.urandom(1000) * (_SPAN // 1000) + os.urandom(i * 123))

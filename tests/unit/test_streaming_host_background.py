@@ -18,11 +18,11 @@ from support.host import MIB, Gate, at, bring_in_vain, check, content, extents, 
 from support.locking import SHIFT, FakeLock
 
 from tpde.errors import OutOfMemory, ReadError, Truncated, UnsupportedDevice
-from tpde.format.source import Extent, FileSource
-from tpde.streaming import arena as arenas
-from tpde.streaming import bringing, lock, mapping
-from tpde.streaming.host import HostMemory
-from tpde.streaming.ranges import PAGE, Range
+from tpde.host import arena as arenas
+from tpde.host import mapped, page_lock, pinning
+from tpde.host.pinned import HostMemory
+from tpde.host.ranges import PAGE, Range
+from tpde.io.sources import Extent, FileSource
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("bounded")
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
     """Whatever is locked is one step, at whichever address the system puts it."""
-    monkeypatch.setattr(lock, "STEP", 1 << 56)
+    monkeypatch.setattr(page_lock, "STEP", 1 << 56)
     return FakeLock(monkeypatch)
 
 
@@ -160,7 +160,7 @@ def test_what_is_there_in_part_is_there_up_to_its_last_byte(
     fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps of pages: what ends with one is there, and what has a byte more is not."""
-    monkeypatch.setattr(lock, "STEP", PAGE)
+    monkeypatch.setattr(page_lock, "STEP", PAGE)
     gate, memory = Gate(monkeypatch, fake, 2), HostMemory([Extent(source, 0, 4 * PAGE, "t")], 0)
     memory.begin()
     assert gate.reached.wait(60)
@@ -186,7 +186,7 @@ def test_garbage_that_one_of_its_own_threads_collects(
         fake.lock(*args, **kwargs)
         made.clear()  # the last reference
 
-    monkeypatch.setattr(lock, "lock", lock_)
+    monkeypatch.setattr(page_lock, "lock", lock_)
     made.append(HostMemory(extents(source), 0))
     made[0].begin()
     thread = made[0]._bringing._thread
@@ -200,9 +200,9 @@ def test_garbage_that_one_of_its_own_threads_collects(
 
 _EXIT = """
 import atexit, threading, time
-from tpde.format.source import Extent
-from tpde.streaming import arena
-from tpde.streaming.host import HostMemory
+from tpde.io.sources import Extent
+from tpde.host import arena
+from tpde.host.pinned import HostMemory
 
 class Endless:
     name, size, reads, begun = "endless", 1 << 30, 0, threading.Event()
@@ -229,9 +229,9 @@ def test_the_end_of_a_process_does_not_wait_for_the_rest() -> None:
 
 _LOCKED_AT_EXIT = """
 import atexit, threading, time
-from tpde.format.source import Extent
-from tpde.streaming import lock
-from tpde.streaming.host import HostMemory
+from tpde.io.sources import Extent
+from tpde.host import page_lock
+from tpde.host.pinned import HostMemory
 
 class Zeros:
     name, size = "zeros", 1 << 30
@@ -239,10 +239,10 @@ class Zeros:
         pass
 
 atexit.register(lambda: print("end"))  # called last
-lock.lock = lambda *args, **kwargs: locked.set()
-lock.unlock = lambda *args: print("unlocked")
-lock.device_address = lambda *args: None
-lock.STEP = 1 << 20
+page_lock.lock = lambda *args, **kwargs: locked.set()
+page_lock.unlock = lambda *args: print("unlocked")
+page_lock.device_address = lambda *args: None
+page_lock.STEP = 1 << 20
 locked, source = threading.Event(), Zeros()
 memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="arena")
 memory.begin()
@@ -256,8 +256,8 @@ def test_the_end_of_a_process_leaves_unlocking_to_the_system() -> None:
 
 _END_OF_MAIN = """
 import threading
-from tpde.format.source import Extent
-from tpde.streaming.host import HostMemory
+from tpde.io.sources import Extent
+from tpde.host.pinned import HostMemory
 
 class Late:
     name, size = "late", 1 << 20
@@ -298,7 +298,7 @@ def test_truncated_before(mode: str, fake: FakeLock, source: FileSource) -> None
 def test_truncated_between_check_and_use(
     mode: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpde.streaming.host.require", lambda extents: os.truncate(source.name, 4 * MIB + 9))
+    monkeypatch.setattr("tpde.host.pinned.require", lambda extents: os.truncate(source.name, 4 * MIB + 9))
     with pytest.raises(Truncated, match="ends at byte 4194313"):
         bring_in_vain(extents(source), mode=mode)
     assert not fake.locked
@@ -307,13 +307,13 @@ def test_truncated_between_check_and_use(
 
 def test_truncated_after_mapping(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that are gone are an error of the call that brings them in, not a signal that kills."""
-    populate = mapping.populate
+    populate = mapped.populate
 
     def late(piece: Any) -> None:
         os.truncate(source.name, 4 * MIB + 9)
         populate(piece)
 
-    monkeypatch.setattr(bringing, "populate", late)
+    monkeypatch.setattr(pinning, "populate", late)
     with pytest.raises(Truncated, match="ends at byte 4194313"):
         bring_in_vain(extents(source))
     assert not fake.locked
@@ -410,7 +410,7 @@ def test_ctrl_c_before_the_thread_has_a_number(
         with pytest.raises(KeyboardInterrupt):
             memory.begin()
     memory.close()
-    monkeypatch.setattr(bringing, "Mapping", lambda *_: pytest.fail("it is at work"))
+    monkeypatch.setattr(pinning, "Mapping", lambda *_: pytest.fail("it is at work"))
     start(late[0])
     late[0].join(60)
     with pytest.raises(ReadError, match="was given back"):
@@ -431,7 +431,7 @@ def test_pages_that_cannot_be_read(
     fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the file is as long as it was: its disk fails."""
-    monkeypatch.setattr(mapping.native, "populate", lambda *_: errno.EFAULT)
+    monkeypatch.setattr(mapped.native, "populate", lambda *_: errno.EFAULT)
     with pytest.raises(ReadError, match=r"bytes \d+ to \d+ of `.*blobs` cannot be read: .*the disk failed"):
         bring_in_vain(extents(source))
     assert not fake.locked
@@ -442,12 +442,12 @@ def test_a_last_page_that_cannot_be_read_may_be_of_a_file_that_became_shorter(
     shorter: int, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page ends after the file does, in any case."""
-    monkeypatch.setattr(mapping.native, "populate", lambda *_: errno.EFAULT)
+    monkeypatch.setattr(mapped.native, "populate", lambda *_: errno.EFAULT)
     last = source.size
     os.truncate(source.name, last - shorter)
-    pages = mapping.Pages(Range(source, 0, last), 5 * MIB, 0, PAGE)
+    pages = mapped.Pages(Range(source, 0, last), 5 * MIB, 0, PAGE)
     with pytest.raises(Truncated if shorter else ReadError) as caught:
-        mapping.populate(pages)
+        mapped.populate(pages)
     if shorter:
         assert isinstance(caught.value, Truncated)
         assert (caught.value.found, caught.value.needed) == (last - 1, last)
@@ -458,10 +458,10 @@ def test_pages_are_asked_for_before_they_are_waited_for(
 ) -> None:
     """In large reads; each once, and none beside them."""
     asked, populated = list[tuple[int, ...]](), list[tuple[int, int]]()
-    fadvise, populate = os.posix_fadvise, mapping.native.populate
+    fadvise, populate = os.posix_fadvise, mapped.native.populate
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args) or fadvise(*args))
-    monkeypatch.setattr(mapping.native, "populate", lambda *args: populated.append(args) or populate(*args))
-    monkeypatch.setattr(mapping, "_PIECE_BYTES", MIB // 2)
+    monkeypatch.setattr(mapped.native, "populate", lambda *args: populated.append(args) or populate(*args))
+    monkeypatch.setattr(mapped, "_PIECE_BYTES", MIB // 2)
     memory = HostMemory(extents(source), 0, mode="mapped")
     memory.complete()
     assert {(it[0], it[3]) for it in asked} == {(source.fileno(), os.POSIX_FADV_WILLNEED)}
@@ -474,7 +474,7 @@ def test_pages_are_asked_for_before_they_are_waited_for(
 def test_old_kernels_do_not_populate(
     fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapping.native, "populate", lambda *_: errno.ENOSYS)
+    monkeypatch.setattr(mapped.native, "populate", lambda *_: errno.ENOSYS)
     memory = HostMemory(extents(source), 0)
     check(fake, memory, extents(source))
     memory.close()

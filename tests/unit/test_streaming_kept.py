@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from support.ring import ROOM, SIZES, Fixture, filled  # noqa: E402
 
 from tpde.errors import Corrupt  # noqa: E402
-from tpde.streaming.kept import Kept  # noqa: E402
 from tpde.streaming.pieces import Piece  # noqa: E402
-from tpde.streaming.stream import Unit  # noqa: E402
+from tpde.streaming.retained import Kept  # noqa: E402
+from tpde.streaming.ring import Unit  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tpde.errors import InvalidInput, UnsupportedDevice
-from tpde.streaming import lock
-from tpde.streaming.modes import forced_mode, not_locked
+from tpde.host import page_lock
+from tpde.host.locking import forced_mode, not_locked
 
 
 class Code(enum.IntEnum):
@@ -98,16 +98,16 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
-    monkeypatch.setattr(lock, "bindings", lambda: (made, None))
-    lock._primary.cache_clear()
+    monkeypatch.setattr(page_lock, "bindings", lambda: (made, None))
+    page_lock._primary.cache_clear()
     yield made
-    lock._primary.cache_clear()
+    page_lock._primary.cache_clear()
 
 
 CALLS: dict[str, Callable[[], Any]] = {
-    "cuMemHostRegister": lambda: lock.lock(4096, 8192, 1, read_only=False),
-    "cuMemHostUnregister": lambda: lock.unlock(4096, 1),
-    "cuMemHostGetDevicePointer": lambda: lock.device_address(4096, 1),
+    "cuMemHostRegister": lambda: page_lock.lock(4096, 8192, 1, read_only=False),
+    "cuMemHostUnregister": lambda: page_lock.unlock(4096, 1),
+    "cuMemHostGetDevicePointer": lambda: page_lock.device_address(4096, 1),
 }
 
 
@@ -118,7 +118,7 @@ def test_calls_are_made_in_the_devices_context_and_leave_the_callers(name: str, 
     assert driver.stack == ["somebody's"]
     assert driver.retained == ["device 1"]
     CALLS[name]()
-    lock.lock(4096, 4096, 0, read_only=False)
+    page_lock.lock(4096, 4096, 0, read_only=False)
     assert driver.retained == ["device 1", "device 0"], "each is opened once"
 
 
@@ -127,7 +127,7 @@ def test_calls_are_made_in_the_devices_context_and_leave_the_callers(name: str, 
 def test_a_call_that_fails_leaves_the_callers_context(name: str, code: Code, driver: Driver) -> None:
     driver.fails[name] = code
     if name == "cuMemHostRegister":
-        with pytest.raises((lock.Refused, UnsupportedDevice)):
+        with pytest.raises((page_lock.Refused, UnsupportedDevice)):
             CALLS[name]()
     else:
         assert CALLS[name]() is None
@@ -139,7 +139,7 @@ def test_a_call_that_fails_leaves_the_callers_context(name: str, code: Code, dri
 def test_memory_is_locked_for_all_devices_and_mapped(read_only: bool, driver: Driver) -> None:
     real = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-    lock.lock(4096, 8192, 0, read_only=read_only)
+    page_lock.lock(4096, 8192, 0, read_only=read_only)
     flags = real.CU_MEMHOSTREGISTER_PORTABLE | real.CU_MEMHOSTREGISTER_DEVICEMAP
     if read_only:
         flags |= real.CU_MEMHOSTREGISTER_READ_ONLY
@@ -147,8 +147,8 @@ def test_memory_is_locked_for_all_devices_and_mapped(read_only: bool, driver: Dr
 
 
 def test_memory_is_unlocked_and_found_by_its_address(driver: Driver) -> None:
-    assert lock.device_address(12288, 0) == 12288 + (1 << 40)
-    lock.unlock(12288, 0)
+    assert page_lock.device_address(12288, 0) == 12288 + (1 << 40)
+    page_lock.unlock(12288, 0)
     assert [it[::2] for it in driver.calls] == [("pointer", 12288), ("unregister", 12288)]
 
 
@@ -168,11 +168,11 @@ def test_what_is_refused_may_work_elsewhere_and_all_else_is_the_devices_fault(
 ) -> None:
     driver.fails["cuMemHostRegister"] = code
     if code in REFUSALS:
-        with pytest.raises(lock.Refused, match=f"the driver says {code.name}"):
-            lock.lock(4096, 4096, 0, read_only=True)
+        with pytest.raises(page_lock.Refused, match=f"the driver says {code.name}"):
+            page_lock.lock(4096, 4096, 0, read_only=True)
     else:
         with pytest.raises(UnsupportedDevice, match=f"page-locking 4096 bytes failed: {code.name}"):
-            lock.lock(4096, 4096, 0, read_only=True)
+            page_lock.lock(4096, 4096, 0, read_only=True)
 
 
 @pytest.mark.parametrize(
@@ -189,24 +189,24 @@ def test_a_device_that_cannot_be_used(name: str, says: str, driver: Driver) -> N
     for call in (CALLS["cuMemHostRegister"], CALLS["cuMemHostGetDevicePointer"]):
         with pytest.raises(UnsupportedDevice, match=says):
             call()
-    lock.unlock(4096, 1)  # silently: whoever noticed first has told
+    page_lock.unlock(4096, 1)  # silently: whoever noticed first has told
     assert not driver.calls
     assert driver.stack == ["somebody's"]
 
 
 def test_a_thread_is_bound_to_a_device(driver: Driver) -> None:
-    lock.bind(1)
+    page_lock.bind(1)
     assert driver.stack == ["context of device 1"]
     driver.fails["cuCtxSetCurrent"] = Code.CUDA_ERROR_NOT_INITIALIZED
     with pytest.raises(UnsupportedDevice, match="using CUDA device 0 failed"):
-        lock.bind(0)
+        page_lock.bind(0)
 
 
 def test_steps_end_at_multiples_of_64_mib() -> None:
-    assert lock.STEP == 64 << 20
-    assert list(lock.steps(lock.STEP - 1, 2)) == [(0, 1), (1, 1)]
-    assert list(lock.steps(lock.STEP, lock.STEP)) == [(0, lock.STEP)]
-    assert list(lock.steps(5, 0)) == []
+    assert page_lock.STEP == 64 << 20
+    assert list(page_lock.steps(page_lock.STEP - 1, 2)) == [(0, 1), (1, 1)]
+    assert list(page_lock.steps(page_lock.STEP, page_lock.STEP)) == [(0, page_lock.STEP)]
+    assert list(page_lock.steps(5, 0)) == []
 
 
 @pytest.mark.parametrize(
@@ -239,6 +239,6 @@ def test_an_unknown_mode_is_named() -> None:
 
 def test_memory_that_was_to_be_locked_is_not_left_pageable() -> None:
     with pytest.warns(RuntimeWarning, match=r"memory \(77 bytes\) cannot be page-locked \(why\)"):
-        not_locked(lock.Refused("why"), 77, None, "memory")
+        not_locked(page_lock.Refused("why"), 77, None, "memory")
     with pytest.raises(UnsupportedDevice, match=r"memory \(77 bytes\) cannot be page-locked: why"):
-        not_locked(lock.Refused("why"), 77, "arena", "memory")
+        not_locked(page_lock.Refused("why"), 77, "arena", "memory")

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from tpde.streaming.parallel import for_each, staged
+from tpde.host.workers import for_each, staged
 
 pytestmark = pytest.mark.usefixtures("bounded")
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from tpde.errors import InvalidInput, Truncated
-from tpde.format.source import BytesSource, Extent, FileSource
-from tpde.streaming import arena as arenas
-from tpde.streaming.kept import Kept, Stay
+from tpde.host import arena as arenas
+from tpde.host.ranges import PAGE, Range, merge, read_error, require
+from tpde.io.sources import BytesSource, Extent, FileSource
 from tpde.streaming.pieces import GAP_BYTES, Part, Piece, cut
-from tpde.streaming.ranges import PAGE, Range, merge, read_error, require
+from tpde.streaming.retained import Kept, Stay
 
 FILE, OTHER = (BytesSource(bytes(4096), "file") for _ in range(2))
 SUPPLY: Any = "supply"

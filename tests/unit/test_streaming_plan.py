@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tpde.errors import InvalidInput, OutOfMemory
-from tpde.streaming import plan as plans
-from tpde.streaming.choices import STAGING_LEAST, Choice, evenly, tally
-from tpde.streaming.plan import MIB, Demand, Placement, Rates, StreamPlan, Unit, make_plan
-from tpde.streaming.sizes import mib, parse_size
+from tpde.planning import planner as plans
+from tpde.planning.candidates import STAGING_LEAST, Choice, evenly, tally
+from tpde.planning.planner import MIB, Demand, Placement, Rates, StreamPlan, Unit, make_plan
+from tpde.planning.sizes import mib, parse_size
 
 RATES = Rates(copy=55e9, disk=6e9, memory=4.2e12, decode=2.0e12, launch=37e-6)
 DEVICE = (Placement.PLAIN, Placement.PACKED)
@@ -397,7 +397,7 @@ def test_sizes_are_written_in_mib_rounded_up():
 
 def test_planning_imports_neither_torch_nor_cuda():
     code = (
-        "import sys, tpde.streaming.plan; "
+        "import sys, tpde.planning.planner; "
         "assert not {'torch', 'cuda', 'numpy'} & {name.partition('.')[0] for name in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,9 +18,9 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from support.cuda import HOST_BYTES, Cuda  # noqa: E402
 
 from tpde.errors import InvalidInput, ReadError, UnsupportedDevice  # noqa: E402
-from tpde.format.source import FileSource  # noqa: E402
+from tpde.io.sources import FileSource  # noqa: E402
+from tpde.planning.units import Rates  # noqa: E402
 from tpde.streaming import rates  # noqa: E402
-from tpde.streaming.units import Rates  # noqa: E402
 
 DEVICE_BYTES = 800  # that a device copies within its memory in a nanosecond
 

@@ -22,17 +22,17 @@ from support.ring import CPU, ROOM, SIZES, Fixture, filled  # noqa: E402
 
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, ReadError, UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.format.source import Extent, FileSource  # noqa: E402
-from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.streaming import stream  # noqa: E402
-from tpde.streaming.kept import Kept  # noqa: E402
-from tpde.streaming.order import Order  # noqa: E402
+from tpde.io.sources import Extent, FileSource  # noqa: E402
+from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
+from tpde.streaming import ring  # noqa: E402
 from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
-from tpde.streaming.stream import Streamer, Unit  # noqa: E402
-from tpde.streaming.tensor import Streamed  # noqa: E402
+from tpde.streaming.prefetch import Order  # noqa: E402
+from tpde.streaming.retained import Kept  # noqa: E402
+from tpde.streaming.ring import Streamer, Unit  # noqa: E402
+from tpde.streaming.streamed_source import Streamed  # noqa: E402
 from tpde.weights.launch import Launch  # noqa: E402
+from tpde.weights.packed_tensor import PackedTensor  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
-from tpde.weights.tensor import PackedTensor  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -611,7 +611,7 @@ def test_looking_ahead_ends_where_too_few_pieces_come_from_a_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer than the disk wants to know of, though the model is read round and round."""
-    monkeypatch.setattr(stream, "_MOST_PLANNED", 40)
+    monkeypatch.setattr(ring, "_MOST_PLANNED", 40)
     with Fixture(tmp_path, SIZES, places=2) as made:
         disk, requests = MemorySupply(ahead=1 << 40, late=True), list[Extent]()
         for supply in (disk, made.supply):
@@ -700,7 +700,7 @@ def test_what_follows_what() -> None:
 def test_tables_and_index_maps_are_put_on_the_device_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one copy for all that are not there, and never again."""
     from tpde.cuda.items import lookup_tables
-    from tpde.streaming import tensor as tensors
+    from tpde.streaming import streamed_source as tensors
 
     golden = Path(__file__).parent.parent / "golden" / "prefix_16.tpde.safetensors"
     uploads: list[int] = []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.simulated import Probe
 
 from tpde.errors import InvalidDestination
-from tpde.format.temporary import temporary_name
+from tpde.io.temporary import temporary_name
 from tpde.streaming import trace as traces
 from tpde.streaming.trace import TRACKS, Event, Span, Trace, _events, write_trace
 

@@ -21,13 +21,13 @@ from support.files import pack_bytes, safetensors_bytes  # noqa: E402
 
 from tpde.errors import OutOfMemory, Truncated  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.format.source import FileSource  # noqa: E402
-from tpde.integrations import allowance  # noqa: E402
-from tpde.integrations.checkpoint import Checkpoint  # noqa: E402
-from tpde.integrations.streaming import loading, opening  # noqa: E402
-from tpde.integrations.streaming.loading import Streaming  # noqa: E402
-from tpde.integrations.streaming.opening import Supplies  # noqa: E402
-from tpde.streaming.budget import Budget  # noqa: E402
+from tpde.io.sources import FileSource  # noqa: E402
+from tpde.loading import budgeted, feeds  # noqa: E402
+from tpde.loading.budgeted import Streaming  # noqa: E402
+from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
+from tpde.loading.feeds import Supplies  # noqa: E402
+from tpde.memory import allowance  # noqa: E402
+from tpde.planning.budget import Budget  # noqa: E402
 
 SPEC = TensorSpec("BF16", (64, 128))
 SECOND = torch.device("cuda", 1)
@@ -85,13 +85,13 @@ class World:
                     world.log.append(name)
                 super().close()
 
-        monkeypatch.setattr(opening, "HostMemory", memory)
-        monkeypatch.setattr(opening, "ReadAhead", lambda *given: Supply(self.log, "disk", 1, given))
-        monkeypatch.setattr(opening, "Kept", kept)
-        monkeypatch.setattr(opening, "CudaDevice", device)
-        monkeypatch.setattr(opening, "Streamer", Streamer)
-        monkeypatch.setattr(opening, "put_on_device", put)
-        monkeypatch.setattr(opening, "FileSource", File)
+        monkeypatch.setattr(feeds, "HostMemory", memory)
+        monkeypatch.setattr(feeds, "ReadAhead", lambda *given: Supply(self.log, "disk", 1, given))
+        monkeypatch.setattr(feeds, "Kept", kept)
+        monkeypatch.setattr(feeds, "CudaDevice", device)
+        monkeypatch.setattr(feeds, "Streamer", Streamer)
+        monkeypatch.setattr(feeds, "put_on_device", put)
+        monkeypatch.setattr(feeds, "FileSource", File)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_what_is_opened_for_a_device(host: str, disk: str, world: World, checkpo
     if host:
         assert supplies["memory"].given == (list(host), 1, told)
     if disk:
-        assert supplies["disk"].given == (4, 10, opening.READERS, 1)
+        assert supplies["disk"].given == (4, 10, feeds.READERS, 1)
     assert world.put == ["a", "b", "c"], "all tables and maps, at once"
     streamer, tensors = made.open()
     assert sorted(tensors) == ["a", "b", "c"]
@@ -251,7 +251,7 @@ def test_a_budget_is_taken_of_gpus_only(whole: bool, card: Card) -> None:
     assert (card.fraction < 1.0) == whole
     assert streaming.plans == {torch.device("cpu"): plan, DEVICE: plan}
     if whole:
-        assert card.allowed == 4 * GIB - loading.OUTSIDE_BYTES - GIB, "page tables are not PyTorch's"
+        assert card.allowed == 4 * GIB - budgeted.OUTSIDE_BYTES - GIB, "page tables are not PyTorch's"
     streaming.close()
     assert card.fraction == 1.0
 
@@ -283,14 +283,14 @@ def test_progress_is_told_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatc
         probe.asked.set()  # had it not asked
 
     with monkeypatch.context() as patch:
-        patch.setattr(loading.threading, "Lock", lambda: probe)
-        tell = loading._one_at_a_time(told)
+        patch.setattr(budgeted.threading, "Lock", lambda: probe)
+        tell = budgeted._one_at_a_time(told)
     assert tell is not None
     other = threading.Thread(target=tell, args=(2,))
     tell(1)
     other.join(60)
     assert (inside, seen) == ([0], [1, 2])
-    assert loading._one_at_a_time(None) is None
+    assert budgeted._one_at_a_time(None) is None
 
 
 class Told:
@@ -313,14 +313,14 @@ def test_what_is_recorded_is_told_of_each_device(monkeypatch: pytest.MonkeyPatch
     supplies = {it: [SimpleNamespace(trace=None), SimpleNamespace(trace=None)] for it in (DEVICE, SECOND)}
     streaming._supplies = supplies
     assert streaming.stats() == {"cuda:0": {"copied_bytes": 7}, "cuda:1": {"copied_bytes": 7}}
-    monkeypatch.setattr(loading, "start_trace", lambda it: SimpleNamespace(spans=lambda: [it]))
+    monkeypatch.setattr(budgeted, "start_trace", lambda it: SimpleNamespace(spans=lambda: [it]))
     dropped: list[Any] = []
 
     def summarize(spans: Any, count: int) -> Any:
         dropped.append((spans, count))
         return SimpleNamespace(as_dict=lambda: {"hidden": 0.5})
 
-    monkeypatch.setattr(loading, "summarize_spans", summarize)
+    monkeypatch.setattr(budgeted, "summarize_spans", summarize)
     streaming.record()
     for device, it in streaming.streamers.items():
         (trace,) = it.traces
@@ -330,7 +330,7 @@ def test_what_is_recorded_is_told_of_each_device(monkeypatch: pytest.MonkeyPatch
     assert streaming.stats() == {"cuda:0": both, "cuda:1": both}
     assert dropped == [([DEVICE], 2), ([SECOND], 2)], "since then"
     written: list[Any] = []
-    monkeypatch.setattr(loading, "write_trace", lambda path, traces: written.append((path, len(traces))))
+    monkeypatch.setattr(budgeted, "write_trace", lambda path, traces: written.append((path, len(traces))))
     streaming.trace("x.json")
     assert written == [("x.json", 2)]
 
@@ -348,8 +348,8 @@ def test_host_memory_is_waited_for_on_all_devices(monkeypatch: pytest.MonkeyPatc
         def complete(self) -> None:
             log.append(f"{self.name} is there")
 
-    monkeypatch.setattr(loading, "HostMemory", Memory)
-    monkeypatch.setattr(loading, "prepare_rows", lambda _: log.append("rows"))
+    monkeypatch.setattr(budgeted, "HostMemory", Memory)
+    monkeypatch.setattr(budgeted, "prepare_rows", lambda _: log.append("rows"))
     streaming: Any = Streaming(Budget(GIB))
     streaming.streamers = {DEVICE: Told(object(), Memory("one")), SECOND: Told(Memory("two"))}
     streaming.begin(torch.nn.ReLU())

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="needs torch")
 import itertools
 
 from tpde.errors import OutOfMemory
-from tpde.format.blob import BlobHeader
+from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
 from tpde.nn.tiles import START, Tile, least_tile_bytes, row_tiles

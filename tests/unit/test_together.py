@@ -11,13 +11,13 @@ from support.contents import fill, rng
 from support.files import MemorySource, pack_bytes, safetensors_bytes, saved_again, unpack_bytes, verify_bytes
 
 import tpde
-from tpde.codec.plan import MIN_BYTES
+from tpde.codec.selection import MIN_BYTES
 from tpde.errors import Corrupt, Truncated
+from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec
-from tpde.format.source import BytesSource
-from tpde.packing import together
-from tpde.packing.reader import PackedFile
-from tpde.packing.together import batches, read_together
+from tpde.io import small_reads
+from tpde.io.small_reads import batches, read_together
+from tpde.io.sources import BytesSource
 
 Tensors = dict[str, tuple[TensorSpec, bytes]]
 DATA = bytes(range(256)) * 4
@@ -55,7 +55,7 @@ def test_what_lies_side_by_side_is_read_at_once() -> None:
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
 def test_batches_keep_the_order_and_their_size(small: list[bool], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(together, "_MOST", most)
+        patch.setattr(small_reads, "_MOST", most)
         found = list(batches(map(str, range(len(small))), lambda name: small[int(name)]))
     assert [name for _, names in found for name in names] == [str(i) for i in range(len(small))]
     assert all(0 < len(names) <= most for _, names in found)

@@ -14,11 +14,11 @@ from support.files import pack_bytes, safetensors_bytes
 import tpde
 from tpde.codec.reference import parse_header
 from tpde.errors import Corrupt, InvalidInput, NotPacked
+from tpde.files import copying, reader
+from tpde.files.reader import PackedFile
+from tpde.files.walk import walk
 from tpde.format.constants import MAGIC
 from tpde.format.container import TensorSpec
-from tpde.packing import copies, reader
-from tpde.packing.reader import PackedFile
-from tpde.packing.tree import walk
 
 SPEC = TensorSpec("BF16", (20_000,))
 A, B = fill("normal", SPEC), fill("exponents", SPEC)
@@ -65,7 +65,7 @@ def test_the_first_byte_that_differs_is_named(tmp_path: Path) -> None:
 
 
 def test_a_failed_unpack_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.packing import files as packing
+    from tpde.files import single_file as packing
 
     packed, _ = files(tmp_path, safetensors_bytes({"a": (SPEC, A)}))
     before = sorted(os.listdir(tmp_path))
@@ -142,9 +142,9 @@ def test_short_writes_of_a_copy_are_continued(tmp_path: Path, monkeypatch: pytes
     data = os.urandom(100_000)
     (tmp_path / "source").write_bytes(data)
     write = os.write
-    monkeypatch.setattr(copies.os, "write", lambda descriptor, piece: write(descriptor, piece[:7777]))
-    copies.copy_file(tmp_path / "source", tmp_path / "target")
-    copies.write_text(tmp_path / "text", "x" * 20_000, 0o600)
+    monkeypatch.setattr(copying.os, "write", lambda descriptor, piece: write(descriptor, piece[:7777]))
+    copying.copy_file(tmp_path / "source", tmp_path / "target")
+    copying.write_text(tmp_path / "text", "x" * 20_000, 0o600)
     assert (tmp_path / "target").read_bytes() == data
     assert (tmp_path / "text").read_text() == "x" * 20_000
 

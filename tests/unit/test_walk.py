@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tpde.packing.tree import LeftOut, follow, stays_inside, walk
+from tpde.files.walk import LeftOut, follow, stays_inside, walk
 
 
 def make(root: Path, *names: str, **links: str) -> Path:

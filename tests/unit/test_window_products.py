@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tpde.codec.windows import Window, sections
-from tpde.cuda import windows
-from tpde.cuda.device import DeviceFacts
-from tpde.cuda.windows import MOST_ROWS, DeviceWindow, products_of
+from tpde.cuda import window_products
+from tpde.cuda.capability import DeviceFacts
+from tpde.cuda.window_products import MOST_ROWS, DeviceWindow, products_of
 from tpde.errors import UnsupportedDevice
 
 H200, ADA = 227 << 10, 99 << 10
@@ -63,11 +63,13 @@ class Launches(list[tuple[Any, ...]]):
         super().__init__()
         self.made: list[tuple[Any, ...]] = []
         facts = DeviceFacts("GPU", capability, 132, H200)
-        monkeypatch.setattr(windows, "facts", lambda device: facts)
-        monkeypatch.setattr(windows.nvrtc, "kernel", lambda source, name, defines, device, own=False: name)
-        monkeypatch.setattr(windows.nvrtc, "clusters_at_once", lambda *_: 15)
-        monkeypatch.setattr(windows.nvrtc, "Launch", self._make)
-        windows._launch_of.cache_clear()  # what another test has made
+        monkeypatch.setattr(window_products, "facts", lambda device: facts)
+        monkeypatch.setattr(
+            window_products.nvrtc, "kernel", lambda source, name, defines, device, own=False: name
+        )
+        monkeypatch.setattr(window_products.nvrtc, "clusters_at_once", lambda *_: 15)
+        monkeypatch.setattr(window_products.nvrtc, "Launch", self._make)
+        window_products._launch_of.cache_clear()  # what another test has made
 
     def _make(self, *given: Any, **more: Any) -> Any:
         self.made.append((*given, more))
@@ -109,7 +111,7 @@ def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_part_of_a_device_may_run_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 4096)
-    monkeypatch.setattr(windows.nvrtc, "clusters_at_once", lambda *_: 0)
+    monkeypatch.setattr(window_products.nvrtc, "clusters_at_once", lambda *_: 0)
     made = there(matrix)
     made.product(4096, 4096, 16, 1 << 16, 128, 77, 5)
     assert [it[0] for it in found] == ["product"]

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from support.contents import fill, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
 
-from tpde.codec import blob, native, plan
-from tpde.codec.plan import CodecName
+from tpde.codec import blob, native, selection
+from tpde.codec.selection import CodecName
 from tpde.errors import DestinationExists, InvalidDestination, TpdeError
+from tpde.files import tensor_writer
+from tpde.files.reader import PackedFile
+from tpde.files.tensor_writer import TensorWriter
+from tpde.files.writer import PackedWriter
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec, canonical_header, parse_header
-from tpde.format.sink import BytesSink
-from tpde.packing import tensor
-from tpde.packing.reader import PackedFile
-from tpde.packing.tensor import TensorWriter
-from tpde.packing.writer import PackedWriter
+from tpde.io.sinks import BytesSink
 
 
 def _write(tensors: dict[str, tuple[TensorSpec, bytes]], cuts: list[int], **options: object) -> bytes:
@@ -75,7 +75,7 @@ def _broken(dtype: str, words: int, at: int, rest: str) -> tuple[TensorSpec, byt
     return spec, head + fill(rest, spec)[at:]
 
 
-SAMPLE = plan.SAMPLE_CHUNKS * plan.PREFIX_CHUNK_WORDS  # words that a tensor is judged by
+SAMPLE = selection.SAMPLE_CHUNKS * selection.PREFIX_CHUNK_WORDS  # words that a tensor is judged by
 
 
 @pytest.mark.parametrize("dtype", ["U8", "BF16", "F32"])
@@ -103,7 +103,7 @@ def test_single_bytes_are_pieces_too(words: int) -> None:
     assert _write(tensors, list(range(spec.nbytes))) == _write(tensors, [])
 
 
-LARGE = spec_of("BF16", 1280 * plan.PREFIX_CHUNK_WORDS)  # 20 MiB
+LARGE = spec_of("BF16", 1280 * selection.PREFIX_CHUNK_WORDS)  # 20 MiB
 
 
 @pytest.mark.parametrize("cuts", [[], [9 << 20, (9 << 20) + 5, (11 << 20) + 7]])
@@ -165,7 +165,7 @@ class _Late(Executor):
 @pytest.mark.parametrize("content", ["normal", "random", "constant"])
 def test_whatever_is_hashed_beside_is_waited_for(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what a caller writes next into its memory would be hashed, or nothing at all."""
-    monkeypatch.setattr(tensor, "HASH_APART", 1000)
+    monkeypatch.setattr(tensor_writer, "HASH_APART", 1000)
     monkeypatch.setattr(blob, "PIECE_BYTES", 1 << 14)
     monkeypatch.setattr(blob, "MAX_PIECES", 1)
     data = np.frombuffer(fill(content, SPEC), np.uint8)
@@ -307,7 +307,7 @@ def test_a_writer_says_what_it_will_pack_and_what_it_packed() -> None:
     data = {name: fill("random" if name == "random" else "normal", spec) for name, spec in specs.items()}
     planned = set()
     for name, spec in specs.items():
-        sample = b"".join(data[name][begin:end] for begin, end in plan.sample_ranges(spec))
+        sample = b"".join(data[name][begin:end] for begin, end in selection.sample_ranges(spec))
         if writer.plan(name, sample):
             planned.add(name)
     assert planned == {"w"}

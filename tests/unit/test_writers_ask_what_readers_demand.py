@@ -11,9 +11,9 @@ from support.craft import bounded
 
 import tpde.numpy
 from tpde.errors import InvalidInput
+from tpde.files.writer import MAX_THREADS, PackedWriter, check_threads
 from tpde.format.container import TensorSpec, canonical_header
-from tpde.format.sink import BytesSink
-from tpde.packing.writer import MAX_THREADS, PackedWriter, check_threads
+from tpde.io.sinks import BytesSink
 
 torch = pytest.importorskip("torch")
 

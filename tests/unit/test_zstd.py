@@ -11,7 +11,7 @@ from support.contents import rng
 
 from tpde.codec import reference, zstd
 from tpde.codec.native import Bytes, Encoded
-from tpde.codec.plan import base_header, core_layout
+from tpde.codec.selection import base_header, core_layout
 from tpde.codec.zstd import ZstdCodec
 from tpde.errors import Corrupt
 from tpde.format.constants import CODEC_ZSTD

@@ -14,7 +14,7 @@ from tpde.cli.common import few_threads, guard, plural, print_json, size, table
 
 if TYPE_CHECKING:
     from tpde.codec.native import Bytes
-    from tpde.codec.plan import Plan
+    from tpde.codec.selection import Plan
     from tpde.format.container import TensorSpec
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed on this machine.")
@@ -52,7 +52,7 @@ def codec(
       tpde bench codec --size 256 --threads 4
     """
     from tpde.codec import native
-    from tpde.packing.writer import check_threads
+    from tpde.files.writer import check_threads
 
     count = check_threads(threads)
     cases = [_Case(name, spec, words, count) for name, spec, words in tensors(mib << 20)]
@@ -110,7 +110,7 @@ class _Case:
     def __init__(self, name: str, spec: TensorSpec, words: Bytes, threads: int) -> None:
         import numpy as np
 
-        from tpde.format.sink import BytesSink
+        from tpde.io.sinks import BytesSink
 
         self.name, self.spec, self.words, self.threads = name, spec, words, threads
         self.buffer = np.zeros(words.size + words.size // 16 + (1 << 16), np.uint8)
@@ -134,8 +134,8 @@ class _Case:
         import numpy as np
 
         from tpde.codec.blob import BlobWriter
-        from tpde.codec.plan import plan_tensor, sample_ranges
-        from tpde.format.sink import BytesSink
+        from tpde.codec.selection import plan_tensor, sample_ranges
+        from tpde.io.sinks import BytesSink
 
         self.sink = BytesSink(buffer=self.buffer)
         sample = np.concatenate([self.words[a:b] for a, b in sample_ranges(self.spec)])
@@ -149,7 +149,7 @@ class _Case:
 
     def _decode(self) -> None:
         from tpde.codec.blob import BlobReader
-        from tpde.format.source import BytesSource
+        from tpde.io.sources import BytesSource
 
         if self.plan is None:
             self.out[:] = self.buffer[: self.out.size]

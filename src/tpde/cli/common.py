@@ -23,7 +23,7 @@ from tpde import errors
 from tpde.errors import bounded, printable
 
 if TYPE_CHECKING:
-    from tpde.packing.tree import LeftOut
+    from tpde.files.walk import LeftOut
 
 OK, DAMAGE, USAGE, DAMAGED_INPUT, IO_ERROR, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -160,7 +160,7 @@ def guard(command: Callable[P, int | None]) -> Callable[P, None]:
 
 def few_threads(threads: int | None) -> int | None:
     """Check a number of threads where the command line is read, for `typer.Option`."""
-    from tpde.packing.writer import check_threads
+    from tpde.files.writer import check_threads
 
     try:
         check_threads(threads)

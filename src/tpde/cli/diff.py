@@ -12,7 +12,7 @@ import typer
 from tpde.cli.common import few_threads, guard, plural, print_json, progress_bar, size, table
 
 if TYPE_CHECKING:
-    from tpde.store.api import DeltaReport
+    from tpde.store.patching import DeltaReport
 
 
 @guard
@@ -47,12 +47,14 @@ def diff(
     \b
       tpde diff epoch_9 epoch_10 epoch_10.tpde
     """
-    from tpde.packing.api import total_bytes
-    from tpde.store import api
+    from tpde.files.operations import total_bytes
+    from tpde.store import patching
 
     start = time.perf_counter()
     with progress_bar("comparing", lambda: total_bytes(target)) as progress:
-        report = api.diff(base, target, delta, fast=fast, threads=threads, force=force, progress=progress)
+        report = patching.diff(
+            base, target, delta, fast=fast, threads=threads, force=force, progress=progress
+        )
     seconds = time.perf_counter() - start
     if as_json:
         fields: dict[str, Any] = dataclasses.asdict(report)

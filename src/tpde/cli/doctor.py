@@ -124,12 +124,12 @@ def _package(name: str, needed_for: str, command: str) -> Check:
 
 def _gpu() -> Check:
     """Ask the driver about the first GPU. torch, whose import takes seconds, is not asked."""
-    from tpde.cuda import device
+    from tpde.cuda import capability
     from tpde.errors import MissingDependency, UnsupportedDevice
 
     needed_for = "running models on it"
     try:
-        facts, version = device.facts(0), device.driver_version()
+        facts, version = capability.facts(0), capability.driver_version()
     except MissingDependency:
         return Check("GPU", MISSING, False, "not asked: cuda-bindings is missing", needed_for, None)
     except UnsupportedDevice as error:
@@ -189,10 +189,10 @@ def _round_trip() -> str:
     """Pack and decode small tensors in memory; returns what differs."""
     import numpy as np
 
+    from tpde.files.reader import PackedFile
+    from tpde.files.writer import PackedWriter
     from tpde.format.container import TensorSpec
-    from tpde.format.sink import BytesSink
-    from tpde.packing.reader import PackedFile
-    from tpde.packing.writer import PackedWriter
+    from tpde.io.sinks import BytesSink
 
     random = np.random.default_rng(0)
     n = 3 * 8192 + 77  # whole chunks, and one that ends in the middle of a group

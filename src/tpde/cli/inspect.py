@@ -10,7 +10,7 @@ import typer
 from tpde.cli.common import guard, plural, print_json, say, size, table
 
 if TYPE_CHECKING:
-    from tpde.packing.inspect import Group, Report
+    from tpde.files.inspection import Group, Report
 
 
 @guard
@@ -41,9 +41,9 @@ def inspect(
     """
     from tpde.cli.diff import render as render_delta
     from tpde.errors import InvalidInput
-    from tpde.packing.inspect import inspect as look
-    from tpde.packing.plot import plot as draw
-    from tpde.store import api as store
+    from tpde.files.inspection import inspect as look
+    from tpde.files.plot import plot as draw
+    from tpde.store import patching as store
 
     if store.is_delta_file(path):
         if plot is not None:

@@ -23,7 +23,7 @@ from tpde.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from tpde.packing.inspect import Group
+    from tpde.files.inspection import Group
 
 
 @guard
@@ -75,13 +75,13 @@ def pack(
       tpde pack model.safetensors packed.safetensors
       tpde pack ./my-model ./my-model-packed --dtype-report
     """
-    from tpde.packing import api
-    from tpde.packing.inspect import survey
-    from tpde.packing.sources import resolve
+    from tpde.files import operations
+    from tpde.files.inputs import resolve
+    from tpde.files.inspection import survey
 
     path, start, patterns = resolve(source), time.perf_counter(), exclude or ()
-    with progress_bar("packing", lambda: api.total_bytes(path, patterns)) as progress:
-        result = api.pack(
+    with progress_bar("packing", lambda: operations.total_bytes(path, patterns)) as progress:
+        result = operations.pack(
             path,
             destination,
             threads=threads,

@@ -13,7 +13,7 @@ from tpde.cli.common import few_threads, guard, print_json, progress_bar, size
 
 def target_bytes(delta: Path) -> int:
     """Bytes of a delta's target, for a progress bar."""
-    from tpde.store.api import inspect_delta
+    from tpde.store.patching import inspect_delta
 
     return inspect_delta(delta).target_bytes
 
@@ -48,11 +48,11 @@ def patch(
     \b
       tpde patch epoch_9 epoch_10.tpde epoch_10
     """
-    from tpde.store import api
+    from tpde.store import patching
 
     start = time.perf_counter()
     with progress_bar("patching", lambda: target_bytes(delta)) as progress:
-        api.patch(base, delta, target, threads=threads, force=force, progress=progress)
+        patching.patch(base, delta, target, threads=threads, force=force, progress=progress)
     seconds, total = time.perf_counter() - start, target_bytes(delta)
     if as_json:
         print_json({"target": str(target), "target_bytes": total, "seconds": seconds})

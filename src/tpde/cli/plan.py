@@ -11,14 +11,14 @@ import typer
 
 from tpde.cli.common import guard, print_json, size, table
 from tpde.errors import InvalidInput
-from tpde.streaming.budget import MAX_BATCH, MAX_TOKENS, parse_budget
+from tpde.planning.budget import MAX_BATCH, MAX_TOKENS, parse_budget
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tpde.streaming.budget import Budget
-    from tpde.streaming.plan import StreamPlan
-    from tpde.streaming.units import Rates, Unit
+    from tpde.planning.budget import Budget
+    from tpde.planning.planner import StreamPlan
+    from tpde.planning.units import Rates, Unit
 
 _GB = 1e9
 
@@ -104,10 +104,10 @@ def plan(
 
     require_transformers()  # before torch is imported
 
-    from tpde.integrations.streaming.units import units_of
+    from tpde.integrations.transformers.budget_plan import plan_streaming
     from tpde.integrations.transformers.folder import model_directory, weight_files
-    from tpde.integrations.transformers.planning import plan_streaming
     from tpde.integrations.transformers.shape import opened_shape
+    from tpde.loading.model_units import units_of
 
     budget = parse_budget(vram, ram, max_tokens, max_batch=max_batch)
     assert budget is not None  # `--vram` must be there
@@ -134,7 +134,7 @@ def _rates(
     """Those that were given, the others measured."""
     import torch
 
-    from tpde.integrations.device import checked_device
+    from tpde.loading.devices import checked_device
     from tpde.streaming.rates import disk_rate, given_rates, measure_rates
 
     to_read = files if disk is None else ()

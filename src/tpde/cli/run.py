@@ -13,14 +13,14 @@ import typer
 
 from tpde.cli.common import guard, print_json, progress_bar, say, size
 from tpde.errors import InvalidInput
-from tpde.streaming.budget import MAX_TOKENS, parse_budget
+from tpde.planning.budget import MAX_TOKENS, parse_budget
 
 if TYPE_CHECKING:
     import torch
 
-    from tpde.integrations.transformers.memory import Peak
+    from tpde.integrations.transformers.run_memory import Peak
     from tpde.nn.kernels import Kernels
-    from tpde.streaming.budget import Budget
+    from tpde.planning.budget import Budget
 
 
 @guard
@@ -105,17 +105,17 @@ def run(
             "`--trace` is of weights that are streamed", hint="pass `--vram` as well, or leave it out"
         )
     if trace is not None:
-        from tpde.format.sink import require_writable
+        from tpde.io.sinks import require_writable
 
         require_writable(trace)  # now, not when all has been generated
     from tpde.integrations.transformers.require import require_transformers
 
     require_transformers()  # before torch is imported
 
-    from tpde.integrations.device import checked_device
     from tpde.integrations.transformers.embed import BATCH
     from tpde.integrations.transformers.folder import model_directory
-    from tpde.integrations.transformers.memory import Peak
+    from tpde.integrations.transformers.run_memory import Peak
+    from tpde.loading.devices import checked_device
     from tpde.nn.kernels import check_kernels
 
     batch = 1 if prompt is not None else BATCH
@@ -163,8 +163,8 @@ def _load(
     from transformers.utils import logging
 
     from tpde.integrations.transformers.folder import weight_files
-    from tpde.integrations.transformers.loading import load_model
-    from tpde.integrations.transformers.memory import weight_bytes
+    from tpde.integrations.transformers.load_model import load_model
+    from tpde.integrations.transformers.run_memory import weight_bytes
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     start = time.perf_counter()

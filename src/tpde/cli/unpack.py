@@ -14,8 +14,8 @@ from tpde.cli.common import few_threads, guard, plural, print_json, progress_bar
 
 def original_bytes(path: Path) -> int:
     """Bytes of the original tensors of a packed file or directory, for a progress bar."""
-    from tpde.packing.inspect import safetensors_files
-    from tpde.packing.reader import PackedFile
+    from tpde.files.inspection import safetensors_files
+    from tpde.files.reader import PackedFile
 
     total = 0
     for file in safetensors_files(path):
@@ -50,11 +50,11 @@ def unpack(
     \b
       tpde unpack packed.safetensors model.safetensors
     """
-    from tpde.packing import api
+    from tpde.files import operations
 
     start = time.perf_counter()
     with progress_bar("unpacking", lambda: original_bytes(source)) as progress:
-        result = api.unpack(source, destination, threads=threads, force=force, progress=progress)
+        result = operations.unpack(source, destination, threads=threads, force=force, progress=progress)
     seconds = time.perf_counter() - start
     say_left_out(result.left_out)
     if as_json:

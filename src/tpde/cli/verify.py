@@ -53,9 +53,9 @@ def verify(
       tpde verify epoch_10.tpde --base epoch_9
     """
     from tpde.errors import InvalidInput
-    from tpde.packing import api
-    from tpde.packing.tree import walk
-    from tpde.store import api as store
+    from tpde.files import operations
+    from tpde.files.walk import walk
+    from tpde.store import patching as store
 
     start, delta = time.perf_counter(), store.is_delta_file(packed)
     if (against if delta else base) is not None:
@@ -68,7 +68,7 @@ def verify(
         if delta:
             problems = store.verify_delta(packed, base=base, threads=threads, progress=progress)
         else:
-            problems = api.verify(
+            problems = operations.verify(
                 packed, against=against, threads=threads, exclude=exclude or (), progress=progress
             )
     seconds = time.perf_counter() - start

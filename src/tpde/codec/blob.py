@@ -11,19 +11,14 @@ import xxhash
 
 from tpde.codec import native
 from tpde.codec.native import Bytes, Encoded
-from tpde.codec.plan import Plan, base_header, core_layout
 from tpde.codec.registry import CONSTANT, codec_of
+from tpde.codec.selection import Plan, base_header, core_layout
 from tpde.errors import Corrupt
-from tpde.format.blob import (
-    MAX_FIXED_BYTES,
-    BlobHeader,
-    parse_blob_header,
-    with_results,
-)
+from tpde.format.blob_header import MAX_FIXED_BYTES, BlobHeader, parse_blob_header, with_results
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
-from tpde.format.sink import Sink
-from tpde.format.source import Source, read
+from tpde.io.sinks import Sink
+from tpde.io.sources import Source, read
 
 PIECE_BYTES = 8 << 20  # of words at a time: more is no faster, and no longer fits a cache
 MAX_PIECES = 4  # in one call of several threads, which starts them anew and waits for the last of them

@@ -12,9 +12,9 @@ from typing import NamedTuple, Protocol
 
 from tpde.codec import native
 from tpde.codec.native import Bytes, Encoded
-from tpde.codec.plan import core_layout
+from tpde.codec.selection import core_layout
 from tpde.codec.zstd import ZstdCodec
-from tpde.format.blob import BlobHeader
+from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_CONSTANT, CODEC_FACTS, CODEC_PREFIX, CODEC_ZSTD
 
 

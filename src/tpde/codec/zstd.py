@@ -12,7 +12,7 @@ import zstandard
 from tpde.codec import native, pool
 from tpde.codec.native import Bytes, CoreLayout, Encoded
 from tpde.errors import Corrupt
-from tpde.format.blob import BlobHeader, align
+from tpde.format.blob_header import BlobHeader, align
 from tpde.format.constants import MODE_CODED, MODE_FILL, MODE_RAW
 
 LEVEL = 3  # zstd's own default

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tpde.cuda.device import INSTALL, bindings, call, driver_version, facts
+from tpde.cuda.capability import INSTALL, bindings, call, driver_version, facts
 from tpde.errors import CompileError, InvalidDestination, MissingDependency, UnsupportedDevice
-from tpde.format.sink import FileSink
+from tpde.io.sinks import FileSink
 
 _lock = threading.Lock()
 

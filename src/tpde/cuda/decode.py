@@ -13,7 +13,7 @@ import numpy as np
 
 from tpde.codec.native import Bytes
 from tpde.cuda import compile as nvrtc
-from tpde.cuda.device import facts
+from tpde.cuda.capability import facts
 from tpde.cuda.geometry import Geometry, geometry, kernel_defines, max_warps, need, staged
 from tpde.cuda.items import ALIGNMENT, DESCRIPTOR_BYTES, Item, descriptor, kind_defines
 

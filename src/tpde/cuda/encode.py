@@ -26,7 +26,8 @@ import numpy as np
 
 from tpde.codec import native
 from tpde.codec.native import Bytes, as_bytes
-from tpde.codec.plan import (
+from tpde.codec.registry import PREFIX
+from tpde.codec.selection import (
     PREFIX_CHUNK_WORDS,
     SAMPLE_CHUNKS,
     CodecName,
@@ -34,10 +35,9 @@ from tpde.codec.plan import (
     plan_tensor,
     sample_ranges,
 )
-from tpde.codec.registry import PREFIX
 from tpde.cuda import compile as nvrtc
 from tpde.errors import Corrupt
-from tpde.format.blob import BlobHeader, align, with_results
+from tpde.format.blob_header import BlobHeader, align, with_results
 from tpde.format.constants import DTYPES, RECORD_BYTES
 from tpde.format.container import TensorSpec
 

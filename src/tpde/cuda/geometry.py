@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tpde.cuda.items import DESCRIPTOR_BYTES, Item, kind_defines
-from tpde.format.blob import align
+from tpde.format.blob_header import align
 
 LANES = 32  # format.md 5.1
 GROUP_BYTES = 512

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from tpde.codec import native
 from tpde.codec.native import Bytes
-from tpde.codec.plan import core_layout
 from tpde.codec.registry import Gpu, codec_of
-from tpde.format.blob import BlobHeader, align
+from tpde.codec.selection import core_layout
+from tpde.format.blob_header import BlobHeader, align
 
 ALIGNMENT = 16  # of blobs, tables and descriptors
 _WRAP = 1 << 64  # addresses before what is there may be negative, and add up modulo this

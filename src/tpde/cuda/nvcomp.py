@@ -21,7 +21,7 @@ from tpde.codec.native import Bytes
 from tpde.codec.registry import Gpu, codec_of
 from tpde.cuda import compile as nvrtc
 from tpde.errors import Corrupt
-from tpde.format.blob import BlobHeader, align
+from tpde.format.blob_header import BlobHeader, align
 from tpde.format.constants import MODE_CODED, MODE_RAW, RECORD_BYTES
 
 SOURCE = "merge.cu"

@@ -27,8 +27,8 @@ from tpde.format.constants import (
     SOURCE_HEADER_BYTES,
     SOURCE_HEADER_TIMES,
 )
-from tpde.format.garbage import collecting_later
-from tpde.format.source import Source, read
+from tpde.io.sources import Source, read
+from tpde.memory.garbage import collecting_later
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import zstandard
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.format.constants import MAX_CONTAINER_HEADER
 from tpde.format.container import Container, parse_header, tensor_spec
-from tpde.format.delta import (
+from tpde.format.delta_head import (
     CODECS,
     CONTENTS_BYTES,
     CONTENTS_TIMES,
@@ -39,7 +39,7 @@ from tpde.format.delta import (
     is_plain,
     merge_planes,
 )
-from tpde.format.source import Source, read
+from tpde.io.sources import Source, read
 
 
 def is_delta(source: Source) -> bool:

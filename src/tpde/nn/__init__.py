@@ -1,16 +1,16 @@
 """Modules that hold packed weights and decode them just in time: see docs/nn.md."""
 
-from tpde.nn.api import pack_module, plain_state_dict, unpack_module
-from tpde.nn.deltas import add_deltas
-from tpde.nn.experts import ExpertSource, route_experts
 from tpde.nn.kernels import set_kernels
+from tpde.nn.model_deltas import add_deltas
 from tpde.nn.modules import PackedModule
+from tpde.nn.pack_model import pack_module, plain_state_dict, unpack_module
 from tpde.nn.replace import finish, packed_modules, replace_parameter, supports
-from tpde.weights.pack import pack_tensor
+from tpde.nn.routing import ExpertSource, route_experts
+from tpde.weights.pack_tensor import pack_tensor
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.resident import Resident
 from tpde.weights.span import Span
-from tpde.weights.tensor import PackedTensor
 
 __all__ = [
     "ExpertSource",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from tpde.errors import InvalidInput
-from tpde.format.blob import align
-from tpde.memory import allocate
+from tpde.format.blob_header import align
+from tpde.memory.device_memory import allocate
 from tpde.nn.saved import saves
 from tpde.nn.slot import ALIGN, Slot
 from tpde.nn.waiting import acquire

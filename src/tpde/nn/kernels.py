@@ -13,10 +13,10 @@ from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn.modules import PackedEmbedding, PackedLinear, PackedModule, gathers
 from tpde.nn.replace import finish, packed_modules
 from tpde.nn.slot import Slot
-from tpde.weights.choice import ALWAYS
+from tpde.weights.active_delta import ALWAYS
 from tpde.weights.frozen import CONTIGUOUS
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
-from tpde.weights.tensor import PackedTensor
 from tpde.weights.windowed import Windowed
 
 log = logging.getLogger("tpde")

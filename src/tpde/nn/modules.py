@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tpde.errors import PackedWeight, TpdeError
-from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
+from tpde.nn.routing import fused, needed
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
 from tpde.weights.frozen import CONTIGUOUS

@@ -14,7 +14,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.weights.choice import WHOLE, Choice
+from tpde.weights.active_delta import WHOLE, Choice
 from tpde.weights.parameter import PackedParameter
 
 

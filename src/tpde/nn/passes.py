@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tpde.errors import InvalidInput, PackedWeight
+from tpde.nn.batch_rows import ONCE, Batch, positional, refuse
 from tpde.nn.forward import AroundForward
 from tpde.nn.owner import Owner
-from tpde.nn.requests import ONCE, Batch, positional, refuse
 from tpde.weights.launch import capturing
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from tpde.nn.deltas import Deltas
+    from tpde.nn.model_deltas import Deltas
 
 _PATIENCE_S = 1.0
 

@@ -15,8 +15,8 @@ from tpde.nn.moving import ask_first, ask_no_more
 from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
-from tpde.weights.tensor import PackedTensor
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpde.nn.slot import Slot
-from tpde.weights.choice import Choice
+from tpde.weights.active_delta import Choice
 
 if TYPE_CHECKING:
     from tpde.nn.group import Workspace

@@ -17,8 +17,8 @@ from tpde.weights.parameter import PackedParameter
 from tpde.weights.span import ALIGN
 
 if TYPE_CHECKING:
-    from tpde.nn.experts import ExpertSource
     from tpde.nn.group import Group
+    from tpde.nn.routing import ExpertSource
 
 __all__ = ["ALIGN", "Slot"]
 

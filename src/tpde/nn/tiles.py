@@ -13,9 +13,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tpde.errors import OutOfMemory
-from tpde.format.blob import align
+from tpde.format.blob_header import align
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Decoder
-from tpde.weights.tensor import PackedTensor
 
 START = 512  # rows start at multiples of it in a buffer, as whole weights do
 

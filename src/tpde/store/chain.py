@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from tpde.errors import Corrupt, InvalidInput, MissingBase
 from tpde.format.container import Container
-from tpde.format.delta import WeightsEntry
+from tpde.format.delta_head import WeightsEntry
 from tpde.format.delta_reader import check_header
-from tpde.format.source import FileSource
-from tpde.store.delta import MAX_CHAIN, DeltaFile, DeltaState
+from tpde.io.sources import FileSource
+from tpde.store.delta_state import MAX_CHAIN, DeltaFile, DeltaState
 from tpde.store.states import State, nothing
 
 MAX_STEP = 10**18 - 1

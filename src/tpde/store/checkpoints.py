@@ -14,10 +14,10 @@ from typing import Any
 
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, TpdeError
-from tpde.format.delta import WITH_BASE, TensorEntry
-from tpde.format.sink import FileSink, sync_folder, unwritable
-from tpde.packing.files import Problem, Progress, no_progress
-from tpde.packing.writer import check_threads
+from tpde.files.single_file import Problem, Progress, no_progress
+from tpde.files.writer import check_threads
+from tpde.format.delta_head import WITH_BASE, TensorEntry
+from tpde.io.sinks import FileSink, sync_folder, unwritable
 from tpde.store.chain import (
     MAX_STEP,
     STEP,
@@ -30,8 +30,8 @@ from tpde.store.chain import (
     state_of,
     steps_in,
 )
-from tpde.store.delta import MAX_CHAIN
-from tpde.store.diff import HostComparer, write_delta
+from tpde.store.delta_state import MAX_CHAIN
+from tpde.store.delta_writer import HostComparer, write_delta
 from tpde.store.export import export_state
 from tpde.store.staging import Staging
 from tpde.store.states import MemoryState, State, nothing

@@ -18,10 +18,10 @@ import numpy as np
 from tpde.codec.delta import Model, Sparse, chunk_room
 from tpde.codec.native import Bytes
 from tpde.format.container import TensorSpec
-from tpde.format.delta import SAME, SPARSE, TensorEntry
-from tpde.store import device as gpu
-from tpde.store.device import Numbers
-from tpde.store.diff import Comparer, Kind, Wanted, kind_of
+from tpde.format.delta_head import SAME, SPARSE, TensorEntry
+from tpde.store import device_deltas as gpu
+from tpde.store.delta_writer import Comparer, Kind, Wanted, kind_of
+from tpde.store.device_deltas import Numbers
 from tpde.store.payloads import Stored, is_clear
 from tpde.store.states import Key
 
@@ -176,7 +176,7 @@ class DeviceComparer:
     ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
         import torch
 
-        from tpde.cuda.delta import model_image, most_bytes
+        from tpde.cuda.delta_kernels import model_image, most_bytes
 
         most = most_bytes(group.kind[0])
         try:
@@ -233,7 +233,7 @@ def _encoded(group: gpu.Group, image: int, counts: Numbers, most: int) -> Iterat
     """Start encoding a group and give None, then the result."""
     import torch
 
-    from tpde.cuda.delta import CHANGED, Lists
+    from tpde.cuda.delta_kernels import CHANGED, Lists
 
     device, total = group.device, int(counts.sum(dtype=np.uint64))
     room = (counts.astype(np.uint64) * most + 3) // 4  # of each chunk, in units of 4 bytes

@@ -14,15 +14,15 @@ from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model
 from tpde.codec.native import Bytes
 from tpde.codec.pool import begin, each
 from tpde.format.constants import DTYPES
-from tpde.format.delta import TensorEntry
-from tpde.store import device as gpu
-from tpde.store.device import Numbers
-from tpde.store.diff import kind_of
+from tpde.format.delta_head import TensorEntry
+from tpde.store import device_deltas as gpu
+from tpde.store.delta_writer import kind_of
+from tpde.store.device_deltas import Numbers
 
 if TYPE_CHECKING:
     import torch
 
-    from tpde.cuda.delta import Changes, Lists
+    from tpde.cuda.delta_kernels import Changes, Lists
 
 # Threads that read payloads, which one does at some 4 GB/s, and what each reads at least.
 _READERS, _READ_BYTES = 4, 2 << 20
@@ -111,7 +111,7 @@ class SparseChanges:
     ) -> None:
         import torch
 
-        from tpde.cuda.delta import model_image
+        from tpde.cuda.delta_kernels import model_image
 
         self._members, self._kind = members, kind_of(members[0].entry.spec)
         self._device = members[0].tensor.device
@@ -156,7 +156,7 @@ class SparseChanges:
         """Start decoding some of them."""
         import torch
 
-        from tpde.cuda.delta import AHEAD, Changes, Lists
+        from tpde.cuda.delta_kernels import AHEAD, Changes, Lists
 
         device, members, group = self._device, self._members[batch.start : batch.stop], self._group
         if len(batch) < len(self._members):

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tpde.files.documents import is_inside
+from tpde.files.file_kinds import SAFETENSORS
+from tpde.files.folder_swap import new_folder
 from tpde.format.container import TensorSpec, canonical_header, parse_header
-from tpde.format.sink import FileSink
-from tpde.packing.documents import is_inside
-from tpde.packing.names import SAFETENSORS
-from tpde.packing.replace import new_folder
+from tpde.io.sinks import FileSink
 from tpde.store.states import State
 from tpde.store.trees import is_mapping, map_tensors
 

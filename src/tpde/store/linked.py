@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tpde.errors import InvalidInput
-from tpde.format.sink import FileSink
-from tpde.packing.documents import parse_json, read_document
+from tpde.files.documents import parse_json, read_document
+from tpde.io.sinks import FileSink
 from tpde.store.chain import MAX_STEP
 from tpde.store.checkpoints import CheckpointStore
 

@@ -11,12 +11,12 @@ from tpde.codec.blob import BlobReader
 from tpde.codec.delta import Model, Sparse
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt
+from tpde.files.tensor_writer import TensorWriter, repeats
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
-from tpde.format.delta import DENSE, FULL, PLAIN, SPARSE
-from tpde.format.sink import BytesSink
-from tpde.format.source import Source
-from tpde.packing.tensor import TensorWriter, repeats
+from tpde.format.delta_head import DENSE, FULL, PLAIN, SPARSE
+from tpde.io.sinks import BytesSink
+from tpde.io.sources import Source
 
 # Sparse changes of less than this share of a tensor of floats are taken without a look at the other codecs,
 # which have never done better there.

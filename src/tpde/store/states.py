@@ -12,12 +12,12 @@ import xxhash
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, MissingBase, NotSafetensors
+from tpde.files.file_kinds import SAFETENSORS
+from tpde.files.manifest import is_packed_directory, read_manifest
+from tpde.files.reader import PackedFile
+from tpde.files.single_file import check_digest
+from tpde.files.walk import walk
 from tpde.format.container import TensorSpec, canonical_header, parse_header
-from tpde.packing.files import check_digest
-from tpde.packing.manifest import is_packed_directory, read_manifest
-from tpde.packing.names import SAFETENSORS
-from tpde.packing.reader import PackedFile
-from tpde.packing.tree import walk
 
 MEMORY = "<memory>"  # what messages call a state that lies there
 

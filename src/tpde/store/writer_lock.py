@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 
 from tpde.errors import InvalidInput
-from tpde.format.sink import unwritable
+from tpde.io.sinks import unwritable
 
 NAME = "writer.lock"
 

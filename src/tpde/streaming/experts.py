@@ -15,14 +15,14 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from tpde.errors import InvalidInput, UnsupportedDevice
-from tpde.format.blob import align
+from tpde.format.blob_header import align
+from tpde.host.feed import Event, Ticket
 from tpde.nn.slot import Slot
-from tpde.streaming.cache import ExpertCache
-from tpde.streaming.checks import Checks, Decoded
-from tpde.streaming.device import Device
+from tpde.streaming.cuda_device import Device
+from tpde.streaming.damage import Checks, Decoded
+from tpde.streaming.expert_cache import ExpertCache
 from tpde.streaming.pieces import Part, Piece, cut
-from tpde.streaming.supply import Event, Ticket
-from tpde.streaming.tensor import travelling
+from tpde.streaming.streamed_source import travelling
 from tpde.streaming.trace import Trace
 from tpde.weights.span import ChunkRange
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from tpde.cuda.items import ALIGNMENT, Chunks
 from tpde.errors import InvalidInput
-from tpde.format.source import Extent
-from tpde.streaming.supply import Supply
+from tpde.host.feed import Supply
+from tpde.io.sources import Extent
 
 if TYPE_CHECKING:  # what brings bytes to host memory does without torch
-    from tpde.streaming.tensor import Streamed
+    from tpde.streaming.streamed_source import Streamed
 
 # Between two tensors lie header, tables and index map of the second, 0.2 % of it. Copying more than this in
 # vain takes longer than starting another copy.

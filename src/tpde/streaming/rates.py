@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpde.cuda.device import facts
+from tpde.cuda.capability import facts
 from tpde.errors import InvalidInput, UnsupportedDevice
-from tpde.format.source import Extent, FileSource
-from tpde.streaming.direct import Files
-from tpde.streaming.disk import READERS, ReadAhead
-from tpde.streaming.ranges import read_error
-from tpde.streaming.supply import Ticket
-from tpde.streaming.units import Rates
+from tpde.host.direct_io import Files
+from tpde.host.disk import READERS, ReadAhead
+from tpde.host.feed import Ticket
+from tpde.host.ranges import read_error
+from tpde.io.sources import Extent, FileSource
+from tpde.planning.units import Rates
 from tpde.weights.launch import on_device
 
 COPY_BYTES = 256 << 20  # of one copy: larger ones are no faster
@@ -203,7 +203,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def disk_rate(files: Sequence[str | os.PathLike[str]]) -> float:
-    """Bytes a second that come from files, read as weights are that stay there (`tpde.streaming.disk`).
+    """Bytes a second that come from files, read as weights are that stay there (`tpde.host.disk`).
 
     Takes a second, or as long as 512 MiB do, and 256 MiB of host memory.
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from tpde.format.sink import FileSink, unwritable
+from tpde.io.sinks import FileSink, unwritable
 
 LIMIT = 200_000  # spans kept: about 60 MB of memory, 40 MB of file, half an hour of 100 pieces a second
 _PENDING = 1024  # spans whose events the device may not have passed: each holds two of its driver's events

@@ -13,16 +13,16 @@ from tpde.codec.delta import CHUNK_WORDS
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, Gpu
 from tpde.errors import PackedWeight
-from tpde.format.blob import align
+from tpde.format.blob_header import align
+from tpde.weights.active_delta import ALWAYS, UNNAMED, Choice
 from tpde.weights.changed_rows import ChangedRows, RowChanges, different_words
-from tpde.weights.choice import ALWAYS, UNNAMED, Choice
 from tpde.weights.coded import Coded, Piece, by_kernels, changing
 from tpde.weights.launch import capturing
-from tpde.weights.pack import packed_again
+from tpde.weights.pack_tensor import packed_again
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.rows import RowReader
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
 from tpde.weights.span import Span
-from tpde.weights.tensor import PackedTensor
 
 _STRIP_BYTES = 64 << 20  # of a matrix, compared at a time
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tpde.weights.choice import Choice
+from tpde.weights.active_delta import Choice
 from tpde.weights.launch import capturing
 from tpde.weights.source import RowsDecoder
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model, Sparse, chunk_count
 from tpde.codec.native import Bytes
-from tpde.format.blob import align
-from tpde.packing.writer import default_threads
-from tpde.store import device as resident
+from tpde.files.writer import default_threads
+from tpde.format.blob_header import align
+from tpde.store import device_deltas as resident
 from tpde.weights.launch import capturing, upload
 from tpde.weights.source import Decoder
 
 if TYPE_CHECKING:
-    from tpde.cuda.delta import Batch
+    from tpde.cuda.delta_kernels import Batch
 
 _COUNTED = 4 * (MAX_CLASSES + 1)  # bytes a chunk: words of each class, and changes that were read
 # What a launch takes beside the weights for changes that are not coded: 8 bytes each of bf16. A block of an
@@ -47,7 +47,7 @@ class Coding:
 
     def image(self, device: torch.device) -> Tensor:
         """What kernels decode with."""
-        from tpde.cuda.delta import model_image
+        from tpde.cuda.delta_kernels import model_image
 
         if device not in self._images:
             self._images[device] = upload(model_image(self.model, encode=False), device)
@@ -76,7 +76,7 @@ class Coded:
     @classmethod
     def on(cls, device: torch.device, coding: Coding, sparse: Sparse) -> Coded:
         """A change whose bytes are brought to a device."""
-        from tpde.cuda.delta import AHEAD
+        from tpde.cuda.delta_kernels import AHEAD
 
         data = np.concatenate([sparse.data, np.zeros(AHEAD, np.uint8)])
         return cls(coding, sparse, upload(data, device))
@@ -154,7 +154,7 @@ class _Pieces:
     """
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        from tpde.cuda.delta import Batch, Pair
+        from tpde.cuda.delta_kernels import Batch, Pair
 
         coding = pieces[0].change.coding
         model = coding.model
@@ -189,7 +189,7 @@ class _Pieces:
 
     def __call__(self, out: Tensor) -> None:
         """Change the tensors in a buffer of bytes, on the current stream."""
-        from tpde.cuda.delta import Changes, Lists
+        from tpde.cuda.delta_kernels import Changes, Lists
 
         with resident.current(self._device):
             placed = torch.add(self._items, self._based, alpha=out.data_ptr())

@@ -12,7 +12,7 @@ import torch
 
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt
-from tpde.format.blob import align
+from tpde.format.blob_header import align
 
 P = ParamSpec("P")  # what a work's launch takes beside addresses and stream
 R_co = TypeVar("R_co", covariant=True)  # and what it returns

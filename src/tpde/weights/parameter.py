@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.weights import product
 from tpde.weights.frozen import CONTIGUOUS, as_looked_up, as_weight, formatted
+from tpde.weights.packed_tensor import PackedTensor, rebuild_tensor
 from tpde.weights.readonly import changes_first, function_name, guarded, refuse_change
-from tpde.weights.tensor import PackedTensor, rebuild_tensor
 from tpde.weights.transforms import transformed, untransformed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,7 +9,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from tpde.weights.launch import capturing
-from tpde.weights.tensor import PackedTensor
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.transforms import refuse_trace, transformed
 
 _PLAIN = (Tensor, torch.nn.Parameter)

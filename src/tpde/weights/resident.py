@@ -10,8 +10,8 @@ import torch
 from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated, UnsupportedVersion
-from tpde.format.blob import MAX_FIXED_BYTES, parse_blob_header
-from tpde.format.source import BytesSource
+from tpde.format.blob_header import MAX_FIXED_BYTES, parse_blob_header
+from tpde.io.sources import BytesSource
 from tpde.weights.decoder import ChunkDecoder, Materializer
 from tpde.weights.source import Decoder, Source
 

@@ -17,14 +17,14 @@ from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, codec_of
 from tpde.errors import Corrupt
-from tpde.format.blob import BlobHeader
+from tpde.files.writer import default_threads
+from tpde.format.blob_header import BlobHeader
 from tpde.frameworks import torch_dtype, torch_shape
-from tpde.packing.writer import default_threads
 from tpde.weights.launch import upload
 
 if TYPE_CHECKING:
     from tpde.cuda.items import Chunks, Item, Tables
-    from tpde.weights.choice import Choice
+    from tpde.weights.active_delta import Choice
 
 Decoder = Callable[[torch.Tensor], None]  # rebuilds something into a buffer of bytes, on the current stream
 RowsDecoder = Callable[

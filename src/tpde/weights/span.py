@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpde.codec.native import Bytes
-from tpde.format.blob import align
+from tpde.format.blob_header import align
 from tpde.weights.source import Decoder, Source
 
 ALIGN = 512  # the allocator's own: matrix libraries choose other kernels for addresses that are less round

@@ -12,20 +12,20 @@ from torch.nn import functional
 from tpde.codec import windows
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, Gpu
-from tpde.cuda.windows import MOST_ROWS, X_AT, DeviceWindow
+from tpde.cuda.window_products import MOST_ROWS, X_AT, DeviceWindow
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated, UnsupportedVersion
-from tpde.format.blob import BlobHeader
+from tpde.files.writer import default_threads
+from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
-from tpde.packing.writer import default_threads
 from tpde.weights import operators as ops
 from tpde.weights import windowing
 from tpde.weights.frozen import as_weight
 from tpde.weights.launch import on_device, stream_handle
-from tpde.weights.pack import packed_again
+from tpde.weights.pack_tensor import packed_again
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import check_load, require_bytes_kept
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
-from tpde.weights.tensor import PackedTensor
 
 MAGIC = bytes.fromhex("89 54 50 44 57 0D 0A 1A")  # windows.md 5.1
 ROWS = windows.ROWS_AT  # of a stripe

@@ -142,18 +142,18 @@ def test_doctor(run: Run) -> None:
 
 
 def test_doctor_asks_for_the_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.cuda import device
+    from tpde.cuda import capability
 
-    facts = device.DeviceFacts("NVIDIA H200", (9, 0), 132, 1)
-    monkeypatch.setattr(device, "facts", lambda number: facts)
-    monkeypatch.setattr(device, "driver_version", lambda: (13, 0))
+    facts = capability.DeviceFacts("NVIDIA H200", (9, 0), 132, 1)
+    monkeypatch.setattr(capability, "facts", lambda number: facts)
+    monkeypatch.setattr(capability, "driver_version", lambda: (13, 0))
     found = "NVIDIA H200, compute capability 9.0, driver for CUDA 13.0"
     assert re.search(rf"^GPU +ok +{found} +running models on it$", run("doctor").out, re.M)
 
-    def refuse(number: int) -> device.DeviceFacts:
+    def refuse(number: int) -> capability.DeviceFacts:
         raise UnsupportedDevice("no NVIDIA driver is installed", hint="install one, or use the CPU")
 
-    monkeypatch.setattr(device, "facts", refuse)
+    monkeypatch.setattr(capability, "facts", refuse)
     done = run("doctor")
     assert done.code == 0
     assert re.search(r"^GPU +missing +no NVIDIA driver is installed +running models on it$", done.out, re.M)

@@ -12,8 +12,8 @@ from support.states import files
 
 from tpde.cli import common
 from tpde.errors import InvalidInput
-from tpde.packing import api
-from tpde.store import api as store
+from tpde.files import operations
+from tpde.store import patching as store
 
 
 class Stopped(InvalidInput):
@@ -31,7 +31,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(args=args, options=options)
         raise Stopped("stopped here")
 
-    for module, names in ((api, ("pack", "unpack", "verify")), (store, ("diff", "patch", "verify_delta"))):
+    for module, names in (
+        (operations, ("pack", "unpack", "verify")),
+        (store, ("diff", "patch", "verify_delta")),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, recorder)
     return found
@@ -147,7 +150,7 @@ def test_totals_of_bars_are_bytes_of_tensors(run: Run, plain: Path, model: Path,
 def test_histograms_are_made_where_they_are_shown(
     run: Run, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpde.packing import inspect as inspecting
+    from tpde.files import inspection as inspecting
 
     real, asked = inspecting.inspect, []
 
@@ -156,7 +159,7 @@ def test_histograms_are_made_where_they_are_shown(
         return real(path, histogram=histogram)
 
     monkeypatch.setattr(inspecting, "inspect", look)
-    monkeypatch.setattr("tpde.packing.plot.plot", lambda *_: None)
+    monkeypatch.setattr("tpde.files.plot.plot", lambda *_: None)
     for options in ([], ["--json"], ["--plot", tmp_path / "x.png"]):
         assert run("inspect", packed, *options).code == 0
     assert asked == [False, True, True]
@@ -164,7 +167,7 @@ def test_histograms_are_made_where_they_are_shown(
 
 def test_a_delta_without_a_base_or_tensors_is_laid_out() -> None:
     from tpde.cli.diff import render, summary
-    from tpde.store.api import DeltaReport, TensorChange
+    from tpde.store.patching import DeltaReport, TensorChange
 
     none = DeltaReport("d", None, 64, 0, 0.0, (), ())
     assert (

@@ -22,7 +22,7 @@ import tpde
 
 INTERRUPT = """
 import os, signal, sys
-from tpde.format.sink import FileSink
+from tpde.io.sinks import FileSink
 write, calls = FileSink.write, 0
 
 def interrupted(self, offset, buffers):

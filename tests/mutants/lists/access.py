@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     mutant(
         "a-limit-is-no-limit",
-        "memory.py",
+        "memory/device_memory.py",
         "within = min(free + torch.cuda.memory_reserved(device), memory_limit(device))",
         "within = free + torch.cuda.memory_reserved(device)",
         "what PyTorch may not allocate is told to be free",
@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     mutant(
         "what-is-allocated-is-free",
-        "memory.py",
+        "memory/device_memory.py",
         "return max(int(within - torch.cuda.memory_allocated(device)), 0)",
         "return max(int(within), 0)",
         "what tensors have is told to be free",
@@ -172,7 +172,7 @@ MUTANTS = (
     ),
     mutant(
         "memory-that-just-fits",
-        "memory.py",
+        "memory/device_memory.py",
         "    if nbytes > free:\n",
         "    if nbytes > 2 * free:\n",
         "a model that does not fit is loaded until memory runs out",
@@ -180,7 +180,7 @@ MUTANTS = (
     ),
     mutant(
         "buffers-of-inference",
-        "memory.py",
+        "memory/device_memory.py",
         "        with torch.inference_mode(False):\n            return torch.empty(nbytes",
         "        with torch.inference_mode(torch.is_inference_mode_enabled()):\n            return torch.empty(nbytes",
         "a workspace made in inference mode cannot be used for training",

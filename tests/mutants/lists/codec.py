@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     mutant(
         "units-have-no-padding",
-        "codec/plan.py",
+        "codec/selection.py",
         "while (nbytes + nbytes // 64) >> unit >= 1 << 32:",
         "while nbytes >> unit >= 1 << 32:",
         "a blob a little below 64 GiB outgrows its offsets",
@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     mutant(
         "samples-end-in-a-short-chunk",
-        "codec/plan.py",
+        "codec/selection.py",
         "(i * (chunks - 1) // SAMPLE_CHUNKS * size for i",
         "(i * chunks // SAMPLE_CHUNKS * size + size for i",
         "the last sample ends after the tensor",
@@ -197,7 +197,7 @@ MUTANTS = (
     ),
     mutant(
         "matrices-are-segments",
-        "codec/plan.py",
+        "codec/selection.py",
         "if len(spec.shape) < 3 or not words:",
         "if len(spec.shape) < 2 or not words:",
         "rows of a matrix start chunks of their own",
@@ -205,7 +205,7 @@ MUTANTS = (
     ),
     mutant(
         "a-sample-decides-for-zstd-by-itself",
-        "codec/plan.py",
+        "codec/selection.py",
         'return Plan(header, b"", size * spec.nbytes // part.size + header.chunks_at)',
         'return Plan(header, b"", size + header.chunks_at)',
         "zstd is chosen by the size of its sample",
@@ -266,7 +266,7 @@ MUTANTS = (
     # ---- format ----
     mutant(
         "padding-may-be-anything",
-        "format/blob.py",
+        "format/blob_header.py",
         "        if any(meta[planes_end : self.tables_at]) or any(meta[index_end : self.chunks_at]):",
         "        if any(meta[planes_end : self.tables_at]):",
         "bytes between index map and chunks may hide something",
@@ -275,7 +275,7 @@ MUTANTS = (
     ),
     mutant(
         "a-blob-may-outgrow-its-offsets",
-        "format/blob.py",
+        "format/blob_header.py",
         "need(blob_bytes <= 1 << (32 + unit_log2),",
         "need(blob_bytes <= 1 << (33 + unit_log2),",
         "a header claims chunks that no offset reaches",
@@ -284,7 +284,7 @@ MUTANTS = (
     ),
     mutant(
         "streams-larger-than-chunks",
-        "format/blob.py",
+        "format/blob_header.py",
         "need(max_stream <= max_chunk,",
         "need(max_stream >= 0,",
         "the room for a coded plane is not bounded by the chunk's",
@@ -293,7 +293,7 @@ MUTANTS = (
     ),
     mutant(
         "deltas-are-read-as-blobs",
-        "format/blob.py",
+        "format/blob_header.py",
         "need(not any(base),",
         "need(bool(base),",
         "a delta is taken for the tensor",
@@ -301,7 +301,7 @@ MUTANTS = (
     ),
     mutant(
         "chunks-count-from-the-tensor",
-        "format/blob.py",
+        "format/blob_header.py",
         "segment, inside = divmod(word, self.segment_words)",
         "segment, inside = divmod(word, per * self.chunk_words)",
         "a word of a later segment is looked for in the wrong chunk",
@@ -385,7 +385,7 @@ MUTANTS = (
     ),
     mutant(
         "a-file-is-not-synced",
-        "format/sink.py",
+        "io/sinks.py",
         "            os.fsync(self._fd)\n",
         "",
         "a file has its name before its bytes are on the disk",
@@ -394,7 +394,7 @@ MUTANTS = (
     ),
     mutant(
         "a-files-folder-is-not-synced",
-        "format/sink.py",
+        "io/sinks.py",
         "                os.close(lock)\n        sync_folder(self.path.parent)",
         "                os.close(lock)",
         "a file's name may be lost with the power",
@@ -403,7 +403,7 @@ MUTANTS = (
     ),
     mutant(
         "what-appeared-meanwhile-is-replaced",
-        "format/sink.py",
+        "io/sinks.py",
         "                    rename_new(self._temporary, self.path)",
         "                    os.replace(self._temporary, self.path)",
         "two packs to one place replace each other's file",
@@ -412,7 +412,7 @@ MUTANTS = (
     ),
     mutant(
         "an-aborted-file-stays",
-        "format/sink.py",
+        "io/sinks.py",
         "                os.unlink(self._temporary)\n",
         "                pass\n",
         "a pack that failed leaves its temporary file",
@@ -420,7 +420,7 @@ MUTANTS = (
     ),
     mutant(
         "short-writes-are-complete",
-        "format/sink.py",
+        "io/sinks.py",
         "                if done:\n                    views[0] = views[0][done:]",
         "                if done:\n                    views.pop(0)",
         "what a short write left out is never written",
@@ -428,7 +428,7 @@ MUTANTS = (
     ),
     mutant(
         "too-many-buffers",
-        "format/sink.py",
+        "io/sinks.py",
         "views[:_MAX_BUFFERS], offset)",
         "views, offset)",
         "more buffers are handed over than the system takes",
@@ -436,7 +436,7 @@ MUTANTS = (
     ),
     mutant(
         "a-private-file-is-readable-while-it-is-written",
-        "format/sink.py",
+        "io/sinks.py",
         "bits = 0o666 if self._mode is None else 0o600",
         "bits = 0o666",
         "others read what is being written of a private file",
@@ -447,7 +447,7 @@ MUTANTS = (
     ),
     mutant(
         "a-file-that-shrank-is-zeros",
-        "format/source.py",
+        "io/sources.py",
         "            if not got:\n                raise _truncated(",
         "            if not got:\n                return\n                raise _truncated(",
         "what is missing of a file is read as whatever was in memory",
@@ -455,7 +455,7 @@ MUTANTS = (
     ),
     mutant(
         "what-is-no-file-stays-open",
-        "format/source.py",
+        "io/sources.py",
         "        os.close(descriptor)\n        raise InvalidInput(",
         "        raise InvalidInput(",
         "a folder or a pipe that is refused leaks its descriptor",
@@ -463,7 +463,7 @@ MUTANTS = (
     ),
     mutant(
         "a-dropped-source-stays-open",
-        "format/source.py",
+        "io/sources.py",
         "    def __del__(self) -> None:\n",
         "    def _del(self) -> None:\n",
         "a file that nobody closes leaks its descriptor",
@@ -471,7 +471,7 @@ MUTANTS = (
     ),
     mutant(
         "pipes-are-waited-for",
-        "format/source.py",
+        "io/sources.py",
         "os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY",
         "os.O_RDONLY | os.O_NOCTTY",
         "opening a pipe hangs",
@@ -479,7 +479,7 @@ MUTANTS = (
     ),
     mutant(
         "a-linked-file-keeps-two-names",
-        "format/rename.py",
+        "io/rename.py",
         "        os.unlink(old)  # linked before: what is left of the renaming",
         "        pass",
         "a file system without renames that replace nothing keeps the temporary name",
@@ -487,7 +487,7 @@ MUTANTS = (
     ),
     mutant(
         "renames-without-the-call-replace",
-        "format/rename.py",
+        "io/rename.py",
         "        os.link(old, new, follow_symlinks=False)",
         "        os.replace(old, new)\n        return",
         "an older system replaces a file that is there",
@@ -495,7 +495,7 @@ MUTANTS = (
     ),
     mutant(
         "others-temporary-files-are-removed",
-        "format/temporary.py",
+        "io/temporary.py",
         "                if _lock(descriptor) and _is(descriptor, path):",
         "                if _is(descriptor, path):",
         "a pack removes what another one is writing",
@@ -503,7 +503,7 @@ MUTANTS = (
     ),
     mutant(
         "other-users-files-are-removed",
-        "format/temporary.py",
+        "io/temporary.py",
         "            if kind.st_uid != os.geteuid() or not (is_file",
         "            if not (is_file",
         "what another user's killed process left is removed",

@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     mutant(
         "deltas-in-place-unchecked",
-        "store/live.py",
+        "store/live_deltas.py",
         "if listed.check == it.check:",
         "if listed.check >= 0:",
         "changes are applied to what is no base of them",
@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     mutant(
         "deltas-of-tied-weights-on-a-device",
-        "store/live.py",
+        "store/live_deltas.py",
         " for name, place in places.items() if users[place] == 1}",
         " for name, place in places.items()}",
         "two tensors in one memory are written without a look at each other",
@@ -351,7 +351,7 @@ MUTANTS = (
     ),
     mutant(
         "later-rows-of-x-are-the-first",
-        "cuda/windows.py",
+        "cuda/window_products.py",
         "np.uint64(x + 2 * first * x_stride)",
         "np.uint64(x)",
         "rows 33 to 64 of a batch are those before",
@@ -359,7 +359,7 @@ MUTANTS = (
     ),
     mutant(
         "group-products-anywhere",
-        "cuda/windows.py",
+        "cuda/window_products.py",
         "count > 8 and groups and window.stripe_chunks >= PARTS",
         "count > 8 and window.stripe_chunks >= PARTS",
         "devices without wgmma are given it",
@@ -367,7 +367,7 @@ MUTANTS = (
     ),
     mutant(
         "group-products-of-short-rows",
-        "cuda/windows.py",
+        "cuda/window_products.py",
         "count > 8 and groups and window.stripe_chunks >= PARTS",
         "count > 8 and groups",
         "blocks of a cluster have no part, and wait for ever",
@@ -375,7 +375,7 @@ MUTANTS = (
     ),
     mutant(
         "x-that-does-not-fit-stays",
-        "cuda/windows.py",
+        "cuda/window_products.py",
         "streams = -(-window.stripe_chunks // PARTS) > _STAGES",
         "streams = window.stripe_chunks // PARTS > _STAGES",
         "a part's third chunk of x is written behind its room",
@@ -383,7 +383,7 @@ MUTANTS = (
     ),
     mutant(
         "clusters-on-a-part-of-a-device",
-        "cuda/windows.py",
+        "cuda/window_products.py",
         "        if not grid:\n            return None\n",
         "",
         "a launch without blocks fails",
@@ -415,7 +415,7 @@ MUTANTS = (
     ),
     mutant(
         "more-shared-memory-than-there-is",
-        "cuda/windows.py",
+        "cuda/window_products.py",
         "return [it for it in made if it.shared <= shared_bytes]",
         "return made",
         "launches fail where x does not fit",

@@ -14,7 +14,7 @@ _PRETRAINED = "integration/test_from_pretrained.py"
 MUTANTS = (
     mutant(
         "what-others-hold-does-not-count",
-        "integrations/allowance.py",
+        "memory/allowance.py",
         "        self.others = before if whole else 0\n",
         "        self.others = 0\n",
         "a model takes what tensors of the same process have",
@@ -22,7 +22,7 @@ MUTANTS = (
     ),
     mutant(
         "more-than-there-is",
-        "integrations/allowance.py",
+        "memory/allowance.py",
         "        if self._share - self.others > free:\n",
         "        if self._share - self.others > total:\n",
         "a budget is taken that the device does not have",
@@ -30,7 +30,7 @@ MUTANTS = (
     ),
     mutant(
         "a-users-limit-is-raised",
-        "integrations/allowance.py",
+        "memory/allowance.py",
         "self._limit(min(sum(self.shares.values()) / self.total, theirs))",
         "self._limit(sum(self.shares.values()) / self.total)",
         "a limit that the user has set is raised",
@@ -38,7 +38,7 @@ MUTANTS = (
     ),
     mutant(
         "a-users-limit-is-lost",
-        "integrations/allowance.py",
+        "memory/allowance.py",
         "            self._limit(theirs)\n            self._theirs = None\n",
         "            self._theirs = None\n",
         "a limit stays after the model that it was for",
@@ -46,7 +46,7 @@ MUTANTS = (
     ),
     mutant(
         "holes-of-other-streams",
-        "integrations/allowance.py",
+        "memory/allowance.py",
         '        and segment["stream"] == stream\n',
         "",
         "memory is planned with that PyTorch gives to another stream only",
@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     mutant(
         "budgets-do-not-end",
-        "integrations/allowance.py",
+        "memory/allowance.py",
         "        if self._budgets.shares.pop(id(self), None) is not None:\n",
         "        if self._budgets.shares.get(id(self), None) is None:\n",
         "what a dropped model had is not there for the next",
@@ -62,7 +62,7 @@ MUTANTS = (
     ),
     mutant(
         "page-tables-are-left-to-pytorch",
-        "integrations/allowance.py",
+        "memory/allowance.py",
         "        self._share -= outside\n",
         "",
         "PyTorch may allocate what page tables take",
@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     mutant(
         "a-tensor-in-two-files",
-        "integrations/checkpoint.py",
+        "loading/checkpoint_files.py",
         "            if name in self.packed or name in self.plain:\n",
         "            if name in self.packed:\n",
         "which of two plain tensors of a name is loaded depends on the order of files",
@@ -80,7 +80,7 @@ MUTANTS = (
     ),
     mutant(
         "blobs-of-other-shapes",
-        "integrations/checkpoint.py",
+        "loading/checkpoint_files.py",
         "        if found != self.spec:\n",
         "        if found.dtype != self.spec.dtype:\n",
         "a blob of another shape takes a tensor's place",
@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     mutant(
         "a-checkpoint-that-fails-stays-open",
-        "integrations/checkpoint.py",
+        "loading/checkpoint_files.py",
         "        except BaseException:\n            self.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "files of a model that is refused stay open",
@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     mutant(
         "any-number-of-a-device",
-        "integrations/device.py",
+        "loading/devices.py",
         "        if index >= torch.cuda.device_count():\n",
         "        if index > torch.cuda.device_count():\n",
         "a device that is not there is refused by PyTorch, in its own words",
@@ -106,7 +106,7 @@ MUTANTS = (
     ),
     mutant(
         "garbage-is-collected-while-loading",
-        "format/garbage.py",
+        "memory/garbage.py",
         "    gc.disable()\n",
         "    pass\n",
         "loading looks through all objects again and again",
@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     mutant(
         "garbage-collection-stays-off",
-        "format/garbage.py",
+        "memory/garbage.py",
         "    finally:\n        if enabled:\n            gc.enable()\n",
         "    finally:\n        if not enabled:\n            gc.enable()\n",
         "after loading, garbage is never collected",
@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     mutant(
         "frozen-weights-are-trained",
-        "integrations/place.py",
+        "loading/assignment.py",
         "(before.requires_grad or not frozen)",
         "(before.requires_grad or frozen)",
         "plain weights of a packed component ask for gradients",
@@ -132,7 +132,7 @@ MUTANTS = (
     ),
     mutant(
         "quantized-before",
-        "integrations/quantized.py",
+        "loading/quantized.py",
         "        if source is not None:\n",
         "        if source is None and version != VERSION:\n",
         "a model that was quantized before it was packed runs with wrong weights",
@@ -142,7 +142,7 @@ MUTANTS = (
     ),
     mutant(
         "files-that-are-too-short",
-        "integrations/reading.py",
+        "loading/reading.py",
         "        if extent.offset + extent.size > extent.source.size:\n",
         "        if extent.offset > extent.source.size:\n",
         "memory is allocated for a file that does not hold what is wanted",
@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     mutant(
         "readers-go-on-after-an-error",
-        "integrations/reading.py",
+        "loading/reading.py",
         "                work.stop()  # nobody wants the rest\n",
         "                pass  # nobody wants the rest\n",
         "the rest of a model is read after a read has failed",
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     mutant(
         "errors-of-readers-are-dropped",
-        "integrations/reading.py",
+        "loading/reading.py",
         "        for job in self._jobs:\n            job.result()\n",
         "",
         "weights are used before they are read, and a read that fails is not told",
@@ -168,7 +168,7 @@ MUTANTS = (
     ),
     mutant(
         "cuts-within-a-part",
-        "integrations/runs.py",
+        "loading/runs.py",
         "                    if short and stop - at < now.nbytes:\n",
         "                    if short and stop - at < now.nbytes and False:\n",
         "columns of a matrix are decoded chunk by chunk, each many times",
@@ -176,7 +176,7 @@ MUTANTS = (
     ),
     mutant(
         "cuts-continue-at-the-wrong-place",
-        "integrations/runs.py",
+        "loading/runs.py",
         "now, at = (now, stop) if stop < now.nbytes else (next(spans, None), 0)",
         "now, at = (now, stop) if stop <= now.nbytes else (next(spans, None), 0)",
         "a conversion's cut ends with its first part",
@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     mutant(
         "runs-of-several-dtypes",
-        "integrations/runs.py",
+        "loading/runs.py",
         "isinstance(t, Run) and t.dtype is first.dtype and t.ndim",
         "isinstance(t, Run) and t.ndim",
         "weights of two dtypes are put together as if of one",
@@ -193,7 +193,7 @@ MUTANTS = (
     # ---- streaming ----
     mutant(
         "tied-weights-count-twice",
-        "integrations/streaming/demand.py",
+        "loading/footprint.py",
         " and name not in packed and tied.get(name) not in packed:",
         " and name not in packed:",
         "a head that is tied to a packed embedding counts as plain",
@@ -201,7 +201,7 @@ MUTANTS = (
     ),
     mutant(
         "plain-weights-are-not-rounded",
-        "integrations/streaming/demand.py",
+        "loading/footprint.py",
         "align(tensor.numel() * tensor.element_size(), ALIGN)",
         "tensor.numel() * tensor.element_size()",
         "what the allocator rounds up by has no room",
@@ -209,7 +209,7 @@ MUTANTS = (
     ),
     mutant(
         "containers-are-called",
-        "integrations/streaming/demand.py",
+        "loading/footprint.py",
         "sum(not isinstance(module, lists) for module in model.modules())",
         "sum(1 for module in model.modules())",
         "lists of modules are predicted to take time",
@@ -217,7 +217,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-has-room-for-what-is-there",
-        "integrations/streaming/loading.py",
+        "loading/budgeted.py",
         'plan.parts[it] for it in ("plain", "fixed", "pages", "index", "decoded")',
         'plan.parts[it] for it in ("plain", "fixed", "pages", "index")',
         "plain weights are decoded with room that they have themselves",
@@ -225,7 +225,7 @@ MUTANTS = (
     ),
     mutant(
         "closing-does-not-check",
-        "integrations/streaming/loading.py",
+        "loading/budgeted.py",
         "                rest.callback(streamer.close)\n            self.check()\n",
         "                rest.callback(streamer.close)\n",
         "damage of the last token is never told",
@@ -233,7 +233,7 @@ MUTANTS = (
     ),
     mutant(
         "closing-keeps-the-budget",
-        "integrations/streaming/loading.py",
+        "loading/budgeted.py",
         "                rest.callback(finalizer)\n",
         "                pass\n",
         "a closed model still holds its budget",
@@ -243,7 +243,7 @@ MUTANTS = (
     ),
     mutant(
         "streamed-models-are-pickled",
-        "integrations/streaming/loading.py",
+        "loading/budgeted.py",
         "    def __getstate__(self) -> dict[str, Any]:\n",
         "    def _getstate(self) -> dict[str, Any]:\n",
         "a streamed model is pickled without its weights",
@@ -252,7 +252,7 @@ MUTANTS = (
     ),
     mutant(
         "what-was-opened-stays-open",
-        "integrations/streaming/opening.py",
+        "loading/feeds.py",
         "        except BaseException:\n            self.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "locked memory and files of a model that fails to load stay",
@@ -262,7 +262,7 @@ MUTANTS = (
     ),
     mutant(
         "a-dropped-model-keeps-its-memory",
-        "integrations/streaming/opening.py",
+        "loading/feeds.py",
         "        weakref.finalize(streamer, _give_back, streamer.device, streamer.owned).atexit = False\n",
         "",
         "locked memory of a model that is dropped stays until the process ends",
@@ -270,7 +270,7 @@ MUTANTS = (
     ),
     mutant(
         "the-host-is-kept-before-the-disk",
-        "integrations/streaming/opening.py",
+        "loading/feeds.py",
         "next((it for it in self.supplies if it.ahead), None)",
         "next((it for it in self.supplies if not it.ahead), None)",
         "what is kept on the device is what is copied soonest",
@@ -278,7 +278,7 @@ MUTANTS = (
     ),
     mutant(
         "plain-weights-share-their-scratch",
-        "integrations/streaming/plain.py",
+        "loading/plain_weights.py",
         "begin = self._memory.numel() - self._sizes[number] if number % 2 else 0",
         "begin = 0",
         "a batch is read over the one that is being decoded",
@@ -286,7 +286,7 @@ MUTANTS = (
     ),
     mutant(
         "tables-take-no-room",
-        "integrations/streaming/planning.py",
+        "loading/model_plan.py",
         "plain=demand.plain + TABLES_BYTES * len(here))",
         "plain=demand.plain)",
         "tables of what is on the device have no room",
@@ -295,7 +295,7 @@ MUTANTS = (
     ),
     mutant(
         "units-without-experts",
-        "integrations/streaming/units.py",
+        "loading/model_units.py",
         "        index=EXPERT_BYTES * experts\n        + sum(",
         "        index=sum(",
         "descriptors of experts have no room",
@@ -305,7 +305,7 @@ MUTANTS = (
     ),
     mutant(
         "all-embeddings-are-rows",
-        "integrations/streaming/units.py",
+        "loading/model_units.py",
         "rows=all(_is_rows(model, it) for it in users)",
         "rows=any(_is_rows(model, it) for it in users)",
         "a block with an embedding among its weights has no workspace",
@@ -314,7 +314,7 @@ MUTANTS = (
     # ---- transformers ----
     mutant(
         "caches-have-no-holes",
-        "integrations/transformers/demand.py",
+        "integrations/transformers/model_footprint.py",
         "math.ceil(layer * layers * (1 + FRAGMENTATION))",
         "math.ceil(layer * layers)",
         "a cache that grows does not fit beside its holes",
@@ -322,7 +322,7 @@ MUTANTS = (
     ),
     mutant(
         "caches-have-no-room-to-grow",
-        "integrations/transformers/demand.py",
+        "integrations/transformers/model_footprint.py",
         "* (1 + FRAGMENTATION)) + layer) if layers",
         "* (1 + FRAGMENTATION))) if layers",
         "a layer that grows has no room beside itself",
@@ -330,7 +330,7 @@ MUTANTS = (
     ),
     mutant(
         "encoders-have-no-cache",
-        "integrations/transformers/demand.py",
+        "integrations/transformers/model_footprint.py",
         "        layers *= 2  # those of",
         "        layers *= 1  # those of",
         "keys and values of an encoder's tokens have no room",
@@ -338,7 +338,7 @@ MUTANTS = (
     ),
     mutant(
         "states-have-no-copy",
-        "integrations/transformers/demand.py",
+        "integrations/transformers/model_footprint.py",
         "return max_batch * (states + -(-states // layers))",
         "return max_batch * states",
         "a recurrent layer's new state has no room beside the old one",
@@ -346,7 +346,7 @@ MUTANTS = (
     ),
     mutant(
         "all-layers-cache-everywhere",
-        "integrations/transformers/demand.py",
+        "integrations/transformers/model_footprint.py",
         "layers = sum(any(name in only for name in names) for names in blocks)",
         "layers = len(blocks)",
         "each of several devices keeps room for the cache of all",
@@ -355,7 +355,7 @@ MUTANTS = (
     ),
     mutant(
         "grouped-heads-are-whole",
-        "integrations/transformers/demand.py",
+        "integrations/transformers/model_footprint.py",
         'heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads',
         "heads = config.num_attention_heads",
         "caches are planned several times as large as they are",
@@ -443,7 +443,7 @@ MUTANTS = (
     ),
     mutant(
         "conversions-that-need-other-dtypes",
-        "integrations/transformers/plan.py",
+        "integrations/transformers/weight_map.py",
         "    if made.dtype is not expected:\n",
         "    if made.dtype is expected and not made.whole:\n",
         "`dtype=` is passed over for packed weights",
@@ -451,7 +451,7 @@ MUTANTS = (
     ),
     mutant(
         "weights-that-models-look-at",
-        "integrations/transformers/plan.py",
+        "integrations/transformers/weight_map.py",
         "        reasons += [kept[name] for name in made if name in kept]\n",
         "",
         "a weight that the model changes is packed",
@@ -461,7 +461,7 @@ MUTANTS = (
     ),
     mutant(
         "ties-of-different-bytes",
-        "integrations/transformers/plan.py",
+        "integrations/transformers/weight_map.py",
         "return all(x.spec == y.spec and x.digest == y.digest for x, y in pairs)",
         "return all(x.spec == y.spec for x, y in pairs)",
         "a head that differs from its embedding is tied to it",
@@ -469,7 +469,7 @@ MUTANTS = (
     ),
     mutant(
         "one-plain-of-two-tied",
-        "integrations/transformers/plan.py",
+        "integrations/transformers/weight_map.py",
         "            elif other in there:\n",
         "            elif other not in there:\n",
         "of two tied weights one is plain, and not what the file says",
@@ -478,7 +478,7 @@ MUTANTS = (
     ),
     mutant(
         "experts-are-copied-for-nobody",
-        "integrations/transformers/experts.py",
+        "integrations/transformers/expert_modules.py",
         "return min(places, experts) * room, room",
         "return places * room, room",
         "a cache has more places than there are experts",
@@ -486,7 +486,7 @@ MUTANTS = (
     ),
     mutant(
         "experts-have-no-margin",
-        "integrations/transformers/experts.py",
+        "integrations/transformers/expert_modules.py",
         "PLACES * (largest + largest // MARGIN + ENDS)",
         "PLACES * largest",
         "the two least places do not hold an expert that is larger than the mean",
@@ -538,7 +538,7 @@ MUTANTS = (
     ),
     mutant(
         "peak-memory-before-what-was-freed",
-        "integrations/transformers/memory.py",
+        "integrations/transformers/run_memory.py",
         "return int(self._free - free + back)",
         "return int(self._free - free)",
         "the peak is told to be what is left at the end",
@@ -546,7 +546,7 @@ MUTANTS = (
     ),
     mutant(
         "footprints-without-buffers",
-        "integrations/transformers/memory.py",
+        "integrations/transformers/run_memory.py",
         'return sizes["packed_bytes"] + sizes["plain_bytes"] + buffers',
         'return sizes["packed_bytes"] + sizes["plain_bytes"]',
         "`get_memory_footprint` leaves buffers out",
@@ -564,7 +564,7 @@ MUTANTS = (
     # ---- diffusers ----
     mutant(
         "components-of-another-shape",
-        "integrations/diffusers/loading.py",
+        "integrations/diffusers/load_model.py",
         "        if specs[name].shape != shape:\n",
         "        if len(specs[name].shape) != len(shape):\n",
         "who names a `config.json` of other weights is not told which of the two is wrong",
@@ -572,7 +572,7 @@ MUTANTS = (
     ),
     mutant(
         "components-that-lack-tensors",
-        "integrations/diffusers/loading.py",
+        "integrations/diffusers/load_model.py",
         "        ([name for name in wanted if name not in specs],",
         "        ([name for name in specs if name not in specs],",
         "a component is loaded without some of its weights",
@@ -580,7 +580,7 @@ MUTANTS = (
     ),
     mutant(
         "modules-kept-in-32-bits",
-        "integrations/diffusers/loading.py",
+        "integrations/diffusers/load_model.py",
         "return torch.float32 if set(kept or ()) & set(name.split(",
         "return dtype if set(kept or ()) & set(name.split(",
         "what a class keeps in 32 bits is cast",

@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     mutant(
         "graphs-go-on-with-another-delta",
-        "nn/deltas.py",
+        "nn/model_deltas.py",
         "        if self.choice.recorded:\n",
         "        if False:\n",
         "a recorded graph computes with the fine-tune before",
@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     mutant(
         "trained-parameters-are-overwritten",
-        "nn/deltas.py",
+        "nn/model_deltas.py",
         "        for it in self._copies:\n            it.check(own=own)\n",
         "",
         "what was trained is lost when another delta comes into use",
@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     mutant(
         "interrupted-switches-are-left",
-        "nn/deltas.py",
+        "nn/model_deltas.py",
         "            if chosen == self.active and self.choice.settled:\n",
         "            if chosen == self.active:\n",
         "after Ctrl-C plain parameters stay those of another fine-tune",
@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     mutant(
         "parameters-of-the-caller-are-overwritten",
-        "nn/copies.py",
+        "nn/plain_copies.py",
         "        if own and self._seen() is not now:\n",
         "        if False:\n",
         "tensors given to `functional_call` become those of a fine-tune",
@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     mutant(
         "casts-of-another-delta-are-kept",
-        "nn/deltas.py",
+        "nn/model_deltas.py",
         "        torch.clear_autocast_cache()",
         "        pass",
         "under autocast, plain parameters are those of the delta that was used first",
@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     mutant(
         "rows-come-back-by-deltas",
-        "nn/requests.py",
+        "nn/batch_rows.py",
         "        if self._order == list(range(self.size)):\n",
         "        if True:\n",
         "requests are given the results of others",
@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     mutant(
         "any-tensor-is-split",
-        "nn/requests.py",
+        "nn/batch_rows.py",
         "        if not (alone or name in known):\n",
         "        if False:\n",
         "what holds no rows is cut by them",
@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     mutant(
         "other-threads-take-turns-with-nobody",
-        "nn/deltas.py",
+        "nn/model_deltas.py",
         "        with self._turn, self._parts.opened():\n",
         "        with self._parts.opened():\n",
         "plain parameters become another delta's while a thread computes with them",
@@ -307,7 +307,7 @@ MUTANTS = (
     ),
     mutant(
         "chosen-experts-are-not-bounded",
-        "nn/experts.py",
+        "nn/routing.py",
         "index.reshape(-1).long().clamp(0, count - 1)",
         "index.reshape(-1).long()",
         "a router's number for no expert ends in an error",
@@ -316,7 +316,7 @@ MUTANTS = (
     ),
     mutant(
         "unknown-kernels-choose-experts",
-        "nn/experts.py",
+        "nn/routing.py",
         "not in _KNOWN:\n        return None\n",
         "is ...:\n        return None\n",
         "a kernel that needs all experts is given some",
@@ -426,7 +426,7 @@ MUTANTS = (
     ),
     mutant(
         "adapters-are-packed",
-        "nn/api.py",
+        "nn/pack_model.py",
         "and not (sizes[True] < sizes[False] and uses[0][1].requires_grad)",
         "and not False",
         "an adapter on a packed model is packed, and not trained",
@@ -436,7 +436,7 @@ MUTANTS = (
     ),
     mutant(
         "ties-are-torn",
-        "nn/api.py",
+        "nn/pack_model.py",
         "            made[key] = nn.Parameter(_own(slot), requires_grad=slot.parameter.plain_requires_grad)\n        return made[key]",
         "            return nn.Parameter(_own(slot), requires_grad=slot.parameter.plain_requires_grad)\n        return made[key]",
         "tied weights are two after unpacking",
@@ -446,7 +446,7 @@ MUTANTS = (
     ),
     mutant(
         "plain-state-dicts-share-the-workspace",
-        "nn/api.py",
+        "nn/pack_model.py",
         "                weight = value.packed.decoded().clone()\n",
         "                weight = value.packed.decoded()\n",
         "a plain state dict has memory that is larger than its weights",
@@ -455,7 +455,7 @@ MUTANTS = (
     ),
     mutant(
         "weights-that-models-change",
-        "nn/changed.py",
+        "nn/unpackable.py",
         "        for kind in type(module).__mro__\n",
         "        for kind in type(module).__mro__[:1]\n",
         "a class that inherits such a model's block has its weight packed, and changed",

@@ -7,7 +7,7 @@ from ..mutant import mutant
 MUTANTS = (
     mutant(
         "verify-passes-over-folders",
-        "packing/compare.py",
+        "files/compare.py",
         "            if not (root / name).is_dir()\n",
         "            if (root / name).is_file()\n",
         "an empty folder that is missing is not told",
@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-says-nothing-of-what-was-left-out",
-        "packing/compare.py",
+        "files/compare.py",
         "problems += _left_out(manifest, against, exclude)",
         "problems += []",
         "`verify --against` takes a pack that lacks files for its source",
@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     mutant(
         "weights-are-not-compared-with-the-manifest",
-        "packing/compare.py",
+        "files/compare.py",
         'verify_file(path, other, threads, progress, info["sha256"])',
         "verify_file(path, other, threads, progress)",
         "exchanged shards are intact",
@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-passes-over-permissions",
-        "packing/compare.py",
+        "files/compare.py",
         "(path.stat().st_mode ^ other.stat().st_mode) & stat.S_IXUSR:",
         "(path.stat().st_mode & ~other.stat().st_mode) & stat.S_IXUSR:",
         "a program that became none is equal to its source",
@@ -39,7 +39,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-trusts-documents",
-        "packing/compare.py",
+        "files/compare.py",
         'return made is None or path.read_bytes() == made.encode("utf-8")',
         "return True",
         "a configuration that somebody changed in the packed directory is intact",
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-stops-at-a-bad-shard",
-        "packing/compare.py",
+        "files/compare.py",
         "            problems.append(Problem(str(folder / name), None, None, str(error)))\n",
         "            return [Problem(str(folder / name), None, None, str(error))]\n",
         "one bad shard hides the others'",
@@ -56,7 +56,7 @@ MUTANTS = (
     ),
     mutant(
         "the-sources-header-is-not-compared",
-        "packing/files.py",
+        "files/single_file.py",
         "    if packed.original is not None and packed.source_header() != source.container.header:\n",
         "    if packed.original is None and packed.source_header() != source.container.header:\n",
         "a source with other metadata is the one that was packed",
@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-compares-the-tensors-that-both-have",
-        "packing/files.py",
+        "files/single_file.py",
         "for name in sorted(set(packed.specs).symmetric_difference(source.specs)):",
         "for name in sorted(set(packed.specs).difference(source.specs)):",
         "a tensor of the source that was not packed is not told",
@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     mutant(
         "tensors-are-not-hashed",
-        "packing/files.py",
+        "files/single_file.py",
         "    if digest is not None and found != digest:\n",
         "    if digest is None and found != digest:\n",
         "a plain tensor that is damaged is unpacked",
@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     mutant(
         "small-tensors-of-another-kind-are-equal",
-        "packing/files.py",
+        "files/single_file.py",
         "[packed.specs[name] for name in names] != [source.specs.get(name) for name in names]",
         "len(names) != len([name for name in names if name in source.specs])",
         "a small tensor of another dtype and the same bytes is equal to the source's",
@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     mutant(
         "small-tensors-are-not-compared",
-        "packing/files.py",
+        "files/single_file.py",
         '        if data != b"".join(source.read_small(names)):\n',
         '        if not b"".join(source.read_small(names)):\n',
         "a source that differs in a small tensor is the one that was packed",
@@ -99,7 +99,7 @@ MUTANTS = (
     ),
     mutant(
         "small-tensors-are-not-in-the-files-hash",
-        "packing/files.py",
+        "files/single_file.py",
         "        whole.update(data)\n",
         "        whole.update(data[1:])\n",
         "an intact directory of small tensors is not",
@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     mutant(
         "small-tensors-are-read-from-their-neighbours",
-        "packing/together.py",
+        "io/small_reads.py",
         "        if offset != end:\n",
         "        if offset < end:\n",
         "small tensors that lie apart are read as if they were side by side",
@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-names-one-difference-too-late",
-        "packing/files.py",
+        "files/single_file.py",
         "at = int(np.argmax(differ))",
         "at = int(np.argmin(differ))",
         "`verify --against` names a byte that is equal",
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     mutant(
         "a-failed-unpack-leaves-its-file",
-        "packing/files.py",
+        "files/single_file.py",
         "        except BaseException:\n            sink.abort()\n            raise\n        return Result(",
         "        except BaseException:\n            raise\n        return Result(",
         "an unpack that fails leaves a temporary file",
@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     mutant(
         "a-plain-file-is-unpacked",
-        "packing/files.py",
+        "files/single_file.py",
         '            raise NotPacked(f"`{source}` is not packed", hint="use it',
         '            NotPacked(f"`{source}` is not packed", hint="use it',
         "unpacking a plain file copies it without a word",
@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     mutant(
         "the-old-folder-is-not-synced",
-        "packing/replace.py",
+        "files/folder_swap.py",
         "        yield new\n        sync_tree(new)\n",
         "        yield new\n",
         "the old folder goes before the new one is on the disk",
@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     mutant(
         "the-old-folder-is-not-put-back",
-        "packing/replace.py",
+        "files/folder_swap.py",
         "    if old is not None and not os.path.lexists(destination):\n",
         "    if old is None and not os.path.lexists(destination):\n",
         "where the second rename fails, nothing is in the place",
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     mutant(
         "the-journal-is-not-synced",
-        "packing/replace.py",
+        "files/folder_swap.py",
         "        json.dump(value, file)\n        file.flush()\n        os.fsync(file.fileno())\n",
         "        json.dump(value, file)\n        file.flush()\n",
         "what was replaced is not known after the power was lost",
@@ -165,7 +165,7 @@ MUTANTS = (
     ),
     mutant(
         "files-that-changed-are-removed",
-        "packing/replace.py",
+        "files/folder_swap.py",
         "            if _identity(os.lstat(path)) != removable[name]:\n                continue\n",
         "",
         "`--force` deletes a file that was changed while packing",
@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     mutant(
         "what-was-not-looked-at-is-removed",
-        "packing/replace.py",
+        "files/folder_swap.py",
         "    if not _carry(old, destination):\n",
         "    if False:\n",
         "`--force` deletes what appeared while packing",
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     mutant(
         "something-else-is-replaced",
-        "packing/replace.py",
+        "files/folder_swap.py",
         "            elif name in ours or (kind == stat.S_IFREG and",
         "            elif name in ours and (kind == stat.S_IFREG and",
         "`--force` replaces a folder of something else",
@@ -190,7 +190,7 @@ MUTANTS = (
     ),
     mutant(
         "a-missing-tensor-is-no-error",
-        "packing/writer.py",
+        "files/writer.py",
         "        if missing:\n            raise ValueError(",
         "        if len(missing) > 1:\n            raise ValueError(",
         "a file without one of its tensors is committed",
@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     mutant(
         "a-tensor-is-written-twice",
-        "packing/writer.py",
+        "files/writer.py",
         "        if name in self._done:\n            raise ValueError(",
         "        if name in self._done and not self._done:\n            raise ValueError(",
         "a tensor that is given twice takes the place of the first",
@@ -206,7 +206,7 @@ MUTANTS = (
     ),
     mutant(
         "a-writers-thread-stays",
-        "packing/writer.py",
+        "files/writer.py",
         "            self._background.shutdown()\n",
         "            pass\n",
         "each file that is written leaves a thread",
@@ -214,7 +214,7 @@ MUTANTS = (
     ),
     mutant(
         "another-sources-header",
-        "packing/writer.py",
+        "files/writer.py",
         "            if source.specs != self._specs:\n",
         "            if len(source.specs) != len(self._specs):\n",
         "a file restores the header of another one",
@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     mutant(
         "blocks-are-not-aligned",
-        "packing/writer.py",
+        "files/writer.py",
         "or self._at - begin[1] < LARGE_BYTES:",
         "or self._at - begin[1] < 1 << 60:",
         "no block starts at a page",
@@ -230,7 +230,7 @@ MUTANTS = (
     ),
     mutant(
         "threads-without-a-bound",
-        "packing/writer.py",
+        "files/writer.py",
         "not 1 <= threads <= MAX_THREADS:",
         "not 1 <= threads:",
         "`--threads 4294967297` is one thread",
@@ -239,7 +239,7 @@ MUTANTS = (
     ),
     mutant(
         "hashes-may-be-missing",
-        "packing/reader.py",
+        "files/reader.py",
         "            if self._plain:\n                raise Corrupt(",
         "            if not self._plain:\n                raise Corrupt(",
         "a file whose plain tensors have no hashes is intact",
@@ -247,7 +247,7 @@ MUTANTS = (
     ),
     mutant(
         "hashes-of-some-tensors",
-        "packing/reader.py",
+        "files/reader.py",
         "if len(data) != 16 * len(self._plain) or len(text) != 2 * len(data):",
         "if len(data) > 16 * len(self._plain) or len(text) != 2 * len(data):",
         "a file with too few hashes is read",
@@ -255,7 +255,7 @@ MUTANTS = (
     ),
     mutant(
         "a-sources-header-without-its-hash",
-        "packing/reader.py",
+        "files/reader.py",
         "            if xxhash.xxh3_128_hexdigest(header) != metadata[KEY_SOURCE_HASH]:\n",
         "            if not metadata[KEY_SOURCE_HASH]:\n",
         "a damaged header of the source is restored",
@@ -263,7 +263,7 @@ MUTANTS = (
     ),
     mutant(
         "a-tensor-plain-and-packed",
-        "packing/reader.py",
+        "files/reader.py",
         "        if collision is not None:\n",
         "        if collision is not None and not self._plain:\n",
         "which of two tensors of a name is read depends on the reader",
@@ -271,7 +271,7 @@ MUTANTS = (
     ),
     mutant(
         "a-file-that-is-refused-stays-open",
-        "packing/reader.py",
+        "files/reader.py",
         "        except BaseException:\n            self.source.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "each damaged file leaks its descriptor until garbage is collected",
@@ -279,7 +279,7 @@ MUTANTS = (
     ),
     mutant(
         "pickles-that-reach-too-far",
-        "packing/pickles.py",
+        "files/pickles.py",
         "if _first(tensor) + _reach(tensor) <= min(storage.nbytes(), members.get(at, -1)):",
         "if _first(tensor) <= min(storage.nbytes(), members.get(at, -1)):",
         "a tensor is read from behind its storage, which another tensor's bytes are",
@@ -287,7 +287,7 @@ MUTANTS = (
     ),
     mutant(
         "compressed-pickles-are-read-as-they-are",
-        "packing/pickles.py",
+        "files/pickles.py",
         "if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:",
         "if info.flag_bits & 1:",
         "compressed bytes are taken for weights",
@@ -295,7 +295,7 @@ MUTANTS = (
     ),
     mutant(
         "expanded-tensors-of-any-size",
-        "packing/pickles.py",
+        "files/pickles.py",
         "        if value.layout is torch.strided:\n            refuse_expanded(",
         "        if value.layout is not torch.strided:\n            refuse_expanded(",
         "a pickle of a few bytes asks for a petabyte",
@@ -303,7 +303,7 @@ MUTANTS = (
     ),
     mutant(
         "a-made-name-takes-another",
-        "packing/weights.py",
+        "files/weight_files.py",
         "    if taken:\n",
         "    if len(taken) > 1:\n",
         "what a pickle becomes takes the place of a file that is there",
@@ -311,7 +311,7 @@ MUTANTS = (
     ),
     mutant(
         "missing-shards",
-        "packing/weights.py",
+        "files/weight_files.py",
         "tree.links) not in files:\n            raise MissingShard(",
         "tree.links) is None:\n            raise MissingShard(",
         "a model without one of its shards is packed",
@@ -319,7 +319,7 @@ MUTANTS = (
     ),
     mutant(
         "configs-that-lie",
-        "packing/weights.py",
+        "files/weight_files.py",
         "    configs = packing_configs(tree)\n    if configs:\n",
         "    configs = packing_configs(tree)\n    if len(configs) > 1:\n",
         "a plain folder that says that it is packed is packed once more",
@@ -327,7 +327,7 @@ MUTANTS = (
     ),
     mutant(
         "a-shard-that-changes-while-it-is-packed",
-        "packing/directory.py",
+        "files/directory.py",
         "        unchanged.require()\n",
         "",
         "a manifest has the hash of what is not packed",
@@ -335,7 +335,7 @@ MUTANTS = (
     ),
     mutant(
         "unpacked-files-are-not-compared",
-        "packing/directory.py",
+        "files/directory.py",
         '            if found != info["sha256"]:\n',
         '            if not info["sha256"]:\n',
         "a damaged directory is unpacked",
@@ -343,7 +343,7 @@ MUTANTS = (
     ),
     mutant(
         "links-lead-out",
-        "packing/tree.py",
+        "files/walk.py",
         '        and ".." not in parts[ups:]\n',
         "",
         "a link that leads out of the directory by a detour is kept",
@@ -352,7 +352,7 @@ MUTANTS = (
     ),
     mutant(
         "exclusions-do-not-reach-folders",
-        "packing/tree.py",
+        "files/walk.py",
         'fnmatchcase(name if "/" in it.rstrip("/") else last,',
         'fnmatchcase(name if "/" in it else last,',
         "`--exclude logs/` leaves nothing out",
@@ -361,7 +361,7 @@ MUTANTS = (
     ),
     mutant(
         "manifests-name-a-file-twice",
-        "packing/manifest.py",
+        "files/manifest.py",
         "unique=True)\n    except NotJson",
         "unique=False)\n    except NotJson",
         "which of two entries counts depends on the reader",
@@ -369,7 +369,7 @@ MUTANTS = (
     ),
     mutant(
         "manifests-of-any-version",
-        "packing/manifest.py",
+        "files/manifest.py",
         "    if type(version) is not int or version != VERSION:\n",
         "    if version != VERSION:\n",
         "a manifest of version `true` is read",
@@ -377,7 +377,7 @@ MUTANTS = (
     ),
     mutant(
         "a-manifest-gives-a-weight-files-text",
-        "packing/manifest.py",
+        "files/manifest.py",
         '    if "original" in info and not may_change(name):\n',
         '    if "original" in info and not may_change(name) and not name:\n',
         "unpacking writes what a manifest says in the place of weights",
@@ -386,7 +386,7 @@ MUTANTS = (
     ),
     mutant(
         "documents-of-any-size",
-        "packing/documents.py",
+        "files/documents.py",
         "        if len(data) > MAX_JSON_BYTES:\n",
         "        if len(data) > 4 * MAX_JSON_BYTES:\n",
         "a document beyond the bound is parsed as if it ended there",
@@ -395,7 +395,7 @@ MUTANTS = (
     ),
     mutant(
         "names-lead-out",
-        "packing/documents.py",
+        "files/documents.py",
         'and not path.is_absolute() and ".." not in path.parts',
         "and not path.is_absolute()",
         "a manifest or an index names files outside of its directory",
@@ -404,7 +404,7 @@ MUTANTS = (
     ),
     mutant(
         "copies-lose-permissions",
-        "packing/copies.py",
+        "files/copying.py",
         "        os.fchmod(descriptor, mode_of(source))\n    return digits",
         "    return digits",
         "a program that is packed is none any more",
@@ -412,7 +412,7 @@ MUTANTS = (
     ),
     mutant(
         "short-writes-of-copies",
-        "packing/copies.py",
+        "files/copying.py",
         "        piece = piece[os.write(descriptor, piece) :]",
         "        os.write(descriptor, piece)\n        return",
         "what a short write left out of a copied file is never written",
@@ -420,7 +420,7 @@ MUTANTS = (
     ),
     mutant(
         "constants-forget-their-origin",
-        "packing/tensor.py",
+        "files/tensor_writer.py",
         "        self._origin = first // chunk * chunk\n",
         "        self._origin = begin // chunk * chunk\n",
         "a tensor that stops being constant is held from its piece on, or loses what lies before",
@@ -429,7 +429,7 @@ MUTANTS = (
     ),
     mutant(
         "held-pieces-are-the-callers",
-        "packing/tensor.py",
+        "files/tensor_writer.py",
         "                self._held.append(piece.copy())",
         "                self._held.append(piece)",
         "a piece that waits for its sample changes when the caller uses its buffer again",
@@ -438,7 +438,7 @@ MUTANTS = (
     ),
     mutant(
         "hashing-is-not-waited-for",
-        "packing/tensor.py",
+        "files/tensor_writer.py",
         "                hashed.result()  # and so are",
         "                pass  # and so are",
         "a tensor's hash may lack its last piece",
@@ -447,7 +447,7 @@ MUTANTS = (
     ),
     mutant(
         "restored-configs-say-packed",
-        "packing/resaved.py",
+        "files/resaved.py",
         '    ours = config.pop("quantization_config")\n',
         '    ours = config["quantization_config"]\n',
         "a folder that is unpacked says that it is packed",

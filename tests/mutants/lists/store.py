@@ -9,7 +9,7 @@ _LIVE = "integration/test_live_deltas.py"
 MUTANTS = (
     mutant(
         "any-base-will-do",
-        "store/live.py",
+        "store/live_deltas.py",
         "            if it.codec in WITH_BASE and found != it.base:",
         "            if it.codec in WITH_BASE and not it.base:",
         "a delta is applied to tensors that it was not made from",
@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     mutant(
         "targets-are-changed-again",
-        "store/live.py",
+        "store/live_deltas.py",
         "if found != it.target and it.name not in done:",
         "if it.name not in done:",
         "a delta that was applied, or interrupted, is refused the second time",
@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     mutant(
         "tensors-are-written-as-they-come",
-        "store/live.py",
+        "store/live_deltas.py",
         "torch_bytes(tensor).copy() if old is None else old.copy()",
         "torch_bytes(tensor) if old is None else old",
         "tensors are changed before the others are checked",
@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     mutant(
         "ties-of-live-tensors-are-torn",
-        "store/live.py",
+        "store/live_deltas.py",
         "if fingerprint(torch_bytes(view)) != it.entry.target:",
         "if view.numel() == 0:",
         "of two names of one memory the last one wins",
@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     mutant(
         "views-that-repeat-are-written",
-        "store/live.py",
+        "store/live_deltas.py",
         "repeats = any(n > 1 and step == 0",
         "repeats = any(n < 1 and step == 0",
         "a tensor that cannot be written fails when others are",
@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     mutant(
         "one-memory-is-two-states",
-        "store/live.py",
+        "store/live_deltas.py",
         "        _refuse_one_memory(before, after.tensors)\n",
         "",
         "a delta from a model to itself says that nothing changed",
@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     mutant(
         "packed-tensors-are-read",
-        "store/live.py",
+        "store/live_deltas.py",
         "        if not _has_bytes(tensor):\n",
         "        if False:\n",
         "packed weights are decoded, and the delta applied to a copy",
@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     mutant(
         "autograd-is-not-told",
-        "store/live.py",
+        "store/live_deltas.py",
         "        own = tensor.detach()\n",
         "        own = tensor.data\n",
         "gradients are computed with weights that were changed",
@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     mutant(
         "targets-are-not-checked",
-        "store/delta.py",
+        "store/delta_state.py",
         "if found != it.target:",
         "if not found:",
         "what a damaged delta makes is taken",
@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     mutant(
         "bases-are-not-checked",
-        "store/delta.py",
+        "store/delta_state.py",
         "            if found != it.base:",
         "            if not found:",
         "a delta is applied to another base",
@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     mutant(
         "chains-come-back",
-        "store/delta.py",
+        "store/delta_state.py",
         "            if place in seen:",
         "            if place in ():",
         "a chain that ends in itself is followed to the limit",

@@ -14,7 +14,7 @@ MUTANTS = (
     # ---- the ring ----
     mutant(
         "checking-waits-for-nothing",
-        "streaming/checks.py",
+        "streaming/damage.py",
         "        self._device.wait()\n",
         "",
         "`check` asks before the device is done, and misses damage",
@@ -22,7 +22,7 @@ MUTANTS = (
     ),
     mutant(
         "first-uses-wait-for-nothing",
-        "streaming/checks.py",
+        "streaming/damage.py",
         "        self._device.decoded()\n",
         "",
         "damage at a unit's first use is not told then",
@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     mutant(
         "checking-forgets-what-it-has-not-told",
-        "streaming/checks.py",
+        "streaming/damage.py",
         "        for it in [*self._open]:\n            it.report()\n            del self._open[it]",
         "        for it in [*self._open]:\n            del self._open[it]\n            it.report()",
         "a `check` that fails forgets what it was about",
@@ -40,7 +40,7 @@ MUTANTS = (
     ),
     mutant(
         "damaged-units-are-verified",
-        "streaming/checks.py",
+        "streaming/damage.py",
         "            it.report()\n            it.verified = True",
         "            it.verified = True\n            it.report()",
         "a unit that was damaged at first counts as found right",
@@ -49,7 +49,7 @@ MUTANTS = (
     ),
     mutant(
         "places-are-written-while-they-are-read",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        if freed is not None:\n            self.device.hold(freed)\n",
         "",
         "a copy overwrites what is being decoded",
@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     mutant(
         "filling-takes-no-lock",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        with self._lock:\n            if self.device.recording():",
         "        with threading.RLock():\n            if self.device.recording():",
         "two threads take places of the ring at a time",
@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     mutant(
         "checking-takes-no-lock",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        with self._lock:\n            self._checks.settle()\n",
         "        self._checks.settle()\n",
         "`check` goes through what another thread is adding to",
@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     mutant(
         "recording-takes-no-lock",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        with self._lock:  # what is being copied",
         "        if True:  # what is being copied",
         "recording begins within a copy",
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     mutant(
         "looking-up-rows-takes-no-lock",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        with self._lock:\n            self.require_open()\n            yield\n",
         "        self.require_open()\n        yield\n",
         "host memory is given back while a kernel reads rows there",
@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     mutant(
         "an-interrupted-fill-keeps-its-places",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "            except BaseException:\n                self._forget()\n                raise\n",
         "            except Exception:\n                self._forget()\n                raise\n",
         "after Ctrl-C, places of the ring are lost",
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     mutant(
         "forgetting-waits-for-nothing",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        self.device.wait()\n        while self._planned:\n",
         "        while self._planned:\n",
         "after an error, places are written that are still being read",
@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     mutant(
         "cancelled-pieces-keep-their-buffers",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        self._planned[0].ticket.cancel()\n        self._next()",
         "        self._next()",
         "a piece that is not wanted any more keeps its supply's buffer",
@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     mutant(
         "tickets-leak-after-ctrl-c",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "            ticket.cancel()\n            raise\n",
         "            raise\n",
         "Ctrl-C between asking and noting loses a buffer",
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     mutant(
         "copies-are-not-told-to-their-supply",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        step.ticket.copied(copied)\n",
         "",
         "a disk's buffer is never free again",
@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     mutant(
         "orders-are-not-learnt",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        self._order.saw(unit)\n",
         "",
         "a model that computes in another order than it was made in copies all twice",
@@ -142,7 +142,7 @@ MUTANTS = (
     ),
     mutant(
         "reading-ahead-is-not-counted",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "        self._reading -= step.ahead\n",
         "",
         "a disk is asked for less and less ahead",
@@ -150,7 +150,7 @@ MUTANTS = (
     ),
     mutant(
         "closing-leaves-supplies-open",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "                        rest.callback(self.owned.pop().close)",
         "                        self.owned.pop()",
         "locked host memory is not given back",
@@ -158,7 +158,7 @@ MUTANTS = (
     ),
     mutant(
         "closed-streamers-are-used",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "            self._closed = True\n            try:",
         "            try:",
         "a closed model reads memory that was given back",
@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     mutant(
         "graphs-record-copies",
-        "streaming/stream.py",
+        "streaming/ring.py",
         "            if self.device.recording():\n",
         "            if self.device.recording() is None:\n",
         "a CUDA graph holds bytes that were there once",
@@ -174,7 +174,7 @@ MUTANTS = (
     ),
     mutant(
         "kept-pieces-outgrow-their-room",
-        "streaming/kept.py",
+        "streaming/retained.py",
         "        if taken > self._room or taken * self._wanted > self._seen * self._room:\n",
         "        if taken * self._wanted > self._seen * self._room:\n",
         "pieces that stay are copied behind their room",
@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     mutant(
         "kept-pieces-are-of-any-supply",
-        "streaming/kept.py",
+        "streaming/retained.py",
         "        if self._supply not in (None, piece.supply):\n            return None\n",
         "",
         "what is kept is from the host, though the disk takes longest",
@@ -191,7 +191,7 @@ MUTANTS = (
     ),
     mutant(
         "kept-pieces-survive-a-failure",
-        "streaming/kept.py",
+        "streaming/retained.py",
         "        self._stays.clear()\n        self._taken = self._seen = 0\n",
         "        self._taken = self._seen = 0\n",
         "what may be damaged stays on the device",
@@ -216,7 +216,7 @@ MUTANTS = (
     ),
     mutant(
         "the-ring-follows-the-order-of-making",
-        "streaming/order.py",
+        "streaming/prefetch.py",
         "        self._next[it] = self._made[0]\n",
         "        pass\n",
         "nothing runs ahead from one token to the next until all was seen",
@@ -260,7 +260,7 @@ MUTANTS = (
     ),
     mutant(
         "held-experts-make-room",
-        "streaming/cache.py",
+        "streaming/expert_cache.py",
         "next((other for other in self._places if other not in self._held), None)",
         "next(iter(self._places), None)",
         "an expert that is wanted now is evicted for another",
@@ -268,7 +268,7 @@ MUTANTS = (
     ),
     mutant(
         "one-user-releases-for-all",
-        "streaming/cache.py",
+        "streaming/expert_cache.py",
         "        self._held[key] -= 1\n        if not self._held[key]:\n            del self._held[key]\n",
         "        del self._held[key]\n",
         "an expert that two hold is free after the first",
@@ -278,7 +278,7 @@ MUTANTS = (
     # ---- host memory ----
     mutant(
         "brought-in-vain",
-        "streaming/bringing.py",
+        "host/pinning.py",
         "        except BaseException as error:  # of the progress bar too\n            self._error = error\n",
         "        except BaseException as error:  # of the progress bar too\n",
         "an error of the thread that brings weights is dropped",
@@ -286,7 +286,7 @@ MUTANTS = (
     ),
     mutant(
         "memory-that-is-not-there-is-read",
-        "streaming/bringing.py",
+        "host/pinning.py",
         "            self._changed.wait_for(lambda: kept.there >= end or self._ended)\n",
         "            self._changed.wait_for(lambda: kept.there >= 0 or self._ended)\n",
         "weights are read before they are there",
@@ -294,7 +294,7 @@ MUTANTS = (
     ),
     mutant(
         "refused-memory-stays-locked",
-        "streaming/bringing.py",
+        "host/pinning.py",
         "        mapping.unlock(number)\n        self.locked_bytes -= undone",
         "        self.locked_bytes -= undone",
         "what was locked of a range before the driver refused stays so",
@@ -302,7 +302,7 @@ MUTANTS = (
     ),
     mutant(
         "locked-bytes-are-counted-twice",
-        "streaming/bringing.py",
+        "host/pinning.py",
         "        self.locked_bytes -= undone\n",
         "",
         "what is said to be locked is more than is",
@@ -310,7 +310,7 @@ MUTANTS = (
     ),
     mutant(
         "memory-is-given-back-while-it-is-brought",
-        "streaming/bringing.py",
+        "host/pinning.py",
         "        if self._ended:\n            self._free()\n",
         "        self._free()\n",
         "a thread writes to memory that was given back",
@@ -319,7 +319,7 @@ MUTANTS = (
     ),
     mutant(
         "private-bytes-are-not-told",
-        "streaming/bringing.py",
+        "host/pinning.py",
         "        self.private_bytes += arena.size\n",
         "",
         "copies of files are said to take no memory",
@@ -327,7 +327,7 @@ MUTANTS = (
     ),
     mutant(
         "an-arena-stays-locked",
-        "streaming/arena.py",
+        "host/arena.py",
         "        self._locked.append((self.address + at, device))\n",
         "",
         "memory is unmapped that the driver still has locked",
@@ -336,7 +336,7 @@ MUTANTS = (
     ),
     mutant(
         "locks-fail-silently",
-        "streaming/lock.py",
+        "host/page_lock.py",
         '    call(result, f"page-locking {size} bytes")\n',
         "",
         "a driver that fails is taken for one that has locked",
@@ -345,7 +345,7 @@ MUTANTS = (
     ),
     mutant(
         "addresses-that-nobody-asked-for",
-        "streaming/host.py",
+        "host/pinned.py",
         "if i < before or not firsts or extent.offset + extent.size > self._ranges[i].last:",
         "if i < before or not firsts:",
         "bytes behind what was asked for are read",
@@ -353,7 +353,7 @@ MUTANTS = (
     ),
     mutant(
         "files-that-shrank-are-mapped",
-        "streaming/mapping.py",
+        "host/mapped.py",
         "        if last > size:\n",
         "        if begin > size:\n",
         "reading behind a file's end kills the process",
@@ -361,7 +361,7 @@ MUTANTS = (
     ),
     mutant(
         "what-ends-after-its-file",
-        "streaming/ranges.py",
+        "host/ranges.py",
         "        if extent.offset + extent.size > sizes[source]:\n",
         "        if extent.offset > sizes[source]:\n",
         "a file that is too short is found when its end is wanted",
@@ -369,7 +369,7 @@ MUTANTS = (
     ),
     mutant(
         "an-error-of-the-follower-is-dropped",
-        "streaming/parallel.py",
+        "host/workers.py",
         "    if errors:\n        raise errors.pop()\n",
         "",
         "locking fails, and nobody is told",
@@ -378,7 +378,7 @@ MUTANTS = (
     ),
     mutant(
         "others-work-on-after-an-error",
-        "streaming/parallel.py",
+        "host/workers.py",
         "            while not stop.is_set():\n",
         "            while True:\n",
         "all is read though the first read failed",
@@ -386,7 +386,7 @@ MUTANTS = (
     ),
     mutant(
         "a-modes-typing-error",
-        "streaming/modes.py",
+        "host/locking.py",
         "    if wanted is not None and wanted not in MODES:\n",
         "    if wanted is not None and not wanted:\n",
         "a mode that does not exist is taken for one that copies",
@@ -394,7 +394,7 @@ MUTANTS = (
     ),
     mutant(
         "a-forced-mode-gives-way",
-        "streaming/modes.py",
+        "host/locking.py",
         "    if forced is not None:\n        raise UnsupportedDevice(",
         "    if forced is None:\n        raise UnsupportedDevice(",
         "memory that cannot be locked is an error, where it was a warning",
@@ -404,7 +404,7 @@ MUTANTS = (
     # ---- disks ----
     mutant(
         "buffers-are-read-to-while-they-are-copied",
-        "streaming/disk.py",
+        "host/disk.py",
         "        try:\n            event.synchronize()\n        finally:\n            self.lock.acquire()\n            self._waits_for_copy = False\n",
         "        self.lock.acquire()\n        self._waits_for_copy = False\n",
         "a piece is read into the buffer that the last one is copied from",
@@ -412,7 +412,7 @@ MUTANTS = (
     ),
     mutant(
         "an-arena-leaks-after-ctrl-c",
-        "streaming/disk.py",
+        "host/disk.py",
         "        except BaseException:\n            arena.close()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "an arena whose locking fails is not given back",
@@ -421,7 +421,7 @@ MUTANTS = (
     ),
     mutant(
         "an-interrupted-request-stays",
-        "streaming/disk.py",
+        "host/disk.py",
         "            ticket.cancel()\n            raise\n        return ticket",
         "            raise\n        return ticket",
         "Ctrl-C in a request loses a buffer",
@@ -429,7 +429,7 @@ MUTANTS = (
     ),
     mutant(
         "failed-reads-keep-their-buffers",
-        "streaming/disk.py",
+        "host/disk.py",
         "        elif ticket.reading == 0 and (ticket.dropped or ticket.error is not None):\n            self._release(ticket)\n",
         "        elif ticket.reading == 0 and ticket.dropped:\n            self._release(ticket)\n",
         "each failed read loses a buffer",
@@ -437,7 +437,7 @@ MUTANTS = (
     ),
     mutant(
         "errors-of-reads-are-dropped",
-        "streaming/disk.py",
+        "host/disk.py",
         "            if self.error is not None:\n                raise self.error\n",
         "",
         "whoever waits for a piece that cannot be read is told of something else",
@@ -445,7 +445,7 @@ MUTANTS = (
     ),
     mutant(
         "readers-that-fail-say-nothing",
-        "streaming/disk.py",
+        "host/disk.py",
         "                self.failed = error\n                self.stop()\n",
         "                self.failed = error\n",
         "when the reading threads end, whoever waits waits for ever",
@@ -453,7 +453,7 @@ MUTANTS = (
     ),
     mutant(
         "the-arena-goes-before-the-copies",
-        "streaming/disk.py",
+        "host/disk.py",
         "                    with contextlib.suppress(Exception):  # a device that has crashed copies nothing\n                        event.synchronize()\n",
         "                    pass\n",
         "an arena is given back while a device copies from it",
@@ -462,7 +462,7 @@ MUTANTS = (
     ),
     mutant(
         "cancelled-reads-go-on",
-        "streaming/disk.py",
+        "host/disk.py",
         "        if ticket.buffer >= 0:\n            self._skip(ticket)\n",
         "        if ticket.buffer >= 0:\n",
         "what was cancelled is read all the same",
@@ -470,7 +470,7 @@ MUTANTS = (
     ),
     mutant(
         "pieces-of-any-size",
-        "streaming/disk.py",
+        "host/disk.py",
         "        if not 0 < extent.size <= self._piece:\n",
         "        if not 0 < extent.size:\n",
         "a piece that is too large is read into its neighbour",
@@ -478,7 +478,7 @@ MUTANTS = (
     ),
     mutant(
         "short-direct-reads-are-complete",
-        "streaming/direct.py",
+        "host/direct_io.py",
         "        done = whole + got\n",
         "        done = size\n",
         "the end of a piece is whatever was in the buffer",
@@ -487,7 +487,7 @@ MUTANTS = (
     ),
     mutant(
         "direct-files-stay-open",
-        "streaming/direct.py",
+        "host/direct_io.py",
         "            os.close(descriptor)\n",
         "            pass\n",
         "each model leaks the descriptors of its files",
@@ -496,7 +496,7 @@ MUTANTS = (
     ),
     mutant(
         "the-page-cache-fills",
-        "streaming/direct.py",
+        "host/direct_io.py",
         "os.posix_fadvise(source.fileno(), offset, out.nbytes, os.POSIX_FADV_DONTNEED)",
         "None",
         "files that do not fit memory push all else out of it",
@@ -505,7 +505,7 @@ MUTANTS = (
     # ---- budgets ----
     mutant(
         "a-budget-without-products-of-tiles",
-        "streaming/plan.py",
+        "planning/planner.py",
         '        "tiles": layout.products(demand.column),\n',
         '        "tiles": 0,\n',
         "what a tile gives has no room",
@@ -513,7 +513,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-experts",
-        "streaming/plan.py",
+        "planning/planner.py",
         '        "experts": demand.experts if layout.slots else 0,\n',
         '        "experts": 0,\n',
         "two experts have no room",
@@ -521,7 +521,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-other-devices-pages",
-        "streaming/plan.py",
+        "planning/planner.py",
         " + page_tables(demand.elsewhere),\n",
         ",\n",
         "page tables of what other devices lock have no room",
@@ -529,7 +529,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-the-stagings-pages",
-        "streaming/plan.py",
+        "planning/planner.py",
         "page_tables(layout.tally.host + layout.tally.staging)",
         "page_tables(layout.tally.host)",
         "page tables of the memory that files are read to have no room",
@@ -537,7 +537,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-index-maps",
-        "streaming/plan.py",
+        "planning/planner.py",
         '        "index": layout.tally.maps,\n',
         '        "index": 0,\n',
         "index maps of streamed weights have no room",
@@ -545,7 +545,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-a-cache",
-        "streaming/plan.py",
+        "planning/planner.py",
         '        "cache": demand.cache,\n',
         '        "cache": 0,\n',
         "keys and values have no room",
@@ -553,7 +553,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-has-no-room",
-        "streaming/plan.py",
+        "planning/planner.py",
         "        return max(sum(parts.values()), loading)\n",
         "        return sum(parts.values())\n",
         "a plain unit has no room beside its packed form",
@@ -561,7 +561,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-without-page-tables",
-        "streaming/plan.py",
+        "planning/planner.py",
         '+ parts["pages"] + self.tally.maps + self.tally.loading',
         "+ self.tally.maps + self.tally.loading",
         "page tables have no room while weights are loaded",
@@ -569,7 +569,7 @@ MUTANTS = (
     ),
     mutant(
         "nothing-is-left-free",
-        "streaming/plan.py",
+        "planning/planner.py",
         "vram - layout.used(demand) - LEFT_FREE, wanted",
         "vram - layout.used(demand), wanted",
         "what is kept takes the last byte of the budget",
@@ -577,7 +577,7 @@ MUTANTS = (
     ),
     mutant(
         "little-is-kept",
-        "streaming/plan.py",
+        "planning/planner.py",
         "return left // GRAIN * GRAIN if left >= KEPT_LEAST else 0",
         "return left // GRAIN * GRAIN if left > 0 else 0",
         "pieces are kept where that saves nothing",
@@ -585,7 +585,7 @@ MUTANTS = (
     ),
     mutant(
         "turns-are-not-counted",
-        "streaming/plan.py",
+        "planning/planner.py",
         "turns = -(-unit.plain // layout.workspace) if unit.plain > layout.workspace else 1",
         "turns = 1",
         "tiles are predicted to cost one launch",
@@ -593,7 +593,7 @@ MUTANTS = (
     ),
     mutant(
         "the-disk-is-not-counted",
-        "streaming/plan.py",
+        "planning/planner.py",
         "        disk += size if where is Placement.DISK else 0\n",
         "",
         "reading from a disk is predicted to take no time",
@@ -601,7 +601,7 @@ MUTANTS = (
     ),
     mutant(
         "index-maps-are-copied",
-        "streaming/plan.py",
+        "planning/planner.py",
         "        size = unit.packed - unit.index\n",
         "        size = unit.packed\n",
         "copies are predicted that are not made",
@@ -609,7 +609,7 @@ MUTANTS = (
     ),
     mutant(
         "what-is-kept-is-copied",
-        "streaming/plan.py",
+        "planning/planner.py",
         "        copied=work.copied - once,\n",
         "        copied=work.copied,\n",
         "what is kept is predicted to be copied each time",
@@ -617,7 +617,7 @@ MUTANTS = (
     ),
     mutant(
         "plain-units-are-not-rounded",
-        "streaming/choices.py",
+        "planning/candidates.py",
         "            plain += round_up(unit.plain)\n",
         "            plain += unit.plain\n",
         "what the allocator rounds up by has no room",
@@ -625,7 +625,7 @@ MUTANTS = (
     ),
     mutant(
         "packed-units-are-not-rounded",
-        "streaming/choices.py",
+        "planning/candidates.py",
         "            packed += round_up(unit.packed)\n",
         "            packed += unit.packed\n",
         "what the allocator rounds up by has no room",
@@ -633,7 +633,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-without-index-maps",
-        "streaming/choices.py",
+        "planning/candidates.py",
         "loading = max(loading, at + unit.packed + unit.index)",
         "loading = max(loading, at + unit.packed)",
         "an index map has no room beside the plain unit",
@@ -641,7 +641,7 @@ MUTANTS = (
     ),
     mutant(
         "rows-take-no-host-memory",
-        "streaming/choices.py",
+        "planning/candidates.py",
         "least_ram = rows + min(sum(unit.packed for unit in streamed), STAGING_LEAST)",
         "least_ram = min(sum(unit.packed for unit in streamed), STAGING_LEAST)",
         "the least `ram` that is named is too little",
@@ -649,7 +649,7 @@ MUTANTS = (
     ),
     mutant(
         "staging-takes-no-host-memory",
-        "streaming/choices.py",
+        "planning/candidates.py",
         "kept = _within(streamed, ram - rows - staging)",
         "kept = _within(streamed, ram - rows)",
         "host memory outgrows `ram` by what files are read to",
@@ -658,7 +658,7 @@ MUTANTS = (
     # ---- predictions ----
     mutant(
         "units-take-the-host-no-time",
-        "streaming/predict.py",
+        "planning/prediction.py",
         "host = (work.calls + UNIT_CALLS * work.units) * rates.launch + pieces",
         "host = work.calls * rates.launch + pieces",
         "packed units are predicted to cost the host nothing",
@@ -666,7 +666,7 @@ MUTANTS = (
     ),
     mutant(
         "pieces-take-the-host-no-time",
-        "streaming/predict.py",
+        "planning/prediction.py",
         "* work.units) * rates.launch + pieces\n",
         "* work.units) * rates.launch\n",
         "pieces are predicted to cost the host nothing",
@@ -674,7 +674,7 @@ MUTANTS = (
     ),
     mutant(
         "decodes-take-no-time-of-their-own",
-        "streaming/predict.py",
+        "planning/prediction.py",
         "passing = work.passing / rates.decode + work.pieces * DECODE_SECONDS",
         "passing = work.passing / rates.decode",
         "small pieces are predicted to decode as fast as large ones",
@@ -682,7 +682,7 @@ MUTANTS = (
     ),
     mutant(
         "resident-decodes-take-no-time-of-their-own",
-        "streaming/predict.py",
+        "planning/prediction.py",
         "resident = (work.decoded - work.passing) / rates.decode + (work.launches - work.pieces) * DECODE_SECONDS",
         "resident = (work.decoded - work.passing) / rates.decode",
         "launches are predicted to take the device no time",
@@ -690,7 +690,7 @@ MUTANTS = (
     ),
     mutant(
         "tokens-end-at-once",
-        "streaming/predict.py",
+        "planning/prediction.py",
         '"memory": memory + END_SECONDS,',
         '"memory": memory,',
         "sampling is predicted to take no time",
@@ -698,7 +698,7 @@ MUTANTS = (
     ),
     mutant(
         "copies-take-no-time-of-their-own",
-        "streaming/predict.py",
+        "planning/prediction.py",
         " + work.pieces * COPY_SECONDS + stalled",
         " + stalled",
         "small copies are predicted to be as fast as large ones",
@@ -706,7 +706,7 @@ MUTANTS = (
     ),
     mutant(
         "copies-never-stall",
-        "streaming/predict.py",
+        "planning/prediction.py",
         "stalled = max(0.0, computing - work.streamed * ahead) + late",
         "stalled = late",
         "a ring that is full is predicted to copy on",
@@ -714,7 +714,7 @@ MUTANTS = (
     ),
     mutant(
         "the-host-is-never-late",
-        "streaming/predict.py",
+        "planning/prediction.py",
         "work.streamed * max(0.0, LATE_SECONDS - ahead) + max(0.0, END_SECONDS - ahead)",
         "max(0.0, END_SECONDS - ahead)",
         "a small ring is predicted to never run dry",
@@ -722,7 +722,7 @@ MUTANTS = (
     ),
     mutant(
         "tokens-end-while-copies-go-on",
-        "streaming/predict.py",
+        "planning/prediction.py",
         "max(0.0, LATE_SECONDS - ahead) + max(0.0, END_SECONDS - ahead)",
         "max(0.0, LATE_SECONDS - ahead)",
         "sampling is predicted to be hidden behind copies by any ring",
@@ -730,7 +730,7 @@ MUTANTS = (
     ),
     mutant(
         "the-bus-is-at-its-best",
-        "streaming/predict.py",
+        "planning/prediction.py",
         "work.copied / (rates.copy * COPY_SHARE)",
         "work.copied / rates.copy",
         "many copies are predicted to be as fast as one",
@@ -738,7 +738,7 @@ MUTANTS = (
     ),
     mutant(
         "true-is-a-number-of-tokens",
-        "streaming/budget.py",
+        "planning/budget.py",
         "(not isinstance(count, int) or isinstance(count, bool)):",
         "not isinstance(count, int):",
         "`max_tokens=True` keeps memory for one token",
@@ -746,7 +746,7 @@ MUTANTS = (
     ),
     mutant(
         "sizes-without-their-fraction",
-        "streaming/sizes.py",
+        "planning/sizes.py",
         'found = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit',
         'found = int(float(match[1])) * unit if "." in match[1] else int(match[1]) * unit',
         "`1.5GiB` is 1 GiB",
@@ -762,7 +762,7 @@ MUTANTS = (
     ),
     mutant(
         "cut-tables-are-put-twice",
-        "streaming/tensor.py",
+        "streaming/streamed_source.py",
         "    with _PUTTING:\n",
         "    if True:\n",
         "two threads put a tensor's tables on a device, of which one is dropped while it is used",
@@ -770,7 +770,7 @@ MUTANTS = (
     ),
     mutant(
         "streamed-weights-are-moved",
-        "streaming/tensor.py",
+        "streaming/streamed_source.py",
         "if fn(torch.empty(0, dtype=torch.uint8, device=self._device)).device != self._device:",
         "if fn is None:",
         "moving a streamed model moves all but its packed weights",

@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     mutant(
         "users-are-not-told-of-new-blobs",
-        "weights/tensor.py",
+        "weights/packed_tensor.py",
         "        self._forget()\n        for user in list(self._users):\n            user.changed()\n",
         "        self._forget()\n",
         "a block decodes with what it has prepared for the old blob",
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     mutant(
         "a-decoder-outlives-its-blob",
-        "weights/tensor.py",
+        "weights/packed_tensor.py",
         "        self._decoder: Decoder | None = None\n",
         "        self._decoder: Decoder | None = getattr(self, '_decoder', None)\n",
         "a weight is decoded from the addresses of the old blob",
@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     mutant(
         "rows-of-the-old-blob",
-        "weights/tensor.py",
+        "weights/packed_tensor.py",
         "        self._rows: RowsDecoder | None = None\n",
         "        self._rows: RowsDecoder | None = getattr(self, '_rows', None)\n",
         "rows of an embedding are looked up at the addresses of the old blob",
@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     mutant(
         "deltas-on-any-base",
-        "weights/deltas.py",
+        "weights/delta_sources.py",
         "if it.codec in WITH_BASE and found not in (it.base, it.target):",
         "if it.codec in WITH_BASE and not found:",
         "a model takes deltas that were not made from it",
@@ -138,7 +138,7 @@ MUTANTS = (
     ),
     mutant(
         "updates-pile-up",
-        "weights/live.py",
+        "weights/apply_delta.py",
         "    if len(now.changes) > _UPDATES or _bytes(now.changes) > SPARSE_SHARE * source.nbytes:\n",
         "    if not now.changes:\n",
         "a weight that is updated for long takes more than the plain one",
@@ -146,7 +146,7 @@ MUTANTS = (
     ),
     mutant(
         "weights-of-any-shape",
-        "weights/tensor.py",
+        "weights/packed_tensor.py",
         "        if self.nbytes != self.shape.numel() * self.dtype.itemsize:\n",
         "        if self.nbytes < self.shape.numel() * self.dtype.itemsize:\n",
         "a weight is made of more than it has room for",
@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     mutant(
         "pickles-of-any-size",
-        "weights/tensor.py",
+        "weights/packed_tensor.py",
         "all(isinstance(n, int) and 0 <= n < 1 << 62 for n in (*shape, tile_bytes))",
         "all(isinstance(n, int) for n in (*shape, tile_bytes))",
         "a hostile pickle makes a weight of a negative size",
@@ -164,7 +164,7 @@ MUTANTS = (
     ),
     mutant(
         "experts-are-one-off",
-        "weights/tensor.py",
+        "weights/packed_tensor.py",
         "return Span(self, number * step, (number + 1) * step)",
         "return Span(self, number * step, number * step + 1)",
         "only the first byte of an expert is decoded",
@@ -435,7 +435,7 @@ MUTANTS = (
     ),
     mutant(
         "updates-leave-windows",
-        "weights/live.py",
+        "weights/apply_delta.py",
         "    if isinstance(source, Windowed):\n",
         "    if False:\n",
         "a model that was updated is decoded block by block, and computes otherwise",

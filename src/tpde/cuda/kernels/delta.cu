@@ -41,7 +41,7 @@ typedef u64 word;
 #define WARPS (THREADS / 32)
 #define BLOCKS (WORD == 1 ? 2 : ROTATE && WORD < 8 ? 4 : 3)  // of a multiprocessor: with more, registers are spilled
 
-// src/tpde/cuda/delta.py writes these.
+// src/tpde/cuda/delta_kernels.py writes these.
 struct Item {
   u64 base, target;  // addresses; 0 if there is none
   u64 words;

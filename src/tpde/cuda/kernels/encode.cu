@@ -33,7 +33,7 @@ typedef u64 word;
 #define V (16u / WORD)                  // words of a lane in a group, format.md 5.1
 #define GROUP (32u * V)                 // words
 #define BYTES (V < 4 ? 1 : V / 4)       // registers that hold the bytes of a plane in a lane's part of a group
-#define CHUNK 8192u                     // words; src/tpde/codec/plan.py
+#define CHUNK 8192u                     // words; src/tpde/codec/selection.py
 #define GROUPS (CHUNK / GROUP)          // of a whole chunk: a multiple of 16
 #define LANE_HEADER 36u                 // 5.2
 #define CODED_AT(plane) (IS(CODED, 0) * ((plane) > 0) + IS(CODED, 1) * ((plane) > 1) + IS(CODED, 2) * ((plane) > 2) + \

@@ -34,7 +34,7 @@ struct Matrix {
   u32 chunks, pairs;  // of a stripe
 };
 
-// What each kernel is given of one, by src/tpde/cuda/windows.py.
+// What each kernel is given of one, by src/tpde/cuda/window_products.py.
 #define MATRIX u64 records, u64 offsets, u64 entries, u64 bodies, u64 table_low, u64 table_high, u32 row_count, u32 columns
 #define THE_MATRIX \
   {records, offsets, entries, bodies, {table_low, table_high}, row_count, columns, (columns + 255) / 256, (columns + 63) / 64}

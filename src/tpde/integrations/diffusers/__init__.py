@@ -7,7 +7,7 @@
 
 from contextlib import suppress
 
-from tpde.integrations.diffusers.loading import load
+from tpde.integrations.diffusers.load_model import load
 
 with suppress(ImportError):  # without diffusers, `load` says what is missing
     from tpde.integrations.diffusers.register import register

@@ -8,7 +8,7 @@ from typing import Any
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 
 from tpde.format.constants import METHOD, VERSION
-from tpde.integrations.quantized import PackedConfig
+from tpde.loading.quantized import PackedConfig
 
 
 class _Method(str, Enum):

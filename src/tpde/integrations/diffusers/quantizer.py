@@ -10,12 +10,12 @@ from diffusers.quantizers.base import DiffusersQuantizer
 
 from tpde.errors import InvalidInput
 from tpde.format.constants import SUFFIX
-from tpde.integrations.checkpoint import Checkpoint
-from tpde.integrations.device import checked_device, map_entry
 from tpde.integrations.diffusers.config import TpdeConfig
-from tpde.integrations.diffusers.loading import expected_dtype
-from tpde.integrations.place import misshapen
-from tpde.integrations.quantized import PackedQuantizer
+from tpde.integrations.diffusers.load_model import expected_dtype
+from tpde.loading.assignment import misshapen
+from tpde.loading.checkpoint_files import Checkpoint
+from tpde.loading.devices import checked_device, map_entry
+from tpde.loading.quantized import PackedQuantizer
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter, supports
 
 # Older versions of diffusers, before 0.40, do not ask: they refuse packed components by their configuration.

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tpde.integrations.checkpoint import Stored
-from tpde.integrations.runs import Run
-from tpde.integrations.streaming.demand import FIXED_BYTES, plain_bytes
-from tpde.integrations.streaming.loading import Streaming
-from tpde.integrations.streaming.planning import place_units
-from tpde.streaming.budget import Budget
-from tpde.streaming.units import Demand
+from tpde.loading.budgeted import Streaming
+from tpde.loading.checkpoint_files import Stored
+from tpde.loading.footprint import FIXED_BYTES, plain_bytes
+from tpde.loading.model_plan import place_units
+from tpde.loading.runs import Run
+from tpde.planning.budget import Budget
+from tpde.planning.units import Demand
 
 
 def planned(

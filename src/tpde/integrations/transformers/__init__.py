@@ -17,11 +17,11 @@ from transformers.quantizers.auto import (  # noqa: E402
 )
 
 from tpde.format.constants import METHOD  # noqa: E402
+from tpde.integrations.transformers.batch_generation import by_requests  # noqa: E402
 from tpde.integrations.transformers.config import TpdeConfig  # noqa: E402
-from tpde.integrations.transformers.loading import from_pretrained  # noqa: E402
+from tpde.integrations.transformers.load_model import from_pretrained  # noqa: E402
 from tpde.integrations.transformers.quantizer import TpdeHfQuantizer  # noqa: E402
-from tpde.integrations.transformers.requests import by_requests  # noqa: E402
-from tpde.nn.deltas import METHODS  # noqa: E402
+from tpde.nn.model_deltas import METHODS  # noqa: E402
 
 if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
     register_quantization_config(METHOD)(TpdeConfig)

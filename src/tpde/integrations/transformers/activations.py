@@ -9,8 +9,8 @@ from torch import nn
 
 from tpde.integrations.transformers.internals import attention_of, experts_of
 from tpde.integrations.transformers.recurrent import NONE, Recurrent, recurrent_of
-from tpde.nn.experts import routes
 from tpde.nn.replace import block_path
+from tpde.nn.routing import routes
 
 # The outputs of a block's linear layers, and as much again: what is computed from them, in float32 in part.
 COPIES = 2

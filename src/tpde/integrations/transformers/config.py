@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tpde.integrations.quantized import PackedConfig
+from tpde.loading.quantized import PackedConfig
 
 
 class TpdeConfig(PackedConfig, QuantizationConfigMixin):

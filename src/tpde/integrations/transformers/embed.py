@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tpde.errors import InvalidInput
-from tpde.integrations.transformers.memory import explained
-from tpde.packing.documents import json_object, read_modules
+from tpde.files.documents import json_object, read_modules
+from tpde.integrations.transformers.run_memory import explained
 
 BATCH = 32
 

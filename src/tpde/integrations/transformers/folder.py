@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tpde.errors import InvalidInput, printable
+from tpde.files.documents import json_object
+from tpde.files.inputs import resolve
+from tpde.files.shards import read_index
+from tpde.files.weight_files import not_packed
 from tpde.format.constants import METHOD
 from tpde.frameworks import torch_dtype
-from tpde.integrations.checkpoint import Checkpoint
-from tpde.packing.documents import json_object
-from tpde.packing.shards import read_index
-from tpde.packing.sources import resolve
-from tpde.packing.weights import not_packed
+from tpde.loading.checkpoint_files import Checkpoint
 
 INDEX = "model.safetensors.index.json"
 

@@ -8,14 +8,14 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from tpde.integrations.checkpoint import GROUP_BYTES, Checkpoint, Stored, in_groups
-from tpde.integrations.runs import Run
 from tpde.integrations.transformers.internals import tied_weights
+from tpde.loading.checkpoint_files import GROUP_BYTES, Checkpoint, Stored, in_groups
+from tpde.loading.runs import Run
 from tpde.nn.kernels import MOST_SHARE, can_fuse, taken_by_others
-from tpde.weights.pack import hold_raw, pack_tensor
+from tpde.weights.pack_tensor import hold_raw, pack_tensor
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
 from tpde.weights.source import Source
-from tpde.weights.tensor import PackedTensor
 from tpde.weights.windowed import Windowed
 
 SHARE = 0.72  # of a plain weight's bytes: what it takes in the window layout, with many escapes and padding

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, TextStreamer
 
 from tpde.errors import InvalidInput
-from tpde.integrations.transformers.memory import explained
+from tpde.integrations.transformers.run_memory import explained
 
 
 @dataclass(frozen=True)

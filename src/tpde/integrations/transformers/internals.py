@@ -2,7 +2,7 @@
 
 No other module here names anything of transformers that begins with an underscore, nor what its
 documentation does not describe. `tpde.nn` names two: `_experts_implementation` of configurations and
-`_is_hf_initialized` of parameters; `tpde.integrations.streaming` asks any model for `all_tied_weights_keys`.
+`_is_hf_initialized` of parameters; `tpde.loading` asks any model for `all_tied_weights_keys`.
 `RELIED_ON` says since which version each is there and what breaks without it, and a test looks for each in
 the version that is installed.
 """

@@ -16,13 +16,10 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from tpde.errors import InvalidInput, NotPacked
-from tpde.integrations.checkpoint import Checkpoint
-from tpde.integrations.device import checked_device
-from tpde.integrations.quantized import PackedQuantizer
+from tpde.files.weight_files import MAKE_PLAIN
 from tpde.integrations.transformers.config import TpdeConfig
-from tpde.integrations.transformers.decode import load_plain, report_decoded, some
-from tpde.integrations.transformers.deltas import States, read_states
-from tpde.integrations.transformers.devices import device_of, devices_of, largest_block, spread
+from tpde.integrations.transformers.delta_files import States, read_states
+from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread
 from tpde.integrations.transformers.folder import stored_dtype
 from tpde.integrations.transformers.fused import SHARE, fused_names, open_some_fused
 from tpde.integrations.transformers.internals import (
@@ -31,19 +28,22 @@ from tpde.integrations.transformers.internals import (
     take_conversions,
     tied_weights,
 )
-from tpde.integrations.transformers.memory import Footprint
 from tpde.integrations.transformers.placeholders import Placeholders
-from tpde.integrations.transformers.plan import Plan, expected_dtypes, make_plan, same_bytes
+from tpde.integrations.transformers.run_memory import Footprint
 from tpde.integrations.transformers.save import state_to_save
 from tpde.integrations.transformers.streamed import ModelStreaming
+from tpde.integrations.transformers.unpacked import load_plain, report_decoded, some
 from tpde.integrations.transformers.warmup import Warmup
-from tpde.memory import require
+from tpde.integrations.transformers.weight_map import Plan, expected_dtypes, make_plan, same_bytes
+from tpde.loading.checkpoint_files import Checkpoint
+from tpde.loading.devices import checked_device
+from tpde.loading.quantized import PackedQuantizer
+from tpde.memory.device_memory import require
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
-from tpde.nn.deltas import attach
 from tpde.nn.kernels import Kernels, tell_if_none
-from tpde.packing.weights import MAKE_PLAIN
-from tpde.streaming.budget import Budget
-from tpde.weights.deltas import DeltaLike
+from tpde.nn.model_deltas import attach
+from tpde.planning.budget import Budget
+from tpde.weights.delta_sources import DeltaLike
 
 log = logging.getLogger("tpde")
 

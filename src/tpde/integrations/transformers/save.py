@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from tpde.format.constants import SUFFIX
-from tpde.integrations.runs import NotARun, Run, decoded
 from tpde.integrations.transformers.internals import (
     WeightConverter,
     conversion_mapping,
     revert,
     tied_weights,
 )
+from tpde.loading.runs import NotARun, Run, decoded
 from tpde.nn import pack_tensor, packed_modules
 from tpde.weights.source import Source
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from tpde.errors import InvalidInput, TpdeError
-from tpde.integrations.checkpoint import Checkpoint
 from tpde.integrations.transformers.folder import require_files, stored_dtype, weight_files
 from tpde.integrations.transformers.internals import conversion_mapping, on_meta
-from tpde.integrations.transformers.loading import model_class_of
-from tpde.integrations.transformers.plan import Plan, make_plan
+from tpde.integrations.transformers.load_model import model_class_of
+from tpde.integrations.transformers.weight_map import Plan, make_plan
+from tpde.loading.checkpoint_files import Checkpoint
 
 
 @contextmanager

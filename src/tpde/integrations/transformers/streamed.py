@@ -9,21 +9,21 @@ from typing import Any, cast
 import torch
 
 from tpde.errors import OutOfMemory
-from tpde.integrations.checkpoint import Checkpoint
-from tpde.integrations.streaming.loading import Streaming
 from tpde.integrations.transformers.activations import Activations, activations_of
-from tpde.integrations.transformers.demand import activation_dtype
-from tpde.integrations.transformers.experts import cache_size, routed_modules
-from tpde.integrations.transformers.plan import Plan
-from tpde.integrations.transformers.planning import plan_streaming
+from tpde.integrations.transformers.budget_plan import plan_streaming
+from tpde.integrations.transformers.expert_modules import cache_size, routed_modules
+from tpde.integrations.transformers.model_footprint import activation_dtype
 from tpde.integrations.transformers.tokens import limit_tokens
 from tpde.integrations.transformers.warmup import Warmup
+from tpde.integrations.transformers.weight_map import Plan
+from tpde.loading.budgeted import Streaming
+from tpde.loading.checkpoint_files import Checkpoint
 from tpde.nn import route_experts
-from tpde.nn.experts import fused
-from tpde.streaming.budget import Budget
-from tpde.streaming.device import CudaDevice
+from tpde.nn.routing import fused
+from tpde.planning.budget import Budget
+from tpde.planning.planner import StreamPlan, too_little_ram
+from tpde.streaming.cuda_device import CudaDevice
 from tpde.streaming.experts import ExpertStore
-from tpde.streaming.plan import StreamPlan, too_little_ram
 
 
 class ModelStreaming(Streaming):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tpde.errors import OutOfMemory
 from tpde.integrations.transformers.activations import Activations
 from tpde.integrations.transformers.internals import experts_of
-from tpde.streaming.sizes import mib
+from tpde.planning.sizes import mib
 
 _SOUNDS = ("input_features", "input_values")
 _IDS, _DECODER = ("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds")

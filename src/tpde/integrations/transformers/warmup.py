@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from tpde.integrations.allowance import held
-from tpde.integrations.streaming.demand import FIXED_BYTES, OUTSIDE_BYTES
 from tpde.integrations.transformers.internals import attention_of
+from tpde.loading.footprint import FIXED_BYTES, OUTSIDE_BYTES
+from tpde.memory.allowance import held
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,294 @@
+"""pack, unpack and verify: files, state dicts, model directories and hub ids alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpde.codec.selection import CodecName
+from tpde.errors import InvalidDestination, InvalidInput
+from tpde.files.compare import verify_directory
+from tpde.files.directory import pack_directory, unpack_directory
+from tpde.files.folder_swap import clear
+from tpde.files.inputs import resolve
+from tpde.files.manifest import is_packed_directory
+from tpde.files.resaved import is_resaved, unpack_resaved, verify_resaved
+from tpde.files.single_file import Problem, Progress, Result, no_progress, pack_file, unpack_file, verify_file
+from tpde.files.walk import LeftOut, walk
+from tpde.files.weight_files import choose
+from tpde.files.writer import check_threads
+from tpde.io.sinks import refuse_file
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `pack` or `unpack` did.
+
+    Attributes
+    ----------
+    source, destination : str
+        Paths.
+    source_bytes, destination_bytes : int
+        Sizes of the weight files, in bytes.
+    tensors, packed : int
+        How many tensors there are, and how many of them are packed.
+    ratio : float
+        Size of the plain weight files over that of the packed ones.
+    files : tuple of Result
+        The same for each weight file.
+    left_out : tuple of LeftOut
+        What of a directory was not taken, and why.
+    """
+
+    source: str
+    destination: str
+    source_bytes: int
+    destination_bytes: int
+    tensors: int
+    packed: int
+    ratio: float
+    files: tuple[Result, ...]
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def _summary(
+    source: Path,
+    destination: Path,
+    results: list[Result],
+    left_out: tuple[LeftOut, ...] = (),
+    *,
+    packing: bool,
+) -> Summary:
+    sizes = sum(r.source_bytes for r in results), sum(r.destination_bytes for r in results)
+    plain, packed = sizes if packing else reversed(sizes)
+    return Summary(
+        str(source),
+        str(destination),
+        *sizes,
+        sum(r.tensors for r in results),
+        sum(r.packed for r in results),
+        plain / packed if packed else 1.0,
+        tuple(results),
+        left_out,
+    )
+
+
+def pack(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    codec: CodecName = "auto",
+    force: bool = False,
+    exclude: Sequence[str] = (),
+    progress: Progress = no_progress,
+) -> Summary:
+    """Pack a file or a model directory, losslessly.
+
+    Parameters
+    ----------
+    source : path-like
+        A safetensors file, a PyTorch state dict (`.bin`, `.pt`; code in it is never run), a Hugging Face
+        model directory, or the id of a model on the hub if `huggingface_hub` is installed.
+    destination : path-like
+        The packed file or directory. It appears when it is complete, and not before.
+    threads : int, optional
+        By default one for each processor. The packed bytes do not depend on it.
+    codec : {"auto", "prefix", "zstd"}
+        Which codec to use where a tensor shrinks at all.
+    force : bool
+        Replace an existing destination; a folder only if it holds no other files than the model's. Links,
+        pipes and the hub's `.cache` in it are carried over.
+    exclude : sequence of str
+        Patterns of the shell for what to leave out of a directory: of names, or, with a slash, of relative
+        paths.
+    progress : callable
+        Called with a number of bytes of the source when they are done.
+
+    Returns
+    -------
+    Summary
+
+    Raises
+    ------
+    InvalidInput
+        If the source cannot be packed; its subclasses say why.
+    DestinationExists, InvalidDestination
+        If the destination cannot be used.
+    Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
+        If the source is damaged, or newer than this version.
+
+    Notes
+    -----
+    Memory stays below 512 MiB, whatever the sizes of file and tensors.
+
+    Examples
+    --------
+    >>> import tpde
+    >>> tpde.pack("model.safetensors", "packed.safetensors").ratio  # doctest: +SKIP
+    1.4962
+    """
+    path, target = resolve(source), Path(destination)
+    check_threads(threads)
+    if path.is_dir():
+        results, left_out = pack_directory(
+            path, target, threads=threads, codec=codec, force=force, exclude=exclude, progress=progress
+        )
+        return _summary(path, target, results, left_out, packing=True)
+    _prepare(path, target, force)
+    result = pack_file(path, target, threads=threads, codec=codec, force=force, progress=progress)
+    return _summary(path, target, [result], packing=True)
+
+
+def unpack(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Summary:
+    """Restore what was packed, byte for byte.
+
+    Every chunk's checksum and every tensor's hash is checked, and a directory's files by SHA-256.
+
+    Parameters
+    ----------
+    source : path-like
+        A packed file or directory.
+    destination : path-like
+        Where the original goes. It appears when it is complete, and not before.
+    threads : int, optional
+        By default one for each processor.
+    force : bool
+        Replace an existing destination; a folder only if it holds nothing but files of the model.
+    progress : callable
+        Called with a number of bytes of the original when they are done.
+
+    Returns
+    -------
+    Summary
+
+    Raises
+    ------
+    NotPacked, InvalidInput
+        If the source is not packed, or is not there.
+    Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
+        If it is damaged, or newer than this version.
+    DestinationExists, InvalidDestination
+        If the destination cannot be used.
+
+    Examples
+    --------
+    >>> import tpde
+    >>> tpde.unpack("packed.safetensors", "model.safetensors")  # doctest: +SKIP
+    """
+    path, target = _existing(source), Path(destination)
+    count = check_threads(threads)
+    left_out: tuple[LeftOut, ...] = ()
+    if not path.is_dir():
+        _prepare(path, target, force)
+        results = [unpack_file(path, target, threads=count, force=force, progress=progress)]
+    elif is_resaved(path):
+        results, left_out = unpack_resaved(path, target, threads=count, force=force, progress=progress)
+    else:
+        results = unpack_directory(path, target, threads=count, force=force, progress=progress)
+    return _summary(path, target, results, left_out, packing=False)
+
+
+def verify(
+    packed: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | None = None,
+    threads: int | None = None,
+    exclude: Sequence[str] = (),
+    progress: Progress = no_progress,
+) -> list[Problem]:
+    """Check a packed file or directory: every chunk, every tensor, and its source if given.
+
+    Parameters
+    ----------
+    packed : path-like
+        A packed file or directory.
+    against : path-like, optional
+        The source, to compare every byte with. What it has and was not packed is a problem, too, but for the
+        hub's `.cache`.
+    threads : int, optional
+        By default one for each processor.
+    exclude : sequence of str
+        What was left out of the source when it was packed: as for `pack`.
+    progress : callable
+        Called with a number of bytes of the original when they are done.
+
+    Returns
+    -------
+    list of Problem
+        What is damaged, by tensor and chunk; empty if nothing is.
+
+    Raises
+    ------
+    NotPacked, InvalidInput
+        If it is not packed, or is not there.
+    Truncated, UnsupportedDtype, UnsupportedVersion
+        If a file alone is incomplete, or newer than this version; a directory's are problems.
+    Truncated, Corrupt, UnsupportedDtype
+        If `against` is a file that is damaged, or newer than this version.
+
+    Examples
+    --------
+    >>> import tpde
+    >>> tpde.verify("packed.safetensors")  # doctest: +SKIP
+    []
+    """
+    path, count = _existing(packed), check_threads(threads)
+    other = _existing(against) if against is not None else None
+    if path.is_dir():
+        if other is not None and not other.is_dir():
+            raise InvalidInput(f"`{path}` is a directory, `{other}` is a file", hint="compare like with like")
+        if is_resaved(path):
+            if other is not None:
+                raise InvalidInput(
+                    f"`{path}` was saved again from packed weights and has no source to be compared with",
+                    hint="compare its weight files one by one",
+                )
+            return verify_resaved(path, count, progress)
+        return verify_directory(path, other, count, progress, exclude)
+    if other is not None and other.is_dir():
+        raise InvalidInput(f"`{path}` is a file, `{other}` is a directory", hint="compare like with like")
+    return verify_file(path, other, count, progress)
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    found = Path(path)
+    if not found.exists():
+        raise InvalidInput(f"`{found}` does not exist", hint="check the path", where=str(found))
+    return found
+
+
+def _prepare(source: Path, destination: Path, force: bool) -> None:
+    """Refuse a destination for a file, and clear its folder of what killed processes left."""
+    _refuse_same(source, destination)
+    refuse_file(destination, force)
+    clear(destination.parent)
+
+
+def _refuse_same(source: Path, destination: Path) -> None:
+    if destination.exists() and source.samefile(destination):
+        raise InvalidDestination(
+            f"`{destination}` is the source itself, which is never modified",
+            hint="choose another destination",
+            where=str(destination),
+        )
+
+
+def total_bytes(source: str | os.PathLike[str], exclude: Sequence[str] = ()) -> int:
+    """Bytes of the weight files that would be packed, for a progress bar."""
+    path = Path(source)
+    if path.is_dir():
+        return sum((path / name).stat().st_size for name in choose(walk(path, exclude)).files)
+    return path.stat().st_size if path.is_file() else 0
+
+
+__all__ = ["LeftOut", "Problem", "Summary", "is_packed_directory", "pack", "total_bytes", "unpack", "verify"]

@@ -1,0 +1,238 @@
+"""State dicts that `torch.save` wrote: what they hold is unpickled, the bytes are read from the file.
+
+Files are never mapped: a mapping of a file that shrinks kills the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import struct
+import sys
+import warnings
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from tpde.codec.native import Bytes
+from tpde.errors import InvalidInput, MissingDependency, UnsafePickle
+from tpde.format.container import TensorSpec, canonical_header, check_texts, parse_header
+from tpde.frameworks import refuse_expanded, torch_bytes, torch_spec
+from tpde.io.sources import FileSource
+
+if TYPE_CHECKING:
+    import torch
+
+_LOCAL_HEADER = struct.Struct(
+    "<26xHH"
+)  # of a zip file's member: the lengths of its name and of what is extra
+
+
+class _Stored(NamedTuple):
+    """A tensor whose bytes are in the file: what it looks like, and where its storage begins."""
+
+    like: torch.Tensor
+    offset: int
+
+
+class StateDictSource:
+    """A state dict that `torch.save` wrote, loaded with `weights_only=True`: code in it is never run.
+
+    Files of PyTorch 1.6 and later stay where they are, and tensors are read from them; older ones are loaded.
+
+    Raises
+    ------
+    UnsafePickle
+        If the file holds anything but tensors and plain containers.
+    InvalidInput
+        If it is not a state dict, or has tensors that safetensors cannot hold.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._file = FileSource(path)
+        self._last = "", np.empty(0, np.uint8)
+        try:
+            self._tensors = _load(path, self._file)
+            self.specs: Mapping[str, TensorSpec] = {
+                name: torch_spec(name, it.like if isinstance(it, _Stored) else it)
+                for name, it in self._tensors.items()
+            }
+            metadata = {"format": "pt"}
+            self.container = parse_header(canonical_header(self.specs, metadata), f"`{path}`")
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, name: str, begin: int, end: int, out: Bytes) -> None:
+        """Read a tensor's bytes from `begin` to `end` into `out`."""
+        tensor = self._tensors[name]
+        if isinstance(tensor, _Stored) and _is_plain(tensor.like):
+            self._file.read_into(tensor.offset + _first(tensor.like) + begin, out.data)
+            return
+        if self._last[0] != name:  # kept, since one that is not contiguous is copied
+            self._last = "", np.empty(0, np.uint8)
+            self._last = name, torch_bytes(self._real(tensor) if isinstance(tensor, _Stored) else tensor)
+        out[:] = self._last[1][begin:end]
+
+    def read_small(self, names: Sequence[str]) -> list[memoryview]:
+        """Read all bytes of some small tensors, between which there are gaps in the file."""
+        found = [np.empty(self.specs[name].nbytes, np.uint8) for name in names]
+        for name, data in zip(names, found, strict=True):
+            self.read(name, 0, data.size, data)
+        return [data.data for data in found]
+
+    def _real(self, stored: _Stored) -> torch.Tensor:
+        """A tensor with its bytes: what lies between its first element and its last."""
+        import torch
+
+        like = stored.like
+        data = bytearray(_reach(like))
+        if not data:
+            return torch.empty(like.shape, dtype=like.dtype)
+        self._file.read_into(stored.offset + _first(like), memoryview(data))
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(like.dtype)
+        tensor = flat.as_strided(like.shape, like.stride())
+        if like.is_conj():
+            tensor = tensor.conj()
+        return tensor._neg_view() if like.is_neg() else tensor
+
+    def close(self) -> None:
+        """Let go of the tensors, and close the file."""
+        self._tensors, self._last = {}, ("", np.empty(0, np.uint8))
+        self._file.close()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes lie in its storage as they are, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _first(tensor: torch.Tensor) -> int:
+    """Where in its storage a tensor begins, in bytes."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _load(path: Path, file: FileSource) -> dict[str, Any]:
+    import pickle
+
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependency(
+            f"`{path}` is a PyTorch state dict, and reading it needs torch",
+            hint='run `pip install "tpde[torch]"`, or convert the file to safetensors',
+        ) from None
+    try:
+        with (
+            file.stream() as stream,
+            warnings.catch_warnings(),
+        ):  # of old protocols, which are read all the same
+            warnings.simplefilter("ignore")
+            members = _members(stream)
+            stream.seek(0)
+            if members is None:
+                tensors = _tensors(path, torch.load(stream, map_location="cpu", weights_only=True))
+            else:
+                from torch._subclasses.fake_tensor import FakeTensorMode
+
+                with FakeTensorMode():
+                    loaded = torch.load(stream, weights_only=True)
+                tensors = _tensors(path, loaded)
+                stored = _located(tensors, members)
+                if stored is not None:
+                    return stored
+                stream.seek(0)
+                tensors = _tensors(path, torch.load(stream, map_location="cpu", weights_only=True))
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"asks for `{wanted[1]}`" if wanted else "is no state dict"
+        raise UnsafePickle(
+            f"`{path}` is a pickle that {what}, and code from files is never run",
+            hint="convert it to safetensors where you trust it, and pack that",
+            where=str(path),
+        ) from None
+    except (MemoryError, InvalidInput):
+        raise
+    except Exception as error:  # torch's unpickler lets through whatever it stumbles over in a damaged file
+        raise InvalidInput(
+            f"`{path}` is not a PyTorch state dict, or is damaged ({type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]})",
+            hint="fetch it again",
+            where=str(path),
+        ) from None
+    return tensors
+
+
+def _tensors(path: Path, loaded: Any) -> dict[str, Any]:
+    """The tensors of what a file held, checked to be a state dict."""
+    import torch
+
+    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
+        loaded = loaded["state_dict"]
+    if not isinstance(loaded, dict) or not loaded:
+        what = "an empty state dict" if loaded == {} else f"a {type(loaded).__name__}, not a state dict"
+        raise InvalidInput(
+            f"`{path}` holds {what}", hint="name a file that maps names to tensors", where=str(path)
+        )
+    for name, value in loaded.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise InvalidInput(
+                f"`{path}`: entry `{name!s:.200}` is a {type(value).__name__}",
+                hint="a state dict maps names to tensors",
+                where=str(path),
+            )
+        if value.layout is torch.strided:
+            refuse_expanded(name, value.numel() * value.element_size(), _reach(value))
+    try:
+        check_texts(loaded, {})
+    except ValueError as error:
+        raise InvalidInput(
+            f"`{path}`: {error}", hint="rename it; safetensors cannot hold it", where=str(path)
+        ) from None
+    return dict(loaded)
+
+
+def _members(stream: BinaryIO) -> dict[int, int] | None:
+    """Where a zip file's members lie, and their sizes; None if they are not the bytes as in memory.
+
+    That is the case before PyTorch 1.6, of compressed members, and of numbers in another byte order.
+    """
+    found = dict[int, int]()
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                    return None
+                order = info.filename.rpartition("/")[2] == "byteorder"
+                if order and archive.read(info) != sys.byteorder.encode():
+                    return None
+                stream.seek(info.header_offset)
+                name, extra = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
+                found[info.header_offset + _LOCAL_HEADER.size + name + extra] = info.file_size
+    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError):
+        return None
+    return found
+
+
+def _located(tensors: dict[str, Any], members: dict[int, int]) -> dict[str, Any] | None:
+    """The tensors with the places of their bytes; None if one lies in no member, or not within."""
+    stored = dict[str, Any]()
+    for name, tensor in tensors.items():
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+            storage = tensor.untyped_storage()
+            at = storage._checkpoint_offset
+            if _first(tensor) + _reach(tensor) <= min(storage.nbytes(), members.get(at, -1)):
+                stored[name] = _Stored(tensor, at)
+    return stored if len(stored) == len(tensors) else None

@@ -1,0 +1,330 @@
+"""Reading a safetensors file whose tensors may be packed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import os
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xxhash
+import zstandard
+
+from tpde.codec.blob import PIECE_BYTES, BlobReader
+from tpde.codec.native import Bytes
+from tpde.errors import Corrupt, Truncated, UnsupportedVersion
+from tpde.format.constants import (
+    KEY_PLAIN,
+    KEY_SOURCE,
+    KEY_SOURCE_HASH,
+    KEY_VERSION,
+    MAGIC,
+    MAX_CONTAINER_HEADER,
+    SUFFIX,
+    VERSION,
+)
+from tpde.format.container import (
+    Container,
+    Entry,
+    TensorSpec,
+    canonical_header,
+    max_source_header,
+    parse_header,
+    read_container,
+)
+from tpde.io.small_reads import read_together
+from tpde.io.sources import BytesSource, FileSource, Source, read
+
+_DIGITS = re.compile("[0-9a-fA-F]*")  # `bytes.fromhex` passes over white space
+_HASH = struct.Struct("16s")
+
+
+class _PlainTensor:
+    """A tensor stored as it is."""
+
+    __slots__ = ("_offset", "_source", "digest", "spec", "stored_bytes")
+
+    def __init__(self, source: Source, offset: int, entry: Entry, digest: bytes | None) -> None:
+        self._source, self._offset = source, offset
+        self.spec, self.stored_bytes, self.digest = entry.spec, entry.end - entry.begin, digest
+
+    def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
+        """Read the tensor's bytes from `begin` to `end` into `out`."""
+        self._source.read_into(self._offset + begin, out.data)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges that cover the tensor."""
+        for at in range(0, self.spec.nbytes, PIECE_BYTES):
+            yield at, min(at + PIECE_BYTES, self.spec.nbytes)
+
+
+class PackedTensor:
+    """A packed tensor: a `BlobReader` whose errors name the tensor."""
+
+    def __init__(self, name: str, source: Source, offset: int, size: int) -> None:
+        self.name, self.stored_bytes = name, size
+        with self._named():
+            self.blob = BlobReader(source, offset, size)
+        self.spec, self.digest = self.blob.header.spec, self.blob.header.hash
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (Corrupt, Truncated, UnsupportedVersion) as error:
+            raise error.of_tensor(self.name) from None
+
+    def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
+        """Decode the tensor's bytes from `begin` to `end` into `out`."""
+        with self._named():
+            self.blob.read(begin, end, out, threads)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Byte ranges that cover the tensor."""
+        return self.blob.pieces()
+
+
+Tensor = PackedTensor | _PlainTensor
+
+
+class PackedFile:
+    """A safetensors file, packed or not, or the bytes of one.
+
+    Parameters
+    ----------
+    source : path-like or bytes-like or Source
+        The file.
+
+    Attributes
+    ----------
+    container : Container
+        The file's own header.
+    specs : dict of str to TensorSpec
+        The source's tensors, packed or not, by their names there.
+    is_packed : bool
+        Whether the file has a packed tensor, or says that it was written by tpde.
+
+    Raises
+    ------
+    Truncated, NotSafetensors, Corrupt, UnsupportedVersion, UnsupportedDtype, InvalidInput
+        If it cannot be read.
+    """
+
+    def __init__(
+        self, source: str | os.PathLike[str] | bytes | bytearray | memoryview | Bytes | Source
+    ) -> None:
+        if isinstance(source, (str, os.PathLike)):
+            self.source: Source = FileSource(source)
+        elif isinstance(source, (bytes, bytearray, memoryview, np.ndarray)):
+            self.source = BytesSource(source)
+        else:
+            self.source = source
+        try:
+            self.container: Container = read_container(self.source)
+            self._open()
+        except BaseException:
+            self.source.close()
+            raise
+
+    def _open(self) -> None:
+        metadata, where = self.container.metadata, f"`{self.source.name}`"
+        version = metadata.get(KEY_VERSION)
+        if version is not None and version != str(VERSION):
+            raise UnsupportedVersion(
+                f"{where} has format version {version[:20]}; this tpde reads version {VERSION}",
+                hint="upgrade tpde",
+                where=self.source.name,
+                found=version[:20],
+                needed=str(VERSION),
+            )
+        # The source's header, or None where another tool dropped it: format.md 1.2, 1.3.
+        self.original = self._original_header() if version is not None else None
+        entries = self.container.entries
+        if self.original is not None:
+            candidates = [n for n in self.original.entries if n not in entries and n + SUFFIX in entries]
+        else:
+            stored = [n for n in entries if n.endswith(SUFFIX) and self._has_magic(entries[n])]
+            candidates = [n[: -len(SUFFIX)] for n in stored]
+        self._packed = {name: name + SUFFIX for name in candidates}
+        self.is_packed = bool(self._packed) or version is not None
+        # Texts compare by code points, in the order of their UTF-8 bytes (1.3).
+        blobs = set(self._packed.values())
+        plain = {name: entry.spec for name, entry in entries.items() if name not in blobs}
+        self._plain = sorted(plain)
+        collision = next((n for n in self._plain if n in self._packed), None)
+        if collision is not None:
+            raise Corrupt(f"{where}: tensor `{collision}` is there both plain and packed", tensor=collision)
+        if self.original is not None:
+            self.specs = self.original.specs
+            self._compare(plain)
+            self._hashes = self._plain_hashes()
+        else:
+            self._hashes = b""
+            self.specs = {n: plain[n] for n in self._plain}
+            if self._packed:
+                found = self.specs | {n: self.tensor(n).spec for n in self._packed}
+                self.specs = {n: found[n] for n in sorted(found)}
+
+    def _has_magic(self, entry: Entry) -> bool:
+        if entry.spec.dtype != "U8" or len(entry.spec.shape) != 1 or entry.spec.nbytes < len(MAGIC):
+            return False
+        return read(self.source, self.container.data_start + entry.begin, len(MAGIC)) == MAGIC
+
+    def _plain_hashes(self) -> bytes:
+        """The hashes of the tensors stored as they are, in the order of their names."""
+        text = self.container.metadata.get(KEY_PLAIN)
+        if text is None:
+            if self._plain:
+                raise Corrupt(
+                    f"`{self.source.name}`: `{KEY_PLAIN}` is missing from the metadata",
+                    hint="the file is damaged, fetch it again",
+                    where=self.source.name,
+                )
+            return b""
+        data = bytes.fromhex(text) if _DIGITS.fullmatch(text) and len(text) % 2 == 0 else b""
+        if len(data) != 16 * len(self._plain) or len(text) != 2 * len(data):
+            raise Corrupt(
+                f"`{self.source.name}`: `{KEY_PLAIN}` should hold {len(self._plain)} hashes of 32 digits, "
+                f"it has {len(text)} characters",
+                hint="the file is damaged, fetch it again",
+                where=self.source.name,
+                found=len(text),
+                needed=32 * len(self._plain),
+            )
+        return data
+
+    @cached_property
+    def _digests(self) -> dict[str, bytes]:
+        """The hash of each tensor stored as it is; none where another tool dropped them."""
+        return dict(zip(self._plain, [digest for (digest,) in _HASH.iter_unpack(self._hashes)], strict=False))
+
+    def _original_header(self) -> Container:
+        metadata, where = self.container.metadata, f"`{self.source.name}`"
+        try:
+            packed = base64.b64decode(metadata[KEY_SOURCE], validate=True)
+            size = zstandard.frame_content_size(packed)
+            if not 0 <= size <= MAX_CONTAINER_HEADER:
+                raise ValueError(f"it claims {size} bytes")
+            header = zstandard.ZstdDecompressor().decompress(
+                packed, max_output_size=size, allow_extra_data=False
+            )
+            if len(header) != size:
+                raise ValueError(f"it claims {size} bytes and holds {len(header)}")
+            if len(header.rstrip(b" ")) > max_source_header(len(self.container.header)):
+                raise ValueError("it is far larger than that of the packed file")
+            if xxhash.xxh3_128_hexdigest(header) != metadata[KEY_SOURCE_HASH]:
+                raise ValueError("its hash differs")
+        except (KeyError, ValueError, binascii.Error, zstandard.ZstdError) as error:
+            raise Corrupt(
+                f"{where}: the source's header in the metadata is damaged ({error})",
+                hint="fetch the file again",
+                where=self.source.name,
+            ) from None
+        return parse_header(header, f"{where}, the source's header")
+
+    def _compare(self, plain: dict[str, TensorSpec]) -> None:
+        """Check that names, dtypes and shapes agree with the source's header (format.md 1.4)."""
+        if plain == {name: spec for name, spec in self.specs.items() if name not in self._packed}:
+            return
+        for name in sorted(self.specs.keys() ^ {*plain, *self._packed}):
+            missing = name in self.specs
+            raise Corrupt(
+                f"`{self.source.name}`: tensor `{name}` is {'missing' if missing else 'not in the source'}",
+                hint="the file is damaged, fetch it again",
+                where=self.source.name,
+                tensor=name,
+            )
+        name = next(name for name in self._plain if plain[name] != self.specs[name])
+        raise self._other_spec(name, plain[name])
+
+    def _other_spec(self, name: str, found: TensorSpec) -> Corrupt:
+        return Corrupt(
+            f"tensor `{name}` is {found.dtype} {list(found.shape)}, but {self.specs[name].dtype} "
+            f"{list(self.specs[name].shape)} in the source's header",
+            hint="the file is damaged, fetch it again",
+            tensor=name,
+        )
+
+    def tensor(self, name: str) -> Tensor:
+        """Open a tensor: its header, tables and index map are read and checked.
+
+        Raises
+        ------
+        KeyError
+            If there is no such tensor.
+        Corrupt, Truncated, UnsupportedVersion
+            If it is damaged.
+        """
+        if name in self._packed:
+            entry = self.container.entries[self._packed[name]]
+            at = self.container.data_start + entry.begin
+            packed = PackedTensor(name, self.source, at, entry.end - entry.begin)
+            if self.original is not None and packed.spec != self.specs[name]:
+                raise self._other_spec(name, packed.spec)
+            return packed
+        if name not in self.specs:
+            raise KeyError(f"no tensor `{name}` in `{self.source.name}`")
+        entry = self.container.entries[name]
+        at = self.container.data_start + entry.begin
+        return _PlainTensor(self.source, at, entry, self.digest(name))
+
+    def is_plain(self, name: str) -> bool:
+        """Whether a tensor is stored as it is."""
+        return name not in self._packed
+
+    def read_plain(self, names: Sequence[str]) -> list[memoryview]:
+        """Read all bytes of some tensors that are stored as they are, those side by side at once."""
+        return read_together(self.source, self.container.places(names))
+
+    def digest(self, name: str) -> bytes | None:
+        """The hash of a tensor that is stored as it is; None where another tool dropped it."""
+        return self._digests.get(name)
+
+    def offset_names(self) -> list[str]:
+        """Names of all tensors, in the order of their bytes: in the source or, where it is unknown, here."""
+        if self.original is not None:
+            return list(self.specs)
+        source = {stored: name for name, stored in self._packed.items()}
+        return [source.get(stored, stored) for stored in self.container.entries]
+
+    def packed_names(self) -> list[str]:
+        """Names of the tensors that are packed."""
+        return list(self._packed)
+
+    def read(self, name: str, threads: int = 1) -> Bytes:
+        """Read all bytes of a tensor.
+
+        Every chunk's checksum is checked. The tensor's own hash is `verify`'s business.
+        """
+        tensor = self.tensor(name)
+        out = np.empty(tensor.spec.nbytes, np.uint8)
+        tensor.read(0, out.size, out, threads)
+        return out
+
+    def source_header(self) -> bytes:
+        """The header of the source file, or a canonical one if the file was saved by another tool."""
+        if self.original is not None:
+            return self.original.header
+        return canonical_header(self.specs, self.container.metadata)
+
+    def metadata(self) -> dict[str, str]:
+        """The source's `__metadata__`."""
+        if self.original is not None:
+            return dict(self.original.metadata)
+        return dict(self.container.metadata)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.source.close()
+
+    def __enter__(self) -> PackedFile:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()

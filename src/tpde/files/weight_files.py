@@ -1,0 +1,262 @@
+"""Which files of a model directory are packed, and under which names.
+
+`*.safetensors` files are, under their own names. Weights in pickles, such as `pytorch_model.bin`, are packed
+as the safetensors files that they would be: no library reads packed pickles. What is read by libraries that
+know nothing of packed weights stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from tpde.errors import AlreadyPacked, InvalidInput, MissingShard, NotPacked, TpdeError, printable
+from tpde.files.documents import NotJson, json_object, read_modules
+from tpde.files.file_kinds import PICKLES, SAFETENSORS, folder_of, is_config, last_of, safetensors_name
+from tpde.files.reader import PackedFile
+from tpde.files.shards import ShardIndex, is_index, read_index
+from tpde.files.walk import Tree, follow, walk
+from tpde.format.constants import METHOD
+
+ADAPTER_CONFIG = "adapter_config.json"
+MAKE_PLAIN = "make a plain model of it with `tpde unpack`, and pack that"
+_ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)[^/]*\.safetensors")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What is packed of a directory.
+
+    Attributes
+    ----------
+    files : dict of str to str
+        Names under which weight files are packed, by their names in the source.
+    indexes : dict of str to ShardIndex
+        Indexes of shards by the names that they get, naming files as these are named then.
+    sources : dict of str to str
+        The names in the source of those that get others.
+    """
+
+    files: dict[str, str] = field(default_factory=dict)
+    indexes: dict[str, ShardIndex] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+def read_by_others(root: Path, names: Collection[str]) -> set[str]:
+    """Those of some weight files that neither transformers nor diffusers read.
+
+    Of modules of sentence-transformers other than transformers' own, and adapters, which PEFT and diffusers
+    read: packed, they would be taken for adapters that change nothing.
+    """
+    modules = [
+        str(it["path"])
+        for it in read_modules(root)
+        if it.get("path") and str(it.get("type", "")).rpartition(".")[2] != "Transformer"
+    ]
+    return {
+        name
+        for name in names
+        if _ADAPTER.fullmatch(last_of(name)) or any(name.startswith(f"{it}/") for it in modules)
+    }
+
+
+def choose(tree: Tree) -> Weights:
+    """Choose what is packed of a directory.
+
+    Raises
+    ------
+    MissingShard
+        If an index names a file that is not taken.
+    InvalidInput
+        If there is nothing to pack, or an index is none.
+    """
+    weights = [name for name in tree.files if name.endswith(SAFETENSORS)]
+    others = read_by_others(tree.root, weights)
+    found = Weights(
+        files={name: name for name in weights if name not in others},
+        indexes={name: _index(tree, name) for name in _index_names(tree)},
+    )
+    _choose_pickles(tree, {folder_of(name) for name in found.files}, found)
+    if not found.files:
+        raise _nothing(tree, others)
+    return found
+
+
+def _choose_pickles(tree: Tree, beside: Collection[str], found: Weights) -> None:
+    """Add the weights in pickles, but those beside safetensors, which are read in their place."""
+    for name in tree.files:
+        made = safetensors_name(name)
+        if made is None or folder_of(name) in beside or read_by_others(tree.root, [made]):
+            continue
+        found.sources[made] = name
+        if not made.endswith(".json"):
+            found.files[name] = made
+            continue
+        index, folder = _index(tree, name), PurePosixPath(folder_of(name))
+        found.indexes[made] = as_safetensors(index)
+        for shard in index.names():
+            source = follow(str(folder / shard), tree.links) or shard
+            found.files[source] = str(folder / _shard_name(shard))
+            found.sources[found.files[source]] = source
+    taken = sorted(found.sources.keys() & {*tree.files, *tree.links, *tree.folders})
+    if taken:
+        raise InvalidInput(
+            f"`{printable(tree.root / found.sources[taken[0]])}` would be packed as `{printable(taken[0])}`, "
+            "which is there already",
+            hint="remove one of them, or leave it out with `--exclude`",
+            where=str(tree.root),
+        )
+
+
+def _shard_name(name: str) -> str:
+    return safetensors_name(name) or str(PurePosixPath(name).with_suffix(SAFETENSORS))
+
+
+def as_safetensors(index: ShardIndex) -> ShardIndex:
+    """An index of shards in pickles, as it is for the safetensors files that these become."""
+    return index.with_files({name: _shard_name(name) for name in index.names()})
+
+
+def _index_names(tree: Tree) -> list[str]:
+    """Indexes of safetensors shards, and what has the name of one and can be none, which reading says."""
+    left = [it.name for it in tree.left_out if not it.expected]
+    return [it for it in (*tree.files, *tree.links, *tree.folders, *left) if is_index(it)]
+
+
+def _index(tree: Tree, name: str) -> ShardIndex:
+    """Read an index, and make sure that the files which it names are there."""
+    if not (tree.root / name).is_file():  # a link may lead nowhere
+        raise InvalidInput(f"`{printable(tree.root / name)}` is not a regular file", hint="fetch it again")
+    index, files = read_index(tree.root / name), set(tree.files)
+    names = index.names()
+    for shard in names:
+        if follow(str(PurePosixPath(folder_of(name)) / shard), tree.links) not in files:
+            raise MissingShard(
+                f"`{index.path}` names the shard `{printable(shard)}`, which is missing",
+                hint=f"{len(names)} shards are needed, fetch it",
+            )
+    return index
+
+
+def _nothing(tree: Tree, others: Collection[str]) -> InvalidInput:
+    """The error for a directory that has no weights to pack."""
+    where = str(tree.root)
+    if others or any(last_of(it) == ADAPTER_CONFIG for it in tree.files):
+        return InvalidInput(
+            f"`{where}` holds an adapter, which PEFT and diffusers read, and no model",
+            hint="use it as it is, on a packed model too",
+            where=where,
+        )
+    states = [it for it in tree.files if PurePosixPath(it).suffix in PICKLES]
+    hint = "choose another folder"
+    if states:
+        hint = f"name a state dict itself, such as `{printable(tree.root / states[0])}`, to pack it as a file"
+    return InvalidInput(f"`{where}` has no `*.safetensors` file", hint=hint, where=where)
+
+
+def check_shards(tree: Tree) -> list[str]:
+    """The safetensors files of a directory, with all that its indexes name.
+
+    Raises
+    ------
+    MissingShard
+        If an index names a file that is not there.
+    InvalidInput
+        If an index is none, or there is neither a file nor a configuration that says that weights are packed.
+    """
+    for name in _index_names(tree):
+        _index(tree, name)
+    files = [name for name in tree.files if name.endswith(SAFETENSORS)]
+    if not files and not packing_configs(tree):
+        raise _nothing(tree, ())
+    return files
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a safetensors file is packed."""
+    with PackedFile(path) as file:
+        return file.is_packed
+
+
+def packed_names(path: Path) -> list[str]:
+    """Names of the packed tensors of a safetensors file."""
+    with PackedFile(path) as file:
+        return file.packed_names()
+
+
+def says_packed(config: object) -> bool:
+    """Whether the content of a `config.json` says that weights are packed by tpde."""
+    ours = config.get("quantization_config") if isinstance(config, dict) else None
+    return isinstance(ours, dict) and ours.get("quant_method") == METHOD
+
+
+def packing_configs(tree: Tree) -> list[str]:
+    """The configurations in a directory that say that weights are packed by tpde.
+
+    Raises
+    ------
+    InvalidInput
+        If one cannot be read: what it says is not known then.
+    """
+    found = []
+    for name in tree.files:
+        if is_config(name):
+            try:
+                config = json_object(tree.root / name)[1]
+            except NotJson:
+                continue
+            if says_packed(config):
+                found.append(name)
+    return found
+
+
+def already_packed(folder: Path) -> AlreadyPacked:
+    """The error for a directory that is packed and should not be."""
+    where = str(folder)
+    return AlreadyPacked(f"`{where}` is packed already", hint="unpack it with `tpde unpack`", where=where)
+
+
+def refuse_packed(tree: Tree, weights: Weights) -> None:
+    """Refuse a directory whose weights are packed, or that says so.
+
+    Raises
+    ------
+    AlreadyPacked
+        If they are.
+    InvalidInput
+        If it says so, and its weights are plain.
+    """
+    where = str(tree.root)
+    if any(is_packed(tree.root / name) for name in weights.files if name.endswith(SAFETENSORS)):
+        raise already_packed(tree.root)
+    configs = packing_configs(tree)
+    if configs:
+        raise InvalidInput(
+            f"`{tree.root / configs[0]}` says that the weights are packed, but they are plain",
+            hint=MAKE_PLAIN,
+            where=where,
+        )
+
+
+def not_packed(folder: Path, message: str, hint: str = "pack it with `tpde pack` first") -> NotPacked:
+    """The error for a directory that should be packed and is not, with a hint that works.
+
+    Parameters
+    ----------
+    folder : Path
+        The directory.
+    message : str
+        What is wrong.
+    hint : str
+        What to do if it can be packed. Else the error says why it cannot be, and what to do about that.
+    """
+    try:
+        tree = walk(folder)
+        refuse_packed(tree, choose(tree))
+    except AlreadyPacked:
+        hint = MAKE_PLAIN
+    except TpdeError as error:
+        return NotPacked(f"{message}; {error.message}", hint=error.hint, where=str(folder))
+    return NotPacked(message, hint=hint, where=str(folder))

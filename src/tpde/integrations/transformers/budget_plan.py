@@ -1,0 +1,60 @@
+"""Planning where the weights of a transformers model are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from tpde.integrations.transformers.expert_modules import cache_least
+from tpde.integrations.transformers.model_footprint import activation_dtype, demand_of
+from tpde.integrations.transformers.weight_map import Plan
+from tpde.loading.checkpoint_files import Checkpoint
+from tpde.loading.model_plan import place_units
+from tpde.planning.budget import Budget
+from tpde.planning.planner import StreamPlan
+
+
+def plan_streaming(
+    model: Any,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    budget: Budget,
+    *,
+    only: Collection[str] | None = None,
+) -> StreamPlan:
+    """Decide where the packed weights of a model are kept: see `place_units`.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On the `meta` device.
+    checkpoint : Checkpoint
+        Its files.
+    plan : Plan
+        Which of their tensors make up its parameters.
+    budget : Budget
+        Of the device, and of the host for what goes there; without `ram`, it is as much as is needed.
+    only : collection of str, optional
+        Parameters and buffers, packed or not, that are on this device; by default all. Its plan has what they
+        need, the cache of their blocks, and the activations of the whole model.
+
+    Raises
+    ------
+    OutOfMemory
+        If a budget cannot work; its `least` is one that does.
+    Truncated, Corrupt, UnsupportedVersion
+        If the header of a packed tensor is damaged.
+    """
+    dtype = activation_dtype(model.parameters())
+    demand = demand_of(model, plan.runs, budget.max_tokens, budget.max_batch, dtype, only)
+    sizes = {part.name: part.extent.size for run in plan.runs.values() for part in run.parts}
+    here = {
+        part.name for name, run in plan.runs.items() if only is None or name in only for part in run.parts
+    }
+    demand = replace(
+        demand,
+        experts=cache_least(model, plan.runs, only),
+        elsewhere=sum(size for name, size in sizes.items() if name not in here),
+    )
+    return place_units(model, plan.runs, demand, budget.vram, budget.ram, only)

@@ -1,0 +1,1 @@
+"""Sources and sinks: bytes read and written at an offset; files that appear whole or not at all."""

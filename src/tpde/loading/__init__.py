@@ -1,0 +1,1 @@
+"""Loading models from packed files: what the integrations of all libraries share."""

@@ -1,0 +1,355 @@
+"""Bringing a model's weights to its devices under a budget: some plain, some packed, the others streamed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from typing import Any
+
+import torch
+
+from tpde.errors import OutOfMemory, PackedWeight
+from tpde.files.forward_order import forward_order
+from tpde.host.feed import Supply
+from tpde.host.pinned import HostMemory
+from tpde.loading.checkpoint_files import Checkpoint, Stored
+from tpde.loading.collection import collect_first
+from tpde.loading.feeds import Supplies
+from tpde.loading.footprint import OUTSIDE_BYTES
+from tpde.loading.model_units import unit_of
+from tpde.loading.plain_weights import decode_runs
+from tpde.loading.runs import Run
+from tpde.memory.allowance import Allowance, describe
+from tpde.memory.device_memory import gib
+from tpde.nn.modules import PackedModule
+from tpde.nn.replace import prepare_rows
+from tpde.planning.budget import Budget
+from tpde.planning.planner import StreamPlan
+from tpde.planning.units import Placement
+from tpde.streaming.ring import Streamer
+from tpde.streaming.stats import Summary, summarize_spans
+from tpde.streaming.trace import Trace, start_trace, write_trace
+from tpde.weights.packed_tensor import PackedTensor
+from tpde.weights.source import Source
+
+
+class _Homes:
+    """What goes to one device.
+
+    Attributes
+    ----------
+    runs, plain : dict of str to Run
+        Its parameters, and those of them that it keeps plain.
+    stored : dict of Placement to dict of str to Stored
+        The tensors that they are made of, by where these stay.
+    found : dict of str to Source
+        Those that have been opened.
+    """
+
+    def __init__(self) -> None:
+        self.runs: dict[str, Run[Stored]] = {}
+        self.plain: dict[str, Run[Stored]] = {}
+        self.stored: dict[Placement, dict[str, Stored]] = {it: {} for it in Placement}
+        self.found: dict[str, Source] = {}
+
+
+def _one_at_a_time(progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    """What any thread may call."""
+    if progress is None:
+        return None
+    lock, told = threading.Lock(), progress
+
+    def tell(nbytes: int) -> None:
+        with lock:
+            told(nbytes)
+
+    return tell
+
+
+class Streaming:
+    """What brings a model's weights to its devices, under its budget: `model.tpde_streamer`.
+
+    Parameters
+    ----------
+    budget : Budget
+        Of each device.
+    progress : callable, optional
+        Called with numbers of bytes read, in several threads, by one at a time.
+    whole : bool
+        The whole process is held to the budget; otherwise what it takes beside this model comes on top.
+
+    Attributes
+    ----------
+    budget : Budget
+        The same.
+    plans : dict of torch.device to StreamPlan
+        Where weights are.
+    streamers : dict of torch.device to Streamer
+        Of the devices that any weights are streamed to.
+    """
+
+    def __init__(
+        self, budget: Budget, progress: Callable[[int], None] | None = None, *, whole: bool = True
+    ) -> None:
+        self.budget = budget
+        self.plans: dict[torch.device, StreamPlan] = {}
+        self.streamers: dict[torch.device, Streamer] = {}
+        self._progress, self._whole = _one_at_a_time(progress), whole
+        self._supplies: dict[torch.device, list[Supply]] = {}
+        self._traces: dict[torch.device, Trace] = {}
+        self._dropped: dict[torch.device, int] = {}  # pieces, before recording began
+        self._finalizers: list[weakref.finalize[..., Any]] = []
+        self._closed = False
+
+    # ---- loading ----
+
+    def decide(
+        self, device: torch.device, planner: Callable[[int], StreamPlan], reserved: int | None = None
+    ) -> None:
+        """Plan for a device, and take the budget there, until this is closed or collected.
+
+        Parameters
+        ----------
+        device : torch.device
+            With its number.
+        planner : callable
+            Makes the plan for so many bytes of device memory.
+        reserved : int, optional
+            What PyTorch's allocator held before anything was done for this model; by default what it holds.
+
+        Raises
+        ------
+        OutOfMemory
+            If the budget is not free, or cannot work.
+        """
+        vram = self.budget.vram
+        if device.type != "cuda":
+            self.plans[device] = planner(vram)
+            return
+        allowance = Allowance(device, vram, OUTSIDE_BYTES, whole=self._whole, reserved=reserved)
+        try:
+            self.plans[device] = planner(max(vram - allowance.others, 0))
+        except OutOfMemory as error:
+            if error.least is None or error.budget != "vram" or not allowance.others:
+                raise
+            least = error.least + allowance.others
+            raise OutOfMemory(
+                f"PyTorch holds {describe(allowance.held)}, on {device} for this process, of which "
+                f"{gib(allowance.others)} count towards `vram`: without them {error.message}",
+                hint=f"{error.hint}; and as much more as counts, or delete what is in them",
+                where="vram",
+                found=vram,
+                needed=least,
+                least=least,
+            ) from None
+        allowance.start(self.plans[device].parts["pages"])
+        self._finalizers.append(weakref.finalize(self, allowance.close))
+        self._finalizers[-1].atexit = False
+
+    def load(
+        self,
+        model: Any,
+        checkpoint: Checkpoint,
+        runs: Mapping[str, Run[Stored]],
+        where: Mapping[str, torch.device],
+    ) -> dict[str, PackedTensor]:
+        """Bring all weights to where they were planned to be.
+
+        All but what stays in host memory, which comes from `begin` on. Of what a device keeps, plain weights
+        come first, the largest of them at the start: while they are decoded, their packed form is on the
+        device as well, and then there is room for it.
+
+        Parameters
+        ----------
+        model : nn.Module
+            On the `meta` device.
+        checkpoint : Checkpoint
+            Its files.
+        runs : mapping of str to Run
+            Its packed parameters, as runs of `Stored`.
+        where : mapping of str to torch.device
+            The device of each.
+
+        Returns
+        -------
+        dict of str to PackedTensor
+            Those parameters that are packed. The others are plain parameters of the model now.
+        """
+        parts: dict[str, PackedTensor] = {}
+        homes: dict[torch.device, _Homes] = {}
+        for name in forward_order(runs):  # the first forward pass waits for files that come to host memory
+            run, home = runs[name], homes.setdefault(where[name], _Homes())
+            kept = self.plans[where[name]].placements[unit_of(model, name)]
+            home.runs[name] = run
+            home.stored[kept] |= {part.name: part for part in run.parts}
+            if kept is Placement.PLAIN:
+                home.plain[name] = run
+        with ExitStack() as undo:
+            opened: dict[torch.device, Supplies] = {}
+            for device, home in homes.items():
+                host, disk = (list(home.stored[it].values()) for it in (Placement.HOST, Placement.DISK))
+                if host or disk:
+                    made = Supplies(device, self.plans[device], host, disk, progress=self._progress)
+                    opened[device] = undo.enter_context(closing(made))
+            for device, home in homes.items():
+                # What the plan keeps for all that is not there yet.
+                plan = self.plans[device]
+                room = plan.vram - sum(
+                    plan.parts[it] for it in ("plain", "fixed", "pages", "index", "decoded")
+                )
+                decode_runs(model, home.plain, device, self._progress, room)
+                resident = list(home.stored[Placement.PACKED].values())
+                for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):
+                    home.found[it.name] = tensor
+                    self._read(it.extent.size)
+            for device, supplies in opened.items():
+                homes[device].found.update(self._open(device, supplies))
+            for home in homes.values():
+                plain = home.plain
+                parts |= {name: it.opened(home.found) for name, it in home.runs.items() if name not in plain}
+        return parts
+
+    def cut(self, model: torch.nn.Module) -> None:
+        """Let weights that are larger than the workspace be used in it tile by tile."""
+        for plan in self.plans.values():
+            for unit in plan.tiled:
+                module = model.get_submodule(unit)
+                assert isinstance(module, PackedModule)
+                for slot in module.tpde_slots.values():
+                    slot.packed.tile_bytes = plan.workspace
+
+    def attach(self, model: Any) -> None:
+        """Belong to a model that is loaded: while it lives, so does this."""
+        model.tpde_streamer = self
+        weakref.finalize(self, collect_first).atexit = False
+
+    def _read(self, nbytes: int) -> None:
+        if self._progress is not None:
+            self._progress(nbytes)
+
+    def _open(self, device: torch.device, supplies: Supplies) -> Mapping[str, Source]:
+        self.streamers[device], tensors = supplies.open()
+        self._supplies[device] = supplies.supplies
+        return tensors
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Fill and lock host memory from now on, in the background; wait for embeddings that stay there.
+
+        Not before the rest is done: meanwhile, calls of the driver take several times as long, and so does
+        whatever reads files.
+
+        Parameters
+        ----------
+        model : nn.Module
+            With all of its weights.
+
+        Raises
+        ------
+        Truncated, ReadError, OutOfMemory, UnsupportedDevice
+            If an embedding cannot be brought there.
+        """
+        for memory in self._memories():
+            memory.begin()
+        prepare_rows(model)
+
+    def wait(self) -> None:
+        """Wait until all weights are where they stay: host memory is filled and locked in the background.
+
+        Nobody needs to: a forward pass waits for the weights that it wants.
+
+        Raises
+        ------
+        Truncated, ReadError, OutOfMemory, UnsupportedDevice
+            If something cannot be brought there.
+        """
+        for memory in self._memories():
+            memory.complete()
+
+    def _memories(self) -> list[HostMemory]:
+        owned = (thing for streamer in self.streamers.values() for thing in streamer.owned)
+        return [thing for thing in owned if isinstance(thing, HostMemory)]
+
+    # ---- looking at it ----
+
+    def record(self) -> None:
+        """Start to note when things happen, for `trace` and `stats`. Waits for the devices.
+
+        Another thread may be in a forward pass: what is noted of it begins with one of its copies or decodes.
+        """
+        for device, streamer in self.streamers.items():
+            trace = self._traces[device] = start_trace(device)
+            streamer.record(trace)
+            self._dropped[device] = streamer.dropped_pieces
+            for supply in self._supplies[device]:
+                supply.trace = trace
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what was noted since `record` as a timeline for https://ui.perfetto.dev.
+
+        Raises
+        ------
+        InvalidDestination
+            If it cannot be written.
+        """
+        write_trace(path, list(self._traces.values()))
+
+    def stats(self) -> dict[str, Any]:
+        """For each device, what was copied so far; with `record`, how much of it was hidden as well."""
+        found: dict[str, Any] = {}
+        for device, streamer in self.streamers.items():
+            found[str(device)] = dict(streamer.stats())
+            if device in self._traces:
+                found[str(device)] |= self.summary(device).as_dict()
+        return found
+
+    def summary(self, device: torch.device) -> Summary:
+        """How well a device's copies were hidden since `record`."""
+        dropped = self.streamers[device].dropped_pieces - self._dropped[device]
+        return summarize_spans(self._traces[device].spans(), dropped)
+
+    # ---- the end ----
+
+    def check(self) -> None:
+        """Make sure that all weights that were used so far were sound; waits for the devices.
+
+        At its first use a weight is waited for, and damage raised before anything is computed with it. After
+        that, damage by a file that is overwritten, or a disk that returns other bytes, is raised when the
+        weight is used next, one forward pass later at the earliest. This raises it now: when it returns, all
+        results so far are right.
+
+        Raises
+        ------
+        Corrupt
+            Naming tensor and chunk. Calling again raises what else was found.
+        """
+        for streamer in self.streamers.values():
+            streamer.check()
+
+    def close(self) -> None:
+        """Give locked memory, files and the budget back. The model cannot be used any more.
+
+        Closing again does nothing.
+
+        Raises
+        ------
+        Corrupt
+            What `check` finds, when all has been given back.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as rest:  # all of it, whatever fails on the way, such as a device that has crashed
+            for finalizer in self._finalizers:
+                rest.callback(finalizer)
+            for streamer in self.streamers.values():
+                rest.callback(streamer.close)
+            self.check()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise PackedWeight(
+            "the model streams its weights from files, which cannot be copied or pickled",
+            hint="load it again",
+        )

@@ -1,0 +1,143 @@
+"""Opening packed tensors that stay in host memory, or in their files."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+
+from tpde.host.disk import READERS, ReadAhead
+from tpde.host.feed import Supply
+from tpde.host.pinned import HostMemory
+from tpde.io.sources import FileSource
+from tpde.loading.checkpoint_files import Stored
+from tpde.planning.planner import StreamPlan
+from tpde.streaming.cuda_device import CudaDevice, Device
+from tpde.streaming.retained import Kept
+from tpde.streaming.ring import Closing, Streamer, Unit
+from tpde.streaming.streamed_source import Streamed, put_on_device
+
+
+class Supplies:
+    """Files of packed tensors that are not kept on the device, and what brings their bytes from there.
+
+    Reads headers, tables and index maps; device memory has room for the last two.
+
+    Parameters
+    ----------
+    device : torch.device
+        That they are copied to.
+    plan : StreamPlan
+        How large pieces and buffers are.
+    host, disk : sequence of Stored
+        Tensors that go to locked host memory, and those that are read each time.
+    progress : callable, optional
+        Called with numbers of bytes that were locked, in the background.
+
+    Attributes
+    ----------
+    owned : list
+        What is to be closed, in this order.
+
+    Raises
+    ------
+    Truncated, Corrupt, UnsupportedVersion
+        If a file ends before a tensor does, or a header, tables or an index map are damaged.
+    OutOfMemory, UnsupportedDevice
+        If there is no memory to read to, or no room on the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        plan: StreamPlan,
+        host: Sequence[Stored],
+        disk: Sequence[Stored],
+        *,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._device, self._plan = device, plan
+        self.owned: list[Closing] = []
+        self._tensors: dict[str, Streamed] = {}
+        self._supplies: list[tuple[Supply, list[Streamed]]] = []  # each with those whose chunks it brings
+        try:
+            files: dict[str, FileSource] = {}
+            for it in (*host, *disk):
+                path = it.extent.source.name
+                if path not in files:
+                    files[path] = FileSource(path)
+                    self.owned.append(files[path])
+
+            def opened(stored: Sequence[Stored]) -> dict[str, Streamed]:
+                extents = [it.extent._replace(source=files[it.extent.source.name]) for it in stored]
+                return {
+                    it.name: it.checked(Streamed(extent, None, device, None))
+                    for it, extent in zip(stored, extents, strict=True)
+                }
+
+            index = device.index or 0
+            kept, read = opened(host), opened(disk)
+            self._tensors = kept | read
+            if device.type == "cuda":
+                put_on_device(self._tensors.values())
+            if kept:
+                memory = HostMemory([it.extent for it in kept.values()], index, progress=progress)
+                self.owned.insert(0, memory)
+                self._supplies += [(memory, list(kept.values()))]
+            if read:
+                ahead = ReadAhead(plan.staging // plan.piece, plan.piece, READERS, index)
+                self.owned.insert(0, ahead)
+                self._supplies += [(ahead, list(read.values()))]
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def supplies(self) -> list[Supply]:
+        """What brings bytes."""
+        return [supply for supply, _ in self._supplies]
+
+    def open(self) -> tuple[Streamer, dict[str, Streamed]]:
+        """Take the room on the device that pieces are copied to.
+
+        Returns
+        -------
+        streamer : Streamer
+            Owns files and host memory from now on.
+        tensors : dict of str to Streamed
+            By their names in the files.
+
+        Raises
+        ------
+        OutOfMemory
+            If there is no room for the ring.
+        """
+        plan = self._plan
+        from_disk = next((it for it in self.supplies if it.ahead), None)  # what takes longest is kept first
+        wanted = plan.kept + (plan.work.disk if from_disk else plan.work.copied)
+        kept: Kept[Unit] = Kept(plan.ring, plan.kept, wanted, from_disk)
+        device = CudaDevice(self._device, plan.ring + plan.kept)
+        streamer = Streamer(device, plan.slots, plan.piece, kept)
+        for supply, tensors in self._supplies:
+            for tensor in tensors:
+                tensor.bind(streamer, supply)
+        streamer.own(*self.owned)
+        self.owned = []
+        weakref.finalize(streamer, _give_back, streamer.device, streamer.owned).atexit = False
+        return streamer, self._tensors
+
+    def close(self) -> None:
+        """Give back what no streamer owns."""
+        while self.owned:
+            self.owned.pop(0).close()
+
+
+def _give_back(device: Device, owned: Sequence[Closing]) -> None:
+    """What a streamer that nobody has closed leaves: copies may still read the host's memory."""
+    with suppress(Exception):
+        device.wait()
+    for thing in owned:
+        with suppress(Exception):  # the others are closed all the same
+            thing.close()

@@ -1,0 +1,1 @@
+"""Memory of devices and of Python: what is free, what a process may take, what is collected when."""

@@ -1,0 +1,134 @@
+"""Packing live models, and turning them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tpde.errors import PackedWeight
+from tpde.nn.model_deltas import leave_deltas
+from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
+from tpde.nn.slot import Slot
+from tpde.nn.unpackable import kept_plain
+from tpde.weights.frozen import formatted
+from tpde.weights.pack_tensor import pack_tensors
+from tpde.weights.parameter import PackedParameter
+
+MIN_BYTES = 16384  # smaller weights add more host work than they save memory
+
+
+def _packable(parameter: nn.Parameter, min_bytes: int) -> bool:
+    return (
+        type(parameter) is nn.Parameter
+        and parameter.layout is torch.strided
+        and parameter.is_contiguous()
+        and parameter.dtype.is_floating_point
+        and parameter.device.type in ("cpu", "cuda")
+        and parameter.numel() * parameter.element_size() >= min_bytes
+    )
+
+
+def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
+    """Pack the weights of modules, in place: what `tpde.pack_module` does, which tells transformers, too.
+
+    Parameters and result are those of `tpde.pack_module`.
+    """
+    places: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
+    sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
+    kept = kept_plain(model)
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{path}.{name}" if path else name
+                can = supports(module, name) and full not in kept
+                before = isinstance(parameter, PackedParameter)  # by an earlier call
+                if id(parameter) not in places:
+                    trained = parameter.plain_requires_grad if before else parameter.requires_grad
+                    sizes[trained] += parameter.numel()
+                places.setdefault(id(parameter), []).append((full, parameter, can))
+    work = [
+        uses
+        for uses in places.values()
+        if all(can for _, _, can in uses)
+        and _packable(uses[0][1], min_bytes)
+        and not (sizes[True] < sizes[False] and uses[0][1].requires_grad)  # as adapters do
+    ]
+    tensors = ((uses[0][0], uses[0][1].data) for uses in work)
+    for uses, packed in zip(work, pack_tensors(tensors, threads), strict=True):
+        if packed is not None:
+            made = PackedParameter(packed, uses[0][1].requires_grad)
+            for full, _, _ in uses:
+                replace_parameter(model, full, made)
+        uses.clear()
+    return finish(model)
+
+
+def unpack_module(model: nn.Module) -> nn.Module:
+    """Turn packed modules back, in place: what `tpde.unpack_module` does, which tells transformers, too.
+
+    Raises
+    ------
+    Corrupt, PackedWeight
+        As `tpde.unpack_module`.
+    """
+    slots = {slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()}
+    for slot in slots:
+        for source in slot.packed.sources:
+            source.require_restorable()
+        if not slots.issuperset(it for it in slot.packed.users() if isinstance(it, Slot)):
+            raise PackedWeight(
+                f"`{slot.packed.name}` is tied to a weight of a module outside of what is unpacked, which "
+                "would no longer be tied",
+                hint="unpack a model that holds both",
+            )
+    choices = {slot.packed.choice for slot in slots} - {None}
+    leave_deltas(model, {it for it in choices if it is not None})
+    ungroup(model)
+    made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights share them
+
+    def plain(slot: Slot) -> nn.Parameter:
+        key = id(slot.packed)
+        if key not in made:
+            made[key] = nn.Parameter(_own(slot), requires_grad=slot.parameter.plain_requires_grad)
+        return made[key]
+
+    for _, module in list(packed_modules(model)):
+        restore(module, {name: plain(slot) for name, slot in module.tpde_slots.items()})
+    return model
+
+
+def _own(slot: Slot) -> Tensor:
+    """A slot's weight in memory of exactly its size."""
+    with torch.no_grad():
+        return formatted(slot.packed.decoded().clone(), slot.parameter.memory_format)
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict that the model would have if it were plain.
+
+    `model.state_dict()` has the same names, and packed weights.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A packed model.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        Tied weights share memory.
+    """
+    made: dict[int, Tensor] = {}
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, PackedParameter):
+            return value
+        if id(value.packed) not in made:
+            with torch.no_grad():
+                weight = value.packed.decoded().clone()
+                made[id(value.packed)] = formatted(weight, value.memory_format)
+        return made[id(value.packed)]
+
+    return {name: plain(value) for name, value in model.state_dict().items()}

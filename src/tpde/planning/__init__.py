@@ -1,0 +1,1 @@
+"""Budgets, places and predictions: sizes and rates in, a plan out. Pure: no tensors, no devices."""

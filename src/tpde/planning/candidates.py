@@ -1,0 +1,186 @@
+"""Which units may be where: the combinations that the planner compares, whatever the budget.
+
+That they do not depend on the budget is what makes plans monotone: with more memory none is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+from tpde.planning.units import Placement, Unit
+
+FEW = 3  # units unlike the others: all of their subsets are tried
+MOST_LEVELS = 128  # numbers of units that are tried, where there are more of them
+
+STAGING_LEAST, STAGING_MOST = 256 << 20, 1 << 30  # bytes: 8 and 32 pieces read ahead
+STAGING_STEP = 32 << 20
+STAGING_SHARE = 8  # of host memory, one part of so many
+
+Names = frozenset[str]
+
+
+class Choice(NamedTuple):
+    """Units that are on the device; the others are streamed."""
+
+    plain: Names
+    packed: Names
+
+
+def evenly(units: Sequence[Unit], count: int) -> list[Unit]:
+    """`count` of some units, spread evenly: those that are copied hide behind those that are not."""
+    n = len(units)
+    return [unit for i, unit in enumerate(units) if (i + 1) * count // n > i * count // n]
+
+
+def _levels(n: int) -> list[int]:
+    steps = min(n, MOST_LEVELS)
+    return [n * i // steps for i in range(steps + 1)] if steps else [0]
+
+
+def _names(units: Iterable[Unit]) -> Names:
+    return frozenset(unit.name for unit in units)
+
+
+def _subsets(units: Sequence[Unit]) -> Iterator[Names]:
+    """Evenly spread subsets of every number of units; those of another size are taken or left beside."""
+    sizes: dict[int, list[Unit]] = {}
+    for unit in units:
+        sizes.setdefault(unit.plain, []).append(unit)
+    main = max(sizes.values(), key=lambda group: sum(unit.plain for unit in group), default=[])
+    other = [unit for unit in units if not main or unit.plain != main[0].plain]
+    if len(other) <= FEW:
+        beside = [_names(some) for n in range(len(other) + 1) for some in combinations(other, n)]
+    else:
+        beside = [_names(evenly(other, n)) for n in _levels(len(other))]
+    for chosen in beside:
+        for n in _levels(len(main)):
+            yield chosen | _names(evenly(main, n))
+
+
+def _largest(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """The few units that are larger than all others, if there are some."""
+    ordered = sorted(units, key=lambda unit: -unit.plain)
+    for n in range(1, min(FEW, len(ordered) - 1) + 1):
+        if ordered[n].plain < ordered[n - 1].plain:
+            yield ordered[:n]
+
+
+def choices(units: Sequence[Unit]) -> Iterator[Choice]:
+    """What may be on the device.
+
+    First some units packed; then all, embeddings too; then some of them plain. Units larger than all others
+    may be plain before: as nothing else needs so large a workspace, a plain one can take less memory than a
+    packed one.
+    """
+    body, rows = [it for it in units if not it.rows], [it for it in units if it.rows]
+    pinned = _names(it for it in units if it.resident)
+    for plain in ([], *_largest(body)):
+        rest = [it for it in body if it not in plain]
+        for packed in dict.fromkeys(
+            chosen | pinned for chosen in _subsets([it for it in rest if not it.resident])
+        ):
+            yield Choice(_names(plain), packed - _names(plain))
+    for n in range(1, len(rows)):
+        yield Choice(frozenset(), _names([*body, *rows[:n]]) | pinned)
+    for chosen in _subsets(body):
+        yield Choice(chosen, _names(units) - chosen)
+
+
+class Tally(NamedTuple):
+    """What a choice comes to.
+
+    Attributes
+    ----------
+    plain, packed, maps : int
+        Bytes on the device: of plain units, of packed ones, of the index maps of streamed ones.
+    decoded : tuple of Unit
+        Those that need the workspace, the largest first.
+    on_disk : Names
+        Units that are read from their files.
+    host : int
+        Bytes of units in host memory.
+    staging : int
+        Host memory for what comes from a disk.
+    least_ram : int
+        The least host memory that it could do with.
+    loading : int
+        Bytes on the device, at most, while plain units are decoded: before all else, the largest first, each
+        with its packed form beside it.
+    """
+
+    choice: Choice
+    plain: int
+    packed: int
+    maps: int
+    decoded: tuple[Unit, ...]
+    on_disk: Names
+    host: int
+    staging: int
+    least_ram: int
+    loading: int
+
+    def placement(self, unit: Unit) -> Placement:
+        """Where a unit is."""
+        if unit.name in self.choice.plain:
+            return Placement.PLAIN
+        if unit.name in self.choice.packed:
+            return Placement.PACKED
+        return Placement.DISK if unit.name in self.on_disk else Placement.HOST
+
+
+def round_up(size: int, unit: int = 512) -> int:
+    """Up to a multiple: of what the allocator gives."""
+    return -(-size // unit) * unit
+
+
+def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
+    """Add a choice up, and divide what is streamed among host memory and files."""
+    plain = packed = maps = rows = 0
+    streamed, decoded = [], []
+    for unit in units:
+        if unit.name in choice.plain:
+            plain += round_up(unit.plain)
+            continue
+        if not unit.rows:
+            decoded.append(unit)
+        if unit.name in choice.packed:
+            packed += round_up(unit.packed)
+            continue
+        maps += round_up(unit.index)
+        if unit.rows:
+            rows += unit.packed
+        else:
+            streamed.append(unit)
+    every = sum(unit.packed for unit in streamed)
+    staging, on_disk = 0, Names()
+    if ram is not None and rows + every > ram:
+        share = max((ram - rows) // STAGING_SHARE, STAGING_LEAST) // STAGING_STEP * STAGING_STEP
+        staging = min(share, STAGING_MOST)
+        kept = _within(streamed, ram - rows - staging)
+        on_disk = _names(streamed) - _names(kept)
+        every = sum(unit.packed for unit in kept)
+    least_ram = rows + min(sum(unit.packed for unit in streamed), STAGING_LEAST)
+    decoded.sort(key=lambda unit: -unit.plain)
+    loading = at = 0
+    for unit in sorted((it for it in units if it.name in choice.plain), key=lambda it: -it.plain):
+        at += round_up(unit.plain)
+        loading = max(loading, at + unit.packed + unit.index)
+    return Tally(
+        choice, plain, packed, maps, tuple(decoded), on_disk, rows + every, staging, least_ram, loading
+    )
+
+
+def _within(units: Sequence[Unit], room: int) -> list[Unit]:
+    """As many units as fit, spread so that from any of them on what is left out is about the same share."""
+    total, seen, used = sum(unit.packed for unit in units), 0, 0
+    kept: list[bool] = []
+    for unit in units:
+        seen += unit.packed
+        kept.append((used + unit.packed) * total <= room * seen)
+        used += unit.packed * kept[-1]
+    for i, unit in enumerate(units):  # what that left over
+        if not kept[i] and used + unit.packed <= room:
+            kept[i], used = True, used + unit.packed
+    return [unit for unit, keep in zip(units, kept, strict=True) if keep]

@@ -1,0 +1,382 @@
+"""Where each unit of a model is to be kept, given budgets of memory and the rates of a machine.
+
+Pure: it takes sizes and rates, and gives a plan; nothing here knows of tensors or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
+
+from tpde.errors import OutOfMemory
+from tpde.planning.candidates import Tally, choices, round_up, tally
+from tpde.planning.prediction import Work, predict
+from tpde.planning.sizes import mib
+from tpde.planning.units import Demand, Placement, Rates, Unit
+
+__all__ = ["Demand", "Placement", "Rates", "StreamPlan", "Unit", "make_plan"]
+
+MIB = 1 << 20
+# Slots of the ring, and the size of one. By preference 320 MiB, which take 6 ms to copy: as long as ten
+# blocks on the device compute. Smaller pieces travel more slowly, and each takes the host as long as a call.
+RINGS = tuple(
+    (slots, size * MIB)
+    for slots, size in ((10, 32), (8, 32), (6, 32), (5, 32), (4, 32), (6, 16), (4, 16), (4, 8), (4, 4))
+)
+TILES = tuple(size * MIB for size in (64, 128, 256, 512, 1024))  # larger ones are no faster
+GRAIN = 2 * MIB  # the driver gives device memory in pages of this size
+KEPT_LEAST, LEFT_FREE = 64 * MIB, 32 * MIB  # what is left over is for pieces that are copied once
+# Of plans that are hardly slower than the fastest, the one with most units on the device and then the largest
+# ring is chosen: less of the host's memory has to be locked, and long prompts need the ring.
+NEAR = 1.02
+PAGE_TABLES = 512  # of page-locked memory, one part of so many: a GPU has 8 bytes for each 4 KiB
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Where each unit is kept, and what that takes.
+
+    Attributes
+    ----------
+    placements : mapping of str to Placement
+        By the units' names, in the model's order.
+    tiled : tuple of str
+        Units that are larger than the workspace, and used row by row in it.
+    workspace : int
+        Bytes of the buffer that weights are decoded to.
+    slots, piece : int
+        Of the ring, and bytes of each; 0 if nothing is streamed.
+    staging : int
+        Bytes of host memory through which comes what is read from files; 0 if nothing is.
+    host : int
+        Bytes of units in page-locked host memory.
+    parts : mapping of str to int
+        What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`;
+        `tiles` (what multiplying by a part of a weight gives); `ring`, `kept` (parts of streamed units that
+        are copied once) and `experts`, if units are streamed; `pages`, tables of the driver for host memory
+        that is page-locked; `index`, of streamed units; `packed` and `decoded`, of the units on the device.
+    vram, ram : int
+        The budgets; `ram` is None if there is none.
+    work : Work
+        What a token takes of the machine.
+    times : mapping of str to float
+        Seconds that each resource takes for one token: `copy`, `disk`, `memory` (of the device), `host`.
+    """
+
+    placements: Mapping[str, Placement]
+    tiled: tuple[str, ...]
+    workspace: int
+    slots: int
+    piece: int
+    staging: int
+    host: int
+    parts: Mapping[str, int]
+    vram: int
+    ram: int | None
+    work: Work
+    times: Mapping[str, float]
+
+    @property
+    def ring(self) -> int:
+        """Bytes of the ring."""
+        return self.slots * self.piece
+
+    @property
+    def kept(self) -> int:
+        """Bytes behind the ring for what is copied once."""
+        return self.parts["kept"]
+
+    @property
+    def used(self) -> int:
+        """Bytes of device memory that are needed, at most `vram`."""
+        return sum(self.parts.values())
+
+    @property
+    def limit(self) -> str:
+        """What takes longest: `copy`, `disk`, `memory` or `host`."""
+        return max(self.times, key=lambda key: self.times[key])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for one token."""
+        return self.times[self.limit]
+
+    def on(self, rates: Rates) -> StreamPlan:
+        """The same plan, with its times on another machine."""
+        return replace(self, times=predict(self.work, rates))
+
+    def units(self, placement: Placement) -> list[str]:
+        """Names of the units in a place."""
+        return [name for name, it in self.placements.items() if it is placement]
+
+
+class _Layout(NamedTuple):
+    """A choice with a workspace and a ring."""
+
+    tally: Tally
+    tiled: int  # how many of the units that need the workspace
+    workspace: int
+    slots: int
+    piece: int
+
+    def used(self, demand: Demand) -> int:
+        """Bytes of device memory, at most: when all is there, or while plain units are decoded."""
+        parts = _parts(self, demand)
+        loading = demand.plain + demand.fixed + parts["pages"] + self.tally.maps + self.tally.loading
+        return max(sum(parts.values()), loading)
+
+    def products(self, column: int) -> int:
+        """Bytes of what the largest tile gives, by those of one output."""
+        rows = (self.workspace // unit.row for unit in self.tally.decoded[: self.tiled] if unit.row)
+        return round_up(max(rows, default=0) * column)
+
+
+def _workspaces(units: Sequence[Unit], tiled: int) -> list[int]:
+    """Sizes of the workspace, the least one first, if so many of the largest units are tiled."""
+    whole = units[tiled].plain if tiled < len(units) else 0
+    if not tiled:
+        return [round_up(whole)]
+    limit = units[tiled - 1].plain
+    if limit == whole or not all(unit.tile for unit in units[:tiled]):
+        return []
+    least = max(whole, *(unit.tile for unit in units[:tiled]))
+    return [round_up(size) for size in (least, *TILES) if least <= size < limit]
+
+
+def _layouts(tallies: Iterable[Tally], tile: bool) -> Iterator[_Layout]:
+    for made in tallies:
+        streams = any(made.placement(unit) in (Placement.HOST, Placement.DISK) for unit in made.decoded)
+        for tiled in range(1, len(made.decoded) + 1) if tile else (0,):
+            for workspace in _workspaces(made.decoded, tiled):
+                for slots, piece in RINGS if streams else ((0, 0),):
+                    yield _Layout(made, tiled, workspace, slots, piece)
+
+
+def _kept(layout: _Layout, work: Work, demand: Demand, vram: int) -> int:
+    """Bytes for pieces that are copied once, of what is left over; where there are experts, they have it."""
+    if not layout.slots or demand.experts:
+        return 0
+    wanted = work.disk or work.copied
+    left = min(vram - layout.used(demand) - LEFT_FREE, wanted + 512 * work.pieces)
+    return left // GRAIN * GRAIN if left >= KEPT_LEAST else 0
+
+
+def _without(work: Work, kept: int) -> Work:
+    """What a token takes if so many bytes are not copied again: those that come from a disk, if any do.
+
+    The host has to launch what decodes them all the same, and their pieces count in full.
+    """
+    if not kept:
+        return work
+    once = min(kept, work.disk or work.copied)
+    share = once / work.copied
+    return work._replace(
+        copied=work.copied - once,
+        disk=max(work.disk - once, 0),
+        passing=work.passing - int(work.passing * share),
+    )
+
+
+def _work(layout: _Layout, read: int, calls: int) -> Work:
+    made, piece = layout.tally, layout.piece
+    decoded = launches = copied = passing = pieces = streamed = disk = 0
+    for unit in made.decoded:
+        decoded += unit.plain
+        turns = -(-unit.plain // layout.workspace) if unit.plain > layout.workspace else 1
+        where = made.placement(unit)
+        if where is Placement.PACKED:
+            launches += turns
+            continue
+        size = unit.packed - unit.index
+        streamed, copied, pieces = streamed + turns, copied + size, pieces + max(-(-size // piece), turns)
+        passing += unit.plain
+        disk += size if where is Placement.DISK else 0
+    return Work(
+        calls=calls,
+        read=read,
+        decoded=decoded,
+        passing=passing,
+        launches=launches + pieces,
+        units=len(made.decoded),
+        copied=copied,
+        pieces=pieces,
+        streamed=streamed,
+        disk=disk,
+        ring=layout.slots * piece,
+    )
+
+
+def _works(layouts: Iterable[_Layout], read: int, calls: int) -> Iterator[tuple[Work, _Layout]]:
+    """What a token takes with each layout. Only their rings tell most of them from the one before."""
+    for _, group in groupby(layouts, lambda it: (id(it.tally), it.workspace, it.piece)):
+        work = None
+        for it in group:
+            work = work._replace(ring=it.slots * it.piece) if work else _work(it, read, calls)
+            yield work, it
+
+
+def make_plan(
+    units: Sequence[Unit], demand: Demand, vram: int, ram: int | None, rates: Rates, *, calls: int
+) -> StreamPlan:
+    """Choose where each unit is kept, so that a token takes least time, but for 2 %.
+
+    With more `vram`, fewer units are tiled; or as many, and the predicted time is at most 2 % longer.
+
+    Parameters
+    ----------
+    units : sequence of Unit
+        In the order in which the model uses them.
+    demand : Demand
+        What else needs device memory.
+    vram : int
+        Bytes of device memory.
+    ram : int, optional
+        Bytes of host memory; by default, there is enough.
+    rates : Rates
+        Of the machine.
+    calls : int
+        Calls of modules in a forward pass.
+
+    Raises
+    ------
+    OutOfMemory
+        If a budget cannot work; its `least` is the number of bytes that would.
+    """
+    tallies = [tally(choice, units, ram) for choice in choices(units)]
+    read = demand.plain + sum(unit.plain for unit in units if not unit.rows)
+    possible = [it for it in tallies if ram is None or it.least_ram <= ram]
+    for tile in (False, True):
+        fitting = [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
+        fewest = min((it.tiled for it in fitting), default=0)
+        rated = []
+        for every_time, it in _works((it for it in fitting if it.tiled == fewest), read, calls):
+            kept = _kept(it, every_time, demand, vram)
+            work = _without(every_time, kept)
+            rated.append((predict(work, rates), work, it, kept))
+        if rated:
+            longest = NEAR * min(max(times.values()) for times, *_ in rated)
+            near = [it for it in rated if max(it[0].values()) <= longest]
+            times, work, layout, kept = min(near, key=lambda it: _rank(it[0], it[2]))
+            return _finished(layout, kept, work, times, units, demand, vram, ram)
+    every = [*_layouts(tallies, False), *_layouts(tallies, True)]
+    without = [it for it in every if it.used(demand) <= vram]
+    if without:
+        assert ram is not None
+        raise too_little_ram(min(it.tally.least_ram for it in without), ram)
+    working = (it for it in every if ram is None or it.tally.least_ram <= ram)
+    pinned = sum(it.packed for it in units if it.resident)
+    raise _too_little_vram(min(working, key=lambda it: it.used(demand)), demand, vram, pinned)
+
+
+def page_tables(nbytes: int) -> int:
+    """Device memory that the driver takes for so many bytes of page-locked memory.
+
+    Not measured by itself: with 53.8 GB locked, an H200's driver took 239 MiB, where models of less take 150.
+    """
+    return round_up(-(-nbytes // PAGE_TABLES), GRAIN)
+
+
+def _rank(times: Mapping[str, float], layout: _Layout) -> tuple[int, int, float]:
+    """What has most on the device first, then the largest ring, then the least time."""
+    made = layout.tally
+    return -(made.plain + made.packed), -layout.slots * layout.piece, max(times.values())
+
+
+def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
+    return {
+        "plain": demand.plain,
+        "cache": demand.cache,
+        "activations": demand.activations,
+        "fixed": demand.fixed,
+        "workspace": layout.workspace,
+        "tiles": layout.products(demand.column),
+        "ring": layout.slots * layout.piece,
+        "kept": kept,
+        "experts": demand.experts if layout.slots else 0,
+        "pages": page_tables(layout.tally.host + layout.tally.staging) + page_tables(demand.elsewhere),
+        "index": layout.tally.maps,
+        "packed": layout.tally.packed,
+        "decoded": layout.tally.plain,
+    }
+
+
+def _finished(
+    layout: _Layout,
+    kept: int,
+    work: Work,
+    times: Mapping[str, float],
+    units: Sequence[Unit],
+    demand: Demand,
+    vram: int,
+    ram: int | None,
+) -> StreamPlan:
+    made = layout.tally
+    return StreamPlan(
+        placements={unit.name: made.placement(unit) for unit in units},
+        tiled=tuple(unit.name for unit in made.decoded[: layout.tiled]),
+        workspace=layout.workspace,
+        slots=layout.slots,
+        piece=layout.piece,
+        staging=made.staging,
+        host=made.host,
+        parts=_parts(layout, demand, kept),
+        vram=vram,
+        ram=ram,
+        work=work,
+        times=times,
+    )
+
+
+_WHAT = {
+    "plain": "of plain weights and buffers",
+    "cache": "of KV cache",
+    "activations": "of activations",
+    "fixed": "of kernels and libraries",
+    "workspace": "to decode to",
+    "tiles": "of what a tile of a weight gives",
+    "ring": "to copy to",
+    "kept": "of packed weights that are copied once",
+    "experts": "of packed experts",
+    "pages": "of page tables for host memory",
+    "index": "of index maps",
+    "packed": "of packed weights",
+    "decoded": "of weights decoded once",
+}
+
+
+def _given(size: int) -> str:
+    """Write a size as it was given, rounded down (the least: up); below 1 MiB it mostly lacks a unit."""
+    return f"{size // MIB} MiB" if size >= MIB else f"{size} bytes"
+
+
+def _too_little_vram(layout: _Layout, demand: Demand, vram: int, pinned: int) -> OutOfMemory:
+    parts = {key: size for key, size in _parts(layout, demand).items() if size}
+    least = layout.used(demand)
+    made = ", ".join(f"{mib(size)} {_WHAT[key]}" for key, size in parts.items())
+    fewer = f", or a smaller {demand.argument}" if demand.cache or demand.activations else ""
+    other = "only what `--codec prefix` packs can be streamed"
+    packed = f"; {mib(pinned)} are packed otherwise, and {other}: pack the model again" if pinned else ""
+    return OutOfMemory(
+        f"`vram` is {_given(vram)}, the least that works is {mib(least)}: {made}",
+        hint=f"use `{mib(least).replace(' ', '')}` or more{fewer}{packed}",
+        where="vram",
+        found=vram,
+        needed=least,
+        least=least,
+    )
+
+
+def too_little_ram(least: int, ram: int) -> OutOfMemory:
+    """What says that no plan works with so much host memory, in bytes."""
+    return OutOfMemory(
+        f"`ram` is {_given(ram)}, the least that works is {mib(least)}: the embeddings, and the buffers "
+        "through which files are read",
+        hint=f"use `{mib(least).replace(' ', '')}` or more, or more `vram`",
+        where="ram",
+        found=ram,
+        needed=least,
+        least=least,
+        budget="ram",
+    )

@@ -1,0 +1,237 @@
+"""Making a delta file from two states."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+import zstandard
+
+from tpde.codec import delta
+from tpde.codec.delta import Model, chunk_range, sample_step
+from tpde.codec.native import Bytes
+from tpde.errors import TpdeError
+from tpde.files.single_file import Progress
+from tpde.format.constants import DTYPES
+from tpde.format.container import TensorSpec
+from tpde.format.delta_head import (
+    HEADER,
+    SAME,
+    SPARSE,
+    WITH_BASE,
+    Head,
+    OtherEntry,
+    TensorEntry,
+    WeightsEntry,
+    serialize,
+)
+from tpde.io.sinks import Sink
+from tpde.store.payloads import Stored, are_equal, store_change, store_whole
+from tpde.store.states import BaseTensors, Key, State
+
+Kind = tuple[int, int]
+"""Bytes of a word, and whether it is signed in magnitude."""
+
+
+def kind_of(spec: TensorSpec) -> Kind:
+    """Of a tensor's words."""
+    return DTYPES[spec.dtype].word_bytes, DTYPES[spec.dtype].rotate
+
+
+class _Pair(NamedTuple):
+    key: Key
+    base: Key | None  # of the same dtype and shape
+
+
+class _Writer:
+    """Payloads to the sink, one after the other."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._at = sink, HEADER.size
+
+    def write(self, data: Bytes) -> int:
+        """Write a payload; returns its hash."""
+        if not data.size:
+            return 0
+        self._sink.write(self._at, [data])
+        self._at += data.size
+        return xxhash.xxh3_64_intdigest(data.data)
+
+    def finish(self, head: Head) -> None:
+        header, tail = serialize(head)
+        self._sink.write(self._at, [tail])
+        self._sink.write(0, [header])
+
+
+def _pairs(base: State, target: State) -> list[_Pair]:
+    bases = BaseTensors(base.specs, base.name)
+    pairs = []
+    for key, spec in target.specs.items():
+        found = bases.find(key)
+        pairs.append(_Pair(key, found if found is not None and base.specs[found] == spec else None))
+    return pairs
+
+
+class Wanted(NamedTuple):
+    """Chunks of a tensor: ranges of its bytes, one after the other."""
+
+    base: Key
+    key: Key
+    ranges: list[tuple[int, int]]
+
+
+class Comparer(Protocol):
+    """Compares the tensors of two states."""
+
+    def chunks(self, wanted: Sequence[Wanted]) -> list[tuple[Bytes, Bytes]]:
+        """Some chunks' bytes of tensors in both states, in their order."""
+
+    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
+        """How a tensor is stored. Tensors are asked for one after the other, all under the same models."""
+
+
+class HostComparer:
+    """Compares what states read, on the CPU.
+
+    Parameters
+    ----------
+    base, target : State
+        The states.
+    threads : int
+        How many threads encode.
+    """
+
+    def __init__(self, base: State, target: State, threads: int) -> None:
+        self._base, self._target, self._threads = base, target, threads
+
+    def chunks(self, wanted: Sequence[Wanted]) -> list[tuple[Bytes, Bytes]]:
+        """Some chunks' bytes of tensors in both states, in their order."""
+        return [pair for it in wanted for pair in self._chunks(it)]
+
+    def _chunks(self, it: Wanted) -> Iterator[tuple[Bytes, Bytes]]:
+        try:
+            old = self._base.read_parts(it.base, it.ranges, self._threads)
+            new = self._target.read_parts(it.key, it.ranges, self._threads)
+        except TpdeError:
+            self._base.read(it.base, self._threads)  # which compares hashes: they say what is wrong
+            self._target.read(it.key, self._threads)
+            raise
+        return zip(old, new, strict=True)
+
+    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
+        """How a tensor is stored; its states are gone when this returns."""
+        spec, new = self._target.specs[key], self._target.read(key, self._threads)
+        entry = TensorEntry(key[1], spec, SAME, target=delta.fingerprint(new))
+        if base is None:
+            return entry, store_whole(spec, new, self._threads)
+        old = self._base.read(base, self._threads)
+        entry.base = delta.fingerprint(old)
+        if are_equal(old, new):
+            return entry, Stored(SAME, new[:0])
+        return entry, store_change(spec, models[kind_of(spec)], old, new, self._threads)
+
+
+def _sample(
+    comparer: Comparer, target: State, pairs: list[_Pair], kind: Kind, fast: bool
+) -> tuple[list[tuple[Bytes, Bytes]], int]:
+    """Chunks of all tensors of a kind, evenly spread, and how many there are for each."""
+    mine = [it for it in pairs if it.base is not None and kind_of(target.specs[it.key]) == kind]
+    counts = [delta.chunk_count(target.specs[it.key].nbytes // kind[0]) for it in mine]
+    step, number, wanted = sample_step(sum(counts), kind[0], fast=fast), 0, []
+    for it, count in zip(mine, counts, strict=True):
+        nbytes = target.specs[it.key].nbytes
+        ranges = [chunk_range(i, nbytes, kind[0]) for i in range(-number % step, count, step)]
+        number += count
+        if ranges and it.base is not None:
+            wanted.append(Wanted(it.base, it.key, ranges))
+    return comparer.chunks(wanted), step
+
+
+def _models(
+    comparer: Comparer, target: State, pairs: list[_Pair], fast: bool, threads: int
+) -> dict[Kind, Model]:
+    models = {}
+    for kind in sorted({kind_of(target.specs[it.key]) for it in pairs if it.base is not None}):
+        parts, step = _sample(comparer, target, pairs, kind, fast)
+        models[kind] = Model(delta.choose(parts, *kind, step=step, fast=fast, threads=threads), encode=True)
+    return models
+
+
+def _other_files(base: State, target: State) -> Iterator[tuple[OtherEntry, Bytes]]:
+    for name in target.others:
+        content = target.others[name]()
+        entry, payload = OtherEntry(name, xxhash.xxh3_128_hexdigest(content)), b""
+        if name not in base.others or base.others[name]() != content:
+            payload = zstandard.ZstdCompressor(level=19, write_content_size=True).compress(content)
+            entry.size = len(payload)
+        yield entry, np.frombuffer(payload, np.uint8)
+
+
+def write_delta(
+    base: State,
+    target: State,
+    sink: Sink,
+    *,
+    hint: str | None,
+    fast: bool,
+    comparer: Comparer,
+    threads: int,
+    progress: Progress,
+) -> Head:
+    """Write the delta that turns one state into the other; returns what it is.
+
+    Parameters
+    ----------
+    base, target : State
+        The states.
+    sink : Sink
+        Where it goes. Not committed.
+    hint : str or None
+        Where the base is, relative to the delta.
+    fast : bool
+        Make models of one class.
+    comparer : Comparer
+        What compares these states. The bytes do not depend on it.
+    threads : int
+        How many threads choose models.
+    progress : callable
+        Called with a number of the target's bytes when they are done.
+    """
+    pairs, writer = _pairs(base, target), _Writer(sink)
+    models = _models(comparer, target, pairs, fast, threads)
+    numbers: dict[Kind, int] = {}  # of the models that are used
+    entries: dict[str, list[TensorEntry]] = {name: [] for name in target.headers}
+    for it in pairs:
+        spec = target.specs[it.key]
+        entry, stored = comparer.compare(it.key, it.base, models)
+        entry.codec, entry.size = stored.codec, stored.data.size
+        if stored.codec not in WITH_BASE:
+            entry.base = b""
+        if stored.sparse is not None and stored.codec == SPARSE:
+            entry.model = numbers.setdefault(kind_of(spec), len(numbers))
+            entry.changes, entry.sizes = stored.sparse.changes, stored.sparse.sizes
+            entry.check = stored.sparse.check
+        entry.payload_hash = writer.write(stored.data)
+        entries[it.key[0]].append(entry)
+        progress(spec.nbytes)
+        del stored  # before the next one is made
+    files: list[WeightsEntry | OtherEntry] = []
+    for name, header in target.headers.items():
+        shared = base.headers.get(name) == header
+        found = xxhash.xxh3_128_hexdigest(header)
+        files.append(WeightsEntry(name, None if shared else header, found, entries[name]))
+    for other, payload in _other_files(base, target):
+        other.payload_hash = writer.write(payload)
+        files.append(other)
+    head = Head(hint, files, [models[kind].data for kind in numbers])
+    writer.finish(head)
+    return head
+
+
+def hint_for(base: Path, destination: Path) -> str | None:
+    """Where a base is, relative to a delta's folder."""
+    return Path(os.path.relpath(base.resolve(), destination.resolve().parent)).as_posix()
