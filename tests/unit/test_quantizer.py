@@ -34,7 +34,7 @@ def made(target: Any = None, budget: Budget | None = None) -> TpdeHfQuantizer:
 
 
 def part(name: str, size: int) -> Any:
-    return SimpleNamespace(name=name, extent=SimpleNamespace(size=size))
+    return SimpleNamespace(name=name, packed_bytes=size)
 
 
 def planned(**runs: tuple[int, list[Any]]) -> Any:
@@ -213,7 +213,7 @@ def test_weights_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Files:
         is_packed = True
 
-        def __init__(self, files: Any) -> None:
+        def __init__(self, files: Any, *, pack: bool) -> None:
             opened.append(files)
 
         def close(self) -> None:
@@ -245,7 +245,7 @@ def test_weights_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_are_closed_where_planning_fails(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
     files = SimpleNamespace(is_packed=True, close=lambda: closed.append(1))
-    monkeypatch.setattr(quantizer, "Checkpoint", lambda _: files)
+    monkeypatch.setattr(quantizer, "Checkpoint", lambda _, pack: files)
 
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -275,7 +275,7 @@ def test_files_are_closed_after_loading(fails: str | None, monkeypatch: pytest.M
     it._model = torch.nn.Linear(2, 2)
     it._model.all_tied_weights_keys = {}
     it._checkpoint = files
-    it._plan = SimpleNamespace(runs={}, unexpected=[], halves=lambda _: [])
+    it._plan = SimpleNamespace(runs={}, unexpected=[], halves=lambda _: [], of_plain=list)
     with nullcontext() if fails is None else pytest.raises(KeyboardInterrupt):
         it._load()
     assert closed == [1]
@@ -288,12 +288,12 @@ def test_what_has_no_place_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     it._model.all_tied_weights_keys = {}
     it._checkpoint = SimpleNamespace(close=lambda: None, open=lambda *_: {}, packed={})
     monkeypatch.setattr(TpdeHfQuantizer, "_decode", lambda *_: ["decoded"])
-    plan = SimpleNamespace(runs={}, unexpected=[], halves=lambda _: ["half"])
+    plan = SimpleNamespace(runs={}, unexpected=[], halves=lambda _: ["half"], of_plain=lambda: ["come"])
     it._plan = plan
     it._load()
     assert not caplog.records
-    model, names, halves, done = it._placeholders
-    assert (model, names, halves, done) == (it._model, ["decoded"], ["half"], it._install)
+    model, names, seen, done = it._placeholders
+    assert (model, names, seen, done) == (it._model, ["decoded"], ["half", "come"], it._install)
     plan.unexpected = ["a", "b"]
     it._load()
     assert "packed tensors that have no place in Linear are left out: `a`, `b`" in caplog.text
@@ -321,7 +321,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         devices.append(device)
         return CPU if device is None else torch.device(device)
 
-    monkeypatch.setattr(load_model, "packed_directory", Path)
+    monkeypatch.setattr(load_model, "model_directory", lambda path, pack: (Path(path), {}))
     monkeypatch.setattr(load_model, "require_files", lambda folder: found.append("files"))
     monkeypatch.setattr(load_model, "model_class_of", lambda folder: Kind)
     monkeypatch.setattr(load_model, "checked_device", checked)
@@ -414,18 +414,18 @@ def test_the_class_that_a_configuration_names(names: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("quantized", [None, {"quant_method": "tpde"}, SimpleNamespace(quant_method="tpde")])
 def test_a_configuration_that_is_passed_says_that_weights_are_packed(quantized: Any, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "tpde", "version": 1}}')
+    said = {"quant_method": "tpde", "version": 1}
     config = transformers.LlamaConfig(num_hidden_layers=3)
     if quantized is not None:
         config.quantization_config = quantized
-    made = load_model._packed_config(config, tmp_path)
+    made = load_model._packed_config(config, tmp_path, said)
     assert made is not config
     assert made.num_hidden_layers == 3
-    assert made.quantization_config == {"quant_method": "tpde", "version": 1}
+    assert made.quantization_config == said
     assert getattr(config, "quantization_config", None) is quantized
     config.quantization_config = SimpleNamespace(quant_method="fp8")
     with pytest.raises(InvalidInput, match="quantized with `fp8`"):
-        load_model._packed_config(config, tmp_path)
+        load_model._packed_config(config, tmp_path, said)
 
 
 # ---- models that are packed in memory ----
@@ -621,7 +621,7 @@ def test_each_device_is_asked_for_room_before_anything_is_read(monkeypatch: pyte
     it._model, it._device_map = torch.nn.Linear(2, 2), {"weight": 1, "bias": 0}
     it._model.all_tied_weights_keys = {}
     it._checkpoint = SimpleNamespace(close=lambda: None, open=lambda *_: log.append("read") or {})
-    it._plan = SimpleNamespace(runs={"weight": object()}, unexpected=[], halves=lambda _: [])
+    it._plan = SimpleNamespace(runs={"weight": object()}, unexpected=[], halves=lambda _: [], of_plain=list)
     it._load()
     one, two = torch.device("cuda", 0), torch.device("cuda", 1)
     assert set(log[:2]) == {("checked", one), ("checked", two)}

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5.13", reason="ne
 import tpde  # noqa: E402
 from tpde.errors import InvalidInput, NotPacked, TpdeError, Truncated  # noqa: E402
 from tpde.integrations.transformers import save, shape  # noqa: E402
-from tpde.integrations.transformers.folder import packed_directory, require_files  # noqa: E402
+from tpde.integrations.transformers.folder import model_directory, require_files  # noqa: E402
 from tpde.integrations.transformers.save import state_to_save  # noqa: E402
 from tpde.loading import runs  # noqa: E402
 from tpde.loading.runs import NotARun  # noqa: E402
@@ -88,9 +88,15 @@ def test_a_directory_that_is_not_packed(quantization: Any, tmp_path: Path) -> No
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     with pytest.raises(NotPacked, match="does not name `tpde`"):
-        packed_directory(folder)
+        model_directory(folder, pack=False)
+    if quantization is None:
+        assert model_directory(folder, pack=True) == (folder, None)
+    else:
+        with pytest.raises(InvalidInput, match="is quantized with `"):
+            model_directory(folder, pack=True)
     (folder / "config.json").write_text('{"quantization_config": {"quant_method": "tpde"}}')
-    assert packed_directory(folder) == folder
+    for pack in (False, True):
+        assert model_directory(folder, pack=pack) == (folder, {"quant_method": "tpde"})
 
 
 def test_files_that_must_be_there(tmp_path: Path) -> None:
