@@ -24,12 +24,12 @@ from tpde.errors import Corrupt  # noqa: E402
 from tpde.host import arena as arenas  # noqa: E402
 from tpde.host import direct_io, disk, mapped, page_lock  # noqa: E402
 from tpde.host.disk import ReadAhead  # noqa: E402
-from tpde.host.ranges import Range  # noqa: E402
+from tpde.host.ranges import GAP_BYTES, Range  # noqa: E402
 from tpde.io.sources import BytesSource, Extent, FileSource  # noqa: E402
 from tpde.streaming import ring  # noqa: E402
 from tpde.streaming import streamed_source as tensors  # noqa: E402
 from tpde.streaming.expert_cache import ExpertCache  # noqa: E402
-from tpde.streaming.pieces import GAP_BYTES, Part, cut  # noqa: E402
+from tpde.streaming.pieces import Part, cut  # noqa: E402
 from tpde.streaming.prefetch import Order  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")

@@ -24,9 +24,8 @@ from tpde.errors import Corrupt, InvalidInput, ReadError, Truncated, Unsupported
 from tpde.host import arena as arenas
 from tpde.host import page_lock
 from tpde.host.pinned import HostMemory
-from tpde.host.ranges import PAGE, merge
+from tpde.host.ranges import GAP_BYTES, PAGE, merge
 from tpde.io.sources import BytesSource, Extent, FileSource
-from tpde.streaming.pieces import GAP_BYTES
 
 pytestmark = pytest.mark.usefixtures("bounded")
 

@@ -14,9 +14,9 @@ import pytest
 
 from tpde.errors import InvalidInput, Truncated
 from tpde.host import arena as arenas
-from tpde.host.ranges import PAGE, Range, merge, read_error, require
+from tpde.host.ranges import GAP_BYTES, PAGE, Range, merge, read_error, require
 from tpde.io.sources import BytesSource, Extent, FileSource
-from tpde.streaming.pieces import GAP_BYTES, Part, Piece, cut
+from tpde.streaming.pieces import Part, Piece, cut
 from tpde.streaming.retained import Kept, Stay
 
 FILE, OTHER = (BytesSource(bytes(4096), "file") for _ in range(2))

@@ -12,11 +12,10 @@ from tpde.errors import InvalidInput, ReadError, TpdeError
 from tpde.host import page_lock
 from tpde.host.arena import Arena
 from tpde.host.direct_io import BLOCK, Files
-from tpde.host.feed import Event, Ticket
+from tpde.host.feed import Event, ReadLog, Ticket
 from tpde.host.locking import forced_mode, not_locked
 from tpde.host.ranges import read_error
 from tpde.io.sources import Extent
-from tpde.streaming.trace import Trace
 
 SLACK = 2 * BLOCK  # of a buffer: a piece starts and ends anywhere
 # Of a read. With 1 MiB a disk reached 0.9 GB/s, with 4 or 8 MiB 2.5, with 32 MiB 2.0. Several threads that
@@ -87,12 +86,12 @@ class ReadAhead:
         self._state.start(threads)
 
     @property
-    def trace(self) -> Trace | None:
-        """What takes note of reads (`tpde.streaming.trace.Trace`); None for nothing."""
+    def trace(self) -> ReadLog | None:
+        """What takes note of reads; None for nothing."""
         return self._state.trace
 
     @trace.setter
-    def trace(self, trace: Trace | None) -> None:
+    def trace(self, trace: ReadLog | None) -> None:
         with self._state.lock:
             self._state.trace = trace
 
@@ -191,7 +190,7 @@ class _State:
         self.draining: deque[tuple[int, Event]] = deque()  # buffers that are copied from
         self.stopped = False
         self.failed: BaseException | None = None  # what no read is to blame for
-        self.trace: Trace | None = None
+        self.trace: ReadLog | None = None
         self._arena, self._room, self._device = arena, room, device
         self._free = list(range(buffers))
         self._reads: deque[tuple[_Ticket, int, int]] = deque()  # not begun: ticket, offset, size

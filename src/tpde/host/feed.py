@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tpde.io.sources import Extent
-
-if TYPE_CHECKING:
-    from tpde.streaming.trace import Trace
 
 
 class Event(Protocol):
@@ -44,16 +41,23 @@ class Ticket(Protocol):
         """The bytes will not be wanted. Doing so again, or after `copied`, does nothing."""
 
 
+class ReadLog(Protocol):
+    """What takes note of reads: `tpde.streaming.trace.Trace` does."""
+
+    def read(self, t0_ns: int, t1_ns: int, name: str, nbytes: int) -> None:
+        """Bytes came from a file to host memory, between two times of `time.perf_counter_ns`."""
+
+
 class Supply(Protocol):
     """Bytes of files, asked for ahead of their use.
 
     Attributes
     ----------
-    trace : Trace or None
+    trace : ReadLog or None
         What takes note of reads, where something is read when it is asked for.
     """
 
-    trace: Trace | None
+    trace: ReadLog | None
 
     @property
     def ahead(self) -> int:

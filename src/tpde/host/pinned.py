@@ -7,12 +7,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tpde.host.feed import Event, Ticket
+from tpde.host.feed import Event, ReadLog, Ticket
 from tpde.host.locking import forced_mode
 from tpde.host.pinning import Bringing, not_there_any_more
 from tpde.host.ranges import merge, require
 from tpde.io.sources import Extent, Source
-from tpde.streaming.trace import Trace
 
 
 class _Ticket(NamedTuple):
@@ -151,7 +150,7 @@ class HostMemory:
     # ---- a supply ----
 
     ahead = 0
-    trace: Trace | None = None  # nothing is read when it is asked for
+    trace: ReadLog | None = None  # nothing is read when it is asked for
 
     def request(self, extent: Extent) -> Ticket:
         """Nothing to do: everything comes anyway."""

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from tpde.errors import ReadError, Truncated
 from tpde.io.sources import Extent, FileSource, Source
-from tpde.streaming.pieces import GAP_BYTES
 
 PAGE = mmap.PAGESIZE
+# Between two tensors lie header, tables and index map of the second, 0.2 % of it. Copying more than this in
+# vain takes longer than starting another copy.
+GAP_BYTES = 1 << 20
 
 
 class Range(NamedTuple):

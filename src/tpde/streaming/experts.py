@@ -11,25 +11,41 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 from torch import Tensor
 
 from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.format.blob_header import align
 from tpde.host.feed import Event, Ticket
-from tpde.nn.slot import Slot
 from tpde.streaming.cuda_device import Device
 from tpde.streaming.damage import Checks, Decoded
 from tpde.streaming.expert_cache import ExpertCache
 from tpde.streaming.pieces import Part, Piece, cut
 from tpde.streaming.streamed_source import travelling
 from tpde.streaming.trace import Trace
+from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.span import ChunkRange
 
 _ALIGN = 256  # of pieces in a place
 
 
-def expert_ranges(slot: Slot, number: int) -> list[ChunkRange]:
+class FusedWeight(Protocol):
+    """A weight of all experts of a module, and where it goes in a buffer: `tpde.nn.slot.Slot` is one.
+
+    Attributes
+    ----------
+    packed : PackedTensor
+        The weight; its first dimension counts experts.
+    offset : int
+        Of its first byte in the buffer.
+    """
+
+    packed: PackedTensor
+    offset: int
+
+
+def expert_ranges(slot: FusedWeight, number: int) -> list[ChunkRange]:
     """The chunks that hold an expert of a fused weight; offsets are in the buffer of the slot's group.
 
     Where chunks do not start anew with each expert, as in small tensors, those at the ends hold words of its
@@ -41,7 +57,7 @@ def expert_ranges(slot: Slot, number: int) -> list[ChunkRange]:
     ]
 
 
-def expert_pieces(slots: Sequence[Slot], number: int, piece: int) -> list[Piece]:
+def expert_pieces(slots: Sequence[FusedWeight], number: int, piece: int) -> list[Piece]:
     """What is copied for an expert of some fused weights, in pieces of at most `piece` bytes."""
     parts = []
     for slot in slots:
@@ -58,9 +74,9 @@ def _room(pieces: Sequence[Piece]) -> list[int]:
     return [align(it.extent.size, _ALIGN) for it in pieces]
 
 
-def expert_room(slots: Sequence[Slot], piece: int) -> int:
+def expert_room(slots: Sequence[FusedWeight], piece: int) -> int:
     """Bytes of a place of the cache for any expert of some fused weights of one module."""
-    return max(sum(_room(expert_pieces(slots, number, piece))) for number in range(slots[0].shape[0]))
+    return max(sum(_room(expert_pieces(slots, number, piece))) for number in range(slots[0].packed.shape[0]))
 
 
 class Expert(Decoded):
@@ -72,7 +88,7 @@ class Expert(Decoded):
         The events of the copies of its pieces to the place that it has.
     """
 
-    def __init__(self, slots: Sequence[Slot], number: int, device: Device, piece: int) -> None:
+    def __init__(self, slots: Sequence[FusedWeight], number: int, device: Device, piece: int) -> None:
         super().__init__(device, expert_pieces(slots, number, piece))
         rooms = _room(self.pieces)
         self.offsets = [sum(rooms[:i]) for i in range(len(rooms))]
@@ -126,7 +142,7 @@ class ExpertStore:
         self._freed: dict[int, Event] = {}  # by place, when it may be written again
         self._asked: deque[Ticket] = deque()  # not yet waited for
 
-    def module(self, slots: Sequence[Slot]) -> ModuleExperts:
+    def module(self, slots: Sequence[FusedWeight]) -> ModuleExperts:
         """The experts of a module with these fused weights, for `tpde.nn.route_experts`."""
         return ModuleExperts(self, slots)
 
@@ -154,7 +170,7 @@ class ExpertStore:
         with self._lock:
             self._checks.settle()
 
-    def expert(self, slots: Sequence[Slot], number: int) -> Expert:
+    def expert(self, slots: Sequence[FusedWeight], number: int) -> Expert:
         """One expert of a module, prepared to be fetched.
 
         Raises
@@ -262,11 +278,11 @@ class ModuleExperts:
     ----------
     store : ExpertStore
         Of the module's device.
-    slots : sequence of Slot
+    slots : sequence of FusedWeight
         Its fused weights.
     """
 
-    def __init__(self, store: ExpertStore, slots: Sequence[Slot]) -> None:
+    def __init__(self, store: ExpertStore, slots: Sequence[FusedWeight]) -> None:
         self._store, self._slots = store, list(slots)
         self._experts: dict[int, Expert] = {}
         self._offsets: list[int] = []

@@ -15,14 +15,11 @@ import numpy as np
 from tpde.cuda.items import ALIGNMENT, Chunks
 from tpde.errors import InvalidInput
 from tpde.host.feed import Supply
+from tpde.host.ranges import GAP_BYTES
 from tpde.io.sources import Extent
 
 if TYPE_CHECKING:  # what brings bytes to host memory does without torch
     from tpde.streaming.streamed_source import Streamed
-
-# Between two tensors lie header, tables and index map of the second, 0.2 % of it. Copying more than this in
-# vain takes longer than starting another copy.
-GAP_BYTES = 1 << 20
 
 
 class PieceSpan(NamedTuple):
