@@ -19,17 +19,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpde.access import safe_open
     from tpde.errors import (
+        AlreadyPacked,
+        CompileError,
         Corrupt,
+        DestinationExists,
+        InvalidArgument,
+        InvalidDestination,
+        InvalidIndex,
         InvalidInput,
         MissingBase,
+        MissingDependency,
+        MissingShard,
+        NativeError,
+        NotPacked,
+        NotSafetensors,
+        OutOfMemory,
+        PackedWeight,
+        ReadError,
         TpdeError,
         Truncated,
+        UnknownTensor,
+        UnsafePickle,
+        UnsupportedDevice,
+        UnsupportedDtype,
         UnsupportedVersion,
     )
     from tpde.files.inspection import inspect
     from tpde.files.operations import pack, unpack, verify
     from tpde.files.writer import PackedWriter
     from tpde.format.container import TensorSpec
+    from tpde.integrations.register import register
     from tpde.integrations.transformers import from_pretrained
     from tpde.loading.live_models import pack_module, unpack_module
     from tpde.store.checkpoints import CheckpointStore
@@ -39,16 +58,37 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_ERRORS = (
+    "AlreadyPacked",
+    "CompileError",
+    "Corrupt",
+    "DestinationExists",
+    "InvalidArgument",
+    "InvalidDestination",
+    "InvalidIndex",
+    "InvalidInput",
+    "MissingBase",
+    "MissingDependency",
+    "MissingShard",
+    "NativeError",
+    "NotPacked",
+    "NotSafetensors",
+    "OutOfMemory",
+    "PackedWeight",
+    "ReadError",
+    "TpdeError",
+    "Truncated",
+    "UnknownTensor",
+    "UnsafePickle",
+    "UnsupportedDevice",
+    "UnsupportedDtype",
+    "UnsupportedVersion",
+)
 _WHERE = {
+    **dict.fromkeys(_ERRORS, "errors"),
     "CheckpointStore": "store.checkpoints",
-    "Corrupt": "errors",
-    "InvalidInput": "errors",
-    "MissingBase": "errors",
     "PackedWriter": "files.writer",
     "TensorSpec": "format.container",
-    "TpdeError": "errors",
-    "Truncated": "errors",
-    "UnsupportedVersion": "errors",
     "apply_delta": "weights.apply_delta",
     "diff": "store.patching",
     "from_pretrained": "integrations.transformers",
@@ -57,6 +97,7 @@ _WHERE = {
     "pack": "files.operations",
     "pack_module": "loading.live_models",
     "patch": "store.patching",
+    "register": "integrations.register",
     "safe_open": "access",
     "unpack": "files.operations",
     "unpack_module": "loading.live_models",
@@ -66,14 +107,32 @@ _WHERE = {
 _MODULES = ("errors", "nn", "numpy", "torch")  # that are used by these names
 
 __all__ = [
+    "AlreadyPacked",
     "CheckpointStore",
+    "CompileError",
     "Corrupt",
+    "DestinationExists",
+    "InvalidArgument",
+    "InvalidDestination",
+    "InvalidIndex",
     "InvalidInput",
     "MissingBase",
+    "MissingDependency",
+    "MissingShard",
+    "NativeError",
+    "NotPacked",
+    "NotSafetensors",
+    "OutOfMemory",
+    "PackedWeight",
     "PackedWriter",
+    "ReadError",
     "TensorSpec",
     "TpdeError",
     "Truncated",
+    "UnknownTensor",
+    "UnsafePickle",
+    "UnsupportedDevice",
+    "UnsupportedDtype",
     "UnsupportedVersion",
     "__version__",
     "apply_delta",
@@ -84,6 +143,7 @@ __all__ = [
     "pack",
     "pack_module",
     "patch",
+    "register",
     "safe_open",
     "unpack",
     "unpack_module",

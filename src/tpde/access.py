@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from tpde.codec.native import Bytes
-from tpde.errors import InvalidInput, UnsupportedDtype
+from tpde.errors import InvalidArgument, InvalidIndex, InvalidInput, UnsupportedDtype
 from tpde.files.reader import PackedFile, Tensor
 from tpde.files.writer import check_threads
 from tpde.format.constants import DTYPES
@@ -63,9 +63,19 @@ class safe_open:
         threads: int | None = None,
     ) -> None:
         if framework not in ("pt", "torch", "np", "numpy"):
-            raise ValueError(f"no framework `{framework}`; there are pt (torch) and np (numpy)")
+            raise InvalidArgument(
+                f"no framework `{framework!s:.50}`",
+                hint="there are `pt` (PyTorch) and `np` (NumPy)",
+                where="framework",
+                found=framework,
+            )
         if framework in ("np", "numpy") and device != "cpu":
-            raise ValueError(f"NumPy arrays live on the CPU, not on `{device}`")
+            raise InvalidArgument(
+                f"NumPy arrays live on the CPU, not on `{device!s:.50}`",
+                hint='leave `device` out, or pass `framework="pt"`',
+                where="device",
+                found=device,
+            )
         self._framework, self._device = framework, device
         self._threads = check_threads(threads)
         self._file = PackedFile(filename)
@@ -89,8 +99,8 @@ class safe_open:
 
         Raises
         ------
-        KeyError
-            If there is no such tensor.
+        UnknownTensor
+            If there is no such tensor: a `KeyError`, too.
         Corrupt
             Naming tensor and chunk, if it is damaged.
         """
@@ -182,9 +192,13 @@ def _normalise(index: Index | tuple[Index, ...], shape: tuple[int, ...]) -> list
     parts = index if isinstance(index, tuple) else (index,)
     given = [part for part in parts if part is not Ellipsis]
     if len(parts) - len(given) > 1:
-        raise IndexError("an index has at most one ellipsis")
+        raise InvalidIndex("an index has at most one ellipsis", found=len(parts) - len(given), needed=1)
     if len(given) > len(shape):
-        raise IndexError(f"{len(given)} indices for a tensor of {len(shape)} dimensions")
+        raise InvalidIndex(
+            f"{len(given)} indices for a tensor of {len(shape)} dimensions",
+            found=len(given),
+            needed=len(shape),
+        )
     at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
     whole = [slice(None)] * (len(shape) - len(given))
     full = [*parts[:at], *whole, *parts[at + 1 :]]
@@ -193,12 +207,16 @@ def _normalise(index: Index | tuple[Index, ...], shape: tuple[int, ...]) -> list
         if isinstance(part, slice):
             start, stop, step = part.indices(size)
             if step < 1:
-                raise IndexError(f"a step of {step}; steps start at 1")
+                raise InvalidIndex(f"a step of {step}; steps start at 1", found=step, needed=1)
             result.append(slice(start, max(stop, start), step))
         elif isinstance(part, int) and not isinstance(part, bool):
             if not -size <= part < size:
-                raise IndexError(f"index {part} is out of range for a dimension of {size}")
+                raise InvalidIndex(
+                    f"index {part} is out of range for a dimension of {size}", found=part, needed=size
+                )
             result.append(part % size)
         else:
-            raise TypeError(f"indices are integers, slices and `...`, not {type(part).__name__}")
+            raise InvalidIndex(
+                f"an index of type {type(part).__name__}", hint="use integers, slices and `...`", found=part
+            )
     return result

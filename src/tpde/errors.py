@@ -142,6 +142,18 @@ class InvalidInput(TpdeError):
     """The source cannot be read as what it should be: choose another source."""
 
 
+class InvalidArgument(InvalidInput, ValueError):
+    """A value that was passed is none that can be taken: pass another."""
+
+
+class InvalidIndex(InvalidInput, IndexError):
+    """A tensor has no such elements: index within its shape."""
+
+
+class UnknownTensor(InvalidInput, KeyError):
+    """There is no tensor of that name: see which there are."""
+
+
 class NotSafetensors(InvalidInput):
     """The source is not a safetensors file."""
 

@@ -142,6 +142,130 @@ def load_file(
         return {name: file.get_tensor(name) for name in file}
 
 
+def save_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    force_contiguous: bool = True,
+    *,
+    threads: int | None = None,
+) -> None:
+    """Pack the state dict of a model into a file, as `safetensors.torch.save_model` saves it plain.
+
+    Of names that share one tensor, such as tied weights, the file holds the first in alphabetical order; its
+    metadata says of each other one which that is.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        On any devices. Its packed weights are saved packed.
+    filename : path-like
+        The file. It appears when it is complete, in the place of what is there.
+    metadata : mapping of str to str, optional
+        Kept, beside what is said of shared tensors.
+    force_contiguous : bool
+        Save tensors that are not contiguous as if they were. Otherwise they are refused.
+    threads : int, optional
+        By default one for each processor.
+
+    Raises
+    ------
+    InvalidInput, UnsupportedDtype, InvalidDestination
+        If a tensor cannot be saved, or the file not written.
+
+    Examples
+    --------
+    >>> tpde.torch.save_model(model, "model.safetensors")  # doctest: +SKIP
+    >>> tpde.torch.load_model(model, "model.safetensors")  # doctest: +SKIP
+    (set(), [])
+    """
+    state, kept, said = model.state_dict(), {}, dict(metadata or {})
+    first: dict[tuple[object, ...], str] = {}
+    for name in sorted(state):
+        tensor = state[name]
+        other = first.setdefault(_identity(tensor), name)
+        if tensor.numel() and other != name:
+            said.setdefault(name, other)
+        else:
+            kept[name] = tensor.contiguous() if force_contiguous else tensor
+    save_file(kept, filename, said or None, threads=threads)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What is equal for tensors that are one: where they lie, and how they are read."""
+    return (*_place(tensor), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def load_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    strict: bool = True,
+    device: str | torch.device = "cpu",
+    *,
+    threads: int | None = None,
+) -> tuple[set[str], list[str]]:
+    """Load a packed (or plain) file into a model, as `safetensors.torch.load_model` does.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its parameters and buffers get the file's bits. Packed ones must have them already.
+    filename : path-like
+        The file.
+    strict : bool
+        Refuse a file that lacks tensors of the model, or has others.
+    device : str or torch.device
+        Where tensors are decoded before they are copied into the model.
+    threads : int, optional
+        By default one for each processor.
+
+    Returns
+    -------
+    missing : set of str
+        Tensors of the model that the file lacks, but for those that share memory with one that it has.
+    unexpected : list of str
+        Tensors of the file that the model lacks.
+
+    Raises
+    ------
+    InvalidInput
+        If `strict`, and there are any of them; or if shapes differ. Nothing is loaded then.
+    PackedWeight
+        If a packed weight has other bits: nothing is loaded then.
+    Truncated, Corrupt, UnsupportedVersion, UnsupportedDtype
+        If the file cannot be read.
+    """
+    own, state = model.state_dict(), load_file(filename, device, threads=threads)
+    there = {_identity(own[name]) for name in state if name in own}
+    missing = {name for name in own if name not in state and _identity(own[name]) not in there}
+    unexpected = [name for name in state if name not in own]
+    for name, tensor in state.items():
+        if name in own and tensor.shape != own[name].shape:
+            raise InvalidInput(
+                f"tensor `{name}` has the shape {list(tensor.shape)} in `{filename}`, and "
+                f"{list(own[name].shape)} in the model",
+                hint="build the model that was saved",
+                where=name,
+                found=tuple(tensor.shape),
+                needed=tuple(own[name].shape),
+            )
+    if strict and (missing or unexpected):
+        lacks = [
+            f"{whose} lacks {len(names)} tensors, such as {', '.join(f'`{it}`' for it in names[:3])}"
+            for whose, names in (("it", sorted(missing)), ("the model", unexpected))
+            if names
+        ]
+        raise InvalidInput(
+            f"`{filename}` is of another model: {'; '.join(lacks)}",
+            hint="build the model that was saved, or pass `strict=False`",
+            where=os.fspath(filename),
+            found=unexpected,
+            needed=sorted(missing),
+        )
+    model.load_state_dict(state, strict=False)
+    return missing, unexpected
+
+
 def load(data: bytes, *, threads: int | None = None) -> dict[str, torch.Tensor]:
     """Load all tensors from the bytes of a packed (or plain) file; see `load_file`."""
     with safe_open(data, framework="pt", threads=threads) as file:

@@ -29,7 +29,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("named", "found"),
     [
-        (None, "cpu"),
+        (None, "cuda:1"),
         ("cpu", "cpu"),
         (CPU, "cpu"),
         (0, "cuda:0"),
@@ -64,7 +64,7 @@ def test_a_pytorch_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedDevice, match="there is no CUDA device that PyTorch can use"):
         checked_device("cuda:0")
-    assert checked_device("cpu") == CPU
+    assert checked_device("cpu") == checked_device(None) == CPU
 
 
 def test_a_budget_of_a_gpu_is_for_one() -> None:

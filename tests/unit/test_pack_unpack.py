@@ -13,6 +13,7 @@ from tpde.codec.selection import CodecName
 from tpde.errors import (
     AlreadyPacked,
     DestinationExists,
+    InvalidArgument,
     InvalidDestination,
     InvalidInput,
     NotPacked,
@@ -213,3 +214,36 @@ def test_a_source_that_is_no_weights_is_refused(tmp_path: Path) -> None:
             with pytest.raises(InvalidInput):
                 call(source, tmp_path / "target")
     assert [it.name for it in tmp_path.iterdir()] == ["folder"]
+
+
+class _Model:
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        (_Model(), r"in memory, `tpde.pack_module\(model\)` packs it"),
+        ({"weight": 1}, r"in memory, `tpde.torch.save_file\(tensors, filename\)` packs it"),
+        (5, "pass a path"),
+    ],
+)
+def test_what_is_no_path_is_told_what_packs_it(source: object, remedy: str, tmp_path: Path) -> None:
+    for more in ((), (tmp_path / "target",)):
+        with pytest.raises(InvalidArgument, match=f"takes the path of a file or a directory.*{remedy}"):
+            tpde.pack(source, *more)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_destination_must_be_named(there: Path) -> None:
+    with pytest.raises(InvalidArgument, match="was not told where the packed `"):
+        tpde.pack(there / "plain")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt"])
+def test_nothing_is_restored_under_the_name_of_a_pickle(suffix: str, there: Path) -> None:
+    target = there / f"restored{suffix}"
+    with pytest.raises(InvalidDestination, match=r"is a safetensors file; .*restored.safetensors"):
+        tpde.unpack(there / "packed", target)
+    assert not target.exists()

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import tpde.numpy  # noqa: E402
 import tpde.torch  # noqa: E402
-from tpde.errors import InvalidDestination, InvalidInput, UnsupportedDtype  # noqa: E402
+from tpde.errors import InvalidDestination, InvalidInput, PackedWeight, UnsupportedDtype  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.frameworks import (  # noqa: E402
     MAX_EXPANDED,
@@ -248,3 +248,71 @@ def test_tensors_are_made_of_bytes_without_a_copy() -> None:
         assert tuple(to_torch(empty, TensorSpec("BF16", shape)).shape) == shape
         assert to_numpy(empty, TensorSpec("F32", shape)).shape == shape
     assert numpy_dtype_name(np.dtype(">i2")) == "I16"
+
+
+# ---- models
+
+
+class Tied(torch.nn.Module):
+    """Two names for one weight, a part of another, and one that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(40, 32)
+        self.head = torch.nn.Linear(32, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.turned = torch.nn.Parameter(torch.randn(32, 16).T)
+        self.register_buffer("nothing", torch.empty(0))
+
+
+def _bits(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: it.contiguous().numpy().tobytes() for name, it in model.state_dict().items()}
+
+
+def test_models_are_saved_and_loaded_as_safetensors_does(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+    model, other, third = Tied(), Tied(), Tied()
+    tpde.torch.save_model(model, tmp_path / "ours", {"format": "pt"})
+    theirs.save_model(model, str(tmp_path / "theirs"), {"format": "pt"})
+    tpde.unpack(tmp_path / "ours", tmp_path / "plain")
+    with tpde.safe_open(tmp_path / "plain") as ours, tpde.safe_open(tmp_path / "theirs") as plain:
+        assert (sorted(ours.keys()), ours.metadata()) == (sorted(plain.keys()), plain.metadata())
+    assert tpde.torch.load_model(other, tmp_path / "ours") == (set(), [])
+    assert theirs.load_model(third, str(tmp_path / "plain")) == (set(), [])
+    assert _bits(other) == _bits(third) == _bits(model)
+    assert other.head.weight is other.embed.weight
+
+
+def test_packed_models_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    model = Tied().to(torch.bfloat16)
+    tpde.torch.save_model(model, tmp_path / "plain")
+    tpde.pack_module(model, min_bytes=0)
+    tpde.torch.save_model(model, tmp_path / "packed")
+    assert (tmp_path / "plain").read_bytes() == (tmp_path / "packed").read_bytes()
+    assert tpde.torch.load_model(model, tmp_path / "packed") == (set(), []), "the bits that it has"
+    other = tpde.pack_module(Tied().to(torch.bfloat16), min_bytes=0)
+    with pytest.raises(PackedWeight):
+        tpde.torch.load_model(other, tmp_path / "packed")
+
+
+def test_files_of_other_models_are_refused(tmp_path: Path) -> None:
+    model, other = Tied(), torch.nn.Sequential(torch.nn.Linear(3, 3))
+    tpde.torch.save_model(model, tmp_path / "tied")
+    before = _bits(other)
+    with pytest.raises(InvalidInput, match=r"it lacks 2 tensors, such as `0.bias`, `0.w.*model lacks 3"):
+        tpde.torch.load_model(other, tmp_path / "tied")
+    assert _bits(other) == before
+    missing, unexpected = tpde.torch.load_model(other, tmp_path / "tied", strict=False)
+    assert (missing, sorted(unexpected)) == ({"0.bias", "0.weight"}, ["embed.weight", "nothing", "turned"])
+    wider = Tied()
+    wider.turned = torch.nn.Parameter(torch.randn(16, 33))
+    before = _bits(wider)
+    with pytest.raises(InvalidInput, match=r"`turned` has the shape \[16, 32\].*\[16, 33\] in the model"):
+        tpde.torch.load_model(wider, tmp_path / "tied", strict=False)
+    assert _bits(wider) == before, "nothing of it was loaded"
+
+
+def test_tensors_of_models_that_are_not_contiguous(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="`turned` is not contiguous"):
+        tpde.torch.save_model(Tied(), tmp_path / "x", force_contiguous=False)
+    assert not (tmp_path / "x").exists()

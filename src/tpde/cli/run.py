@@ -121,7 +121,7 @@ def run(
     batch = 1 if prompt is not None else BATCH
     budget = parse_budget(vram, ram, max_tokens, max_batch=batch if vram is not None else None)
     folder, _ = model_directory(model, pack=pack)
-    where = checked_device(device or ("cuda" if vram is not None else _default_device()))
+    where = checked_device("cuda" if device is None and vram is not None else device)
     peak = Peak(where)
     start = {"model": model, "device": str(where), "kernels": check_kernels(kernels), "pack": pack}
     if prompt is not None:
@@ -141,12 +141,6 @@ def run(
         )
     else:
         _embed(folder, where, budget, peak, start, texts or [], trace, stats, as_json)
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _load(

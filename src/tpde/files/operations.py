@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tpde.codec.selection import CodecName
-from tpde.errors import InvalidDestination, InvalidInput
+from tpde.errors import InvalidArgument, InvalidDestination, InvalidInput
 from tpde.files.compare import verify_directory
 from tpde.files.directory import pack_directory, unpack_directory
+from tpde.files.file_kinds import PICKLES
 from tpde.files.folder_swap import clear
 from tpde.files.inputs import resolve
 from tpde.files.manifest import is_packed_directory
@@ -77,7 +78,7 @@ def _summary(
 
 def pack(
     source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    destination: str | os.PathLike[str] = "",
     *,
     threads: int | None = None,
     codec: CodecName = "auto",
@@ -93,7 +94,7 @@ def pack(
         A safetensors file, a PyTorch state dict (`.bin`, `.pt`; code in it is never run), a Hugging Face
         model directory, or the id of a model on the hub if `huggingface_hub` is installed.
     destination : path-like
-        The packed file or directory. It appears when it is complete, and not before.
+        The packed file or directory. It appears when it is complete, and not before. It must be named.
     threads : int, optional
         By default one for each processor. The packed bytes do not depend on it.
     codec : {"auto", "prefix", "zstd"}
@@ -130,6 +131,7 @@ def pack(
     >>> tpde.pack("model.safetensors", "packed.safetensors").ratio  # doctest: +SKIP
     1.4962
     """
+    _require_paths(source, destination)
     path, target = resolve(source), Path(destination)
     check_threads(threads)
     if path.is_dir():
@@ -189,6 +191,12 @@ def unpack(
     count = check_threads(threads)
     left_out: tuple[LeftOut, ...] = ()
     if not path.is_dir():
+        if target.suffix in PICKLES:
+            raise InvalidDestination(
+                f"`{target}` is the name of a PyTorch state dict, and what is restored is a safetensors file",
+                hint=f"name it `{target.with_suffix('.safetensors')}`",
+                where=str(target),
+            )
         _prepare(path, target, force)
         results = [unpack_file(path, target, threads=count, force=force, progress=progress)]
     elif is_resaved(path):
@@ -258,6 +266,25 @@ def verify(
     if other is not None and other.is_dir():
         raise InvalidInput(f"`{path}` is a file, `{other}` is a directory", hint="compare like with like")
     return verify_file(path, other, count, progress)
+
+
+def _require_paths(source: object, destination: str | os.PathLike[str]) -> None:
+    """Refuse what is no path, and say what packs it."""
+    if not isinstance(source, (str, os.PathLike)):
+        other = "tpde.pack_module(model)" if hasattr(source, "state_dict") else None
+        if isinstance(source, Mapping):
+            other = "tpde.torch.save_file(tensors, filename)"
+        raise InvalidArgument(
+            f"`tpde.pack` takes the path of a file or a directory, not a {type(source).__name__}",
+            hint="pass a path" if other is None else f"in memory, `{other}` packs it",
+            where="source",
+        )
+    if not os.fspath(destination):
+        raise InvalidArgument(
+            f"`tpde.pack` was not told where the packed `{source}` goes",
+            hint="pass a second path",
+            where="destination",
+        )
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:

@@ -18,7 +18,7 @@ import zstandard
 
 from tpde.codec.blob import PIECE_BYTES, BlobReader
 from tpde.codec.native import Bytes
-from tpde.errors import Corrupt, Truncated, UnsupportedVersion
+from tpde.errors import Corrupt, Truncated, UnknownTensor, UnsupportedVersion
 from tpde.format.constants import (
     KEY_PLAIN,
     KEY_SOURCE,
@@ -256,7 +256,7 @@ class PackedFile:
 
         Raises
         ------
-        KeyError
+        UnknownTensor
             If there is no such tensor.
         Corrupt, Truncated, UnsupportedVersion
             If it is damaged.
@@ -269,7 +269,7 @@ class PackedFile:
                 raise self._other_spec(name, packed.spec)
             return packed
         if name not in self.specs:
-            raise KeyError(f"no tensor `{name}` in `{self.source.name}`")
+            raise UnknownTensor(f"no tensor `{name}` in `{self.source.name}`", where=self.source.name)
         entry = self.container.entries[name]
         at = self.container.data_start + entry.begin
         return _PlainTensor(self.source, at, entry, self.digest(name))

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
+from tpde.errors import Corrupt, InvalidArgument, NotSafetensors, Truncated, UnsupportedDtype
 from tpde.format.constants import (
     DTYPES,
     MAX_BYTES,
@@ -46,8 +46,8 @@ class TensorSpec:
     ------
     UnsupportedDtype
         If the dtype is not one of docs/format.md 2.1.
-    ValueError
-        If the shape cannot be.
+    InvalidArgument
+        If the shape cannot be: a `ValueError`, too.
     """
 
     dtype: str
@@ -62,12 +62,19 @@ class TensorSpec:
                 needed=tuple(DTYPES),
             )
         if len(self.shape) > MAX_DIMS or any(n < 0 for n in self.shape):
-            raise ValueError(f"a tensor cannot have the shape {str(self.shape)[:200]}")
+            raise InvalidArgument(
+                f"a tensor cannot have the shape {str(self.shape)[:200]}",
+                hint=f"give up to {MAX_DIMS} dimensions, none of them negative",
+                where="shape",
+                found=self.shape,
+            )
         # Also of a tensor without elements: no library holds one whose other dimensions overflow.
         if math.prod(filter(None, self.shape)) * DTYPES[self.dtype].bits >= 8 * MAX_BYTES or self.bits % 8:
-            raise ValueError(
-                f"a {self.dtype} tensor cannot have the shape {str(self.shape)[:200]}; whole bytes below "
-                "2^60 are needed, with any dimension of 0 taken as 1"
+            raise InvalidArgument(
+                f"a {self.dtype} tensor cannot have the shape {str(self.shape)[:200]}",
+                hint="whole bytes below 2^60 are needed, with any dimension of 0 taken as 1",
+                where="shape",
+                found=self.shape,
             )
 
     @cached_property

@@ -11,14 +11,16 @@ from tpde.errors import InvalidInput, UnsupportedDevice
 
 
 def checked_device(device: str | int | torch.device | None) -> torch.device:
-    """A device that exists, with its number; the CPU for None.
+    """A device that exists, with its number; for None the GPU that PyTorch uses, or the CPU without one.
 
     Raises
     ------
     UnsupportedDevice
         If packed weights cannot be on such a device, or it is not there.
     """
-    name = "cpu" if device is None else f"cuda:{device}" if isinstance(device, int) else device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = f"cuda:{device}" if isinstance(device, int) else device
     try:
         found = torch.device(name)  # a number alone is refused where there is no GPU
     except RuntimeError:

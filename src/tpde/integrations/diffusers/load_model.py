@@ -111,7 +111,8 @@ def load(
     path : path-like
         The component's folder in what `tpde pack` wrote, of the component alone or of the whole pipeline.
     device : str, int or torch.device, optional
-        Where the model goes: `cpu` (the default) or a CUDA device.
+        Where the model goes: `cpu`, or a CUDA device. By default the GPU that PyTorch uses, or the CPU where
+        there is none.
     dtype : torch.dtype, optional
         By default, that in which most weights are stored. Weights that are stored otherwise, or that the
         class keeps in 32 bits, are decoded and cast, and stay plain.
@@ -152,8 +153,8 @@ def load(
     >>> unet = load(UNet2DConditionModel, "sd-packed/unet", device="cuda")  # doctest: +SKIP
     >>> pipe = StableDiffusionPipeline.from_pretrained("sd", unet=unet).to("cuda")  # doctest: +SKIP
     """
-    folder, target = Path(path), checked_device(device)
     budget = parse_budget(vram, ram, activations=activations)
+    folder, target = Path(path), checked_device("cuda" if device is None and budget is not None else device)
     if budget is not None:
         check_gpu(target, 'pass `device="cuda"`, or leave out `vram`')
     files = weight_files(folder, variant)

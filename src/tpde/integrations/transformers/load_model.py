@@ -118,7 +118,8 @@ def from_pretrained(
         A model directory that `tpde pack` or `save_pretrained` wrote, or the id of one on the Hugging Face
         hub. With `pack`, a plain one, too.
     device : str, int or torch.device, optional
-        Where the model goes: `cpu` (the default) or a CUDA device (the default with `vram`).
+        Where the model goes: `cpu`, or a CUDA device. By default the GPU that PyTorch uses, or the CPU where
+        there is none.
     dtype : torch.dtype or str, optional
         As of transformers' own `from_pretrained`. By default, what `config.json` says; weights that are
         stored otherwise are decoded and cast, and stay plain.
@@ -257,7 +258,8 @@ def load_model(
             device_map = device = "cuda" if device is None else device
         _check_gpus(device_map)
         checked_device("cuda")
-    target = checked_device(device)
+    # A map says by itself where everything goes.
+    target = torch.device("cpu") if device is None and "device_map" in kwargs else checked_device(device)
     with collecting_later(), loading_to(target, budget, progress, deltas, kernels, pack):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
