@@ -307,7 +307,7 @@ MUTANTS = (
     ),
     mutant(
         "changes-by-functions-are-missed",
-        "weights/parameter.py",
+        "weights/functions.py",
         "        if copy._version != version:\n            raise refuse_change(name, function_name(func))\n",
         "        if copy._version < version:\n            raise refuse_change(name, function_name(func))\n",
         "a function that changes a weight changes a copy that is lost",
@@ -315,15 +315,15 @@ MUTANTS = (
     ),
     mutant(
         "out-is-a-packed-weight",
-        "weights/parameter.py",
-        '    if isinstance(kwargs.get("out"), PackedParameter):\n',
-        '    if isinstance(kwargs.get("out_"), PackedParameter):\n',
+        "weights/functions.py",
+        '    if isinstance(kwargs.get("out"), Packed):\n',
+        '    if isinstance(kwargs.get("out_"), Packed):\n',
         "`out=weight` writes to a copy that is lost",
         "nn/test_parameters.py",
     ),
     mutant(
         "freezing-is-not-told",
-        "weights/parameter.py",
+        "weights/functions.py",
         "        weight.packed.tell_frozen()\n",
         "",
         "views of a frozen weight still ask for gradients",
@@ -331,7 +331,7 @@ MUTANTS = (
     ),
     mutant(
         "packed-weights-are-trained",
-        "weights/parameter.py",
+        "weights/functions.py",
         "    if requires_grad:\n        raise PackedWeight(",
         "    if not requires_grad:\n        raise PackedWeight(",
         "training a packed weight does nothing, silently",
@@ -356,7 +356,7 @@ MUTANTS = (
     ),
     mutant(
         "moving-shares-the-blob",
-        "weights/parameter.py",
+        "weights/moves.py",
         "    made = packed.clone()\n    if not there:\n",
         "    made = packed\n    if not there:\n",
         "`weight.to(copy=True)` is the weight itself",
