@@ -1,8 +1,8 @@
 """Modules that hold packed weights and decode them just in time: see docs/nn.md."""
 
 from tpde.nn.kernels import set_kernels
-from tpde.nn.model_deltas import add_deltas
 from tpde.nn.modules import PackedModule
+from tpde.nn.named_deltas import add_deltas
 from tpde.nn.pack_model import pack_module, plain_state_dict, unpack_module
 from tpde.nn.replace import finish, packed_modules, replace_parameter, supports
 from tpde.nn.routing import ExpertSource, route_experts

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from tpde.errors import InvalidInput, MissingBase, PackedWeight
-from tpde.frameworks import torch_spec
+from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn.owner import Owner
 from tpde.nn.parts import Parts
-from tpde.nn.passes import AroundModel, ModelForward, Passes
+from tpde.nn.passes import AroundModel, Passes
 from tpde.nn.plain_copies import Copies
 from tpde.nn.replace import packed_modules, prepare_rows
 from tpde.nn.slot import Slot
-from tpde.store.states import MEMORY
-from tpde.weights.active_delta import ALWAYS, WHOLE, Choice, Chosen
+from tpde.weights.active_delta import Choice, Chosen
 from tpde.weights.changed import Changed, Variant
-from tpde.weights.delta_sources import Delta, DeltaLike, entries_of, only_source, values_of, variants_of
 from tpde.weights.packed_tensor import PackedTensor
-from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
@@ -315,208 +311,3 @@ def deltas_of(model: nn.Module) -> Deltas | None:
     """The deltas of a model, if it has any."""
     found: Deltas | None = model.__dict__.get(NAME)
     return found
-
-
-def attach(
-    model: nn.Module,
-    names: Sequence[str],
-    variants: Mapping[Source, Mapping[str, Variant]],
-    plain: Mapping[str, Mapping[str, Tensor]],
-) -> Deltas:
-    """Let a model have deltas, and `use` them.
-
-    Parameters
-    ----------
-    model : nn.Module
-        After `finish`.
-    names : sequence of str
-        What they are called.
-    variants : mapping of Source to mapping of str to Variant
-        What they make of the sources of its packed weights.
-    plain : mapping of str to mapping of str to torch.Tensor
-        What they make of plain parameters and buffers, by their names in the model.
-
-    Raises
-    ------
-    InvalidInput
-        If the model has deltas already, or a method `use` of its own; if it is a ScriptModule, or deltas
-        change parameters of one in it.
-    """
-    _require_none(model)
-    _require_no_script(model, plain)
-    made = Deltas(names, Choice(), Owner(model))
-    made.copy(model, plain)
-    made.put(model, variants)
-    model.__dict__[NAME], model.__dict__["use"] = made, made.use
-    model.__dict__["tpde_counted"] = model.__dict__["forward"] = ModelForward(made, model)
-    return made
-
-
-def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
-    """Let a model whose weights become plain have no deltas any longer: they are under the one in use.
-
-    Parameters
-    ----------
-    model : nn.Module
-        All that becomes plain.
-    choices : collection of Choice
-        By which its weights go.
-
-    Raises
-    ------
-    PackedWeight
-        If they go by those of a model of which this one is a part.
-        If `use` was interrupted.
-    InvalidInput
-        If each row of a batch has its own.
-    """
-    own = deltas_of(model)
-    for it in choices:
-        if it is not ALWAYS and (own is None or own.choice is not it):
-            raise PackedWeight(
-                "the weights are a part of a model with deltas, and would no longer go by its `use`",
-                hint="unpack that model",
-            )
-    if own is None:
-        return
-    own.require_settled()
-    if isinstance(own.active, tuple):
-        raise InvalidInput(f"each of {len(own.active)} rows has a delta of its own", hint=WHOLE)
-    own.close()
-    counted: ModelForward = model.__dict__.pop("tpde_counted")
-    for name in (NAME, "use"):
-        del model.__dict__[name]
-    counted.leave(model)
-
-
-def _require_none(model: nn.Module) -> None:
-    if hasattr(model, "use"):
-        has = "deltas already" if deltas_of(model) is not None else "a `use` of its own"
-        raise InvalidInput(
-            f"the {type(model).__name__} has {has}", hint="load it anew, with all deltas at once"
-        )
-
-
-def _require_no_script(model: nn.Module, names: Collection[str]) -> None:
-    """Refuse parameters, of these names, of ScriptModules, which hold them where Python cannot reach them."""
-    for path, it in model.named_modules():
-        if isinstance(it, torch.jit.ScriptModule) and (
-            not path or any(name.startswith(f"{path}.") for name in names)
-        ):
-            what = f"`{path}`" if path else "the model"
-            raise InvalidInput(
-                f"{what} is a ScriptModule, and has no deltas",
-                hint="add them to the module that it was made of",
-                where=path or None,
-            )
-
-
-def check_names(deltas: object) -> None:
-    """Refuse deltas that have no names by which they can be used.
-
-    Raises
-    ------
-    InvalidInput
-        If it is no mapping, or empty, or has a key that is no text.
-    """
-    hint = 'pass a mapping such as {"math": "math.tpde"}'
-    if not isinstance(deltas, Mapping):
-        raise InvalidInput(f"`deltas` is a {type(deltas).__name__}", hint=hint, where="deltas")
-    if not deltas or not all(isinstance(it, str) and it for it in deltas):
-        raise InvalidInput(f"deltas are called {list(deltas)}", hint=hint, where="deltas")
-
-
-def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
-    """Let a model have other states of its weights beside its own, each taking what differs.
-
-    Nothing changes until `model.use(name)`. A weight that is packed stays so: a few changes are kept as the
-    delta has them, about 5.5 bits for each word that changed, and decoded after the base whenever the weight
-    is; weights of which most changed are packed. Plain parameters and buffers are kept as copies.
-
-    Parameters
-    ----------
-    model : nn.Module
-        The base: as `tpde.pack_module` gives it, or any module that holds packed weights.
-    deltas : mapping of str to bytes or path-like
-        Deltas by the names that `use` takes: what `tpde.make_delta` gives, or files that `tpde diff` wrote.
-        Tensors are called as in `model.state_dict()`.
-
-    Returns
-    -------
-    nn.Module
-        `model`, with the method `use`, for all rows of a batch or for each, and `tpde_deltas` that says which
-        deltas there are.
-
-    Raises
-    ------
-    MissingBase
-        If a tensor is not what a delta was made from, or not there: it is named, and nothing was changed.
-    InvalidInput
-        If it is no delta, no name, or the model has deltas already; if what they change is in a ScriptModule.
-    PackedWeight
-        If a delta changes a weight that is made of several tensors, or most of one which does not shrink.
-    Truncated, Corrupt, UnsupportedVersion
-        If a delta is damaged, or newer than this version.
-
-    Examples
-    --------
-    >>> model = tpde.pack_module(model)  # doctest: +SKIP
-    >>> tpde.nn.add_deltas(model, {"math": "math.tpde"}).use("math")  # doctest: +SKIP
-    """
-    check_names(deltas)
-    _require_none(model)
-    with ExitStack() as files:
-        opened = {name: files.enter_context(closing(Delta(it))) for name, it in deltas.items()}
-        state: dict[str, Any] = model.state_dict(keep_vars=True)
-        for it in opened.values():
-            require_known(it, state, MEMORY)
-        uses: dict[int, list[str]] = {}  # of tied ones, each is there once
-        for name, tensor in state.items():
-            if isinstance(tensor, Tensor):
-                uses.setdefault(id(tensor), []).append(name)
-        variants: dict[Source, dict[str, Variant]] = {}
-        plain: dict[str, dict[str, Tensor]] = {}
-        for names in uses.values():
-            tensor = state[names[0]]
-            entries = entries_of(names, torch_spec(names[0], tensor), opened, MEMORY)
-            if not isinstance(tensor, PackedParameter):
-                plain[names[0]] = values_of(tensor, entries, opened, MEMORY)
-            elif entries:
-                _require_codes(tensor.packed)
-                source = only_source(tensor.packed, names[0])
-                variants[source] = variants_of(source, entries, opened, MEMORY)
-    attach(model, list(deltas), variants, {name: it for name, it in plain.items() if it})
-    return model
-
-
-def _require_codes(packed: PackedTensor) -> None:
-    """Refuse weights that are multiplied as they are: with deltas to choose from, they are decoded.
-
-    Raises
-    ------
-    PackedWeight
-        Naming the weight.
-    """
-    if packed.multiplies:
-        raise PackedWeight(
-            f"`{packed.name}` is in the window layout, and deltas are on weights in prefix codes",
-            hint='call `tpde.nn.set_kernels(model, "exact")` first',
-            where=packed.name,
-        )
-
-
-def require_known(delta: Delta, names: Mapping[str, object], base: str) -> None:
-    """Refuse a delta that has tensors of which there is no base.
-
-    Raises
-    ------
-    MissingBase
-        Naming the first.
-    """
-    for name in delta.entries:
-        if name not in names:
-            raise MissingBase(
-                f"tensor `{name}` of `{delta.name}` is not in the base `{base}`",
-                hint="name the base that the delta was made from",
-                where=name,
-            )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import PackedWeight
-from tpde.nn.model_deltas import leave_deltas
+from tpde.nn.attached_deltas import leave_deltas
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
 from tpde.nn.unpackable import kept_plain

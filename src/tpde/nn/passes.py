@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ from tpde.nn.owner import Owner
 from tpde.weights.launch import capturing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from typing_extensions import Self
 
-    from tpde.nn.model_deltas import Deltas
+    from tpde.weights.active_delta import Choice
 
 _PATIENCE_S = 1.0
 
@@ -78,12 +80,33 @@ class Passes:
                 self._ended.notify_all()
 
 
+class Counted(Protocol):
+    """The deltas of a model, as its forward passes take them: `tpde.nn.model_deltas.Deltas`."""
+
+    passes: Passes
+    choice: Choice
+
+    @property
+    def model(self) -> nn.Module:
+        """Whose they are."""
+
+    def require_settled(self) -> None:
+        """Refuse weights that `use` was interrupted at."""
+
+    def each(
+        self,
+        calls: Sequence[tuple[str | None, tuple[Any, ...], dict[str, Any]]],
+        run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+    ) -> list[Any]:
+        """Call something under several deltas, one after the other."""
+
+
 class AroundModel(AroundForward):
     """A method of a model that has deltas.
 
     Parameters
     ----------
-    deltas : Deltas
+    deltas : Counted
         The model's.
     model : nn.Module
         See `AroundForward`.
@@ -91,7 +114,7 @@ class AroundModel(AroundForward):
 
     __slots__ = ("deltas",)
 
-    def __init__(self, deltas: Deltas, model: nn.Module) -> None:
+    def __init__(self, deltas: Counted, model: nn.Module) -> None:
         super().__init__(model)
         self.deltas = deltas
 

@@ -17,7 +17,7 @@ from tpde.integrations.transformers.internals import tied_weights
 from tpde.integrations.transformers.weight_map import Plan
 from tpde.integrations.transformers.weight_map import Source as Converted
 from tpde.loading.checkpoint_files import Checkpoint
-from tpde.nn.model_deltas import require_known
+from tpde.nn.named_deltas import require_known
 from tpde.weights.changed import Variant
 from tpde.weights.delta_sources import Delta, DeltaLike, entries_of, values_of, variants_of
 from tpde.weights.packed_tensor import PackedTensor
@@ -38,7 +38,7 @@ _NO_WEIGHTS = {
 
 
 class States(NamedTuple):
-    """What deltas make of a model's weights: see `tpde.nn.model_deltas.attach`."""
+    """What deltas make of a model's weights: see `tpde.nn.attached_deltas.attach`."""
 
     names: list[str]
     variants: dict[Source, dict[str, Variant]]

@@ -16,7 +16,7 @@ from tpde.integrations.transformers.folder import model_directory, read_config, 
 from tpde.loading.collection import collect_first, collecting_later
 from tpde.loading.devices import check_gpu, checked_device
 from tpde.nn.kernels import Kernels, check_kernels
-from tpde.nn.model_deltas import check_names
+from tpde.nn.named_deltas import check_names
 from tpde.planning.budget import Budget, parse_budget
 from tpde.weights.delta_sources import DeltaLike
 

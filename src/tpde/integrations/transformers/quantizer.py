@@ -40,8 +40,8 @@ from tpde.loading.devices import checked_device
 from tpde.loading.quantized import PackedQuantizer
 from tpde.memory.device_memory import require
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
+from tpde.nn.attached_deltas import attach
 from tpde.nn.kernels import Kernels, tell_if_none
-from tpde.nn.model_deltas import attach
 from tpde.planning.budget import Budget
 from tpde.weights.delta_sources import DeltaLike
 
