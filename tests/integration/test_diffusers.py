@@ -218,7 +218,7 @@ def test_without_us_diffusers_refuses(tmp_path: Path) -> None:
 def test_a_streamed_component_is_not_saved(streamed: Callable[..., Opened], tmp_path: Path) -> None:
     streamed()
     folder = packed_folder(unet(), tmp_path)
-    model = load(diffusers.UNet2DModel, folder, vram="1GiB", activations="64MiB")
+    model = load(diffusers.UNet2DModel, folder, device="cpu", vram="1GiB", activations="64MiB")
     with pytest.raises(PackedWeight, match="streams its weights"):
         model.save_pretrained(tmp_path / "again")
 
@@ -310,7 +310,7 @@ def test_what_is_not_such_a_component(tmp_path: Path) -> None:
 
 def test_a_budget_is_of_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="a budget of GPU memory"):
-        load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path), vram="1GiB", activations="64MiB")
+        load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path), "cpu", vram="1GiB")
     with pytest.raises(InvalidInput, match="`ram` is a part of a budget"):
         load(diffusers.UNet2DModel, tmp_path / "packed", ram="1GiB")
     with pytest.raises(InvalidInput, match="`activations` is a part of a budget"):
@@ -343,7 +343,9 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]]
 
 def test_a_streamed_unet_has_the_plain_ones_bits(streamed: Callable[..., Opened], tmp_path: Path) -> None:
     opened, plain = streamed(), unet()
-    model = load(diffusers.UNet2DModel, packed_folder(plain, tmp_path), vram="1GiB", activations="64MiB")
+    model = load(
+        diffusers.UNet2DModel, packed_folder(plain, tmp_path), device="cpu", vram="1GiB", activations="64MiB"
+    )
     with torch.no_grad():
         found, expected = (it(noise(2, 3, 8, 8), 10).sample for it in (model, plain))
     assert same_bits(found, expected)
@@ -357,7 +359,7 @@ def test_a_streamed_unet_has_the_plain_ones_bits(streamed: Callable[..., Opened]
 def test_a_layer_larger_than_the_workspace(streamed: Callable[..., Opened], tmp_path: Path) -> None:
     streamed(tiled=("proj_out",), workspace=40 << 10)
     folder, kind = packed_folder(transformer(), tmp_path), diffusers.PixArtTransformer2DModel
-    model = load(kind, folder, vram="1GiB", activations="64MiB")
+    model = load(kind, folder, device="cpu", vram="1GiB", activations="64MiB")
     (slot,) = model.proj_out.tpde_slots.values()
     assert slot.packed.tile_bytes == 40 << 10
     with pytest.raises(PackedWeight):
@@ -373,7 +375,7 @@ def test_loading_that_fails_gives_all_back(
     opened, folder = streamed(), packed_folder(unet(), tmp_path)
     monkeypatch.setattr("tpde.integrations.diffusers.load_model.finish", fail)
     with pytest.raises(KeyboardInterrupt) as caught:
-        load(diffusers.UNet2DModel, folder, vram="1GiB", activations="64MiB")
+        load(diffusers.UNet2DModel, folder, device="cpu", vram="1GiB", activations="64MiB")
     assert caught.tb is not None  # it keeps the model, which is not collected
     assert opened.memory[0].closed
 
@@ -388,7 +390,7 @@ def test_a_budget_that_cannot_work_is_refused_before_anything_is_read(
     monkeypatch.setattr(Checkpoint, "plain_tensor", read)
     monkeypatch.setattr(Checkpoint, "decode", read)
     with pytest.raises(OutOfMemory, match=r"the least that works .* smaller `activations`"):
-        load(diffusers.UNet2DModel, folder, vram="32MiB", activations="1MiB")
+        load(diffusers.UNet2DModel, folder, device="cpu", vram="32MiB", activations="1MiB")
 
 
 def test_other_components_come_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

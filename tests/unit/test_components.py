@@ -22,7 +22,8 @@ from tpde.errors import InvalidInput, MissingDependency, UnsupportedDevice  # no
 from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.integrations.diffusers import load_model  # noqa: E402
 from tpde.integrations.diffusers.config import TpdeConfig  # noqa: E402
-from tpde.integrations.diffusers.load_model import expected_dtype, weight_files  # noqa: E402
+from tpde.integrations.diffusers.dtypes import expected_dtype  # noqa: E402
+from tpde.integrations.diffusers.load_model import weight_files  # noqa: E402
 from tpde.integrations.diffusers.quantizer import TpdeQuantizer, belong  # noqa: E402
 from tpde.loading.footprint import FIXED_BYTES, plain_bytes  # noqa: E402
 from tpde.nn import PackedParameter, pack_module  # noqa: E402

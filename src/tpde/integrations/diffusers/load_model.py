@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from tpde.files.shards import read_index
 from tpde.files.weight_files import not_packed
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_dtype
+from tpde.integrations.diffusers.dtypes import expected_dtype
 from tpde.integrations.diffusers.streamed import planned
 from tpde.loading.assignment import place
 from tpde.loading.checkpoint_files import Checkpoint, Stored
@@ -213,11 +214,6 @@ def _main_dtype(specs: Mapping[str, TensorSpec]) -> torch.dtype:
         if dtype.is_floating_point:
             sizes[dtype] = sizes.get(dtype, 0) + spec.nbytes
     return max(sizes, key=lambda dtype: sizes[dtype], default=torch.get_default_dtype())
-
-
-def expected_dtype(kept: Collection[str] | None, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that diffusers gives a weight, by what a class keeps in 32 bits."""
-    return torch.float32 if set(kept or ()) & set(name.split(".")) else dtype
 
 
 def _compare(model: nn.Module, specs: Mapping[str, TensorSpec], folder: Path) -> None:

@@ -11,7 +11,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from tpde.errors import InvalidInput
 from tpde.format.constants import SUFFIX
 from tpde.integrations.diffusers.config import TpdeConfig
-from tpde.integrations.diffusers.load_model import expected_dtype
+from tpde.integrations.diffusers.dtypes import expected_dtype
 from tpde.loading.assignment import misshapen
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.loading.devices import checked_device, map_entry
