@@ -1,4 +1,4 @@
-"""Files of the repository that pages link to, as files of the site: pages and repository have the same links."""
+"""Files of the repository that pages link to, as files of the site: links are the same in both."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-_BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>.+?) -->\n)?^```(?P<kind>python|sh)\n(?P<code>.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<why>[^\n]+?) -->\n)?```(?P<kind>python|sh)\n(?P<code>.*?)^```$", re.M | re.S
+)
 
 
 class Block(NamedTuple):

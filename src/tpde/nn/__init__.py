@@ -1,4 +1,4 @@
-"""Modules that hold packed weights and decode them just in time: see docs/nn.md."""
+"""Modules that hold packed weights and decode them just in time: see docs/reference/packed-weights.md."""
 
 from tpde.nn.api import pack_module, plain_state_dict, unpack_module
 from tpde.nn.deltas import add_deltas
