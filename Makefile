@@ -51,7 +51,7 @@ lint: $(VENV)/.extra-test $(VENV)/.extra-lint $(VENV)/.package
 
 # The site, into build/site: warnings, such as broken links and anchors, are errors.
 docs: $(VENV)/.extra-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # SECONDS=7200 make fuzz: the long campaign. Needs clang with its sanitizers.
 fuzz:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,3 +28,11 @@ def on_files(files: Files, config: Any) -> Files:
         file.dest_uri = f"repository/{name.removesuffix('.md')}{'.html' if path.suffix == '.md' else ''}"
         files.append(file)
     return files
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Refuse pages that fetch anything from elsewhere."""
+    found = re.search(r'<(?:script|img|link)[^>]+="https?://[^"]+"', output)
+    if found:
+        raise PluginError(f"`{page.file.src_uri}` fetches from elsewhere: {found[0]}")
+    return output
