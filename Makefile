@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test mutants tools kernels test-large lint fuzz attack golden bench bench-gpu memcheck clean
+.PHONY: demo test mutants tools kernels test-large lint docs fuzz attack golden bench bench-gpu memcheck clean
 
 # One environment; each extra is installed once, the package itself again whenever its files changed.
 $(BIN)/python:
@@ -33,8 +33,8 @@ test: $(VENV)/.extra-test $(VENV)/.package
 mutants: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python -m tests.mutants $(if $(ONLY),--only $(ONLY))
 
-# What `kernels` and `lint` need, so that these can run at a time.
-tools: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.extra-lint $(VENV)/.package
+# What `kernels`, `lint` and `docs` need, so that these can run at a time.
+tools: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.extra-lint $(VENV)/.extra-docs $(VENV)/.package
 
 # Every kernel, compiled for every architecture; needs no GPU.
 kernels: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
@@ -48,6 +48,10 @@ lint: $(VENV)/.extra-test $(VENV)/.extra-lint $(VENV)/.package
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, into build/site: warnings, such as broken links and anchors, are errors.
+docs: $(VENV)/.extra-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # SECONDS=7200 make fuzz: the long campaign. Needs clang with its sanitizers.
 fuzz:

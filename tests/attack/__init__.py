@@ -1,1 +1,1 @@
-"""Attacks that go on: mutated files, failing system calls, kills, losses of power. See docs/security.md."""
+"""Attacks that go on: mutated files, failing system calls, kills, losses of power. See security.md."""

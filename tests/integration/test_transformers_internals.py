@@ -106,4 +106,4 @@ def test_nothing_else_is_used() -> None:
 def test_the_oldest_version_is_said_everywhere() -> None:
     least = ".".join(map(str, MIN_VERSION))
     assert f'"transformers>={least},<6"' in (ROOT / "pyproject.toml").read_text("utf-8")
-    assert f"transformers {least} or later" in (ROOT / "docs/run.md").read_text("utf-8")
+    assert f"transformers {least} or later" in (ROOT / "docs/guides/run.md").read_text("utf-8")

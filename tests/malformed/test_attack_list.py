@@ -1,4 +1,4 @@
-"""docs/security.md and the tests name the same attacks."""
+"""docs/reference/attacks.md and the tests name the same attacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-DOCUMENT = HERE.parent.parent / "docs" / "security.md"
+DOCUMENT = HERE.parent.parent / "docs" / "reference" / "attacks.md"
 
 
 def _tests() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Attacks on blobs: header, tables, index map and chunks (docs/security.md, A18 to A38)."""
+"""Attacks on blobs: header, tables, index map and chunks (docs/reference/attacks.md, A18 to A38)."""
 
 from __future__ import annotations
 

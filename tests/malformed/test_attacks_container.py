@@ -1,4 +1,4 @@
-"""Attacks on the container (docs/security.md, A1 to A17)."""
+"""Attacks on the container (docs/reference/attacks.md, A1 to A17)."""
 
 from __future__ import annotations
 

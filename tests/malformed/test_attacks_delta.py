@@ -1,4 +1,4 @@
-"""Attacks on deltas (docs/security.md, A65 to A70)."""
+"""Attacks on deltas (docs/reference/attacks.md, A65 to A70)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks on directories, destinations and pickles (docs/security.md, A39 to A46)."""
+"""Attacks on directories, destinations and pickles (docs/reference/attacks.md, A39 to A46)."""
 
 from __future__ import annotations
 

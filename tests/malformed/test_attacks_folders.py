@@ -1,4 +1,4 @@
-"""Attacks on what is in directories, and on where they go (docs/security.md, A55 to A64)."""
+"""Attacks on what is in directories, and on where they go (docs/reference/attacks.md, A55 to A64)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks by what is named as input, and by what only looks like a file (docs/security.md, A47 to A54)."""
+"""Attacks by what is named as input, and by what only looks like a file (attacks.md, A47 to A54)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from .mutant import ROOT, Mutant
 
 # What tests read beside the package; the rest of the repository is of no use to them.
 _PARTS = ("src", "csrc", "tests", "docs", "benchmarks", "examples", "pyproject.toml", "CMakeLists.txt")
-_FILES = ("README.md", "constraints.txt", "Makefile", "CONTRIBUTING.md", "CHANGELOG.md")
+_FILES = ("README.md", "constraints.txt", "Makefile", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml")
 _LIBRARY = "src/tpde/libtpde.so"
 # As in CMakeLists.txt, but for -O3, which takes three times as long to compile and changes no result.
 _FLAGS = ["-std=gnu11", "-O1", "-fPIC", "-fvisibility=hidden", "-pthread"]

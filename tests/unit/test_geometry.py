@@ -1,4 +1,4 @@
-"""How warps share a block's memory (docs/gpu.md): what is chosen for packed weights, and at every limit."""
+"""How warps share a block's memory (gpu-decode.md): what is chosen for packed weights, and at every limit."""
 
 from __future__ import annotations
 

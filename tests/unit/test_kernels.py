@@ -187,7 +187,7 @@ def item(packed: Packed) -> items.Item:
 
 @functools.cache
 def weights(layout: str) -> Packed:
-    """Weights of rows that differ in scale, as docs/gpu.md measures them: 512 chunks, or one if small."""
+    """Weights of rows that differ in scale, as gpu-decode.md measures them: 512 chunks, or one if small."""
     draw = np.random.default_rng(5)
     shape = (4, 1024) if layout == "BF16 small" else (1024, 4096)
     rows = draw.standard_normal(shape) * (0.02 * np.exp(0.3 * draw.standard_normal((shape[0], 1))))

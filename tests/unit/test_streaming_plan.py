@@ -320,7 +320,7 @@ def test_units_that_no_kernel_streams_stay_on_the_device():
 
 
 def test_predictions_meet_measurements():
-    """On an H200, with a host of 37 us a call: see docs/streaming.md."""
+    """On an H200, with a host of 37 us a call: see docs/notes/prediction.md."""
     assert plan(80 << 30).seconds == pytest.approx(15.5e-3, rel=0.15)
     packed = make_plan(LLAMA, NEEDS, int(11.3 * 2**30), None, RATES, calls=421)
     assert len(packed.units(Placement.PACKED)) >= 30

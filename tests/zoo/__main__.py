@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .architecture import DTYPES
-from .report import label, libraries, page, summary
+from .report import label, libraries, pages, summary
 from .runner import FLOW, Result, Task, keep, kept, run, warm
 
 
@@ -32,7 +32,7 @@ def main() -> int:
         "--flow", metavar="NAME", nargs="*", choices=FLOWS, help="these flows, or all of them"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--out", type=Path, help="write a page of the results")
+    parser.add_argument("--out", type=Path, help="write the results as a page, and flows as one beside it")
     parser.add_argument(
         "--results",
         type=Path,
@@ -72,7 +72,8 @@ def main() -> int:
     results = [ended[task] for task in tasks]
     print(summary(results), f"{time.monotonic() - start:.0f} s")
     if options.out:
-        options.out.write_text(page(results))
+        for path, text in pages(results, options.out).items():
+            path.write_text(text)
     return int(any(result.status == "fail" for result in results))
 
 

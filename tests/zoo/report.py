@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from .runner import FLOW, Result, Task
 
@@ -33,22 +34,27 @@ def summary(results: Iterable[Result]) -> str:
     )
 
 
-def page(results: list[Result]) -> str:
-    """Give a page in Markdown: tables, failures with their reasons, what plain models do not do."""
+def pages(results: list[Result], out: Path) -> dict[Path, str]:
+    """Give pages in Markdown by their paths: of architectures `out`, of flows one beside it."""
     checked = [result for result in results if result.task.check != FLOW]
     flows = [result for result in results if result.task.check == FLOW]
+    made = {}
+    if checked:
+        made[out] = _page("The zoo", results, _matrix(checked))
+    if flows:
+        made[out.with_stem(f"{out.stem}-flows")] = _page("The zoo's flows", results, _flows(flows))
+    return made
+
+
+def _page(title: str, results: list[Result], tables: list[str]) -> str:
     lines = [
-        "# The zoo",
+        f"# {title}",
         "",
         "Tiny random models, packed and plain side by side, compared bit by bit on the CPU. "
-        "`python -m tests.zoo --out docs/zoo.md` writes this page.",
+        "`python -m tests.zoo --out docs/notes/zoo.md` writes this page.",
         "",
         f"With {'; and some with '.join(_libraries(results))}.",
-        "",
-        "`yes`: every bit as the plain model's. **no**: see the reasons below. `-`: the plain model does not "
-        "do it either, or not twice the same way.",
-        *_matrix(checked),
-        *_flows(flows),
+        *tables,
     ]
     return "\n".join(lines) + "\n"
 
@@ -72,24 +78,39 @@ def _matrix(results: list[Result]) -> list[str]:
     from .architectures import ARCHITECTURES
     from .checks import CHECKS
 
-    if not results:
-        return []
     names = list(dict.fromkeys(result.task.name for result in results))
     dtypes = list(dict.fromkeys(result.task.dtype for result in results))
     checks = [check for check in CHECKS if any(result.task.check == check for result in results)]
     found = {(it.task.name, it.task.check, it.task.dtype): it for it in results}
     lines = [
         "",
-        "## Architectures",
-        "",
         f"{len(names)} architectures in {', '.join(dtypes)}: {summary(results)}",
         "",
-        *(f"- `{check}`: {(CHECKS[check].__doc__ or '').strip().splitlines()[0]}" for check in checks),
+        "## What is checked",
         "",
-        "| architecture | family | " + " | ".join(checks) + " |",
-        "| --- | --- |" + " --- |" * len(checks),
+        *(f"- `{check}`: {(CHECKS[check].__doc__ or '').strip().splitlines()[0]}" for check in checks),
     ]
+    same = {name for name in names if all(it.status == "ok" for it in results if it.task.name == name)}
+    if same:
+        lines += ["", "## Every bit as plain, in every check", ""]
+    families = list(dict.fromkeys(ARCHITECTURES[name].family for name in names if name in same))
+    for family in families:
+        some_names = [name for name in names if name in same and ARCHITECTURES[name].family == family]
+        lines += [f"- **{family}** ({len(some_names)}): {', '.join(some_names)}"]
+    if len(same) < len(names):
+        lines += [
+            "",
+            "## The others",
+            "",
+            "`yes`: every bit as the plain model's. **no**: see the reasons below. `-`: the plain model does "
+            "not do it either, or not twice the same way.",
+            "",
+            "| architecture | family | " + " | ".join(checks) + " |",
+            "| --- | --- |" + " --- |" * len(checks),
+        ]
     for name in names:
+        if name in same:
+            continue
         cells = []
         for check in checks:
             some = [(dtype, found[name, check, dtype]) for dtype in dtypes if (name, check, dtype) in found]
@@ -104,32 +125,38 @@ def _matrix(results: list[Result]) -> list[str]:
     ):
         some = [result for result in results if result.status == status]
         if some:
-            lines += ["", f"### {title}", "", *_listed(some)]
+            lines += ["", f"## {title}", "", *_listed(some)]
     return lines
 
 
 def _flows(results: list[Result]) -> list[str]:
-    if not results:
-        return []
-    lines = [
-        "",
-        "## Flows",
-        "",
-        f"{len(results)} things that users do with a model: {summary(results)}",
-        "",
-        "| flow | | why |",
-        "| --- | --- | --- |",
+    same = [it.task.name for it in results if it.status == "ok"]
+    lines = ["", f"{len(results)} things that users do with a model: {summary(results)}"]
+    if same:
+        lines += ["", "## As on the plain model", "", ", ".join(f"`{name}`" for name in same)]
+    if len(same) < len(results):
+        lines += ["", "## The others", "", "| flow | | why |", "| --- | --- | --- |"]
+    return [
+        *lines,
+        *(
+            f"| {it.task.name} | {_SIGNS[it.status]} | {_escaped(it.reason)} |"
+            for it in results
+            if it.status != "ok"
+        ),
     ]
-    return [*lines, *(f"| {it.task.name} | {_SIGNS[it.status]} | {_escaped(it.reason)} |" for it in results)]
 
 
 def _listed(results: list[Result]) -> list[str]:
-    """One line for each architecture and check, its dtypes together where the reason is the same."""
-    same: dict[tuple[str, str, str], list[str]] = {}
+    """One line for each architecture, its checks and dtypes together where the reason is the same."""
+    same: dict[tuple[str, str], dict[str, list[str]]] = {}
     for result in results:
-        key = (result.task.name, result.task.check, _escaped(result.reason))
-        same.setdefault(key, []).append(result.task.dtype)
-    return [f"- {name}, {check}, {', '.join(dtypes)}: {why}" for (name, check, why), dtypes in same.items()]
+        checks = same.setdefault((result.task.name, _escaped(result.reason)), {})
+        checks.setdefault(result.task.check, []).append(result.task.dtype)
+    lines = []
+    for (name, why), checks in same.items():
+        where = (f"{check} ({', '.join(dtypes)})" for check, dtypes in checks.items())
+        lines.append(f"- {name}: {', '.join(where)}: {why}")
+    return lines
 
 
 def _escaped(reason: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")
@@ -11,7 +13,7 @@ pytest.importorskip("diffusers", reason="needs diffusers")
 from zoo.architectures import ARCHITECTURES
 from zoo.checks import CHECKS, applies
 from zoo.flows import FLOWS
-from zoo.report import page
+from zoo.report import pages
 from zoo.runner import FLOW, Result, Task, do, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of other libraries
@@ -95,7 +97,9 @@ def test_a_process_that_dies_is_a_failure_and_not_the_end(monkeypatch: pytest.Mo
     found = run(tasks, 2, seen.append)
     assert [(it.status, it.reason) for it in found] == [("fail", "the process died of SIGKILL"), ("ok", "")]
     assert sorted(it.task.name for it in seen) == ["dies", "lives"]
-    assert "| dies | **no** | the process died of SIGKILL |" in page(found)
+    (text,) = pages(found, Path("zoo.md")).values()
+    assert "| dies | **no** | the process died of SIGKILL |" in text
+    assert "`lives`" in text
 
 
 def test_what_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Kernels as source, compiled at first use, launched on the caller's stream (docs/architecture.md)."""
+"""Kernels as source, compiled at first use, launched on the caller's stream (docs/notes/architecture.md)."""

@@ -117,7 +117,7 @@ class Fit(NamedTuple):
 def geometry(wanted: Need, shared_bytes: int, chunks: int = 0) -> Geometry:
     """Choose how to launch.
 
-    Measured on an H200 (docs/gpu.md): 24 warps, or 16 where a chunk has more than 16 KiB, with the largest
+    Measured on an H200 (gpu-decode.md): 24 warps, or 16 where a chunk has more than 16 KiB, with the largest
     windows; of similar numbers of warps, the one whose last round is fullest. Chunks for one round get a warp
     each, of at least 8, and nothing is staged ahead. Where shared memory is small: as many warps as registers
     allow, coded planes passing through rings if staging them leaves fewer.

@@ -22,7 +22,7 @@ from tpde.nn.routing import routes
 from tpde.nn.tiles import least_tile_bytes
 from tpde.planning.units import Unit
 
-TABLES_BYTES = 16 << 10  # expanded tables of a tensor on a GPU (docs/gpu.md)
+TABLES_BYTES = 16 << 10  # expanded tables of a tensor on a GPU (docs/notes/gpu-decode.md)
 DESCRIPTOR_BYTES = 2 << 10  # of a tensor's pieces: a few of 136 bytes each
 EXPERT_BYTES = 512  # of an expert's pieces in a fused weight
 TILE_BYTES = 16 << 20  # smaller tiles of a matrix spend more on launches than on copies

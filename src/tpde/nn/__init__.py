@@ -1,4 +1,4 @@
-"""Modules that hold packed weights and decode them just in time: see docs/nn.md."""
+"""Modules that hold packed weights and decode them just in time: see docs/reference/packed-weights.md."""
 
 from tpde.nn.kernels import set_kernels
 from tpde.nn.modules import PackedModule

@@ -86,7 +86,7 @@ class Deltas:
             One of `model.tpde_deltas.names`; None for the base. Of a list, each is for one row of a batch:
             then `model(...)`, and `model.generate(...)` of transformers, take batches of so many rows, are
             called once for each delta with its rows, and give the results in the order of the rows. See
-            docs/run.md for what they take.
+            docs/guides/several-fine-tunes.md for what they take.
 
         Raises
         ------

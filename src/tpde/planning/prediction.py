@@ -1,4 +1,4 @@
-"""How long a token takes: one forward pass of one token, all weights being read once (docs/streaming.md)."""
+"""How long a token takes: one forward pass of one token, all weights being read once (prediction.md)."""
 
 from __future__ import annotations
 

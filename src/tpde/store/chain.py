@@ -1,4 +1,4 @@
-"""The files of a checkpoint store: each step a delta on an earlier one, or on nothing (checkpoints.md 1)."""
+"""The files of a checkpoint store: each a delta on an earlier step, or on nothing (checkpoint-store.md)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StepFile(NamedTuple):
 
     @property
     def tree(self) -> str:
-        """The text of its state (checkpoints.md 2)."""
+        """The text of its state (checkpoint-store.md 2)."""
         return self.container.metadata[TREE]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of training: each step as what changed since the step before (docs/checkpoints.md)."""
+"""Checkpoints of training: each step as what changed since the step before (checkpoint-store.md)."""
 
 from __future__ import annotations
 
@@ -467,7 +467,7 @@ class CheckpointStore:
             Which.
         directory : path-like
             A new folder: for each key of the state that has tensors a plain safetensors file of that name,
-            and all else as `state.json` (docs/checkpoints.md 3).
+            and all else as `state.json` (docs/reference/checkpoint-store.md 3).
         force : bool
             Replace a folder that an export wrote.
 

@@ -1,4 +1,4 @@
-"""A state of training as files that other tools read (docs/checkpoints.md 3)."""
+"""A state of training as files that other tools read (docs/reference/checkpoint-store.md 3)."""
 
 from __future__ import annotations
 

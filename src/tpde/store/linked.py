@@ -1,4 +1,4 @@
-"""Steps of a store that small files stand for: trainers know checkpoints by paths (docs/checkpoints.md 4)."""
+"""Steps of a store that small files stand for: trainers know checkpoints by paths (guides/trainers.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of training, trees of tensors and numbers, as tensors by name and a text (docs/checkpoints.md 2)."""
+"""States of training, trees of tensors and numbers, as tensors by name and a text (checkpoint-store.md 2)."""
 
 from __future__ import annotations
 

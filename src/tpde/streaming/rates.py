@@ -27,7 +27,7 @@ COPY_BYTES = 256 << 20  # of one copy: larger ones are no faster
 REPEATS = 5
 DECODE_SHARE = 0.48  # of the memory's rate: 2.0 of 4.2 TB/s of bf16 on an H200
 MODEL_SHARE = 1.15  # models' own code takes more than that of the layers here: 43 to 45 us a call, not 38.5
-CALL_SECONDS = 42e-6  # of hosts with an H200: 31 to 54 us (docs/streaming.md)
+CALL_SECONDS = 42e-6  # of hosts with an H200: 31 to 54 us (docs/notes/prediction.md)
 LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits for the host
 # Seconds of it, some 120 passes, at each of three times, of which the fastest counts: hosts with other work
 # take up to twice as long for seconds on end, and one second of it was up to 45 % off from tokens soon after.

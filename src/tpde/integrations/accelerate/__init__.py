@@ -1,4 +1,4 @@
-"""Models that `Accelerator.save_state` saves, in a store (docs/checkpoints.md 4).
+"""Models that `Accelerator.save_state` saves, in a store (docs/guides/trainers.md).
 
 >>> from accelerate import Accelerator  # doctest: +SKIP
 >>> from tpde.integrations.accelerate import store_checkpoints  # doctest: +SKIP

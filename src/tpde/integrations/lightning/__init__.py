@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning's `Trainer` in a store (docs/checkpoints.md 4).
+"""Checkpoints of Lightning's `Trainer` in a store (docs/guides/trainers.md).
 
 >>> from lightning.pytorch import Trainer  # doctest: +SKIP
 >>> from tpde.integrations.lightning import StoredCheckpointIO  # doctest: +SKIP

@@ -110,7 +110,7 @@ def from_pretrained(
     Outputs are those of the plain model, bit for bit, unless `kernels="fused"` is asked for. Neither host
     nor device ever holds the plain weights: device memory is that of the packed ones and of one transformer
     block. With `vram`, it is no more than that, whatever the size of the model: what does not fit stays in
-    host memory, or in its files, and is copied to the device while the model computes (docs/streaming.md).
+    host memory, or in its files, and is copied to the device while the model computes.
 
     Parameters
     ----------

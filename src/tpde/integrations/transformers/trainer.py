@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' `Trainer` in a store (docs/checkpoints.md 4)."""
+"""Checkpoints of transformers' `Trainer` in a store (docs/guides/trainers.md)."""
 
 from __future__ import annotations
 

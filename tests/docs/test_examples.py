@@ -1,0 +1,75 @@
+"""What guides tell readers to run runs, page by page, in the order of the page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import DOCS, ROOT, blocks
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # those of libraries are not the pages'
+    pytest.mark.usefixtures("place"),
+]
+
+PAGES = sorted(
+    it.relative_to(ROOT).as_posix()
+    for it in (
+        ROOT / "README.md",
+        *DOCS.glob("*.md"),
+        *DOCS.glob("guides/*.md"),
+        *DOCS.glob("reference/*.md"),
+    )
+    if it.name not in ("practice.md", "install.md")  # a fixture runs the one, the other installs
+)
+
+
+# What the small models have learnt, and pages make them say.
+SAID = {
+    "docs/index.md": ["carries 2.6 bits."],
+    "docs/guides/run.md": ["carries 2.6 bits."] * 4,
+    "docs/guides/fused.md": ["carries 2.6 bits."] * 2,
+    "docs/guides/several-fine-tunes.md": ["two make four.", "must be kept.", "carries 2.6 bits."],
+    "docs/guides/requests.md": ["two make four.", "carries 2.6 bits.", "must be kept."],
+    "docs/guides/fine-tune.md": [" is right."],
+}
+
+
+@pytest.fixture
+def place(practice: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the small models in it, and nothing else."""
+    for it in practice.iterdir():
+        if it.is_dir():
+            shutil.copytree(it, tmp_path / it.name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # one way for all machines
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {"__name__": "page"}
+    said = ""
+    for it in blocks(ROOT / page):
+        if it.not_run:
+            continue
+        if it.kind == "python":
+            # Errors name the page and the line.
+            exec(compile("\n" * (it.line - 1) + it.code, page, "exec"), names)
+            said += capsys.readouterr().out
+        else:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", it.code], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{page}:{it.line}\n{it.code}\n{done.stdout}\n{done.stderr}"
+            said += done.stdout
+    at = 0
+    for text in SAID.get(page, ()):  # one after the other
+        assert text in said[at:], said
+        at = said.index(text, at) + len(text)
