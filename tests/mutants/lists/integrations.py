@@ -580,7 +580,7 @@ MUTANTS = (
     ),
     mutant(
         "modules-kept-in-32-bits",
-        "integrations/diffusers/load_model.py",
+        "integrations/diffusers/dtypes.py",
         "return torch.float32 if set(kept or ()) & set(name.split(",
         "return dtype if set(kept or ()) & set(name.split(",
         "what a class keeps in 32 bits is cast",
