@@ -192,3 +192,13 @@ def test_versions_on_the_page_are_those_of_the_project() -> None:
         assert found is not None
         assert said.format(*found.groups()) in text
     assert f"Python {project['requires-python'].removeprefix('>=')} or later" in text
+
+
+def test_the_rooms_on_the_page_are_those_that_the_linter_holds() -> None:
+    """From the table's bottom to its top, as the contract has them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (it["layers"] for it in contracts if "tpde.cli" in it["layers"])
+    rows = re.findall(r"^\| (`tpde\.[^|]+) \|", _text("notes/architecture.md"), re.MULTILINE)
+    assert [set(re.findall(r"tpde\.\w+", row)) for row in rows] == [
+        set(re.findall(r"tpde\.\w+", layer)) for layer in reversed(layers)
+    ]
