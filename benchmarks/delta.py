@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 # ---- states
 
 
-def train(width: int, warm: int) -> Iterator[tuple[float, dict[str, Pairs]]]:
+def train(width: int, warm: int, rates: Sequence[float]) -> Iterator[tuple[float, dict[str, Pairs]]]:
     """Train a small GPT, and give the states one step apart at each learning rate."""
     import torch
 
@@ -69,7 +69,7 @@ def train(width: int, warm: int) -> Iterator[tuple[float, dict[str, Pairs]]]:
         loss = step()
         if i % 50 == 49:
             note(f"step {i + 1}: loss {loss:.3f}")
-    for rate in RATES:
+    for rate in rates:
         training.set_rate(rate)
         for _ in range(5):
             step()
@@ -214,6 +214,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pair", action="append", default=[], metavar="NAME:BASE:TARGET[:BAR]")
     parser.add_argument("--width", type=int, default=192, help="of the model that is trained")
     parser.add_argument("--warm", type=int, default=200, help="steps before the first state")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates")
     parser.add_argument("--mib", type=int, default=64, help="size of the tensor whose speed is measured")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--plot", type=Path, help="draw ratios against the share that changed")
@@ -222,7 +223,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, page: Page) -> None:
     """Train, then measure one case after the other."""
     cases = [Case("origin, 768x2304 fp32", origin(), bar=ORIGIN_BAR)]
-    for rate, states in train(options.width, options.warm):
+    for rate, states in train(options.width, options.warm, options.rates):
         for kind, pairs in states.items():
             changed = sum(int((a != b).sum()) for _, a, b in pairs) / sum(a.size for _, a, _ in pairs)
             times = 1.0 if kind != "bf16" else 1.3 if changed <= 0.1 else 1.05

@@ -146,7 +146,7 @@ class Hashing:
         import torch
 
         self.sums()
-        self._beside.wait_stream(torch.cuda.currentstream())
+        self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside):
             self.chain()
 
@@ -154,7 +154,7 @@ class Hashing:
         """Wait for them."""
         import torch
 
-        torch.cuda.currentstream().wait_stream(self._beside)
+        torch.cuda.current_stream().wait_stream(self._beside)
         return self._digests.results(self._scratch[: self._digests.found_bytes].cpu().numpy())
 
 

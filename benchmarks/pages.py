@@ -128,13 +128,13 @@ def run(options: argparse.Namespace, page: Page) -> None:
     """Bring the file in by all ways, in turns."""
     from tpde.io.sources import FileSource
 
-    libc, size = Libc(), int(options.gib * 2**30)
+    libc = Libc()
     took: dict[str, list[float]] = {name: [] for name, _, _ in WAYS}
     waited: dict[str, list[float]] = {name: [] for name, _, _ in WAYS}
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="tpde-pages-") as folder:
         path, block = Path(folder) / "file", bytes(range(256)) * (1 << 16)
         with path.open("wb") as file:
-            for _ in range(size // len(block)):
+            for _ in range(int(options.gib * 2**30) // len(block)):
                 file.write(block)
         source = FileSource(path)
         for turn in range(options.runs + 1):
@@ -145,6 +145,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
                     took[name].append(seconds)
                     waited[name] += found
         source.close()
+        size = source.size
     rows = []
     for name, found in waited.items():
         found.sort()

@@ -88,7 +88,7 @@ class Page:
     def __init__(
         self, title: str, facts: Mapping[str, str], out: Path | None = None, json: Path | None = None
     ) -> None:
-        self.title, self.facts, self.data = title, dict(facts), None
+        self.title, self.facts = title, dict(facts)
         self._out, self._json = out, json
         self.clear()
 
