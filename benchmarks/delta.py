@@ -8,6 +8,7 @@ directories or files. The peers' figures leave out names and headers; ours are t
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from tpde.store.patching import diff, patch
 
 TITLE = "Deltas of training steps"
 RATES = (1e-6, 1e-5, 1e-4, 1e-3)
-ORIGIN_BAR = 10.5
+ORIGIN, ORIGIN_BAR = (768, 2304), 10.5
 SPEED_BARS = {"make": 0.5, "apply": 1.0, "make, fast": 2.0, "apply, fast": 4.0}
 
 
@@ -88,7 +89,7 @@ def train(width: int, warm: int, rates: Sequence[float]) -> Iterator[tuple[float
 def origin() -> Pairs:
     """The prototypes' own case: a tenth of a layer's weights moved."""
     draw = np.random.default_rng(0)
-    old = (0.02 * draw.standard_normal(768 * 2304)).astype(np.float32)
+    old = (0.02 * draw.standard_normal(math.prod(ORIGIN))).astype(np.float32)
     new, places = old.copy(), draw.random(old.size) < 0.1
     new[places] += (0.01 * draw.standard_normal(int(places.sum()))).astype(np.float32)
     return [("F32", old.view(np.uint32), new.view(np.uint32))]
@@ -222,7 +223,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, page: Page) -> None:
     """Train, then measure one case after the other."""
-    cases = [Case("origin, 768x2304 fp32", origin(), bar=ORIGIN_BAR)]
+    cases = [Case("origin, {}x{} fp32".format(*ORIGIN), origin(), bar=ORIGIN_BAR)]
     for rate, states in train(options.width, options.warm, options.rates):
         for kind, pairs in states.items():
             changed = sum(int((a != b).sum()) for _, a, b in pairs) / sum(a.size for _, a, _ in pairs)
