@@ -66,12 +66,12 @@ golden: $(VENV)/.extra-test $(VENV)/.package
 
 bench: $(VENV)/.extra-bench $(VENV)/.package
 	missed=0; for name in startup ratio codec delta windows partial memory; do \
-	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
+	  $(BIN)/python -m benchmarks $$name --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
 
 # Needs an NVIDIA GPU of compute capability 8.0 or later.
 bench-gpu: $(VENV)/.extra-nvcomp $(VENV)/.extra-bench $(VENV)/.package
 	missed=0; for name in compile gpu_decode origin generate; do \
-	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
+	  $(BIN)/python -m benchmarks $$name --out benchmarks/results/$$name.md || missed=1; done; exit $$missed
 
 # Needs a GPU and compute-sanitizer, of NVIDIA's toolkit: kernels must not touch what is not theirs, whatever the bytes.
 memcheck: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package

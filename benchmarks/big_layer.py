@@ -1,7 +1,5 @@
 """One linear layer larger than the card's budget: 40e9 bf16 weights, 80 GB, through 16 GiB.
 
-    python benchmarks/big_layer.py [--fit [--pack-seconds 30]] [--host mapped arena] [--dir /dev/shm]
-
 The weight is made on the GPU tile by tile and packed piece by piece into a file in memory (54 GB). It is then
 used with a second process holding all of the card but the budget. Four of the tiles in which it is used are
 made again: their bits are compared with those of the packed file, and `F.linear` of them with the output.
@@ -9,23 +7,23 @@ made again: their bits are compared with those of the packed file, and `F.linear
 
 from __future__ import annotations
 
-import json
+import argparse
 import random
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from _gpu import need_cuda, reason
-from _hold import Holder
-from _machine import arguments, emit, header, note, table, verdict
-from _matrix import NAME, PACKED_SHARE, fitting, matrix_class, room, tile, tile_rows, write
-from _model import import_everything
-from _rows import rows, tell
+from benchmarks.data.llama import import_everything
+from benchmarks.data.matrix import NAME, PACKED_SHARE, fitting, matrix_class, room, tile, tile_rows, write
+from benchmarks.harness.card import Holder, Use
+from benchmarks.harness.gpu import copy_rate, device, give_back, need_cuda, wait
+from benchmarks.harness.machine import gpu
+from benchmarks.harness.processes import guarded, rows, tell, told
+from benchmarks.harness.report import Page, gib, note
 
+TITLE = "A layer larger than its budget"
 BAR = 1.1  # times packed bytes over the copy rate
 CHECKED = 4  # tiles
 TOKENS = 16
@@ -40,13 +38,9 @@ def same(a: Any, b: Any) -> bool:
 
 def make(given: dict[str, Any]) -> None:
     """Pack the layer."""
-    import torch
-    from _offload import copy_rate
-
     need_cuda()
-    tell(head=header("A layer larger than its budget", gpu=True))
-    if torch.cuda.is_available():
-        tell(rate=copy_rate())
+    tell(gpu=gpu())
+    tell(rate=copy_rate())
     folder, count, width = Path(given["folder"]), given["rows"], given["columns"]
     if given["fit"]:
         count = fitting(folder, count, width, given["seed"], given["pack_seconds"])
@@ -60,17 +54,14 @@ def make(given: dict[str, Any]) -> None:
 def use(given: dict[str, Any]) -> None:
     """Load it under the budget, time it, check it."""
     import torch
-    from _hold import Use
-    from _model import device, wait
 
     import tpde
     from tpde.nn.tiles import Tile, row_tiles
 
     width = given["columns"]
-    taken = Use(given["holder"]) if torch.cuda.is_available() else None
-    if taken is not None:
-        taken.limit(int(given["vram"] * 2**30))
-        taken.watch()
+    taken = Use(given["holder"])
+    taken.limit(int(given["vram"] * 2**30))
+    taken.watch()
     start = time.perf_counter()
     model = tpde.from_pretrained(
         given["folder"],
@@ -92,8 +83,7 @@ def use(given: dict[str, Any]) -> None:
             wait()
             took.append(time.perf_counter() - start)
             note(f"run {run}: {took[-1]:.3f} s")
-    if taken is not None:
-        taken.pause()
+    taken.pause()
     inputs, output = inputs.cpu(), output.cpu()
     plan = next(iter(model.tpde_streamer.plans.values()))
     packed = model.linear.weight.packed
@@ -103,16 +93,15 @@ def use(given: dict[str, Any]) -> None:
         "load_s": load_s,
         "seconds": statistics.median(took[1:]),
         "first_s": took[0],
-        "peak": 0 if taken is None else taken.peak,
+        "peak": taken.peak,
         "predicted_s": plan.seconds,
         "workspace": plan.workspace,
     }
     tell(used=found)
     model.tpde_streamer.close()
     del model
-    if taken is not None:
-        torch.cuda.empty_cache()
-        taken.release()
+    torch.cuda.empty_cache()
+    taken.release()
     check(given, inputs.to(device()), output, used or [Tile(0, given["rows"])])
 
 
@@ -136,73 +125,59 @@ def check(given: dict[str, Any], inputs: Any, output: Any, used: list[Any]) -> N
         outputs = same(functional.linear(inputs, fresh).cpu(), output[..., begin:end])
         tell(tile=[begin, end], weights=same(stored.to(fresh.device), fresh), outputs=outputs)
         del fresh, stored
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        give_back()
 
 
-def lines_of(
-    options: Any, made: dict[str, Any], rate: float, found: list[dict[str, Any]]
-) -> tuple[list[list[str]], bool]:
-    """What was found with one kind of host memory, and whether the bars are met."""
-    used = next((row["used"] for row in found if "used" in row), None)
-    checked = [row for row in found if "tile" in row]
-    lines, met = [], bool(used and checked) and not any("problem" in row for row in found)
+def lines_of(options: Any, made: dict[str, Any], rate: float, found: list[dict[str, Any]], page: Page) -> Any:
+    """What was found with one kind of host memory: what, found, at most, and whether that is met."""
+    used, checked = told(found, "used"), [row for row in found if "tile" in row]
+    if not (used and checked):
+        page.judge(False, "used and checked")
     if used and rate:
         allowed = BAR * made["packed"] / rate
-        lines.append(
-            ["seconds", f"{used['seconds']:.3f}", f"{allowed:.3f}", verdict(used["seconds"] <= allowed)]
-        )
-        held = used["peak"] <= options.vram * 2**30
-        lines.append(["card peak, GiB", f"{used['peak'] / 2**30:.2f}", f"{options.vram:g}", verdict(held)])
-        met = met and held and used["seconds"] <= allowed
+        met = page.judge(used["seconds"] <= allowed, "seconds")
+        yield "seconds", f"{used['seconds']:.3f}", f"{allowed:.3f}", met
+        met = page.judge(used["peak"] <= options.vram * 2**30, "card peak")
+        yield "card peak, GiB", gib(used["peak"]), f"{options.vram:g}", met
     for row in checked:
-        good = row["weights"] and row["outputs"]
         what = f"weights {'equal' if row['weights'] else 'DIFFER'}, output "
         what += "equal" if row["outputs"] else "DIFFERS"
         begin, end = row["tile"]
-        lines.append([f"rows {begin} to {end - 1}", what, "equal", verdict(good)])
-        met = met and good
-    lines += [["problem", row["problem"], "", verdict(False)] for row in found if "problem" in row]
+        met = page.judge(row["weights"] and row["outputs"], "bits")
+        yield f"rows {begin} to {end - 1}", what, "equal", met
+    yield from (
+        ("problem", it["problem"], "", page.judge(False, "problem")) for it in found if "problem" in it
+    )
     if used:
-        lines.append(["load, s", f"{used['load_s']:.2f}", "", ""])
-        lines.append(["first run, s", f"{used['first_s']:.3f}", "", ""])
-        lines.append(["predicted with typical rates, s", f"{used['predicted_s']:.3f}", "", ""])
-        lines.append(["tiles, MiB", f"{used['workspace'] / 2**20:.0f}", "", ""])
-    return lines, met
+        yield "load, s", f"{used['load_s']:.2f}", "", ""
+        yield "first run, s", f"{used['first_s']:.3f}", "", ""
+        yield "predicted with typical rates, s", f"{used['predicted_s']:.3f}", "", ""
+        yield "tiles, MiB", f"{used['workspace'] / 2**20:.0f}", "", ""
 
 
-def report(
-    head: str, options: Any, made: dict[str, Any], rate: float, found: dict[str, list[dict[str, Any]]]
-) -> tuple[str, bool]:
-    """The text, and whether the bars are met with each kind of host memory."""
-    several = {host: lines_of(options, made, rate, rows_) for host, rows_ in found.items()}
-    about = (
+def draw(
+    page: Page, options: Any, made: dict[str, Any], rate: float, found: dict[str, list[dict[str, Any]]]
+) -> None:
+    """All of it so far."""
+    page.clear()
+    page.say(
         f"One `nn.Linear` of {made['rows']} x {options.columns} bf16 weights, {made['plain'] / 1e9:.2f} GB, "
         f"packed {made['packed'] / 1e9:.2f} GB, made and packed in {made['pack_s']:.1f} s, in "
-        f"{options.vram:g} GiB; copy rate {rate / 1e9:.1f} GB/s"
+        f"{options.vram:g} GiB; copy rate {rate / 1e9:.1f} GB/s."
     )
-    lines = [[host, *line] for host, (them, _) in several.items() for line in them]
-    met = bool(several) and all(it for _, it in several.values())
-    return f"{head}\n{about}.\n\n" + table(["host memory", "what", "found", "at most", ""], lines), met
+    lines = [
+        [host, *line] for host, them in found.items() for line in lines_of(options, made, rate, them, page)
+    ]
+    page.table(["host memory", "what", "found", "at most", ""], lines)
 
 
 def perform(task: str, given: dict[str, Any]) -> None:
     """Do a task in this process."""
-    try:
-        {"make": make, "use": use}[task](given)
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        tell(problem=reason(error))
+    guarded({"make": make, "use": use}, task, given)
 
 
-def main() -> int:
-    """Parse the command line, run, print."""
-    if sys.argv[1:2] == ["--task"]:
-        perform(sys.argv[2], json.loads(sys.argv[3]))
-        return 0
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--columns", type=int, default=200_000)
     parser.add_argument("--vram", type=float, default=16, help="GiB")
@@ -213,35 +188,29 @@ def main() -> int:
     parser.add_argument("--fit", action="store_true", help="fewer rows, where there is not room for all")
     parser.add_argument("--pack-seconds", type=float, help="with --fit: fewer rows, if packing takes longer")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each process")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Make the layer, then use it with each kind of host memory; the page grows with each row."""
     import_everything()  # once; processes are forks of this one, which leaves the GPU alone
     import tpde.integrations.transformers.streamed  # noqa: F401
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="tpde-layer-", dir=options.dir) as folder, Holder() as holder:
         given = {"folder": folder, "rows": options.rows, "columns": options.columns, "seed": options.seed}
         given |= {"vram": options.vram, "runs": options.runs, "fit": options.fit}
         given |= {"pack_seconds": options.pack_seconds, "holder": holder.ends}
-        first = list(rows(__file__, "make", given, options.limit, perform))
-        head = next((row["head"] for row in first if "head" in row), "")
-        made = next((row["made"] for row in first if "made" in row), None)
+        first = list(rows(perform, "make", given, options.limit))
+        made, page.facts["GPU"] = told(first, "made"), told(first, "gpu", "")
         if made is None:
             raise SystemExit(f"error: the layer could not be packed: {first}")
-        rate = max((row["rate"] for row in first if "rate" in row), default=0.0)
-        found: dict[str, list[dict[str, Any]]] = {}
+        rate, found = told(first, "rate", 0.0), dict[str, list[dict[str, Any]]]()
+        given |= {"rows": made["rows"]}
         for host in options.host:
             environment = {"TPDE_HOST_MEMORY": "arena"} if host == "arena" else {}
-            given |= {"rows": made["rows"]}
-            for row in rows(__file__, "use", given, options.limit, perform, environment):
+            for row in rows(perform, "use", given, options.limit, environment):
                 found.setdefault(host, []).append(row)
                 note(f"{host}: {row}")
-                if options.out is not None:  # a run that is cut short leaves what it has
-                    options.out.parent.mkdir(parents=True, exist_ok=True)
-                    options.out.write_text(report(head, options, made, rate, found)[0], "utf-8")
-        text, met = report(head, options, made, rate, found)
-        emit(text, options.out)
-    return 0 if met else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+                draw(page, options, made, rate, found)
+                page.save()
+    if not found:
+        raise SystemExit("error: nothing was measured")

@@ -1,7 +1,5 @@
 """Checkpoints of a training run: stall, time and bytes on disk, beside the ways in which others save.
 
-    python benchmarks/checkpoint.py [--steps 50] [--out FILE.md]
-
 A small GPT is trained here on Python's own sources by AdamW; after each step all ways save its model and
 optimizer, in turn. The stall is how long training waits: of a way that writes in the background, which is
 waited for before the next step, only its call. Times are medians of all saves but the first two.
@@ -9,10 +7,10 @@ waited for before the next step, only its call. Times are medians of all saves b
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,13 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _machine import arguments, emit, header, note, table, verdict
-from _training import Training
 
+from benchmarks.data.training import Training
+from benchmarks.harness.report import Page, ms, note
+from benchmarks.harness.timing import Laps
 from tpde import CheckpointStore
 
+TITLE = "Checkpoints of a training run"
 STALL_BAR = 1.2  # times a copy of the state in memory, where that is large
 LARGE_TENSORS = 8
+COPY = "a copy in memory"
+UNCOUNTED = 2  # saves
 
 State = dict[str, Any]
 Wait = Callable[[], object]
@@ -131,16 +133,21 @@ def _same(one: State, other: State) -> bool:
     return all(torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)) for a, b in pairs)
 
 
-def run(rate: float, width: int, warm: int, steps: int, *, bf16: bool) -> tuple[list[list[str]], bool]:
-    """Train, save by all ways, and give their rows."""
-    training = Training(width, bf16=bf16)
-    for _ in range(warm):
+def _copy(state: State, room: torch.Tensor) -> None:
+    at = 0
+    for tensor in _tensors(state):
+        room[at : at + tensor.nbytes].copy_(tensor.flatten().view(torch.uint8))
+        at += tensor.nbytes
+
+
+def train(options: argparse.Namespace, rate: float, page: Page, *, bf16: bool) -> None:
+    """Train, and save by all ways."""
+    steps, every = options.steps, ways()
+    training = Training(options.width, bf16=bf16)
+    for _ in range(options.warm):
         training.step()
     training.set_rate(rate)
-    every, passed = ways(), True
-    stalls: dict[str, list[float]] = {it.name: [] for it in every}
-    times: dict[str, list[float]] = {it.name: [] for it in every}
-    copies, kept = [], dict[int, bytes]()
+    stalls, times, kept = Laps(), Laps(), dict[int, bytes]()
     total = sum(it.nbytes for it in _tensors(_state(training)))
     with tempfile.TemporaryDirectory() as name:
         folders = {it.name: Path(name) / str(at) for at, it in enumerate(every)}
@@ -150,42 +157,39 @@ def run(rate: float, width: int, warm: int, steps: int, *, bf16: bool) -> tuple[
         for step in range(1, steps + 1):
             training.step()
             state = _state(training)
-            begin, at = time.perf_counter(), 0
-            for tensor in _tensors(state):
-                copy[at : at + tensor.nbytes].copy_(tensor.flatten().view(torch.uint8))
-                at += tensor.nbytes
-            copies.append(time.perf_counter() - begin)
+            times(COPY, lambda state=state, copy=copy: _copy(state, copy))
             if step in (2, steps // 2, steps):
                 kept[step] = pickle.dumps(state)
             for way in every:
-                begin = time.perf_counter()
-                wait = way.save(step, state, folders[way.name])
-                stalls[way.name].append(time.perf_counter() - begin)
-                if wait is not None:
-                    wait()
-                times[way.name].append(time.perf_counter() - begin)
+
+                def save(way: Way = way, step: int = step, state: State = state) -> None:
+                    wait = stalls(way.name, lambda: way.save(step, state, folders[way.name]))
+                    if wait is not None:
+                        wait()
+
+                times(way.name, save)
             if step % 10 == 0:
                 note(f"learning rate {rate:g}: step {step} of {steps}")
         sizes = {it.name: _bytes(folders[it.name]) for it in every}
         for way in every:
             if way.load is not None:
                 for step, data in kept.items():
-                    passed &= _same(way.load(step, {}, folders[way.name]), pickle.loads(data))
+                    again = way.load(step, {}, folders[way.name])
+                    page.judge(_same(again, pickle.loads(data)), f"bits, {way.name}, step {step}")
         for folder in folders.values():
             shutil.rmtree(folder)
-    rows = []
-    copied = statistics.median(copies[2:])
-    for way in every:
-        stall = statistics.median(stalls[way.name][2:])
-        took = statistics.median(times[way.name][2:])
-        cells = [f"{1e3 * stall:.1f}", f"{stall / copied:.1f}", f"{1e3 * took:.0f}"]
-        size = sizes[way.name]
-        rows.append([way.name, *cells, f"{size / 2**20:.1f}", f"{steps * total / size:.2f}"])
-    rows.append(["a copy in memory", f"{1e3 * copied:.1f}", "1.0", "", "", ""])
-    return rows, passed
+    rows, copied = [], times.median(COPY, UNCOUNTED)
+    for name, size in sizes.items():
+        stall = stalls.median(name, UNCOUNTED)
+        cells = [ms(stall), f"{stall / copied:.1f}", ms(times.median(name, UNCOUNTED), 0)]
+        rows.append([name, *cells, f"{size / 2**20:.1f}", f"{steps * total / size:.2f}"])
+    rows.append([COPY, ms(copied), "1.0", "", "", ""])
+    kind = "bf16" if bf16 else "fp32"
+    page.section(f"{steps} steps at a learning rate of {rate:g}, weights and moments in {kind}")
+    page.table(["", "stall, ms", "copies", "save, ms", "MiB on disk", "ratio"], rows)
 
 
-def stall(gib: float, saves: int) -> tuple[list[str], bool]:
+def stall(gib: float, saves: int, page: Page) -> list[str]:
     """The stall of saves in the background of a large state, from the second on, and that of copying it."""
     words = int(gib * 2**30) // (2 * LARGE_TENSORS)
     weights = {f"w{i}": (0.02 * torch.randn(words)).bfloat16() for i in range(LARGE_TENSORS)}
@@ -207,42 +211,23 @@ def stall(gib: float, saves: int) -> tuple[list[str], bool]:
                         copy.copy_(it)
                     copied.append(time.perf_counter() - begin)
     waited, bare = statistics.median(stalls[1:]), statistics.median(copied[1:])
-    good = waited <= STALL_BAR * bare
-    figures = [
-        f"{1e3 * waited:.0f}",
-        f"{1e3 * bare:.0f}",
-        f"{waited / bare:.2f}",
-        f"{STALL_BAR}",
-        verdict(good),
-    ]
-    return [f"{gib:g} GiB of bf16", *figures], good
+    judged = page.judge(waited <= STALL_BAR * bare, "stall of a save in the background")
+    figures = [ms(waited, 0), ms(bare, 0), f"{waited / bare:.2f}", f"{STALL_BAR}", judged]
+    return [f"{gib:g} GiB of bf16", *figures]
 
 
-def main() -> int:
-    """Run all; returns 1 if a bar is missed or a state came back with other bits."""
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--width", type=int, default=384, help="of the model that is trained")
     parser.add_argument("--warm", type=int, default=20, help="steps before the first save")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--gib", type=float, default=2, help="of the large state whose stall has a bar")
-    options = parser.parse_args()
-    text, passed = header("Checkpoints of a training run"), True
-    titles = ["", "stall, ms", "copies", "save, ms", "MiB on disk", "ratio"]
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Train twice, then save one large state."""
     for rate, bf16 in ((1e-5, True), (1e-3, False)):
-        rows, good = run(rate, options.width, options.warm, options.steps, bf16=bf16)
-        passed &= good
-        kind = "bf16" if bf16 else "fp32"
-        text += (
-            f"\n## {options.steps} steps at a learning rate of {rate:g}, weights and moments in {kind}\n\n"
-        )
-        text += table(titles, rows)
-    row, good = stall(options.gib, 7)
-    passed &= good
-    text += "\n## Stall of a save in the background, from the second save on\n\n"
-    text += table(["state", "stall, ms", "a copy in memory, ms", "copies", "bar", ""], [row])
-    emit(text, options.out)
-    return int(not passed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        train(options, rate, page, bf16=bf16)
+    page.section("Stall of a save in the background, from the second save on")
+    columns = ["state", "stall, ms", "a copy in memory, ms", "copies", "bar", ""]
+    page.table(columns, [stall(options.gib, 7, page)])

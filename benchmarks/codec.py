@@ -1,27 +1,28 @@
 """Encode and decode speed in memory against ZipNN, zstd and a plain copy, in one process and one run.
 
-    python benchmarks/codec.py [--out FILE.md]
-
 Ours is everything that a file costs: sample, plan, tables, chunks, index map, checksums and hash, from the
 tensor's bytes to the packed file's, and back through the reader. GB/s count bytes of the original, 10^9 each.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import statistics
-import sys
-import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import zstandard
-from _data import normal, tensor_bytes
-from _machine import arguments, emit, header, note, table
 
+from benchmarks.data.weights import normal, tensor_bytes
+from benchmarks.harness.processes import reason
+from benchmarks.harness.report import Page, note, verdict
+from benchmarks.harness.timing import Laps, wall
+from benchmarks.peers import zipnn
 from tpde.codec import native
 from tpde.codec.native import Bytes
 from tpde.codec.selection import core_layout, plan_tensor, sample_ranges
@@ -30,23 +31,29 @@ from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
 
+TITLE = "Codec: speed in memory"
+BARS = {"one thread, x ZipNN": 3.0, "two threads, x one": 1.7}
+ZIPNN = "ZipNN"
 
-class Contestant(Protocol):
-    """One way to make bytes smaller. `prepare` runs outside the timed region, right before `encode`."""
+
+class Contestant(ABC):
+    """One way to make bytes smaller."""
 
     name: str
 
-    def prepare(self, data: Bytes) -> None:
-        """Make what `encode` may consume."""
+    def prepare(self, data: Bytes) -> None:  # noqa: B027 - most only read the input
+        """Make what `encode` may consume, outside the timed region, right before it."""
 
+    @abstractmethod
     def encode(self, data: Bytes, threads: int) -> Any:
         """Return the coded bytes."""
 
+    @abstractmethod
     def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
         """Return the original's bytes."""
 
 
-class Tpde:
+class Tpde(Contestant):
     """What `tpde.torch.save`, `tpde.numpy.save` and `load` do; `reuse` takes buffers made beforehand."""
 
     def __init__(self, spec: TensorSpec, *, reuse: bool) -> None:
@@ -54,9 +61,6 @@ class Tpde:
         self._spec, self._reuse = spec, reuse
         self._buffer = np.zeros(spec.nbytes + (1 << 20), np.uint8) if reuse else None
         self._out = np.zeros(spec.nbytes, np.uint8) if reuse else None
-
-    def prepare(self, data: Bytes) -> None:
-        """Nothing: the input is only read."""
 
     def encode(self, data: Bytes, threads: int) -> Any:
         """Tensor bytes to the bytes of a packed file."""
@@ -73,7 +77,7 @@ class Tpde:
         return self._out
 
 
-class Core:
+class Core(Contestant):
     """The codec alone, into buffers made beforehand: plan, tables, chunks, index map and checksums.
 
     No file around it, no hash; this is what ZipNN's functions do, too.
@@ -89,9 +93,6 @@ class Core:
 
     def __len__(self) -> int:
         return self._size
-
-    def prepare(self, data: Bytes) -> None:
-        """Nothing: the input is only read."""
 
     def encode(self, data: Bytes, threads: int) -> Any:
         """Tensor bytes to chunks and their index map."""
@@ -112,37 +113,30 @@ class Core:
         return self._out
 
 
-class ZipNN:
-    """ZipNN's own defaults. It changes its input in place, so each run gets a copy of its own."""
+class ZipNN(Contestant):
+    """ZipNN's own defaults."""
 
     def __init__(self) -> None:
-        self.name = "ZipNN"
+        self.name = ZIPNN
         self._copy = bytearray()
 
     def prepare(self, data: Bytes) -> None:
-        """Copy the input."""
+        """Copy the input, which it changes in place."""
         self._copy = bytearray(data)
 
     def encode(self, data: Bytes, threads: int) -> Any:
         """Bytes to bytes."""
-        import zipnn
-
-        return zipnn.ZipNN(bytearray_dtype="bfloat16", threads=threads).compress(self._copy)
+        return zipnn.ZipNN("BF16", threads).compress(self._copy)
 
     def decode(self, coded: Any, nbytes: int, threads: int) -> Any:
         """Bytes to bytes."""
-        import zipnn
-
-        return zipnn.ZipNN(bytearray_dtype="bfloat16", threads=threads).decompress(coded)
+        return zipnn.ZipNN("BF16", threads).decompress(coded)
 
 
-class Zstd:
+class Zstd(Contestant):
     """zstd level 1, one frame; its decoder has one thread."""
 
     name = "zstd -1"
-
-    def prepare(self, data: Bytes) -> None:
-        """Nothing: the input is only read."""
 
     def encode(self, data: Bytes, threads: int) -> Any:
         """Bytes to one frame."""
@@ -154,16 +148,13 @@ class Zstd:
         return zstandard.ZstdDecompressor().decompress(coded)
 
 
-class Copy:
+class Copy(Contestant):
     """A copy of the same bytes: the limit."""
 
     def __init__(self, nbytes: int, *, reuse: bool) -> None:
         self.name = "memcpy, buffers reused" if reuse else "memcpy"
         self._there = np.zeros(nbytes, np.uint8) if reuse else None
         self._back = np.zeros(nbytes, np.uint8) if reuse else None
-
-    def prepare(self, data: Bytes) -> None:
-        """Nothing: the input is only read."""
 
     @staticmethod
     def _copy(data: Bytes, out: Bytes | None, threads: int) -> Bytes:
@@ -192,138 +183,120 @@ class Copy:
 
 def arithmetic(threads: int, rounds: int = 60_000) -> float:
     """Seconds that some arithmetic takes which needs no memory: how the processors alone scale."""
+    part = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", rounds // threads)
     with ThreadPoolExecutor(threads) as pool:
-        start = time.perf_counter()
-        for part in [
-            pool.submit(hashlib.pbkdf2_hmac, "sha256", b"", b"", rounds // threads) for _ in range(threads)
-        ]:
-            part.result()
-        return time.perf_counter() - start
+        return wall(lambda: list(pool.map(lambda _: part(), range(threads))))
 
 
-@dataclass
-class Times:
-    """What one contestant took with one number of threads, in seconds."""
-
-    encode: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
-    size: int = 0
-
-
-def _timed(call: Callable[..., Any], *given: Any) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = call(*given)
-    return time.perf_counter() - start, result
+Times = dict[tuple[str, int], Laps]
+"""What each contestant took with each number of threads: laps `encode` and `decode`."""
 
 
 def measure(
     contestants: Sequence[Contestant], data: Bytes, threads: Sequence[int], runs: int
-) -> tuple[dict[tuple[str, int], Times], dict[int, list[float]]]:
+) -> tuple[Times, dict[str, float], dict[str, str], dict[int, list[float]]]:
     """Run all in turns, once to warm up and `runs` times for the record; every result is compared.
 
-    Returns what each took, and `arithmetic` in the same turns.
+    Returns what each took, its ratio or why it has none, and `arithmetic` in the same turns.
     """
-    times = {(c.name, t): Times() for t in threads for c in contestants}
+    times: Times = {(c.name, count): Laps() for c in contestants for count in threads}
+    ratios, problems = dict[str, float](), dict[str, str]()
     alone: dict[int, list[float]] = {count: [] for count in threads}
     for run in range(runs + 1):
         note(f"run {run} of {runs}" if run else "warm-up")
         for count in threads if run else ():
             alone[count].append(arithmetic(count))
-        for contestant in contestants:
+        for contestant in (it for it in contestants if it.name not in problems):
             for count in threads:  # one after the other: a machine's speed changes
-                contestant.prepare(data)
-                took_encode, coded = _timed(contestant.encode, data, count)
-                size = len(coded)
-                took_decode, plain = _timed(contestant.decode, coded, data.size, count)
+                laps = times[contestant.name, count]
+                try:
+                    contestant.prepare(data)
+                    coded = laps("encode", partial(contestant.encode, data, count))
+                    ratios[contestant.name] = data.size / len(coded)
+                    plain = laps("decode", partial(contestant.decode, coded, data.size, count))
+                except ImportError as error:
+                    problems[contestant.name] = reason(error)
+                    break
                 if not np.array_equal(np.frombuffer(plain, np.uint8), data):
                     raise SystemExit(f"error: {contestant.name}, {count} threads: input not restored")
-                if run:
-                    record = times[contestant.name, count]
-                    record.encode.append(took_encode)
-                    record.decode.append(took_decode)
-                    record.size = size
                 del coded, plain
-    return times, alone
+    for laps in times.values():
+        laps.seconds = {way: them[1:] for way, them in laps.seconds.items()}  # one to warm up
+    return times, ratios, problems, alone
 
 
-def _speed(nbytes: int, seconds: list[float]) -> float:
-    return nbytes / statistics.median(seconds) / 1e9
-
-
-def _with_range(nbytes: int, seconds: list[float]) -> list[str]:
-    low, high = nbytes / max(seconds) / 1e9, nbytes / min(seconds) / 1e9
-    return [f"{_speed(nbytes, seconds):.3f}", f"{low:.2f}-{high:.2f}"]
-
-
-def report(
-    times: dict[tuple[str, int], Times], alone: dict[int, list[float]], nbytes: int, threads: Sequence[int]
-) -> str:
-    """The tables."""
-    rows = []
-    for (name, count), record in times.items():
-        peer = times["ZipNN", count]
-        multiples = [
-            f"{statistics.median(peer.encode) / statistics.median(record.encode):.2f}",
-            f"{statistics.median(peer.decode) / statistics.median(record.decode):.2f}",
-        ]
-        rows.append(
-            [
-                name,
-                str(count),
-                f"{nbytes / record.size:.4f}",
-                *_with_range(nbytes, record.encode),
-                *_with_range(nbytes, record.decode),
-                *multiples,
-            ]
-        )
-    columns = ["codec", "threads", "ratio", "encode GB/s", "range", "decode GB/s", "range"]
-    text = table([*columns, "encode x ZipNN", "decode x ZipNN"], rows)
-    if len(threads) > 1:
-        low, high = threads[0], threads[-1]
-        alike = "{:.2f} ({:.2f})".format(*_ratios(alone[low], alone[high]))
-        rows = [["arithmetic alone", alike, alike]]
-        for name in dict.fromkeys(name for name, _ in times):
-            one, two = times[name, low], times[name, high]
-            ways = [_ratios(one.encode, two.encode), _ratios(one.decode, two.decode)]
-            rows.append([name, *("{:.2f} ({:.2f})".format(*it) for it in ways)])
-        text += f"\nScaling from {low} to {high} threads, by medians (and by the median of turns):\n\n"
-        text += table(["codec", "encode", "decode"], rows)
-    return text
-
-
-def bars(times: dict[tuple[str, int], Times]) -> tuple[str, bool]:
-    """Hold our rows against the bars; tells too whether the first, a whole file in new memory, meets all."""
-    rows, met = [], True
-    ours = [name for name in dict.fromkeys(name for name, _ in times) if name.startswith("tpde")]
-    for name in ours:
-        for way in ("encode", "decode"):
-            found = {
-                "one thread, x ZipNN": (times["ZipNN", 1], times[name, 1], 3.0),
-                "two threads, x one": (times[name, 1], times[name, 2], 1.7),
-            }
-            for what, (slow, fast, bar) in found.items():
-                value, by_turns = _ratios(getattr(slow, way), getattr(fast, way))
-                judged = "pass" if value >= bar else "FAIL"
-                rows.append([name, way, what, f"{value:.2f}", f"{by_turns:.2f}", f"{bar:.2f}", judged])
-                met = met and (value >= bar or name != ours[0])
-    return table(["codec", "way", "what", "found", "median of turns", "bar", ""], rows), met
-
-
-def _ratios(slow: list[float], fast: list[float]) -> tuple[float, float]:
-    """The ratio of the medians, and the median of each turn's ratio."""
+def _ratios(slow: list[float] | None, fast: list[float]) -> tuple[float, float] | None:
+    """The ratio of the medians, and the median of each turn's ratio, if both were measured."""
+    if not slow:
+        return None
     turns = [a / b for a, b in zip(slow, fast, strict=True)]
     return statistics.median(slow) / statistics.median(fast), statistics.median(turns)
 
 
-def main() -> int:
-    """Parse the command line, run, print."""
-    parser = arguments(__doc__)
+def _shown(ratios: tuple[float, float] | None, form: str) -> str:
+    return "" if ratios is None else form.format(*ratios)
+
+
+def speeds(times: Times, sizes: dict[str, float], problems: dict[str, str], nbytes: int, page: Page) -> None:
+    """A row for each contestant and number of threads."""
+    rows = []
+    for (name, count), laps in times.items():
+        if name in problems:
+            rows.append([name, str(count), problems[name], *[""] * 6])
+            continue
+        cells = [name, str(count), f"{sizes[name]:.4f}"]
+        for way in ("encode", "decode"):
+            rates = [nbytes / it / 1e9 for it in laps.seconds[way]]
+            cells += [f"{nbytes / statistics.median(laps.seconds[way]) / 1e9:.3f}"]
+            cells += [f"{min(rates):.2f}-{max(rates):.2f}"]
+        for way, them in laps.seconds.items():
+            cells.append(_shown(_ratios(times[ZIPNN, count].seconds.get(way), them), "{:.2f}"))
+        rows.append(cells)
+    columns = ["codec", "threads", "ratio", "encode GB/s", "range", "decode GB/s", "range"]
+    page.table([*columns, "encode x ZipNN", "decode x ZipNN"], rows)
+
+
+def scaling(times: Times, alone: dict[int, list[float]], low: int, high: int, page: Page) -> None:
+    """How much faster more threads are."""
+    page.say(f"Scaling from {low} to {high} threads, by medians (and by the median of turns):")
+    form = "{:.2f} ({:.2f})"
+    rows = [["arithmetic alone", *[_shown(_ratios(alone[low], alone[high]), form)] * 2]]
+    for name in dict.fromkeys(name for name, _ in times):
+        one, two = times[name, low].seconds, times[name, high].seconds
+        rows.append(
+            [name, *(_shown(_ratios(one.get(way), two.get(way, [])), form) for way in ("encode", "decode"))]
+        )
+    page.table(["codec", "encode", "decode"], rows)
+
+
+def bars(times: Times, page: Page) -> None:
+    """Hold our rows against the bars; those of the first count, a whole file in new memory."""
+    rows = []
+    ours = [name for name in dict.fromkeys(name for name, _ in times) if name.startswith("tpde")]
+    for name in ours:
+        for way in ("encode", "decode"):
+            for (what, bar), (slow, fast) in zip(
+                BARS.items(), (((ZIPNN, 1), (name, 1)), ((name, 1), (name, 2))), strict=True
+            ):
+                found = _ratios(times[slow].seconds.get(way), times[fast].seconds[way])
+                met = found is not None and found[0] >= bar
+                judged = page.judge(met, f"{way}, {what}") if name == ours[0] else verdict(met)
+                cells = ["not measured", ""] if found is None else [f"{it:.2f}" for it in found]
+                rows.append([name, way, what, *cells, f"{bar:.2f}", judged])
+    page.say("Bars:")
+    page.table(["codec", "way", "what", "found", "median of turns", "bar", ""], rows)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int, default=7, help="timed runs of each, after one to warm up")
     parser.add_argument("--rows", type=int, default=8192, help="rows of 4096 weights (default 8192: 64 MiB)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    options = parser.parse_args()
-    head = header("Codec: speed in memory")
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Make the data, let all run in turns, compare."""
     note("making the data")
     import torch
 
@@ -338,21 +311,17 @@ def main() -> int:
         Core(spec),
         Copy(data.size, reuse=True),
     ]
-    times, alone = measure(contestants, data, options.threads, options.runs)
-    about = (
+    times, ratios, problems, alone = measure(contestants, data, options.threads, options.runs)
+    page.say(
         f"Data: bf16, normal, per-row scale 0.02 * exp(0.3 * normal), {options.rows}x4096 "
         f"({data.size / 2**20:.0f} MiB), torch generator seed {options.seed}. Medians (and ranges) of "
         f"{options.runs} alternating runs after a warm-up. Every run's output was compared with the input, "
         "bit by bit. Where buffers are not reused, each run's output is new memory, whose page faults count, "
-        "as with the peers' interfaces. zstd's decoder has one thread.\n"
+        "as with the peers' interfaces. zstd's decoder has one thread."
     )
-    text, met = report(times, alone, data.size, options.threads), True
+    speeds(times, ratios, problems, data.size, page)
+    if len(options.threads) > 1:
+        scaling(times, alone, options.threads[0], options.threads[-1], page)
     if {1, 2} <= set(options.threads):
-        verdict, met = bars(times)
-        text += f"\nBars:\n\n{verdict}"
-    emit(f"{head}\n{about}\n{text}", options.out)
-    return 0 if met else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        bars(times, page)
+    page.data = {f"{name}, {count}": laps.seconds for (name, count), laps in times.items()}

@@ -1,30 +1,27 @@
 """Time until the kernels of a bf16 model are ready: compiled at first use, and from the cache on disk.
 
-    python benchmarks/compile.py [--out FILE.md]
-
 Every run is a new process with a context already made; peers need no kernels of this kind.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
-from _gpu import need_cuda
-from _machine import arguments, emit, header, note, table, verdict
+from benchmarks.harness.processes import call
+from benchmarks.harness.report import Page, ms, note
 
-FIRST_BAR, CACHED_BAR = 3.0, 0.05
+TITLE, NEEDS_GPU = "Compiling kernels", True
+BARS = {"first": 3.0, "cached": 0.05}  # s
 DEFINES = {"WORD": 2, "ROTATE": 1, "CODED": 2, "PAIRS": 2}  # bf16: one plane is coded, in pairs
 WINDOW = 8  # what weights of any size get on cards with 228 KiB of shared memory
 CASES = {"import": "importing CUDA's bindings", "first": "kernels, first use", "cached": "kernels, cached"}
 
 
-def prepare() -> None:
-    """In a process of its own: print the seconds of the import and of the kernels."""
+def prepare() -> tuple[float, float]:
+    """Give the seconds of the import and of the kernels, in a process of its own."""
     import torch
 
     torch.zeros(1, device="cuda")
@@ -44,58 +41,35 @@ def prepare() -> None:
             threads = 32 * max_warps(DEFINES["WORD"], check)
             defines = {**DEFINES, "WINDOW": WINDOW, "PIECE": 0, "CHECK": int(check), "THREADS": threads}
             nvrtc.kernel(SOURCE, name, defines, 0)
-    print(ready - start, time.perf_counter() - ready)
+    return ready - start, time.perf_counter() - ready
 
 
-def fresh(cache: str) -> tuple[float, float]:
-    """Seconds of the import and of the kernels in a new process."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--prepare"],
-        env={**os.environ, "TPDE_CACHE_DIR": cache, "CUDA_CACHE_DISABLE": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    imported, kernels = map(float, done.stdout.split())
-    return imported, kernels
-
-
-def main() -> int:
-    """Parse the command line, run, print; 1 if a bar is missed."""
-    if sys.argv[1:] == ["--prepare"]:
-        prepare()
-        return 0
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each, after one to warm up")
-    options = parser.parse_args()
-    need_cuda()
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Compile, and take from the cache, in turns."""
     times: dict[str, list[float]] = {case: [] for case in CASES}
     for run in range(options.runs + 1):
         note(f"run {run} of {options.runs}" if run else "warm-up")
         with tempfile.TemporaryDirectory(prefix="tpde-compile-") as cache:
-            _, first = fresh(cache)
-            imported, cached = fresh(cache)
+            environment = {"TPDE_CACHE_DIR": cache, "CUDA_CACHE_DISABLE": "1"}
+            _, first = call(prepare, environment=environment)
+            imported, cached = call(prepare, environment=environment)
         if run:
             for case, value in zip(CASES, (imported, first, cached), strict=True):
                 times[case].append(value)
-    limits = {"first": FIRST_BAR, "cached": CACHED_BAR}
-    rows, met = [], True
+    rows = []
     for case, values in times.items():
-        found, bar = statistics.median(values), limits.get(case)
-        good = bar is None or found < bar
-        met &= good
-        span = f"{min(values) * 1e3:.0f}-{max(values) * 1e3:.0f}"
-        ends = ["", ""] if bar is None else [f"{bar * 1e3:.0f}", verdict(good)]
-        rows.append([CASES[case], f"{found * 1e3:.0f}", span, *ends])
-    about = (
+        found, bar = statistics.median(values), BARS.get(case)
+        span = f"{ms(min(values), 0)}-{ms(max(values), 0)}"
+        ends = ["", ""] if bar is None else [ms(bar, 0), page.judge(found < bar, CASES[case])]
+        rows.append([CASES[case], ms(found, 0), span, *ends])
+    page.say(
         "All four kernels of a bf16 model (blocks and rows, with checksums and without). Medians of "
         f"{options.runs} runs after one to warm up, each a new process whose context is made; the "
-        "driver's own cache is off.\n"
+        "driver's own cache is off."
     )
-    columns = ["what", "median, ms", "range", "below", ""]
-    emit(f"{header('Compiling kernels', gpu=True)}\n{about}\n{table(columns, rows)}", options.out)
-    return 0 if met else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    page.table(["what", "median, ms", "range", "below", ""], rows)

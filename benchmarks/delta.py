@@ -1,7 +1,5 @@
 """Deltas of training steps: sizes of whole files against the peers', and the speed of one thread.
 
-    python benchmarks/delta.py [--pair NAME:BASE:TARGET[:BAR] ...] [--plot FILE.png] [--out FILE.md]
-
 The steps are those of a small GPT that is trained here on Python's own sources by AdamW with fp32 masters, at
 learning rates of 1e-6 to 1e-3: its weights in bf16, its masters, and its Adam states. `--pair` adds two model
 directories or files. The peers' figures leave out names and headers; ours are those of whole files.
@@ -9,26 +7,31 @@ directories or files. The peers' figures leave out names and headers; ours are t
 
 from __future__ import annotations
 
-import statistics
-import sys
+import argparse
+import math
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from _delta_peers import PEERS, Pairs, sizes
-from _machine import arguments, emit, header, note, table, verdict
 
+from benchmarks.harness.report import Page, note
+from benchmarks.harness.timing import Laps
+from benchmarks.peers.deltas import PEERS, Pairs, sizes
 from tpde.codec import delta
 from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec, canonical_header
 from tpde.store.patching import diff, patch
 
+TITLE = "Deltas of training steps"
 RATES = (1e-6, 1e-5, 1e-4, 1e-3)
-ORIGIN_BAR = 10.5
+ORIGIN, ORIGIN_BAR = (768, 2304), 10.5
 SPEED_BARS = {"make": 0.5, "apply": 1.0, "make, fast": 2.0, "apply, fast": 4.0}
+
+
+Point = tuple[str, float, dict[str, float]]
+"""Of a case: its name, the share of words that changed, ratios."""
 
 
 class Case(NamedTuple):
@@ -43,10 +46,11 @@ class Case(NamedTuple):
 # ---- states
 
 
-def train(width: int, warm: int) -> Iterator[tuple[float, dict[str, Pairs]]]:
+def train(width: int, warm: int, rates: Sequence[float]) -> Iterator[tuple[float, dict[str, Pairs]]]:
     """Train a small GPT, and give the states one step apart at each learning rate."""
     import torch
-    from _training import Training
+
+    from benchmarks.data.training import Training
 
     training = Training(width)
     model, optimizer, step = training.model, training.optimizer, training.step
@@ -66,7 +70,7 @@ def train(width: int, warm: int) -> Iterator[tuple[float, dict[str, Pairs]]]:
         loss = step()
         if i % 50 == 49:
             note(f"step {i + 1}: loss {loss:.3f}")
-    for rate in RATES:
+    for rate in rates:
         training.set_rate(rate)
         for _ in range(5):
             step()
@@ -85,7 +89,7 @@ def train(width: int, warm: int) -> Iterator[tuple[float, dict[str, Pairs]]]:
 def origin() -> Pairs:
     """The prototypes' own case: a tenth of a layer's weights moved."""
     draw = np.random.default_rng(0)
-    old = (0.02 * draw.standard_normal(768 * 2304)).astype(np.float32)
+    old = (0.02 * draw.standard_normal(math.prod(ORIGIN))).astype(np.float32)
     new, places = old.copy(), draw.random(old.size) < 0.1
     new[places] += (0.01 * draw.standard_normal(int(places.sum()))).astype(np.float32)
     return [("F32", old.view(np.uint32), new.view(np.uint32))]
@@ -130,23 +134,20 @@ def ours(pairs: Pairs, fast: bool) -> int:
         return report.file_bytes
 
 
-def row(case: Case, points: list[tuple[str, float, dict[str, float]]]) -> tuple[list[str], bool]:
-    """Measure one case: a row of the table, and whether it reaches its bar."""
+def row(case: Case, points: list[Point], page: Page) -> list[str]:
+    """Measure one case: a row of the table."""
     note(case.name)
     total = sum(new.nbytes for _, _, new in case.pairs)
     words = sum(new.size for _, _, new in case.pairs)
     changed = sum(int((old != new).sum()) for _, old, new in case.pairs) / words
     best, fast = total / ours(case.pairs, False), total / ours(case.pairs, True)
-    peers = {name: total / size if size else None for name, size in sizes(case.pairs, note).items()}
-    found = [ratio for ratio in peers.values() if ratio is not None]
-    bar = case.bar if case.times is None else case.times * max(found, default=0.0)
-    passed = bar is None or best >= bar
+    peers = {name: total / size if size else None for name, size in sizes(case.pairs).items()}
     known = {name: ratio for name, ratio in peers.items() if ratio is not None}
+    bar = case.bar if case.times is None else case.times * max(known.values(), default=0.0)
     points.append((case.name, changed, {"tpde": best, "tpde --fast": fast, **known}))
     cells = [case.name, f"{100 * changed:.3f} %", f"{best:.2f}", f"{fast:.2f}"]
-    cells += ["-" if peers[name] is None else f"{peers[name]:.2f}" for name in PEERS]
-    cells += ["" if bar is None else f"{bar:.2f}", "" if bar is None else verdict(passed)]
-    return cells, passed
+    cells += [f"{known[name]:.2f}" if name in known else "-" for name in PEERS]
+    return cells + (["", ""] if bar is None else [f"{bar:.2f}", page.judge(best >= bar, case.name)])
 
 
 # ---- speed
@@ -162,18 +163,12 @@ def _share(share: float, words: int) -> tuple[Any, Any]:
     return old, np.where(moved, old + draw.choice([1, 0xFFFF], words).astype(np.uint16), old)
 
 
-def speeds(mib: int, runs: int) -> tuple[list[list[str]], bool]:
+def speeds(mib: int, runs: int, page: Page) -> list[list[str]]:
     """Measure making and applying in memory on one thread."""
-    rows, passed = [], True
+    rows = []
     for share in (0.005, 0.035):
         old, new = (it.view(np.uint8) for it in _share(share, mib << 19))
-        work, took = old.copy(), dict[str, list[float]]()
-
-        def timed(name: str, call: Callable[[], Any], took: dict[str, list[float]] = took) -> Any:
-            start = time.perf_counter()
-            result = call()
-            took.setdefault(name, []).append(time.perf_counter() - start)
-            return result
+        work, laps = old.copy(), Laps()
 
         def make(fast: bool, old: Any = old, new: Any = new) -> tuple[Any, Any]:
             model = delta.Model(delta.plan([(old, new)], 2, 1, fast=fast), encode=True)
@@ -182,31 +177,25 @@ def speeds(mib: int, runs: int) -> tuple[list[list[str]], bool]:
         for _ in range(runs + 1):
             for fast in (False, True):
                 suffix = ", fast" if fast else ""
-                model, sparse = timed(f"make{suffix}", lambda fast=fast: make(fast))
+                model, sparse = laps(f"make{suffix}", lambda fast=fast: make(fast))
                 work[:] = old
-                timed(f"apply{suffix}", lambda m=model, s=sparse, w=work: m.apply(s, w))
+                laps(f"apply{suffix}", lambda m=model, s=sparse, w=work: m.apply(s, w))
                 if not np.array_equal(work, new):
                     raise SystemExit("the target differs")
-            timed("fingerprint", lambda w=work: delta.fingerprint(w))
-        for name, times in took.items():
-            speed = old.size / statistics.median(times[1:]) / 1e9
+            laps("fingerprint", lambda w=work: delta.fingerprint(w))
+        for name in laps.seconds:
+            speed = old.size / laps.median(name, 1) / 1e9
             bar = SPEED_BARS.get(name) if share == 0.005 else None
-            passed &= bar is None or speed >= bar
-            cells = [name, f"{100 * share:.1f} %", f"{speed:.2f}"]
-            rows.append([*cells, *(["", ""] if bar is None else [f"{bar:g}", verdict(speed >= bar)])])
-    return rows, passed
+            judged = ["", ""] if bar is None else [f"{bar:g}", page.judge(speed >= bar, name)]
+            rows.append([name, f"{100 * share:.1f} %", f"{speed:.2f}", *judged])
+    return rows
 
 
 # ---- the plot
 
 
-def plot(points: list[tuple[str, float, dict[str, float]]], path: Path) -> None:
+def plot(points: list[Point], pyplot: Any) -> Any:
     """Draw ratios of bf16 against the share of words that changed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     chosen = sorted((it for it in points if it[0].startswith("bf16")), key=lambda it: it[1])
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name in ("tpde", "tpde --fast", *PEERS):
@@ -218,21 +207,24 @@ def plot(points: list[tuple[str, float, dict[str, float]]], path: Path) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
-def main() -> int:
-    """Run all; returns 1 if a bar is missed."""
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--pair", action="append", default=[], metavar="NAME:BASE:TARGET[:BAR]")
     parser.add_argument("--width", type=int, default=192, help="of the model that is trained")
     parser.add_argument("--warm", type=int, default=200, help="steps before the first state")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates")
     parser.add_argument("--mib", type=int, default=64, help="size of the tensor whose speed is measured")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--plot", type=Path, help="draw ratios against the share that changed")
-    options = parser.parse_args()
-    cases = [Case("origin, 768x2304 fp32", origin(), bar=ORIGIN_BAR)]
-    for rate, states in train(options.width, options.warm):
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Train, then measure one case after the other."""
+    cases = [Case("origin, {}x{} fp32".format(*ORIGIN), origin(), bar=ORIGIN_BAR)]
+    for rate, states in train(options.width, options.warm, options.rates):
         for kind, pairs in states.items():
             changed = sum(int((a != b).sum()) for _, a, b in pairs) / sum(a.size for _, a, _ in pairs)
             times = 1.0 if kind != "bf16" else 1.3 if changed <= 0.1 else 1.05
@@ -242,23 +234,11 @@ def main() -> int:
         cases.append(
             Case(f"{name}, bf16", read_pairs(Path(base), Path(target)), float(bar[0]) if bar else None)
         )
-    points: list[tuple[str, float, dict[str, float]]] = []
-    rows, passed = [], True
-    for case in cases:
-        cells, good = row(case, points)
-        rows.append(cells)
-        passed &= good
-    quick, good = speeds(options.mib, options.runs)
+    points: list[Point] = []
     titles = ["state, learning rate", "changed", "tpde", "tpde --fast", *PEERS, "bar", ""]
-    text = header("Deltas of training steps")
-    text += "\n## Size of the plain weights over the delta's\n\n" + table(titles, rows)
-    text += "\n## Speed of one thread, GB/s of the weights' bytes\n\n"
-    text += table(["", "changed", "GB/s", "bar", ""], quick)
-    emit(text, options.out)
-    if options.plot is not None:
-        plot(points, options.plot)
-    return int(not (passed and good))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    page.section("Size of the plain weights over the delta's")
+    page.table(titles, [row(case, points, page) for case in cases])
+    page.section("Speed of one thread, GB/s of the weights' bytes")
+    page.table(["", "changed", "GB/s", "bar", ""], speeds(options.mib, options.runs, page))
+    page.plot(options.plot, lambda pyplot: plot(points, pyplot), dpi=150)
+    page.data = points

@@ -1,7 +1,5 @@
 """Deltas of a model's weights on a GPU: made from two states there, and applied to live ones.
 
-    python benchmarks/delta_gpu.py [--layers 32] [--out FILE.md]
-
 bf16 weights of the 8 B Llama shape whose fp32 masters move by 3.2e-7 each, as a step of Adam at a small
 learning rate moves them, so that some 0.7 % of the weights change. Compared with a 32-bit index and the new
 word for each change, as verl and vLLM ship it, computed by PyTorch on the GPU. All start and end with bytes
@@ -11,17 +9,18 @@ bytes of the model.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
-
-from _gpu import need_cuda
-from _machine import arguments, emit, header, note, table, verdict
+from functools import partial
+from typing import Any, NamedTuple
 
 import tpde
+from benchmarks.harness.gpu import wait
+from benchmarks.harness.report import Page, note
 
+TITLE, NEEDS_GPU = "Deltas on a GPU", True
 HIDDEN, MIDDLE, KEYS, VOCABULARY = 4096, 14336, 1024, 128256
 STEP = 3.2e-7  # of an update, where the weights' deviation is 0.02
 BARS = {"make": 300, "apply": 600}  # GB/s
@@ -94,86 +93,92 @@ def put(live: dict[str, Any], found: dict[str, Any]) -> None:
 
 def taken(run: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds of a call and of what it started on the device, and what it returned."""
-    import torch
-
-    torch.cuda.synchronize()
+    wait()
     start = time.perf_counter()
     result = run()
-    torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start, result
 
 
-def main() -> int:
-    """Parse the command line, run, print."""
-    import torch
+class Way(NamedTuple):
+    """How a delta is made, applied to live weights, and how many bytes it has."""
 
-    parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=int, default=9, help="timed runs of each, after two to warm up")
-    options = parser.parse_args()
-    need_cuda()
-    head = header("Deltas on a GPU", gpu=True)
-    note("making the states")
-    old, new = states(options.layers, options.seed)
-    total = sum(it.nbytes for it in old.values())
-    changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in old)
-    live = {name: it.clone() for name, it in old.items()}
-    ways: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], int]]] = {
-        "tpde": (lambda: tpde.make_delta(old, new), lambda made: tpde.apply_delta(live, made), len),
-        "tpde, fast": (
-            lambda: tpde.make_delta(old, new, fast=True),
-            lambda made: tpde.apply_delta(live, made),
-            len,
-        ),
-        'tpde, fast, check="changed"': (
-            lambda: tpde.make_delta(old, new, fast=True),
-            lambda made: tpde.apply_delta(live, made, check="changed"),
-            len,
-        ),
-        "index and value": (
+    make: Callable[[], Any]
+    apply: Callable[[Any], Any]
+    size: Callable[[Any], int] = len
+
+
+def ways(old: dict[str, Any], new: dict[str, Any], live: dict[str, Any]) -> dict[str, Way]:
+    """Ours and the peer."""
+
+    def apply(made: Any) -> None:
+        tpde.apply_delta(live, made)
+
+    def apply_unchecked(made: Any) -> None:
+        tpde.apply_delta(live, made, check="changed")
+
+    def make_fast() -> Any:
+        return tpde.make_delta(old, new, fast=True)
+
+    return {
+        "tpde": Way(lambda: tpde.make_delta(old, new), apply),
+        "tpde, fast": Way(make_fast, apply),
+        'tpde, fast, check="changed"': Way(make_fast, apply_unchecked),
+        "index and value": Way(
             lambda: index_and_value(old, new),
             lambda made: put(live, made),
             lambda made: sum(at.nbytes + words.nbytes for at, words in made.values()),
         ),
     }
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=9, help="timed runs of each, after two to warm up")
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Make and apply in turns."""
+    import torch
+
+    note("making the states")
+    old, new = states(options.layers, options.seed)
+    total = sum(it.nbytes for it in old.values())
+    changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in old)
+    live = {name: it.clone() for name, it in old.items()}
+    every = ways(old, new, live)
     times: dict[tuple[str, str], list[float]] = {}
     sizes, right = {}, True
     for number in range(options.runs + 2):
-        for name, (make, apply, size) in ways.items():
+        for name, (make, apply, size) in every.items():
             seconds, made = taken(make)
             found = {"make": seconds}
             for tensor, before in old.items():
                 live[tensor].copy_(before)
-            found["apply"], _ = taken(lambda apply=apply, made=made: apply(made))  # type: ignore[misc]
+            found["apply"], _ = taken(partial(apply, made))
             right &= same(live, new)
             sizes[name] = size(made)
             for what, seconds in found.items():
                 if number >= 2:
                     times.setdefault((name, what), []).append(seconds)
     copied = [taken(lambda: [live[name].copy_(it) for name, it in old.items()])[0] for _ in range(5)]
-    rows, passed = [], right
-    for name in ways:
+    page.judge(right, "bits")
+    rows = []
+    for name in every:
         cells = [name, f"{sizes[name] / 1e6:.1f}", f"{8 * sizes[name] / changed:.2f}"]
         for what, bar in BARS.items():
             rates = [total / it / 1e9 for it in times[name, what]]
             cells += [f"{statistics.median(rates):.0f}", f"{min(rates):.0f} to {max(rates):.0f}"]
             if name == "tpde":
-                met = statistics.median(rates) >= bar
-                cells[-2] += f" (bar {bar}: {verdict(met)})"
-                passed &= met
+                cells[-2] += f" (bar {bar}: {page.judge(statistics.median(rates) >= bar, what)})"
         rows.append(cells)
-    about = (
+    page.say(
         f"{total / 1e9:.2f} GB of bf16 in {len(old)} tensors, {100 * changed * 2 / total:.2f} % of the words "
         f"changed. Medians of {options.runs} alternating runs after two to warm up. Bits: "
         f"{'equal' if right else 'WRONG'}. A copy of all weights on the device takes "
         f"{statistics.median(copied) * 1e3:.1f} ms, {2 * total / statistics.median(copied) / 1e12:.2f} TB/s "
-        "read and written; making reads both states twice, applying the weights twice.\n"
+        "read and written; making reads both states twice, applying the weights twice."
     )
-    columns = ["", "MB", "bits a change", "make, GB/s", "", "apply, GB/s", ""]
-    emit(f"{head}\n{about}\n{table(columns, rows)}", options.out)
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    page.table(["", "MB", "bits a change", "make, GB/s", "", "apply, GB/s", ""], rows)

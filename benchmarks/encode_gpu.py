@@ -1,7 +1,5 @@
 """Tensors packed on a GPU: what each step takes, and whether the bytes are right.
 
-    python benchmarks/encode_gpu.py [--runs 9] [--out FILE.md]
-
 Weights are `0.02 * normal`, rows scaled by `exp(0.3 * normal)`. Steps are timed on the device from a cold
 cache: "sample" collects what the plan is made of, "measure" makes tables and finds what chunks take, "encode"
 writes them; "kernels" is the sum of the three. "sums" and "chain" are XXH3-128 of the tensors, which headers
@@ -13,24 +11,26 @@ CPU packs, hashes with xxhash's.
 
 from __future__ import annotations
 
+import argparse
 import math
-import os
-import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import xxhash
-from _gpu import Flush, need_cuda, seconds
-from _gpu import pack as pack_on_cpu
-from _machine import arguments, emit, header, note, table, verdict
 
+from benchmarks.data import blobs
+from benchmarks.data.weights import on_device
+from benchmarks.harness.gpu import Flush, stream
+from benchmarks.harness.machine import cores
+from benchmarks.harness.report import Page, note
+from benchmarks.harness.timing import alternate, itself, medians
 from tpde.cuda.digest import Bytestring, Digests
 from tpde.cuda.encode import Chosen, Found, PackEncoder
 from tpde.format.container import TensorSpec
 
+TITLE, NEEDS_GPU = "Packing on a GPU", True
 BF16, F16, F32 = "BF16", "F16", "F32"
 LAYER = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 GROUPS: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = (
@@ -49,16 +49,7 @@ def weights(dtype: str, rows: int, columns: int) -> Any:
     """A matrix on the device."""
     import torch
 
-    draw = torch.Generator("cuda").manual_seed(rows + columns)
-    scale = 0.02 * torch.exp(0.3 * torch.randn((rows, 1), device="cuda", generator=draw))
-    kind = {BF16: torch.bfloat16, F16: torch.float16, F32: torch.float32}[dtype]
-    return (torch.randn((rows, columns), device="cuda", generator=draw) * scale).to(kind)
-
-
-def _stream() -> int:
-    import torch
-
-    return int(torch.cuda.current_stream().cuda_stream)
+    return on_device(rows, columns, {BF16: torch.bfloat16, F16: torch.float16, F32: torch.float32}[dtype])
 
 
 class Packing:
@@ -91,7 +82,7 @@ class Packing:
 
     def gather(self) -> None:
         """Launch the first step."""
-        self._encoder.gather(self.sample.data_ptr(), _stream())
+        self._encoder.gather(self.sample.data_ptr(), stream())
 
     def choose(self, sample: Any) -> None:
         """Choose tables."""
@@ -108,7 +99,7 @@ class Packing:
 
     def measure(self) -> None:
         """Launch the second step."""
-        self._encoder.measure(self.chosen, self.scratch.data_ptr(), _stream())
+        self._encoder.measure(self.chosen, self.scratch.data_ptr(), stream())
 
     def find(self, data: Any) -> None:
         """Take what was measured, and allocate the blob."""
@@ -119,7 +110,7 @@ class Packing:
 
     def encode(self) -> None:
         """Launch the third step."""
-        self._encoder.encode(self.chosen, self.scratch.data_ptr(), self.blob.data_ptr(), _stream())
+        self._encoder.encode(self.chosen, self.scratch.data_ptr(), self.blob.data_ptr(), stream())
 
     def finish(self, digest: bytes) -> None:
         """Write the head."""
@@ -144,11 +135,11 @@ class Hashing:
 
     def sums(self) -> None:
         """Launch the first step."""
-        self._digests.sums(self._scratch.data_ptr(), _stream())
+        self._digests.sums(self._scratch.data_ptr(), stream())
 
     def chain(self) -> None:
         """Launch the second one."""
-        self._digests.chain(self._items.data_ptr(), self._scratch.data_ptr(), _stream())
+        self._digests.chain(self._items.data_ptr(), self._scratch.data_ptr(), stream())
 
     def begin(self) -> None:
         """Launch both: the second beside what follows."""
@@ -192,7 +183,7 @@ def is_right(packing: Packing) -> bool:
     import torch
 
     data = packing.matrix.contiguous().view(torch.uint8).reshape(-1).cpu().numpy()
-    expected, found = pack_on_cpu(packing.spec, data).data, packing.blob.cpu().numpy()
+    expected, found = blobs.pack(packing.spec, data).data, packing.blob.cpu().numpy()
     if found.size != expected.size or found[64:80].tobytes() != xxhash.xxh3_128_digest(data):
         return False
     same = found == expected
@@ -200,27 +191,15 @@ def is_right(packing: Packing) -> bool:
     return bool(same.all())
 
 
-def whole(work: Callable[[], Any], flush: Flush) -> float:
-    """Seconds of all of it by the host's clock."""
-    import torch
-
-    flush()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def main() -> int:
-    """Measure, and compare with the bar."""
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--runs", type=int, default=9)
-    chosen = parser.parse_args()
-    need_cuda()
-    head, flush = header("Packing on a GPU", gpu=True), Flush()
-    rows, right, met = [], True, False
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Measure, and compare with the bar."""
+    flush, pool = Flush(), ThreadPoolExecutor(cores())
+    rows, right = [], True
     for name, dtype, shapes in GROUPS:
         note(f"{name}, {dtype}")
         matrices = [weights(dtype, *shape) for shape in shapes]
@@ -233,27 +212,19 @@ def main() -> int:
             "sums": hashing.sums,
             "chain": hashing.chain,
         }
-        times: dict[str, list[float]] = {step: [] for step in (*steps, "whole")}
-        for _ in range(chosen.runs + 2):
-            for step, work in steps.items():
-                times[step].append(seconds(work, flush))
-            times["whole"].append(whole(lambda m=matrices, d=dtype: pack(m, d, pool), flush))
-        taken = {step: statistics.median(found[2:]) for step, found in times.items()}
+        clocks: dict[str, Callable[[], Any]] = {step: partial(flush.cold, it) for step, it in steps.items()}
+        clocks["whole"] = partial(flush.whole, partial(pack, matrices, dtype, pool))
+        taken = medians(alternate(clocks, options.runs, warm=2, clock=itself))
         kernels = sum(taken[step] for step in ("sample", "measure", "encode"))
         nbytes = sum(it.nbytes for it in matrices)
         rates = [nbytes / it / 1e9 for it in (*taken.values(), kernels)]
-        met |= name == LARGEST and rates[-1] >= BAR
         ratio = nbytes / sum(it.blob.numel() for it in packings)
         words = sum(math.prod(shape) for shape in shapes)
         facts = [name, dtype, f"{words * 1e-6:.0f}", f"{ratio:.4f}"]
         rows.append([*facts, *(f"{it:.0f}" for it in rates)])
         if name == LARGEST:
-            rows[-1][-1] += f" (bar {BAR}: {verdict(met)})"
-    about = f"Medians of {chosen.runs} runs. Bytes: {'the same' if right else 'OTHERS'}.\n"
-    columns = ["tensors", "dtype", "10^6 words", "ratio", *(f"{step}, GB/s" for step in times)]
-    emit(f"{head}\n{about}\n{table([*columns, 'kernels, GB/s'], rows)}", chosen.out)
-    return 0 if right and met else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            rows[-1][-1] += f" (bar {BAR}: {page.judge(rates[-1] >= BAR, 'kernels')})"
+    page.judge(right, "bytes")
+    page.say(f"Medians of {options.runs} runs. Bytes: {'the same' if right else 'OTHERS'}.")
+    columns = ["tensors", "dtype", "10^6 words", "ratio", *(f"{step}, GB/s" for step in taken)]
+    page.table([*columns, "kernels, GB/s"], rows)

@@ -1,7 +1,5 @@
 """Several fine-tunes over one resident base: memory, switching, the time of a token, and bits.
 
-    python benchmarks/fine_tunes.py [--layers 32] [--deltas 8] [--out FILE.md]
-
 A packed model of the 8 B Llama shape with random bf16 weights, and deltas of it in each of which 3.5 % of all
 words are one more. Logits under each are compared with those of the plain model that has its weights. Without
 a GPU, `--small --layers 2` tries the same on the CPU.
@@ -9,16 +7,17 @@ a GPU, `--small --layers 2` tries the same on the CPU.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
-from _machine import arguments, emit, header, note, table, verdict
-
 import tpde
+from benchmarks.harness.gpu import device as device_of
+from benchmarks.harness.machine import gpu
+from benchmarks.harness.report import Page, note
+from benchmarks.harness.timing import alternate, to_the_end
 
+TITLE = "Several fine-tunes over one base"
 SHARE = 0.035
 BARS = {"memory": 0.15, "use_ms": 50.0}
 LARGE = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
@@ -35,34 +34,25 @@ def tune(model: Any, seed: int, device: str) -> None:
             part.add_((torch.rand(part.shape, generator=draw, device=device) < SHARE).to(torch.int16))
 
 
-def milliseconds(run: Callable[[], Any], device: str, runs: int) -> list[float]:
+def milliseconds(run: Any, runs: int) -> list[float]:
     """Of each run, and of what it started on the device, after two to warm up."""
-    import torch
-
-    found = []
-    for _ in range(runs + 2):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(1e3 * (time.perf_counter() - start))
-    return found[2:]
+    return [1e3 * it for it in alternate({"": run}, runs, warm=2, clock=to_the_end)[""]]
 
 
-def main() -> int:
-    """Parse the command line, run, print."""
-    import torch
-    import transformers
-
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--deltas", type=int, default=8)
     parser.add_argument("--small", action="store_true", help="narrow, for trying it out")
-    options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    head = header("Several fine-tunes over one base", gpu=device == "cuda")
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Tune, pack, and use one after the other."""
+    import torch
+    import transformers
+
+    device = device_of()
+    page.facts["GPU"] = gpu() if device == "cuda" else ""
     config = transformers.LlamaConfig(
         **(SMALL if options.small else LARGE),
         num_attention_heads=8 if options.small else 32,
@@ -91,32 +81,31 @@ def main() -> int:
                 it.copy_(base[name])
         del base
         token = lambda: model(ids[:, :1])  # noqa: E731
-        times = {"plain": statistics.median(milliseconds(token, device, 10))}
+        times = {"plain": statistics.median(milliseconds(token, 10))}
         tpde.pack_module(model)
-        times["packed"] = statistics.median(milliseconds(token, device, 10))
+        times["packed"] = statistics.median(milliseconds(token, 10))
         tpde.nn.add_deltas(model, deltas)
         same = True
         for key, logits in expected.items():
             model.use(key)
             found = model(ids).logits
             same &= torch.equal(found.view(torch.int16), logits.view(torch.int16))
-        times["under a delta"] = statistics.median(milliseconds(token, device, 10))
+        times["under a delta"] = statistics.median(milliseconds(token, 10))
         keys = [None, *deltas]
         order = iter(keys * 10)
-        used = milliseconds(lambda: model.use(next(order)), device, 5 * len(keys))
+        used = milliseconds(lambda: model.use(next(order)), 5 * len(keys))
     share = model.tpde_deltas.nbytes / plain
     small, quick = share <= BARS["memory"], max(used) <= BARS["use_ms"]
     rows = [
-        ["all deltas, of one plain copy", f"{share:.4f}", f"{BARS['memory']} ({verdict(small)})"],
+        [
+            "all deltas, of one plain copy",
+            f"{share:.4f}",
+            f"{BARS['memory']} ({page.judge(small, 'memory')})",
+        ],
         ["`use`, median, ms", f"{statistics.median(used):.2f}", ""],
-        ["`use`, most, ms", f"{max(used):.2f}", f"{BARS['use_ms']:.0f} ({verdict(quick)})"],
-        ["logits of the base and of all", "equal" if same else "WRONG", verdict(same)],
+        ["`use`, most, ms", f"{max(used):.2f}", f"{BARS['use_ms']:.0f} ({page.judge(quick, 'use')})"],
+        ["logits of the base and of all", "equal" if same else "WRONG", page.judge(same, "bits")],
         *([f"a token, {name}, ms", f"{it:.1f}", ""] for name, it in times.items()),
     ]
-    about = f"{options.deltas} deltas of {100 * SHARE:.1f} % over {plain / 1e9:.2f} GB of bf16, {device}.\n"
-    emit(f"{head}\n{about}\n{table(['', 'here', 'bar'], rows)}", options.out)
-    return 0 if small and quick and same else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    page.say(f"{options.deltas} deltas of {100 * SHARE:.1f} % over {plain / 1e9:.2f} GB of bf16, {device}.")
+    page.table(["", "here", "bar"], rows)

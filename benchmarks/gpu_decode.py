@@ -1,26 +1,26 @@
 """Decoding on the GPU: ours beside nvCOMP ANS, nvCOMP zstd and EntroPack, a device copy as the limit.
 
-    python benchmarks/gpu_decode.py [--quick] [--shared 99] [--out FILE.md] [--plot FILE.png]
-
 Ours decodes what `tpde pack` writes by default. GB/s count bytes of output, 10^9 each, from a cold cache.
 Peers are optional: pip install 'tpde[nvcomp]' 'entropack[cuda13]==0.1.5'.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _gpu import Blob, Contestant, Decoder, Flush, Result, need_cuda, pack, race
-from _machine import arguments, emit, header, note, table, verdict
-from _peers import Copy, EntroPack, Nvcomp
-
+from benchmarks.data.blobs import Blob, Decoder, pack
+from benchmarks.data.weights import to_e4m3
+from benchmarks.harness.gpu import Contestant, Flush, Result, race
+from benchmarks.harness.report import Page, note, verdict
+from benchmarks.peers.gpu_codecs import Copy, EntroPack, Nvcomp
 from tpde.cuda import decode
 from tpde.format.container import TensorSpec
 
+TITLE, NEEDS_GPU = "Decoding on the GPU", True
 MIB = 1 << 20
 SIZES = (1, 4, 16, 64, 256, 512, 1024, 4096)  # MiB
 QUICK_SIZES = (1, 16, 512)
@@ -64,11 +64,7 @@ def weights(name: str, rows: int, seed: int, columns: int = 0) -> Any:
         return values.to(torch.float16)
     if name == "bf16 in fp32":
         return values.to(torch.bfloat16).to(torch.float32)
-    if name == "E4M3":  # each 128x128 block's absolute maximum scaled to 448
-        blocks = values.view(rows // 128, 128, SIDE // 128, 128)
-        scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
-        return (blocks / scale).to(torch.float8_e4m3fn).view(rows, SIDE)
-    return values
+    return to_e4m3(values) if name == "E4M3" else values
 
 
 def host_bytes(tensor: Any) -> Any:
@@ -151,9 +147,9 @@ def contest(
 
 def speed(nbytes: int, result: Result | None) -> float | None:
     """GB/s of output, if there is a result."""
-    return (
-        nbytes / result.median / 1e9 if result is not None and result.times and not result.problem else None
-    )
+    if result is None or not result.times or result.problem:
+        return None
+    return nbytes / result.median / 1e9
 
 
 Grid = dict[int | str, tuple[int, dict[str, Result]]]
@@ -164,7 +160,7 @@ def shown(key: int | str) -> str:
     return str(key) if isinstance(key, str) else f"{key} MiB"
 
 
-def dtype_table(grid: Grid) -> str:
+def dtype_table(grid: Grid, page: Page) -> None:
     """One dtype: a row for each contestant, a column for each size."""
     names = list(next(iter(grid.values()))[1])
     rows = []
@@ -179,11 +175,11 @@ def dtype_table(grid: Grid) -> str:
             elif found and value:
                 ratio = f"{nbytes / found.stored:.4f}"
         rows.append([name, ratio or "-", *cells, problems[0] if problems else ""])
-    return table(["GB/s of output", "ratio", *map(shown, grid), "remark"], rows)
+    page.table(["GB/s of output", "ratio", *map(shown, grid), "remark"], rows)
 
 
-def bars(grids: dict[str, Grid]) -> tuple[str, bool]:
-    """Ours against the bars that this run can tell."""
+def bars(grids: dict[str, Grid]) -> list[tuple[str, float | None, float]]:
+    """Ours and the bars that this run can tell."""
     checks: list[tuple[str, float | None, float]] = []
 
     def at(name: str, key: int | str, who: str = OURS) -> float | None:
@@ -199,23 +195,14 @@ def bars(grids: dict[str, Grid]) -> tuple[str, bool]:
     )
     checks.append((f"bf16, {MANY} x 1 MiB in one launch, GB/s", at("bf16", f"{MANY} x 1 MiB"), 1200.0))
     checks.append(("bf16, 16 MiB alone, GB/s", at("bf16", 16), 1000.0))
-    rows = [
-        [
-            what,
-            f"{found:.2f}" if found else "not measured",
-            f"{bar:.2f}",
-            verdict(found >= bar) if found else "-",
-        ]
-        for what, found, bar in checks
-    ]
-    return table(["bar", "found", "needed", ""], rows), all(found >= bar for _, found, bar in checks if found)
+    return checks
 
 
-def layers(runs: int, flush: Flush) -> tuple[str, bool]:
+def layers(runs: int, flush: Flush) -> list[tuple[list[str], bool]]:
     """Every linear layer of a small model, bf16, one launch each."""
     import torch
 
-    rows, met = [], True
+    rows = []
     for name, (height, width) in LAYERS.items():
         source = weights("bf16", height, 0, width)
         flat = source.reshape(-1).view(torch.uint8)
@@ -228,18 +215,12 @@ def layers(runs: int, flush: Flush) -> tuple[str, bool]:
         results = race(makers, flat, out, runs, flush)
         cells = [f"{r.median * 1e3:.4f}" if r.times else r.problem for r in results.values()]
         good = all(bool(r.times) and r.median * 1e3 < LAYER_BAR for r in results.values())
-        met = met and good
-        rows.append([f"{name}, {height}x{width}", *cells, verdict(good)])
-    return table(["layer, ms", OURS, CHECKED, f"below {LAYER_BAR} ms"], rows), met
+        rows.append(([f"{name}, {height}x{width}", *cells], good))
+    return rows
 
 
-def plot(grids: dict[str, Grid], path: Path) -> None:
+def plot(grids: dict[str, Grid], pyplot: Any) -> Any:
     """Speed by size, a panel for each dtype."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, panels = pyplot.subplots(1, len(grids), figsize=(4.2 * len(grids), 4), sharey=True, squeeze=False)
     for panel, (name, grid) in zip(panels[0], grids.items(), strict=True):
         for who in next(iter(grid.values()))[1]:
@@ -249,22 +230,19 @@ def plot(grids: dict[str, Grid], path: Path) -> None:
                 if isinstance(key, int) and (value := speed(nbytes, results.get(who)))
             ]
             if points:
-                style = (
-                    {"color": "grey", "linestyle": "--"} if who == COPY else {"marker": "o", "markersize": 3}
-                )
+                dashed = {"color": "grey", "linestyle": "--"}
+                style = dashed if who == COPY else {"marker": "o", "markersize": 3}
                 panel.plot(*zip(*points, strict=True), label=who, **style)
         panel.set(xscale="log", title=name, xlabel="MiB of output")
-        panel.set_xticks(
-            [k for k in grid if isinstance(k, int)], [str(k) for k in grid if isinstance(k, int)]
-        )
+        sizes = [key for key in grid if isinstance(key, int)]
+        panel.set_xticks(sizes, [*map(str, sizes)])
         panel.minorticks_off()
         panel.grid(alpha=0.3)
     panels[0][0].set_ylim(bottom=0)  # of all: only now is the largest value known
     panels[0][0].set_ylabel("GB/s of output, cold cache")
     panels[0][0].legend(fontsize="small")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def wrong_bits(grids: dict[str, Grid]) -> list[str]:
@@ -278,9 +256,38 @@ def wrong_bits(grids: dict[str, Grid]) -> list[str]:
     ]
 
 
-def main() -> int:
-    """Parse the command line, run, print."""
-    parser = arguments(__doc__)
+def draw(options: argparse.Namespace, runs: int, grids: dict[str, Grid], small: Any, page: Page) -> None:
+    """All of it so far."""
+    page.clear()
+    page.say(
+        "Weights: normal, per-row scale 0.02 * exp(0.3 * normal), made on the GPU, seed "
+        f"{options.seed}; rows of, or whole matrices of {SIDE}x{SIDE}; beyond {DISTINCT // MIB} MiB they "
+        "come again, in memory of their own. Packed as `tpde pack` does by default. CUDA events, "
+        f"medians of {runs} alternating runs after two to warm up, 256 MiB written through the cache "
+        "before each. "
+        "Every contestant's output was compared with the source, bit by bit. nvCOMP has its own "
+        "container, and its decompression configuration made beforehand."
+        + (f" Blocks of ours have {options.shared} KiB of shared memory." if options.shared else "")
+    )
+    for name, grid in grids.items():
+        if grid:
+            page.section(name)
+            dtype_table(grid, page)
+    for who in wrong_bits(grids):
+        page.judge(False, f"bits, {who}")
+    page.section("The linear layers of a TinyLlama-1.1B")
+    # Bars are those of the whole card.
+    rows = [
+        [*cells, verdict(good) if options.shared else page.judge(good, cells[0])] for cells, good in small
+    ]
+    page.table(["layer, ms", OURS, CHECKED, f"below {LAYER_BAR} ms"], rows)
+    if not options.shared:
+        page.section("Bars")
+        page.limits(bars(grids), least=True)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES), metavar="DTYPE")
     parser.add_argument("--sizes", nargs="+", type=int, metavar="MIB", help="default: 1 to 4096")
     parser.add_argument("--runs", type=int, default=11, help="timed runs of each, after two to warm up")
@@ -294,39 +301,20 @@ def main() -> int:
     parser.add_argument("--no-peers", action="store_true", help="ours and the copy only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="also write a plot to this file")
-    options = parser.parse_args()
-    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
-    runs = 5 if options.quick else options.runs
-    need_cuda()
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Run one dtype and size after the other; the page grows with each."""
     import torch
 
+    sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    runs = 5 if options.quick else options.runs
     if options.shared:
         have = decode.facts(0)
         held = have._replace(shared_bytes=min(options.shared << 10, have.shared_bytes))
         decode.facts = lambda device: held
-    start, grids = time.perf_counter(), dict[str, Grid]()
-    head, flush = header("Decoding on the GPU", gpu=True), Flush()
-    small, small_met = layers(runs, flush)
-
-    def text() -> str:
-        about = (
-            "Weights: normal, per-row scale 0.02 * exp(0.3 * normal), made on the GPU, seed "
-            f"{options.seed}; rows of, or whole matrices of {SIDE}x{SIDE}; beyond {DISTINCT // MIB} MiB they "
-            "come again, in memory of their own. Packed as `tpde pack` does by default. CUDA events, "
-            f"medians of {runs} alternating runs after two to warm up, 256 MiB written through the cache "
-            "before each. "
-            "Every contestant's output was compared with the source, bit by bit. nvCOMP has its own "
-            "container, and its decompression configuration made beforehand."
-            + (f" Blocks of ours have {options.shared} KiB of shared memory." if options.shared else "")
-            + "\n"
-        )
-        parts = [f"{head}\n{about}"]
-        parts += [f"## {name}\n\n{dtype_table(grid)}" for name, grid in grids.items() if grid]
-        parts.append(f"## The linear layers of a TinyLlama-1.1B\n\n{small}")
-        if not options.shared:  # they are those of the whole card
-            parts.append(f"## Bars\n\n{bars(grids)[0]}")
-        return "\n".join(parts)
-
+    start, grids, flush = time.perf_counter(), dict[str, Grid](), Flush()
+    small = layers(runs, flush)
     for name in options.dtypes:
         if time.perf_counter() - start > options.budget:
             note(f"{name}: left out, the budget of {options.budget:.0f} s is spent")
@@ -345,22 +333,9 @@ def main() -> int:
             note(f"{name}, {shown(key)}: " + ", ".join(f"{who} {v:.0f}" for who, v in found.items() if v))
             del source, blobs
             torch.cuda.empty_cache()
-            if options.out is not None:  # a run that is cut short leaves what it has
-                options.out.write_text(text(), "utf-8")
+            draw(options, runs, grids, small, page)
+            page.save()
         del work
         torch.cuda.empty_cache()
-    if options.plot is not None:
-        try:
-            plot({name: grid for name, grid in grids.items() if grid}, options.plot)
-        except ImportError:
-            note("no plot: pip install 'tpde[plot]'")
-    emit(text(), options.out)
-    wrong = wrong_bits(grids)
-    for line in wrong:
-        note(f"error: {line}")
-    met = options.shared or (bars(grids)[1] and small_met)
-    return 0 if met and not wrong else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    draw(options, runs, grids, small, page)
+    page.plot(options.plot, lambda pyplot: plot({name: grid for name, grid in grids.items() if grid}, pyplot))

@@ -1,7 +1,5 @@
 """Products straight from the window layout on a GPU, beside the matrix library's with the plain matrix.
 
-    python benchmarks/linear.py [--models 8b ...] [--rows 1 4 8 16] [--out FILE.md]
-
 Linear layers of Llama 1 B, 8 B and 70 B and of Qwen3-32B, query, key and value as one matrix, gate and up as
 one, with weights `0.02 * normal`, rows scaled by `exp(0.3 * normal)`. A time is that of a matrix in a CUDA
 graph of products with different ones, more bytes in all than the cache has; `all` is one graph of a token's
@@ -11,17 +9,17 @@ warm up. Every result is compared with a product in float64.
 
 from __future__ import annotations
 
+import argparse
 import functools
-import statistics
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from _gpu import need_cuda
-from _machine import arguments, emit, header, note, table, verdict
-
+from benchmarks.harness.gpu import stream
+from benchmarks.harness.report import Page, note
+from benchmarks.harness.timing import alternate, medians, on_device
 from tpde.cuda.window_products import MOST_ROWS, DeviceWindow
 
+TITLE, NEEDS_GPU = "Products from the window layout", True
 COLD = 256 << 20  # bytes of different matrices: several times what caches have
 # Of all layers of the 8 B shape, on an H200.
 BARS = {1: 1.33, 4: 1.28, 8: 1.25, 16: 1.15, 32: 1.03, 64: 0.9}
@@ -75,11 +73,8 @@ class Matrix:
 
     def fused(self, x: Any, y: Any) -> None:
         """The product from windows."""
-        import torch
-
-        stream = torch.cuda.current_stream().cuda_stream
         places = x.data_ptr(), x.stride(0), len(x), y.data_ptr(), y.stride(0)
-        self._device.product(*places, 0, stream)
+        self._device.product(*places, 0, stream())
 
     def library(self, x: Any, y: Any) -> None:
         """The matrix library's."""
@@ -102,23 +97,6 @@ def graph_of(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def times(ways: list[Callable[[], None]], runs: int) -> list[float]:
-    """Microseconds that each takes on the device."""
-    import torch
-
-    taken: list[list[float]] = [[] for _ in ways]
-    for number in range(runs + 1):
-        for way, found in zip(ways, taken, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            way()
-            end.record()
-            end.synchronize()
-            if number:
-                found.append(1e3 * start.elapsed_time(end))
-    return [statistics.median(it) for it in taken]
-
-
 class Race:
     """A model's products with so many rows of x."""
 
@@ -137,10 +115,13 @@ class Race:
         getattr(matrices[number % len(matrices)], which)(self._x[name], self._y[name])
 
     def _times(self, run: Callable[[str], None]) -> list[float]:
-        return times([graph_of(functools.partial(run, which)) for which in WAYS], self._runs)
+        """Microseconds on the device: the library's, ours."""
+        graphs = {which: graph_of(functools.partial(run, which)) for which in WAYS}
+        taken = medians(alternate(graphs, self._runs, clock=on_device))
+        return [1e6 * taken[which] for which in WAYS]
 
-    def matrix(self, name: str) -> tuple[list[str], bool]:
-        """A line of the table, and whether the error is small enough."""
+    def matrix(self, name: str, page: Page) -> list[str]:
+        """A line of the table."""
         matrices = self._made[name]
         count = -(-8 // len(matrices)) * len(matrices)
 
@@ -152,9 +133,10 @@ class Race:
         mine, library = self._errors(name)
         rows, columns = matrices[0].plain.shape
         right = mine <= MOST_ERROR * library
+        page.judge(right, f"error, {name}, {self._count} rows")
         line = [str(self._count), name, f"{rows} x {columns}", f"{theirs:.1f}", f"{ours:.1f}"]
         line += [f"{theirs / ours:.2f}", f"{matrices[0].blob.nbytes / ours / 1e6:.2f}"]
-        return [*line, f"{mine:.3e}", f"{library:.3e}" + ("" if right else " FAIL")], right
+        return [*line, f"{mine:.3e}", f"{library:.3e}" + ("" if right else " FAIL")]
 
     def _errors(self, name: str) -> list[float]:
         """How far the products are from that in float64."""
@@ -178,17 +160,17 @@ class Race:
         return theirs, ours
 
 
-def main() -> int:
-    """Parse the command line, run, print."""
-    import torch
-
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, MOST_ROWS])
     parser.add_argument("--runs", type=int, default=9)
-    options = parser.parse_args()
-    need_cuda()
-    head, passed, text = header("Products from the window layout", gpu=True), True, []
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Run one model after the other."""
+    import torch
+
     for key in options.models:
         model, draw, lines = MODELS[key], torch.Generator("cuda").manual_seed(7), []
         note(f"{model.name}: making weights")
@@ -202,23 +184,17 @@ def main() -> int:
             note(f"{model.name}: {count} rows")
             race = Race(model, made, count, options.runs, draw)
             for name in made:
-                line, right = race.matrix(name)
-                lines.append(line)
-                passed &= right
+                lines.append(race.matrix(name, page))
             theirs, ours = race.all()
-            met = ""
+            times_as_fast = f"{theirs / ours:.2f}"
             if key == "8b" and count in BARS:
-                met = f" (bar {BARS[count]}: {verdict(theirs / ours >= BARS[count])})"
-                passed &= theirs / ours >= BARS[count]
-            times_as_fast = f"{theirs / ours:.2f}{met}"
+                met = page.judge(theirs / ours >= BARS[count], f"all, {count} rows")
+                times_as_fast += f" (bar {BARS[count]}: {met})"
             lines.append([str(count), "all", "", f"{theirs:.0f}", f"{ours:.0f}", times_as_fast, "", "", ""])
         columns = ["rows", "", "shape", "library, us", "windows, us", "times", "TB/s", "error", "library's"]
-        text.append(f"## {model.name}\n\n{bits:.3f} bits a weight.\n\n{table(columns, lines)}")
+        page.section(model.name)
+        page.say(f"{bits:.3f} bits a weight.")
+        page.table(columns, lines)
+        page.save()
         del made, race
         torch.cuda.empty_cache()
-    emit(f"{head}\n" + "\n".join(text), options.out)
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

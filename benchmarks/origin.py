@@ -1,7 +1,5 @@
 """The chain of prototypes that tpde grew out of, rebuilt on their own workload and timed in one run.
 
-    python benchmarks/origin.py [--out FILE.md]
-
 A 1024x4096 fp32 matrix of which 10 % of the words change: positions and new words in 64 chunks of 65,536
 words, each compressed with zstd. Every row starts from the old matrix on the device and ends with the new
 one there; what it starts from besides (compressed bytes on the host, or plain ones on the device) is in the
@@ -10,19 +8,19 @@ table. Bits are compared each time.
 
 from __future__ import annotations
 
-import os
-import statistics
-import sys
-import time
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import zstandard
-from _gpu import Decoder, need_cuda, pack, reason, upload
-from _machine import arguments, emit, header, note, table
 
+from benchmarks.data.blobs import Decoder, pack, upload
+from benchmarks.harness.gpu import Result, attempt, stream
+from benchmarks.harness.machine import cores
+from benchmarks.harness.report import Page, ms, note
+from benchmarks.harness.timing import to_the_end
 from tpde.codec import pool
 from tpde.codec.delta import CHUNK_WORDS
 from tpde.codec.zstd import DECODE_SPEED, LEVEL
@@ -31,9 +29,11 @@ from tpde.cuda import nvcomp
 from tpde.cuda.delta_kernels import Batch, Changes, Lists, Pair
 from tpde.format.container import TensorSpec
 
+TITLE, NEEDS_GPU = "The prototypes' systems", True
 ROWS, COLUMNS, CHANGED = 1024, 4096, 0.1
 WORDS = ROWS * COLUMNS
 CHUNKS = WORDS // CHUNK_WORDS
+HOST = "zstd, on the host"
 
 
 @dataclass
@@ -124,8 +124,6 @@ class Device:
 
     def write(self, data: Any, number: int | None = None) -> None:
         """Launch the kernel that writes changes on torch's current stream: of one chunk, or of all."""
-        import torch
-
         batch, items, whose = self.all if number is None else self.each[number]
         first = number or 0
         batch.write(
@@ -133,7 +131,7 @@ class Device:
             whose.data_ptr(),
             Lists(self.counts.data_ptr() + 4 * first, self.starts.data_ptr() + 8 * first),
             Changes(data.data_ptr(), data.data_ptr() + 2 * self.work.room),
-            torch.cuda.current_stream().cuda_stream,
+            stream(),
         )
 
     def spans(self, number: int) -> list[slice]:
@@ -182,8 +180,8 @@ def v2_pipelined(device: Device) -> Callable[[], None]:
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
 
     def run() -> None:
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
+        for side in streams:
+            side.wait_stream(torch.cuda.current_stream())
         for number in range(CHUNKS):
             device.work.decompress(2 * number, device.host)
             device.work.decompress(2 * number + 1, device.host)
@@ -191,8 +189,8 @@ def v2_pipelined(device: Device) -> Callable[[], None]:
                 for part in device.spans(number):
                     device.data[part].copy_(device.pinned[part], non_blocking=True)
                 device.write(device.data, number)
-        for stream in streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        for side in streams:
+            torch.cuda.current_stream().wait_stream(side)
 
     return run
 
@@ -232,7 +230,7 @@ def v3(device: Device) -> Callable[[], None]:
             device.work.places,
             device.work.sizes,
             torch.cuda.current_device(),
-            torch.cuda.current_stream().cuda_stream,
+            stream(),
         )
         device.write(device.data)
 
@@ -261,104 +259,78 @@ def packed(device: Device, copied: bool) -> Callable[[], None]:
     return run
 
 
-@dataclass
-class Row:
-    """A system, what it published, how it is built here, and what it took."""
-
-    name: str
-    starts_from: str
-    published: str
-    make: Callable[[Device], Callable[[], None]]
-    times: list[float] = field(default_factory=list)
-    problem: str = ""
-
-
-def rows() -> list[Row]:
-    """Rows 4 to 8 of the prototypes' table, then ours without a delta."""
-    return [
-        Row("V1: one launch", "plain, on the GPU", "works", v1),
-        Row("V2: 64 launches, synchronous", "zstd, on the host", "22.07", v2_synchronous),
-        Row("V2: 64 launches, pipelined", "zstd, on the host", "16.56", v2_pipelined),
-        Row("V2.1: one launch, CPU zstd serial", "zstd, on the host", "7.06", lambda d: v21(d, False)),
-        Row("V2.1: one launch, CPU zstd on a kept pool", "zstd, on the host", "9.59", lambda d: v21(d, True)),
-        Row("V2.2: the automatic choice", "zstd, on the host", "picks", lambda d: v21(d, None)),
-        Row("V3: nvCOMP zstd on the GPU", "zstd, on the host", "never built", v3),
-        Row("tpde, whole matrix", "packed, on the host", "", lambda d: packed(d, True)),
-        Row("tpde, whole matrix", "packed, on the GPU", "", lambda d: packed(d, False)),
-    ]
+Way = Callable[[Device], Callable[[], None]]
+# What the prototypes' table has as rows 4 to 8, then ours without a delta: what each starts from, the
+# milliseconds that were published, and how it is built here.
+ROWS_OF: dict[str, tuple[str, str, Way]] = {
+    "V1: one launch": ("plain, on the GPU", "works", v1),
+    "V2: 64 launches, synchronous": (HOST, "22.07", v2_synchronous),
+    "V2: 64 launches, pipelined": (HOST, "16.56", v2_pipelined),
+    "V2.1: one launch, CPU zstd serial": (HOST, "7.06", lambda d: v21(d, False)),
+    "V2.1: one launch, CPU zstd on a kept pool": (HOST, "9.59", lambda d: v21(d, True)),
+    "V2.2: the automatic choice": (HOST, "picks", lambda d: v21(d, None)),
+    "V3: nvCOMP zstd on the GPU": (HOST, "never built", v3),
+    "tpde, whole matrix": ("packed, on the host", "", lambda d: packed(d, True)),
+    "tpde, whole matrix, there": ("packed, on the GPU", "", lambda d: packed(d, False)),
+}
 
 
 def timed(device: Device, run: Callable[[], None]) -> float:
-    """Milliseconds from the old matrix to the new one, everything waited for; every bit compared."""
+    """Seconds from the old matrix to the new one, everything waited for; every bit compared."""
     import torch
 
     device.out.copy_(device.old)
     device.data.fill_(0xFF)
     device.host.fill(0xFF)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    took = time.perf_counter() - start
+    took = to_the_end(run)
     if not torch.equal(device.out, device.new):
         raise ValueError("WRONG BITS")
-    return took * 1e3
+    return took
 
 
-def measure(device: Device, contest: list[Row], runs: int) -> None:
+def measure(device: Device, runs: int) -> dict[str, Result]:
     """Run all in turns, a few times to warm up and `runs` times for the record."""
-    ready: list[tuple[Row, Callable[[], None]]] = []
-    for row in contest:
-        try:
-            run = row.make(device)
+    results = {name: Result() for name in ROWS_OF}
+    ready: dict[str, Callable[[], None]] = {}
+    for name, (_, _, make) in ROWS_OF.items():
+        with attempt(results, name):
+            run = make(device)
             timed(device, run)
-            ready.append((row, run))
-        except Exception as error:
-            row.problem = reason(error)
-            note(f"{row.name}: {row.problem}")
+            ready[name] = run
     for number in range(runs + 3):
-        for row, run in ready:
-            if row.problem:
+        for name, run in ready.items():
+            if results[name].problem:
                 continue
-            try:
+            with attempt(results, name):
                 took = timed(device, run)
-            except Exception as error:
-                row.problem = reason(error)
-                note(f"{row.name}: {row.problem}")
-                continue
-            if number >= 3:
-                row.times.append(took)
+                if number >= 3:
+                    results[name].times.append(took)
+    return results
 
 
-def report(contest: list[Row]) -> str:
-    """The table."""
-    lines = []
-    for row in contest:
-        cells = [row.problem, "", ""]
-        if row.times and not row.problem:
-            cells = [f"{statistics.median(row.times):.3f}", f"{min(row.times):.3f}", f"{max(row.times):.3f}"]
-        lines.append([row.name, row.starts_from, row.published, *cells])
-    return table(["system", "starts from", "published, ms", "here, ms", "fastest", "slowest"], lines)
-
-
-def main() -> int:
-    """Parse the command line, run, print."""
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int, default=31, help="timed runs of each, after three to warm up")
-    parser.add_argument("--threads", type=int, default=min(8, len(os.sched_getaffinity(0))))
-    options = parser.parse_args()
-    need_cuda()
-    head = header("The prototypes' systems", gpu=True)
+    parser.add_argument("--threads", type=int, default=min(8, cores()))
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Measure, and compare bits."""
     note("making the workload")
     work = Workload(options.seed)
-    device = Device(work, options.threads)
-    contest = rows()
-    measure(device, contest, options.runs)
+    results = measure(Device(work, options.threads), options.runs)
     auto = work.coded_bytes / DECODE_SPEED
     workers = min(options.threads, CHUNKS)
     chosen = "the pool" if pool.pays(auto, workers) else "one thread"
-    about = (
+    rows = []
+    for name, result in results.items():
+        page.judge(result.problem in ("", "not installed"), name)
+        cells = [result.problem, "", ""]
+        if result.times and not result.problem:
+            cells = [ms(it, 3) for it in (result.median, min(result.times), max(result.times))]
+        rows.append([name, *ROWS_OF[name][:2], *cells])
+    page.say(
         f"Workload: {ROWS}x{COLUMNS} fp32, normal, {CHANGED:.0%} of the words changed; positions (16-bit, "
         f"in the chunk) and new words in {CHUNKS} chunks of {CHUNK_WORDS} words, "
         f"{work.plain_bytes / 1e6:.2f} MB, as zstd frames {work.coded_bytes / 1e6:.2f} MB (ratio "
@@ -368,11 +340,6 @@ def main() -> int:
         f"compared. {options.threads} threads; handing work to them takes "
         f"{pool.hand_off(max(workers, 2)) * 1e6:.0f} us here, one thread is expected to take "
         f"{auto * 1e3:.2f} ms: the automatic choice is {chosen}. The published figures are of another "
-        "machine.\n"
+        "machine."
     )
-    emit(f"{head}\n{about}\n{report(contest)}", options.out)
-    return 1 if any(row.problem not in ("", "not installed") for row in contest) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    page.table(["system", "starts from", "published, ms", "here, ms", "fastest", "slowest"], rows)

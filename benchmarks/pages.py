@@ -1,18 +1,16 @@
 """What bringing host memory in does to others: how long mapping memory takes in another thread meanwhile.
 
-    python benchmarks/pages.py [--gib 2] [--threads 2] [--dir /dev/shm]
-
 A file in the page cache is mapped and its pages brought into the process's tables, by one `madvise` for 8 MiB
 or as `tpde` does; and read into new pages that `read` faults in, or that are touched first, as `tpde` does.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import mmap
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -21,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _machine import arguments, emit, header, note, table
 
+from benchmarks.harness.report import Page, note
+from benchmarks.harness.timing import wall
+
+TITLE = "Bringing host memory in"
 ROOM = 64 << 10  # what is mapped and unmapped elsewhere
 POPULATE_READ = 22
 Piece = Callable[[int], None]
@@ -42,9 +43,7 @@ class Libc:
     def map_and_unmap(self) -> float:
         """Seconds."""
         access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        start = time.perf_counter()
-        self.munmap(self.mmap(None, ROOM, access, kind, -1, 0), ROOM)
-        return time.perf_counter() - start
+        return wall(lambda: self.munmap(self.mmap(None, ROOM, access, kind, -1, 0), ROOM))
 
 
 def mapped(source: Any, libc: Libc, *, ours: bool) -> tuple[Piece, int, Callable[[], None]]:
@@ -83,7 +82,7 @@ def copied(source: Any, _: Libc, *, ours: bool) -> tuple[Piece, int, Callable[[]
     return bring, size, made.close
 
 
-def run(source: Any, libc: Libc, threads: int, way: Any, ours: bool) -> tuple[float, list[float]]:
+def bring_all(source: Any, libc: Libc, threads: int, way: Any, ours: bool) -> tuple[float, list[float]]:
     """Seconds that bringing all of it took, and of what was mapped meanwhile."""
     bring, size, close = way(source, libc, ours=ours)
     left, lock, found = iter(range(0, source.size, size)), threading.Lock(), list[float]()
@@ -115,49 +114,47 @@ WAYS = (
 )
 
 
-def main() -> int:
-    """Parse the command line, run, print."""
-    from tpde.io.sources import FileSource
-
-    parser = arguments(__doc__)
-    parser.add_argument("--gib", type=int, default=2, help="size of the file")
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--gib", type=float, default=2, help="size of the file")
     parser.add_argument(
         "--threads", type=int, default=max((os.cpu_count() or 2) - 1, 1), help="that bring pages in"
     )
     parser.add_argument("--runs", type=int, default=5, help="of each way, after one that does not count")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="where the file is made")
-    options = parser.parse_args()
-    head, libc = header("Bringing host memory in"), Libc()
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Bring the file in by all ways, in turns."""
+    from tpde.io.sources import FileSource
+
+    libc = Libc()
     took: dict[str, list[float]] = {name: [] for name, _, _ in WAYS}
     waited: dict[str, list[float]] = {name: [] for name, _, _ in WAYS}
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="tpde-pages-") as folder:
         path, block = Path(folder) / "file", bytes(range(256)) * (1 << 16)
         with path.open("wb") as file:
-            for _ in range((options.gib << 30) // len(block)):
+            for _ in range(int(options.gib * 2**30) // len(block)):
                 file.write(block)
         source = FileSource(path)
         for turn in range(options.runs + 1):
             note(f"turn {turn} of {options.runs}")
             for name, way, ours in WAYS:
-                seconds, found = run(source, libc, options.threads, way, ours)
+                seconds, found = bring_all(source, libc, options.threads, way, ours)
                 if turn:
                     took[name].append(seconds)
                     waited[name] += found
         source.close()
+        size = source.size
     rows = []
     for name, found in waited.items():
         found.sort()
         cells = [statistics.median(found), statistics.fmean(found), found[int(len(found) * 0.99)], found[-1]]
-        rate = f"{(options.gib << 30) / statistics.median(took[name]) / 1e9:.1f}"
+        rate = f"{size / statistics.median(took[name]) / 1e9:.1f}"
         rows.append([name, rate, str(len(found)), *(f"{1e6 * it:.0f}" for it in cells)])
-    columns = ["how", "GB/s", "mapped meanwhile", "median, us", "mean, us", "99 %, us", "most, us"]
-    about = (
-        f"{options.threads} threads bring in {options.gib} GiB from the page cache, another one maps and "
-        f"unmaps {ROOM >> 10} KiB meanwhile. {options.runs} runs of each, by turns.\n"
+    page.say(
+        f"{options.threads} threads bring in {options.gib:g} GiB from the page cache, another one maps and "
+        f"unmaps {ROOM >> 10} KiB meanwhile. {options.runs} runs of each, by turns."
     )
-    emit(f"{head}\n{about}\n{table(columns, rows)}", options.out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    columns = ["how", "GB/s", "mapped meanwhile", "median, us", "mean, us", "99 %, us", "most, us"]
+    page.table(columns, rows)

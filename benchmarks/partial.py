@@ -1,12 +1,9 @@
-"""Bytes read for one row of a large packed tensor: its chunks and the index, no more.
-
-python benchmarks/partial.py [--gib 1] [--dir DIR] [--out FILE.md]
-"""
+"""Bytes read for one row of a large packed tensor: its chunks and the index, no more."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from _data import write_bf16_file
-from _machine import arguments, emit, header, note, table, verdict
 
 import tpde
+from benchmarks.data.files import write_bf16_file
+from benchmarks.harness.report import Page, note
 from tpde.files.reader import PackedFile, PackedTensor
 from tpde.format.blob_header import MAX_FIXED_BYTES
 from tpde.io.sources import FileSource
 
+TITLE = "One row of a large tensor"
 COLUMNS = 5120  # not a divisor of a chunk's words, so that some rows lie in two chunks
 NAME = "layers.0.weight"
 
@@ -81,7 +79,7 @@ def plain_row(plain: Path, row: int) -> bytes:
         return file.read(2 * COLUMNS)
 
 
-def measure(plain: Path, packed: Path, row: int) -> tuple[list[str], bool]:
+def measure(plain: Path, packed: Path, row: int, page: Page) -> list[str]:
     """Read one row from a file that was just opened."""
     limit = allowed(packed, row)
     with counting() as opening, tpde.safe_open(packed, framework="numpy") as file:
@@ -91,10 +89,10 @@ def measure(plain: Path, packed: Path, row: int) -> tuple[list[str], bool]:
         seconds = time.perf_counter() - start
         read, reads = opening.bytes - begun.bytes, opening.reads - begun.reads
     same = np.ascontiguousarray(value).tobytes() == plain_row(plain, row)
-    passed = same and read <= limit.meta + limit.chunks
+    judged = page.judge(same and read <= limit.meta + limit.chunks, f"row {row}")
     cells = [f"{row:,}", f"{begun.bytes:,}", f"{read:,}", str(reads)]
     cells += [f"{limit.meta:,}", f"{limit.chunks:,}", str(limit.number)]
-    return [*cells, verdict(passed), f"{1e3 * seconds:.1f}", "same" if same else "DIFFER"], passed
+    return [*cells, judged, f"{1e3 * seconds:.1f}", "same" if same else "DIFFER"]
 
 
 def again(packed: Path, rows: list[int]) -> tuple[float, float]:
@@ -111,13 +109,14 @@ def again(packed: Path, rows: list[int]) -> tuple[float, float]:
     return statistics.median(sizes), statistics.median(times)
 
 
-def main() -> int:
-    """Parse the command line, run, print; 1 if more is read than needed or a bit differs."""
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--gib", type=float, default=1, help="size of the tensor (default 1)")
     parser.add_argument("--dir", type=Path, help="folder for the files, which are removed afterwards")
-    options = parser.parse_args()
-    head = header("One row of a large tensor")
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Pack one tensor, and read rows of it."""
     count = int(options.gib * 2**30) // (2 * COLUMNS)
     with tempfile.TemporaryDirectory(dir=options.dir) as place:
         plain, packed = Path(place) / "plain.safetensors", Path(place) / "packed.safetensors"
@@ -125,9 +124,14 @@ def main() -> int:
         nbytes = write_bf16_file(plain, (count, COLUMNS), 1)
         tpde.pack(plain, packed)
         size = packed.stat().st_size
-        results = [measure(plain, packed, row) for row in (0, 1, count // 3, count // 2, count - 1)]
+        rows = [measure(plain, packed, row, page) for row in (0, 1, count // 3, count // 2, count - 1)]
         random_rows = np.random.default_rng(0).integers(0, count, 50).tolist()
         kept_bytes, kept_time = again(packed, random_rows)
+    page.say(
+        f"bf16, {count}x{COLUMNS}: {nbytes:,} bytes, packed {size:,}. A row has {2 * COLUMNS:,} bytes. Bar: "
+        "no more than the blob's header and index and the chunks that hold the row. Bytes are those asked of "
+        "`FileSource.read_into`; the file is in the page cache."
+    )
     columns = [
         "row",
         "bytes to open",
@@ -137,19 +141,8 @@ def main() -> int:
         "its chunks",
         "chunks",
     ]
-    text = table([*columns, "", "ms", "bits"], [cells for cells, _ in results])
-    about = (
-        f"bf16, {count}x{COLUMNS}: {nbytes:,} bytes, packed {size:,}. A row has {2 * COLUMNS:,} bytes. Bar: "
-        "no more than the blob's header and index and the chunks that hold the row. Bytes are those asked of "
-        "`FileSource.read_into`; the file is in the page cache.\n"
-    )
-    tail = (
+    page.table([*columns, "", "ms", "bits"], rows)
+    page.say(
         f"With the slice kept, one of 50 random rows takes {kept_bytes:,.0f} bytes and {kept_time:.2f} ms "
-        "(medians).\n"
+        "(medians)."
     )
-    emit(f"{head}\n{about}\n{text}\n{tail}", options.out)
-    return 0 if all(passed for _, passed in results) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

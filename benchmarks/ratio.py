@@ -1,32 +1,33 @@
 """Ratios with every byte of overhead counted: whole files packed, their sizes compared, and restored.
 
-    python benchmarks/ratio.py [--model DIR[:BAR] ...] [--out FILE.md]
-
 ZipNN's figure is each tensor given to `zipnn.ZipNN`, plus the plain file's header; tensors of dtypes that
 it does not take are counted as they are.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _data import minilm, normal, sha256, tensor_bytes, to_e4m3
-from _machine import arguments, emit, header, note, table, verdict
 
 import tpde
+from benchmarks.data.files import minilm, sha256
+from benchmarks.data.weights import normal, tensor_bytes, to_e4m3
+from benchmarks.harness.processes import reason
+from benchmarks.harness.report import Page, note
+from benchmarks.peers import zipnn
 
-ZIPNN_DTYPES = {"torch.bfloat16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32"}
-# Bits of the exponent, and of sign and mantissa, of a word; the exponent's shift.
+TITLE = "Ratio, all overhead counted"
+# Names of dtypes in files, bits of the exponent, and of the mantissa, below it.
 FIELDS = {
-    "torch.bfloat16": (8, 7),
-    "torch.float16": (5, 10),
-    "torch.float32": (8, 23),
-    "torch.float8_e4m3fn": (4, 3),
+    "torch.bfloat16": ("BF16", 8, 7),
+    "torch.float16": ("F16", 5, 10),
+    "torch.float32": ("F32", 8, 23),
+    "torch.float8_e4m3fn": ("F8_E4M3", 4, 3),
 }
 MIB = 1 << 20
 
@@ -54,24 +55,13 @@ class Row:
         """Restored exactly, and no lower than the bar."""
         return self.exact and (self.bar is None or self.ratio >= self.bar)
 
-    def cells(self) -> list[str]:
+    def cells(self, page: Page) -> list[str]:
         """As the table shows it."""
-
-        def number(value: float | None) -> str:
-            return "" if value is None else f"{value:.4f}"
-
-        return [
-            self.name,
-            f"{self.source_bytes:,}",
-            f"{self.packed_bytes:,}",
-            number(self.ratio),
-            number(self.bar),
-            ("pass" if self.passed else "FAIL") if self.bar is not None or not self.exact else "",
-            number(self.zipnn),
-            number(self.ideal),
-            number(self.entropy),
-            "same" if self.exact else "DIFFERS",
-        ]
+        judged = page.judge(self.passed, self.name) if self.bar is not None or not self.exact else ""
+        first, last = [self.ratio, self.bar], [self.zipnn, self.ideal, self.entropy]
+        shown = [["" if it is None else f"{it:.4f}" for it in some] for some in (first, last)]
+        sizes = [f"{self.source_bytes:,}", f"{self.packed_bytes:,}"]
+        return [self.name, *sizes, *shown[0], judged, *shown[1], "same" if self.exact else "DIFFERS"]
 
 
 def _entropy(counts: np.ndarray[Any, Any]) -> float:
@@ -91,7 +81,7 @@ def ideal(tensors: dict[str, Any]) -> tuple[float | None, float | None]:
         if fields is None or not data.size:
             coded += 8 * data.size
             continue
-        exponent_bits, mantissa_bits = fields
+        _, exponent_bits, mantissa_bits = fields
         word = data.view(f"u{tensor.element_size()}")
         exponents = (word >> mantissa_bits) & ((1 << exponent_bits) - 1)
         bits = _entropy(np.bincount(exponents.astype(np.int64)))
@@ -105,27 +95,16 @@ def ideal(tensors: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def zipnn_bytes(tensors: dict[str, Any]) -> int | None:
-    """Size of all tensors as ZipNN stores them; None if it takes none of them."""
-    import torch
-    import zipnn
-
+    """Size of all tensors as ZipNN stores them; None if it takes none of them, is missing, or fails."""
     total, taken = 0, False
     for tensor in tensors.values():
-        data = tensor_bytes(tensor)
-        if str(tensor.dtype) in ZIPNN_DTYPES and data.size:
-            kind = ZIPNN_DTYPES[str(tensor.dtype)]
-            coded = zipnn.ZipNN(bytearray_dtype=kind, threads=1).compress(bytearray(data))
-            back = np.frombuffer(zipnn.ZipNN(bytearray_dtype=kind, threads=1).decompress(coded), np.uint8)
-        elif tensor.dtype == torch.float8_e4m3fn and data.size:
-            coded = zipnn.ZipNN(input_format="torch", threads=1).compress(tensor.clone())
-            back = tensor_bytes(zipnn.ZipNN(input_format="torch", threads=1).decompress(coded))
-        else:
-            total += data.size
-            continue
-        if not np.array_equal(back, data):
-            note(f"ZipNN did not restore {tuple(tensor.shape)} {tensor.dtype}")
+        data, fields = tensor_bytes(tensor), FIELDS.get(str(tensor.dtype))
+        try:
+            size = zipnn.stored_bytes(fields[0], data, tensor) if fields is not None and data.size else None
+        except (ImportError, ValueError) as error:
+            note(f"ZipNN: {reason(error)}")
             return None
-        total, taken = total + min(len(coded), data.size), True
+        total, taken = total + (data.size if size is None else size), taken or size is not None
     return total if taken else None
 
 
@@ -192,17 +171,23 @@ def pack_model(argument: str, folder: Path) -> Row:
 
 
 def weights(seed: int, rows: int, folder: Path) -> list[Row]:
-    """Synthetic weights and all-MiniLM-L6-v2."""
+    """Synthetic weights."""
     import torch
-    from safetensors.torch import load_file
 
     values = normal(seed, rows)
     bf16 = values.to(torch.bfloat16)
-    result = [
+    return [
         pack_tensors("synthetic bf16", {"weight": bf16}, folder, 1.492),
         pack_tensors("synthetic E4M3", {"weight": to_e4m3(values)}, folder, 1.195),
         pack_tensors("synthetic bf16 as fp32", {"weight": bf16.float()}, folder, 2.95),
     ]
+
+
+def embeddings(folder: Path) -> list[Row]:
+    """All-MiniLM-L6-v2."""
+    import torch
+    from safetensors.torch import load_file
+
     model = load_file(minilm() / "model.safetensors")
 
     def cast(dtype: Any, back: Any = None) -> dict[str, Any]:
@@ -211,7 +196,6 @@ def weights(seed: int, rows: int, folder: Path) -> list[Row]:
         }
 
     return [
-        *result,
         pack_tensors("all-MiniLM-L6-v2 bf16", cast(torch.bfloat16), folder, 1.490),
         pack_tensors("all-MiniLM-L6-v2 fp16", cast(torch.float16), folder, 1.17),
         pack_tensors("all-MiniLM-L6-v2 fp32", model, folder, 1.203),
@@ -219,7 +203,7 @@ def weights(seed: int, rows: int, folder: Path) -> list[Row]:
     ]
 
 
-def growth(seed: int, folder: Path) -> tuple[str, bool]:
+def growth(seed: int, folder: Path, page: Page) -> None:
     """Files that cannot shrink: how much they grow."""
     import torch
     from safetensors.torch import save_file
@@ -236,50 +220,51 @@ def growth(seed: int, folder: Path) -> tuple[str, bool]:
             f"layers.{i}.noise": noise(int(rng.integers(0, 301))) for i in range(200)
         },
     }
-    rows, good = [], True
+    rows = []
     for name, tensors in cases.items():
         path = folder / "noise.safetensors"
         save_file(tensors, path)
         row = pack_file(name, path, None)
         allowed = row.source_bytes * 0.001 + 400 * len(tensors)
         grown = row.packed_bytes - row.source_bytes
-        passed = row.exact and grown <= allowed
-        good &= passed
+        judged = page.judge(row.exact and grown <= allowed, name)
         sizes = [f"{row.source_bytes:,}", f"{row.packed_bytes:,}", f"{grown:,}", f"{allowed:,.0f}"]
-        rows.append([name, *sizes, verdict(passed), "same" if row.exact else "DIFFERS"])
+        rows.append([name, *sizes, judged, "same" if row.exact else "DIFFERS"])
         path.unlink()
+    page.say("Data that cannot shrink, bar 0.1 % and 400 bytes a tensor:")
     columns = ["data", "file, bytes", "packed, bytes", "growth, bytes", "at most", "", "unpacked SHA-256"]
-    return table(columns, rows), good
+    page.table(columns, rows)
 
 
-def main() -> int:
-    """Parse the command line, run, print; 1 if a bar is missed."""
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=8192, help="of 4096 weights, a multiple of 128")
     parser.add_argument("--model", action="append", default=[], metavar="DIR[:BAR]", help="a model directory")
-    options = parser.parse_args()
-    head = header("Ratio, all overhead counted")
-    with tempfile.TemporaryDirectory() as place:
-        rows = weights(options.seed, options.rows, Path(place))
-        for i, argument in enumerate(options.model):
-            (Path(place) / f"model{i}").mkdir()
-            rows.append(pack_model(argument, Path(place) / f"model{i}"))
-        second, good = growth(options.seed, Path(place))
-    columns = ["weights", "file, bytes", "packed, bytes", "ratio", "bar", "", "ZipNN", "exponent ideal"]
-    columns += ["exponent entropy, bits", "unpacked SHA-256"]
-    first = table(columns, [row.cells() for row in rows])
-    about = (
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Pack synthetic weights, a small model, directories, and what cannot shrink."""
+    page.say(
         f"Synthetic: normal, per-row scale 0.02 * exp(0.3 * normal), {options.rows}x4096, torch generator "
         f"seed {options.seed}; E4M3: the same, each 128x128 block's absolute maximum scaled to 448. Sizes "
         "are those of whole files; of a directory, its weights and all that packing adds to its other files. "
         "Exponent ideal: each tensor's exponents at their entropy, other bits as they are (low halves of "
-        "fp32 words that are all zero: nothing).\n"
+        "fp32 words that are all zero: nothing)."
     )
-    first += "\nData that cannot shrink, bar 0.1 % and 400 bytes a tensor:\n"
-    emit(f"{head}\n{about}\n{first}\n{second}", options.out)
-    return 0 if good and all(row.passed for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory() as place:
+        rows, missing = weights(options.seed, options.rows, Path(place)), ""
+        try:
+            rows += embeddings(Path(place))
+        except ImportError as error:
+            missing = f"Not measured: {error}."
+        for i, argument in enumerate(options.model):
+            (Path(place) / f"model{i}").mkdir()
+            rows.append(pack_model(argument, Path(place) / f"model{i}"))
+        columns = ["weights", "file, bytes", "packed, bytes", "ratio", "bar", "", "ZipNN", "exponent ideal"]
+        columns += ["exponent entropy, bits", "unpacked SHA-256"]
+        page.table(columns, [row.cells(page) for row in rows])
+        if missing:
+            page.judge(False, missing)
+            page.say(missing)
+        growth(options.seed, Path(place), page)

@@ -1,19 +1,18 @@
-"""Time of `import tpde` and of the command line's help, above that of a bare interpreter.
-
-python benchmarks/startup.py [--out FILE.md]
-"""
+"""Time of `import tpde` and of the command line's help, above that of a bare interpreter."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import statistics
 import subprocess
 import sys
-import time
 
-from _machine import arguments, emit, header, note, table, verdict
+from benchmarks.harness.report import Page, ms, note
+from benchmarks.harness.timing import wall
 
+TITLE = "Startup"
 BAR_MS = 60
 HEAVY = ("torch", "numpy", "zstandard", "xxhash", "safetensors", "transformers", "rich", "typer")
 BARE, IMPORT, PACK, HELP = "bare interpreter", "`import tpde`", "`import tpde; tpde.pack`", "`tpde --help`"
@@ -34,13 +33,10 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
-def timed(command: list[str]) -> float | None:
-    """Milliseconds of one interpreter, or None if it fails."""
-    start = time.perf_counter()
+def start(command: list[str]) -> None:
+    """Run an interpreter, with nothing to say."""
     null = subprocess.DEVNULL
-    done = subprocess.run([sys.executable, *command], check=False, stdout=null, stderr=null)
-    took = 1e3 * (time.perf_counter() - start)
-    return took if done.returncode == 0 else None
+    subprocess.run([sys.executable, *command], check=True, stdout=null, stderr=null)
 
 
 def loaded(statement: str) -> list[str]:
@@ -51,12 +47,13 @@ def loaded(statement: str) -> list[str]:
     return names
 
 
-def main() -> int:
-    """Parse the command line, run, print; 1 if the bar is missed or torch is loaded."""
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each, after one to warm up")
-    options = parser.parse_args()
-    head = header("Startup")
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Start all in turns."""
     times: dict[str, list[float]] = {name: [] for name in commands()}
     failed = set[str]()
     for run in range(options.runs + 1):
@@ -64,38 +61,30 @@ def main() -> int:
         for name, command in commands().items():
             if "zipnn" in name and run > 5:  # it loads torch, which takes seconds
                 continue
-            took = timed(command)
-            if took is None:
+            try:
+                took = wall(lambda command=command: start(command))
+            except subprocess.CalledProcessError:
                 failed.add(name)
-            elif run:
+                continue
+            if run:
                 times[name].append(took)
-    base = statistics.median(times[BARE])
-    rows, good = [], True
+    base, rows = statistics.median(times[BARE]), []
     for name, values in times.items():
         if name in failed or not values:
             rows.append([name, "failed", "", "", "", ""])
-            good &= name not in (IMPORT, PACK, HELP)
+            page.judge(name not in (IMPORT, PACK, HELP), name)
             continue
-        extra = statistics.median(values) - base
-        limited = name == IMPORT
-        passed = not limited or extra <= BAR_MS
-        good &= passed
-        span = f"{min(values):.1f}-{max(values):.1f}"
-        bar = [str(BAR_MS), verdict(passed)] if limited else ["", ""]
-        above = "" if name == BARE else f"{extra:.1f}"
-        rows.append([name, f"{statistics.median(values):.1f}", span, above, *bar])
+        middle = statistics.median(values)
+        above = "" if name == BARE else ms(middle - base)
+        met = middle - base <= BAR_MS / 1e3
+        bar = [str(BAR_MS), page.judge(met, name)] if name == IMPORT else ["", ""]
+        rows.append([name, ms(middle), f"{ms(min(values))}-{ms(max(values))}", above, *bar])
+    page.say(f"Medians of {options.runs} alternating runs after a warm-up (`zipnn`: 5), each a new process.")
+    page.table(["command", "median, ms", "range", "above bare, ms", "bar", ""], rows)
     modules, after = loaded("import tpde"), loaded("import tpde; tpde.pack, tpde.unpack, tpde.verify")
-    good &= "torch" not in modules + after
-    columns = ["command", "median, ms", "range", "above bare, ms", "bar", ""]
-    tail = (
+    light = page.judge("torch" not in modules + after, "no torch") == "pass"
+    page.say(
         f"Of {', '.join(f'`{m}`' for m in HEAVY)}, `import tpde` loads {', '.join(modules) or 'none'}; "
         f"using `tpde.pack`, `tpde.unpack` and `tpde.verify` loads {', '.join(after) or 'none'}. "
-        f"`torch` is {'not ' if 'torch' not in modules + after else ''}loaded.\n"
+        f"`torch` is {'not ' if light else ''}loaded."
     )
-    about = f"Medians of {options.runs} alternating runs after a warm-up (`zipnn`: 5), each a new process.\n"
-    emit(f"{head}\n{about}\n{table(columns, rows)}\n{tail}", options.out)
-    return 0 if good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """Matrices encoded into the window layout on a GPU: what each step takes, and whether the bytes are right.
 
-    python benchmarks/windows_gpu.py [--runs 9] [--out FILE.md]
-
 Weights are `0.02 * normal`, rows scaled by `exp(0.3 * normal)`, in bf16. `plan` and `encode` are timed on the
 device from a cold cache; scratch memory is zeroed within `plan`. "Both" is their sum, "whole" the host's
 clock from the call to the end of all work, with reading the counts, choosing, and allocating. Of the last row
@@ -11,33 +9,26 @@ weights a second, medians after two runs to warm up.
 
 from __future__ import annotations
 
+import argparse
 import math
-import os
-import statistics
-import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-from _gpu import Flush, need_cuda, seconds
-from _machine import arguments, emit, header, note, table, verdict
 
+from benchmarks.data.weights import on_device
+from benchmarks.harness.gpu import Flush, stream
+from benchmarks.harness.machine import cores
+from benchmarks.harness.report import Page, note
+from benchmarks.harness.timing import alternate, itself, medians
 from tpde.codec import windows
 from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, Chosen, Matrix, WindowEncoder
 
+TITLE, NEEDS_GPU = "Windows on a GPU", True
 SHAPES = ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (16384, 16384), (128256, 4096))
 LAYER = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
 BAR = 1000  # GB/s of both steps, of the largest matrix
-
-
-def weights(rows: int, columns: int) -> Any:
-    """A matrix on the device."""
-    import torch
-
-    draw = torch.Generator("cuda").manual_seed(rows + columns)
-    scale = 0.02 * torch.exp(0.3 * torch.randn((rows, 1), device="cuda", generator=draw))
-    return (torch.randn((rows, columns), device="cuda", generator=draw) * scale).bfloat16()
 
 
 class Packing:
@@ -62,7 +53,7 @@ class Packing:
     def plan(self) -> None:
         """Launch the first step."""
         self.scratch.zero_()
-        self._encoder.plan(self.scratch.data_ptr(), _stream())
+        self._encoder.plan(self.scratch.data_ptr(), stream())
 
     def choose(self, counts: Any) -> None:
         """Choose, and allocate."""
@@ -77,13 +68,7 @@ class Packing:
     def encode(self) -> None:
         """Launch the second step."""
         assert self._chosen is not None
-        self._encoder.encode(self._chosen, self.scratch.data_ptr(), self.blob.data_ptr(), _stream())
-
-
-def _stream() -> int:
-    import torch
-
-    return int(torch.cuda.current_stream().cuda_stream)
+        self._encoder.encode(self._chosen, self.scratch.data_ptr(), self.blob.data_ptr(), stream())
 
 
 def pack(matrices: Sequence[Any]) -> list[Packing]:
@@ -100,62 +85,54 @@ def pack(matrices: Sequence[Any]) -> list[Packing]:
     return packings
 
 
-def whole(matrices: Sequence[Any], flush: Flush) -> tuple[float, list[Packing]]:
-    """Seconds of all of it by the host's clock."""
-    import torch
-
-    flush()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    made = pack(matrices)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start, made
-
-
 def is_right(packing: Packing) -> bool:
     """Whether the blob is the CPU's."""
     import torch
 
     words = packing.matrix.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
-    expected = windows.encode(words, len(os.sched_getaffinity(0)))
+    expected = windows.encode(words, cores())
     return np.array_equal(packing.blob.cpu().numpy(), expected)
 
 
-def main() -> int:
-    """Measure, and compare with the bar."""
-    parser = arguments(__doc__)
+def clocks(packings: Sequence[Packing], matrices: Sequence[Any], flush: Flush) -> dict[str, Any]:
+    """What is timed, and how."""
+
+    def plan() -> float:
+        return flush.cold(lambda: [it.plan() for it in packings])
+
+    def encode() -> float:
+        for it in packings:  # it uses scratch memory up
+            it.choose(it.scratch[:COUNTS_BYTES].cpu())
+        return flush.cold(lambda: [it.encode() for it in packings])
+
+    return {"plan": plan, "encode": encode, "whole": partial(flush.whole, partial(pack, matrices))}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--runs", type=int, default=9)
-    chosen = parser.parse_args()
-    need_cuda()
-    head, flush = header("Windows on a GPU", gpu=True), Flush()
-    rows, right, met = [], True, False
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Measure, and compare with the bar."""
+    import torch
+
+    flush, rows, right = Flush(), [], True
     groups = [(f"{r} x {c}", [(r, c)]) for r, c in SHAPES] + [("a layer of 8 B", list(LAYER))]
     for name, shapes in groups:
         note(name)
-        matrices = [weights(*shape) for shape in shapes]
+        matrices = [on_device(*shape, torch.bfloat16) for shape in shapes]
         packings = pack(matrices)
         right &= all(map(is_right, packings))
         nbytes = 2 * sum(math.prod(it) for it in shapes)
-        steps: dict[str, list[float]] = {"plan": [], "encode": [], "whole": []}
-        for _ in range(chosen.runs + 2):
-            steps["plan"].append(seconds(lambda p=packings: [it.plan() for it in p], flush))
-            for it in packings:  # `encode` uses scratch memory up
-                it.choose(it.scratch[:COUNTS_BYTES].cpu())
-            steps["encode"].append(seconds(lambda p=packings: [it.encode() for it in p], flush))
-            steps["whole"].append(whole(matrices, flush)[0])
-        taken = {step: statistics.median(times[2:]) for step, times in steps.items()}
-        both = nbytes / (taken["plan"] + taken["encode"]) / 1e9
-        met |= both >= BAR and name == groups[-2][0]
+        taken = medians(alternate(clocks(packings, matrices, flush), options.runs, warm=2, clock=itself))
+        seconds = [taken["plan"], taken["encode"], taken["plan"] + taken["encode"], taken["whole"]]
+        rates = [nbytes / it / 1e9 for it in seconds]
         bits = 8 * sum(it.blob.numel() for it in packings) / (nbytes / 2)
-        rates = [nbytes / taken["plan"] / 1e9, nbytes / taken["encode"] / 1e9, both]
-        rates.append(nbytes / taken["whole"] / 1e9)
         rows.append([name, f"{nbytes / 1e6:.0f}", f"{bits:.3f}", *(f"{it:.0f}" for it in rates)])
-    rows[-2][-2] += f" (bar {BAR}: {verdict(met)})"
-    about = f"Medians of {chosen.runs} runs. Bytes: {'the same' if right else 'OTHERS'}.\n"
+        if name == groups[-2][0]:
+            rows[-1][-2] += f" (bar {BAR}: {page.judge(rates[2] >= BAR, 'both')})"
+    page.judge(right, "bytes")
+    page.say(f"Medians of {options.runs} runs. Bytes: {'the same' if right else 'OTHERS'}.")
     columns = ["matrix", "MB", "bits a weight", "plan, GB/s", "encode, GB/s", "both, GB/s", "whole, GB/s"]
-    emit(f"{head}\n{about}\n{table(columns, rows)}", chosen.out)
-    return 0 if right and met else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    page.table(columns, rows)

@@ -7,7 +7,7 @@
 /* As many pages as the kernel maps for one fault of a file's page. While a call lasts, no other thread can map or unmap
  * memory, and drivers do whenever they load a kernel; where calls follow each other, the kernel lets the next one in
  * before a thread that waits, for up to 4 ms. With calls of 8 MiB that thread took 1 to 10 ms to map and unmap 64 KiB,
- * with these 0.03 to 0.3, without any 0.006 (means, two processors: benchmarks/pages.py). */
+ * with these 0.03 to 0.3, without any 0.006 (means, two processors: python -m benchmarks pages). */
 #define STEP_BYTES 65536u
 
 int tpde_populate(void *address, uint64_t bytes) {

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `support` for every test, however pytest is started
+sys.path.append(str(Path(__file__).parents[1]))  # and `benchmarks`
 # Torch's threads then sleep while they wait for each other, and leave the processors to those they wait for.
 # Else, where others use these too, tests of tiny models take three times as long: 127 s, not 37, as measured.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,21 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
+from benchmarks.data.shapes import SHAPES, forward_inputs, model_of  # noqa: E402
 from tpde.integrations.transformers import recurrent  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
 from tpde.integrations.transformers.model_footprint import cache_bytes, demand_of, state_bytes  # noqa: E402
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TEXT = ["llama", "gemma3", "qwen3-moe", "mixtral", "gpt-oss", "phi3", "falcon-h1"]
 EXPERTS = {"qwen3-moe": 8 * 3 * 768 * 2048, "mixtral": 2 * 3 * 14336 * 4096, "gpt-oss": 4 * 3 * 2880 * 2880}
 BATCH = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def benchmarks() -> Iterator[None]:
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
 
 
 class Live(TorchDispatchMode):
@@ -55,15 +46,11 @@ class Live(TorchDispatchMode):
 
 
 def meta(name: str) -> Any:
-    from _shapes import SHAPES, model_of
-
     with torch.device("meta"):
         return model_of(SHAPES[name], False)
 
 
 def inputs(name: str, batch: int) -> dict[str, Any]:
-    from _shapes import SHAPES, forward_inputs
-
     return forward_inputs(
         SHAPES[name],
         False,
@@ -85,8 +72,6 @@ def alive(model: Any, took: dict[str, Any], **more: Any) -> tuple[int, Any]:
 @pytest.mark.parametrize("name", [*TEXT, "t5", "whisper"])
 def test_forward_passes_are_covered(name: str, batch: int) -> None:
     """With as many tokens as may be, their keys and values, and the logits of all of them."""
-    from _shapes import SHAPES, model_of
-
     tokens, shape = SHAPES[name].max_tokens, meta(name)
     demand = demand_of(shape, (), tokens, BATCH, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -100,8 +85,6 @@ def test_forward_passes_are_covered(name: str, batch: int) -> None:
 @pytest.mark.parametrize("name", TEXT)
 def test_generation_is_covered(name: str) -> None:
     """A prompt of all tokens, and then one token of each sequence, with copies of their experts."""
-    from _shapes import SHAPES, model_of
-
     demand = demand_of(meta(name), (), 2048, BATCH, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(SHAPES[name], False)
@@ -121,8 +104,6 @@ def test_generation_is_covered(name: str) -> None:
 @pytest.mark.parametrize("name", list(EXPERTS))
 def test_copies_of_experts(name: str) -> None:
     """Those of `max_batch` sequences, at any number of tokens, and no more than are alive."""
-    from _shapes import SHAPES, model_of
-
     made = activations_of(meta(name), 2)
     assert made.copies
     biases = 4 * (2 * 2880 + 2880) if name == "gpt-oss" else 0
@@ -140,8 +121,6 @@ def test_copies_of_experts(name: str) -> None:
 
 def test_pictures_are_covered() -> None:
     """Of eight, with their places in the text: the tower takes less than the text does."""
-    from _shapes import SHAPES, model_of
-
     shape = SHAPES["llava"]
     demand = demand_of(meta("llava"), (), shape.max_tokens, BATCH, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -168,8 +147,6 @@ def test_recurrent_layers_are_run() -> None:
     assert state_bytes(shape, 8, layer) == 8 * (state + state // 4)
     for batch, length in ((1, 2), (1, 128), (1, 129), (1, 2000), (3, 300), (8, 130)):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            from _shapes import SHAPES, model_of
-
             mixer = model_of(SHAPES["falcon-h1"], False).model.layers[0].mamba
             took = {"hidden_states": torch.zeros(batch, length, 3072, dtype=torch.bfloat16)}
             peak, _ = alive(mixer, took)

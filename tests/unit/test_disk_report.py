@@ -1,4 +1,4 @@
-"""What `benchmarks/disk.py` counts as memory."""
+"""What benchmarks count as memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.harness import memory
+
 SIZE = 32 << 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc/self/smaps, which Linux has")
-def test_private_pages_count_and_those_of_files_in_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import _disk
-
+def test_private_pages_count_and_those_of_files_in_the_folder(tmp_path: Path) -> None:
     names = (tmp_path / "packed" / "a b.bin", tmp_path / "other.bin")
     names[0].parent.mkdir()
     maps = []
@@ -25,11 +21,11 @@ def test_private_pages_count_and_those_of_files_in_the_folder(
         name.write_bytes(bytes(SIZE))
         with name.open("rb") as file:
             maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-    assert _disk.mapped(names[0].parent) == 0
-    resident = _disk.Resident(names[0].parent)
-    before = _disk.memory("VmRSS") - _disk.memory("RssFile")
+    assert memory.mapped(names[0].parent) == 0
+    resident = memory.Resident(names[0].parent)
+    before = memory.said("VmRSS") - memory.said("RssFile")
     assert sum(it[at] for it in maps for at in range(0, SIZE, mmap.PAGESIZE)) == 0  # both are resident now
-    assert _disk.mapped(names[0].parent) == SIZE
+    assert memory.mapped(names[0].parent) == SIZE
     private = bytearray(b"x") * SIZE
     found = resident.close()
     assert -SIZE // 4 < found - (before + len(private) + SIZE) < SIZE // 4

@@ -1,8 +1,7 @@
-"""What `benchmarks/offload.py` runs, and makes of its rows: medians, pairs, bars, and what is missing."""
+"""What the benchmark `offload` runs, and makes of its rows: medians, pairs, bars, and what is missing."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +9,13 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import offload
+from benchmarks.harness import quiet as quietness
+from benchmarks.harness.report import Page
+from benchmarks.offload import report, results
+
 GIB = 1 << 30
+OPTIONS = {"hold": True, "shape": "llama-8b", "seed": 0, "host": "mapped", "tokens": 12}
 MADE = {
     "streamed_packed": 10.03e9,
     "streamed_plain": 15e9,
@@ -22,28 +26,14 @@ MADE = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def benchmarks() -> Iterator[None]:
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
-
-
-@pytest.fixture
-def report(benchmarks: None) -> Any:
-    import _offload_report
-
-    return _offload_report
-
-
 def _row(token_s: float, **more: Any) -> dict[str, Any]:
     return {"token_s": token_s, "plan": "all", "private": 0, "peak": GIB, "difference": ""} | more
 
 
 @pytest.fixture
-def found(report: Any) -> Any:
+def found() -> Any:
     """Two budgets in three turns, of which the second is slow: for all that runs in it."""
-    made = report.Results()
+    made = results.Results()
     made.take({"made": MADE})
     made.take({"rate": 55e9})
     for turn, slow in enumerate((1.0, 2.0, 1.0)):
@@ -58,12 +48,18 @@ def found(report: Any) -> Any:
     return made
 
 
-def _checks(report: Any, found: Any) -> dict[str, tuple[str, bool]]:
+def _text(found: Any) -> str:
+    page = Page("", {})
+    report.draw(SimpleNamespace(**OPTIONS), found, page)
+    return page.markdown()
+
+
+def _checks(found: Any) -> dict[str, tuple[str, bool]]:
     return {what: (said, met) for what, said, _, met in report.checks(found, True)}
 
 
-def test_turns_are_compared_in_pairs(report: Any, found: Any) -> None:
-    checks = _checks(report, found)
+def test_turns_are_compared_in_pairs(found: Any) -> None:
+    checks = _checks(found)
     assert all(met for _, met in checks.values()), checks
     assert checks["12 GiB, ms/token"][0] == "23.0"
     assert report.bar(found, 12.0) == pytest.approx(0.023 - 0.001 + 0.003)
@@ -75,12 +71,12 @@ def test_turns_are_compared_in_pairs(report: Any, found: Any) -> None:
     assert report.bar(found, 12.0) == pytest.approx(0.023 - 0.001 + 0.003), "one turn decides nothing"
 
 
-def test_bars_can_be_missed(report: Any, found: Any) -> None:
+def test_bars_can_be_missed(found: Any) -> None:
     for turn in range(3):
         slow = _row(0.029, peak=(13 if turn == 2 else 1) * GIB, first_s=2.0)
         slow["difference"] = "step 1" if turn == 1 else ""
         found.take({"turn": turn, "budget": 12.0, "ours": slow})
-    missed = {what for what, (_, met) in _checks(report, found).items() if not met}
+    missed = {what for what, (_, met) in _checks(found).items() if not met}
     assert missed == {
         "12 GiB, ms/token",
         "12 GiB, card peak, GiB",
@@ -90,10 +86,10 @@ def test_bars_can_be_missed(report: Any, found: Any) -> None:
     }
 
 
-def test_more_memory_that_is_slower(report: Any, found: Any) -> None:
+def test_more_memory_that_is_slower(found: Any) -> None:
     found.take({"turn": 0, "budget": 16.0, "ours": _row(0.05, plan="other")})
     found.take({"turn": 0, "budget": 24.0, "ours": _row(0.05)})
-    checks = _checks(report, found)
+    checks = _checks(found)
     assert checks["16 GiB against less"] == ("2.174", False)
     assert checks["24 GiB against less"] == ("2.174, same plan", True)
 
@@ -108,57 +104,49 @@ def test_more_memory_that_is_slower(report: Any, found: Any) -> None:
         {"problem": "no room"},
     ],
 )
-def test_what_fails_is_in_the_report(report: Any, found: Any, row: dict[str, Any]) -> None:
-    options = SimpleNamespace(hold=True, shape="llama-8b", seed=0, host="mapped", tokens=12)
-    assert "Problems" not in report.text(options, found)
+def test_what_fails_is_in_the_report(found: Any, row: dict[str, Any]) -> None:
+    assert "Problems" not in _text(found)
     found.take(row)
-    assert "no room" in report.text(options, found).split("Problems:")[1]
+    assert "no room" in _text(found).split("Problems:")[1]
     assert len(found.problems) == 1
 
 
 def test_what_is_left_out_is_a_problem(found: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import offload
-
     done: list[str] = []
 
-    def rows(_: str, task: str, *more: Any) -> list[dict[str, Any]]:
+    def rows(_: Any, task: str, *more: Any) -> list[dict[str, Any]]:
         done.append(task)
         return []
 
     monkeypatch.setattr(offload, "rows", rows)
-    options = SimpleNamespace(
-        host="mapped", limit=9, out=None, only=["plain", "ours"], shape="llama-8b", budgets=[4.0, 12.0]
-    )
+    options = SimpleNamespace(**OPTIONS, limit=9, only=["plain", "ours"], budgets=[4.0, 12.0])
     options.peers, options.seconds = False, None
     given = {"turn": 0, "serial": True, "prefill": True, "resident": True}
-    offload.run(options, given, found, 0.0)
+    offload.measure(options, given, found, 0.0, Page("", {}))
     assert not found.problems
     turn = ["plain", "ours", "predict", "ours", "ours"]
     begin = ["start", "plain", "predict", "ours", "predict", "ours", "prefill", "ours"]
     assert done == begin + turn * (offload.TURNS - 1) + ["rate"]
     options.seconds = 1.0
-    offload.run(options, given, found, 0.0)
+    offload.measure(options, given, found, 0.0, Page("", {}))
     assert "left out, from `plain` on" in found.problems[0]
 
 
-def test_runs_that_do_not_count_are_said(found: Any, report: Any) -> None:
+def test_runs_that_do_not_count_are_said(found: Any) -> None:
     found.take({"turn": 0, "plain": {"token_s": 0.02, "first_s": 0.3, "private": 0, "runs": 5, "lost": 2}})
-    options = SimpleNamespace(shape="llama-8b", hold=False, host="mapped", tokens=12, seed=0)
-    assert "do not count then (2 of 7 here)" in " ".join(report.text(options, found).split())
+    assert "do not count then (2 of 7 here)" in " ".join(_text(found).split())
 
 
 def test_first_tokens_on_a_slow_processor_are_taken_again(
-    report: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice at most; what else the turn has found stays."""
-    import offload
-
-    took, options = [], SimpleNamespace(limit=1, out=None, seconds=None, host="mapped")
+    took, options = [], SimpleNamespace(**OPTIONS, limit=1, seconds=None)
     given = {"turn": 1, "first_only": False, "budget": 12.0}
-    found = report.Results()
+    found = results.Results()
     found.take({"made": MADE})
 
-    def rows(script: Any, task: str, more: dict[str, Any], *_: Any) -> Iterator[dict[str, Any]]:
+    def rows(_: Any, task: str, more: dict[str, Any], *rest: Any) -> Iterator[dict[str, Any]]:
         if task == "ours":
             took.append(more["first_only"])
             row = {"first_s": 2.0 / len(took), "slow": len(took) < slow}
@@ -167,26 +155,24 @@ def test_first_tokens_on_a_slow_processor_are_taken_again(
     monkeypatch.setattr(offload, "rows", rows)
     monkeypatch.setattr(offload, "tasks", lambda *_: [("ours", given)])
     slow = 2
-    offload.run(options, given, found, 0.0)
+    offload.measure(options, given, found, 0.0, Page("", {}))
     assert took == [False, True]
     assert found.again == 1
     assert found.ours[12.0]["turns"][1]["first_s"] == 1.0
     assert found.ours[12.0]["turns"][1]["token_s"] == 0.023
     slow, took[:] = 9, []
-    offload.run(options, given, found, 0.0)
+    offload.measure(options, given, found, 0.0, Page("", {}))
     assert took == [False, True, True]
 
 
 class TestQuiet:
-    """`_quiet`: arithmetic that takes as long as a test says, by processor."""
+    """`harness.quiet`: arithmetic that takes as long as a test says, by processor."""
 
     @pytest.fixture
-    def quiet(self, benchmarks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def quiet(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         import math
         import multiprocessing
         import os
-
-        import _quiet
 
         self.at, self.slow, self.moves = 0, {0}, []
 
@@ -196,9 +182,9 @@ class TestQuiet:
 
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
         monkeypatch.setattr(os, "sched_setaffinity", move, raising=False)
-        monkeypatch.setattr(_quiet, "_fastest", multiprocessing.Value("d", math.inf))
-        monkeypatch.setattr(_quiet, "arithmetic", lambda: 2.0 if self.at in self.slow else 1.0)
-        return _quiet
+        monkeypatch.setattr(quietness, "_fastest", multiprocessing.Value("d", math.inf))
+        monkeypatch.setattr(quietness, "arithmetic", lambda: 2.0 if self.at in self.slow else 1.0)
+        return quietness
 
     def test_all_processors_are_tried_first(self, quiet: Any) -> None:
         assert quiet.quiet()  # as far as is known

@@ -1,4 +1,4 @@
-"""The contestants of `delta.py` that are not ours: bytes that a target takes beside its base.
+"""The contestants of `delta` that are not ours: bytes that a target takes beside its base.
 
 Those that need a package of their own are optional; one that is missing or fails says so.
 """
@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+
+from benchmarks.harness.report import note
+from benchmarks.peers.zipnn import delta_bytes
 
 Pairs = list[tuple[str, "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]]
 """Dtypes, and words of the base and of the target, of each tensor."""
@@ -58,15 +61,7 @@ def patch_from(pairs: Pairs) -> int:
 
 def zipnn_delta(pairs: Pairs) -> int:
     """ZipNN's delta compression."""
-    import zipnn
-
-    total = 0
-    for dtype, old, new in pairs:
-        names = {"BF16": "bfloat16", "F32": "float32", "F16": "float16"}
-        coder = zipnn.ZipNN(delta_compressed_type="byte", bytearray_dtype=names[dtype], threads=1)
-        coded = coder.compress(bytearray(new.tobytes()), delta_second_data=bytearray(old.tobytes()))
-        total += min(len(coded), new.nbytes)
-    return total
+    return sum(delta_bytes(*pair) for pair in pairs)
 
 
 def _cheaper_way(pairs: Pairs, size: Callable[[str, Any, Any], int]) -> int:
@@ -116,7 +111,7 @@ PEERS: Mapping[str, Callable[[Pairs], int]] = {
 }
 
 
-def sizes(pairs: Pairs, note: Callable[[str], None]) -> dict[str, int | None]:
+def sizes(pairs: Pairs) -> dict[str, int | None]:
     """Give each peer's bytes; None for one that is missing or fails."""
     found: dict[str, int | None] = {}
     for name, peer in PEERS.items():

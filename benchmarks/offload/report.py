@@ -1,18 +1,17 @@
-"""What `offload.py` makes of what its processes found: tables, bars, a plot."""
+"""What `offload` makes of what its processes found: tables, bars, a plot."""
 
 from __future__ import annotations
 
 import operator
 import statistics
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from _machine import note, table, verdict
-from _offload import PREFILL, PREFILL_BUDGET, WARM
-from _quiet import PATIENCE, SLOW
+from benchmarks.harness.quiet import PATIENCE, SLOW
+from benchmarks.harness.report import Page, gib, ms, verdict
+from benchmarks.offload.decoding import WARM
+from benchmarks.offload.results import FIXED, GB, Found, Results, limit, paired, turns_of
+from benchmarks.offload.work import PREFILL, PREFILL_BUDGET
 
-FIXED = 2.1e9  # bytes of a budget that hold no streamed weights: ring, workspace, cache, libraries
 EFFICIENCY = 0.93  # of the copy rate
 RATE_BAR = 52e9
 RESIDENT_SPARE = 3e-3  # s a token above packed-resident, once everything fits
@@ -22,139 +21,6 @@ PREFILL_BAR = 1.15
 PRIVATE_BAR, LOCKED_BAR = 256 << 20, 64 << 20
 FIRST_BAR = 1.0  # s
 PREDICTED_BAR = 0.15
-GB = 1e9
-Found = dict[str, Any]
-
-
-def limit(streamed: float, budget: float, rate: float) -> float:
-    """Seconds a token that no system beats which streams what does not fit into a budget of GiB."""
-    return max(streamed - max(0.0, budget * 2**30 - FIXED), 0.0) / rate
-
-
-def ms(seconds: float | None) -> str:
-    """For a table."""
-    return "" if seconds is None else f"{seconds * 1e3:.1f}"
-
-
-def gib(count: float | None) -> str:
-    """For a table."""
-    return "" if count is None else f"{count / 2**30:.2f}"
-
-
-class Results:
-    """What came in so far.
-
-    Attributes
-    ----------
-    head : str
-        What the machine is.
-    made : dict
-        Sizes of the model.
-    rates : list of float
-        Bytes a second of copies, before and after.
-    measured : list of float
-        What `tpde plan` measures of a device: bytes a second that are copied to it, and of its memory.
-    plain, resident, prefill : dict
-        The plain model, ours packed and resident, ours with a long prompt.
-    ours, predicted, peers : dict
-        By budget, by budget and turn, by name.
-    again : int
-        First tokens that were taken once more.
-    problems : list of str
-        What failed, or was left out.
-
-    What is run in turns has `turns`, what each of them found by its number, besides medians of their seconds,
-    the most memory, and all else as the first has it.
-    """
-
-    def __init__(self) -> None:
-        self.head = ""
-        self.made: Found = {}
-        self.rates: list[float] = []
-        self.measured: list[float] = []
-        self.plain: Found = {}
-        self.resident: Found = {}
-        self.prefill: Found = {}
-        self.ours: dict[float, Found] = {}
-        self.predicted: dict[float, dict[int, float]] = {}
-        self.peers: dict[str, Found] = {}
-        self.again = 0
-        self.problems: list[str] = []
-
-    def take(self, row: Found) -> None:
-        """Sort a row of a process in."""
-        if "problem" in row:
-            self._fail("", row)
-        elif "head" in row:
-            self.head = row["head"]
-        elif "made" in row:
-            self.made = row["made"]
-        elif "rate" in row:
-            self.rates.append(row["rate"])
-            note(f"copy rate: {row['rate'] / GB:.2f} GB/s")
-        elif "predicted" in row:
-            budget, seconds = row["predicted"]
-            self.predicted.setdefault(budget, {})[row["turn"]] = seconds
-            self.measured = row["measured"]
-        elif "budget" in row:
-            _add_turn(self.ours.setdefault(row["budget"], {}), row["turn"], row["ours"])
-            self._fail(f"{row['budget']:g} GiB: ", row["ours"])
-        elif "plain" in row:
-            _add_turn(self.plain, row["turn"], row["plain"])
-        elif "resident" in row:
-            _add_turn(self.resident, row["turn"], row["resident"])
-            self._fail("packed, resident: ", row["resident"])
-        elif "peer" in row:
-            self.peers[row["peer"]] = row["found"]
-            self._fail(f"{row['peer']}: ", row["found"])
-        elif "prefill" in row:
-            self.prefill = row["prefill"]
-            self._fail(f"{PREFILL} tokens: ", row["prefill"])
-
-    def _fail(self, what: str, found: Found) -> None:
-        if "problem" in found and (said := what + found["problem"]) not in self.problems:
-            self.problems.append(said)
-            note(f"error: {said}")
-
-    def slow(self, task: str, given: Found) -> bool:
-        """Whether a first token that counts was taken on a processor that others use, too."""
-        row = {"plain": self.plain, "ours": self.ours.get(given.get("budget"), {})}.get(task, {})
-        return bool(given["turn"] and row.get("turns", {}).get(given["turn"], {}).get("slow"))
-
-    def fits(self, budget: float) -> bool:
-        """Whether all packed weights do, beside what holds none."""
-        return not limit(self.made["streamed_packed"], budget, 1.0)
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second: the faster of before and after."""
-        return max(self.rates, default=0.0)
-
-
-def _add_turn(kept: Found, turn: int, found: Found) -> None:
-    kept.setdefault("turns", {}).setdefault(turn, {}).update(found)
-    for key, value in found.items():
-        if key in {"peak", "private", "locked"}:
-            kept[key] = max(kept.get(key, value), value)
-        else:
-            kept[key] = kept.get(key) or value
-    for key in ("token_s", "first_s", "beside_s"):
-        if several := [it[key] for it in kept["turns"].values() if key in it]:
-            kept[key] = statistics.median(several)
-
-
-def _turns(kept: Found) -> list[Found]:
-    return list(kept.get("turns", {}).values())
-
-
-def paired(
-    one: Found, other: Found, compare: Callable[[float, float], float], what: str = "token_s"
-) -> float | None:
-    """The median over turns that have both: the host, which may make a whole turn slow, is in both."""
-    both = one["turns"].keys() & other.get("turns", {}).keys()
-    seconds = [tuple(it["turns"][turn].get(what) for it in (one, other)) for turn in both]
-    compared = [compare(a, b) for a, b in seconds if a and b]
-    return statistics.median(compared) if compared else None
 
 
 def above_resident(row: Found, found: Results) -> float | None:
@@ -185,7 +51,14 @@ def bar(found: Results, budget: float) -> float | None:
     return max(streamed, 0.0 if above is None else row["token_s"] - above + RESIDENT_SPARE) or None
 
 
-def main_table(found: Results) -> str:
+COLUMNS = (
+    *("budget, GiB", "ours, ms/token", "at most", "", "limit, packed", "limit, plain", "predicted", "beside"),
+    *("no overlap", "copied, GB/token", "card peak, GiB", "load to first token, s", "private, MiB"),
+    "bits as plain",
+)
+
+
+def budgets(found: Results) -> list[list[str]]:
     """One row a budget."""
     made = found.made
     lines = []
@@ -211,35 +84,12 @@ def main_table(found: Results) -> str:
                 bits,
             ]
         )
-    columns = [
-        "budget, GiB",
-        "ours, ms/token",
-        "at most",
-        "",
-        "limit, packed",
-        "limit, plain",
-        "predicted",
-        "beside",
-    ]
-    columns += ["no overlap", "copied, GB/token", "card peak, GiB", "load to first token, s"]
-    columns += ["private, MiB", "bits as plain"]
-    return table(columns, lines)
+    return lines
 
 
-def other_table(found: Results) -> str:
+def others(found: Results) -> dict[str, Found]:
     """What does not depend on the budget."""
-    rows_ = {"plain, resident": found.plain, "tpde, packed, resident": found.resident} | found.peers
-    lines = [
-        [
-            name,
-            ms(row.get("token_s")) or str(row.get("problem")),
-            gib(row.get("peak")),
-            gib(row.get("private")),
-        ]
-        for name, row in rows_.items()
-        if row
-    ]
-    return table(["without a budget", "ms/token", "card peak, GiB", "private, GiB"], lines)
+    return {"plain, resident": found.plain, "tpde, packed, resident": found.resident} | found.peers
 
 
 def checks(found: Results, mapped: bool) -> list[tuple[str, str, str, bool]]:
@@ -312,41 +162,10 @@ def checks(found: Results, mapped: bool) -> list[tuple[str, str, str, bool]]:
     return out
 
 
-def plot(found: Results, path: Path) -> None:
-    """Time per token against the budget."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    made = found.made
-    figure, panel = pyplot.subplots(figsize=(7, 4.5))
-    budgets = sorted(found.ours)
-    fine = [budgets[0] + (budgets[-1] - budgets[0]) * i / 200 for i in range(201)] if budgets else []
-    for key, name in (("streamed_packed", "packed"), ("streamed_plain", "plain")):
-        times = [1e3 * limit(made[key], budget, found.rate) for budget in fine] if found.rate else []
-        if times:
-            style = "--" if name == "packed" else ":"
-            panel.plot(fine, times, color="grey", linestyle=style, label=f"{name} bytes / copy rate")
-    for key, name in (("token_s", "tpde"), ("serial_s", "tpde, no overlap")):
-        points = [(b, 1e3 * found.ours[b][key]) for b in budgets if key in found.ours[b]]
-        if points:
-            panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
-    others = {"plain, resident": found.plain, "tpde, packed, resident": found.resident} | found.peers
-    for number, (name, row) in enumerate(others.items()):
-        if "token_s" in row:
-            panel.axhline(1e3 * row["token_s"], color=f"C{number + 2}", linewidth=1, label=name)
-    panel.set(xlabel="budget, GiB of device memory", ylabel="ms per token", yscale="log")
-    panel.set_ylim(bottom=5)  # the limits fall to zero where everything fits
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize="small")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def text(options: Any, found: Results) -> str:
-    """The whole report."""
+def draw(options: Any, found: Results, page: Page) -> None:
+    """The whole page, of what there is so far."""
+    page.clear()
+    page.facts["GPU"] = found.gpu
     made = found.made
     hold = "A second process held all of the card but the budget and the context. " if options.hold else ""
     after = f", {found.rates[-1] / GB:.1f} after" if len(found.rates) > 1 else ""
@@ -356,7 +175,7 @@ def text(options: Any, found: Results) -> str:
     plain_gb, packed_gb, read_gb = (
         f"{made[key] / GB:.2f} GB" for key in ("plain_bytes", "packed_bytes", "streamed_packed")
     )
-    timed = [turn for row in (found.plain, found.resident, *found.ours.values()) for turn in _turns(row)]
+    timed = [turn for row in (found.plain, found.resident, *found.ours.values()) for turn in turns_of(row)]
     lost, runs = (sum(turn.get(key, 0) for turn in timed) for key in ("lost", "runs"))
     about = (
         f"Model: {options.shape} shape, {made['layers']} layers, bf16, random weights with per-row scale "
@@ -378,11 +197,51 @@ def text(options: Any, found: Results) -> str:
         "predictions are taken again, at most twice. Copy rate from `cuMemHostAlloc`, 256 MiB "
         f"at a time: {measured}. Limits: (bytes read for a token - (budget - {FIXED / GB} GB)) / rate.\n"
     )
-    rows_ = [
-        [what, got, need, verdict(met)] for what, got, need, met in checks(found, options.host == "mapped")
+    page.say(about)
+    page.table(COLUMNS, budgets(found))
+    without = [
+        [
+            name,
+            ms(row.get("token_s")) or str(row.get("problem")),
+            gib(row.get("peak")),
+            gib(row.get("private")),
+        ]
+        for name, row in others(found).items()
+        if row
     ]
-    parts = [found.head, about, main_table(found), other_table(found)]
-    parts += ["Bars:\n", table(["bar", "found", "at most", ""], rows_)]
+    page.table(["without a budget", "ms/token", "card peak, GiB", "private, GiB"], without)
+    page.say("Bars:")
+    judged = [
+        [what, got, need, page.judge(met, what)]
+        for what, got, need, met in checks(found, options.host == "mapped")
+    ]
+    page.table(["bar", "found", "at most", ""], judged)
     if found.problems:
-        parts.append("Problems:\n\n" + "".join(f"- {it}\n" for it in found.problems))
-    return "\n".join(part for part in parts if part)
+        page.say("Problems:\n\n" + "".join(f"- {it}\n" for it in found.problems))
+        page.judge(False, "problems")
+    page.data = {key: value for key, value in vars(found).items() if key != "gpu"}
+
+
+def plot(found: Results, pyplot: Any) -> Any:
+    """Time per token against the budget."""
+    made, held = found.made, sorted(found.ours)
+    figure, panel = pyplot.subplots(figsize=(7, 4.5))
+    fine = [held[0] + (held[-1] - held[0]) * i / 200 for i in range(201)] if held else []
+    for key, name in (("streamed_packed", "packed"), ("streamed_plain", "plain")):
+        times = [1e3 * limit(made[key], budget, found.rate) for budget in fine] if found.rate else []
+        if times:
+            style = "--" if name == "packed" else ":"
+            panel.plot(fine, times, color="grey", linestyle=style, label=f"{name} bytes / copy rate")
+    for key, name in (("token_s", "tpde"), ("serial_s", "tpde, no overlap")):
+        points = [(b, 1e3 * found.ours[b][key]) for b in held if key in found.ours[b]]
+        if points:
+            panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
+    for number, (name, row) in enumerate(others(found).items()):
+        if "token_s" in row:
+            panel.axhline(1e3 * row["token_s"], color=f"C{number + 2}", linewidth=1, label=name)
+    panel.set(xlabel="budget, GiB of device memory", ylabel="ms per token", yscale="log")
+    panel.set_ylim(bottom=5)  # the limits fall to zero where everything fits
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize="small")
+    figure.tight_layout()
+    return figure

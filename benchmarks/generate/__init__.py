@@ -1,7 +1,5 @@
 """Generating text: plain, packed, offloaded and quantized models, each in a process of its own.
 
-    python benchmarks/generate.py [--layers 8] [--out FILE.md]
-
 A Llama of random bf16 weights (the 8 B shape by default) is made on the GPU and saved; nothing is downloaded.
 Needs 30 GB of disk, as much memory for the page cache, and of the device: both models are loaded at a time to
 decode in turn (`--turns 0` leaves that out). Peers are optional: accelerate, bitsandbytes.
@@ -9,20 +7,22 @@ decode in turn (`--turns 0` leaves that out). Peers are optional: accelerate, bi
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-from _gpu import need_cuda
-from _machine import arguments, emit, header, note, table, verdict
-from _model import PROMPT, SHAPES, TPDE, in_turn, load, make, run
+from benchmarks.data.llama import PROMPT, SHAPES
+from benchmarks.generate import work
+from benchmarks.generate.work import TPDE
+from benchmarks.harness.gpu import need_cuda
+from benchmarks.harness.machine import gpu
+from benchmarks.harness.processes import Failed, call
+from benchmarks.harness.report import Page, gib, note
 
+TITLE = "Generating text"
 MODES = {
     "plain": "plain",
     "packed": "tpde",
@@ -44,55 +44,13 @@ HOST_BAR = 256 << 20
 Found = dict[str, Any]
 
 
-def gib(count: float) -> str:
-    """Bytes for a table."""
-    return f"{count / 2**30:.2f}"
-
-
-def worker(task: str, given: Found, limit: float) -> Found:
-    """Run a task of this file in a process of its own; its last line of output is the result."""
-    command = [sys.executable, __file__, "--task", task, json.dumps(given)]
-    note(f"{task}: {given.get('mode', '')}")
+def found_by(task: Any, *given: Any, limit: float) -> Found:
+    """What a task finds in a process of its own, or its problem."""
+    note(f"{task.__name__}: {given[0]}")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"problem": f"took more than {limit:.0f} s"}
-    for line in reversed(done.stdout.splitlines()):
-        if line.startswith("{"):
-            found = dict(json.loads(line))
-            if any("problem" in key for key in found):
-                note(done.stderr[-3000:])
-            return found
-    tail = [line for line in done.stderr.splitlines() if line.strip()][-1:] or [
-        f"exit code {done.returncode}"
-    ]
-    note(done.stderr[-2000:])
-    return {"problem": tail[0][:120]}
-
-
-def perform(task: str, given: Found) -> Found:
-    """Do a task in this process."""
-    from _gpu import reason
-
-    plain, packed = Path(given["plain"]), Path(given["packed"])
-    try:
-        if task == "make":
-            return make(plain, given["shape"], given["layers"], given["seed"])
-        if task == "pack":
-            import tpde
-
-            start = time.perf_counter()
-            result = tpde.pack(plain, packed)
-            return {"pack_s": time.perf_counter() - start, "ratio": result.ratio}
-        if task == "in turn":
-            return in_turn(plain, packed, given["tokens"], given["turns"])
-        if task == "load":
-            load(given["mode"], plain, packed)
-            return {}
-        return run(given["mode"], plain, packed, given["tokens"])
-    except Exception as error:
-        traceback.print_exc()
-        return {"problem": reason(error)}
+        return dict(call(task, *given, limit=limit))
+    except Failed as error:
+        return {"problem": str(error)}
 
 
 def stored(directory: Path) -> int:
@@ -119,7 +77,7 @@ def same(found: Found, plain: Found) -> str:
     return ", ".join(answers)
 
 
-def results_table(results: dict[str, Found], files: dict[str, int]) -> str:
+def results_table(results: dict[str, Found], files: dict[str, int], page: Page) -> None:
     """One row a mode."""
     rows = []
     for mode, found in results.items():
@@ -137,16 +95,15 @@ def results_table(results: dict[str, Found], files: dict[str, int]) -> str:
                 *speed(found, "eager"),
                 *speed(found, "graph"),
                 speed(found, "compiled")[0],
-                same(found, results["plain"]) if mode != "plain" else "",
+                same(found, results.get("plain", {})) if mode != "plain" else "",
             ]
         )
     columns = ["model", "load, s", "files, GiB", "VRAM loaded, GiB", "VRAM peak, GiB", "host peak, GiB"]
     columns += ["eager, ms/token", "tokens/s", "graph, ms/token", "tokens/s", "compiled, ms/token"]
-    columns += ["bits as plain"]
-    return table(columns, rows)
+    page.table([*columns, "bits as plain"], rows)
 
 
-def turns_table(turns: Found) -> str:
+def turns_table(turns: Found, page: Page) -> None:
     """Medians and ranges of what was loaded and decoded in turn."""
 
     def shown(values: list[float], scale: float) -> str:
@@ -155,7 +112,7 @@ def turns_table(turns: Found) -> str:
 
     rows = [[MODES[mode], shown(it["load_s"], 1), shown(it["eager_s"], 1e3)] for mode, it in turns.items()]
     rows.append(["tpde more than plain, by pairs", "", shown(added(turns), 1e3)])
-    return table(["model", "load again, s", "eager, ms/token"], rows)
+    page.table(["model", "load again, s", "eager, ms/token"], rows)
 
 
 def added(turns: Found) -> list[float]:
@@ -165,8 +122,8 @@ def added(turns: Found) -> list[float]:
 
 def bars(
     results: dict[str, Found], turns: Found, made: Found, packed_bytes: int, layers: int
-) -> tuple[str, bool]:
-    """Ours against the bars; eager decoding by what was done in turn, loading by that as well."""
+) -> list[tuple[str, float | None, float]]:
+    """Ours and its bars; eager decoding by what was done in turn, loading by that as well."""
     plain, ours = results.get("plain", {}), results.get("packed", {})
     share = layers / SHAPES["llama-8b"][2]
     checks: list[tuple[str, float | None, float]] = []
@@ -191,20 +148,7 @@ def bars(
     if "host_peak" in ours and "host_peak" in plain:
         host = (ours["host_peak"] - plain["host_peak"]) / 2**20
         checks.append(("host peak more than plain's, MiB", host, HOST_BAR / 2**20))
-    checks += fused_checks(results)
-    exact = [same(ours, plain)] if ours and plain else []
-    rows = [
-        [
-            what,
-            "not measured" if found is None else f"{found:.2f}",
-            f"{bar:.2f}",
-            "-" if found is None else verdict(found <= bar),
-        ]
-        for what, found, bar in checks
-    ]
-    rows += [["bits as plain", answer, "yes", verdict("no" not in answer)] for answer in exact if answer]
-    met = all(found is None or found <= bar for _, found, bar in checks)
-    return table(["bar", "found", "at most", ""], rows), met and not any("no" in answer for answer in exact)
+    return checks + fused_checks(results)
 
 
 def fused_checks(results: dict[str, Found]) -> list[tuple[str, float | None, float]]:
@@ -230,13 +174,8 @@ def fused_checks(results: dict[str, Found]) -> list[tuple[str, float | None, flo
     return bars
 
 
-def main() -> int:
-    """Parse the command line, run, print."""
-    if sys.argv[1:2] == ["--task"]:
-        result = perform(sys.argv[2], json.loads(sys.argv[3]))
-        print(json.dumps(result), flush=True)
-        return 0
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--shape", choices=[s for s in SHAPES if s != "llama-70b"], default="llama-8b")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument(
@@ -247,23 +186,26 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="keeps the models, and uses those that are there")
     parser.add_argument("--limit", type=float, default=150, help="seconds for each process")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Make the models, run every mode, then plain and packed in turn."""
     if options.shape != "tiny":
         need_cuda()
-    head = header("Generating text", gpu=True)
-    layers = options.layers or SHAPES[options.shape][2]
+    page.facts["GPU"] = gpu()
+    layers, limit = options.layers or SHAPES[options.shape][2], options.limit
     with tempfile.TemporaryDirectory(prefix="tpde-generate-") as temporary:
         base = (options.dir or Path(temporary)) / f"{options.shape}-{layers}"
         plain, packed, facts = base / "plain", base / "packed", base / "facts.json"
         base.mkdir(parents=True, exist_ok=True)
-        given = {"plain": str(plain), "packed": str(packed), "tokens": options.tokens}
+        places = str(plain), str(packed)
         if facts.exists():
             made = dict(json.loads(facts.read_text()))
         else:
-            task = {"shape": options.shape, "layers": options.layers, "seed": options.seed}
-            made = worker("make", given | task, 4 * options.limit)
+            shape = options.shape, options.layers, options.seed
+            made = found_by(work.make, places[0], *shape, limit=4 * limit)
             if "problem" not in made:
-                made |= worker("pack", given, 4 * options.limit)
+                made |= found_by(work.pack, *places, limit=4 * limit)
             if "problem" in made:
                 raise SystemExit(f"error: the model could not be made: {made['problem']}")
             facts.write_text(json.dumps(made))
@@ -273,38 +215,37 @@ def main() -> int:
         results: dict[str, Found] = {}
         for mode in options.modes:
             if mode in (*TPDE, "pack_module"):  # compiles kernels, which are kept on disk
-                worker("load", given | {"mode": mode}, options.limit)
-            results[mode] = worker("run", given | {"mode": mode}, options.limit)
+                found_by(work.load_once, mode, *places, limit=limit)
+            results[mode] = found_by(work.run, mode, *places, options.tokens, limit=limit)
         turns: Found = {}
-        problem = ""
         if options.turns > 0 and {"plain", "packed"} <= set(options.modes):
-            turns = worker("in turn", given | {"turns": options.turns}, 2 * options.limit)
-            problem = turns.pop("problem", "")
-        results.setdefault("plain", {})
-        about = (
-            f"Model: {options.shape} shape, {layers} layers, bf16, random weights with per-row scale "
-            f"0.02 * exp(0.3 * normal), {gib(made['plain_bytes'])} GiB; packed in {made['pack_s']:.1f} s, "
-            f"ratio {made['ratio']:.4f}. Batch 1, {PROMPT} tokens of prompt, {options.tokens} timed, greedy. "
-            "Eager: a growing cache, median of 3. Graph: a static cache, one CUDA graph a token. Compiled: "
-            'the same with `torch.compile(mode="reduce-overhead")`. VRAM is '
-            "what the process takes beyond the bare context, by `cudaMemGetInfo`; host memory is private "
-            "memory. Files were in the page cache, kernels compiled.\n"
+            turns = found_by(work.in_turn, *places, options.tokens, options.turns, limit=2 * limit)
+    problem = turns.pop("problem", "")
+    page.say(
+        f"Model: {options.shape} shape, {layers} layers, bf16, random weights with per-row scale "
+        f"0.02 * exp(0.3 * normal), {gib(made['plain_bytes'])} GiB; packed in {made['pack_s']:.1f} s, "
+        f"ratio {made['ratio']:.4f}. Batch 1, {PROMPT} tokens of prompt, {options.tokens} timed, greedy. "
+        "Eager: a growing cache, median of 3. Graph: a static cache, one CUDA graph a token. Compiled: "
+        'the same with `torch.compile(mode="reduce-overhead")`. VRAM is '
+        "what the process takes beyond the bare context, by `cudaMemGetInfo`; host memory is private "
+        "memory. Files were in the page cache, kernels compiled."
+    )
+    results_table(results, files, page)
+    if problem:
+        page.say(f"Loading and decoding in turn failed: {problem}")
+    elif turns:
+        page.say(
+            f"Loaded in turn {options.turns} times in one process, after once to warm up; with both "
+            f"there, {options.tokens} tokens each in turn, four times a load. Medians and ranges:"
         )
-        text = results_table({m: results[m] for m in options.modes}, files)
-        if problem:
-            text += f"\nLoading and decoding in turn failed: {problem}\n"
-        elif turns:
-            text += (
-                f"\nLoaded in turn {options.turns} times in one process, after once to warm up; with both "
-                f"there, {options.tokens} tokens each in turn, four times a load. Medians and ranges:\n\n"
-                + turns_table(turns)
-            )
-        judged, met = bars(results, turns, made, files["packed"], layers)
-        whole = f"{head}\n{about}\n{text}\nBars (times for {layers} layers):\n\n{judged}"
-        emit(whole, options.out)
-        ours = [results[mode] for mode in options.modes if mode in ("plain", *TPDE, "pack_module")]
-        failed = bool(problem) or any("problem" in key for found in ours for key in found)
-    return 0 if met and not failed else 1
+        turns_table(turns, page)
+    page.say(f"Bars (times for {layers} layers):")
+    page.limits(bars(results, turns, made, files["packed"], layers), least=False)
+    if "plain" in results and (answer := same(results.get("packed", {}), results["plain"])):
+        page.say(f"Bits as plain: {answer}, {page.judge('no' not in answer, 'bits')}.")
+    ours = [results[mode] for mode in options.modes if mode in ("plain", *TPDE, "pack_module")]
+    page.judge(not problem and not any("problem" in key for found in ours for key in found), "all ran")
+    page.data = {"made": made, "files": files, "results": results, "turns": turns}
 
 
 def warm(path: Path) -> None:
@@ -312,7 +253,3 @@ def warm(path: Path) -> None:
     with path.open("rb") as file:
         while file.read(1 << 24):
             pass
-
-
-if __name__ == "__main__":
-    sys.exit(main())

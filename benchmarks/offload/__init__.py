@@ -1,7 +1,5 @@
 """Models larger than a budget of device memory: time per token by budget, beside two limits and peers.
 
-    python benchmarks/offload.py [--shape llama-70b --budgets 16] [--host arena] [--hold] [--seconds 110]
-
 Llamas of random bf16 weights (the 8 B shape by default) are made on the GPU, tensor by tensor, and packed
 into `--dir`; nothing is downloaded and no plain copy is written. Needs as much memory as the packed model
 takes: 11 GB, or 95 GB for the 70 B shape. Peers are optional: accelerate, diffusers; they need the plain
@@ -10,9 +8,7 @@ model in host memory besides.
 
 from __future__ import annotations
 
-import json
-import signal
-import sys
+import argparse
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,13 +16,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from _hold import Holder
-from _machine import arguments, emit, note
-from _model import SHAPES, import_everything
-from _offload import PEERS, perform
-from _offload_report import Found, Results, checks, plot, text
-from _rows import rows
+from benchmarks.data.llama import SHAPES, import_everything
+from benchmarks.harness.card import Holder
+from benchmarks.harness.processes import rows
+from benchmarks.harness.report import Page
+from benchmarks.offload.report import draw, plot
+from benchmarks.offload.results import Found, Results
+from benchmarks.offload.work import perform
+from benchmarks.peers.offloading import OFFLOADING
 
+TITLE = "Streaming under a budget"
 BUDGETS = (4.0, 2.0, 8.0, 6.0, 12.0, 16.0, 24.0, 3.0)  # what says most comes first
 TURNS = 4  # the card's memory is looked at in the first, and first tokens of ours are timed in the others
 FIRST_AGAIN = 2  # times at most, where others slowed the processor down meanwhile
@@ -60,19 +59,20 @@ def tasks(options: Any, given: Found, found: Results) -> Iterator[tuple[str, Fou
     if ours:
         yield "rate", given
     if options.peers:
-        for name in PEERS:
+        for name in OFFLOADING:
             yield "peer", given | {"peer": name}
 
 
-def run(options: Any, given: Found, found: Results, began: float) -> None:
+def measure(options: Any, given: Found, found: Results, began: float, page: Page) -> None:
     """All processes, one after the other."""
     environment = {"TPDE_HOST_MEMORY": "arena"} if options.host == "arena" else {}
 
     def go(task: str, more: Found) -> None:
-        for row in rows(__file__, task, more, options.limit, perform, environment):
+        for row in rows(perform, task, more, options.limit, environment):
             found.take(row)
-            if options.out is not None and found.made:  # a run that is cut short leaves what it has
-                options.out.write_text(text(options, found), "utf-8")
+            if found.made:
+                draw(options, found, page)
+                page.save()
 
     go("start", given)
     for task, more in tasks(options, given, found):
@@ -88,13 +88,8 @@ def run(options: Any, given: Found, found: Results, began: float) -> None:
             go(task, more | {"first_only": True})
 
 
-def main() -> int:
-    """Parse the command line, run, print."""
-    began = time.perf_counter()
-    if sys.argv[1:2] == ["--task"]:
-        perform(sys.argv[2], json.loads(sys.argv[3]))
-        return 0
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-8b")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument(
@@ -116,15 +111,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="start no more rows after so many")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each process")
     parser.add_argument("--plot", type=Path, help="also write a plot to this file")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Run all processes; the page grows with each row."""
+    began, found = time.perf_counter(), Results()
     import_everything()  # once; processes are forks of this one, which leaves the GPU alone
     import tpde.integrations.transformers.streamed  # noqa: F401
 
-    found = Results()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    for path in (options.out, options.plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="tpde-offload-") as temporary,
         Holder() if options.hold else nullcontext() as holder,
@@ -133,7 +127,6 @@ def main() -> int:
         base = (options.dir or Path(temporary)) / f"{options.shape}-{layers}-{options.seed}"
         base.mkdir(parents=True, exist_ok=True)
         given = {
-            "title": "Streaming under a budget",
             "shape": options.shape,
             "layers": layers,
             "seed": options.seed,
@@ -149,19 +142,9 @@ def main() -> int:
             "serial": not options.no_serial,
             "resident": not options.no_resident and options.shape != "llama-70b",
         }
-        try:
-            run(options, given, found, began)
-        finally:
-            if found.made:
-                if options.plot is not None and found.ours:
-                    try:
-                        plot(found, options.plot)
-                    except ImportError:
-                        note("no plot: pip install 'tpde[plot]'")
-                emit(text(options, found), options.out)
-    met = all(it[3] for it in checks(found, options.host == "mapped"))
-    return 0 if met and not found.problems else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        measure(options, given, found, began, page)
+    if not found.made:
+        raise SystemExit(f"error: the model could not be made: {found.problems}")
+    draw(options, found, page)
+    if found.ours:
+        page.plot(options.plot, lambda pyplot: plot(found, pyplot))

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _machine import note
-from _model import device
+
+from benchmarks.harness.gpu import device
+from benchmarks.harness.report import note
 
 SHARD_BYTES = 4 << 30
 CHECKED_LOGITS = "logits-{}.npy"  # of so many tokens
@@ -73,6 +74,13 @@ class Source:
             torch.from_numpy(self._staging[:size]).copy_(made)
             self._last = name
         out[:] = self._staging[:size][begin:end]
+
+    def read_small(self, names: Sequence[str]) -> list[memoryview]:
+        """All bytes of some tensors, one after the other."""
+        found = [np.empty(self.specs[name].nbytes, np.uint8) for name in names]
+        for name, out in zip(names, found, strict=True):
+            self.read(name, 0, out.size, out)
+        return [out.data for out in found]
 
     def close(self) -> None:
         """Nothing is held that would need it."""

@@ -1,7 +1,5 @@
 """Eleven shapes of models, each at two budgets, in batches of 1 and 8: memory, bits, and what is refused.
 
-    python benchmarks/budgets.py [--only llama flux] [--json] [--seconds 330]
-
 Of each shape a model of random bf16 weights is made, at full width and with few layers, saved and packed into
 a folder that is deleted afterwards (6 GB at most). A process runs it plain: a forward pass of one sequence
 and one of eight, both with as many tokens as `max_tokens` allows, and greedy generation of as many, half of
@@ -14,32 +12,26 @@ else uses it.
 
 from __future__ import annotations
 
-import json
+import argparse
 import shutil
-import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from _budgets import perform
-from _machine import arguments, emit, note, table, verdict
-from _model import import_everything
-from _rows import rows
-from _shapes import SHAPES
+from benchmarks.budgets.work import perform
+from benchmarks.data.llama import import_everything
+from benchmarks.data.shapes import SHAPES
+from benchmarks.harness.processes import rows, told
+from benchmarks.harness.report import Page, mib, note
 
+TITLE = "Budgets of eleven shapes"
 Row = dict[str, Any]
 NAMES = ("tight", "roomy")
 COLUMNS = (
     *("shape", "budget", "MiB", "batch", "what", "tokens", "card peak, MiB", "of budget"),
     *("allocated, MiB", "plain, MiB", "planned, MiB", "bits"),
 )
-
-
-def mib(size: float | None) -> str:
-    """A cell."""
-    return "" if size is None else f"{size / 2**20:.0f}"
 
 
 def one_shape(options: Any, name: str, found: list[Row], base: Path) -> None:
@@ -50,7 +42,7 @@ def one_shape(options: Any, name: str, found: list[Row], base: Path) -> None:
     given |= {"dir": str(base), "max_tokens": tokens}
     plain: dict[tuple[str, int], Row] = {}
     budgets: dict[str, int] = {}
-    for row in rows(_SCRIPT, "make", given, options.limit, perform):
+    for row in rows(perform, "make", given, options.limit):
         if "plain" in row:
             plain[row["plain"]["case"], row["plain"]["batch"]] = row["plain"]
         budgets = row.get("budgets", budgets)
@@ -60,7 +52,7 @@ def one_shape(options: Any, name: str, found: list[Row], base: Path) -> None:
         plan: Row = {}
         head = {"shape": name, "budget": budget, "vram": budgets[budget], "tokens": tokens}
         more = {"budget": budgets[budget], "budget_name": budget}
-        for row in rows(_SCRIPT, "ours", given | more, options.limit, perform):
+        for row in rows(perform, "ours", given | more, options.limit):
             plan = row.get("plan", plan)
             if "problem" in row:
                 found.append(head | {"problem": row["problem"]})
@@ -100,17 +92,18 @@ def line(row: Row) -> list[str]:
     ]
 
 
-def report(head: str, found: list[Row], left: list[str], took: float) -> str:
-    """All of it as Markdown."""
-    parts = [head]
-    parts.append(
+def draw(page: Page, found: list[Row], left: list[str], took: float) -> None:
+    """All of it so far."""
+    page.clear()
+    page.data = {"rows": found, "left_out": left, "seconds": took}
+    page.say(
         "Tokens: sequences times length, at most, as `max_tokens` says. Card peak: of the process, beyond "
         "the bare context. Allocated: by PyTorch, in a case, beyond what it had before; plain: the same, of "
         "the plain model; planned: activations and cache. Bits: of logits, of generated tokens and of the "
         f"scores that they were chosen by, beside the plain model's in the same run, which must "
-        f"give them three times; where it does not, that is said. {took:.0f} s in all.\n"
+        f"give them three times; where it does not, that is said. {took:.0f} s in all."
     )
-    parts.append(table(COLUMNS, [line(row) for row in found]))
+    page.table(COLUMNS, [line(row) for row in found])
     why = [
         f"- {row['shape']}, {row['budget']}, {row['case']}, {row['batch']}: {row['why']}"
         + (f" (plain, of two more runs: {row['unsure']})" if row["unsure"] else "")
@@ -118,73 +111,49 @@ def report(head: str, found: list[Row], left: list[str], took: float) -> str:
         if row.get("why") or row.get("unsure")
     ]
     if why:
-        parts.append("\n".join(why) + "\n")
+        page.say("\n".join(why))
     if left:
-        parts.append(f"Left out, since time was up: {', '.join(left)}.\n")
+        page.say(f"Left out, since time was up: {', '.join(left)}.")
     good = sum(met(row) for row in found)
-    parts.append(f"{good} of {len(found)} rows: {verdict(good == len(found) and not left)}\n")
-    return "\n".join(parts)
+    verdict = page.judge(bool(found) and good == len(found) and not left, "rows")
+    page.say(f"{good} of {len(found)} rows: {verdict}")
 
 
-def as_json(found: list[Row], left: list[str], took: float) -> str:
-    """All of it for programs."""
-    return json.dumps({"rows": found, "left_out": left, "seconds": took}, indent=1)
-
-
-_SCRIPT = __file__
-
-
-def main() -> int:
-    """Parse the command line, run, print."""
-    if sys.argv[1:2] == ["--task"]:
-        perform(sys.argv[2], json.loads(sys.argv[3]))
-        return 0
-    parser = arguments(__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
     parser.add_argument("--only", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
     parser.add_argument("--dir", type=Path, help="for the models, by default /dev/shm or the usual place")
     parser.add_argument("--seconds", type=float, default=330, help="start no more shapes after so many")
     parser.add_argument("--limit", type=float, default=90, help="seconds for each process")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """Run one shape after the other; the page grows with each."""
     began = time.perf_counter()
     import_everything()  # once; processes are forks of this one, which leaves the GPU alone
     import tpde.integrations.diffusers
     import tpde.integrations.transformers.streamed  # noqa: F401
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     memory = Path("/dev/shm")
     folder = options.dir or (memory if memory.is_dir() else None)
     found: list[Row] = []
     left: list[str] = []
-    about: Row = {"title": "Budgets of eleven shapes", "device": options.device}
-    heads = [row["head"] for row in rows(_SCRIPT, "head", about, options.limit, perform) if "head" in row]
-    if not heads:
+    gpu = told(list(rows(perform, "head", {"device": options.device}, options.limit)), "gpu")
+    if gpu is None:
         raise SystemExit("error: no GPU was found; hint: `--device cpu --scale tiny` needs none")
-
-    def text() -> str:
-        took = time.perf_counter() - began
-        return as_json(found, left, took) if options.json else report(heads[0], found, left, took)
-
-    try:
-        for name in options.only:
-            if time.perf_counter() - began > options.seconds:
-                left.append(name)
-                continue
-            start = time.perf_counter()
-            with tempfile.TemporaryDirectory(prefix="tpde-budgets-", dir=folder) as temporary:
-                one_shape(options, name, found, Path(temporary))
-                shutil.rmtree(Path(temporary) / "packed", ignore_errors=True)
-            note(f"{name}: {time.perf_counter() - start:.0f} s")
-            if options.out is not None:  # a run that is cut short leaves what it has
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(text(), "utf-8")
-    finally:
-        emit(text(), options.out)
-    return 0 if found and not left and all(map(met, found)) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    page.facts["GPU"] = gpu
+    for name in options.only:
+        if time.perf_counter() - began > options.seconds:
+            left.append(name)
+            continue
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="tpde-budgets-", dir=folder) as temporary:
+            one_shape(options, name, found, Path(temporary))
+            shutil.rmtree(Path(temporary) / "packed", ignore_errors=True)
+        note(f"{name}: {time.perf_counter() - start:.0f} s")
+        draw(page, found, left, time.perf_counter() - began)
+        page.save()
+    draw(page, found, left, time.perf_counter() - began)

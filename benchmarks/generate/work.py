@@ -1,65 +1,27 @@
-"""What `generate.py` does in each process: make a model, load it in a way, generate, watch memory."""
+"""What `generate` does in each process: make a model, load it in a way, generate, watch memory."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import re
 import statistics
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-PROMPT = 32  # tokens
+from benchmarks.data.llama import PROMPT, config_of, import_everything, prompt
+from benchmarks.harness.gpu import device, wait
+from benchmarks.harness.memory import Watch, private_bytes
+from benchmarks.harness.processes import reason
+from benchmarks.harness.timing import on_device
+from benchmarks.peers.offloading import accelerate_offload
+
 WARM = 4  # tokens before those that are timed
-# hidden size, intermediate size, layers, heads, key-value heads, vocabulary
-SHAPES = {
-    "llama-8b": (4096, 14336, 32, 32, 8, 128256),
-    "llama-70b": (8192, 28672, 80, 64, 8, 128256),
-    "tinyllama-1.1b": (2048, 5632, 22, 32, 4, 32000),
-    "tiny": (64, 160, 2, 4, 2, 512),
-}
 
 
-def device() -> str:
-    """Where models run."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def wait() -> None:
-    """Until the device has done all."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def config_of(shape: str, layers: int | None) -> Any:
-    """The configuration of a shape, with another number of layers if one is given."""
-    from transformers import LlamaConfig
-
-    hidden, middle, depth, heads, key_heads, vocabulary = SHAPES[shape]
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=middle,
-        num_hidden_layers=layers or depth,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        vocab_size=vocabulary,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-
-
-def make(directory: Path, shape: str, layers: int | None, seed: int) -> dict[str, Any]:
+def make(directory: str, shape: str, layers: int | None, seed: int) -> dict[str, Any]:
     """Make a Llama of random weights on the device and save it; returns what the report needs."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -85,63 +47,21 @@ def make(directory: Path, shape: str, layers: int | None, seed: int) -> dict[str
     }
 
 
-def private_bytes() -> int:
-    """Private memory of this process on the host."""
-    try:
-        found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return 0
-    return int(found.group(1)) * 1024 if found else 0
+def pack(plain: str, packed: str) -> dict[str, Any]:
+    """Pack it."""
+    import tpde
 
-
-class Watch:
-    """Peaks of the device's memory beyond the bare context and of private host memory, from a thread."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._cuda = torch.cuda.is_available()
-        if self._cuda:
-            torch.cuda.init()
-            torch.zeros(1, device="cuda")
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        self._start = self._used()
-        self.device = self.host = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _used(self) -> int:
-        import torch
-
-        if not self._cuda:
-            return 0
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-
-    def look(self) -> int:
-        """Bytes of the device in use now; they count for the peak."""
-        used = self._used() - self._start
-        self.device, self.host = max(self.device, used), max(self.host, private_bytes())
-        return used
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.01):
-            self.look()
-
-    def pause(self) -> None:
-        """Stop looking, so that what follows can be timed."""
-        self._stop.set()
-        self._thread.join()
+    start = time.perf_counter()
+    result = tpde.pack(plain, packed)
+    return {"pack_s": time.perf_counter() - start, "ratio": result.ratio}
 
 
 # Modes of `tpde.from_pretrained`: from packed files, or from plain ones, packed as they come.
 TPDE = ("packed", "fused", "pack_exact", "pack_fused")
 
 
-def load(mode: str, plain: Path, packed: Path) -> Any:
-    """Load a model in a mode of `generate.py`."""
+def load(mode: str, plain: str, packed: str) -> Any:
+    """Load a model in a mode."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -158,11 +78,7 @@ def load(mode: str, plain: Path, packed: Path) -> Any:
 
         return pack_module(pretrained(device_map=device()))
     if mode == "offload":
-        from accelerate import cpu_offload
-
-        return cpu_offload(
-            pretrained(), execution_device=torch.device("cuda:0" if device() == "cuda" else "cpu")
-        )
+        return accelerate_offload()(pretrained())
     if mode in ("int8", "int4"):
         import bitsandbytes  # noqa: F401 - so that its absence is named
         from transformers import BitsAndBytesConfig
@@ -176,12 +92,10 @@ def load(mode: str, plain: Path, packed: Path) -> Any:
     return pretrained(device_map=device())
 
 
-def prompt(vocabulary: int, length: int = PROMPT) -> Any:
-    """The same tokens for everyone."""
-    import torch
-
-    draw = torch.Generator().manual_seed(0)
-    return torch.randint(0, vocabulary, (1, length), generator=draw).to(device())
+def load_once(mode: str, plain: str, packed: str) -> dict[str, Any]:
+    """Load, so that kernels are compiled."""
+    load(mode, plain, packed)
+    return {}
 
 
 def bits(logits: Any) -> str:
@@ -260,16 +174,16 @@ def graph(model: Any, count: int) -> dict[str, Any]:
         for _ in range(WARM):
             captured.replay()
             tokens.append(int(ids))
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         made = torch.zeros(count, dtype=ids.dtype, device=ids.device)
-        start.record()
-        for i in range(count):
-            captured.replay()
-            made[i : i + 1].copy_(ids[0])
-        stop.record()
-        stop.synchronize()
+
+        def decode() -> None:
+            for i in range(count):
+                captured.replay()
+                made[i : i + 1].copy_(ids[0])
+
+        seconds = on_device(decode)
     return {
-        "graph_s": start.elapsed_time(stop) / 1e3 / count,
+        "graph_s": seconds / count,
         "graph_tokens": tokens + made.tolist(),
         "graph_logits": bits(logits),
     }
@@ -286,23 +200,13 @@ def compiled(model: Any, count: int) -> dict[str, Any]:
             model.forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
             for _ in range(2 * WARM):
                 step()
-            took = []
-            for _ in range(count):
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                step()
-                stop.record()
-                stop.synchronize()
-                took.append(start.elapsed_time(stop) / 1e3)
-            return {"compiled_s": statistics.median(took)}
+            return {"compiled_s": statistics.median(on_device(step) for _ in range(count))}
         finally:
             model.forward = forward
 
 
-def run(mode: str, plain: Path, packed: Path, count: int) -> dict[str, Any]:
+def run(mode: str, plain: str, packed: str, count: int) -> dict[str, Any]:
     """Load a model, generate in both ways, and tell what it took; a way that fails tells why."""
-    from _gpu import reason
-
     import_everything()
     watch, found = Watch(), dict[str, Any]()
     found["host_before"] = private_bytes()
@@ -335,7 +239,7 @@ def run(mode: str, plain: Path, packed: Path, count: int) -> dict[str, Any]:
     return found
 
 
-def in_turn(plain: Path, packed: Path, count: int, turns: int) -> dict[str, dict[str, list[float]]]:
+def in_turn(plain: str, packed: str, count: int, turns: int) -> dict[str, dict[str, list[float]]]:
     """Load the plain and the packed model in turn, and let both, side by side, decode in turn.
 
     A host's speed changes from minute to minute: what is compared here lies seconds apart. The first turn
@@ -365,15 +269,3 @@ def in_turn(plain: Path, packed: Path, count: int, turns: int) -> dict[str, dict
         if device() == "cuda":
             torch.cuda.empty_cache()
     return took
-
-
-def import_everything() -> None:
-    """What all modes import, so that no load is charged for it."""
-    import torch  # noqa: F401
-    import transformers
-    from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache  # noqa: F401
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    with contextlib.suppress(ImportError):
-        import accelerate  # noqa: F401

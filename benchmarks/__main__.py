@@ -1,0 +1,7 @@
+"""`python -m benchmarks NAME [options]`."""
+
+import sys
+
+from benchmarks.harness.runner import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""What benchmarks are run on: weights, files of them, and models that are made, not downloaded."""

@@ -1,0 +1,1 @@
+"""What runs benchmarks: the command line, results, the machine, timing, processes, memory, GPUs."""
