@@ -321,7 +321,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         devices.append(device)
         return CPU if device is None else torch.device(device)
 
-    monkeypatch.setattr(loading, "model_directory", lambda path, pack: (Path(path), {}))
+    monkeypatch.setattr(loading, "model_directory", lambda path, pack, subfolder: (Path(path), {}))
     monkeypatch.setattr(loading, "require_files", lambda folder: found.append("files"))
     monkeypatch.setattr(loading, "model_class_of", lambda folder: Kind)
     monkeypatch.setattr(loading, "checked_device", checked)
@@ -418,14 +418,15 @@ def test_a_configuration_that_is_passed_says_that_weights_are_packed(quantized: 
     config = transformers.LlamaConfig(num_hidden_layers=3)
     if quantized is not None:
         config.quantization_config = quantized
-    made = loading._packed_config(config, tmp_path, said)
+    made = loading._given_config(config, tmp_path, said)
     assert made is not config
     assert made.num_hidden_layers == 3
     assert made.quantization_config == said
+    assert not hasattr(loading._given_config(config, tmp_path, None), "quantization_config")
     assert getattr(config, "quantization_config", None) is quantized
     config.quantization_config = SimpleNamespace(quant_method="fp8")
     with pytest.raises(InvalidInput, match="quantized with `fp8`"):
-        loading._packed_config(config, tmp_path, said)
+        loading._given_config(config, tmp_path, said)
 
 
 # ---- models that are packed in memory ----

@@ -17,10 +17,13 @@ from tpde.packing.shards import read_index
 from tpde.packing.sources import resolve
 from tpde.packing.weights import not_packed
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, dict[str, Any] | None]:
+def model_directory(
+    path: str | os.PathLike[str], *, pack: bool, subfolder: str = "", **hub: Any
+) -> tuple[Path, dict[str, Any] | None]:
     """Find a model directory, and what its `config.json` says of its packed weights.
 
     Parameters
@@ -29,6 +32,10 @@ def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, 
         The directory, or the id of a model on the Hugging Face hub.
     pack : bool
         It may be plain.
+    subfolder : str
+        Where in it the model is.
+    **hub
+        How it is downloaded: see `tpde.packing.sources.resolve`.
 
     Returns
     -------
@@ -42,14 +49,14 @@ def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, 
     NotPacked
         If it is not packed.
     """
-    folder = resolve(path)
+    folder = resolve(path, **hub) / subfolder
     if not folder.is_dir():
         raise InvalidInput(
-            f"`{folder}` is a file",
+            f"`{folder}` {'is a file' if folder.exists() else 'does not exist'}",
             hint="name the model directory that holds its `config.json`",
             where=str(folder),
         )
-    said = read_config(folder).get("quantization_config")
+    said = _quantization(read_config(folder))
     if isinstance(said, dict) and said.get("quant_method") == METHOD:
         return folder, said
     if not pack:
@@ -60,7 +67,7 @@ def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, 
                 f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that, or pass `pack=True`"
             ),
         )
-    if said is not None:
+    if said:
         method = said.get("quant_method") if isinstance(said, dict) else said
         raise InvalidInput(
             f"`{folder}` is quantized with `{method}`: its weights are not packed as they come",
@@ -68,6 +75,12 @@ def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, 
             where=str(folder),
         )
     return folder, None
+
+
+def _quantization(config: dict[str, Any]) -> Any:
+    """What a configuration, or that of its text model, says of quantized weights: transformers reads both."""
+    text = config.get("text_config")
+    return config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -97,7 +110,7 @@ def weight_files(folder: Path) -> list[Path]:
                 hint="add an empty object, or fetch it again",
             )
         return index.files()
-    return [folder / "model.safetensors"]
+    return [folder / SINGLE]
 
 
 def require_files(folder: Path) -> None:
@@ -111,6 +124,13 @@ def require_files(folder: Path) -> None:
     generation = folder / "generation_config.json"
     if generation.exists():
         json_object(generation)
+    pickles = [name for name in PICKLED if (folder / name).exists()]
+    if pickles and not any((folder / name).exists() for name in (INDEX, SINGLE)):
+        raise InvalidInput(
+            f"`{folder}` has its weights in pickles (`{pickles[0]}`), which cannot be loaded packed",
+            hint=f"run `tpde pack {folder} {folder.name}-packed`, and name that",
+            where=str(folder / pickles[0]),
+        )
     for file in weight_files(folder):
         if not os.path.isfile(file):  # `Path.is_file` raises for what can be no file's name
             what = "is no file" if os.path.exists(file) else "does not exist"
