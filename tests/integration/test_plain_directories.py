@@ -156,6 +156,17 @@ def test_models_that_are_quantized(where: str, llama: Pair, tmp_path: Path) -> N
         tpde.from_pretrained(folder, pack=True)
 
 
+def test_directories_some_of_which_is_packed(tmp_path: Path) -> None:
+    """What is packed in the files stays so, as without `pack`; the rest is plain."""
+    plain = make("mamba")
+    plain.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    tpde.pack(files[0], tmp_path / "x")
+    (tmp_path / "x").rename(files[0])
+    model = tpde.from_pretrained(tmp_path, pack=True)
+    assert 0 < sum(1 for _ in packed_modules(model)) < len(files)
+    assert_as_plain(model, plain)
+
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_weights_in_pickles(pack: bool, llama: Pair, tmp_path: Path) -> None:
@@ -169,3 +180,12 @@ def test_weights_in_pickles(pack: bool, llama: Pair, tmp_path: Path) -> None:
     if pack:
         assert "has its weights in pickles (`pytorch_model.bin`)" in str(caught.value)
     assert f"tpde pack {folder} old-packed" in str(caught.value.hint)
+
+
+def test_what_is_no_safetensors_file(llama: Pair, tmp_path: Path) -> None:
+    folder = tmp_path / "it"
+    shutil.copytree(llama.plain, folder)
+    (folder / "model.safetensors").write_bytes(b"<html>" * 40)
+    with pytest.raises(NotSafetensors, match="is not a safetensors file") as caught:
+        tpde.from_pretrained(folder, pack=True)
+    assert caught.value.hint == "fetch it again"
