@@ -189,3 +189,19 @@ def test_what_is_no_safetensors_file(llama: Pair, tmp_path: Path) -> None:
     with pytest.raises(NotSafetensors, match="is not a safetensors file") as caught:
         tpde.from_pretrained(folder, pack=True)
     assert caught.value.hint == "fetch it again"
+
+
+def test_shapes_that_differ_are_transformers_to_refuse(llama: Pair, tmp_path: Path) -> None:
+    def cut(weights: dict[str, Any]) -> None:
+        weights["lm_head.weight"] = weights["lm_head.weight"][:100].clone()
+
+    folder = with_weights(llama.plain, tmp_path / "it", cut)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        tpde.from_pretrained(folder, pack=True)
+    torch.manual_seed(1)
+    plain = llama.kind.from_pretrained(folder, ignore_mismatched_sizes=True)
+    torch.manual_seed(1)
+    model = tpde.from_pretrained(folder, pack=True, ignore_mismatched_sizes=True)
+    with torch.no_grad():
+        assert_same_bits(outputs("llama", model, 1), outputs("llama", copy.deepcopy(plain), 1))
+    assert_as_plain(model, plain)
