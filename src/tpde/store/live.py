@@ -17,11 +17,11 @@ from tpde.errors import Corrupt, InvalidInput, NativeError
 from tpde.format.container import TensorSpec
 from tpde.format.delta import SAME, SPARSE, WITH_BASE, TensorEntry
 from tpde.format.sink import ValueSink
-from tpde.frameworks import refuse_expanded, to_torch, torch_bytes, torch_spec
+from tpde.frameworks import has_words, refuse_expanded, to_torch, torch_bytes, torch_spec
 from tpde.packing.files import Progress, no_progress
 from tpde.packing.writer import check_threads
 from tpde.store.delta import DeltaFile, open_state, other_base
-from tpde.store.device import fingerprints, has_words, is_resident
+from tpde.store.device import fingerprints, is_resident
 from tpde.store.device_diff import DeviceComparer
 from tpde.store.device_update import Decoded, SparseChange, SparseChanges
 from tpde.store.diff import Comparer, HostComparer, write_delta
