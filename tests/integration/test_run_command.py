@@ -187,7 +187,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     monkeypatch.setattr(device, "checked_device", lambda name: found.setdefault("device", torch.device(name)))
-    monkeypatch.setattr(folder, "model_directory", lambda path, pack: (Path(path), {}))
+    monkeypatch.setattr(folder, "model_directory", lambda path, **_: (Path(path), {}))
     monkeypatch.setattr(memory, "Peak", lambda device: PEAK)
     monkeypatch.setattr(run_command, "_generate", lambda *args: found.update(generate=args))
     monkeypatch.setattr(run_command, "_embed", lambda *args: found.update(embed=args))

@@ -321,7 +321,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         devices.append(device)
         return CPU if device is None else torch.device(device)
 
-    monkeypatch.setattr(loading, "model_directory", lambda path, pack, subfolder: (Path(path), {}))
+    monkeypatch.setattr(loading, "model_directory", lambda path, **_: (Path(path), {}))
     monkeypatch.setattr(loading, "require_files", lambda folder: found.append("files"))
     monkeypatch.setattr(loading, "model_class_of", lambda folder: Kind)
     monkeypatch.setattr(loading, "checked_device", checked)

@@ -17,12 +17,12 @@ from tpde.packing.shards import read_index
 from tpde.packing.sources import resolve
 from tpde.packing.weights import not_packed
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def model_directory(
-    path: str | os.PathLike[str], *, pack: bool, subfolder: str = "", **hub: Any
+    path: str | os.PathLike[str], *, pack: bool, instead: str = "", subfolder: str = "", **hub: Any
 ) -> tuple[Path, dict[str, Any] | None]:
     """Find a model directory, and what its `config.json` says of its packed weights.
 
@@ -32,6 +32,8 @@ def model_directory(
         The directory, or the id of a model on the Hugging Face hub.
     pack : bool
         It may be plain.
+    instead : str
+        What else than to pack it can be done with one that is plain, for the hint.
     subfolder : str
         Where in it the model is.
     **hub
@@ -45,7 +47,7 @@ def model_directory(
     Raises
     ------
     InvalidInput
-        If there is none, or it is no model, or one that is quantized.
+        If there is none, or it is no model, or one that is quantized or whose weights are in pickles.
     NotPacked
         If it is not packed.
     """
@@ -63,9 +65,7 @@ def model_directory(
         raise not_packed(
             folder,
             f"`{folder}` is not packed: its `config.json` does not name `{METHOD}`",
-            hint=(
-                f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that, or pass `pack=True`"
-            ),
+            hint=f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that{instead}",
         )
     if said:
         method = said.get("quant_method") if isinstance(said, dict) else said
@@ -73,6 +73,13 @@ def model_directory(
             f"`{folder}` is quantized with `{method}`: its weights are not packed as they come",
             hint="load it with transformers, or name the model that it was made from",
             where=str(folder),
+        )
+    pickles = [name for name in PICKLED if (folder / name).exists()]
+    if pickles and next(folder.glob("*.safetensors"), None) is None:
+        raise InvalidInput(
+            f"`{folder}` has its weights in pickles (`{pickles[0]}`), which cannot be loaded packed",
+            hint=f"run `tpde pack {folder} {folder.name}-packed`, and name that",
+            where=str(folder / pickles[0]),
         )
     return folder, None
 
@@ -110,7 +117,7 @@ def weight_files(folder: Path) -> list[Path]:
                 hint="add an empty object, or fetch it again",
             )
         return index.files()
-    return [folder / SINGLE]
+    return [folder / "model.safetensors"]
 
 
 def require_files(folder: Path) -> None:
@@ -124,13 +131,6 @@ def require_files(folder: Path) -> None:
     generation = folder / "generation_config.json"
     if generation.exists():
         json_object(generation)
-    pickles = [name for name in PICKLED if (folder / name).exists()]
-    if pickles and not any((folder / name).exists() for name in (INDEX, SINGLE)):
-        raise InvalidInput(
-            f"`{folder}` has its weights in pickles (`{pickles[0]}`), which cannot be loaded packed",
-            hint=f"run `tpde pack {folder} {folder.name}-packed`, and name that",
-            where=str(folder / pickles[0]),
-        )
     for file in weight_files(folder):
         if not os.path.isfile(file):  # `Path.is_file` raises for what can be no file's name
             what = "is no file" if os.path.exists(file) else "does not exist"

@@ -249,7 +249,9 @@ def load_model(
             where="pack",
         )
     hub = {name: kwargs[name] for name in _HUB if kwargs.get(name) is not None}
-    folder, said = model_directory(path, pack=pack, subfolder=kwargs.pop("subfolder", None) or "", **hub)
+    instead = ", or pass `pack=True`" if budget is None and deltas is None else ""
+    subfolder = kwargs.pop("subfolder", None) or ""
+    folder, said = model_directory(path, pack=pack, instead=instead, subfolder=subfolder, **hub)
     if kwargs.get("config") is not None:
         kwargs["config"] = _given_config(kwargs["config"], folder, said)
     if said is None:
