@@ -89,7 +89,7 @@ def test_a_directory_that_is_not_packed(quantization: Any, tmp_path: Path) -> No
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     with pytest.raises(NotPacked, match="does not name `tpde`"):
         model_directory(folder, pack=False)
-    if not quantization:
+    if quantization is None:
         assert model_directory(folder, pack=True) == (folder, None)
     else:
         with pytest.raises(InvalidInput, match="is quantized with `"):

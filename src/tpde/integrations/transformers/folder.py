@@ -67,7 +67,7 @@ def model_directory(
             f"`{folder}` is not packed: its `config.json` does not name `{METHOD}`",
             hint=f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that{instead}",
         )
-    if said:
+    if said is not None:
         method = said.get("quant_method") if isinstance(said, dict) else said
         raise InvalidInput(
             f"`{folder}` is quantized with `{method}`: its weights are not packed as they come",
@@ -86,8 +86,8 @@ def model_directory(
 
 def _quantization(config: dict[str, Any]) -> Any:
     """What a configuration, or that of its text model, says of quantized weights: transformers reads both."""
-    text = config.get("text_config")
-    return config.get("quantization_config") or (isinstance(text, dict) and text.get("quantization_config"))
+    said, text = config.get("quantization_config"), config.get("text_config")
+    return text.get("quantization_config") if said is None and isinstance(text, dict) else said
 
 
 def read_config(folder: Path) -> dict[str, Any]:
