@@ -198,6 +198,13 @@ def refuse_expanded(name: str, nbytes: int, reach: int) -> None:
         )
 
 
+def has_words(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor has words: its storage may have been freed, or begin at an odd place."""
+    size = tensor.element_size()
+    held = tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * size
+    return held and tensor.numel() > 0 and tensor.data_ptr() % size == 0
+
+
 def torch_bytes(tensor: torch.Tensor) -> Bytes:
     """The bytes of a tensor; those of a contiguous one on the CPU are not copied."""
     import torch

@@ -154,6 +154,10 @@ def test_refusals(llama: Pair, tmp_path: Path) -> None:
     with pytest.raises(NotPacked, match="is not packed") as found:
         tpde.from_pretrained(llama.plain)
     assert "pack=True" in str(found.value.hint)
+    for options in ({"vram": "1GiB"}, {"deltas": {"a": b""}}):
+        with pytest.raises(NotPacked, match="is not packed") as found:
+            tpde.from_pretrained(llama.plain, **options)
+        assert "pack=True" not in str(found.value.hint), "which takes neither"
     with pytest.raises(InvalidInput, match="`vram` takes packed files"):
         tpde.from_pretrained(llama.plain, pack=True, vram="1GiB")
     with pytest.raises(InvalidInput, match="`deltas` takes packed files"):
@@ -186,4 +190,7 @@ def test_the_command(llama: Pair) -> None:
     assert plain.exit_code == packed.exit_code == 0
     assert json.loads(plain.stdout)["tokens"] == json.loads(packed.stdout)["tokens"]
     assert json.loads(plain.stdout)["pack"] is True
-    assert invoke("run", str(llama.plain), *given).exit_code == 2
+    refused = invoke("run", str(llama.plain), *given)
+    assert refused.exit_code == 2
+    assert "or say `--pack`" in refused.stderr
+    assert "--pack" not in invoke("run", str(llama.plain), *given, "--vram", "1GiB").stderr

@@ -189,7 +189,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(
         devices, "checked_device", lambda name: found.setdefault("device", torch.device(name or "cpu"))
     )
-    monkeypatch.setattr(folder, "model_directory", lambda path, pack: (Path(path), {}))
+    monkeypatch.setattr(folder, "model_directory", lambda path, **_: (Path(path), {}))
     monkeypatch.setattr(run_memory, "Peak", lambda device: PEAK)
     monkeypatch.setattr(run_command, "_generate", lambda *args: found.update(generate=args))
     monkeypatch.setattr(run_command, "_embed", lambda *args: found.update(embed=args))

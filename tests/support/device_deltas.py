@@ -17,7 +17,7 @@ from tpde.cuda import compile as nvrtc
 from tpde.errors import NativeError
 from tpde.format.constants import DTYPES
 from tpde.format.delta_head import SAME, SPARSE
-from tpde.frameworks import torch_bytes, torch_dtype
+from tpde.frameworks import has_words, torch_bytes, torch_dtype
 from tpde.io.sources import BytesSource
 from tpde.store import device_deltas, device_diff, device_update, live_deltas
 from tpde.store.delta_state import DeltaFile
@@ -484,11 +484,11 @@ class DeviceDeltas:
 
     def test_freed_storage_is_not_resident(self) -> None:
         tensor = self.tensor(words_of("BF16", 100), "BF16")
-        assert device_deltas.has_words(tensor)
-        assert device_deltas.has_words(tensor[3:])
-        assert not device_deltas.has_words(tensor[:0])
+        assert has_words(tensor)
+        assert has_words(tensor[3:])
+        assert not has_words(tensor[:0])
         tensor.untyped_storage().resize_(0)
-        assert not device_deltas.has_words(tensor)
+        assert not has_words(tensor)
 
     def test_chains_of_steps(self) -> None:
         words = words_of("BF16", 66_000)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tpde.cuda import compile as nvrtc
+from tpde.frameworks import has_words
 from tpde.store import device_deltas
 
 # An index beyond an array's end ends the process.
@@ -55,7 +56,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def is_resident(tensor: Any) -> bool:
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        return plain and device_deltas.has_words(tensor)
+        return plain and has_words(tensor)
 
     monkeypatch.setattr(nvrtc, "kernel", _kernel)
     monkeypatch.setattr(nvrtc, "launch", _launch)

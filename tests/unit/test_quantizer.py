@@ -321,7 +321,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         devices.append(device)
         return CPU if device is None else torch.device(device)
 
-    monkeypatch.setattr(load_model, "model_directory", lambda path, pack: (Path(path), {}))
+    monkeypatch.setattr(load_model, "model_directory", lambda path, **_: (Path(path), {}))
     monkeypatch.setattr(load_model, "require_files", lambda folder: found.append("files"))
     monkeypatch.setattr(load_model, "model_class_of", lambda folder: Kind)
     monkeypatch.setattr(load_model, "checked_device", checked)
@@ -418,14 +418,15 @@ def test_a_configuration_that_is_passed_says_that_weights_are_packed(quantized: 
     config = transformers.LlamaConfig(num_hidden_layers=3)
     if quantized is not None:
         config.quantization_config = quantized
-    made = load_model._packed_config(config, tmp_path, said)
+    made = load_model._given_config(config, tmp_path, said)
     assert made is not config
     assert made.num_hidden_layers == 3
     assert made.quantization_config == said
+    assert not hasattr(load_model._given_config(config, tmp_path, None), "quantization_config")
     assert getattr(config, "quantization_config", None) is quantized
     config.quantization_config = SimpleNamespace(quant_method="fp8")
     with pytest.raises(InvalidInput, match="quantized with `fp8`"):
-        load_model._packed_config(config, tmp_path, said)
+        load_model._given_config(config, tmp_path, said)
 
 
 # ---- models that are packed in memory ----

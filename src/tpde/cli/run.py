@@ -120,7 +120,7 @@ def run(
 
     batch = 1 if prompt is not None else BATCH
     budget = parse_budget(vram, ram, max_tokens, max_batch=batch if vram is not None else None)
-    folder, _ = model_directory(model, pack=pack)
+    folder, _ = model_directory(model, pack=pack, instead=", or say `--pack`" if budget is None else "")
     where = checked_device("cuda" if device is None and vram is not None else device)
     peak = Peak(where)
     start = {"model": model, "device": str(where), "kernels": check_kernels(kernels), "pack": pack}

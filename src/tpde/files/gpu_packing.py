@@ -11,25 +11,28 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tpde.codec.native import Bytes
-from tpde.codec.selection import MIN_BYTES, CodecName
+from tpde.codec.selection import MIN_BYTES, PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, CodecName
 from tpde.cuda.digest import Bytestring, Digests
 from tpde.cuda.encode import ALIGNMENT, PackEncoder
 from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
 from tpde.files.writer import default_threads
 from tpde.format.blob_header import align
-from tpde.format.constants import ALIGN_BLOB, DTYPES
+from tpde.format.constants import ALIGN_BLOB
 from tpde.format.container import TensorSpec
-from tpde.frameworks import torch_spec
+from tpde.frameworks import has_words, torch_spec
 
 log = logging.getLogger("tpde")
 
-# Of tensors that are packed side by side. Beside them are their blobs, and an eleventh of them: hashes on
-# their way take a sixteenth, what chunks take 0.3 %, tables and samples some 3 MiB of each.
+# Of tensors that are packed side by side, with their samples and tables: of small ones these are most of it.
+# Beside them are their blobs, hashes on their way, a sixteenth, and what chunks take, 0.3 %.
 BATCH_BYTES = 256 << 20
+_KIND = "cuda"  # of devices
+_TABLE_BYTES = 5 << 18  # of a tensor, at most: of F64, which has two planes of pairs; of BF16 three fifths
 
 
 class Made(NamedTuple):
@@ -57,7 +60,7 @@ def packed_there(
 ) -> Iterator[Made]:
     """Pack those tensors that a GPU packs; all come out again, in their order.
 
-    Tensors of one GPU that follow each other are packed together, up to 256 MiB of them at a time. They are
+    Tensors of one GPU that follow each other are packed together, up to 256 MiB at a time. They are
     the CPU's, which gives the same bytes, if they lie there, have fewer than 1024 bytes, do not shrink by
     prefix codes, or begin with the same word for a chunk; and if the kernels cannot run or the GPU has no
     memory for it: that is logged.
@@ -74,13 +77,20 @@ def packed_there(
     batch: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
-        fits = not batch or (tensor.device == batch[0][1].device and size + tensor.nbytes <= BATCH_BYTES)
+        takes = _takes(tensor)
+        fits = not batch or (tensor.device == batch[0][1].device and size + takes <= BATCH_BYTES)
         if not fits:
             yield from _batch_made(batch, codec, may_pack)
             batch, size = [], 0
         batch.append((name, tensor))
-        size += tensor.nbytes
+        size += takes
     yield from _batch_made(batch, codec, may_pack)
+
+
+def _takes(tensor: Tensor) -> int:
+    """Bytes of a tensor, its sample and its tables."""
+    sample = SAMPLE_CHUNKS * PREFIX_CHUNK_WORDS * tensor.element_size()
+    return tensor.nbytes + min(tensor.nbytes, sample) + _TABLE_BYTES
 
 
 def _batch_made(
@@ -100,9 +110,10 @@ def is_there(tensor: Tensor) -> bool:
     """Whether a tensor is one that kernels read: its words lie one after the other on a GPU."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)  # others may have no bytes of their own
-        and tensor.is_cuda
+        and tensor.device.type == _KIND
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg())
+        and has_words(tensor)
         and tensor.nbytes >= MIN_BYTES
     )
 
@@ -124,31 +135,28 @@ def _pack(batch: Sequence[tuple[TensorSpec, Tensor]], codec: CodecName) -> list[
     blobs: list[Tensor | None] = [None] * len(batch)
     with torch.cuda.device(device):
         stream = _stream_of(device)
-        encoders = {
-            i: PackEncoder(tensor.data_ptr(), spec, device.index or 0, spread=False)
-            for i, (spec, tensor) in enumerate(batch)
-            if tensor.data_ptr() % DTYPES[spec.dtype].word_bytes == 0
-        }
-        if not encoders:
-            return blobs
-        samples = _Room([it.sample_bytes for it in encoders.values()], device)
-        for encoder, room in zip(encoders.values(), samples.parts, strict=True):
+        encoders = [
+            PackEncoder(tensor.data_ptr(), spec, device.index or 0, spread=False) for spec, tensor in batch
+        ]
+        samples = _Room([it.sample_bytes for it in encoders], device)
+        for encoder, room in zip(encoders, samples.parts, strict=True):
             encoder.gather(room.data_ptr(), stream)
         read = samples.on_host()
-        with _Hashing([batch[i][1] for i in encoders]) as hashing:
+        del samples
+        with _Hashing([tensor for _, tensor in batch]) as hashing:
             with ThreadPoolExecutor(min(len(read), default_threads()), "tpde-choose") as pool:
-                plans = pool.map(lambda it, sample: it.choose(sample, codec), encoders.values(), read)
-                chosen = {i: plan for i, plan in zip(encoders, plans, strict=True) if plan is not None}
+                plans = pool.map(lambda it, sample: it.choose(sample, codec), encoders, read)
+                chosen = {i: plan for i, plan in enumerate(plans) if plan is not None}
             scratch = _Room([it.scratch_bytes for it in chosen.values()], device)
             for (i, plan), room in zip(chosen.items(), scratch.parts, strict=True):
                 room[plan.image_at : plan.image_at + plan.image.size].copy_(torch.from_numpy(plan.image))
                 encoders[i].measure(plan, room.data_ptr(), stream)
-            said = scratch.on_host([it.found_bytes for it in chosen.values()])
+            said = scratch.first_on_host([it.found_bytes for it in chosen.values()])
             found = {i: encoders[i].found(chosen[i], data) for i, data in zip(chosen, said, strict=True)}
             made = {i: _empty_blob(it.nbytes, device) for i, it in found.items()}
             for (i, plan), room in zip(chosen.items(), scratch.parts, strict=True):
                 encoders[i].encode(plan, room.data_ptr(), made[i].data_ptr(), stream)
-            digests = dict(zip(encoders, hashing.results(), strict=True))
+            digests = hashing.results()
         for i, blob in made.items():
             head = found[i].head(digests[i]).copy()
             blob[: head.size].copy_(torch.from_numpy(head))
@@ -176,15 +184,21 @@ class _Room:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         starts = list(accumulate((align(size, ALIGNMENT) for size in sizes), initial=0))
         whole = torch.empty(max(starts[-1], ALIGNMENT), dtype=torch.uint8, device=device)
-        self.parts = [whole[at : at + size] for at, size in zip(starts, sizes, strict=False)]
+        self._whole, self._places = whole, list(zip(starts, sizes, strict=False))
+        self.parts = [whole[at : at + size] for at, size in self._places]
 
-    def on_host(self, sizes: Sequence[int] | None = None) -> list[Bytes]:
-        """The parts, or so many first bytes of each, by one copy, which is waited for."""
-        parts = self.parts if sizes is None else [p[:n] for p, n in zip(self.parts, sizes, strict=True)]
-        if not parts:
+    def on_host(self) -> list[Bytes]:
+        """The parts, by one copy, which is waited for."""
+        data = self._whole.cpu().numpy()
+        return [data[at : at + size] for at, size in self._places]
+
+    def first_on_host(self, sizes: Sequence[int]) -> list[Bytes]:
+        """So many first bytes of each part, by one copy, which is waited for."""
+        if not sizes:
             return []
-        data, ends = torch.cat(parts).cpu().numpy(), list(accumulate(it.numel() for it in parts))
-        return [data[end - it.numel() : end] for it, end in zip(parts, ends, strict=True)]
+        firsts = [part[:size] for part, size in zip(self.parts, sizes, strict=True)]
+        data: Bytes = torch.cat(firsts).cpu().numpy()
+        return np.split(data, list(accumulate(sizes))[:-1])
 
 
 class _Hashing:

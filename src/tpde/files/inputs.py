@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -112,8 +112,15 @@ def read_pieces(source: TensorSource, name: str) -> Iterator[Bytes]:
         yield piece
 
 
-def resolve(source: str | os.PathLike[str]) -> Path:
+def resolve(source: str | os.PathLike[str], **hub: Any) -> Path:
     """Find a source: a path, or the id of a model on the Hugging Face hub, which is downloaded.
+
+    Parameters
+    ----------
+    source : path-like
+        The path or id.
+    **hub
+        For `huggingface_hub.snapshot_download`, such as `revision`.
 
     Raises
     ------
@@ -137,7 +144,7 @@ def resolve(source: str | os.PathLike[str]) -> Path:
             hint='if it is a model on the Hugging Face hub, run `pip install "tpde[hub]"` first',
         ) from None
     try:
-        return Path(snapshot_download(os.fspath(source)))
+        return Path(snapshot_download(os.fspath(source), **hub))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise InvalidInput(

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 BF16_SHARE, OTHER_SHARE = 0.7, 0.9  # of plain bytes: what packed ones are taken to be before it is known
 GROUP_BYTES = 256 << 20  # of plain tensors, that are there at a time
+_PACK_IT = "run `tpde pack` on the directory, and name what that writes"
 SMALL_BYTES = 1 << 20  # plain: reading and decoding on a GPU takes 2 ms whatever the size, the CPU less then
 
 
@@ -142,7 +143,8 @@ class Checkpoint:
     files : iterable of path-like
         Safetensors files.
     pack : bool
-        Pack plain tensors as they come: those of floating point, unless they are small.
+        Pack plain tensors as they come: those of floating point, unless they are small. Where any file is
+        packed, this does nothing: plain tensors stay plain.
 
     Attributes
     ----------
@@ -150,11 +152,13 @@ class Checkpoint:
         Tensors by their names in the source that are packed, or become so.
     plain : dict of str to TensorSpec
         The other tensors.
+    is_packed : bool
+        A file is packed: all of `packed` are packed there. Else all of them are plain there.
 
     Raises
     ------
-    NotPacked
-        If no tensor is packed.
+    NotPacked, NotSafetensors
+        If a file is no safetensors file; the latter with `pack`.
     Truncated, Corrupt, UnsupportedVersion, InvalidInput
         If a file cannot be read.
     """
@@ -167,24 +171,26 @@ class Checkpoint:
         self.is_packed = False
         try:
             for path in files:
-                self._open(os.fspath(path))
+                self._files.append(self._open(os.fspath(path)))
+            self.is_packed = any(file.is_packed for file in self._files)
+            for file in self._files:
+                self._list(file)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, path: str) -> None:
+    def _open(self, path: str) -> PackedFile:
         try:
-            file = PackedFile(path)
+            return PackedFile(path)
         except NotSafetensors as error:
-            raise NotPacked(
-                error.message,
-                hint=MAKE_PLAIN if Path(path).suffix in PICKLES else "fetch it again",
-                where=error.where,
-            ) from None
-        self._files.append(file)
-        self.is_packed |= file.is_packed
-        names = file.packed_names()
-        if self._pack and not file.is_packed:
+            kind, hint = (NotSafetensors, _PACK_IT) if self._pack else (NotPacked, MAKE_PLAIN)
+            if Path(path).suffix not in PICKLES:
+                hint = "fetch it again"
+            raise kind(error.message, hint=hint, where=error.where) from None
+
+    def _list(self, file: PackedFile) -> None:
+        names, path = file.packed_names(), file.source.name
+        if self._pack and not self.is_packed:
             names = [name for name, spec in file.specs.items() if _may_pack(spec)]
         stored = {name: Stored(file, name) for name in names}
         plain = {name: spec for name, spec in file.specs.items() if name not in stored}

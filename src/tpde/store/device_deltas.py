@@ -12,6 +12,7 @@ import numpy as np
 from tpde.codec.delta import chunk_count
 from tpde.codec.native import Bytes
 from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
+from tpde.frameworks import has_words
 from tpde.store.delta_writer import Kind
 
 if TYPE_CHECKING:
@@ -43,13 +44,6 @@ def is_resident(tensor: torch.Tensor) -> bool:
     """Whether the words of a tensor lie one after the other on a GPU that runs the kernels."""
     plain = tensor.is_cuda and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     return plain and has_words(tensor) and can_run(tensor.device.index)
-
-
-def has_words(tensor: torch.Tensor) -> bool:
-    """Whether a contiguous tensor has words: its storage may have been freed, or begin at an odd place."""
-    size = tensor.element_size()
-    held = tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * size
-    return held and tensor.numel() > 0 and tensor.data_ptr() % size == 0
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -18,11 +18,11 @@ from tpde.files.single_file import Progress, no_progress
 from tpde.files.writer import check_threads
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SAME, SPARSE, WITH_BASE, TensorEntry
-from tpde.frameworks import refuse_expanded, to_torch, torch_bytes, torch_spec
+from tpde.frameworks import has_words, refuse_expanded, to_torch, torch_bytes, torch_spec
 from tpde.io.sinks import ValueSink
 from tpde.store.delta_state import DeltaFile, open_state, other_base
 from tpde.store.delta_writer import Comparer, HostComparer, write_delta
-from tpde.store.device_deltas import fingerprints, has_words, is_resident
+from tpde.store.device_deltas import fingerprints, is_resident
 from tpde.store.device_diff import DeviceComparer
 from tpde.store.device_update import Decoded, SparseChange, SparseChanges
 from tpde.store.states import MEMORY, BaseTensors, FilesState, MemoryState, State

@@ -84,9 +84,11 @@ def _pack_on_host(tensor: Tensor, name: str, threads: int | None) -> PackedTenso
 
 def _resident(sink: BytesSink, size: int, like: Tensor, name: str) -> PackedTensor:
     """A blob that was written, on the device of a tensor."""
-    blob = torch.zeros(align(size, ALIGN_BLOB), dtype=torch.uint8)
-    blob[:size] = torch.frombuffer(sink.data, dtype=torch.uint8)[:size]
-    return PackedTensor(Resident(blob.to(like.device), name))
+    with torch.inference_mode(False):
+        blob = torch.zeros(align(size, ALIGN_BLOB), dtype=torch.uint8)
+        blob[:size] = torch.frombuffer(sink.data, dtype=torch.uint8)[:size]
+        blob = blob.to(like.device)
+    return PackedTensor(Resident(blob, name))
 
 
 def packed_again(source: Source) -> Tensor:

@@ -79,6 +79,14 @@ MUTANTS = (
         "unit/test_model_terms.py",
     ),
     mutant(
+        "plain-files-beside-packed-ones",
+        "loading/checkpoint_files.py",
+        "        if self._pack and not self.is_packed:\n",
+        "        if self._pack and not file.is_packed:\n",
+        "what a module cannot hold is taken for a blob",
+        "integration/test_plain_directories.py",
+    ),
+    mutant(
         "blobs-of-other-shapes",
         "loading/checkpoint_files.py",
         "        if found != self.spec:\n",

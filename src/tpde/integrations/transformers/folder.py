@@ -18,9 +18,12 @@ from tpde.frameworks import torch_dtype
 from tpde.loading.checkpoint_files import Checkpoint
 
 INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, dict[str, Any] | None]:
+def model_directory(
+    path: str | os.PathLike[str], *, pack: bool, instead: str = "", subfolder: str = "", **hub: Any
+) -> tuple[Path, dict[str, Any] | None]:
     """Find a model directory, and what its `config.json` says of its packed weights.
 
     Parameters
@@ -29,6 +32,12 @@ def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, 
         The directory, or the id of a model on the Hugging Face hub.
     pack : bool
         It may be plain.
+    instead : str
+        What else than to pack it can be done with one that is plain, for the hint.
+    subfolder : str
+        Where in it the model is.
+    **hub
+        How it is downloaded: see `tpde.files.inputs.resolve`.
 
     Returns
     -------
@@ -38,27 +47,25 @@ def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, 
     Raises
     ------
     InvalidInput
-        If there is none, or it is no model, or one that is quantized.
+        If there is none, or it is no model, or one that is quantized or whose weights are in pickles.
     NotPacked
         If it is not packed.
     """
-    folder = resolve(path)
+    folder = resolve(path, **hub) / subfolder
     if not folder.is_dir():
         raise InvalidInput(
-            f"`{folder}` is a file",
+            f"`{folder}` {'is a file' if folder.exists() else 'does not exist'}",
             hint="name the model directory that holds its `config.json`",
             where=str(folder),
         )
-    said = read_config(folder).get("quantization_config")
+    said = _quantization(read_config(folder))
     if isinstance(said, dict) and said.get("quant_method") == METHOD:
         return folder, said
     if not pack:
         raise not_packed(
             folder,
             f"`{folder}` is not packed: its `config.json` does not name `{METHOD}`",
-            hint=(
-                f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that, or pass `pack=True`"
-            ),
+            hint=f"pack it with `tpde pack {folder} {folder.name}-packed`, and name that{instead}",
         )
     if said is not None:
         method = said.get("quant_method") if isinstance(said, dict) else said
@@ -67,7 +74,20 @@ def model_directory(path: str | os.PathLike[str], *, pack: bool) -> tuple[Path, 
             hint="load it with transformers, or name the model that it was made from",
             where=str(folder),
         )
+    pickles = [name for name in PICKLED if (folder / name).exists()]
+    if pickles and next(folder.glob("*.safetensors"), None) is None:
+        raise InvalidInput(
+            f"`{folder}` has its weights in pickles (`{pickles[0]}`), which cannot be loaded packed",
+            hint=f"run `tpde pack {folder} {folder.name}-packed`, and name that",
+            where=str(folder / pickles[0]),
+        )
     return folder, None
+
+
+def _quantization(config: dict[str, Any]) -> Any:
+    """What a configuration, or that of its text model, says of quantized weights: transformers reads both."""
+    said, text = config.get("quantization_config"), config.get("text_config")
+    return text.get("quantization_config") if said is None and isinstance(text, dict) else said
 
 
 def read_config(folder: Path) -> dict[str, Any]:

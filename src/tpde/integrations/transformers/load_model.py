@@ -23,6 +23,8 @@ from tpde.weights.delta_sources import DeltaLike
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_HUB = ("revision", "cache_dir", "local_files_only", "force_download", "token")  # how a model is downloaded
+
 
 def model_class_of(folder: Path) -> Any:
     """The class of transformers that `config.json` names.
@@ -59,10 +61,10 @@ def _check_gpus(device_map: Any) -> None:
         )
 
 
-def _packed_config(config: Any, folder: Path, said: Any) -> Any:
-    """A configuration that says that the weights are packed, in the words of `said`.
+def _given_config(config: Any, folder: Path, said: dict[str, Any] | None) -> Any:
+    """A configuration that is passed, which says of the weights what the directory's own does.
 
-    Without that, transformers would find none of them, and make up all.
+    Else transformers would find none of those that are packed, and make up all.
 
     Raises
     ------
@@ -85,7 +87,10 @@ def _packed_config(config: Any, folder: Path, said: Any) -> Any:
             hint="leave it out, or pass one without `quantization_config`",
         )
     config = copy.deepcopy(config)
-    config.quantization_config = said
+    if said is not None:
+        config.quantization_config = said
+    elif found is not None:
+        del config.quantization_config
     return config
 
 
@@ -153,7 +158,8 @@ def from_pretrained(
         With `vram`: called with numbers of bytes while they are loaded, in several threads, one at a time.
         What stays in host memory is loaded in the background, and may not all be there on return.
     **kwargs
-        For the class's `from_pretrained`, such as `attn_implementation` or `device_map`.
+        For the class's `from_pretrained`, such as `attn_implementation` or `device_map`; and `revision`,
+        `cache_dir`, `local_files_only`, `force_download`, `token`, of a model on the hub.
 
     Returns
     -------
@@ -215,6 +221,7 @@ def load_model(
     **kwargs: Any,
 ) -> PreTrainedModel:
     """`from_pretrained`, with a budget that was read before."""
+    from tpde.integrations.transformers.config import TpdeConfig
     from tpde.integrations.transformers.quantizer import loading_to
 
     if deltas is not None:
@@ -242,11 +249,20 @@ def load_model(
             hint=f"run `tpde pack {path} {Path(path).name}-packed`, and name that, without `pack`",
             where="pack",
         )
-    folder, said = model_directory(path, pack=pack)
-    if said is None or kwargs.get("config") is not None:
-        kwargs["config"] = _packed_config(
-            kwargs.get("config", folder), folder, said or {"quant_method": METHOD}
-        )
+    hub = {name: kwargs[name] for name in _HUB if kwargs.get(name) is not None}
+    instead = ", or pass `pack=True`" if budget is None and deltas is None else ""
+    subfolder = kwargs.pop("subfolder", None) or ""
+    folder, said = model_directory(path, pack=pack, instead=instead, subfolder=subfolder, **hub)
+    if kwargs.get("config") is not None:
+        kwargs["config"] = _given_config(kwargs["config"], folder, said)
+    if said is None:
+        if kwargs.get("quantization_config") is not None:
+            raise InvalidInput(
+                "`quantization_config` has weights quantized, and `pack` has them packed as they are",
+                hint="pass one of the two",
+                where="quantization_config",
+            )
+        kwargs["quantization_config"] = TpdeConfig()
     if kwargs.get("variant") is None:  # else the files have other names
         require_files(folder)
     kind = model_class_of(folder) if model_class is None else model_class
@@ -260,8 +276,9 @@ def load_model(
         checked_device("cuda")
     # A map says by itself where everything goes.
     target = torch.device("cpu") if device is None and "device_map" in kwargs else checked_device(device)
+    dtype = dtype or kwargs.pop("torch_dtype", None) or "auto"  # the latter is the former's old name
     with collecting_later(), loading_to(target, budget, progress, deltas, kernels, pack):
-        model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype or "auto", **kwargs)
+        model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype, **kwargs)
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
         collect_first()
     return model

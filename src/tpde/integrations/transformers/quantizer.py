@@ -103,6 +103,10 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     requires_calibration = False
 
     def __init__(self, quantization_config: TpdeConfig, **kwargs: Any) -> None:
+        self._target = _target.get() or _Target()
+        self._comes_plain = self._target.pack and not kwargs.get("pre_quantized", True)
+        if self._comes_plain:
+            kwargs["pre_quantized"] = True  # from here on it is as if it were
         super().__init__(quantization_config, **kwargs)
         self.conversions: list[Any] | None = None
         self.decoded = 0  # packed tensors that the model holds plain
@@ -116,7 +120,6 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self._parts: dict[str, PackedTensor] = {}
         self._fused: set[str] = set()  # which of them go to the window layout
         self._states: States | None = None
-        self._target = _target.get() or _Target()
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Settle the dtype where `config.json` names none: transformers would look at plain tensors only.
@@ -124,7 +127,8 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         This is the first call that knows the configuration: under a budget, kernels are loaded from now on.
         """
         folder = Path(str(getattr(config, "name_or_path", "")))
-        if getattr(config, "dtype", None) is None and (folder / "config.json").is_file():
+        found = (folder / "config.json").is_file() and not self._comes_plain
+        if getattr(config, "dtype", None) is None and found:
             config.dtype = stored_dtype(folder)
         target = self._target
         device = target.device if target.budget is not None and target.warmup is None else None

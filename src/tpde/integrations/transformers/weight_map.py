@@ -157,8 +157,10 @@ def expected_dtypes(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dty
     return expected
 
 
-def _refusal(model: nn.Module, name: str, made: Any, expected: torch.dtype) -> str | None:
-    """Why a parameter cannot hold a run, or None."""
+def _refusal(
+    model: nn.Module, name: str, made: Any, expected: torch.dtype, *, is_packed: bool = True
+) -> str | None:
+    """Why a parameter cannot hold a run, or None; `is_packed` as of `Checkpoint`."""
     path, _, leaf = name.rpartition(".")
     try:
         module = model.get_submodule(path)
@@ -167,6 +169,8 @@ def _refusal(model: nn.Module, name: str, made: Any, expected: torch.dtype) -> s
     parameter = module._parameters.get(leaf)
     held = module._buffers.get(leaf) if parameter is None else parameter
     if held is not None and made.shape != held.shape:  # before anything of that shape is decoded
+        if not is_packed:  # transformers, which loads it, may be told to leave it out
+            return f"has another shape than the model's, such as {list(made.shape)} for {list(held.shape)}"
         also = ", or unpack it and pass `ignore_mismatched_sizes=True`"
         raise misshapen(name, made.shape, held.shape, also)
     if parameter is None or not supports(module, leaf):
@@ -193,7 +197,7 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
     Raises
     ------
     InvalidInput
-        If a tensor has another shape than the model's.
+        If a packed tensor has another shape than the model's.
     """
     sources, unexpected = _sources(model, checkpoint, conversions)
     expected = expected_dtypes(model, dtype)
@@ -212,7 +216,10 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
         if made is None:
             decoded.append((source, "is converted by transformers in a way that needs the plain weight"))
             continue
-        reasons = [_refusal(model, name, run, expected(name)) for name, run in made.items()]
+        reasons = [
+            _refusal(model, name, run, expected(name), is_packed=checkpoint.is_packed)
+            for name, run in made.items()
+        ]
         reasons += [kept[name] for name in made if name in kept]
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is None:
