@@ -167,7 +167,9 @@ def _fits(
 
 def _require_free(packed: PackedTensor) -> None:
     why = None
-    if not packed.settled:
+    if any(isinstance(it, Windowed) and it.budgeted for it in packed.sources):
+        why = "is kept under a VRAM budget, which has room for it as it is", "load the model again"
+    elif not packed.settled:
         why = "is streamed under a VRAM budget", "load the model without `vram=`"
     elif packed.choice not in (None, ALWAYS):
         why = "has deltas on it", "load the target itself, or the model without `deltas=`"

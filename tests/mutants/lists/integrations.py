@@ -306,8 +306,8 @@ MUTANTS = (
     mutant(
         "all-embeddings-are-rows",
         "integrations/streaming/units.py",
-        "rows=all(_is_rows(model, it) for it in users)",
-        "rows=any(_is_rows(model, it) for it in users)",
+        "rows = all(_is_rows(model, it) for it in users)",
+        "rows = any(_is_rows(model, it) for it in users)",
         "a block with an embedding among its weights has no workspace",
         "unit/test_model_terms.py",
     ),
