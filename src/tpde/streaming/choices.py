@@ -140,6 +140,8 @@ class Tally(NamedTuple):
     loading : int
         Bytes on the device, at most, while plain units are decoded: before all else, the largest first, each
         with its packed form beside it.
+    away : int
+        Bytes, packed, of units that are not on the device.
     windowed : tuple of (Unit, Windows)
         Those in the window layout.
     """
@@ -154,6 +156,7 @@ class Tally(NamedTuple):
     staging: int
     least_ram: int
     loading: int
+    away: int = 0
     windowed: tuple[tuple[Unit, Windows], ...] = ()
 
     @property
@@ -165,11 +168,6 @@ class Tally(NamedTuple):
     def least_workspace(self) -> int:
         """Room that units in the window layout need to decode what else they have."""
         return max((round_up(it.beside) + it.strip for _, it in self.windowed), default=0)
-
-    @property
-    def there(self) -> int:
-        """Bytes on the device, those of units in the window layout as of plain ones."""
-        return self.plain + self.packed + sum(round_up(unit.plain) for unit, _ in self.windowed)
 
     def placement(self, unit: Unit) -> Placement:
         """Where a unit is."""
@@ -209,7 +207,7 @@ def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
         else:
             streamed.append(unit)
     every = sum(unit.packed for unit in streamed)
-    staging, on_disk = 0, Names()
+    staging, on_disk, away = 0, Names(), rows + every
     if ram is not None and rows + every > ram:
         share = max((ram - rows) // STAGING_SHARE, STAGING_LEAST) // STAGING_STEP * STAGING_STEP
         staging = min(share, STAGING_MOST)
@@ -233,6 +231,7 @@ def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
         staging=staging,
         least_ram=least_ram,
         loading=loading,
+        away=away,
         windowed=tuple(windowed),
     )
 

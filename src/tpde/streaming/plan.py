@@ -5,7 +5,7 @@ Pure: it takes sizes and rates, and gives a plan; nothing here knows of tensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -151,11 +151,15 @@ class _Rated(NamedTuple):
     def is_no_worse(self, other: _Rated) -> bool:
         return self.layout.tiled <= other.layout.tiled and self.seconds <= other.seconds
 
-    @property
-    def rank(self) -> tuple[int, int, int, float, int]:
-        """Fewest tiles first, then most on the device, the largest ring, the least time, most in windows."""
+    def rank(self) -> tuple[int, int, float]:
+        """What has most on the device first, then the largest ring, then the least time."""
         layout, made = self.layout, self.layout.tally
-        return layout.tiled, -made.there, -layout.slots * layout.piece, self.seconds, -made.windows
+        return -(made.plain + made.packed), -layout.slots * layout.piece, self.seconds
+
+    def window_rank(self) -> tuple[int, int, int, float, int]:
+        """Where windows may be: fewest tiles, least elsewhere, the largest ring, least time, most windows."""
+        layout, made = self.layout, self.layout.tally
+        return layout.tiled, made.away, -layout.slots * layout.piece, self.seconds, -made.windows
 
 
 def _workspaces(units: Sequence[Unit], tiled: int, other: int = 0) -> list[int]:
@@ -296,13 +300,14 @@ def make_plan(
         if found is None:
             fitting = layouts(tallies, tile)
             fewest = min((it.tiled for it in fitting), default=0)
-            found = _best(rated(it for it in fitting if it.tiled == fewest))
+            found = _best(rated(it for it in fitting if it.tiled == fewest), _Rated.rank)
     if windowed := [tally(choice, units, ram) for choice in window_choices(units)]:
         tallies += windowed
         fitting = layouts(tallies, False)
         if found is None or found.layout.tiled:
             fitting += layouts(tallies, True)
-        found = _best(it for it in rated(fitting) if found is None or it.is_no_worse(found))
+        no_worse = (it for it in rated(fitting) if found is None or it.is_no_worse(found))
+        found = _best(no_worse, _Rated.window_rank)
     if found is not None:
         return _finished(found, units, demand, vram, ram)
     every = [*_layouts(tallies, False), *_layouts(tallies, True)]
@@ -323,11 +328,11 @@ def page_tables(nbytes: int) -> int:
     return round_up(-(-nbytes // PAGE_TABLES), GRAIN)
 
 
-def _best(rated: Iterable[_Rated]) -> _Rated | None:
+def _best(rated: Iterable[_Rated], rank: Callable[[_Rated], tuple[float, ...]]) -> _Rated | None:
     """Of those that take about the least time the one that ranks first; None if there is none."""
     every = list(rated)
     longest = NEAR * min((it.seconds for it in every), default=0.0)
-    return min((it for it in every if it.seconds <= longest), key=lambda it: it.rank, default=None)
+    return min((it for it in every if it.seconds <= longest), key=rank, default=None)
 
 
 def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:

@@ -174,10 +174,10 @@ def bring_windows(
     arena, found = _Arena(rooms, device), dict[str, Source]()
     room -= SPARE_BYTES
     ordered = sorted(rooms, key=lambda it: -it.nbytes)
-    large = [it for it in ordered if align(it.extent.size, ALIGN) + it.nbytes > room]
+    small = [it for it in ordered if align(it.extent.size, ALIGN) + it.nbytes <= room]
     for at, groups in (
-        (torch.device("cpu"), [[it] for it in large]),
-        (device, list(_groups(ordered[len(large) :], room))),
+        (torch.device("cpu"), [[it] for it in ordered if it not in small]),
+        (device, list(_groups(small, room))),
     ):
         coming = iter(groups)
 
