@@ -177,7 +177,8 @@ thread.join()
 stats = model.tpde_streamer.stats()
 digest = logits.view(torch.int16).to(torch.int64).cpu()
 print(json.dumps({
-    "peak": free - least, "free": free, "tokens": made[0, length:].tolist(), "logits": digest.flatten().tolist(),
+    "peak": free - least, "free": free, "tokens": made[0, length:].tolist(),
+    "logits": digest.flatten().tolist(),
     "copied": sum(it.get("copied_bytes", 0) for it in stats.values()),
     "windows": sum(it.get("window_weights", 0) for it in stats.values()),
     "experts": sum(it.get("expert_bytes", 0) for it in stats.values()),

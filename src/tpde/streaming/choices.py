@@ -165,18 +165,23 @@ class Tally(NamedTuple):
         return sum(round_up(it.size) for _, it in self.windowed)
 
     @property
+    def there(self) -> int:
+        """Bytes on the device of all units."""
+        return self.plain + self.packed + self.windows + self.maps
+
+    @property
     def least_workspace(self) -> int:
         """Room that units in the window layout need to decode what else they have."""
         return max((round_up(it.beside) + it.strip for _, it in self.windowed), default=0)
 
     def placement(self, unit: Unit) -> Placement:
         """Where a unit is."""
-        if unit.name in self.choice.windows:
-            return Placement.WINDOWS
         if unit.name in self.choice.plain:
             return Placement.PLAIN
         if unit.name in self.choice.packed:
             return Placement.PACKED
+        if unit.name in self.choice.windows:
+            return Placement.WINDOWS
         return Placement.DISK if unit.name in self.on_disk else Placement.HOST
 
 

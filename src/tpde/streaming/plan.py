@@ -291,23 +291,25 @@ def make_plan(
             yield _Rated(predict(work, rates), work, it, kept)
 
     def layouts(tallies: Iterable[Tally], tile: bool) -> list[_Layout]:
-        possible = (it for it in tallies if ram is None or it.least_ram <= ram)
+        left = vram - demand.total
+        possible = (it for it in tallies if it.there <= left and (ram is None or it.least_ram <= ram))
         return [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
 
     tallies = [tally(choice, units, ram) for choice in choices(units)]
-    found = None
+    exact: list[_Rated] = []
     for tile in (False, True):
-        if found is None:
+        if not exact:
             fitting = layouts(tallies, tile)
             fewest = min((it.tiled for it in fitting), default=0)
-            found = _best(rated(it for it in fitting if it.tiled == fewest), _Rated.rank)
+            exact = list(rated(it for it in fitting if it.tiled == fewest))
+    found = _best(exact, _Rated.rank)
     if windowed := [tally(choice, units, ram) for choice in window_choices(units)]:
-        tallies += windowed
-        fitting = layouts(tallies, False)
+        fitting = layouts(windowed, False)
         if found is None or found.layout.tiled:
-            fitting += layouts(tallies, True)
-        no_worse = (it for it in rated(fitting) if found is None or it.is_no_worse(found))
+            fitting += layouts(windowed, True)
+        no_worse = [it for it in (*exact, *rated(fitting)) if found is None or it.is_no_worse(found)]
         found = _best(no_worse, _Rated.window_rank)
+        tallies += windowed
     if found is not None:
         return _finished(found, units, demand, vram, ram)
     every = [*_layouts(tallies, False), *_layouts(tallies, True)]
@@ -328,11 +330,10 @@ def page_tables(nbytes: int) -> int:
     return round_up(-(-nbytes // PAGE_TABLES), GRAIN)
 
 
-def _best(rated: Iterable[_Rated], rank: Callable[[_Rated], tuple[float, ...]]) -> _Rated | None:
+def _best(rated: Sequence[_Rated], rank: Callable[[_Rated], tuple[float, ...]]) -> _Rated | None:
     """Of those that take about the least time the one that ranks first; None if there is none."""
-    every = list(rated)
-    longest = NEAR * min((it.seconds for it in every), default=0.0)
-    return min((it for it in every if it.seconds <= longest), key=rank, default=None)
+    longest = NEAR * min((it.seconds for it in rated), default=0.0)
+    return min((it for it in rated if it.seconds <= longest), key=rank, default=None)
 
 
 def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
