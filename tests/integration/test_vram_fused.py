@@ -22,6 +22,7 @@ from tpde.weights.windowed import Windowed
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.integrations.streaming import loading as loading_under  # noqa: E402
+from tpde.integrations.streaming.units import header_of, units_of  # noqa: E402
 from tpde.integrations.transformers import streamed  # noqa: E402
 from tpde.integrations.transformers.fused import fused_names  # noqa: E402
 from tpde.integrations.transformers.planning import plan_streaming  # noqa: E402
@@ -81,7 +82,7 @@ def test_where_weights_are(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None
         able = {
             name
             for name in fused_names(shape, plan.runs)
-            if windows.window_room(part := plan.runs[name].parts[0], windows_header(part))
+            if windows.window_room(part := plan.runs[name].parts[0], header_of(part))
         }
     for name, it in found.items():
         unit = next(key for key in kinds if name.startswith(f"{key}."))
@@ -92,12 +93,6 @@ def test_where_weights_are(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None
     }
     assert found["model.layers.0.self_attn.k_proj.weight"].settled
     assert "model.layers.0.self_attn.k_proj.weight" not in able
-
-
-def windows_header(part: Any) -> Any:
-    from tpde.integrations.streaming.units import header_of
-
-    return header_of(part)
 
 
 def test_a_tied_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +119,9 @@ def test_experts_stay_as_they_were(experts: tuple[str, Pair], hosted: Opened) ->
     with opened_shape(pair.packed) as (shape, files, plan):
         fused = fused_names(shape, plan.runs)
         made = plan_streaming(shape, files, plan, Budget(1 << 30, None, 256), fused=fused)
-        assert all(unit in ("lm_head", "model.lm_head") for unit in made.units(Placement.WINDOWS))
+        assert made.units(Placement.WINDOWS) == ["lm_head"]
+        able = [it.name for it in units_of(shape, plan.runs, None, fused) if it.windows]
+        assert able == ["lm_head"]
     model = load(pair.packed, kernels="fused")
     with torch.no_grad():
         plain = pair.kind.from_pretrained(pair.plain)
@@ -210,11 +207,11 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def test_a_plan_is_loaded_as_it_is(larger: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the room that it keeps for windows all is taken, and they are in it; the least budget works."""
-    rooms: list[int] = []
+    rooms: list[tuple[int, int]] = []
     bring = loading_under.bring_windows
 
     def brought(sizes: Any, device: Any, room: int, *more: Any) -> Any:
-        rooms.append(sum(sizes.values()))
+        rooms.append((sum(sizes.values()), room))
         return bring(sizes, device, room, *more)
 
     monkeypatch.setattr(loading_under, "bring_windows", brought)
@@ -228,7 +225,9 @@ def test_a_plan_is_loaded_as_it_is(larger: Pair, monkeypatch: pytest.MonkeyPatch
             model = load(larger.packed, kernels="fused", vram=vram, max_tokens=128)
             (plan,) = model.tpde_streamer.plans.values()
             assert plan.used <= vram
-            assert rooms[-1] == plan.parts["windows"]
+            there_then = ("plain", "fixed", "pages", "index", "decoded", "windows")
+            left = vram - sum(plan.parts[it] for it in there_then)
+            assert rooms[-1] == (plan.parts["windows"], left)
             there = [it for it in weights(model).values() if it.multiplies]
             assert sum(it.packed_bytes for it in there) <= plan.parts["windows"]
             assert len(there) == sum(1 if it == "lm_head" else 7 for it in plan.units(Placement.WINDOWS))

@@ -71,7 +71,8 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     InvalidInput
         If `kernels` is something else.
     PackedWeight
-        If weights are streamed under a VRAM budget, have named deltas, or were recorded in a CUDA graph.
+        If weights are streamed or in the window layout under a VRAM budget, have named deltas, or were
+        recorded in a CUDA graph.
     UnsupportedDevice, MissingDependency, CompileError
         If weights are on a GPU that the kernels cannot run on.
 

@@ -7,6 +7,7 @@ from ..mutant import mutant
 _ALLOWANCE = "unit/test_allowance.py"
 _DEMAND = ("unit/test_model_terms.py", "unit/test_demand.py", "unit/test_demand_shapes.py")
 _VRAM = "integration/test_from_pretrained_vram.py"
+_FUSED = "integration/test_vram_fused.py"
 _LIMITS = "integration/test_vram_limits.py"
 _BACK = "integration/test_vram_given_back.py"
 _PRETRAINED = "integration/test_from_pretrained.py"
@@ -222,6 +223,62 @@ MUTANTS = (
         'plan.parts[it] for it in ("plain", "fixed", "pages", "index")',
         "plain weights are decoded with room that they have themselves",
         _VRAM,
+    ),
+    mutant(
+        "windows-are-encoded-in-their-own-room",
+        "integrations/streaming/loading.py",
+        'room - plan.parts["windows"], self._read',
+        "room, self._read",
+        "what windows are encoded from has the room that they have themselves",
+        _FUSED,
+    ),
+    mutant(
+        "windows-take-others-room",
+        "integrations/streaming/windows.py",
+        "room = self._memory[self._used : self._end]",
+        "room = self._memory[self._used :]",
+        "a matrix with many escapes leaves the last ones none",
+        "unit/test_window_loading.py",
+    ),
+    mutant(
+        "blobs-fit-beside-nothing",
+        "integrations/streaming/windows.py",
+        "if align(it.extent.size, ALIGN) + it.nbytes <= room]",
+        "if align(it.extent.size, ALIGN) <= room]",
+        "a large head is encoded on a device that has no room for it",
+        "unit/test_window_loading.py",
+    ),
+    mutant(
+        "many-escapes-are-decoded-whole",
+        "integrations/streaming/windows.py",
+        "        it.tile_bytes = rooms[name]\n",
+        "        pass\n",
+        "the workspace outgrows the budget by matrices that stay packed",
+        "unit/test_window_loading.py",
+    ),
+    mutant(
+        "strips-are-as-without-a-budget",
+        "integrations/streaming/windows.py",
+        "it.strip_bytes, it.budgeted = STRIP_BYTES, True",
+        "it.budgeted = True",
+        "long prompts decode more at a time than the budget has room for",
+        "unit/test_window_loading.py",
+    ),
+    mutant(
+        "experts-go-to-windows",
+        "integrations/streaming/units.py",
+        "    if not rows and not experts:\n",
+        "    if not rows:\n",
+        "attention beside experts is planned to be where it is not looked for",
+        _FUSED,
+    ),
+    mutant(
+        "windows-under-a-budget-are-converted",
+        "nn/kernels.py",
+        "isinstance(it, Windowed) and it.budgeted for it",
+        "False for it",
+        "weights get a workspace that no budget has room for",
+        _FUSED,
     ),
     mutant(
         "closing-does-not-check",
