@@ -22,7 +22,7 @@ from tpde.weights.windowed import Windowed
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.integrations.streaming import loading as loading_under  # noqa: E402
-from tpde.integrations.streaming.units import header_of, units_of  # noqa: E402
+from tpde.integrations.streaming.units import header_of, is_routed, unit_of, units_of  # noqa: E402
 from tpde.integrations.transformers import streamed  # noqa: E402
 from tpde.integrations.transformers.fused import fused_names  # noqa: E402
 from tpde.integrations.transformers.planning import plan_streaming  # noqa: E402
@@ -121,7 +121,9 @@ def test_experts_stay_as_they_were(experts: tuple[str, Pair], hosted: Opened) ->
         made = plan_streaming(shape, files, plan, Budget(1 << 30, None, 256), fused=fused)
         assert made.units(Placement.WINDOWS) == ["lm_head"]
         able = [it.name for it in units_of(shape, plan.runs, None, fused) if it.windows]
-        assert able == ["lm_head"]
+        routed = {unit_of(shape, it) for it in plan.runs if is_routed(shape, plan.runs, it)}
+        assert len(routed) == 2
+        assert able == [it for it in made.placements if it not in routed and it != "model.embed_tokens"]
     model = load(pair.packed, kernels="fused")
     with torch.no_grad():
         plain = pair.kind.from_pretrained(pair.plain)

@@ -275,3 +275,6 @@ def test_what_may_be_in_windows() -> None:
         "y/rs/xz",
     ]
     assert not list(window_choices(without(units)))
+    small[0] = unit("x", 10, beside=1)  # of which a part is decoded: where all fits, plain may be faster
+    found = [f"{together(it.plain)}/{together(it.windows)}" for it in window_choices([*small, units[-1]])]
+    assert found[-3:] == ["y/xz", *("y/z", "xy/z")]

@@ -94,7 +94,8 @@ def window_choices(units: Sequence[Unit]) -> Iterator[Choice]:
 
     First the few largest units there, others packed or streamed: no workspace has to hold a large head then.
     Then some units there, the others streamed, and none packed that could be there. Then all on the device:
-    some there and the others packed; or all there that can be, and some of the others plain.
+    some there and the others packed; or all there that can be, or that are multiplied whole from there, and
+    some of the others plain.
     """
     body, rows = [it for it in units if not it.rows], [it for it in units if it.rows]
     able = [it for it in body if it.windows]
@@ -115,9 +116,11 @@ def window_choices(units: Sequence[Unit]) -> Iterator[Choice]:
     for chosen in _subsets(able):
         if chosen:
             yield Choice(Names(), _names(units) - chosen, chosen)
-    for chosen in _subsets([it for it in body if not it.windows]):
-        if chosen:
-            yield Choice(chosen, _names(units) - chosen - can, can)
+    alone = _names(it for it in able if it.windows and not it.windows.beside)  # with nothing to decode
+    for there in dict.fromkeys((can, alone)):
+        for chosen in _subsets([it for it in body if it.name not in there]):
+            if chosen and there:
+                yield Choice(chosen, _names(units) - chosen - there, there)
 
 
 class Tally(NamedTuple):
