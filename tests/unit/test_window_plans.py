@@ -143,6 +143,14 @@ def test_budgets_are_kept_and_nothing_is_slower(
     assert len(made.tiled) <= len(exact.tiled)
 
 
+def test_no_plan_within_two_percent_is_slower_than_without() -> None:
+    """Here one that has less elsewhere would be: what counts is what the same model does without windows."""
+    units = [*(unit(f"layers.{i}", 16, beside=0) for i in range(7)), unit("head", HEAD, tile=MIB)]
+    needs = Demand(plain=0, cache=0, activations=4 * MIB, fixed=128 * MIB)
+    made, exact = (plan(356 * MIB, None, it, needs) for it in (units, without(units)))
+    assert made.seconds <= exact.seconds
+
+
 @slow
 @given(models, demands, st.integers(1, 16000), st.integers(0, 4000), rams)
 def test_more_vram_is_never_worse(
