@@ -113,12 +113,10 @@ def test_many_rows_are_multiplied_as_plain_ones() -> None:
 
 
 def test_strips(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.weights import windowed
-
     plain = layer(513, 328)
     made = fused(plain)
     x = inputs(100, 328)
-    monkeypatch.setattr(windowed, "_STRIP_BYTES", 64 * 328 * 2)
+    monkeypatch.setattr(made.weight.packed.sources[0], "strip_bytes", 64 * 328 * 2)
     with torch.no_grad():
         found, needed = made(x), plain(x)
         assert (found.float() - needed.float()).abs().max() <= 2**-7 * needed.float().abs().max()

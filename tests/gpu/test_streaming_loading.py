@@ -113,17 +113,20 @@ import tpde
 from tpde.errors import OutOfMemory
 
 try:
-    tpde.from_pretrained(sys.argv[1], vram="90MiB", max_tokens=64)
+    tpde.from_pretrained(sys.argv[1], vram="90MiB", max_tokens=int(sys.argv[3]), kernels=sys.argv[2])
 except OutOfMemory as error:
     print(error.least)
 """
 
 
 @functools.cache
-def _least(packed: Path) -> int:
+def _least(packed: Path, kernels: str = "exact", max_tokens: int = 64) -> int:
     """The least budget of a process that has nothing else allocated; here, libraries' memory might count."""
     done = subprocess.run(
-        [sys.executable, "-c", LEAST, str(packed)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", LEAST, str(packed), kernels, str(max_tokens)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
@@ -144,7 +147,7 @@ HOLD = "import sys, torch; torch.zeros(1, device='cuda'); free = torch.cuda.mem_
     ";held = torch.empty(free - int(sys.argv[1]), dtype=torch.uint8, device='cuda'); print(1, flush=True)" \\
     ";sys.stdin.read()"
 
-folder, vram = sys.argv[1], int(sys.argv[2])
+folder, vram, kernels, length = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 torch.zeros(1, device="cuda")
 torch.cuda.empty_cache()
 pipe = subprocess.PIPE
@@ -162,8 +165,8 @@ def watch():
 
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
-model = tpde.from_pretrained(folder, vram=vram, max_tokens=64)
-ids = torch.arange(3, 35, device="cuda")[None]
+model = tpde.from_pretrained(folder, vram=vram, max_tokens=length + 32, kernels=kernels)
+ids = torch.arange(3, 3 + length, device="cuda")[None]
 with torch.no_grad():
     for _ in range(3):
         logits = model(input_ids=ids).logits
@@ -174,17 +177,22 @@ thread.join()
 stats = model.tpde_streamer.stats()
 digest = logits.view(torch.int16).to(torch.int64).cpu()
 print(json.dumps({
-    "peak": free - least, "free": free, "tokens": made[0, 32:].tolist(), "logits": digest.flatten().tolist(),
-    "copied": sum(it["copied_bytes"] for it in stats.values()),
+    "peak": free - least, "free": free, "tokens": made[0, length:].tolist(),
+    "logits": digest.flatten().tolist(),
+    "copied": sum(it.get("copied_bytes", 0) for it in stats.values()),
+    "windows": sum(it.get("window_weights", 0) for it in stats.values()),
     "experts": sum(it.get("expert_bytes", 0) for it in stats.values()),
 }))
 """
 
 
-def _held(pair: Pair, vram: int) -> dict[str, Any]:
-    """What a process took that ran a model while another held the rest; its outputs are the plain model's."""
+def _held(pair: Pair, vram: int, kernels: str = "exact", length: int = 32) -> dict[str, Any]:
+    """What a process took that ran a model while another held the rest.
+
+    Its logits, and without fused kernels its tokens, are the plain model's.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(pair.packed), str(vram)],
+        [sys.executable, "-c", MEASURE, str(pair.packed), str(vram), kernels, str(length)],
         capture_output=True,
         text=True,
         check=False,
@@ -195,13 +203,19 @@ def _held(pair: Pair, vram: int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["peak"] <= vram
     plain = pair.kind.from_pretrained(pair.plain).to("cuda")
-    ids = torch.arange(3, 35, device="cuda")[None]
+    ids = torch.arange(3, 3 + length, device="cuda")[None]
     with torch.no_grad():
         logits = plain(input_ids=ids).logits
     assert found["logits"] == logits.view(torch.int16).to(torch.int64).cpu().flatten().tolist()
-    made = plain.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)
-    assert found["tokens"] == made[0, 32:].tolist()
+    if kernels == "exact":
+        assert found["tokens"] == _tokens(plain, ids)
     return found
+
+
+def _tokens(model: Any, ids: Any) -> list[int]:
+    made = model.generate(ids, max_new_tokens=32, do_sample=False, pad_token_id=0)
+    tokens: list[int] = made[0, ids.shape[1] :].tolist()
+    return tokens
 
 
 @pytest.mark.whole_card
@@ -211,6 +225,50 @@ def test_the_budget_is_held(more: int, larger: Pair) -> None:
     vram = _least(larger.packed) + more
     found = _held(larger, vram)
     assert bool(found["copied"]) == (more < 1 << 30)
+
+
+@pytest.mark.whole_card
+@pytest.mark.parametrize("more", [0, 48 << 20, 1 << 30])
+def test_the_budget_is_held_with_windows(more: int, larger: Pair) -> None:
+    """A prompt of more rows than products from windows take is computed from decoded weights, as plain ones.
+
+    With all weights in windows, tokens are those of a model with fused kernels that has no budget.
+    """
+    vram = _least(larger.packed, "fused", 132) + more
+    found = _held(larger, vram, "fused", 100)
+    assert bool(found["copied"]) == (more < 1 << 30)
+    if more == 1 << 30:
+        assert found["windows"] == 8 * 7 + 1
+        model = tpde.from_pretrained(larger.packed, "cuda", kernels="fused")
+        assert found["tokens"] == _tokens(model, torch.arange(3, 103, device="cuda")[None])
+    else:
+        assert len(found["tokens"]) == 32
+
+
+@pytest.mark.parametrize("kinds", [("windows",), ("windows", "host", "packed")], ids="-".join)
+@pytest.mark.parametrize("name", NAMES)
+def test_windows(name: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are exact, wherever they were encoded; a sequence's logits are those in a batch, of windows."""
+    from tpde.loading import window_weights
+    from tpde.nn import packed_modules
+
+    placed(monkeypatch, every(*kinds))
+    pair = checkpoint(tmp_path, name)
+    plain = pair.kind.from_pretrained(pair.plain).to("cuda")
+    states = plain.state_dict()
+    for spare in (window_weights.SPARE_BYTES, 1 << 40):  # on the device, on the host
+        monkeypatch.setattr(window_weights, "SPARE_BYTES", spare)
+        model = tpde.from_pretrained(pair.packed, vram="1GiB", max_tokens=256, kernels="fused")
+        for path, module in packed_modules(model):
+            for leaf, slot in module.tpde_slots.items():
+                if slot.packed.settled:
+                    weight, ours = states[f"{path}.{leaf}"], slot.packed.decoded()
+                    assert torch.equal(ours.view(torch.uint8), weight.contiguous().view(torch.uint8)), path
+        with torch.no_grad():
+            found, needed = outputs(name, model, 2, "cuda"), outputs(name, plain, 2, "cuda")
+        for ours, theirs in zip(found, needed, strict=True):
+            assert (ours.float() - theirs.float()).norm() <= 0.05 * theirs.float().norm()
+        model.tpde_streamer.close()
 
 
 @pytest.fixture(scope="module")

@@ -273,8 +273,8 @@ class Streamer:
     def trace(self, path: Path) -> None:
         self.events.append(path)
 
-    def stats(self) -> dict[str, int]:
-        return {"copied": 1}
+    def stats(self) -> dict[str, dict[str, int]]:
+        return {"cuda:0": {"copied": 1}}
 
     def summary(self, device: str) -> Any:
         return SimpleNamespace(text=lambda: f"fast\nof {device}")
@@ -341,7 +341,7 @@ def test_a_text_is_written_as_it_comes_and_told_at_the_end(
         assert (found["text"], found["tokens"], found["prompt_tokens"]) == ("one two", [4, 5, 6], 3)
         assert (found["new_tokens"], found["tokens_per_second"], found["seconds"]) == (3, 12.5, 2.0)
         assert (found["first_token_seconds"], found["peak_bytes"], found["model"]) == (0.25, 5 << 20, "m")
-        assert found["streaming"] == {"copied": 1}
+        assert found["streaming"] == {"cuda:0": {"copied": 1}}
         assert found.items() >= SIZES.items()
     else:
         assert out == "one two\n"
@@ -410,7 +410,7 @@ def test_a_model_that_is_not_streamed_has_nothing_to_finish(capsys: pytest.Captu
     run_command._say_copies(model)
     assert capsys.readouterr() == ("", "")
     streamed = SimpleNamespace(tpde_streamer=Streamer(events))
-    assert run_command._finish_streaming(streamed, None) == {"streaming": {"copied": 1}}
+    assert run_command._finish_streaming(streamed, None) == {"streaming": {"cuda:0": {"copied": 1}}}
     assert events == ["check"]
 
 

@@ -26,7 +26,6 @@ from tpde.nn import (
     unpack_module,
 )
 from tpde.nn.kernels import MOST_SHARE, can_fuse
-from tpde.weights import windowed
 from tpde.weights.packed_tensor import rebuild_tensor
 from tpde.weights.product import linear
 from tpde.weights.windowed import Windowed
@@ -435,7 +434,7 @@ def test_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = layer(300, 64)
     made = fuse(plain)
     source = made.weight.packed.sources[0]
-    monkeypatch.setattr(windowed, "_STRIP_BYTES", 48 * 64 * 2)
+    monkeypatch.setattr(source, "strip_bytes", 48 * 64 * 2)
     x = torch.randn(2, 50, 64).bfloat16()
     with torch.no_grad():
         found, needed = source._in_strips(x, made.bias), plain(x)

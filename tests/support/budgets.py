@@ -124,7 +124,8 @@ def load(
     from tpde.planning.budget import Budget
 
     progress = options.pop("progress", None)
+    kernels = options.pop("kernels", "exact")
     kind = options.pop("model_class", None) or model_class_of(path)
     budget = Budget(vram, ram, max_tokens, max_batch=max_batch)
-    with collecting_later(), loading_to(torch.device("cpu"), budget, progress):
+    with collecting_later(), loading_to(torch.device("cpu"), budget, progress, None, kernels):
         return kind.from_pretrained(path, **({"dtype": "auto"} | options))

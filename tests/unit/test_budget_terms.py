@@ -16,7 +16,7 @@ from tpde.planning.prediction import Work, predict
 from tpde.planning.units import Demand, Placement, Rates, Unit
 
 NOTHING = Work(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-RATES = Rates(copy=50e9, disk=5e9, memory=4e12, decode=2e12, launch=40e-6)
+RATES = Rates(copy=50e9, disk=5e9, memory=4e12, decode=2e12, launch=40e-6, windows=5e12)
 ENDS = 1.5e-3
 
 
@@ -251,6 +251,7 @@ def test_every_part_of_a_budget() -> None:
         "activations": 7 * MIB,
         "fixed": 11 * MIB,
         "workspace": 17 * MIB,
+        "strips": 0,
         "tiles": 17 * MIB // 8192 * 4096,
         "ring": 128 * MIB,
         "kept": 19 * MIB,
@@ -258,6 +259,7 @@ def test_every_part_of_a_budget() -> None:
         "pages": 8 * MIB + 4 * MIB,
         "index": 512,
         "packed": 1024,
+        "windows": 0,
         "decoded": 1024,
     }
     assert plans._parts(layout(found, slots=0), NEEDS)["experts"] == 0, "experts come with their blocks then"

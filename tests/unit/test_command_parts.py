@@ -489,7 +489,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def measure(where: Any, files: Any) -> Rates:
         found.append((where, list(files)))
-        return Rates(1e9, 2e9, 4e9, 5e9, 6e-6)
+        return Rates(1e9, 2e9, 4e9, 5e9, 6e-6, 7e9)
 
     monkeypatch.setattr(rates, "disk_rate", disk)
     monkeypatch.setattr(rates, "measure_rates", measure)
@@ -563,7 +563,7 @@ def test_a_plan_as_json_and_as_text_has_all_of_it() -> None:
         parts={"plain": 2048, "ring": 0},
         used=3072, host=4096, staging=0, times={"copy": 0.25, "disk": 0.0}, seconds=0.25, limit="copy",
     )  # fmt: skip
-    rates = Rates(1e9, float("inf"), 4e9, 5e9, 6e-6)
+    rates = Rates(1e9, float("inf"), 4e9, 5e9, 6e-6, 7e9)
     budget = SimpleNamespace(max_tokens=11, max_batch=3)
     found = as_dict(plan, units, budget, rates, "m")  # type: ignore[arg-type]
     assert found == {
@@ -577,7 +577,7 @@ def test_a_plan_as_json_and_as_text_has_all_of_it() -> None:
         "staging_bytes": 0,
         "seconds": {"copy": 0.25, "disk": 0.0}, "seconds_per_token": 0.25, "tokens_per_second": 4.0,
         "limit": "copy",
-        "rates": {"copy": 1e9, "memory": 4e9, "decode": 5e9, "launch_seconds": 6e-6},
+        "rates": {"copy": 1e9, "memory": 4e9, "decode": 5e9, "windows": 7e9, "launch_seconds": 6e-6},
     }  # fmt: skip
     text = render(plan, units, 11)  # type: ignore[arg-type]
     lines = [line.split() for line in text.splitlines()]

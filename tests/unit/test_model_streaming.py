@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def decide(self: Any, device: Any, planner: Any, reserved: int | None = None) -> None:
         found.append((device, reserved, *planner(1000)))
 
-    def plan(model: Any, checkpoint: Any, plan: Any, budget: Budget, *, only: Any) -> Any:
+    def plan(model: Any, checkpoint: Any, plan: Any, budget: Budget, *, only: Any, fused: Any) -> Any:
         return budget.vram, budget.ram, set(only)
 
     monkeypatch.setattr(streamed, "activations_of", lambda model, itemsize: ("activations", itemsize))

@@ -599,10 +599,10 @@ def test_a_layer_outside_of_blocks_may_be_tiled(tmp_path: Path) -> None:
         wide = torch.nn.Linear((9 << 20) + 1, 70, dtype=torch.bfloat16)
     model.head = wide
     model.all_tied_weights_keys = {}
-    tile = model_units._tile(model, ["head.weight"])
-    assert tile["row"] == (18 << 20) + 2
-    assert tile["tile"] > tile["row"] + 512, "and what the chunks that it begins and ends in have beside it"
-    assert tile["tile"] % 512 == 0
+    tile, row = model_units._tile(model, ["head.weight"])
+    assert row == (18 << 20) + 2
+    assert tile > row + 512, "and what the chunks that it begins and ends in have beside it"
+    assert tile % 512 == 0
 
 
 def test_bytes_of_a_unit(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tpde.planning.candidates import STAGING_LEAST, Choice, evenly, tally
 from tpde.planning.planner import MIB, Demand, Placement, Rates, StreamPlan, Unit, make_plan
 from tpde.planning.sizes import mib, parse_size
 
-RATES = Rates(copy=55e9, disk=6e9, memory=4.2e12, decode=2.0e12, launch=37e-6)
+RATES = Rates(copy=55e9, disk=6e9, memory=4.2e12, decode=2.0e12, launch=37e-6, windows=4.2e12)
 DEVICE = (Placement.PLAIN, Placement.PACKED)
 
 
@@ -37,7 +37,7 @@ def plan(vram, ram=None, units=LLAMA, needs=NEEDS, rates=RATES):
     return make_plan(units, needs, vram, ram, rates, calls=421)
 
 
-SLOW = Rates(copy=1e9, disk=1e8, memory=1e12, decode=1e11, launch=1e-3)
+SLOW = Rates(copy=1e9, disk=1e8, memory=1e12, decode=1e11, launch=1e-3, windows=1e12)
 
 
 @pytest.mark.parametrize("vram", [2000, 4000, 9000, 20_000])

@@ -105,13 +105,15 @@ def test_all_rates_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rates, "launch_seconds", lambda device: 3e-5)
     monkeypatch.setattr(rates, "disk_rate", lambda files: 6e9 if files == ["file"] else None)
     found = rates.measure_rates(torch.device("cuda", 1), ["file"])
-    assert found == Rates(copy=50e9, disk=6e9, memory=4e12, decode=0.48 * 4e12, launch=3e-5)
+    assert found == Rates(
+        copy=50e9, disk=6e9, memory=4e12, decode=0.48 * 4e12, launch=3e-5, windows=1.02 * 4e12
+    )
     assert rates.measure_rates(torch.device("cuda")).disk == float("inf")
     assert asked == [1, 0]
 
 
 def test_rates_of_a_machine_that_is_not_here() -> None:
-    assert rates.given_rates(50e9, 4e12, 6e9) == Rates(50e9, 6e9, 4e12, 0.48 * 4e12, 42e-6)
+    assert rates.given_rates(50e9, 4e12, 6e9) == Rates(50e9, 6e9, 4e12, 0.48 * 4e12, 42e-6, 1.02 * 4e12)
     assert rates.given_rates(50e9, 4e12).disk == float("inf")
 
 

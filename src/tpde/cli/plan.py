@@ -28,6 +28,7 @@ _PARTS = {
     "activations": "activations",
     "fixed": "kernels and libraries",
     "workspace": "workspace, to decode to",
+    "strips": "rows of weights in the window layout, decoded",
     "tiles": "what a tile of a weight gives",
     "ring": "ring, to copy to",
     "kept": "packed weights copied once",
@@ -35,6 +36,7 @@ _PARTS = {
     "pages": "page tables for host memory",
     "index": "index maps of streamed weights",
     "packed": "packed weights",
+    "windows": "weights in the window layout",
     "decoded": "weights decoded once",
 }
 
@@ -63,6 +65,14 @@ def plan(
     max_batch: Annotated[
         int, typer.Option(min=1, help="Sequences at once that there is to be memory for.")
     ] = MAX_BATCH,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="As of `tpde run`. With `fused`, weights may be kept in the window layout, from which "
+            "linear layers multiply.",
+        ),
+    ] = "exact",
     device: Annotated[
         str | None,
         typer.Option(help="The CUDA device to measure.", show_default="the GPU if there is one"),
@@ -99,6 +109,7 @@ def plan(
     \b
       tpde plan llama-packed --vram 16GiB
       tpde plan llama-packed --vram 6GiB --ram 8GiB --max-tokens 1024
+      tpde plan llama-packed --vram 12GiB --kernels fused
     """
     from tpde.integrations.transformers.require import require_transformers
 
@@ -106,19 +117,23 @@ def plan(
 
     from tpde.integrations.transformers.budget_plan import plan_streaming
     from tpde.integrations.transformers.folder import model_directory, weight_files
+    from tpde.integrations.transformers.fused import fused_names
     from tpde.integrations.transformers.shape import opened_shape
     from tpde.loading.model_units import units_of
+    from tpde.nn.kernels import check_kernels
 
     budget = parse_budget(vram, ram, max_tokens, max_batch=max_batch)
     assert budget is not None  # `--vram` must be there
+    how = check_kernels(kernels)
     folder, _ = model_directory(model, pack=False)
     files = weight_files(folder) if ram is not None else []
     rates = _rates(device, copy_rate, memory_rate, disk_rate, call_time, files)
     with opened_shape(folder) as (shape, checkpoint, weights):
-        made = plan_streaming(shape, checkpoint, weights, budget).on(rates)
+        fused = fused_names(shape, weights.runs) if how == "fused" else ()
+        made = plan_streaming(shape, checkpoint, weights, budget, fused=fused).on(rates)
         units = units_of(shape, weights.runs)
     if as_json:
-        print_json(as_dict(made, units, budget, rates, model))
+        print_json(as_dict(made, units, budget, rates, model) | {"kernels": how})
     else:
         print(render(made, units, max_tokens))
 
@@ -196,8 +211,9 @@ def render(plan: StreamPlan, units: Sequence[Unit], max_tokens: int) -> str:
     ]
     titles = ("kept", "units", "packed", "plain")
     parts = [table(titles, where)]
+    wide = max(len(title) for title, *_ in where) + 1
     parts.append(
-        "\n".join(f"{row['placement'] + ':':<7} {ranges(row['units'])}" for row in _places(plan, units))
+        "\n".join(f"{row['placement'] + ':':<{wide}} {ranges(row['units'])}" for row in _places(plan, units))
     )
     if plan.tiled:
         parts.append(f"used row by row, since they do not fit whole: {ranges(plan.tiled)}")
@@ -239,6 +255,7 @@ def as_dict(
 ) -> dict[str, Any]:
     """Everything, for JSON."""
     known = {"copy": rates.copy, "memory": rates.memory, "decode": rates.decode, "disk": rates.disk}
+    known["windows"] = rates.windows
     return {
         "model": model,
         "vram": plan.vram,

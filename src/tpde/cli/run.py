@@ -319,6 +319,10 @@ def _say_copies(model: Any) -> None:
         return
     if not streaming.streamers:
         say("copies", "none: all weights fit the device")
+    for device, found in streaming.stats().items():
+        if "window_weights" in found:
+            there = f"{found['window_weights']} weights, {size(found['window_bytes'])}"
+            say(device, f"in the window layout, multiplied without being decoded: {there}")
     for device in streaming.streamers:
         for line in streaming.summary(device).text().splitlines():
             say(str(device), line)

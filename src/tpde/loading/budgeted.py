@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -19,9 +20,10 @@ from tpde.loading.checkpoint_files import Checkpoint, Stored
 from tpde.loading.collection import collect_first
 from tpde.loading.feeds import Supplies
 from tpde.loading.footprint import OUTSIDE_BYTES
-from tpde.loading.model_units import unit_of
+from tpde.loading.model_units import header_of, unit_of
 from tpde.loading.plain_weights import decode_runs
 from tpde.loading.runs import Run
+from tpde.loading.window_weights import bring_windows, settle, strip_room, window_room
 from tpde.memory.allowance import Allowance, describe
 from tpde.memory.device_memory import gib
 from tpde.nn.modules import PackedModule
@@ -35,6 +37,8 @@ from tpde.streaming.trace import Trace, start_trace, write_trace
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Source
 
+log = logging.getLogger("tpde")
+
 
 class _Homes:
     """What goes to one device.
@@ -45,6 +49,8 @@ class _Homes:
         Its parameters, and those of them that it keeps plain.
     stored : dict of Placement to dict of str to Stored
         The tensors that they are made of, by where these stay.
+    windows : dict of str to Stored
+        Those of parameters that go to the window layout.
     found : dict of str to Source
         Those that have been opened.
     """
@@ -53,6 +59,7 @@ class _Homes:
         self.runs: dict[str, Run[Stored]] = {}
         self.plain: dict[str, Run[Stored]] = {}
         self.stored: dict[Placement, dict[str, Stored]] = {it: {} for it in Placement}
+        self.windows: dict[str, Stored] = {}
         self.found: dict[str, Source] = {}
 
 
@@ -80,6 +87,8 @@ class Streaming:
         Called with numbers of bytes read, in several threads, by one at a time.
     whole : bool
         The whole process is held to the budget; otherwise what it takes beside this model comes on top.
+    fused : collection of str
+        Parameters that go to the window layout where a plan says so of their units.
 
     Attributes
     ----------
@@ -92,12 +101,18 @@ class Streaming:
     """
 
     def __init__(
-        self, budget: Budget, progress: Callable[[int], None] | None = None, *, whole: bool = True
+        self,
+        budget: Budget,
+        progress: Callable[[int], None] | None = None,
+        *,
+        whole: bool = True,
+        fused: Collection[str] = (),
     ) -> None:
         self.budget = budget
         self.plans: dict[torch.device, StreamPlan] = {}
         self.streamers: dict[torch.device, Streamer] = {}
-        self._progress, self._whole = _one_at_a_time(progress), whole
+        self._progress, self._whole, self._fused = _one_at_a_time(progress), whole, fused
+        self._windows: dict[torch.device, dict[str, int]] = {}  # how many weights are there, and their bytes
         self._supplies: dict[torch.device, list[Supply]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._dropped: dict[torch.device, int] = {}  # pieces, before recording began
@@ -160,7 +175,8 @@ class Streaming:
 
         All but what stays in host memory, which comes from `begin` on. Of what a device keeps, plain weights
         come first, the largest of them at the start: while they are decoded, their packed form is on the
-        device as well, and then there is room for it.
+        device as well, and then there is room for it. Those in the window layout are next, for the same
+        reason.
 
         Parameters
         ----------
@@ -184,6 +200,12 @@ class Streaming:
             run, home = runs[name], homes.setdefault(where[name], _Homes())
             kept = self.plans[where[name]].placements[unit_of(model, name)]
             home.runs[name] = run
+            if kept is Placement.WINDOWS:
+                part = run.parts[0]
+                if name in self._fused and window_room(part, header_of(part)):
+                    home.windows[name] = part
+                    continue
+                kept = Placement.PACKED  # beside those of its unit that can be there
             home.stored[kept] |= {part.name: part for part in run.parts}
             if kept is Placement.PLAIN:
                 home.plain[name] = run
@@ -201,6 +223,8 @@ class Streaming:
                     plan.parts[it] for it in ("plain", "fixed", "pages", "index", "decoded")
                 )
                 decode_runs(model, home.plain, device, self._progress, room)
+                rooms = {it: window_room(it, header_of(it)) for it in home.windows.values()}
+                home.found |= bring_windows(rooms, device, room - plan.parts["windows"], self._read)
                 resident = list(home.stored[Placement.PACKED].values())
                 for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):
                     home.found[it.name] = tensor
@@ -210,6 +234,10 @@ class Streaming:
             for home in homes.values():
                 plain = home.plain
                 parts |= {name: it.opened(home.found) for name, it in home.runs.items() if name not in plain}
+            for device, home in homes.items():
+                strips = {name: strip_room(it) for name, it in home.windows.items()}
+                if strips:
+                    self._windows[device] = settle({name: parts[name] for name in strips}, strips)
         return parts
 
     def cut(self, model: torch.nn.Module) -> None:
@@ -274,6 +302,15 @@ class Streaming:
 
     # ---- looking at it ----
 
+    def tell_if_no_windows(self) -> None:
+        """Warn if no weight of those that could be is in the window layout."""
+        if not self._windows:
+            log.warning(
+                "no weight is multiplied as it is packed: under this budget, tokens come as fast or faster "
+                "if those that stay on the device are kept otherwise; `tpde plan --kernels fused` shows what "
+                "more `vram` gives"
+            )
+
     def record(self) -> None:
         """Start to note when things happen, for `trace` and `stats`. Waits for the devices.
 
@@ -297,10 +334,13 @@ class Streaming:
         write_trace(path, list(self._traces.values()))
 
     def stats(self) -> dict[str, Any]:
-        """For each device, what was copied so far; with `record`, how much of it was hidden as well."""
-        found: dict[str, Any] = {}
+        """For each device, what was copied so far; with `record`, how much of it was hidden as well.
+
+        Where weights are in the window layout, `window_weights` of them, they take `window_bytes`.
+        """
+        found: dict[str, Any] = {str(device): dict(it) for device, it in self._windows.items()}
         for device, streamer in self.streamers.items():
-            found[str(device)] = dict(streamer.stats())
+            found[str(device)] = found.get(str(device), {}) | streamer.stats()
             if device in self._traces:
                 found[str(device)] |= self.summary(device).as_dict()
         return found

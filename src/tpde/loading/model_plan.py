@@ -21,6 +21,7 @@ def place_units(
     vram: int,
     ram: int | None,
     only: Collection[str] | None = None,
+    fused: Collection[str] = (),
 ) -> StreamPlan:
     """Decide where packed weights are kept. Nothing but headers is read.
 
@@ -39,6 +40,8 @@ def place_units(
         Bytes; without `ram`, it is as much as is needed.
     only : collection of str, optional
         Parameters that are on this device; by default all.
+    fused : collection of str
+        Parameters that linear layers may multiply from the window layout, where that is faster.
 
     Raises
     ------
@@ -50,4 +53,5 @@ def place_units(
     here = {part.name for name, run in runs.items() if only is None or name in only for part in run.parts}
     # Of tensors on the device; those of others are in `index`.
     demand = replace(demand, plain=demand.plain + TABLES_BYTES * len(here))
-    return make_plan(units_of(model, runs, only), demand, vram, ram, TYPICAL, calls=module_calls(model))
+    units = units_of(model, runs, only, fused)
+    return make_plan(units, demand, vram, ram, TYPICAL, calls=module_calls(model))

@@ -16,6 +16,7 @@ from tpde.io.sources import read
 from tpde.loading.checkpoint_files import Stored
 from tpde.loading.footprint import ALIGN
 from tpde.loading.runs import Run
+from tpde.loading.window_weights import windows_of
 from tpde.nn.modules import gathers
 from tpde.nn.replace import block_path
 from tpde.nn.routing import routes
@@ -57,7 +58,12 @@ def _is_rows(model: nn.Module, name: str) -> bool:
     return gathers(type(model.get_submodule(name.rpartition(".")[0])))
 
 
-def units_of(model: Any, runs: Mapping[str, Run[Stored]], only: Collection[str] | None = None) -> list[Unit]:
+def units_of(
+    model: Any,
+    runs: Mapping[str, Run[Stored]],
+    only: Collection[str] | None = None,
+    fused: Collection[str] = (),
+) -> list[Unit]:
     """The units of a model, in the order of a forward pass.
 
     Parameters
@@ -68,6 +74,8 @@ def units_of(model: Any, runs: Mapping[str, Run[Stored]], only: Collection[str] 
         Its packed parameters, as runs of `Stored`.
     only : collection of str, optional
         Parameters that count; by default all.
+    fused : collection of str
+        Parameters that linear layers may multiply from the window layout.
 
     Raises
     ------
@@ -79,28 +87,42 @@ def units_of(model: Any, runs: Mapping[str, Run[Stored]], only: Collection[str] 
         if only is None or name in only:
             members.setdefault(unit_of(model, name), []).append(name)
     order = forward_order(f"{unit}.weight" for unit in members)
-    return [_unit(model, runs, unit, members[unit]) for unit in (it.rpartition(".")[0] for it in order)]
+    units = (it.rpartition(".")[0] for it in order)
+    return [_unit(model, runs, unit, members[unit], fused) for unit in units]
 
 
-def _unit(model: Any, runs: Mapping[str, Run[Stored]], unit: str, names: Sequence[str]) -> Unit:
+def _unit(
+    model: Any, runs: Mapping[str, Run[Stored]], unit: str, names: Sequence[str], fused: Collection[str]
+) -> Unit:
     stored: dict[str, Stored] = {}
     weights: dict[tuple[str, ...], int] = {}
     for name in names:
         parts = runs[name].parts
         stored.update({part.name: part for part in parts})
         weights[tuple(part.name for part in parts)] = align(runs[name].nbytes, ALIGN)
-    headers = [_header(it) for it in stored.values()]
+    headers = {it: header_of(it) for it in stored.values()}
     experts = sum(runs[name].shape[0] for name in names if is_routed(model, runs, name))
     users = sorted({user for name in names for user in _users(model, name)})
+    tile, row = _tile(model, users)
+    rows = all(_is_rows(model, it) for it in users)
+    plain = sum(weights.values())
+    windows = None
+    if not rows and not experts:
+        windows = windows_of({name: runs[name] for name in names}, fused, headers, plain)
     return Unit(
         name=unit,
         packed=sum(it.extent.size for it in stored.values()),
-        plain=sum(weights.values()),
+        plain=plain,
         index=EXPERT_BYTES * experts
-        + sum(align(RECORD_BYTES * it.chunks, ALIGN) + TABLES_BYTES + DESCRIPTOR_BYTES for it in headers),
-        rows=all(_is_rows(model, it) for it in users),
-        **_tile(model, users),
-        resident=any(codec_of(it).stays for it in headers),
+        + sum(
+            align(RECORD_BYTES * it.chunks, ALIGN) + TABLES_BYTES + DESCRIPTOR_BYTES
+            for it in headers.values()
+        ),
+        rows=rows,
+        tile=tile,
+        row=row,
+        resident=any(codec_of(it).stays for it in headers.values()),
+        windows=windows,
     )
 
 
@@ -109,8 +131,14 @@ def is_routed(model: nn.Module, runs: Mapping[str, Run[Stored]], name: str) -> b
     return len(runs[name].shape) == 3 and routes(type(model.get_submodule(name.rpartition(".")[0])))
 
 
-def _header(stored: Stored) -> BlobHeader:
-    """A blob's header, without its index map."""
+def header_of(stored: Stored) -> BlobHeader:
+    """A blob's header, without its index map.
+
+    Raises
+    ------
+    Truncated, Corrupt, UnsupportedVersion
+        If it is damaged.
+    """
     extent = stored.extent
     head = read(extent.source, extent.offset, min(MAX_FIXED_BYTES, extent.size))
     try:
@@ -119,12 +147,12 @@ def _header(stored: Stored) -> BlobHeader:
         raise error.of_tensor(stored.name) from None
 
 
-def _tile(model: Any, names: Sequence[str]) -> dict[str, int]:
+def _tile(model: Any, names: Sequence[str]) -> tuple[int, int]:
     """Of a linear layer, the least room for tiles of its rows, and bytes of a row; nothing of others."""
     path, _, leaf = names[0].rpartition(".")
     module = model.get_submodule(path)
     if len(names) > 1 or not isinstance(module, nn.Linear) or block_path(model, path) is not None:
-        return {}
+        return 0, 0
     size = getattr(module, leaf).element_size()
     least = max(TILE_BYTES, least_tile_bytes(module.in_features, size, MAX_PREFIX_CHUNK_WORDS))
-    return {"tile": align(least, ALIGN), "row": module.in_features * size}
+    return align(least, ALIGN), module.in_features * size

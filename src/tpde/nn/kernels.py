@@ -71,7 +71,8 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     InvalidInput
         If `kernels` is something else.
     PackedWeight
-        If weights are streamed under a VRAM budget, have named deltas, or were recorded in a CUDA graph.
+        If weights are streamed or in the window layout under a VRAM budget, have named deltas, or were
+        recorded in a CUDA graph.
     UnsupportedDevice, MissingDependency, CompileError
         If weights are on a GPU that the kernels cannot run on.
 
@@ -167,7 +168,9 @@ def _fits(
 
 def _require_free(packed: PackedTensor) -> None:
     why = None
-    if not packed.settled:
+    if any(isinstance(it, Windowed) and it.budgeted for it in packed.sources):
+        why = "is kept under a VRAM budget, which has room for it as it is", "load the model again"
+    elif not packed.settled:
         why = "is streamed under a VRAM budget", "load the model without `vram=`"
     elif packed.choice not in (None, ALWAYS):
         why = "has deltas on it", "load the target itself, or the model without `deltas=`"

@@ -40,6 +40,11 @@ def least_tile_bytes(columns: int, word_bytes: int, chunk_words: int) -> int:
     return min(step * row, row + _spare(word_bytes, chunk_words)) if chunk else row
 
 
+def whole_tile_bytes(nbytes: int, word_bytes: int, chunk_words: int) -> int:
+    """A `tile_bytes` with which a matrix of so many bytes is one tile."""
+    return align(nbytes, START) + _spare(word_bytes, chunk_words)
+
+
 def row_tiles(
     rows: int, columns: int, word_bytes: int, chunk_words: int, tile_bytes: int, *, even: bool = True
 ) -> list[Tile]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from tpde.planning.units import Placement, Unit
+from tpde.planning.units import Placement, Unit, Windows
 
 FEW = 3  # units unlike the others: all of their subsets are tried
 MOST_LEVELS = 128  # numbers of units that are tried, where there are more of them
@@ -26,6 +26,7 @@ class Choice(NamedTuple):
 
     plain: Names
     packed: Names
+    windows: Names = frozenset()
 
 
 def evenly(units: Sequence[Unit], count: int) -> list[Unit]:
@@ -88,6 +89,40 @@ def choices(units: Sequence[Unit]) -> Iterator[Choice]:
         yield Choice(chosen, _names(units) - chosen)
 
 
+def window_choices(units: Sequence[Unit]) -> Iterator[Choice]:
+    """What may be on the device, some of it in the window layout.
+
+    First the few largest units there, others packed or streamed: no workspace has to hold a large head then.
+    Then some units there, the others streamed, and none packed that could be there. Then all on the device:
+    some there and the others packed; or all there that can be, or that are multiplied whole from there, and
+    some of the others plain.
+    """
+    body, rows = [it for it in units if not it.rows], [it for it in units if it.rows]
+    able = [it for it in body if it.windows]
+    if not able:
+        return
+    pinned, can = _names(it for it in units if it.resident), _names(able)
+    free = [it for it in body if not it.resident]
+    for some in _largest(body):
+        if all(it.windows for it in some):
+            windows = _names(some)
+            for packed in _subsets([it for it in free if it not in some]):
+                yield Choice(Names(), (packed | pinned) - windows, windows)
+    for chosen in _subsets(free):
+        if there := (chosen | pinned) & can:
+            yield Choice(Names(), (chosen | pinned) - can, there)
+    for n in range(1, len(rows)):
+        yield Choice(Names(), (_names([*body, *rows[:n]]) | pinned) - can, can)
+    for chosen in _subsets(able):
+        if chosen:
+            yield Choice(Names(), _names(units) - chosen, chosen)
+    alone = _names(it for it in able if it.windows and not it.windows.beside)  # with nothing to decode
+    for there in dict.fromkeys((can, alone)):
+        for chosen in _subsets([it for it in body if it.name not in there]):
+            if chosen and there:
+                yield Choice(chosen, _names(units) - chosen - there, there)
+
+
 class Tally(NamedTuple):
     """What a choice comes to.
 
@@ -96,7 +131,7 @@ class Tally(NamedTuple):
     plain, packed, maps : int
         Bytes on the device: of plain units, of packed ones, of the index maps of streamed ones.
     decoded : tuple of Unit
-        Those that need the workspace, the largest first.
+        Those that need the workspace whole, the largest first.
     on_disk : Names
         Units that are read from their files.
     host : int
@@ -108,6 +143,10 @@ class Tally(NamedTuple):
     loading : int
         Bytes on the device, at most, while plain units are decoded: before all else, the largest first, each
         with its packed form beside it.
+    away : int
+        Bytes, packed, of units that are not on the device.
+    windowed : tuple of (Unit, Windows)
+        Those in the window layout.
     """
 
     choice: Choice
@@ -120,6 +159,23 @@ class Tally(NamedTuple):
     staging: int
     least_ram: int
     loading: int
+    away: int = 0
+    windowed: tuple[tuple[Unit, Windows], ...] = ()
+
+    @property
+    def windows(self) -> int:
+        """Bytes on the device of units in the window layout."""
+        return sum(round_up(it.size) for _, it in self.windowed)
+
+    @property
+    def there(self) -> int:
+        """Bytes on the device of all units."""
+        return self.plain + self.packed + self.windows + self.maps
+
+    @property
+    def least_workspace(self) -> int:
+        """Room that units in the window layout need to decode what else they have."""
+        return max((round_up(it.beside) + it.strip for _, it in self.windowed), default=0)
 
     def placement(self, unit: Unit) -> Placement:
         """Where a unit is."""
@@ -127,6 +183,8 @@ class Tally(NamedTuple):
             return Placement.PLAIN
         if unit.name in self.choice.packed:
             return Placement.PACKED
+        if unit.name in self.choice.windows:
+            return Placement.WINDOWS
         return Placement.DISK if unit.name in self.on_disk else Placement.HOST
 
 
@@ -138,8 +196,11 @@ def round_up(size: int, unit: int = 512) -> int:
 def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
     """Add a choice up, and divide what is streamed among host memory and files."""
     plain = packed = maps = rows = 0
-    streamed, decoded = [], []
+    streamed, decoded, windowed = [], [], []
     for unit in units:
+        if unit.windows and unit.name in choice.windows:
+            windowed.append((unit, unit.windows))
+            continue
         if unit.name in choice.plain:
             plain += round_up(unit.plain)
             continue
@@ -154,7 +215,7 @@ def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
         else:
             streamed.append(unit)
     every = sum(unit.packed for unit in streamed)
-    staging, on_disk = 0, Names()
+    staging, on_disk, away = 0, Names(), rows + every
     if ram is not None and rows + every > ram:
         share = max((ram - rows) // STAGING_SHARE, STAGING_LEAST) // STAGING_STEP * STAGING_STEP
         staging = min(share, STAGING_MOST)
@@ -168,7 +229,18 @@ def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
         at += round_up(unit.plain)
         loading = max(loading, at + unit.packed + unit.index)
     return Tally(
-        choice, plain, packed, maps, tuple(decoded), on_disk, rows + every, staging, least_ram, loading
+        choice=choice,
+        plain=plain,
+        packed=packed,
+        maps=maps,
+        decoded=tuple(decoded),
+        on_disk=on_disk,
+        host=rows + every,
+        staging=staging,
+        least_ram=least_ram,
+        loading=loading,
+        away=away,
+        windowed=tuple(windowed),
     )
 
 

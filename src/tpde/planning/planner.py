@@ -5,18 +5,18 @@ Pure: it takes sizes and rates, and gives a plan; nothing here knows of tensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
 from tpde.errors import OutOfMemory
-from tpde.planning.candidates import Tally, choices, round_up, tally
+from tpde.planning.candidates import Tally, choices, round_up, tally, window_choices
 from tpde.planning.prediction import Work, predict
 from tpde.planning.sizes import mib
-from tpde.planning.units import Demand, Placement, Rates, Unit
+from tpde.planning.units import Demand, Placement, Rates, Unit, Windows
 
-__all__ = ["Demand", "Placement", "Rates", "StreamPlan", "Unit", "make_plan"]
+__all__ = ["Demand", "Placement", "Rates", "StreamPlan", "Unit", "Windows", "make_plan"]
 
 MIB = 1 << 20
 # Slots of the ring, and the size of one. By preference 320 MiB, which take 6 ms to copy: as long as ten
@@ -54,9 +54,11 @@ class StreamPlan:
         Bytes of units in page-locked host memory.
     parts : mapping of str to int
         What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`;
-        `tiles` (what multiplying by a part of a weight gives); `ring`, `kept` (parts of streamed units that
-        are copied once) and `experts`, if units are streamed; `pages`, tables of the driver for host memory
-        that is page-locked; `index`, of streamed units; `packed` and `decoded`, of the units on the device.
+        `strips` (rows of weights in the window layout, decoded for many rows of inputs); `tiles` (what
+        multiplying by a part of a weight gives); `ring`, `kept` (parts of streamed units that are copied
+        once) and `experts`, if units are streamed; `pages`, tables of the driver for host memory that is
+        page-locked; `index`, of streamed units; `packed`, `windows` and `decoded`, of the units on the
+        device.
     vram, ram : int
         The budgets; `ram` is None if there is none.
     work : Work
@@ -128,18 +130,48 @@ class _Layout(NamedTuple):
         return max(sum(parts.values()), loading)
 
     def products(self, column: int) -> int:
-        """Bytes of what the largest tile gives, by those of one output."""
-        rows = (self.workspace // unit.row for unit in self.tally.decoded[: self.tiled] if unit.row)
+        """Bytes of what the largest tile, or strip, gives, by those of one output."""
+        rows = [self.workspace // unit.row for unit in self.tally.decoded[: self.tiled] if unit.row]
+        rows += [windows.rows for _, windows in self.tally.windowed]
         return round_up(max(rows, default=0) * column)
 
 
-def _workspaces(units: Sequence[Unit], tiled: int) -> list[int]:
-    """Sizes of the workspace, the least one first, if so many of the largest units are tiled."""
-    whole = units[tiled].plain if tiled < len(units) else 0
+class _Rated(NamedTuple):
+    """A layout, and how long a token takes with it: seconds of each resource."""
+
+    times: Mapping[str, float]
+    work: Work
+    layout: _Layout
+    kept: int
+
+    @property
+    def seconds(self) -> float:
+        return max(self.times.values())
+
+    def is_no_worse(self, other: _Rated) -> bool:
+        return self.layout.tiled <= other.layout.tiled and self.seconds <= other.seconds
+
+    def rank(self) -> tuple[int, int, float]:
+        """What has most on the device first, then the largest ring, then the least time."""
+        layout, made = self.layout, self.layout.tally
+        return -(made.plain + made.packed), -layout.slots * layout.piece, self.seconds
+
+    def window_rank(self) -> tuple[int, int, int, float, int]:
+        """Where windows may be: fewest tiles, least elsewhere, the largest ring, least time, most windows."""
+        layout, made = self.layout, self.layout.tally
+        return layout.tiled, made.away, -layout.slots * layout.piece, self.seconds, -made.windows
+
+
+def _workspaces(units: Sequence[Unit], tiled: int, other: int = 0) -> list[int]:
+    """Sizes of the workspace, the least one first, if so many of the largest units are tiled.
+
+    Others need `other` of it.
+    """
+    whole = max(round_up(units[tiled].plain) if tiled < len(units) else 0, other)
     if not tiled:
-        return [round_up(whole)]
+        return [whole]
     limit = units[tiled - 1].plain
-    if limit == whole or not all(unit.tile for unit in units[:tiled]):
+    if limit <= whole or not all(unit.tile for unit in units[:tiled]):
         return []
     least = max(whole, *(unit.tile for unit in units[:tiled]))
     return [round_up(size) for size in (least, *TILES) if least <= size < limit]
@@ -149,7 +181,7 @@ def _layouts(tallies: Iterable[Tally], tile: bool) -> Iterator[_Layout]:
     for made in tallies:
         streams = any(made.placement(unit) in (Placement.HOST, Placement.DISK) for unit in made.decoded)
         for tiled in range(1, len(made.decoded) + 1) if tile else (0,):
-            for workspace in _workspaces(made.decoded, tiled):
+            for workspace in _workspaces(made.decoded, tiled, made.least_workspace):
                 for slots, piece in RINGS if streams else ((0, 0),):
                     yield _Layout(made, tiled, workspace, slots, piece)
 
@@ -181,7 +213,7 @@ def _without(work: Work, kept: int) -> Work:
 
 def _work(layout: _Layout, read: int, calls: int) -> Work:
     made, piece = layout.tally, layout.piece
-    decoded = launches = copied = passing = pieces = streamed = disk = 0
+    decoded = launches = copied = passing = pieces = streamed = disk = multiplied = 0
     for unit in made.decoded:
         decoded += unit.plain
         turns = -(-unit.plain // layout.workspace) if unit.plain > layout.workspace else 1
@@ -193,18 +225,23 @@ def _work(layout: _Layout, read: int, calls: int) -> Work:
         streamed, copied, pieces = streamed + turns, copied + size, pieces + max(-(-size // piece), turns)
         passing += unit.plain
         disk += size if where is Placement.DISK else 0
+    for _, windows in made.windowed:
+        read, multiplied = read - windows.matrices, multiplied + windows.read
+        decoded += windows.beside
+    others = sum(bool(windows.beside) for _, windows in made.windowed)
     return Work(
         calls=calls,
         read=read,
         decoded=decoded,
         passing=passing,
-        launches=launches + pieces,
-        units=len(made.decoded),
+        launches=launches + others + pieces,
+        units=len(made.decoded) + others,
         copied=copied,
         pieces=pieces,
         streamed=streamed,
         disk=disk,
         ring=layout.slots * piece,
+        windows=multiplied,
     )
 
 
@@ -222,7 +259,8 @@ def make_plan(
 ) -> StreamPlan:
     """Choose where each unit is kept, so that a token takes least time, but for 2 %.
 
-    With more `vram`, fewer units are tiled; or as many, and the predicted time is at most 2 % longer.
+    With more `vram`, fewer units are tiled; or as many, and the predicted time is at most 2 % longer. That
+    some units may be in the window layout never makes it longer, nor more units tiled.
 
     Parameters
     ----------
@@ -244,22 +282,36 @@ def make_plan(
     OutOfMemory
         If a budget cannot work; its `least` is the number of bytes that would.
     """
-    tallies = [tally(choice, units, ram) for choice in choices(units)]
     read = demand.plain + sum(unit.plain for unit in units if not unit.rows)
-    possible = [it for it in tallies if ram is None or it.least_ram <= ram]
-    for tile in (False, True):
-        fitting = [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
-        fewest = min((it.tiled for it in fitting), default=0)
-        rated = []
-        for every_time, it in _works((it for it in fitting if it.tiled == fewest), read, calls):
+
+    def rated(layouts: Iterable[_Layout]) -> Iterator[_Rated]:
+        for every_time, it in _works(layouts, read, calls):
             kept = _kept(it, every_time, demand, vram)
             work = _without(every_time, kept)
-            rated.append((predict(work, rates), work, it, kept))
-        if rated:
-            longest = NEAR * min(max(times.values()) for times, *_ in rated)
-            near = [it for it in rated if max(it[0].values()) <= longest]
-            times, work, layout, kept = min(near, key=lambda it: _rank(it[0], it[2]))
-            return _finished(layout, kept, work, times, units, demand, vram, ram)
+            yield _Rated(predict(work, rates), work, it, kept)
+
+    def layouts(tallies: Iterable[Tally], tile: bool) -> list[_Layout]:
+        left = vram - demand.total
+        possible = (it for it in tallies if it.there <= left and (ram is None or it.least_ram <= ram))
+        return [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
+
+    tallies = [tally(choice, units, ram) for choice in choices(units)]
+    exact: list[_Rated] = []
+    for tile in (False, True):
+        if not exact:
+            fitting = layouts(tallies, tile)
+            fewest = min((it.tiled for it in fitting), default=0)
+            exact = list(rated(it for it in fitting if it.tiled == fewest))
+    found = _best(exact, _Rated.rank)
+    if windowed := [tally(choice, units, ram) for choice in window_choices(units)]:
+        fitting = layouts(windowed, False)
+        if found is None or found.layout.tiled:
+            fitting += layouts(windowed, True)
+        no_worse = [it for it in (*exact, *rated(fitting)) if found is None or it.is_no_worse(found)]
+        found = _best(no_worse, _Rated.window_rank)
+        tallies += windowed
+    if found is not None:
+        return _finished(found, units, demand, vram, ram)
     every = [*_layouts(tallies, False), *_layouts(tallies, True)]
     without = [it for it in every if it.used(demand) <= vram]
     if without:
@@ -278,10 +330,10 @@ def page_tables(nbytes: int) -> int:
     return round_up(-(-nbytes // PAGE_TABLES), GRAIN)
 
 
-def _rank(times: Mapping[str, float], layout: _Layout) -> tuple[int, int, float]:
-    """What has most on the device first, then the largest ring, then the least time."""
-    made = layout.tally
-    return -(made.plain + made.packed), -layout.slots * layout.piece, max(times.values())
+def _best(rated: Sequence[_Rated], rank: Callable[[_Rated], tuple[float, ...]]) -> _Rated | None:
+    """Of those that take about the least time the one that ranks first; None if there is none."""
+    longest = NEAR * min((it.seconds for it in rated), default=0.0)
+    return min((it for it in rated if it.seconds <= longest), key=rank, default=None)
 
 
 def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
@@ -291,6 +343,7 @@ def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
         "activations": demand.activations,
         "fixed": demand.fixed,
         "workspace": layout.workspace,
+        "strips": max((windows.strip for _, windows in layout.tally.windowed), default=0),
         "tiles": layout.products(demand.column),
         "ring": layout.slots * layout.piece,
         "kept": kept,
@@ -298,20 +351,13 @@ def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
         "pages": page_tables(layout.tally.host + layout.tally.staging) + page_tables(demand.elsewhere),
         "index": layout.tally.maps,
         "packed": layout.tally.packed,
+        "windows": layout.tally.windows,
         "decoded": layout.tally.plain,
     }
 
 
-def _finished(
-    layout: _Layout,
-    kept: int,
-    work: Work,
-    times: Mapping[str, float],
-    units: Sequence[Unit],
-    demand: Demand,
-    vram: int,
-    ram: int | None,
-) -> StreamPlan:
+def _finished(rated: _Rated, units: Sequence[Unit], demand: Demand, vram: int, ram: int | None) -> StreamPlan:
+    times, work, layout, kept = rated
     made = layout.tally
     return StreamPlan(
         placements={unit.name: made.placement(unit) for unit in units},
@@ -335,6 +381,7 @@ _WHAT = {
     "activations": "of activations",
     "fixed": "of kernels and libraries",
     "workspace": "to decode to",
+    "strips": "to decode rows of weights in the window layout to",
     "tiles": "of what a tile of a weight gives",
     "ring": "to copy to",
     "kept": "of packed weights that are copied once",
@@ -342,6 +389,7 @@ _WHAT = {
     "pages": "of page tables for host memory",
     "index": "of index maps",
     "packed": "of packed weights",
+    "windows": "of weights in the window layout",
     "decoded": "of weights decoded once",
 }
 

@@ -38,6 +38,8 @@ class Work(NamedTuple):
         Bytes that are read from files.
     ring : int
         Bytes that can be copied ahead.
+    windows : int
+        Bytes in the window layout that are multiplied.
     """
 
     calls: int
@@ -51,6 +53,7 @@ class Work(NamedTuple):
     streamed: int
     disk: int
     ring: int
+    windows: int = 0
 
 
 def predict(work: Work, rates: Rates) -> dict[str, float]:
@@ -59,7 +62,7 @@ def predict(work: Work, rates: Rates) -> dict[str, float]:
     host = (work.calls + UNIT_CALLS * work.units) * rates.launch + pieces
     passing = work.passing / rates.decode + work.pieces * DECODE_SECONDS
     resident = (work.decoded - work.passing) / rates.decode + (work.launches - work.pieces) * DECODE_SECONDS
-    memory = work.read / rates.memory + resident + passing
+    memory = work.read / rates.memory + work.windows / rates.windows + resident + passing
     seconds = {"copy": 0.0, "disk": 0.0, "memory": memory + END_SECONDS, "host": host + END_SECONDS}
     if work.copied:
         # While no piece is decoded, since other things are computed or a token is sampled, copies go on until

@@ -11,8 +11,38 @@ class Placement(enum.Enum):
 
     PLAIN = "plain"  # on the device, decoded once
     PACKED = "packed"  # on the device, decoded each time
+    WINDOWS = "windows"  # on the device in the window layout, multiplied without being decoded
     HOST = "host"  # in page-locked host memory
     DISK = "disk"  # in their file
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What a unit comes to whose matrices are put in the window layout, as far as they can be.
+
+    Attributes
+    ----------
+    size : int
+        Bytes on the device: those matrices at most, and what else is packed.
+    read : int
+        Those of the matrices, which a product reads.
+    matrices : int
+        Bytes of the matrices, plain.
+    beside : int
+        Plain bytes of the other weights, which are decoded together.
+    strip : int
+        Room that some rows of a matrix are decoded to, for many rows of inputs; or where it needs more in the
+        window layout than it may have, and stays packed.
+    rows : int
+        Of the most that are decoded at a time, where a matrix is larger than that; 0 if none is.
+    """
+
+    size: int
+    read: int
+    matrices: int
+    beside: int
+    strip: int
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,6 +67,8 @@ class Unit:
         It must be on the device, since nothing can decode it in pieces.
     row : int
         Bytes of a row of its weight, if it can be used row by row.
+    windows : Windows or None
+        What it comes to in the window layout, if it may be there.
     """
 
     name: str
@@ -47,6 +79,7 @@ class Unit:
     tile: int = 0
     resident: bool = False
     row: int = 0
+    windows: Windows | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +138,8 @@ class Rates:
         Bytes a second of decoded weights.
     launch : float
         Seconds of the host for each call of a module.
+    windows : float
+        Bytes a second of weights in the window layout that are multiplied.
     """
 
     copy: float
@@ -112,3 +147,4 @@ class Rates:
     memory: float
     decode: float
     launch: float
+    windows: float

@@ -26,6 +26,9 @@ from tpde.weights.launch import on_device
 COPY_BYTES = 256 << 20  # of one copy: larger ones are no faster
 REPEATS = 5
 DECODE_SHARE = 0.48  # of the memory's rate: 2.0 of 4.2 TB/s of bf16 on an H200
+# Of the rate at which plain weights are read, for which the memory's is taken: with one row, linear layers
+# of the 8 B Llama shape read 10.52 GB in 2712 us, plain 15.01 GB in 3964 (benchmarks/results/linear.md).
+WINDOWS_SHARE = 1.02
 MODEL_SHARE = 1.15  # models' own code takes more than that of the layers here: 43 to 45 us a call, not 38.5
 CALL_SECONDS = 42e-6  # of hosts with an H200: 31 to 54 us (docs/notes/prediction.md)
 LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits for the host
@@ -64,12 +67,17 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
     copy, memory = copy_rates(device)
     between = launch_seconds(device)
     disk = disk_rate(files) if files else _UNLIMITED
-    return Rates(copy, disk, memory, DECODE_SHARE * memory, min(before, between, launch_seconds(device)))
+    return _rates(copy, disk, memory, min(before, between, launch_seconds(device)))
 
 
 def given_rates(copy: float, memory: float, disk: float | None = None) -> Rates:
     """Rates of a machine that is not here. Its host takes as long as those of H200s for a call."""
-    return Rates(copy, _UNLIMITED if disk is None else disk, memory, DECODE_SHARE * memory, CALL_SECONDS)
+    return _rates(copy, _UNLIMITED if disk is None else disk, memory, CALL_SECONDS)
+
+
+def _rates(copy: float, disk: float, memory: float, launch: float) -> Rates:
+    """With those that are shares of the memory's."""
+    return Rates(copy, disk, memory, DECODE_SHARE * memory, launch, WINDOWS_SHARE * memory)
 
 
 def copy_rates(device: torch.device) -> tuple[float, float]:

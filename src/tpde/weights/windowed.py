@@ -29,7 +29,6 @@ from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
 
 MAGIC = bytes.fromhex("89 54 50 44 57 0D 0A 1A")  # windows.md 5.1
 ROWS = windows.ROWS_AT  # of a stripe
-_STRIP_BYTES = 256 << 20  # of a matrix that is decoded and multiplied; of larger ones so much at a time
 _ALIGN = 128  # of blobs, windows.md 5.2
 _X_WORDS = X_AT // 2
 
@@ -60,9 +59,18 @@ class Windowed(Source):
         If `blob` is not such a tensor.
     Truncated, UnsupportedVersion, Corrupt
         If it is no window blob. All but the words is checked here, on the host; words may be any.
+
+    Attributes
+    ----------
+    strip_bytes : int
+        Of the matrix, that are decoded at a time for many rows of inputs. Whoever loads a model sets it.
+    budgeted : bool
+        A budget of device memory has room for it as it is.
     """
 
     multiplies = True
+    strip_bytes = 256 << 20
+    budgeted = False
     kind = torch.bfloat16  # its dtype, without looking it up
 
     def __init__(self, blob: Tensor, name: str, window: windows.Window | None = None) -> None:
@@ -105,9 +113,9 @@ class Windowed(Source):
         return cls.of_plain(PackedTensor(source).decoded(), source.name, most)
 
     @classmethod
-    def of_plain(cls, matrix: Tensor, name: str, most: float) -> Windowed | None:
-        """A contiguous bf16 matrix in the window layout, on its device: as `of`."""
-        made = windowing.encode(matrix, int(most * matrix.nbytes))
+    def of_plain(cls, matrix: Tensor, name: str, most: float, room: Tensor | None = None) -> Windowed | None:
+        """A contiguous bf16 matrix in the window layout, on its device, or in `room`: as `of`."""
+        made = windowing.encode(matrix, int(most * matrix.nbytes), room)
         return None if made is None else cls(made.blob, name, made.window)
 
     def _place(self, blob: Tensor) -> None:
@@ -326,7 +334,7 @@ class Windowed(Source):
             kinds = x.dtype is self.kind and (bias is None or bias.dtype is self.kind)
             if kinds and 0 < count <= MOST_ROWS:
                 return self._product(self._there, x, bias, count)
-            if self.nbytes > _STRIP_BYTES:
+            if self.nbytes > self.strip_bytes:
                 return self._in_strips(x, bias)
         flat = self.instead().view(-1).view(torch.uint8)
         return functional.linear(x, as_weight(flat, self.kind, torch.Size(self.shape), trained), bias)
@@ -348,7 +356,7 @@ class Windowed(Source):
     def _in_strips(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Some rows of the matrix at a time."""
         out = x.new_empty((*x.shape[:-1], self._rows))
-        step = max(_STRIP_BYTES // (2 * ROWS * self._columns), 1)
+        step = max(self.strip_bytes // (2 * ROWS * self._columns), 1)
         room = torch.empty(2 * ROWS * step * self._columns, dtype=torch.uint8, device=self.device)
         for first in range(0, self._window.stripes, step):
             end = min(first + step, self._window.stripes)

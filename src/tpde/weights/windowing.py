@@ -21,7 +21,7 @@ class Encoded(NamedTuple):
     window: Window
 
 
-def encode(matrix: Tensor, most: int | None = None) -> Encoded | None:
+def encode(matrix: Tensor, most: int | None = None, room: Tensor | None = None) -> Encoded | None:
     """A matrix as a window blob (docs/windows.md), on its device.
 
     Parameters
@@ -30,35 +30,48 @@ def encode(matrix: Tensor, most: int | None = None) -> Encoded | None:
         bfloat16, of two dimensions, contiguous.
     most : int, optional
         How many bytes the blob may have.
+    room : torch.Tensor, optional
+        Bytes at whose start the blob is put; on another device, it is copied there. By default, it has memory
+        of its own.
 
     Returns
     -------
     Encoded or None
-        None if it would be larger, or the matrix has no window layout.
+        None if it would be larger than `most` or `room`, or the matrix has no window layout.
 
     Notes
     -----
     On a GPU two launches read the matrix once each, and the host waits for 2 KiB between them. Beside matrix
     and blob they take some bytes for each row and chunk.
     """
+    if room is not None:
+        most = room.numel() if most is None else min(most, room.numel())
+    here = room if room is None or room.device == matrix.device else None
     try:
         windows.sections(*matrix.shape)
-        return _on_gpu(matrix, most) if matrix.is_cuda else _on_host(matrix, most)
+        made = _on_gpu(matrix, most, here) if matrix.is_cuda else _on_host(matrix, most, here)
     except InvalidInput:  # empty, or escapes so many that 32 bits do not count them
         return None
+    if made is None or room is here or room is None:
+        return made
+    return made._replace(blob=room[: made.window.nbytes].copy_(made.blob))
 
 
-def _on_host(matrix: Tensor, most: int | None) -> Encoded | None:
+def _blob(size: int, device: torch.device, room: Tensor | None) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device) if room is None else room[:size]
+
+
+def _on_host(matrix: Tensor, most: int | None, room: Tensor | None) -> Encoded | None:
     threads = default_threads()
     plan = windows.Plan(matrix.view(torch.int16).numpy(), threads)
     if most is not None and plan.nbytes > most:
         return None
-    blob = torch.empty(plan.nbytes, dtype=torch.uint8)
+    blob = _blob(plan.nbytes, matrix.device, room)
     plan.encode(blob.numpy(), threads)
     return Encoded(blob, windows.header(blob.numpy()))
 
 
-def _on_gpu(matrix: Tensor, most: int | None) -> Encoded | None:
+def _on_gpu(matrix: Tensor, most: int | None, room: Tensor | None) -> Encoded | None:
     from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, Matrix, WindowEncoder
 
     assert matrix.device.index is not None
@@ -74,7 +87,7 @@ def _on_gpu(matrix: Tensor, most: int | None) -> Encoded | None:
             return None
         said = upload(chosen.said, device)
         scratch[SAID_AT : SAID_AT + said.numel()].copy_(said)
-        blob = torch.empty(chosen.window.nbytes, dtype=torch.uint8, device=device)
+        blob = _blob(chosen.window.nbytes, device, room)
         encoder.encode(chosen, scratch.data_ptr(), blob.data_ptr(), stream)
         # A product may start while what comes before it in the stream ends, and reads the matrix at once.
         torch.cuda.current_stream(device).synchronize()

@@ -7,6 +7,7 @@ from ..mutant import mutant
 _ALLOWANCE = "unit/test_allowance.py"
 _DEMAND = ("unit/test_model_terms.py", "unit/test_demand.py", "unit/test_demand_shapes.py")
 _VRAM = "integration/test_from_pretrained_vram.py"
+_FUSED = "integration/test_vram_fused.py"
 _LIMITS = "integration/test_vram_limits.py"
 _BACK = "integration/test_vram_given_back.py"
 _PRETRAINED = "integration/test_from_pretrained.py"
@@ -232,6 +233,62 @@ MUTANTS = (
         _VRAM,
     ),
     mutant(
+        "windows-are-encoded-in-their-own-room",
+        "loading/budgeted.py",
+        'room - plan.parts["windows"], self._read',
+        "room, self._read",
+        "what windows are encoded from has the room that they have themselves",
+        _FUSED,
+    ),
+    mutant(
+        "windows-take-others-room",
+        "loading/window_weights.py",
+        "room = self._memory[self._used : self._end]",
+        "room = self._memory[self._used :]",
+        "a matrix with many escapes leaves the last ones none",
+        "unit/test_window_loading.py",
+    ),
+    mutant(
+        "blobs-fit-beside-nothing",
+        "loading/window_weights.py",
+        "if align(it.extent.size, ALIGN) + it.nbytes <= room]",
+        "if align(it.extent.size, ALIGN) <= room]",
+        "a large head is encoded on a device that has no room for it",
+        "unit/test_window_loading.py",
+    ),
+    mutant(
+        "many-escapes-are-decoded-whole",
+        "loading/window_weights.py",
+        "        it.tile_bytes = rooms[name]\n",
+        "        pass\n",
+        "the workspace outgrows the budget by matrices that stay packed",
+        "unit/test_window_loading.py",
+    ),
+    mutant(
+        "strips-are-as-without-a-budget",
+        "loading/window_weights.py",
+        "it.strip_bytes, it.budgeted = STRIP_BYTES, True",
+        "it.budgeted = True",
+        "long prompts decode more at a time than the budget has room for",
+        "unit/test_window_loading.py",
+    ),
+    mutant(
+        "experts-go-to-windows",
+        "loading/model_units.py",
+        "    if not rows and not experts:\n",
+        "    if not rows:\n",
+        "attention beside experts is planned to be where it is not looked for",
+        _FUSED,
+    ),
+    mutant(
+        "windows-under-a-budget-are-converted",
+        "nn/kernels.py",
+        "isinstance(it, Windowed) and it.budgeted for it",
+        "False for it",
+        "weights get a workspace that no budget has room for",
+        _FUSED,
+    ),
+    mutant(
         "closing-does-not-check",
         "loading/budgeted.py",
         "                rest.callback(streamer.close)\n            self.check()\n",
@@ -314,8 +371,8 @@ MUTANTS = (
     mutant(
         "all-embeddings-are-rows",
         "loading/model_units.py",
-        "rows=all(_is_rows(model, it) for it in users)",
-        "rows=any(_is_rows(model, it) for it in users)",
+        "rows = all(_is_rows(model, it) for it in users)",
+        "rows = any(_is_rows(model, it) for it in users)",
         "a block with an embedding among its weights has no workspace",
         "unit/test_model_terms.py",
     ),

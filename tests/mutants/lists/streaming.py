@@ -8,6 +8,7 @@ _RING = "unit/test_streaming_stream.py"
 _DISK = "unit/test_streaming_disk.py"
 _HOST = ("unit/test_streaming_host.py", "unit/test_streaming_host_background.py")
 _PLAN = ("unit/test_budget_terms.py", "unit/test_streaming_plan.py")
+_WINDOWS = "unit/test_window_plans.py"
 _TERMS = "unit/test_budget_terms.py"
 
 MUTANTS = (
@@ -654,6 +655,63 @@ MUTANTS = (
         "kept = _within(streamed, ram - rows)",
         "host memory outgrows `ram` by what files are read to",
         *_PLAN,
+    ),
+    # ---- the window layout ----
+    mutant(
+        "a-budget-without-windows",
+        "planning/planner.py",
+        '        "windows": layout.tally.windows,\n',
+        '        "windows": 0,\n',
+        "weights in the window layout have no room",
+        _WINDOWS,
+    ),
+    mutant(
+        "a-budget-without-strips",
+        "planning/planner.py",
+        "max((windows.strip for _, windows in layout.tally.windowed), default=0)",
+        "0",
+        "rows that are decoded for a long prompt have no room",
+        _WINDOWS,
+    ),
+    mutant(
+        "strips-give-nothing",
+        "planning/planner.py",
+        "        rows += [windows.rows for _, windows in self.tally.windowed]\n",
+        "",
+        "what a strip gives has no room",
+        _WINDOWS,
+    ),
+    mutant(
+        "windows-need-no-workspace",
+        "planning/planner.py",
+        "_workspaces(made.decoded, tiled, made.least_workspace)",
+        "_workspaces(made.decoded, tiled)",
+        "what stays packed beside windows has no room to be decoded to",
+        _WINDOWS,
+    ),
+    mutant(
+        "windows-may-be-slower",
+        "planning/planner.py",
+        "self.layout.tiled <= other.layout.tiled and self.seconds <= other.seconds",
+        "True",
+        "tokens are slower with fused kernels than without",
+        _WINDOWS,
+    ),
+    mutant(
+        "windows-are-read-as-plain",
+        "planning/planner.py",
+        "read, multiplied = read - windows.matrices, multiplied + windows.read",
+        "multiplied = multiplied + windows.read",
+        "weights in the window layout are predicted to be read twice",
+        _WINDOWS,
+    ),
+    mutant(
+        "windows-are-not-rounded",
+        "planning/candidates.py",
+        "sum(round_up(it.size) for _, it in self.windowed)",
+        "sum(it.size for _, it in self.windowed)",
+        "what the allocator rounds up by has no room",
+        _WINDOWS,
     ),
     # ---- predictions ----
     mutant(

@@ -22,6 +22,7 @@ def plan_streaming(
     budget: Budget,
     *,
     only: Collection[str] | None = None,
+    fused: Collection[str] = (),
 ) -> StreamPlan:
     """Decide where the packed weights of a model are kept: see `place_units`.
 
@@ -38,6 +39,8 @@ def plan_streaming(
     only : collection of str, optional
         Parameters and buffers, packed or not, that are on this device; by default all. Its plan has what they
         need, the cache of their blocks, and the activations of the whole model.
+    fused : collection of str
+        Parameters that linear layers may multiply from the window layout: `fused_names`.
 
     Raises
     ------
@@ -57,4 +60,4 @@ def plan_streaming(
         experts=cache_least(model, plan.runs, only),
         elsewhere=sum(size for name, size in sizes.items() if name not in here),
     )
-    return place_units(model, plan.runs, demand, budget.vram, budget.ram, only)
+    return place_units(model, plan.runs, demand, budget.vram, budget.ram, only, fused)

@@ -138,7 +138,8 @@ def from_pretrained(
         model's. With `"fused"`, up to 64 rows of inputs are multiplied straight from packed weights: a few
         sequences get their tokens faster than from plain weights on a GPU. Weights are exact, sums are added
         in another order than the matrix library's, the same for all batch sizes: see `tpde.nn.set_kernels`.
-        Not with `vram` or `deltas`.
+        With `vram`, that is so for weights that stay on the device for it where that makes tokens faster;
+        those that are streamed are decoded, and multiplied as with `"exact"`. Not with `deltas`.
     pack : bool
         Take plain safetensors files, too, and pack weights as they come: on a GPU by the GPU, 256 MiB of them
         at a time. The model is one that was loaded from packed files; those need nothing of it. What is
@@ -232,11 +233,9 @@ def load_model(
                 hint="pass one of the two",
                 where="deltas",
             )
-    if check_kernels(kernels) == "fused" and (budget is not None or deltas is not None):
-        other = "vram" if budget is not None else "deltas"
+    if check_kernels(kernels) == "fused" and deltas is not None:
         raise InvalidInput(
-            f'`kernels="fused"` multiplies by weights that stay on the device as they are, which `{other}` '
-            "does not leave them",
+            '`kernels="fused"` multiplies by weights that stay as they are, and `deltas` change them',
             hint="pass one of the two",
             where="kernels",
         )

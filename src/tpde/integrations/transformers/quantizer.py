@@ -237,7 +237,9 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                 self._parts = open_some_fused(checkpoint, plan.runs, where, self._fused)
                 decoded = self._decode(plan, checkpoint)
             else:
-                streaming = ModelStreaming(target.budget, target.progress, warmup=target.warmup)
+                streaming = ModelStreaming(
+                    target.budget, target.progress, warmup=target.warmup, fused=self._fused
+                )
                 target.streaming = streaming
                 streaming.plan(model, checkpoint, plan, where)
                 decoded = self._decode(plan, checkpoint)  # first, since for a moment it needs the blobs, too
@@ -335,13 +337,15 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         model.get_memory_footprint = Footprint(model)
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
-        kernels, streaming = self._target.kernels, self._target.streaming
+        kernels, streaming, fused = self._target.kernels, self._target.streaming, bool(self._fused)
         self._target, self._fused = _Target(), set()
         if streaming is not None:
             streaming.cut(model)
             streaming.route(model)
         finish(model)
-        if kernels == "fused":
+        if kernels == "fused" and fused and streaming is not None:
+            streaming.tell_if_no_windows()
+        elif kernels == "fused":
             tell_if_none(model)
         if self._states is not None:
             attach(model, *self._states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -37,6 +37,8 @@ class ModelStreaming(Streaming):
         As of `Streaming`.
     warmup : Warmup, optional
         What loads kernels meanwhile; `begin` waits for it.
+    fused : collection of str
+        As of `Streaming`.
 
     Attributes
     ----------
@@ -50,8 +52,9 @@ class ModelStreaming(Streaming):
         progress: Callable[[int], None] | None = None,
         *,
         warmup: Warmup | None = None,
+        fused: Collection[str] = (),
     ) -> None:
-        super().__init__(budget, progress)
+        super().__init__(budget, progress, fused=fused)
         self.experts: dict[torch.device, ExpertStore] = {}
         self._activations: Activations | None = None  # until it is planned with
         self._warmup = warmup
@@ -88,7 +91,7 @@ class ModelStreaming(Streaming):
 
             def decide(vram: int, only: set[str] = only) -> StreamPlan:
                 share = replace(budget, vram=vram, ram=ram)
-                return plan_streaming(model, checkpoint, plan, share, only=only)
+                return plan_streaming(model, checkpoint, plan, share, only=only, fused=self._fused)
 
             warmup = self._warmup if self._warmup is not None and self._warmup.device == device else None
             try:
