@@ -436,7 +436,7 @@ MUTANTS = (
     mutant(
         "updates-leave-windows",
         "weights/live.py",
-        "    if isinstance(source, Windowed):\n",
+        "    if isinstance(source, WindowSource):\n",
         "    if False:\n",
         "a model that was updated is decoded block by block, and computes otherwise",
         "nn/test_kernels.py",
