@@ -33,7 +33,7 @@ _TURNED = 1
 _HEAD = struct.Struct("<8sHHIQ")
 _BLOB = struct.Struct("<QQQ")  # rows, columns and entries of a window blob, windows.md 5.1
 _BLOB_AT = 16
-_LEAST_BYTES = 4 * 128 + 1408  # of a window blob
+_LEAST_BYTES = 3 * 128 + 1408  # of a window blob: header, a record, an offset, a body
 
 
 class Stack(NamedTuple):

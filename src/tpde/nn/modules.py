@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tpde.errors import PackedWeight, TpdeError
 from tpde.nn.experts import fused, needed
 from tpde.nn.group import Group, Pool
+from tpde.nn.routed import arguments_of, from_windows, routed
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
 from tpde.weights.frozen import CONTIGUOUS
@@ -146,7 +147,7 @@ class PackedModule(_Base):
         """A packed weight, for whoever asks: decoded within a forward pass, else the parameter."""
         slot = self.tpde_slots[name]
         if is_compiling():
-            alone = isinstance(self, PackedEmbedding) or slot.packed.multiplies
+            alone = isinstance(self, PackedEmbedding) or (slot.packed.multiplies and slot.experts is None)
             group = None if alone else self.tpde_group()
             if group is None or group.flat is None:  # read by other code, often only for its dtype: then it
                 nothing = torch.empty(0, device=slot.device)  # is never computed
@@ -423,6 +424,17 @@ class PackedLinear(PackedModule):
             scope.close()
 
 
+class PackedExperts(PackedModule):
+    """Experts that are multiplied as they are, where that is faster: see `tpde.nn.routed`."""
+
+    tpde_arguments: tuple[str, str, str]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As before, or from windows."""
+        call = routed(self, args, kwargs)
+        return super().forward(*args, **kwargs) if call is None else from_windows(self, call)
+
+
 class _Twin:
     """Stands in for a module: has its attributes, but other weights.
 
@@ -480,7 +492,11 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
         bases = (PackedLinear, base)
     elif gathers(base):
         bases = (PackedModule, PackedEmbedding) if base is nn.Embedding else (*bases, PackedEmbedding)
+    elif arguments_of(base) is not None:  # type: ignore[arg-type]
+        bases = (PackedExperts, base)
     members = {name: _weight(name) for name in names} | {"tpde_base": base, "__module__": __name__}
+    if PackedExperts in bases:
+        members["tpde_arguments"] = arguments_of(base)  # type: ignore[arg-type]
     return type(f"Packed{base.__name__}", bases, members)
 
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tpde.nn.experts import ExpertSource, FromWindows
 from tpde.nn.tiles import RowTiles
 from tpde.weights import operators as ops
+from tpde.weights.experts import is_experts
 from tpde.weights.frozen import as_weight, formatted
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.span import ALIGN
 
 if TYPE_CHECKING:
-    from tpde.nn.experts import ExpertSource
     from tpde.nn.group import Group
 
 __all__ = ["ALIGN", "Slot"]
@@ -92,6 +93,10 @@ class Slot:
         self.view: Tensor | None = None
         self.view_of: Tensor | None = None
         self.key = ops.register(self)
+        if is_experts(self.packed):
+            self.experts = FromWindows(self)
+        elif isinstance(self.experts, FromWindows):
+            self.experts = None
         if (group := self.group) is not None:
             group.changed()
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, DeviceExperts
 from tpde.cuda.windows import MOST_ROWS, X_AT
 from tpde.errors import InvalidInput
+from tpde.weights import windowing
 from tpde.weights.launch import on_device, stream_handle, upload
+from tpde.weights.source import Source
 from tpde.weights.span import Span
 from tpde.weights.tensor import PackedTensor
 from tpde.weights.windowed import Windowed
 from tpde.weights.windowed_experts import WindowedExperts
 
 _X_WORDS = X_AT // 2
+_TOGETHER_BYTES = 256 << 20  # of plain matrices that are encoded at a time
 
 
 class Experts:
@@ -64,7 +68,7 @@ class Experts:
     def decode_into(self, out: Tensor) -> None:
         """Decode all of them to the start of a buffer of bytes, on the current stream."""
         if self._there is None:
-            Span(self, 0, self.nbytes).decode_to(out[: self.nbytes])
+            Span(self, 0, self.nbytes).decode_to(out[: self.nbytes].view(self.dtype))
             return
         with on_device(self.device):
             self._there.decode(out.data_ptr(), stream_handle(self.device))
@@ -74,7 +78,7 @@ class Experts:
         if self._there is None:
             for number in numbers:
                 span = self._span(number)
-                span.decode_to(out[span.begin : span.end])
+                span.decode_to(out[span.begin : span.end].view(self.dtype))
         elif len(numbers) == self._count:
             self.decode_into(out)
         elif numbers:  # what is uploaded goes back to this stream's memory
@@ -157,3 +161,70 @@ class Experts:
 def is_experts(packed: PackedTensor) -> bool:
     """Whether a weight is one of experts that are multiplied as they are."""
     return packed.multiplies and len(packed.shape) == 3
+
+
+def can_be_experts(shape: Sequence[int], parts: Sequence[Sequence[int]], turned: bool) -> bool:
+    """Whether tensors that make up a weight of three dimensions can be its experts in the window layout.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Of the weight.
+    parts : sequence of sequence of int
+        Shapes of what it is made of, in the order of its memory.
+    turned : bool
+        Whether it is multiplied from the left.
+    """
+    if len(shape) != 3 or 0 in shape:
+        return False
+    if len(parts) == 1:
+        return tuple(parts[0]) == tuple(shape)
+    each, rest = divmod(len(parts), shape[0])
+    one = (shape[1] // max(each, 1), shape[2])
+    return not turned and not rest and each * one[0] == shape[1] and all(tuple(it) == one for it in parts)
+
+
+def parts_in_windows(plain: Sequence[Tensor], names: Sequence[str]) -> list[Windowed] | None:
+    """Contiguous bf16 matrices of one shape in the window layout, in one memory; None if one has none."""
+    made = windowing.encode_together(plain)
+    if made is None:
+        return None
+    windows, starts = made.stack.windows, made.stack.starts
+    return [
+        Windowed(made.blob[at : at + it.nbytes], name, it, part=True)
+        for name, it, at in zip(names, windows, starts, strict=True)
+    ]
+
+
+def experts_in_windows(packed: PackedTensor, most: float, turned: bool) -> dict[Source, Source] | None:
+    """What takes the places of a weight's sources in the window layout, on its device.
+
+    Parameters
+    ----------
+    packed : PackedTensor
+        One that `can_be_experts`, whose bytes are there.
+    most : float
+        What share of the plain weight's bytes it may take.
+    turned : bool
+        Whether it is multiplied from the left.
+
+    Returns
+    -------
+    dict of Source to Source, or None
+        None if it would take more, or is not in bf16.
+    """
+    sources = packed.sources
+    if packed.dtype is not torch.bfloat16:
+        return None
+    if len(sources) == 1:
+        one = WindowedExperts.of(sources[0], most, turned)
+        return None if one is None else {sources[0]: one}
+    made: dict[Source, Source] = {}
+    step = max(_TOGETHER_BYTES // sources[0].nbytes, 1)
+    for first in range(0, len(sources), step):
+        some = sources[first : first + step]
+        found = parts_in_windows([PackedTensor(it).decoded() for it in some], [it.name for it in some])
+        if found is None:
+            return None
+        made |= dict(zip(some, found, strict=True))
+    return made if sum(it.packed_bytes for it in made.values()) <= most * packed.nbytes else None

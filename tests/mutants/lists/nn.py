@@ -317,7 +317,7 @@ MUTANTS = (
     mutant(
         "unknown-kernels-choose-experts",
         "nn/experts.py",
-        "not in _KNOWN:\n        return None\n",
+        "not in KNOWN:\n        return None\n",
         "is ...:\n        return None\n",
         "a kernel that needs all experts is given some",
         "nn/test_experts.py",

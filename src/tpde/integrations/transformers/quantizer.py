@@ -230,7 +230,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
             if target.budget is None:
                 for device in {where[name] for name in plan.runs}:
                     self._require(plan, device)
-                self._parts = open_some_fused(checkpoint, plan.runs, where, self._fused)
+                self._parts = open_some_fused(model, checkpoint, plan.runs, where, self._fused)
                 decoded = self._decode(plan, checkpoint)
             else:
                 streaming = ModelStreaming(target.budget, target.progress, warmup=target.warmup)
@@ -263,7 +263,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         here = {name: run for name, run in plan.runs.items() if device_of(name, self._device_map) == device}
         packed = {part.name: part.packed_bytes for run in here.values() for part in run.parts}
         for name in self._fused.intersection(here):
-            packed[here[name].parts[0].name] = int(SHARE * here[name].nbytes)
+            packed |= {part.name: int(SHARE * part.nbytes) for part in here[name].parts}
         room = largest_block({name: run.nbytes for name, run in here.items()})
         plain = sum(
             tensor.numel() * tensor.element_size()
