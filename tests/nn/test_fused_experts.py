@@ -27,6 +27,7 @@ from tpde.nn import (
     set_kernels,
     unpack_module,
 )
+from tpde.nn import modules
 from tpde.nn import routed as routed_module
 from tpde.weights.experts import Experts, can_be_experts
 from tpde.weights.tensor import rebuild_tensor
@@ -478,6 +479,14 @@ def test_what_was_recorded_stays(fused: Any, as_on_gpu: Any, monkeypatch: pytest
         set_kernels(model, "exact")
 
 
+def test_graphs_have_all_experts(plain: Any, fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many tokens: another replay has other choices, for which nobody may wait."""
+    monkeypatch.setattr(modules, "capturing", lambda device: True)
+    monkeypatch.setattr(modules, "needed", lambda *_: pytest.fail("the router is waited for"))
+    with torch.no_grad():
+        assert_same_bits(fused(ids(1, 1)).logits, plain(ids(1, 1)).logits)
+
+
 def test_decoding_by_kernels(plain: Any, fused: Any, as_on_gpu: Any) -> None:  # noqa: F811
     as_on_gpu(fused)
     for name, it in zip(
@@ -508,7 +517,7 @@ def test_it_is_told_what_stays(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_others_stay(caplog: pytest.LogCaptureFixture) -> None:
-    class Own(nn.Module):
+    class OwnExperts(nn.Module):
         """Experts that nobody knows."""
 
         def __init__(self) -> None:
@@ -518,10 +527,23 @@ def test_others_stay(caplog: pytest.LogCaptureFixture) -> None:
         def forward(self, x: Any) -> Any:
             return torch.einsum("ti,eoi->teo", x, self.weight)
 
-    plain, x = Own(), torch.randn(3, 64).bfloat16()
+    plain, x = OwnExperts(), torch.randn(3, 64).bfloat16()
     made = packed(plain)
     assert not made.weight.packed.multiplies
-    assert "experts of `Own` are decoded, and not multiplied as they are packed: their forward" in caplog.text
+    assert (
+        "experts of `OwnExperts` are decoded, and not multiplied as they are packed: their forward"
+        in caplog.text
+    )
+    with torch.no_grad():
+        assert_same_bits(made(x), plain(x))
+
+
+def test_convolutions_are_no_experts(caplog: pytest.LogCaptureFixture) -> None:
+    plain = nn.Sequential(nn.Conv1d(64, 64, 3), nn.Flatten(), nn.Linear(640, 64)).bfloat16()
+    made, x = packed(plain), torch.randn(2, 64, 12).bfloat16()
+    assert not made[0].weight.packed.multiplies
+    assert made[2].weight.packed.multiplies
+    assert not caplog.text
     with torch.no_grad():
         assert_same_bits(made(x), plain(x))
 

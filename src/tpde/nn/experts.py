@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput
-from tpde.weights.launch import capturing
 
 if TYPE_CHECKING:
     from tpde.nn.modules import PackedModule
@@ -128,13 +127,7 @@ _told: set[type] = set()
 
 
 def needed(module: PackedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """The experts that a call of a module needs: all, after one line in the log, if that is not known.
-
-    A CUDA graph is replayed with other choices, and has all.
-    """
-    slots = fused(module)
-    if capturing(slots[0].device):
-        return list(range(slots[0].shape[0]))
+    """The experts that a call of a module needs: all, after one line in the log, if that is not known."""
     found = chosen(module, args, kwargs)
     if found is not None:
         return found
@@ -144,4 +137,4 @@ def needed(module: PackedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         log.warning(
             "which experts a `%s` needs is not known: all of them are fetched for each call", kind.__name__
         )
-    return list(range(slots[0].shape[0]))
+    return list(range(fused(module)[0].shape[0]))

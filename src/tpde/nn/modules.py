@@ -25,6 +25,7 @@ from tpde.nn.routed import arguments_of, from_windows, routed
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
 from tpde.weights.frozen import CONTIGUOUS
+from tpde.weights.launch import capturing
 from tpde.weights.lent import lend
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.product import casts, linear
@@ -100,7 +101,9 @@ class PackedModule(_Base):
         slots = [slot for slot in fused(self) if slot.experts is not None]
         if not slots:
             return super().forward(*args, **kwargs)
-        group.fetch(slots, needed(self, args, kwargs))
+        # A CUDA graph is replayed with other choices of the router, and has all.
+        recorded = slots[0].packed.multiplies and capturing(slots[0].device)
+        group.fetch(slots, range(slots[0].shape[0]) if recorded else needed(self, args, kwargs))
         try:
             return super().forward(*args, **kwargs)
         finally:
