@@ -1,23 +1,29 @@
 """Products straight from the window layout on a GPU, beside the matrix library's with the plain matrix.
 
-    python benchmarks/linear.py [--models 8b ...] [--rows 1 4 8 16] [--out FILE.md]
+    python benchmarks/linear.py [--models 8b ...] [--experts 30b-a3b] [--rows 1 4 8 16] [--out FILE.md]
 
 Linear layers of Llama 1 B, 8 B and 70 B and of Qwen3-32B, query, key and value as one matrix, gate and up as
 one, with weights `0.02 * normal`, rows scaled by `exp(0.3 * normal)`. A time is that of a matrix in a CUDA
 graph of products with different ones, more bytes in all than the cache has; `all` is one graph of a token's
 products, the layers in the model's order and the head at its end. Medians of alternating runs after one to
 warm up. Every result is compared with a product in float64.
+
+Experts are those of Qwen3-30B-A3B: 128, of which each row of x is for 8, chosen at random, gate and up as one
+matrix, or as two, as loading makes them. Their library is `torch.nn.functional.grouped_mm` (or
+`torch._grouped_mm`) with rows sorted by experts and their ends at hand, or where that does not run, `bmm`
+with copies of the chosen experts. A time is that of both products of a layer, in a CUDA graph of several.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from _experts import EXPERTS, grouped_mm, race_experts
 from _gpu import need_cuda
+from _graphs import graph_of, times
 from _machine import arguments, emit, header, note, table, verdict
 
 from tpde.cuda.windows import MOST_ROWS, DeviceWindow
@@ -88,37 +94,6 @@ class Matrix:
         torch.mm(x, self.plain.T, out=y)
 
 
-def graph_of(run: Callable[[], None]) -> Callable[[], None]:
-    """What replays what a function launches."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-    return graph.replay
-
-
-def times(ways: list[Callable[[], None]], runs: int) -> list[float]:
-    """Microseconds that each takes on the device."""
-    import torch
-
-    taken: list[list[float]] = [[] for _ in ways]
-    for number in range(runs + 1):
-        for way, found in zip(ways, taken, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            way()
-            end.record()
-            end.synchronize()
-            if number:
-                found.append(1e3 * start.elapsed_time(end))
-    return [statistics.median(it) for it in taken]
-
-
 class Race:
     """A model's products with so many rows of x."""
 
@@ -183,7 +158,8 @@ def main() -> int:
     import torch
 
     parser = arguments(__doc__)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--experts", nargs="*", choices=list(EXPERTS), default=list(EXPERTS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, MOST_ROWS])
     parser.add_argument("--runs", type=int, default=9)
     options = parser.parse_args()
@@ -216,6 +192,19 @@ def main() -> int:
         text.append(f"## {model.name}\n\n{bits:.3f} bits a weight.\n\n{table(columns, lines)}")
         del made, race
         torch.cuda.empty_cache()
+    for key in options.experts:
+        shape, draw, lines = EXPERTS[key], torch.Generator("cuda").manual_seed(7), []
+        for count in (it for it in options.rows if it <= MOST_ROWS):
+            for parts in (1, 2):
+                note(f"{shape.name}: {count} rows, {parts} matrices for gate and up")
+                line, right = race_experts(shape, parts, count, options.runs, draw, MOST_ERROR)
+                lines.append(line)
+                passed &= right
+                torch.cuda.empty_cache()
+        library = "grouped_mm" if grouped_mm() is not None else "bmm"
+        columns = ["rows", "experts used", "gate and up", f"{library}, us", "windows, us", "times", "TB/s"]
+        columns += ["error", "library's"]
+        text.append(f"## {shape.name}, experts of a layer\n\n{table(columns, lines)}")
     emit(f"{head}\n" + "\n".join(text), options.out)
     return 0 if passed else 1
 

@@ -21,13 +21,13 @@ from tpde.nn import (
     PackedParameter,
     PackedTensor,
     add_deltas,
+    modules,
     pack_module,
     packed_modules,
     plain_state_dict,
     set_kernels,
     unpack_module,
 )
-from tpde.nn import modules
 from tpde.nn import routed as routed_module
 from tpde.weights.experts import Experts, can_be_experts
 from tpde.weights.tensor import rebuild_tensor

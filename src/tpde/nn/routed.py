@@ -137,7 +137,7 @@ def from_windows(module: Any, call: Routed) -> Tensor:
     y = _product(call.up, call.x, ids, each, call.biases[0])
     y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
     y = _product(call.down, y, ids, 1, call.biases[1])
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # older transformers know no such modules
         y = module.post_expert_norm(y)
     weighted = y * call.scores.reshape(-1, 1)
     return weighted.view(tokens, each, -1).sum(1).to(call.x.dtype)
