@@ -213,6 +213,8 @@ def test_code_that_takes_the_parameter(plain: Any, fused: Any) -> None:
     for wrong in (theirs, ours):
         with pytest.raises(RuntimeError):
             nn.functional.linear(torch.randn(3, theirs.shape[2]).bfloat16(), wrong)
+        with pytest.raises(RuntimeError, match="2-D"):
+            nn.functional.embedding(torch.tensor([0]), wrong)
 
 
 def test_autocast_and_replaced_weights(plain: Any, fused: Any) -> None:
@@ -293,6 +295,12 @@ def test_damaged_stacks_are_refused(fused: Any) -> None:
         except (Corrupt, Truncated, UnsupportedVersion, InvalidInput) as error:
             messages.append(str(error))
     assert len(messages) >= 115 + 40 * len(stack.starts)
+    for start, window in zip(stack.starts, stack.windows, strict=True):
+        for at in (window.offsets_at, window.offsets_at + 4, window.entries_at - 1):
+            damaged = whole.copy()
+            damaged[start + at] ^= 0xFF
+            with pytest.raises(Corrupt):
+                rebuild_tensor([torch.from_numpy(damaged)], *rest)
     for size in (8, 127, 128, 600, stack.starts[1], stack.starts[1] + 50, whole.size - 1):
         with pytest.raises((Corrupt, Truncated, InvalidInput)):
             rebuild_tensor([torch.from_numpy(whole[:size].copy())], *rest)

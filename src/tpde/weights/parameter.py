@@ -291,6 +291,7 @@ def _embedding(
         isinstance(weight, PackedParameter)
         and max_norm is None
         and len(weight.packed.parts) == 1
+        and len(weight.packed.shape) == 2
         and not transformed()
     ):
         return weight.rows(input)

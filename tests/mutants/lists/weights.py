@@ -465,4 +465,28 @@ MUTANTS = (
         "the rows of a large matrix are those of its first strip",
         "nn/test_kernels.py",
     ),
+    mutant(
+        "stacks-are-trusted",
+        "codec/window_stacks.py",
+        "windows.validate(data[at : at + size], threads)",
+        "windows.header(data[at : at + size])",
+        "kernels read beyond a pickled stack whose offsets are damaged",
+        "nn/test_fused_experts.py",
+    ),
+    mutant(
+        "experts-of-any-number-of-tokens",
+        "weights/experts.py",
+        "0 < tokens <= MOST_ROWS and",
+        "0 < tokens and",
+        "prompts are multiplied eight rows at a time",
+        "nn/test_fused_experts.py",
+    ),
+    mutant(
+        "experts-take-x-as-it-lies",
+        "weights/experts.py",
+        "step % _X_WORDS or at % X_AT or",
+        "step % _X_WORDS or",
+        "rows of x at an odd address are refused",
+        "nn/test_fused_experts.py",
+    ),
 )
