@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks.harness.gpu import stream
+from benchmarks.harness.gpu import graph_of, stream
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, medians, on_device
 from tpde.cuda.window_products import MOST_ROWS, DeviceWindow
@@ -81,20 +81,6 @@ class Matrix:
         import torch
 
         torch.mm(x, self.plain.T, out=y)
-
-
-def graph_of(run: Callable[[], None]) -> Callable[[], None]:
-    """What replays what a function launches."""
-    import torch
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-    return graph.replay
 
 
 class Race:

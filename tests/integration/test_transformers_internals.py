@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.13", reason="ne
 from tpde.integrations.transformers import internals  # noqa: E402
 from tpde.integrations.transformers.internals import RELIED_ON, Reliance  # noqa: E402
 from tpde.integrations.transformers.require import MIN_VERSION  # noqa: E402
+from tpde.nn.routed import arguments_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +33,7 @@ ARGUMENTS = {
         "meta_state_dict",
     ],
     "core_model_loading.revert_weight_conversion": ["model", "state_dict"],
+    "integrations.moe.use_experts_implementation": ["experts_class"],
     "quantizers.base.HfQuantizer.remove_quantization_config": ["self", "model"],
     "._from_config": ["config"],
     "._get_dtype_plan": ["dtype"],
@@ -91,6 +93,14 @@ def test_they_do_what_they_are_used_for(model: Any) -> None:
     assert internals.experts_of(model.config) is not None
     assert internals.attention_of(model.config) == "sdpa"
     assert internals.tied_weights(model) is model.all_tied_weights_keys
+
+
+def test_experts_say_what_is_between_their_products(model: Any) -> None:
+    module = model.model.layers[0].mlp.experts
+    assert arguments_of(type(module)) == ("hidden_states", "top_k_index", "top_k_weights")
+    assert (module.has_gate, module.has_bias, module.is_transposed) == (True, False, False)
+    assert callable(module._apply_gate)
+    assert callable(module.act_fn)
 
 
 def test_nothing_else_is_used() -> None:

@@ -84,11 +84,11 @@ def test_what_was_interrupted_leaves_no_weight_in_a_wrong_group(
         set_kernels(model, "fused")
     real, done = kernels.convert, []
 
-    def convert(packed: Any, to_windows: bool) -> None:
+    def convert(packed: Any, to_windows: bool) -> bool:
         if len(done) == 3:
             raise KeyboardInterrupt
         done.append(packed)
-        real(packed, to_windows)
+        return real(packed, to_windows)
 
     monkeypatch.setattr(kernels, "convert", convert)
     with pytest.raises(KeyboardInterrupt):

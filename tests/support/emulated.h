@@ -1,6 +1,7 @@
 /* Kernels of tpde/cuda/kernels as C++ for a processor: each thread of a block is a fiber, and blocks run one after the
  * other. What meets elsewhere meets here: a collective waits for all lanes of its warp, a barrier for all threads.
- * Misaligned loads and threads that wait for ever end the process with a message.
+ * Misaligned loads and threads that wait for ever end the process with a message, as do bytes that are written behind a
+ * block's shared memory. Copies to shared memory come when they are waited for, not before.
  *
  * Included before a kernel's source; `run` is called from Python. */
 #include <stdio.h>
@@ -19,6 +20,12 @@
 struct Index { unsigned x; };
 struct ulonglong2 { unsigned long long x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace fibers {
@@ -110,15 +117,81 @@ template <class T> T __ldg(const T *p) {
   memcpy(&value, p, sizeof value);
   return value;
 }
+template <class T> void __stcs(T *p, T value) {
+  if ((unsigned long long)p % sizeof(T)) fibers::fail("a misaligned store");
+  memcpy(p, &value, sizeof value);
+}
 template <class T> T __ldcs(const T *p) { return __ldg(p); }
 template <class T> T atomicAdd(T *p, T value) { T old = *p; *p += value; return old; }
 template <class T> T atomicOr(T *p, T value) { T old = *p; *p |= value; return old; }
+template <class T> T atomicXor(T *p, T value) { T old = *p; *p ^= value; return old; }
 template <class T> T atomicMax(T *p, T value) { T old = *p; if (old < value) *p = value; return old; }
 template <class T> T atomicMin(T *p, T value) { T old = *p; if (value < old) *p = value; return old; }
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int __ffs(unsigned x) { return __builtin_ffs((int)x); }
 static int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
 template <class T> T min(T a, T b) { return b < a ? b : a; }
+
+/* Instructions of window.cuh. */
+#define EMULATED
+#define DYNAMIC_SHARED unsigned char *const shared = fibers::dynamic
+#define MOST_SHARED (227u << 10)
+namespace fibers {
+alignas(16) static unsigned char dynamic[MOST_SHARED];
+struct Copy { unsigned to; const void *from; };
+static struct { unsigned count; Copy copies[32]; } pending[MOST_THREADS];
+struct Fragment { unsigned a[4], x[2]; };
+static Fragment fragments[MOST_THREADS];
+static float bf16(unsigned word) {
+  const unsigned bits = word << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+}  // namespace fibers
+extern "C" unsigned shared_bytes;
+unsigned shared_bytes = 0;  // of a block
+static unsigned shared_address(const void *p) { return (unsigned)((const unsigned char *)p - fibers::dynamic); }
+static void copy_16(unsigned to, const void *from) {
+  auto &mine = fibers::pending[threadIdx.x];
+  if (to % 16 || (unsigned long long)from % 16 || to + 16 > shared_bytes || mine.count == 32) fibers::fail("a wrong copy");
+  mine.copies[mine.count++] = {to, from};
+}
+static void wait_for_fetched() {
+  auto &mine = fibers::pending[threadIdx.x];
+  for (unsigned i = 0; i < mine.count; i++) memcpy(fibers::dynamic + mine.copies[i].to, mine.copies[i].from, 16);
+  mine.count = 0;
+}
+static void trap() { fibers::fail("a trap"); }
+static void follow() {}
+static float __uint_as_float(unsigned bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+static unsigned short rounded(float value) {
+  unsigned bits;
+  memcpy(&bits, &value, 4);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FFF;
+  return (unsigned short)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+/* mma.m16n8k16: the order of its sums is this one's own, the same for all kernels. */
+static void mma(float *sum, unsigned a, unsigned b, unsigned c, unsigned d, unsigned x, unsigned y) {
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x - lane, g = lane / 4, q = lane % 4;
+  fibers::fragments[threadIdx.x] = {{a, b, c, d}, {x, y}};
+  fibers::meet(0xFFFFFFFFu, 0);
+  for (unsigned i = 0; i < 4; i++) {
+    const unsigned half = i / 2, column = 2 * q + i % 2;
+    double made = 0;
+    for (unsigned k = 0; k < 16; k++) {  // k is column 2q + k % 2 of the first eight, or of the others
+      const fibers::Fragment &row = fibers::fragments[warp + 4 * g + k / 2 % 4], &other = fibers::fragments[warp + 4 * column + k / 2 % 4];
+      const unsigned w = row.a[half + k / 8 * 2] >> k % 2 * 16 & 0xFFFF, v = other.x[k / 8] >> k % 2 * 16 & 0xFFFF;
+      made += (double)fibers::bf16(w) * (double)fibers::bf16(v);
+    }
+    sum[i] = (float)((double)sum[i] + made);
+  }
+  fibers::meet(0xFFFFFFFFu, 0);
+}
 
 namespace fibers {
 typedef unsigned long long u64;
@@ -147,6 +220,8 @@ extern "C" void run(void *kernel, const unsigned long long *arguments, int count
     memset(warps, 0, sizeof warps);
     memset(&block, 0, sizeof block);
     memset(ended, 0, sizeof ended);
+    memset(pending, 0, sizeof pending);
+    memset(dynamic, 0xA5, sizeof dynamic);
     alive = threads;
     for (unsigned i = 0; i < threads; i++) {
       getcontext(&contexts[i]);
@@ -163,5 +238,7 @@ extern "C" void run(void *kernel, const unsigned long long *arguments, int count
       }
       if (!moved) fail("all threads wait");
     }
+    for (unsigned i = shared_bytes; i < MOST_SHARED; i++)
+      if (dynamic[i] != 0xA5) fail("bytes behind the shared memory are written");
   }
 }

@@ -8,13 +8,14 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tpde.cuda import compile as nvrtc
+from tpde.cuda.capability import DeviceFacts
 from tpde.frameworks import has_words
 from tpde.store import device_deltas
 
@@ -44,9 +45,43 @@ def _kernel(source: str, name: str, defines: Mapping[str, int], device: int) -> 
 
 def _launch(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
     library, function = made
-    assert shared == stream == 0
+    assert stream == 0
+    ctypes.c_uint.in_dll(library, "shared_bytes").value = shared
     values = (ctypes.c_uint64 * len(arguments))(*map(int, arguments))
     library.run(function, values, len(arguments), grid, block)
+
+
+class Launch:
+    """What stands for `tpde.cuda.compile.Launch`."""
+
+    def __init__(self, made: Any, grid: int, block: int, shared: int, **_: Any) -> None:
+        self._how = made, grid, block, shared
+
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        """Launch it once."""
+        _launch(*self._how, stream, *arguments)
+
+
+@pytest.fixture
+def windows_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels of windows run on the CPU, as on a device of three multiprocessors without `wgmma`."""
+    from tpde.cuda import window_experts, window_products
+
+    have = DeviceFacts("CPU", (8, 0), 3, 163 << 10)
+    monkeypatch.setattr(
+        nvrtc,
+        "kernel",
+        lambda source, name, defines, device, own=False: _kernel(source, name, defines, device),
+    )
+    monkeypatch.setattr(nvrtc, "Launch", Launch)
+    for module in (window_products, window_experts):
+        monkeypatch.setattr(module, "facts", lambda device: have)
+    made = window_products._launch_of, window_experts._decoding, window_experts._product
+    for it in made:  # what other tests have made
+        it.cache_clear()
+    yield
+    for it in made:
+        it.cache_clear()
 
 
 @pytest.fixture

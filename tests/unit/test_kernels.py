@@ -32,6 +32,7 @@ from tpde.cuda import (
     items,
     nvcomp,
     window_encode,
+    window_experts,
     window_products,
 )
 from tpde.errors import CompileError, MissingDependency
@@ -177,6 +178,28 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
             assert_no_spills(log)
             warps = how.warps * how.blocks + 4 * how.grouped
             assert registers(log) * 32 * warps <= 65536
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("columns", [768, 2880])
+def test_experts_compile_without_spills(columns: int, arch: str) -> None:
+    least = LEAST_SHARED if arch in LEAST_ARCHITECTURES else (163 if arch == "sm_80" else 227) << 10
+    ways = [
+        way
+        for count in (1, window_experts.MOST_ROUTED)
+        for way in window_experts.expert_products(columns, 128, count, least)
+    ]
+    found = {tuple(it.defines.items()): it for it in ways}
+    assert {it.rows for it in found.values()} == {8, 16}
+    for how in found.values():
+        log = nvrtc.cubin(window_experts.SOURCE, how.defines, arch)[1]
+        assert_no_spills(log)
+        taken = dict(
+            zip(re.findall(r"function '(\w+)'", log), re.findall(r"Used (\d+) registers", log), strict=True)
+        )
+        assert int(taken["experts_product"]) * 256 * how.blocks <= 65536
+        assert int(taken["experts_rows"]) * 256 * 2 <= 65536
+    assert_no_spills(nvrtc.cubin(window_experts.SOURCE, {"TAIL": int(columns % 256 != 0)}, arch)[1])
 
 
 def item(packed: Packed) -> items.Item:

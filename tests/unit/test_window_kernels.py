@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from support.emulated import on_cpu  # noqa: F401
-from support.window_encoding import assert_same_blob, encode_on_host, encoding_on_host, guards
+from support.models import torch
+from support.window_encoding import assert_same_blob, encode_on_host, encoding_on_host, guards, room
 from support.windows import MATRICES, weights
 
-from tpde.codec import windows
+from tpde.codec import window_stacks, windows
 from tpde.cuda import window_encode
 from tpde.cuda.window_encode import Matrix, WindowEncoder
 from tpde.errors import Corrupt, InvalidInput
+from tpde.weights import window_stacking
 
 SHAPES = ((1, 1), (9, 40), (17, 5), (33, 70), (16, 256), (100, 384), (48, 1100), (1, 5000), (40, 264))
 
@@ -90,6 +96,46 @@ def test_words_that_change_meanwhile() -> None:
     assert (guards(out) == 0xA5).all()
     with pytest.raises(Corrupt):
         windows.validate(out)
+
+
+class OnDevice:
+    """A tensor of the CPU that says of itself that it is on a device."""
+
+    is_cuda = True
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.shape, self.device = tensor, tensor.shape, torch.device("cpu", 0)
+        self.data_ptr, self.stride = tensor.data_ptr, tensor.stride
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_matrices_that_are_encoded_together(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launches before one wait: each blob is that of the matrix alone, in a stack that is valid."""
+    monkeypatch.setattr(window_stacking, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(window_stacking, "stream_handle", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=bool))
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda size, **more: (
+            torch.from_numpy(room(size, 128, 0xA5)) if more.get("device") else empty(size, **more)
+        ),
+    )
+    for rows, columns in ((1, 1), (40, 70), (33, 600)):
+        matrices = [MATRICES[it](rows, columns) for it in ("weights", "escapes", "pruned", "every_word")]
+        plain = [torch.from_numpy(np.ascontiguousarray(it).view(np.int16)) for it in matrices]
+        made = window_stacking.encode_together([OnDevice(it) for it in plain], turned=turned)
+        assert made is not None
+        blob = made.blob.numpy()
+        assert window_stacks.validate(blob) == made.stack
+        assert made.stack.turned == turned
+        for number, words in enumerate(matrices):
+            assert_same_blob(made.stack.blob(blob, number), words)
+        host = window_stacking.encode_together([it.view(torch.bfloat16) for it in plain], turned=turned)
+        assert host is not None
+        assert np.array_equal(host.blob.numpy(), blob)
+    assert window_stacking.encode_together([torch.zeros(0, 4, dtype=torch.bfloat16)]) is None
 
 
 def test_what_no_matrix_is() -> None:

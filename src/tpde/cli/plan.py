@@ -129,7 +129,7 @@ def plan(
     files = weight_files(folder) if ram is not None else []
     rates = _rates(device, copy_rate, memory_rate, disk_rate, call_time, files)
     with opened_shape(folder) as (shape, checkpoint, weights):
-        fused = fused_names(shape, weights.runs) if how == "fused" else ()
+        fused = fused_names(shape, weights.runs, experts=False) if how == "fused" else ()
         made = plan_streaming(shape, checkpoint, weights, budget, fused=fused).on(rates)
         units = units_of(shape, weights.runs)
     if as_json:

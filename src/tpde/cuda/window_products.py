@@ -22,7 +22,7 @@ _FEW_ROWS = 16  # of x in one launch of `product`
 X_AT = 16  # what addresses of rows of x are multiples of
 WARPS = 8  # of a block
 PARTS = 8  # sums of a row, windows.md 9.2
-_WARP_BYTES = 4096 + 5632  # of shared memory: a plane of escapes, and a chunk
+WARP_BYTES = 4096 + 5632  # of shared memory: a plane of escapes, and a chunk
 _TURNS = 2  # of partial sums, which are written while those before are read
 # Rows of x of more bytes are not copied to shared memory, but read from the cache: measured on an H200, where
 # one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
@@ -101,7 +101,7 @@ def _narrow(window: Window, count: int, shared_bytes: int) -> Product:
     """A block by itself takes all parts, and reads x from the cache, or copies all of it."""
     tiles = -(-count // 8)
     x_bytes = 2 * (-(-window.columns // 8) * 8) + 64  # lanes that read rows beside each other meet no bank
-    least, copied = WARPS * (_WARP_BYTES + _TURNS * tiles * 16 * 8 * 4), count * x_bytes
+    least, copied = WARPS * (WARP_BYTES + _TURNS * tiles * 16 * 8 * 4), count * x_bytes
     shared = copied <= _SHARED_X and least + copied <= shared_bytes
     blocks = 2 if tiles == 1 else 1
     defines = _defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks}
@@ -116,7 +116,7 @@ def _grouped(window: Window, rows: int, warps: int) -> Product:
     shared = (
         _STAGES * rows * 512  # x
         + (ended * PARTS + warps) * rows * 64  # partial sums that come and go
-        + warps * _WARP_BYTES
+        + warps * WARP_BYTES
         + 8 * (2 + warps)  # barriers
     )
     defines = _defines(window) | {"NB": rows, "WIDE": warps, "STREAMS": int(streams)}
@@ -185,7 +185,7 @@ class DeviceWindow:
 
     def _spread(self, kernel: Any, chunks: int) -> nvrtc.Launch:
         grid = min(2 * self._facts.multiprocessors, -(-chunks // WARPS))
-        return nvrtc.Launch(kernel, grid, 32 * WARPS, WARPS * _WARP_BYTES)
+        return nvrtc.Launch(kernel, grid, 32 * WARPS, WARPS * WARP_BYTES)
 
     def rows(self, out: int, stride: int, stream: int, first: int = 0, end: int | None = None) -> None:
         """Decode to rows.

@@ -261,40 +261,40 @@ class Checkpoint:
 
     def open_in_turn(
         self,
-        groups: Iterable[Sequence[str]],
-        runs: Mapping[str, Run[Stored]],
+        groups: Iterable[Sequence[Stored]],
         device: torch.device,
-        make: Callable[[Stored, torch.Tensor], Source],
-    ) -> dict[str, PackedTensor]:
-        """Read parameters that are made of one tensor each, group by group, to one device.
+        make: Callable[[Sequence[Stored], Sequence[torch.Tensor]], Sequence[Source]],
+    ) -> dict[str, Source]:
+        """Read tensors, group by group, to one device.
 
         Parameters
         ----------
-        groups : iterable of sequence of str
-            Names of parameters. What is read is there for one group at a time, where `make` keeps nothing.
-        runs : mapping of str to Run
-            Their runs.
+        groups : iterable of sequence of Stored
+            What is read is there for one group at a time, where `make` keeps nothing.
         device : torch.device
             Where they go.
         make : callable
-            Called with each and the bytes that were read of it; gives the weight's source.
+            Called with a group and the bytes that were read of each; gives their sources.
+
+        Returns
+        -------
+        dict of str to Source
+            By their names.
 
         Raises
         ------
         Truncated, Corrupt, UnsupportedVersion, OutOfMemory
             As `read`.
         """
-        made: dict[str, PackedTensor] = {}
+        made: dict[str, Source] = {}
         listed = [list(group) for group in groups]
         coming = iter(listed)
 
         def use(read: Sequence[torch.Tensor]) -> None:
-            for name, data in zip(next(coming), read, strict=True):
-                part = runs[name].parts[0]
-                made[name] = runs[name].opened({part.name: make(part, data)})
+            group = next(coming)
+            made.update(zip((it.name for it in group), make(group, read), strict=True))
 
-        extents = ([runs[name].parts[0].extent for name in group] for group in listed)
-        read_in_turn(extents, device, use)
+        read_in_turn(([it.extent for it in group] for group in listed), device, use)
         return made
 
     def decode(

@@ -413,10 +413,10 @@ class Group:
         Until `forget`, the fused weights are taken to be here.
         """
         space, buffer = self._room()
-        source = slots[0].experts
-        assert source is not None
         space.order()
-        source.fetch(numbers, buffer)
+        for source in dict.fromkeys(slot.experts for slot in slots):
+            assert source is not None
+            source.fetch(numbers, buffer)
         space.some.update(slots)
 
     def forget(self, slots: Sequence[Slot]) -> None:

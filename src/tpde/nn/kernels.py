@@ -1,22 +1,27 @@
-"""How linear layers are computed: as plain ones are, or straight from packed weights."""
+"""How linear layers and experts are computed: as plain ones are, or straight from packed weights."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn.modules import PackedEmbedding, PackedLinear, PackedModule, gathers
 from tpde.nn.replace import finish, packed_modules
+from tpde.nn.routed import projections, why_not
+from tpde.nn.routing import fused as of_experts
 from tpde.nn.slot import Slot
 from tpde.weights.active_delta import ALWAYS
+from tpde.weights.experts import can_be_experts, experts_in_windows
 from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
+from tpde.weights.source import Source
 from tpde.weights.windowed import Windowed
 
 log = logging.getLogger("tpde")
@@ -25,6 +30,7 @@ Kernels = Literal["exact", "fused"]
 # Of the plain weight's bytes. Windows take 0.69, and as much more as the share of words that are escapes, on
 # which a product also spends instructions.
 MOST_SHARE = 0.85
+TOO_LARGE = f"windows would take more than {MOST_SHARE} of their bytes"
 
 
 def check_kernels(kernels: Any) -> Kernels:
@@ -43,7 +49,7 @@ def check_kernels(kernels: Any) -> Kernels:
 
 
 def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
-    """Say how linear layers of a packed model are computed: exactly as plain ones, or from packed weights.
+    """Say how a packed model is computed: exactly as the plain one, or straight from packed weights.
 
     With `"exact"`, weights are decoded, and PyTorch multiplies: outputs are the plain model's, bit for bit.
     With `"fused"`, bf16 weights are put in the window layout (docs/windows.md), about 11.25 bits each, and up
@@ -51,7 +57,7 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     times as fast as multiplying with plain weights with one row, 1.22 times with 16, and slower with more
     than 32. Every weight is exact. Sums are in fp32, in an order that depends on the number of columns alone:
     a row's result has the same bits in every batch of up to 64 rows, but not those of the plain model.
-    Longer inputs and gradients take decoded weights.
+    Longer inputs and gradients take decoded weights. So it is with experts, of up to 64 tokens.
 
     Parameters
     ----------
@@ -78,12 +84,14 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
 
     Notes
     -----
-    In the window layout are the weights of `nn.Linear` layers, and of embeddings that are tied to them, where
-    that takes at most 0.85 of the plain weight. Others stay as they are: experts, convolutions, other dtypes,
-    and those that `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take from their layers. The logger
-    `tpde` warns if none is left. What is saved is packed in prefix codes, as ever. Weights are converted one
-    at a time; beside them, one plain weight and its blob are in memory. No forward pass may be under way in
-    another thread.
+    In the window layout are the weights of `nn.Linear` layers, of embeddings that are tied to them, and of
+    experts whose classes transformers' own functions compute (its `experts_implementation` "eager",
+    "batched_mm" or "grouped_mm"), where that takes at most 0.85 of the plain weight. Others stay as they are:
+    other experts, which the logger `tpde` names, convolutions, other dtypes, and those that
+    `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` take from their layers. The logger warns if none
+    is left. What is saved is packed in prefix codes, as ever. Weights are converted one at a time; beside
+    them, one plain weight and its blob are in memory, of experts both weights' blobs. No forward pass may be
+    under way in another thread.
 
     Examples
     --------
@@ -96,20 +104,22 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
         for slot in module.tpde_slots.values():
             uses.setdefault(slot.packed, []).append((module, slot))
     fused, taken = kernels == "fused", taken_by_others(model)
-    work = [
-        it
-        for it, places in uses.items()
-        if it.multiplies != fused and (not fused or _fits(it, places, taken))
-    ]
-    for packed in work:
+    work = [_Work([it]) for it in uses if it.multiplies and not fused]
+    if fused:
+        work = [_Work([it]) for it, places in uses.items() if not it.multiplies and _fits(it, places, taken)]
+        work += _experts(model, uses)
+    for packed in (it for some in work for it in some.weights):
         _require_free(packed)
+    large = set[str]()
     try:
-        for packed in work:
-            convert(packed, fused)
+        for some in work:
+            if not convert(some, fused) and some.kind:
+                large.add(some.kind)
     finally:  # those that were converted are not decoded with their blocks any more, or are again
         if any(_is_misplaced(module, slot) for places in uses.values() for module, slot in places):
             finish(model)
     if fused:
+        tell_experts(dict.fromkeys(sorted(large), TOO_LARGE))
         tell_if_none(model)
     return model
 
@@ -126,12 +136,94 @@ def tell_if_none(model: nn.Module) -> None:
         )
 
 
-def convert(packed: PackedTensor, fused: bool) -> None:
-    """Put a weight in the window layout if that is small enough, or back in prefix codes."""
-    source = packed.sources[0]
-    made = Windowed.of(source, MOST_SHARE) if fused else Resident(source.blob.to(source.device), source.name)
-    if made is not None:
-        packed.replace({source: made})
+class _Work(NamedTuple):
+    """Weights that are converted, all or none, and whether they are multiplied from the left."""
+
+    weights: list[PackedTensor]
+    turned: bool = False
+    kind: str = ""  # of experts, their class
+
+
+def _experts(
+    model: nn.Module, uses: Mapping[PackedTensor, Sequence[tuple[PackedModule, Slot]]]
+) -> list[_Work]:
+    """What of experts goes to windows: both weights of a module, or none, and then it is told why."""
+    found: list[_Work] = []
+    told: dict[str, str] = {}
+    for _, module in packed_modules(model):
+        slots = [slot for slot in of_experts(module) if slot.dtype is torch.bfloat16]
+        weights = [slot.packed for slot in slots]
+        if not slots or all(it.multiplies for it in weights):
+            continue
+        parts = {it.name: (it.shape, [source.shape for source in it.packed.sources]) for it in slots}
+        why = why_no_experts(module, parts)
+        if why is None and any(len(uses[it]) > 1 for it in weights):
+            why = "another module has their weights too"
+        if why is None:
+            found.append(_Work(weights, bool(module.is_transposed), module.tpde_base.__name__))
+        else:
+            told.setdefault(module.tpde_base.__name__, why)
+    tell_experts(told)
+    return found
+
+
+def why_no_experts(
+    module: nn.Module, parts: Mapping[str, tuple[Sequence[int], Sequence[Sequence[int]]]]
+) -> str | None:
+    """Why experts do not go to the window layout; None if they do.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Packed, or before it is.
+    parts : mapping of str to (shape, shapes)
+        The weights of three dimensions in bf16 that are packed: their shapes, and of what they are made of.
+    """
+    why = why_not(module)
+    if why is not None:
+        return why
+    if set(parts) != set(projections(module)):
+        return "not all of their weights are packed"
+    turned = bool(module.is_transposed)
+    if not all(can_be_experts(*it, turned) for it in parts.values()):
+        return "they are made of tensors that are no experts"
+    return None
+
+
+def tell_experts(told: Mapping[str, str]) -> None:
+    """Say which experts stay in prefix codes, by their classes, and why.
+
+    Of others that have weights of three dimensions, such as convolutions, nobody expects it.
+    """
+    for kind, why in told.items():
+        if "expert" in kind.lower():
+            log.warning(
+                "the experts of `%s` are decoded, and not multiplied as they are packed: %s", kind, why
+            )
+
+
+def convert(work: _Work, fused: bool) -> bool:
+    """Put weights in the window layout if all are small enough, or back in prefix codes; tell whether."""
+    made = []
+    for packed in work.weights:
+        sources = _in_windows(packed, work.turned) if fused else _in_codes(packed)
+        if sources is None:
+            return False
+        made.append(sources)
+    for packed, sources in zip(work.weights, made, strict=True):
+        packed.replace(sources)
+    return True
+
+
+def _in_codes(packed: PackedTensor) -> dict[Source, Source]:
+    return {it: Resident(it.blob.to(it.device), it.name) for it in packed.sources}
+
+
+def _in_windows(packed: PackedTensor, turned: bool) -> dict[Source, Source] | None:
+    if len(packed.shape) == 2:
+        one = Windowed.of(packed.sources[0], MOST_SHARE)
+        return None if one is None else {packed.sources[0]: one}
+    return experts_in_windows(packed, MOST_SHARE, turned)
 
 
 def can_fuse(module: nn.Module) -> bool:
@@ -150,7 +242,10 @@ def taken_by_others(model: nn.Module) -> set[nn.Module]:
 
 def _is_misplaced(module: PackedModule, slot: Slot) -> bool:
     """Whether a weight is decoded with a block and should not be, or the other way round."""
-    return not isinstance(module, PackedEmbedding) and slot.packed.multiplies == (slot.group is not None)
+    group = slot.group
+    if slot.experts is not None or (group is not None and slot in group.routed):
+        return group is None or (slot in group.routed) != (slot.experts is not None)
+    return not isinstance(module, PackedEmbedding) and slot.packed.multiplies == (group is not None)
 
 
 def _fits(

@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tpde.errors import PackedWeight, TpdeError
 from tpde.nn.group import Group, Pool
+from tpde.nn.routed import arguments_of, from_windows, routed
 from tpde.nn.routing import fused, needed
 from tpde.nn.scope import Scope, first_tensor, is_open
 from tpde.nn.slot import Slot
 from tpde.weights.frozen import CONTIGUOUS
+from tpde.weights.launch import capturing
 from tpde.weights.lent import lend
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.product import casts, linear
@@ -99,7 +101,9 @@ class PackedModule(_Base):
         slots = [slot for slot in fused(self) if slot.experts is not None]
         if not slots:
             return super().forward(*args, **kwargs)
-        group.fetch(slots, needed(self, args, kwargs))
+        # A CUDA graph is replayed with other choices of the router, and has all.
+        recorded = slots[0].packed.multiplies and capturing(slots[0].device)
+        group.fetch(slots, range(slots[0].shape[0]) if recorded else needed(self, args, kwargs))
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -146,7 +150,7 @@ class PackedModule(_Base):
         """A packed weight, for whoever asks: decoded within a forward pass, else the parameter."""
         slot = self.tpde_slots[name]
         if is_compiling():
-            alone = isinstance(self, PackedEmbedding) or slot.packed.multiplies
+            alone = isinstance(self, PackedEmbedding) or (slot.packed.multiplies and slot.experts is None)
             group = None if alone else self.tpde_group()
             if group is None or group.flat is None:  # read by other code, often only for its dtype: then it
                 nothing = torch.empty(0, device=slot.device)  # is never computed
@@ -423,6 +427,17 @@ class PackedLinear(PackedModule):
             scope.close()
 
 
+class PackedExperts(PackedModule):
+    """Experts that are multiplied as they are, where that is faster: see `tpde.nn.routed`."""
+
+    tpde_arguments: tuple[str, str, str]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As before, or from windows."""
+        call = routed(self, args, kwargs)
+        return super().forward(*args, **kwargs) if call is None else from_windows(self, call)
+
+
 class _Twin:
     """Stands in for a module: has its attributes, but other weights.
 
@@ -480,7 +495,11 @@ def packed_class(base: type[nn.Module], names: tuple[str, ...]) -> type[PackedMo
         bases = (PackedLinear, base)
     elif gathers(base):
         bases = (PackedModule, PackedEmbedding) if base is nn.Embedding else (*bases, PackedEmbedding)
+    elif arguments_of(base) is not None:  # type: ignore[arg-type]
+        bases = (PackedExperts, base)
     members = {name: _weight(name) for name in names} | {"tpde_base": base, "__module__": __name__}
+    if PackedExperts in bases:
+        members["tpde_arguments"] = arguments_of(base)  # type: ignore[arg-type]
     return type(f"Packed{base.__name__}", bases, members)
 
 

@@ -15,6 +15,7 @@ from tpde.nn.moving import ask_first, ask_no_more
 from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
+from tpde.weights.experts import is_experts
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
 
@@ -154,16 +155,19 @@ def finish(model: nn.Module) -> nn.Module:
     members: dict[str, list[Slot]] = {}
     blocks: dict[str, str] = {}
     for name, module in packed_modules(model):
-        block = block_path(model, name)
-        where = name if block is None else block
+        whole = block_path(model, name)
         for slot in module.tpde_slots.values():
             if isinstance(module, PackedEmbedding):  # rows are decoded as asked for, never all of them
                 if slot.packed.together and slot.packed.settled:  # else they may not be there yet
                     slot.packed.prepare_rows()
                 continue
-            if slot.packed.multiplies:  # on the device as it is multiplied
+            block = whole
+            if is_experts(slot.packed):  # decoded by themselves, where they are not multiplied as they are
+                block = None
+            elif slot.packed.multiplies:  # on the device as it is multiplied
                 slot.leave()
                 continue
+            where = name if block is None else block
             members.setdefault(where, []).append(slot)
             if block is not None:
                 blocks[where] = block

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,16 +26,16 @@ log = logging.getLogger("tpde")
 
 # What transformers' modules call the router's choice. All that take one by these names look each expert up,
 # in a loop or by an index, and none computes with the others.
-_CHOICE = ("top_k_index", "router_indices")
+CHOICE = ("top_k_index", "router_indices")
 # Implementations that do so too; others, such as kernels from a hub, are given all experts.
-_KNOWN = (None, "eager", "batched_mm", "grouped_mm")
+KNOWN = (None, "eager", "batched_mm", "grouped_mm")
 
 
 class ExpertSource(Protocol):
     """What decodes some experts of a module: see `tpde.streaming.experts`."""
 
     def fetch(self, numbers: Sequence[int], out: Tensor) -> None:
-        """Decode these experts, of all the module's fused weights, on the current stream.
+        """Decode these experts, of all the module's fused weights that it is set for, on the current stream.
 
         Parameters
         ----------
@@ -43,6 +44,27 @@ class ExpertSource(Protocol):
         out : torch.Tensor
             The workspace: each expert goes to its place in its slot, which starts at the slot's `offset`.
         """
+
+
+class FromWindows:
+    """Decodes experts of one weight that is in the window layout, and on the device as it is multiplied.
+
+    Parameters
+    ----------
+    slot : Slot
+        The weight's, which holds this.
+    """
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = weakref.ref(slot)
+
+    def fetch(self, numbers: Sequence[int], out: Tensor) -> None:
+        """See `ExpertSource`."""
+        slot = self._slot()
+        assert slot is not None
+        slot.packed.experts.decode_some(numbers, out[slot.offset : slot.offset + slot.nbytes])
 
 
 def route_experts(module: PackedModule, source: ExpertSource) -> None:
@@ -75,7 +97,7 @@ def _place(kind: type[nn.Module]) -> tuple[str, int] | None:
     if not kind.__module__.startswith("transformers."):
         return None
     names = list(inspect.signature(kind.forward).parameters)[1:]
-    return next(((name, names.index(name)) for name in _CHOICE if name in names), None)
+    return next(((name, names.index(name)) for name in CHOICE if name in names), None)
 
 
 def routes(kind: type[nn.Module]) -> bool:
@@ -87,7 +109,7 @@ def chosen(module: PackedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The experts that a call needs, ascending; None if that is not known. Waits for the router."""
     place = _place(module.tpde_base)  # type: ignore[arg-type]
     config = getattr(module, "config", None)
-    if place is None or getattr(config, "_experts_implementation", None) not in _KNOWN:
+    if place is None or getattr(config, "_experts_implementation", None) not in KNOWN:
         return None
     name, position = place
     index = args[position] if position < len(args) else kwargs.get(name)

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tpde.nn.routing import ExpertSource, FromWindows
 from tpde.nn.tiles import RowTiles
 from tpde.weights import operators as ops
+from tpde.weights.experts import is_experts
 from tpde.weights.frozen import as_weight, formatted
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.span import ALIGN
 
 if TYPE_CHECKING:
     from tpde.nn.group import Group
-    from tpde.nn.routing import ExpertSource
 
 __all__ = ["ALIGN", "Slot"]
 
@@ -92,6 +93,10 @@ class Slot:
         self.view: Tensor | None = None
         self.view_of: Tensor | None = None
         self.key = ops.register(self)
+        if is_experts(self.packed):
+            self.experts = FromWindows(self)
+        elif isinstance(self.experts, FromWindows):
+            self.experts = None
         if (group := self.group) is not None:
             group.changed()
 
@@ -133,6 +138,10 @@ class Slot:
         if self.packed.multiplies and fits and x.device == self.device:  # else PyTorch says what is wrong
             return self.packed.product(x, bias, self.parameter.plain_requires_grad)
         return functional.linear(x, self.instead(), bias)
+
+    def experts_product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
+        """Rows of x, times the experts that they are for: see `Experts.product`."""
+        return self.packed.experts.product(x, ids, per, bias)
 
     def span_instead(self, begin: int, end: int) -> Tensor:
         """Bytes `begin` to `end` of the weight as `instead` gives them, at an address as round as there."""

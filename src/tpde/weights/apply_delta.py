@@ -21,7 +21,7 @@ from tpde.weights.pack_tensor import pack_tensor
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
-from tpde.weights.windowed import Windowed
+from tpde.weights.windows_source import WindowSource
 
 if TYPE_CHECKING:
     from tpde.store.live_deltas import Live
@@ -174,7 +174,7 @@ def _updatable(weight: PackedTensor, name: str) -> Source:
 
 def _updated(source: Source, variant: Variant) -> Source:
     """A source with one more change."""
-    if isinstance(source, Windowed):
+    if isinstance(source, WindowSource):
         return source.anew(part_of(variant, 0, source.nbytes).view(source.dtype).view(source.shape))
     if variant.start is not source:
         return variant.start

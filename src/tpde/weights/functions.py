@@ -122,6 +122,7 @@ def _embedding(
         isinstance(weight, Packed)
         and max_norm is None
         and len(weight.packed.parts) == 1
+        and len(weight.packed.shape) == 2
         and not transformed()
     ):
         return weight.rows(input)

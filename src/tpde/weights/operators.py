@@ -21,6 +21,9 @@ compiler keeps graphs on disk, and another process has other weights for the sam
 `tpde::tiled_linear(Tensor x, Tensor? bias, SymInt key, SymInt width, bool cast) -> Tensor`
     `x @ W.T + bias`, of so many columns, for a weight larger than any buffer, which is decoded, cast to the
     dtype of `x` if asked for, multiplied and forgotten a few rows at a time, here and in the backward pass.
+`tpde::experts_linear(Tensor x, Tensor ids, Tensor? bias, SymInt key, SymInt width, SymInt per) -> Tensor`
+    For each number of `ids`, row `i // per` of x times that expert of a weight in the window layout: so many
+    columns. It has no gradient: what needs one is computed from decoded weights.
 `tpde::embedding(Tensor ids, SymInt key, SymInt width, ScalarType dtype) -> Tensor`
     Rows of a matrix, of so many columns.
 """
@@ -252,6 +255,32 @@ def _tiled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 register_autograd("tpde::tiled_linear", _tiled_backward, setup_context=_keep_tiled, lib=_library)
+
+
+@_operator(
+    "experts_linear(Tensor x, Tensor ids, Tensor? bias, SymInt key, SymInt width, SymInt per) -> Tensor"
+)
+def experts_linear(x: Tensor, ids: Tensor, bias: Tensor | None, key: int, width: int, per: int) -> Tensor:
+    """Multiply rows by the experts that they are for."""
+    made: Tensor = _unit(key).experts_product(x, ids, per, bias)
+    return made
+
+
+@_meta("experts_linear")
+def _(x: Tensor, ids: Tensor, bias: Tensor | None, key: int, width: int, per: int) -> Tensor:
+    return x.new_empty((ids.shape[0], width))
+
+
+def _no_gradient_of_experts(ctx: Any, grad: Tensor) -> Tensor:
+    raise NotImplementedError("gradients do not flow through products with experts in the window layout")
+
+
+register_autograd("tpde::experts_linear", _no_gradient_of_experts, lib=_library)
+
+
+@register_flop_formula(torch.ops.tpde.experts_linear)
+def _(x: torch.Size, ids: torch.Size, bias: Any, key: int, width: int, *args: Any, **kwargs: Any) -> int:
+    return 2 * ids[0] * x[1] * width
 
 
 @_operator("embedding(Tensor ids, SymInt key, SymInt width, ScalarType dtype) -> Tensor")

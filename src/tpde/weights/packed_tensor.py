@@ -18,6 +18,7 @@ from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
 from tpde.weights.span import ALIGN, Span
 
 if TYPE_CHECKING:
+    from tpde.weights.experts import Experts
     from tpde.weights.windowed import Windowed
 
 
@@ -71,7 +72,8 @@ class PackedTensor:
     choice : Choice or None
         By which name it is decoded, if it has several.
     multiplies : bool
-        Whether a linear layer's product is computed from it, without its being decoded before.
+        Whether products are computed from it, without its being decoded before: a linear layer's, or of
+        three dimensions those of experts.
     updates : int
         Counts those that gave it other values.
 
@@ -236,7 +238,9 @@ class PackedTensor:
             user.frozen()
 
     def _forget(self) -> None:
-        self.multiplies = len(self.parts) == 1 and self.parts[0][0].multiplies
+        whole = len(self.parts) == 1 or len(self.shape) == 3
+        self.multiplies = whole and all(source.multiplies for source, _ in self.parts)
+        self._experts: Experts | None = None
         self._versions = [source.version for source, _ in self.parts]
         self.choice = next((source.choice for source, _ in self.parts if source.choice is not None), None)
         self._decoder: Decoder | None = None
@@ -276,7 +280,8 @@ class PackedTensor:
                 hint="load the model with more `vram`",
             )
         if self._decoder is None:
-            self._decoder = decoder(self.parts)
+            of_experts = self.multiplies and len(self.shape) == 3
+            self._decoder = self.experts.decode_into if of_experts else decoder(self.parts)
 
     def decode_into(self, out: Tensor) -> None:
         """Decode the weight to the start of a buffer of bytes, on the current stream.
@@ -318,6 +323,15 @@ class PackedTensor:
         """`x @ W.T + bias`, where `multiplies` says that it can be: see `Windowed.product`."""
         return cast("Windowed", self.parts[0][0]).product(x, bias, trained)
 
+    @property
+    def experts(self) -> Experts:
+        """Its experts, where `multiplies` says of a weight of three dimensions that they are multiplied."""
+        if self._experts is None:
+            from tpde.weights.experts import Experts
+
+            self._experts = Experts(self)
+        return self._experts
+
     def opened(self) -> AbstractContextManager[None]:
         """Let the bytes be read where they lie: see `Source.opened`. One brings all of a weight."""
         return self.parts[0][0].opened()
@@ -346,16 +360,22 @@ def rebuild_tensor(
         raise InvalidInput(
             "what was pickled is no packed weight", hint="fetch it again", where=str(name)[:200]
         )
-    made = PackedTensor([_source(blob, it) for blob, it in zip(blobs, names, strict=True)], shape, name)
+    part = len(blobs) > 1
+    made = PackedTensor([_source(blob, it, part) for blob, it in zip(blobs, names, strict=True)], shape, name)
     made.tile_bytes = tile_bytes
     return made
 
 
-def _source(blob: Tensor, name: str) -> Source:
-    """A blob of either kind: they begin with different bytes."""
+def _source(blob: Tensor, name: str, part: bool) -> Source:
+    """A blob of any kind: they begin with different bytes."""
+    from tpde.codec import window_stacks
     from tpde.weights.windowed import MAGIC, Windowed
+    from tpde.weights.windowed_experts import WindowedExperts
 
-    windowed = blob.dtype is torch.uint8 and blob.dim() == 1 and not blob.is_meta
-    if windowed and bytes(blob[: len(MAGIC)].tolist()) == MAGIC:
-        return Windowed(blob.contiguous(), name)
+    if blob.dtype is torch.uint8 and blob.dim() == 1 and not blob.is_meta:
+        magic = bytes(blob[: len(MAGIC)].tolist())
+        if magic == MAGIC:
+            return Windowed(blob.contiguous(), name, part=part)
+        if magic == window_stacks.MAGIC:
+            return WindowedExperts(blob.contiguous(), name)
     return Resident(blob, name)

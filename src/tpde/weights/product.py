@@ -40,6 +40,8 @@ def linear(packed: PackedTensor, x: Any, bias: Any, trained: bool) -> Tensor | N
         Within `torch.jit.trace`.
     """
     refuse_trace(packed.name)
+    if len(packed.shape) != 2:
+        return None
     if type(x) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
         return None
     if transformed() or forward_ad._current_level >= 0:

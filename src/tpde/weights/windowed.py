@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,9 +9,8 @@ from torch.nn import functional
 
 from tpde.codec import windows
 from tpde.codec.native import Bytes
-from tpde.codec.registry import Codec, Gpu
 from tpde.cuda.window_products import MOST_ROWS, X_AT, DeviceWindow
-from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated, UnsupportedVersion
+from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.files.writer import default_threads
 from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
@@ -22,14 +19,12 @@ from tpde.weights import operators as ops
 from tpde.weights import windowing
 from tpde.weights.frozen import as_weight
 from tpde.weights.launch import on_device, stream_handle
-from tpde.weights.pack_tensor import packed_again
 from tpde.weights.packed_tensor import PackedTensor
-from tpde.weights.resident import check_load, require_bytes_kept
-from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
+from tpde.weights.source import RowsDecoder, Source
+from tpde.weights.windows_source import WindowSource
 
 MAGIC = bytes.fromhex("89 54 50 44 57 0D 0A 1A")  # windows.md 5.1
 ROWS = windows.ROWS_AT  # of a stripe
-_ALIGN = 128  # of blobs, windows.md 5.2
 _X_WORDS = X_AT // 2
 
 
@@ -38,20 +33,19 @@ def _can_be(source: Source) -> bool:
     return source.dtype is torch.bfloat16 and len(source.shape) == 2 and 0 not in source.shape
 
 
-class Windowed(Source):
+class Windowed(WindowSource):
     """A bf16 matrix in the window layout, on the device on which it is multiplied.
-
-    Files keep prefix codes: what is saved of it is packed anew, to the bytes that `tpde pack` makes.
 
     Parameters
     ----------
     blob : torch.Tensor
-        One-dimensional, uint8, contiguous, on a CPU or CUDA device. On a GPU it is copied if its address is
-        not divisible by 128, as the kernels take it to be.
+        See `WindowSource`.
     name : str
         What errors call it.
     window : Window, optional
         What the blob holds, if it is known to be right. By default, it is checked.
+    part : bool
+        Whether it is one of several that a weight is made of, whose products are the weight's.
 
     Raises
     ------
@@ -68,25 +62,21 @@ class Windowed(Source):
         A budget of device memory has room for it as it is.
     """
 
-    multiplies = True
     strip_bytes = 256 << 20
     budgeted = False
-    kind = torch.bfloat16  # its dtype, without looking it up
 
-    def __init__(self, blob: Tensor, name: str, window: windows.Window | None = None) -> None:
-        self.name, self.version, self.key = name, 0, 0
-        if blob.dtype is not torch.uint8 or blob.dim() != 1 or not blob.is_contiguous() or blob.is_meta:
-            raise InvalidInput(
-                f"`{name}`: a blob is one-dimensional, contiguous and uint8, this is {blob.dtype} of shape "
-                f"{list(blob.shape)} on {blob.device}"
-            )
+    def __init__(
+        self, blob: Tensor, name: str, window: windows.Window | None = None, *, part: bool = False
+    ) -> None:
+        super().__init__(blob, name)
+        self.key, self._part = 0, part
         try:
-            self._window = (
+            self.window = (
                 windows.validate(blob.cpu().numpy(), default_threads()) if window is None else window
             )
         except (Corrupt, Truncated, UnsupportedVersion) as error:
             raise error.of_tensor(name) from error
-        self._rows, self._columns = rows, columns = self._window.rows, self._window.columns
+        self._rows, self._columns = rows, columns = self.window.rows, self.window.columns
         # A chunk of it is a stripe: spans of it are decoded stripe by stripe.
         spec = TensorSpec("BF16", (rows, columns))
         self.header = BlobHeader(spec, CODEC_PREFIX, rows * columns, ROWS * columns)
@@ -119,129 +109,29 @@ class Windowed(Source):
         return None if made is None else cls(made.blob, name, made.window)
 
     def _place(self, blob: Tensor) -> None:
-        if blob.is_cuda and blob.data_ptr() % _ALIGN:
-            blob = blob.clone()
-        self._blob, self._address, self._device = blob, blob.data_ptr(), blob.device
+        super()._place(blob)
         self._there: DeviceWindow | None = None
-        self.recorded = False
         if blob.is_cuda:
-            self._there = DeviceWindow(self._window, blob.data_ptr(), blob.device.index)
-            self._there.prepare()
-        self.version += 1
+            self._there = DeviceWindow(self.window, self._address, blob.device.index)
+            if not self._part:
+                self._there.prepare()
         self.key = ops.renew(self, self.key)
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self._device
+    def _like(self, blob: Tensor) -> Windowed:
+        return Windowed(blob, self.name, self.window, part=self._part)
 
-    @property
-    def codec(self) -> Codec:
-        """That of the blob that is saved of it; no kernel decodes this one together with others."""
-        return super().codec._replace(gpu=Gpu.NONE)
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes that it takes."""
-        return self._blob.numel()
-
-    # ---- its bytes ----
-
-    @property
-    def blob(self) -> Tensor:
-        """A blob of prefix codes, packed for it: see `Source.blob`."""
-        return packed_again(self)
-
-    @property
-    def memory(self) -> Tensor:
-        """The window blob."""
-        return self._blob
-
-    def check(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Refuse functions that give other bytes: see `Source.check`."""
-        require_bytes_kept(self.name, self._blob, fn)
-
-    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Take the same blob where a function moves it: see `Source.apply`."""
-        self.check(fn)
-        blob = fn(self._blob)
-        if blob is not self._blob or blob.data_ptr() != self._address:
-            self._place(blob)
-
-    def check_load(self, other: Source) -> None:
-        """Refuse what is no tensor like this one: see `Source.check_load`."""
-        check_load(self, other)
-
-    def load(self, other: Source, *, assign: bool = False) -> None:
-        """Take another's tensor, in the window layout: see `Source.load`."""
-        self.check_load(other)
-        if other is self:
-            return
-        if isinstance(other, Windowed):
-            made = (
-                other
-                if assign
-                else Windowed(other._blob.to(self.device, copy=True), self.name, other._window)
-            )
-        else:
-            made = self.anew(PackedTensor(other).decoded().to(other.device if assign else self.device))
-        self._window = made._window
+    def _become(self, made: Windowed) -> None:
+        self.window = made.window
         self._place(made._blob)
 
     def anew(self, plain: Tensor) -> Windowed:
-        """Another matrix of the same shape in the window layout, whatever it takes.
-
-        Raises
-        ------
-        PackedWeight
-            If there are more escapes than a blob may have.
-        """
+        """Another matrix of the same shape in the window layout: see `WindowSource.anew`."""
         made = windowing.encode(plain)
         if made is None:
-            raise PackedWeight(
-                f"`{self.name}` is in the window layout, which cannot hold its new values",
-                hint='call `tpde.nn.set_kernels(model, "exact")` first',
-            )
-        return Windowed(made.blob, self.name, made.window)
-
-    def stored(self) -> Tensor:
-        """A blob of prefix codes."""
-        return self.blob
-
-    def pickled(self) -> Tensor:
-        """The window blob: see `Source.pickled`."""
-        blob = self._blob
-        return blob.clone() if blob.untyped_storage().nbytes() > blob.numel() else blob
-
-    def clone(self) -> Windowed:
-        """The same in memory of its own."""
-        return Windowed(self._blob.clone(), self.name, self._window)
+            raise self.cannot_hold()
+        return Windowed(made.blob, self.name, made.window, part=self._part)
 
     # ---- decoding ----
-
-    def together(self, items: Sequence[tuple[Source, int]]) -> Decoder:
-        """What rebuilds matrices, one after the other: a launch takes all multiprocessors."""
-        windowed = [(it, at) for it, at in items if isinstance(it, Windowed)]
-        others = [(it, at) for it, at in items if not isinstance(it, Windowed)]
-        before = decoder(others) if others else None
-
-        def decode(out: Tensor) -> None:
-            if before is not None:
-                before(out)
-            for it, at in windowed:
-                it._decode(out[at : at + it.nbytes], 0, it._window.stripes)
-
-        return decode
-
-    def chunks(self, first: int, last: int, offset: int) -> Decoder:
-        """What rebuilds some stripes."""
-        size = self.header.word_bytes
-        begin, end = (it * size for it in self.header.chunk_range(first, last))
-
-        def decode(out: Tensor) -> None:
-            self._decode(out[offset : offset + end - begin], first, last + 1)
-
-        return decode
 
     def _decode(self, out: Tensor, first: int, end: int) -> None:
         """Decode stripes to a buffer of bytes on the current stream."""
@@ -251,10 +141,6 @@ class Windowed(Source):
         with on_device(self._device):
             stream = stream_handle(self._device)
             self._there.rows(out.data_ptr(), self._columns, stream, first, end)
-
-    def _extent(self, first: int, end: int) -> tuple[int, int]:
-        row = 2 * self._columns
-        return first * ROWS * row, min(end * ROWS, self._rows) * row
 
     def decode_on_host(self, begin: int, end: int, out: Bytes) -> None:
         """Decode bytes `begin` to `end` with the CPU core: see `Source.decode_on_host`."""
@@ -289,10 +175,6 @@ class Windowed(Source):
                 self._there.lookup(flat.data_ptr(), flat.numel(), out.data_ptr(), stream)
         return out
 
-    def item(self, offset: int, chunks: object = None) -> None:
-        """None: no kernel of prefix codes decodes it."""
-        return
-
     # ---- multiplying ----
 
     def release(self) -> int:
@@ -301,7 +183,7 @@ class Windowed(Source):
 
     def decode_into(self, out: Tensor) -> None:
         """Decode all of it to the start of a buffer of bytes, on the current stream."""
-        self._decode(out[: self.nbytes], 0, self._window.stripes)
+        self._decode(out[: self.nbytes], 0, self.window.stripes)
 
     def instead(self) -> Tensor:
         """The matrix, decoded."""
@@ -358,8 +240,8 @@ class Windowed(Source):
         out = x.new_empty((*x.shape[:-1], self._rows))
         step = max(self.strip_bytes // (2 * ROWS * self._columns), 1)
         room = torch.empty(2 * ROWS * step * self._columns, dtype=torch.uint8, device=self.device)
-        for first in range(0, self._window.stripes, step):
-            end = min(first + step, self._window.stripes)
+        for first in range(0, self.window.stripes, step):
+            end = min(first + step, self.window.stripes)
             low, high = self._extent(first, end)
             self._decode(room[: high - low], first, end)
             part = room[: high - low].view(self.dtype).view(-1, self._columns)

@@ -436,7 +436,7 @@ MUTANTS = (
     mutant(
         "updates-leave-windows",
         "weights/apply_delta.py",
-        "    if isinstance(source, Windowed):\n",
+        "    if isinstance(source, WindowSource):\n",
         "    if False:\n",
         "a model that was updated is decoded block by block, and computes otherwise",
         "nn/test_kernels.py",
@@ -464,5 +464,29 @@ MUTANTS = (
         "            self._decode(room[: high - low], 0, end - first)\n",
         "the rows of a large matrix are those of its first strip",
         "nn/test_kernels.py",
+    ),
+    mutant(
+        "stacks-are-trusted",
+        "codec/window_stacks.py",
+        "windows.validate(data[at : at + size], threads)",
+        "windows.header(data[at : at + size])",
+        "kernels read beyond a pickled stack whose offsets are damaged",
+        "nn/test_fused_experts.py",
+    ),
+    mutant(
+        "experts-of-any-number-of-tokens",
+        "weights/experts.py",
+        "0 < tokens <= MOST_ROWS and",
+        "0 < tokens and",
+        "prompts are multiplied eight rows at a time",
+        "nn/test_fused_experts.py",
+    ),
+    mutant(
+        "experts-take-x-as-it-lies",
+        "weights/experts.py",
+        "step % _X_WORDS or at % X_AT or",
+        "step % _X_WORDS or",
+        "rows of x at an odd address are refused",
+        "nn/test_fused_experts.py",
     ),
 )

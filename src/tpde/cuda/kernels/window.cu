@@ -14,7 +14,7 @@
 // Decode chunks to rows of `stride` words each. WIDE: 8 words of them lie at a multiple of 16 bytes.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
 rows(MATRIX, u16* __restrict__ out, u64 stride, u32 wide) {
-  extern __shared__ __align__(16) u8 shared[];
+  DYNAMIC_SHARED;
   const Matrix m = THE_MATRIX;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = gridDim.x * WARPS;
   const u32 count = (m.rows + 15) / 16 * m.chunks;
@@ -39,7 +39,7 @@ rows(MATRIX, u16* __restrict__ out, u64 stride, u32 wide) {
       fetch(held, m, n / m.chunks, n % m.chunks, lane);
       if (nn < count && nn > n) after = range_of(m, nn / m.chunks, nn % m.chunks);
     }
-    const Rows r = rows_of(records_of(m, stripe, lane));
+    const Rows r = rows_of(records_of(m, stripe, lane), m.zero);
     const u32 row = 16 * stripe + lane / 4, tiles = 2 * pairs_of(m, chunk);
 #pragma unroll
     for (u32 j = 0; j < 8; j++) {
@@ -69,7 +69,7 @@ rows(MATRIX, u16* __restrict__ out, u64 stride, u32 wide) {
 // row of sixteen.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
 lookup(MATRIX, const long long* __restrict__ ids, u64 count, u16* __restrict__ out) {
-  extern __shared__ __align__(16) u8 shared[];
+  DYNAMIC_SHARED;
   const Matrix m = THE_MATRIX;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u8 *const plane = shared + warp * (PLANE + CHUNK_BYTES), *const held = plane + PLANE;
@@ -79,7 +79,7 @@ lookup(MATRIX, const long long* __restrict__ ids, u64 count, u16* __restrict__ o
     const u64 place = i / m.chunks;
     const u32 chunk = i % m.chunks;
     const long long id = __ldg(ids + place);
-    if ((u64)id >= m.rows) asm volatile("trap;");
+    if ((u64)id >= m.rows) trap();
     const u32 stripe = (u32)id / 16, inside = (u32)id % 16;
     const Entries e = load_entries(m, range_of(m, stripe, chunk), lane);
     Chunk c;
@@ -87,7 +87,7 @@ lookup(MATRIX, const long long* __restrict__ ids, u64 count, u16* __restrict__ o
     wait_for_fetched();
     take(c, held, pairs_of(m, chunk), lane);
     scatter(e, plane, m, lane);
-    const Rows r = rows_of(records_of(m, stripe, lane));
+    const Rows r = rows_of(records_of(m, stripe, lane), m.zero);
     const u32 tiles = 2 * pairs_of(m, chunk);
 #pragma unroll
     for (u32 j = 0; j < 8; j++) {
@@ -112,17 +112,12 @@ lookup(MATRIX, const long long* __restrict__ ids, u64 count, u16* __restrict__ o
 // To a warp's next chunk: of its part, or of the next stripe.
 #define ADVANCE(s, c) { c += PARTS; if (c >= m.chunks) { c = part; s += step; } }
 
-__device__ __forceinline__ void mma(float* sum, u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a), "r"(b), "r"(c), "r"(d), "r"(x), "r"(y));
-}
-
 // y = x W^T + bias, of `n` rows of x, `x_stride` and `y_stride` words apart. Rows of x lie at multiples of 16 bytes; so
 // many words of each are read as the matrix has columns, and zeros to a multiple of 8.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 product(MATRIX, const u16* __restrict__ x, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
         const u16* __restrict__ bias) {
-  extern __shared__ __align__(16) u8 shared[];
+  DYNAMIC_SHARED;
   const Matrix m = THE_MATRIX;
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, stripes = (m.rows + 15) / 16;
   const u32 parts = min(m.chunks, PARTS), side = WARPS / parts;  // stripes beside each other
@@ -148,10 +143,7 @@ product(MATRIX, const u16* __restrict__ x, u64 x_stride, u32 n, u16* __restrict_
     ADVANCE(next_stripe, next_chunk)
     if (next_stripe < stripes) after = range_of(m, next_stripe, next_chunk);
   }
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the last kernel's; the weights are not
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  follow();  // x is the last kernel's; the weights are not
 #if SHARED
   for (u32 i = threadIdx.x; i < n * (readable / 8); i += 32 * WARPS) {
     const u32 row = i / (readable / 8), at = i % (readable / 8);
@@ -166,7 +158,7 @@ product(MATRIX, const u16* __restrict__ x, u64 x_stride, u32 n, u16* __restrict_
     for (u32 t = 0; t < TILES; t++) sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0;
     stripe = first + slot;
     if (works && stripe < stripes) {
-      const Rows r = rows_of(records_of(m, stripe, lane));
+      const Rows r = rows_of(records_of(m, stripe, lane), m.zero);
 #pragma unroll 1
       for (chunk = part; chunk < m.chunks; chunk += PARTS) {
         const Entries e = coming;

@@ -7,7 +7,7 @@
 //
 // Any bodies are safe, whatever they decode to; offsets and entries are checked before (windows.md 8).
 //
-// Macros: ZERO, the flag; TAIL, whether columns are no multiple of 256.
+// Macros: TAIL, whether columns are no multiple of 256; of kernels of one matrix: ZERO, the flag.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -19,25 +19,57 @@ typedef unsigned long long u64;
 #define PLANE 4096u         // bytes: the places of a chunk
 #define PAIR_BYTES 1408u    // of a body: a pair of tiles
 #define CHUNK_BYTES 5632u   // four of them
-#if ZERO
-#define STEPS 0x02010000u
-#define MASK 0xFFFFFF00u
-#else
-#define STEPS 0x03020100u
-#define MASK 0xFFFFFFFFu
-#endif
 
 struct Matrix {
   u64 records, offsets, entries, bodies;  // addresses
   u64 table[2];
   u32 rows, columns;
   u32 chunks, pairs;  // of a stripe
+  u32 zero;           // the flag
 };
 
 // What each kernel is given of one, by src/tpde/cuda/window_products.py.
 #define MATRIX u64 records, u64 offsets, u64 entries, u64 bodies, u64 table_low, u64 table_high, u32 row_count, u32 columns
 #define THE_MATRIX \
-  {records, offsets, entries, bodies, {table_low, table_high}, row_count, columns, (columns + 255) / 256, (columns + 63) / 64}
+  {records, offsets, entries, bodies, {table_low, table_high}, row_count, columns, (columns + 255) / 256, (columns + 63) / 64, ZERO}
+
+// ---- instructions ----
+
+// Tests that run kernels on a processor have functions of their own for these.
+#ifndef EMULATED
+#define DYNAMIC_SHARED extern __shared__ __align__(16) u8 shared[]
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Copy 16 bytes to shared memory, meanwhile.
+__device__ __forceinline__ void copy_16(u32 to, const u8* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void trap() { asm volatile("trap;"); }
+
+// Wait for the kernel before, and let the one after start.
+__device__ __forceinline__ void follow() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// sum += A x, of a fragment A of 16 rows x 16 columns and of 8 rows of x.
+__device__ __forceinline__ void mma(float* sum, u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]) : "r"(a), "r"(b), "r"(c), "r"(d), "r"(x), "r"(y));
+}
+
+__device__ __forceinline__ u16 rounded(float x) {
+  u16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+#endif
 
 // ---- chunks, 2 and 3 ----
 
@@ -66,15 +98,11 @@ __device__ __forceinline__ u32 pairs_of(const Matrix& m, u32 chunk) {
 // Copy a chunk to shared memory, meanwhile.
 __device__ __forceinline__ void fetch(u8* to, const Matrix& m, u32 stripe, u32 chunk, u32 lane) {
   const u8* const from = body_of(m, stripe, chunk);
-  const u32 address = (u32)__cvta_generic_to_shared(to), pieces = PAIR_BYTES / 16 * pairs_of(m, chunk);
+  const u32 address = shared_address(to), pieces = PAIR_BYTES / 16 * pairs_of(m, chunk);
 #pragma unroll
   for (u32 i = 0; i < CHUNK_BYTES / 512; i++)
-    if (!TAIL || 32 * i + lane < pieces)
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-                   :: "r"(address + 512 * i + 16 * lane), "l"(from + 512 * i + 16 * lane) : "memory");
+    if (!TAIL || 32 * i + lane < pieces) copy_16(address + 512 * i + 16 * lane, from + 512 * i + 16 * lane);
 }
-
-__device__ __forceinline__ void wait_for_fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Take a chunk that has been fetched.
 __device__ __forceinline__ void take(Chunk& c, const u8* from, u32 pairs, u32 lane) {
@@ -156,12 +184,13 @@ __device__ __forceinline__ Records records_of(const Matrix& m, u32 stripe, u32 l
   return {__ldg(p), __ldg(p + 8)};
 }
 
-__device__ __forceinline__ Rows rows_of(Records records) {
+__device__ __forceinline__ Rows rows_of(Records records, u32 zero) {
+  const u32 steps = zero ? 0x02010000u : 0x03020100u, mask = zero ? 0xFFFFFF00u : ALL;
   Rows r;
 #pragma unroll
   for (u32 half = 0; half < 2; half++) {
     const u32 record = half ? records.high : records.low;
-    r.window[half] = ((record >> 1) * 0x01010101u + STEPS) & MASK;
+    r.window[half] = ((record >> 1) * 0x01010101u + steps) & mask;
     r.add[half] = (record & 1) * 0x00800080u;
   }
   return r;
@@ -199,12 +228,6 @@ __device__ __forceinline__ void tile(const Chunk& c, u32 j, const Rows& r, const
 }
 
 // ---- sums, 9 ----
-
-__device__ __forceinline__ u16 rounded(float x) {
-  u16 y;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-  return y;
-}
 
 __device__ __forceinline__ u16 ended(float sum, const u16* bias, u32 row) {
   return rounded(bias ? sum + __uint_as_float((u32)__ldg(bias + row) << 16) : sum);

@@ -279,7 +279,7 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
       float sum[TILES * 4];
 #pragma unroll
       for (u32 t = 0; t < TILES * 4; t++) sum[t] = 0;
-      const Rows r = rows_of(ahead);
+      const Rows r = rows_of(ahead, m.zero);
       if (turn + 1 < turns) ahead = records_of(m, stripe_of(turn + 1), lane);
 #pragma unroll 1
       for (u32 i = 0; i < own; i++) {

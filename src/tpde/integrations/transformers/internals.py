@@ -57,6 +57,9 @@ RELIED_ON = (
     Reliance("core_model_loading.dot_natural_key", "5.0", "the order of fused experts"),
     Reliance("core_model_loading.rename_source_key", "5.0", "which packed tensors become which weights"),
     Reliance("core_model_loading.revert_weight_conversion", "5.0", "`save_pretrained` of packed models"),
+    Reliance(
+        "integrations.moe.use_experts_implementation", "5.13", "experts with fused kernels: `tpde.nn.routed`"
+    ),
     Reliance("quantizers.base.HfQuantizer.preprocess_model", "5.0", "loading"),
     Reliance("quantizers.base.HfQuantizer.update_weight_conversions", "5.8", "loading: weights are random"),
     Reliance("quantizers.base.HfQuantizer.param_element_size", "5.0", '`device_map="auto"`'),

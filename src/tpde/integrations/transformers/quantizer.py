@@ -212,7 +212,9 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                     report_decoded(self._plan, self._checkpoint)
                     self._plan = self._plan._replace(decoded=[], unexpected=[])
                 if self._target.kernels == "fused":
-                    self._fused = fused_names(self._model, self._plan.runs)
+                    # Under a budget, experts are fetched as they are routed to.
+                    alone = self._target.budget is None
+                    self._fused = fused_names(self._model, self._plan.runs, experts=alone)
                 if not isinstance(self._device_map, str):
                     self._load()
             except BaseException:
@@ -234,7 +236,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
             if target.budget is None:
                 for device in {where[name] for name in plan.runs}:
                     self._require(plan, device)
-                self._parts = open_some_fused(checkpoint, plan.runs, where, self._fused)
+                self._parts = open_some_fused(model, checkpoint, plan.runs, where, self._fused)
                 decoded = self._decode(plan, checkpoint)
             else:
                 streaming = ModelStreaming(
@@ -269,7 +271,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         here = {name: run for name, run in plan.runs.items() if device_of(name, self._device_map) == device}
         packed = {part.name: part.packed_bytes for run in here.values() for part in run.parts}
         for name in self._fused.intersection(here):
-            packed[here[name].parts[0].name] = int(SHARE * here[name].nbytes)
+            packed |= {part.name: int(SHARE * part.nbytes) for part in here[name].parts}
         room = largest_block({name: run.nbytes for name, run in here.items()})
         plain = sum(
             tensor.numel() * tensor.element_size()

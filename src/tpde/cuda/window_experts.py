@@ -1,0 +1,254 @@
+"""Weights of experts in the window layout on a GPU: launches of the kernels of `kernels/window_experts.cu`.
+
+Nothing here allocates on the device: callers put blobs and the table there, and pass addresses. Launches go
+to the caller's stream and synchronize nothing; what a router chose is read on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tpde.codec.windows import FLAG_ZERO, Window
+from tpde.cuda import compile as nvrtc
+from tpde.cuda.capability import facts
+from tpde.cuda.window_products import WARP_BYTES, WARPS, X_AT
+from tpde.errors import InvalidInput
+
+SOURCE = "window_experts.cu"
+MOST_EXPERTS = 1024  # of a weight: what shared memory has room for
+MOST_ROUTED = 2048  # rows of y in one launch, likewise
+_ROWS = (8, 16)  # of x at a time
+_HELD_WORDS = 8  # of 64 bits, of a matrix in the table
+_MOST_CHUNKS = 1 << 31  # that a launch counts
+
+
+class ExpertProduct(NamedTuple):
+    """How a product is launched.
+
+    Attributes
+    ----------
+    rows : int
+        Of x, that are multiplied at a time. Results do not depend on it.
+    defines : dict of str to int
+        Macros.
+    shared : int
+        Bytes of shared memory.
+    blocks : int
+        Of a multiprocessor.
+    """
+
+    rows: int
+    defines: dict[str, int]
+    shared: int
+    blocks: int
+
+
+def expert_products(columns: int, experts: int, count: int, shared_bytes: int) -> list[ExpertProduct]:
+    """How a product may be launched, the one to take first.
+
+    Parameters
+    ----------
+    columns : int
+        Of a matrix.
+    experts : int
+        Of the weight, at most `MOST_EXPERTS`.
+    count : int
+        Rows of y, at most `MOST_ROUTED`.
+    shared_bytes : int
+        What a block may have at most.
+    """
+    made = []
+    for rows in _ROWS:
+        tiles = rows // 8
+        lists = 4 + 4 * experts + 2 * experts + 2 * count
+        shared = WARPS * (WARP_BYTES + 2 * tiles * 16 * 8 * 4) + -(-lists // 16) * 16
+        blocks = (
+            2 if tiles == 1 and 2 * (shared + 1024) <= shared_bytes + 1024 else 1
+        )  # 1 KiB is the system's
+        defines = {"TAIL": int(columns % 256 != 0), "NB": rows, "BLOCKS": blocks}
+        made.append(ExpertProduct(rows, defines, shared, blocks))
+    if count > _ROWS[0] * experts:  # on average an expert has more rows than the first one takes
+        made.reverse()
+    return [it for it in made if it.shared <= shared_bytes]
+
+
+class DeviceExperts:
+    """The blobs of a weight of experts on a device, all of matrices of one shape.
+
+    Parameters
+    ----------
+    matrices : sequence of (Window, int)
+        What `tpde.codec.windows.validate` says of each blob, and its address, a multiple of 128. Those of
+        an expert follow each other. The caller keeps them.
+    experts : int
+        How many there are.
+    turned : bool
+        Whether matrices are the experts' with rows and columns exchanged: one of each.
+    device : int
+        The device's number.
+
+    Attributes
+    ----------
+    table : ndarray of uint64
+        What kernels read of the blobs. The caller puts it on the device, and its address in `table_at`.
+    parts : int
+        Matrices of an expert.
+    width : int
+        Columns of y.
+    columns : int
+        Columns of x.
+
+    Raises
+    ------
+    InvalidInput
+        If matrices differ in shape.
+    """
+
+    def __init__(
+        self, matrices: Sequence[tuple[Window, int]], experts: int, turned: bool, device: int
+    ) -> None:
+        first = matrices[0][0]
+        shapes = {(it.rows, it.columns) for it, _ in matrices}
+        if len(shapes) > 1 or len(matrices) % experts or (turned and len(matrices) != experts):
+            raise InvalidInput(
+                f"{len(matrices)} matrices of shapes {sorted(shapes)} are no {experts} experts",
+                hint="give as many of one shape for each",
+            )
+        if any(at % 128 for _, at in matrices):
+            raise ValueError("a blob at an address that is no multiple of 128")
+        self._experts, self._device, self._turned = experts, device, turned
+        self.parts = len(matrices) // experts
+        self.rows, self.columns = first.rows, first.columns
+        self.width = self.parts * first.rows
+        self._chunks = self.parts * first.stripes * first.stripe_chunks  # of an expert
+        self._slabs = -(-self.parts * first.stripes // (WARPS // min(first.stripe_chunks, WARPS)))
+        self.table: npt.NDArray[np.uint64] = np.zeros((len(matrices), _HELD_WORDS), np.uint64)
+        self.table_at = 0
+        for row, (window, at) in zip(self.table, matrices, strict=True):
+            places = window.records_at, window.offsets_at, window.entries_at, window.bodies_at
+            row[:4] = [at + it for it in places]
+            row[4:6] = np.frombuffer(window.table, "<u8")
+            row[6] = bool(window.flags & FLAG_ZERO)
+        self._shape = np.uint32(self.rows), np.uint32(self.columns)
+
+    def prepare(self) -> None:
+        """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
+
+        Raises
+        ------
+        MissingDependency, UnsupportedDevice, CompileError
+            If the kernels cannot run.
+        """
+        _ = self._decoding
+        for count in (1, MOST_ROUTED):
+            self._launch(count)
+
+    @functools.cached_property
+    def _decoding(self) -> nvrtc.Launch:
+        return _decoding(self.columns % 256 != 0, self._device)
+
+    def decode(
+        self, out: int, stream: int, *, first: int = 0, count: int | None = None, numbers: int = 0
+    ) -> None:
+        """Decode experts, each to its place.
+
+        Parameters
+        ----------
+        out : int
+            Address of expert 0's place, of which nothing is written if it is not decoded.
+        stream : int
+            The stream's handle.
+        first, count : int
+            Which; by default all.
+        numbers : int
+            Address of their numbers, `count` integers of 32 bits, all below the number of experts; or 0, for
+            those from `first` on.
+        """
+        count = self._experts - first if count is None else count
+        step = max((_MOST_CHUNKS - 1) // self._chunks, 1)
+        for at in range(0, count, step):
+            some = min(step, count - at)
+            self._decoding(
+                stream,
+                np.uint64(self.table_at),
+                np.uint32(self.parts),
+                *self._shape,
+                np.uint64(numbers + 4 * at if numbers else 0),
+                np.uint32(first + at),
+                np.uint32(some),
+                np.uint64(out),
+                np.uint32(self._turned),
+            )
+
+    def product(
+        self, x: int, x_stride: int, per: int, ids: int, count: int, y: int, bias: int, stream: int
+    ) -> None:
+        """Multiply rows of x by the experts that they are for (windows.md 9).
+
+        Parameters
+        ----------
+        x, x_stride : int
+            Address of rows of `columns` words, and zeros to a multiple of 8; and how many words they are
+            apart. Each lies at a multiple of `X_AT` bytes.
+        per : int
+            How many rows of y follow each other that have the same row of x.
+        ids : int
+            Address of the expert of each row of y, integers of 64 bits. The number after the last one stands
+            for none, and gives zeros; others that are none's end in a trap.
+        count : int
+            Rows of y, at most `MOST_ROUTED`.
+        y : int
+            Address of room for them, `width` words each.
+        bias : int
+            Address of `width` bf16 words for each expert, or 0.
+        stream : int
+            The stream's handle. The kernel may start as `DeviceWindow.product` does.
+
+        Raises
+        ------
+        ValueError
+            If x does not lie as it must, or there are too many rows.
+        """
+        if x % X_AT or x_stride * 2 % X_AT:
+            raise ValueError(f"x at {x:#x}, rows {x_stride} words apart: no multiples of {X_AT} bytes")
+        if not 1 <= count <= MOST_ROUTED:
+            raise ValueError(f"{count} rows of y, 1 to {MOST_ROUTED} are taken at a time")
+        self._launch(count)(
+            stream,
+            np.uint64(self.table_at),
+            np.uint32(self._experts),
+            np.uint32(self.parts),
+            *self._shape,
+            np.uint64(x),
+            np.uint64(x_stride),
+            np.uint32(per),
+            np.uint64(ids),
+            np.uint32(count),
+            np.uint64(y),
+            np.uint64(bias),
+        )
+
+    def _launch(self, count: int) -> nvrtc.Launch:
+        return _product(self.columns, self._experts, self._slabs, count, self._device)
+
+
+@functools.cache
+def _decoding(tail: bool, device: int) -> nvrtc.Launch:
+    kernel = nvrtc.kernel(SOURCE, "experts_rows", {"TAIL": int(tail)}, device)
+    return nvrtc.Launch(kernel, 2 * facts(device).multiprocessors, 32 * WARPS, WARPS * WARP_BYTES)
+
+
+@functools.cache
+def _product(columns: int, experts: int, slabs: int, count: int, device: int) -> nvrtc.Launch:
+    """The launch for so many rows of y, for all weights of a shape."""
+    have = facts(device)
+    how = expert_products(columns, experts, count, have.shared_bytes)[0]
+    kernel = nvrtc.kernel(SOURCE, "experts_product", how.defines, device)
+    grid = min(how.blocks * have.multiprocessors, min(count, experts) * slabs)
+    early = have.capability >= (9, 0)  # as in `tpde.cuda.window_products`
+    return nvrtc.Launch(kernel, grid, 32 * WARPS, how.shared, early=early)

@@ -1,0 +1,94 @@
+"""Several matrices of one shape into a stack of window blobs, on CPU or GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpde.codec import windows
+from tpde.codec.window_stacks import HEAD_BYTES, Stack, head, stacked
+from tpde.errors import InvalidInput
+from tpde.files.writer import default_threads
+from tpde.weights.launch import on_device, stream_handle
+
+
+class EncodedStack(NamedTuple):
+    """A stack of window blobs, one-dimensional and uint8, and what it holds."""
+
+    blob: Tensor
+    stack: Stack
+
+
+def encode_together(matrices: Sequence[Tensor], *, turned: bool = False) -> EncodedStack | None:
+    """Matrices of one shape as a stack of window blobs, on their device.
+
+    Parameters
+    ----------
+    matrices : sequence of torch.Tensor
+        Each as `tpde.weights.windowing.encode` takes it.
+    turned : bool
+        What the stack says of them.
+
+    Returns
+    -------
+    EncodedStack or None
+        None if one has no window layout.
+
+    Notes
+    -----
+    On a GPU the host waits once between the launches of all, instead of once for each. Beside the matrices
+    and the stack they take some bytes for each row and chunk.
+    """
+    try:
+        windows.sections(*matrices[0].shape)
+        work = _together_on_gpu if matrices[0].is_cuda else _together_on_host
+        return work(matrices, turned)
+    except InvalidInput:
+        return None
+
+
+def _together_on_host(matrices: Sequence[Tensor], turned: bool) -> EncodedStack:
+    threads, found = default_threads(), []
+    plans = [windows.Plan(it.view(torch.int16).numpy(), threads) for it in matrices]
+    blob = torch.empty(HEAD_BYTES + sum(it.nbytes for it in plans), dtype=torch.uint8)
+    data, at = blob.numpy(), HEAD_BYTES
+    data[:at] = head(len(plans), turned)
+    for plan in plans:
+        part = data[at : at + plan.nbytes]
+        plan.encode(part, threads)
+        found.append(windows.header(part))
+        at += plan.nbytes
+    return EncodedStack(blob, stacked(found, turned))
+
+
+def _together_on_gpu(matrices: Sequence[Tensor], turned: bool) -> EncodedStack:
+    from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, SCRATCH_AT, Matrix, WindowEncoder
+
+    device = matrices[0].device
+    assert device.index is not None
+    encoders = [
+        WindowEncoder(Matrix(it.data_ptr(), it.shape[0], it.shape[1], it.stride(0)), device.index)
+        for it in matrices
+    ]
+    with on_device(device):
+        stream = stream_handle(device)
+        each = -(-encoders[0].scratch_bytes // SCRATCH_AT) * SCRATCH_AT
+        scratch = torch.zeros((len(encoders), each), dtype=torch.uint8, device=device)
+        places = [scratch.data_ptr() + each * number for number in range(len(encoders))]
+        for encoder, place in zip(encoders, places, strict=True):
+            encoder.plan(place, stream)
+        counts = scratch[:, :COUNTS_BYTES].cpu().numpy()
+        chosen = [encoder.choose(it) for encoder, it in zip(encoders, counts, strict=True)]
+        said = torch.stack([torch.from_numpy(it.said) for it in chosen]).to(device)
+        scratch[:, SAID_AT : SAID_AT + said.shape[1]].copy_(said)
+        stack = stacked([it.window for it in chosen], turned)
+        end = stack.starts[-1] + stack.windows[-1].nbytes
+        blob = torch.empty(end, dtype=torch.uint8, device=device)
+        blob[:HEAD_BYTES].copy_(torch.from_numpy(head(len(chosen), turned)))
+        for encoder, it, place, at in zip(encoders, chosen, places, stack.starts, strict=True):
+            encoder.encode(it, place, blob.data_ptr() + at, stream)
+        torch.cuda.current_stream(device).synchronize()  # as for one
+    return EncodedStack(blob, stack)
