@@ -24,7 +24,8 @@ from _machine import arguments, emit, header, note, table, verdict
 from tpde.codec import delta
 from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec, canonical_header
-from tpde.store.patching import diff, patch
+from tpde.store.diffing import diff
+from tpde.store.patching import patch
 
 RATES = (1e-6, 1e-5, 1e-4, 1e-3)
 ORIGIN_BAR = 10.5

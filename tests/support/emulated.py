@@ -62,5 +62,5 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_kernels, "THREADS", 64)
     monkeypatch.setattr(device_deltas, "current", lambda where: contextlib.nullcontext())
     monkeypatch.setattr(device_deltas, "stream_of", lambda where: 0)
-    for module in ("tpde.store.device_deltas", "tpde.store.live_deltas", "tpde.weights.delta_sources"):
-        monkeypatch.setattr(f"{module}.is_resident", is_resident)
+    for module in ("store.device_deltas", "store.live_deltas", "store.live_update", "weights.delta_sources"):
+        monkeypatch.setattr(f"tpde.{module}.is_resident", is_resident)

@@ -158,3 +158,22 @@ def shards(folder: Path) -> list[Path]:
         If there are none, or an index is none.
     """
     return [folder / name for name in check_shards(walk(folder, outside=False))]
+
+
+def safetensors_files(path: Path) -> Iterator[Path]:
+    """The file itself, or the safetensors files below a directory, in order.
+
+    Raises
+    ------
+    InvalidInput
+        If there is none.
+    """
+    if not path.is_dir():
+        yield path
+        return
+    found = [path / name for name in walk(path).files if name.endswith(".safetensors")]
+    if not found:
+        raise InvalidInput(
+            f"`{path}` has no `*.safetensors` file", hint="name a file, or another directory", where=str(path)
+        )
+    yield from found

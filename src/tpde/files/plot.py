@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpde.errors import InvalidDestination, MissingDependency
-
-if TYPE_CHECKING:
-    from tpde.files.inspection import Histogram, Report, TensorReport
+from tpde.files.inspection_report import Histogram, Report, TensorReport
 
 MAX_TENSORS = 400
 MAX_ROWS = 100  # of one column
@@ -57,7 +55,8 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
 
     Examples
     --------
-    >>> from tpde.files.inspection import inspect, plot
+    >>> from tpde.files.inspection import inspect
+    >>> from tpde.files.plot import plot
     >>> plot(inspect("packed.safetensors", histogram=True), "packed.png")  # doctest: +SKIP
     """
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from tpde.codec.delta import chunk_count
 from tpde.codec.native import Bytes
 from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
-from tpde.store.delta_writer import Kind
+from tpde.store.comparer import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -192,7 +192,7 @@ def by(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
     return groups
 
 
-class Group:
+class DeviceGroup:
     """Tensors of one kind of words on one device, and the arrays that launches take."""
 
     def __init__(
@@ -229,7 +229,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     for device, names in by(tensors, lambda name: tensors[name].device).items():
         with contextlib.suppress(torch.OutOfMemoryError), current(device):
             # Bytes have no kind of words: one launch takes all.
-            group = Group([(tensors[name], None) for name in names], (1, 0), device)
+            group = DeviceGroup([(tensors[name], None) for name in names], (1, 0), device)
             sums = zeros(4 * len(names), "<u8", device)
             group.batch.survey(*group.arrays, 0, sums.data_ptr(), 0, stream_of(device))
             rows = _download(sums, "<u8").reshape(-1, 4)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model, Sparse, chunk_count
 from tpde.codec.native import Bytes
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import align
 from tpde.store import device_deltas as resident
 from tpde.weights.launch import capturing, upload
