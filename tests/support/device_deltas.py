@@ -19,7 +19,15 @@ from tpde.format.constants import DTYPES
 from tpde.format.delta_head import SAME, SPARSE
 from tpde.frameworks import torch_bytes, torch_dtype
 from tpde.io.sources import BytesSource
-from tpde.store import device_deltas, device_diff, device_update, live_deltas, live_tensors, live_update
+from tpde.store import (
+    device_copies,
+    device_deltas,
+    device_diff,
+    device_update,
+    live_deltas,
+    live_tensors,
+    live_update,
+)
 from tpde.store.delta_file import DeltaFile
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -90,7 +98,7 @@ def _failing(call: Any, at: int, lasts: bool, monkeypatch: pytest.MonkeyPatch) -
         return allocate
 
     with monkeypatch.context() as patch:
-        for owner, name in ((device_deltas.Upload, "send"), (device_deltas, "zeros"), (torch, "cat")):
+        for owner, name in ((device_copies.Upload, "send"), (device_copies, "zeros"), (torch, "cat")):
             patch.setattr(owner, name, failing(getattr(owner, name)))
         call()
     return count

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tpde.cuda import compile as nvrtc
-from tpde.store import device_deltas
+from tpde.store import device_copies, device_deltas
 
 # An index beyond an array's end ends the process.
 _BOUNDS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
@@ -60,7 +60,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "kernel", _kernel)
     monkeypatch.setattr(nvrtc, "launch", _launch)
     monkeypatch.setattr(delta_kernels, "THREADS", 64)
-    monkeypatch.setattr(device_deltas, "current", lambda where: contextlib.nullcontext())
-    monkeypatch.setattr(device_deltas, "stream_of", lambda where: 0)
+    monkeypatch.setattr(device_copies, "current", lambda where: contextlib.nullcontext())
+    monkeypatch.setattr(device_copies, "stream_of", lambda where: 0)
     for module in ("store.device_deltas", "store.live_deltas", "store.live_update", "weights.delta_sources"):
         monkeypatch.setattr(f"tpde.{module}.is_resident", is_resident)

@@ -7,10 +7,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from tpde.errors import (
-    InvalidDestination,
-    TpdeError,
-)
+from tpde.errors import InvalidDestination, TpdeError
 from tpde.files.manifest import is_packed_directory, read_manifest
 from tpde.format.constants import MANIFEST
 

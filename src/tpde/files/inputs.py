@@ -12,12 +12,7 @@ import numpy as np
 from tpde.codec.blob import PIECE_BYTES
 from tpde.codec.native import Bytes
 from tpde.codec.selection import sample_ranges
-from tpde.errors import (
-    AlreadyPacked,
-    InvalidInput,
-    MissingDependency,
-    NotSafetensors,
-)
+from tpde.errors import AlreadyPacked, InvalidInput, MissingDependency, NotSafetensors
 from tpde.files.file_kinds import PICKLES
 from tpde.files.pickles import StateDictSource
 from tpde.files.reader import PackedFile

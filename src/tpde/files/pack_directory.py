@@ -8,18 +8,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tpde.codec.selection import CodecName
-from tpde.errors import (
-    AlreadyPacked,
-)
+from tpde.errors import AlreadyPacked
 from tpde.files.changed_texts import packed_config, packed_index, through_links
-from tpde.files.copying import (
-    Unchanged,
-    copy_file,
-    finish_folders,
-    mode_of,
-    sha256_of_tensors,
-    write_text,
-)
+from tpde.files.copying import Unchanged, copy_file, finish_folders, mode_of, sha256_of_tensors, write_text
 from tpde.files.destinations import refuse_nested, replaceable
 from tpde.files.documents import parse_object, read_document
 from tpde.files.file_kinds import folder_of, is_config
@@ -27,11 +18,7 @@ from tpde.files.folder_swap import new_folder
 from tpde.files.inputs import open_source
 from tpde.files.manifest import Manifest, is_packed_directory
 from tpde.files.pack_file import pack_opened
-from tpde.files.packed_state import (
-    already_packed,
-    packing_configs,
-    refuse_packed,
-)
+from tpde.files.packed_state import already_packed, packing_configs, refuse_packed
 from tpde.files.progress import Progress, no_progress
 from tpde.files.result import Result
 from tpde.files.walk import FolderTree, LeftOut, walk

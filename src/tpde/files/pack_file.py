@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tpde.codec.selection import MIN_BYTES, CodecName
-from tpde.files.copying import (
-    mode_of,
-)
+from tpde.files.copying import mode_of
 from tpde.files.forward_order import forward_blocks
 from tpde.files.inputs import TensorSource, open_source, read_pieces, read_sample
 from tpde.files.progress import Progress, no_progress

@@ -15,20 +15,8 @@ from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, UnsupportedVersion
 from tpde.files.source_header import original_header
 from tpde.files.tensor_reader import BlobTensor, PlainTensor, StoredTensor
-from tpde.format.constants import (
-    KEY_PLAIN,
-    KEY_VERSION,
-    MAGIC,
-    SUFFIX,
-    VERSION,
-)
-from tpde.format.container import (
-    Container,
-    Entry,
-    TensorSpec,
-    canonical_header,
-    read_container,
-)
+from tpde.format.constants import KEY_PLAIN, KEY_VERSION, MAGIC, SUFFIX, VERSION
+from tpde.format.container import Container, Entry, TensorSpec, canonical_header, read_container
 from tpde.io.small_reads import read_together
 from tpde.io.sources import BytesSource, FileSource, Source, read
 

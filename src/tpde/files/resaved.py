@@ -6,23 +6,14 @@ from pathlib import Path
 
 from tpde.errors import TpdeError
 from tpde.files.changed_texts import plain_config
-from tpde.files.copying import (
-    copy_file,
-    finish_folders,
-    mode_of,
-    write_text,
-)
+from tpde.files.copying import copy_file, finish_folders, mode_of, write_text
 from tpde.files.destinations import refuse_nested, replaceable
 from tpde.files.documents import json_object
 from tpde.files.file_kinds import SAFETENSORS, last_of
 from tpde.files.folder_swap import new_folder
 from tpde.files.inputs import shards
 from tpde.files.manifest import is_packed_directory
-from tpde.files.packed_state import (
-    is_packed,
-    packed_names,
-    packing_configs,
-)
+from tpde.files.packed_state import is_packed, packed_names, packing_configs
 from tpde.files.problem import Problem
 from tpde.files.progress import Progress, no_progress
 from tpde.files.reader import PackedFile

@@ -15,12 +15,8 @@ from tpde.files.tensor_reader import BlobTensor, StoredTensor
 from tpde.format.container import TensorSpec
 
 PLAIN = "plain"
-
-
-_BATCH, _BATCH_BYTES = (
-    1024,
-    1 << 20,
-)  # tensors that are counted at a time: one by one takes many times as long
+# Tensors that are counted at a time: one by one takes many times as long.
+_BATCH, _BATCH_BYTES = 1024, 1 << 20
 _NOTHING = memoryview(b"")
 
 

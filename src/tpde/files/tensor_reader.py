@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from tpde.codec.blob import PIECE_BYTES, BlobReader
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
-from tpde.format.container import (
-    Entry,
-)
+from tpde.format.container import Entry
 from tpde.io.sources import Source
 
 

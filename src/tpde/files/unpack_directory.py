@@ -5,20 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tpde.errors import (
-    Corrupt,
-    NotPacked,
-    NotSafetensors,
-    Truncated,
-)
-from tpde.files.copying import (
-    copy_file,
-    finish_folders,
-    mode_of,
-    sha256,
-    stands_for_link,
-    write_text,
-)
+from tpde.errors import Corrupt, NotPacked, NotSafetensors, Truncated
+from tpde.files.copying import copy_file, finish_folders, mode_of, sha256, stands_for_link, write_text
 from tpde.files.destinations import refuse_nested, replaceable
 from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.folder_swap import new_folder

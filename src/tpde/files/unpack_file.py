@@ -8,9 +8,7 @@ from pathlib import Path
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, NotPacked
 from tpde.files.checked_reads import check_digest, is_small, read_small, stream
-from tpde.files.copying import (
-    mode_of,
-)
+from tpde.files.copying import mode_of
 from tpde.files.progress import Progress, no_progress
 from tpde.files.reader import PackedFile
 from tpde.files.result import Result

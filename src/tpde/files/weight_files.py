@@ -15,11 +15,7 @@ from pathlib import Path, PurePosixPath
 from tpde.errors import AlreadyPacked, InvalidInput, MissingShard, NotPacked, TpdeError, printable
 from tpde.files.documents import read_modules
 from tpde.files.file_kinds import PICKLES, SAFETENSORS, folder_of, last_of, safetensors_name
-from tpde.files.packed_state import (
-    MAKE_PLAIN,
-    packing_configs,
-    refuse_packed,
-)
+from tpde.files.packed_state import MAKE_PLAIN, packing_configs, refuse_packed
 from tpde.files.shards import ShardIndex, is_index, read_index
 from tpde.files.walk import FolderTree, follow, walk
 

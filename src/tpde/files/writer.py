@@ -27,12 +27,7 @@ from tpde.format.constants import (
     SUFFIX,
     VERSION,
 )
-from tpde.format.container import (
-    Container,
-    TensorSpec,
-    entry_json,
-    join_header,
-)
+from tpde.format.container import Container, TensorSpec, entry_json, join_header
 from tpde.io.sinks import FileSink, Sink
 from tpde.io.small_writes import Gathered
 

@@ -6,9 +6,7 @@ import operator
 from typing import Any
 
 from tpde.errors import InvalidInput
-from tpde.store.chain import (
-    MAX_STEP,
-)
+from tpde.store.chain import MAX_STEP
 
 
 def whole_number(what: str, value: Any, least: int, most: int) -> int:

@@ -13,16 +13,7 @@ from tpde.files.thread_count import check_threads
 from tpde.io.sinks import sync_folder, unwritable
 from tpde.store.arguments import step_number, whole_number
 from tpde.store.background_save import BackgroundSave
-from tpde.store.chain import (
-    MAX_STEP,
-    STEP,
-    TREE,
-    close_links,
-    name_of,
-    open_links,
-    state_of,
-    steps_in,
-)
+from tpde.store.chain import MAX_STEP, STEP, TREE, close_links, name_of, open_links, state_of, steps_in
 from tpde.store.delta_writer import write_delta_file
 from tpde.store.open_state import MAX_CHAIN
 from tpde.store.pruning import base_of, needed, remove

@@ -11,10 +11,7 @@ from tpde.codec.native import Bytes
 from tpde.errors import TpdeError
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
-from tpde.format.delta_head import (
-    SAME,
-    TensorEntry,
-)
+from tpde.format.delta_head import SAME, TensorEntry
 from tpde.store.payloads import TensorPayload, are_equal, store_change, store_whole
 from tpde.store.states import Key, State
 

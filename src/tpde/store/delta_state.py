@@ -11,13 +11,7 @@ from tpde.codec.delta import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, MissingBase
 from tpde.format.container import TensorSpec
-from tpde.format.delta_head import (
-    SAME,
-    WITH_BASE,
-    OtherEntry,
-    TensorEntry,
-    WeightsEntry,
-)
+from tpde.format.delta_head import SAME, WITH_BASE, OtherEntry, TensorEntry, WeightsEntry
 from tpde.format.delta_reader import check_header
 from tpde.store.delta_file import DeltaFile
 from tpde.store.states import BaseTensors, Key, State

@@ -19,15 +19,15 @@ from tpde.codec.delta import Model, Sparse, chunk_room
 from tpde.codec.native import Bytes
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SAME, SPARSE, TensorEntry
-from tpde.store import device_deltas as gpu
+from tpde.store import device_copies as gpu
 from tpde.store.comparer import Comparer, Kind, Wanted, kind_of
-from tpde.store.device_deltas import Numbers
+from tpde.store.device_copies import Numbers
+from tpde.store.device_deltas import DeviceGroup, batches, by
 from tpde.store.payloads import TensorPayload, is_clear
 from tpde.store.states import Key
 
 if TYPE_CHECKING:
     import torch
-
 
 # One word in so many may have changed of what is encoded here: with more, changes are seldom `is_clear`.
 _FEW = 8
@@ -37,7 +37,7 @@ _AHEAD = 3  # batches on the device
 class _Prints:
     """Fingerprints, how many words of each chunk differ, and whether targets vary: on their way."""
 
-    def __init__(self, group: gpu.DeviceGroup) -> None:
+    def __init__(self, group: DeviceGroup) -> None:
         self._group = group  # whose arrays the launch reads
         n = len(group.firsts) - 1
         sizes = 32 * n, 4 * group.batch.chunks, 4 * n
@@ -103,16 +103,14 @@ class DeviceComparer:
         return self._pairs[name][0].device, kind_of(self._specs[name])
 
     @functools.cached_property
-    def _running(self) -> list[tuple[list[str], gpu.DeviceGroup, _Prints]]:
+    def _running(self) -> list[tuple[list[str], DeviceGroup, _Prints]]:
         """All resident tensors, which are being compared from the first use on."""
         import torch
 
         running = []
-        for (device, kind), names in gpu.by(
-            sorted(self._pairs), self._place
-        ).items():  # as they are asked for
+        for (device, kind), names in by(sorted(self._pairs), self._place).items():  # as they are asked for
             with contextlib.suppress(torch.OutOfMemoryError):
-                group = gpu.DeviceGroup([self._pairs[name] for name in names], kind, device)
+                group = DeviceGroup([self._pairs[name] for name in names], kind, device)
                 running.append((names, group, _Prints(group)))
         return running
 
@@ -123,7 +121,7 @@ class DeviceComparer:
         found: dict[int, list[tuple[Bytes, Bytes]]] = {}
         copies = []
         resident = [(i, it) for i, it in enumerate(wanted) if it.key[1] in self._pairs]
-        for device, mine in gpu.by(resident, lambda it: self._place(it[1].key[1])[0]).items():
+        for device, mine in by(resident, lambda it: self._place(it[1].key[1])[0]).items():
             pairs = [(i, it.ranges, tuple(map(gpu.flat, self._pairs[it.key[1]]))) for i, it in mine]
             with contextlib.suppress(torch.OutOfMemoryError), gpu.current(device):
                 both = [torch.cat([one[n][a:b] for _, rs, one in pairs for a, b in rs]) for n in (0, 1)]
@@ -154,7 +152,7 @@ class DeviceComparer:
         return self._host.compare(key, base, models) if found is None else found
 
     def _compare(
-        self, names: list[str], group: gpu.DeviceGroup, running: _Prints, models: Mapping[Kind, Model]
+        self, names: list[str], group: DeviceGroup, running: _Prints, models: Mapping[Kind, Model]
     ) -> Iterator[tuple[str, tuple[TensorEntry, TensorPayload]]]:
         """Those that are the same, or whose sparse changes are clearly the best."""
         prints, counts, varied = running.wait()
@@ -174,7 +172,7 @@ class DeviceComparer:
         return TensorEntry(it.name, self._specs[it.name], SAME, base=it.base, target=it.target)
 
     def _encode(
-        self, group: gpu.DeviceGroup, members: list[_Compared], model: Model
+        self, group: DeviceGroup, members: list[_Compared], model: Model
     ) -> Iterator[tuple[str, tuple[TensorEntry, TensorPayload]]]:
         import torch
 
@@ -185,12 +183,12 @@ class DeviceComparer:
             _held, (image,) = gpu.send([model_image(model, encode=True)], group.device)
         except torch.OutOfMemoryError:
             return
-        running: collections.deque[tuple[list[_Compared], gpu.DeviceGroup, Callable[[], _Encoded | None]]]
+        running: collections.deque[tuple[list[_Compared], DeviceGroup, Callable[[], _Encoded | None]]]
         running = collections.deque()
         # Several at a time: while one's bytes are taken, the device encodes the next.
-        for batch in gpu.batches(members, lambda it: _AHEAD * (8 + most) * it.changes):
+        for batch in batches(members, lambda it: _AHEAD * (8 + most) * it.changes):
             with contextlib.suppress(torch.OutOfMemoryError):
-                part = gpu.DeviceGroup([self._pairs[it.name] for it in batch], group.kind, group.device)
+                part = DeviceGroup([self._pairs[it.name] for it in batch], group.kind, group.device)
                 counts = np.concatenate([it.counts for it in batch])
                 running.append((batch, part, _encoding(part, image, counts, most)))
             if len(running) == _AHEAD:
@@ -199,7 +197,7 @@ class DeviceComparer:
             yield from self._stored(*it)
 
     def _stored(
-        self, batch: list[_Compared], group: gpu.DeviceGroup, wait: Callable[[], _Encoded | None]
+        self, batch: list[_Compared], group: DeviceGroup, wait: Callable[[], _Encoded | None]
     ) -> Iterator[tuple[str, tuple[TensorEntry, TensorPayload]]]:
         made = wait()
         if made is None:
@@ -215,9 +213,7 @@ class DeviceComparer:
                 yield it.name, (self._entry(it), TensorPayload(SPARSE, sparse.data, sparse))
 
 
-def _encoding(
-    group: gpu.DeviceGroup, image: int, counts: Numbers, most: int
-) -> Callable[[], _Encoded | None]:
+def _encoding(group: DeviceGroup, image: int, counts: Numbers, most: int) -> Callable[[], _Encoded | None]:
     """Start encoding a group; what is returned waits for it, and gives None if the device has no memory."""
     import torch
 
@@ -233,7 +229,7 @@ def _encoding(
     return wait
 
 
-def _encoded(group: gpu.DeviceGroup, image: int, counts: Numbers, most: int) -> Iterator[_Encoded | None]:
+def _encoded(group: DeviceGroup, image: int, counts: Numbers, most: int) -> Iterator[_Encoded | None]:
     """Start encoding a group and give None, then the result."""
     import torch
 

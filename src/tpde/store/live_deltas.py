@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpde.errors import InvalidInput
+from tpde.files.progress import Progress, no_progress
+from tpde.files.thread_count import check_threads
 from tpde.io.sinks import ValueSink
+from tpde.store.comparer import Comparer, HostComparer
+from tpde.store.delta_writer import write_delta
 from tpde.store.device_deltas import is_resident
 from tpde.store.device_diff import DeviceComparer
+from tpde.store.files_state import FilesState
+from tpde.store.live_tensors import LiveTensors, plain_tensors
+from tpde.store.open_state import open_state
+from tpde.store.states import State
 
 if TYPE_CHECKING:
     import torch
 
     from tpde.store.live_tensors import Live
-from tpde.files.progress import Progress, no_progress
-from tpde.files.thread_count import check_threads
-from tpde.store.comparer import Comparer, HostComparer
-from tpde.store.delta_writer import write_delta
-from tpde.store.files_state import FilesState
-from tpde.store.live_tensors import LiveTensors, plain_tensors
-from tpde.store.open_state import open_state
-from tpde.store.states import State
 
 __all__ = ["make_delta"]
 

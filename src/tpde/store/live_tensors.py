@@ -9,12 +9,12 @@ from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
 from tpde.frameworks import refuse_expanded, torch_bytes, torch_spec
+from tpde.store.states import MemoryState
 
 if TYPE_CHECKING:
     import torch
 
     Live = torch.nn.Module | Mapping[str, torch.Tensor]
-from tpde.store.states import MemoryState
 
 
 class LiveTensors(NamedTuple):

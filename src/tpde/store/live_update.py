@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 
 from tpde.codec.delta import Sparse, fingerprint
 from tpde.errors import Corrupt, NativeError
+from tpde.files.progress import Progress
 from tpde.format.delta_head import SAME, SPARSE, WITH_BASE, TensorEntry
 from tpde.frameworks import torch_bytes
-from tpde.store.device_deltas import fingerprints, has_words, is_resident
-from tpde.store.device_update import FoundTensor, SparseChange, SparseChanges
-
-if TYPE_CHECKING:
-    import torch
-from tpde.files.progress import Progress
 from tpde.store.delta_file import DeltaFile
 from tpde.store.delta_state import other_base
+from tpde.store.device_deltas import fingerprints, has_words, is_resident
+from tpde.store.device_update import FoundTensor, SparseChange, SparseChanges
 from tpde.store.live_tensors import LiveTensors
 from tpde.store.live_writes import (
     Change,
@@ -29,6 +26,9 @@ from tpde.store.live_writes import (
     write_words,
 )
 from tpde.store.states import MEMORY, BaseTensors
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Update:

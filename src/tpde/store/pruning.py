@@ -6,10 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tpde.io.sinks import sync_folder
-from tpde.store.chain import (
-    name_of,
-    open_step,
-)
+from tpde.store.chain import name_of, open_step
 
 
 def needed(folder: Path, steps: Iterable[int]) -> set[int]:

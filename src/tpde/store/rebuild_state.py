@@ -9,10 +9,7 @@ from typing import Any
 
 from tpde.codec.native import Bytes
 from tpde.format.container import TensorSpec
-from tpde.frameworks import (
-    to_numpy,
-    to_torch,
-)
+from tpde.frameworks import to_numpy, to_torch
 from tpde.store.tree_text import LEAVES, MAPPINGS, MAX_DEPTH, damaged
 
 

@@ -15,19 +15,13 @@ import numpy as np
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
 from tpde.format.container import TensorSpec
-from tpde.frameworks import (
-    numpy_dtype_name,
-    refuse_expanded,
-    spec_of,
-    torch_bytes,
-    torch_spec,
-)
+from tpde.frameworks import numpy_dtype_name, refuse_expanded, spec_of, torch_bytes, torch_spec
+from tpde.store.tree_text import MAX_DEPTH
 
 if TYPE_CHECKING:
     import torch
 
     Leaf = torch.Tensor | np.ndarray[Any, Any]
-from tpde.store.tree_text import MAX_DEPTH
 
 MAX_INT_BITS = 4096
 

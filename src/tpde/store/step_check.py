@@ -5,9 +5,7 @@ from __future__ import annotations
 from tpde.errors import Corrupt, TpdeError
 from tpde.files.problem import Problem
 from tpde.format.delta_head import WITH_BASE, TensorEntry
-from tpde.store.chain import (
-    StepFile,
-)
+from tpde.store.chain import StepFile
 from tpde.store.tree_text import map_tensors, parse_tree
 
 

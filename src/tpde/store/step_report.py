@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpde.store.chain import (
-    StepFile,
-)
+from tpde.store.chain import StepFile
 
 
 @dataclass(frozen=True)

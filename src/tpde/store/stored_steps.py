@@ -12,14 +12,7 @@ from tpde.files.problem import Problem
 from tpde.files.progress import Progress, no_progress
 from tpde.format.delta_head import TensorEntry
 from tpde.store.arguments import device_of, step_number
-from tpde.store.chain import (
-    close_links,
-    name_of,
-    open_links,
-    open_step,
-    state_of,
-    steps_in,
-)
+from tpde.store.chain import close_links, name_of, open_links, open_step, state_of, steps_in
 from tpde.store.export import export_state
 from tpde.store.rebuild_state import rebuild
 from tpde.store.step_check import check_step
