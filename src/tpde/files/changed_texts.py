@@ -5,27 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import PurePosixPath
-from typing import Any
 
 from tpde.files.shards import ShardIndex
 from tpde.files.walk import follow
 from tpde.format.constants import METHOD, SUFFIX, VERSION
 
 
-def packed_config(config: dict[str, Any]) -> str:
+def packed_config(config: dict[str, object]) -> str:
     """The text of a configuration that says that the model's weights are packed."""
-    ours: dict[str, Any] = {"quant_method": METHOD, "version": VERSION}
+    ours: dict[str, object] = {"quant_method": METHOD, "version": VERSION}
     if "quantization_config" in config:
         ours["source"] = config["quantization_config"]
     config["quantization_config"] = ours
     return _text(config)
 
 
-def plain_config(config: dict[str, Any]) -> str:
+def plain_config(config: dict[str, object]) -> str:
     """The text of a configuration that says no longer that the model's weights are packed."""
     ours = config.pop("quantization_config")
-    plain = config | ({"quantization_config": ours["source"]} if "source" in ours else {})
-    return _text(plain)
+    if isinstance(ours, dict) and "source" in ours:
+        config["quantization_config"] = ours["source"]
+    return _text(config)
 
 
 def packed_index(index: ShardIndex, folder: PurePosixPath, packed: Mapping[str, Collection[str]]) -> str:
@@ -45,5 +45,5 @@ def through_links(packed: Mapping[str, set[str]], links: Mapping[str, str]) -> d
     return found
 
 
-def _text(value: dict[str, Any]) -> str:
+def _text(value: Mapping[str, object]) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2) + "\n"

@@ -19,7 +19,6 @@ import secrets
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from tpde.files.documents import is_inside
 from tpde.files.file_kinds import folder_of
@@ -148,7 +147,7 @@ def _adopt(old: Path, new: Path, removable: Mapping[str, Identity]) -> None:
         sync_folder(new / it)
 
 
-def _write_journal(outer: Path, value: dict[str, Any]) -> None:
+def _write_journal(outer: Path, value: Mapping[str, object]) -> None:
     path = outer / _JOURNAL
     with open(f"{path}.tmp", "x", encoding="ascii") as file:
         json.dump(value, file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tpde.codec.selection import CodecName
 from tpde.errors import AlreadyPacked
@@ -77,7 +76,7 @@ class _Packing:
         self.packed: dict[str, set[str]] = {}  # names of packed tensors, by the file that they are in
         self.results: list[Result] = []
 
-    def pack_weights(self, name: str, **options: Any) -> None:
+    def pack_weights(self, name: str, *, threads: int | None, codec: CodecName, progress: Progress) -> None:
         """Pack a weight file, and note the hash of what unpacking will give."""
         source, made = self.tree.root / name, self.weights.files[name]
         unchanged = Unchanged(source)
@@ -88,7 +87,13 @@ class _Packing:
         try:
             digits = sha256_of_tensors(opened.container, opened.read)
             result, self.packed[made] = pack_opened(
-                opened, source, self.folder / made, force=False, **options
+                opened,
+                source,
+                self.folder / made,
+                threads=threads,
+                codec=codec,
+                force=False,
+                progress=progress,
             )
         finally:
             opened.close()

@@ -7,7 +7,6 @@ import re
 import struct
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -233,5 +232,5 @@ class PackedFile:
     def __enter__(self) -> PackedFile:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -20,6 +20,12 @@ from tpde.files.reader import PackedFile
 from tpde.files.tensor_reader import BlobTensor
 from tpde.format.container import parse_header
 from tpde.io.small_reads import batches
+
+
+class _Hash(Protocol):
+    """A hash that takes bytes one after the other."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
 
 
 def verify_file(
@@ -84,7 +90,9 @@ def _compare_headers(packed: PackedFile, source: TensorSource) -> Iterator[Corru
         yield Corrupt("the source's header differs from the one that was packed")
 
 
-def _are_intact(packed: PackedFile, names: list[str], source: TensorSource | None, whole: Any) -> bool:
+def _are_intact(
+    packed: PackedFile, names: list[str], source: TensorSource | None, whole: _Hash | None
+) -> bool:
     """Whether small tensors are intact, and equal to the source's; only then the whole file's hash has them.
 
     Where one is not, `_verify_tensor` says which.
@@ -105,7 +113,7 @@ def _are_intact(packed: PackedFile, names: list[str], source: TensorSource | Non
 
 
 def _verify_tensor(
-    packed: PackedFile, name: str, source: TensorSource | None, threads: int, whole: Any = None
+    packed: PackedFile, name: str, source: TensorSource | None, threads: int, whole: _Hash | None = None
 ) -> list[TpdeError]:
     """Check a tensor, compare it with the source's, and give its bytes to the hash of the whole file."""
     problems: list[TpdeError] = []

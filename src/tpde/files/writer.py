@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
 
 import xxhash
 
@@ -120,7 +119,7 @@ class PackedWriter:
         """Whether a tensor's name allows it to be packed (format.md 1.2)."""
         return not name.endswith(SUFFIX) and name + SUFFIX not in self._specs
 
-    def plan(self, name: str, sample: Any) -> bool:
+    def plan(self, name: str, sample: object) -> bool:
         """Decide how to store a tensor before its bytes come; returns whether it will be packed.
 
         Without this, its first bytes are the sample.
@@ -141,7 +140,7 @@ class PackedWriter:
         self._plans[name] = plan_tensor(spec, data, self.codec)
         return self._plans[name] is not None
 
-    def write(self, name: str, data: Any) -> None:
+    def write(self, name: str, data: object) -> None:
         """Write a tensor's next bytes.
 
         Tensors may come in any order, but each must be complete before the next begins.
