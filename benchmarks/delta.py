@@ -22,7 +22,8 @@ from benchmarks.peers.deltas import PEERS, Pairs, sizes
 from tpde.codec import delta
 from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec, canonical_header
-from tpde.store.patching import diff, patch
+from tpde.store.diffing import diff
+from tpde.store.patching import patch
 
 TITLE = "Deltas of training steps"
 RATES = (1e-6, 1e-5, 1e-4, 1e-3)

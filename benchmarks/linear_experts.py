@@ -2,9 +2,9 @@
 
 Each row of x has the products of experts that are drawn at random, as a router would choose them: gate and
 up, then down. PyTorch takes rows that are sorted by experts before; where its grouped product does not run,
-`bmm` with copies of the chosen experts stands for it. A time is that of the two products of a layer in a
-CUDA graph of layers with different experts, which are more bytes in all than the cache has. Medians of alternating
-runs after one to warm up. Every result is compared with a product in float64.
+`bmm` with copies of the chosen experts stands for it. A time is that of a layer's two products in a graph of
+layers with different experts, more bytes in all than the cache has. Medians of alternating runs after one
+to warm up. Every result is compared with a product in float64.
 """
 
 from __future__ import annotations

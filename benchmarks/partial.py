@@ -16,7 +16,8 @@ import numpy as np
 import tpde
 from benchmarks.data.files import write_bf16_file
 from benchmarks.harness.report import Page, note
-from tpde.files.reader import PackedFile, PackedTensor
+from tpde.files.reader import PackedFile
+from tpde.files.tensor_reader import BlobTensor
 from tpde.format.blob_header import MAX_FIXED_BYTES
 from tpde.io.sources import FileSource
 
@@ -63,7 +64,7 @@ def allowed(packed: Path, row: int) -> Allowed:
     """Work out from the index what a row needs."""
     with PackedFile(packed) as file:
         tensor = file.tensor(NAME)
-        assert isinstance(tensor, PackedTensor)
+        assert isinstance(tensor, BlobTensor)
         blob = tensor.blob
         first, last = (blob.header.chunk_of(row * COLUMNS), blob.header.chunk_of((row + 1) * COLUMNS - 1))
         # The fixed part is read first, to learn how long the index is.

@@ -115,8 +115,8 @@ def shards_of(shapes: Mapping[str, tuple[int, ...]], limit: int = SHARD_BYTES) -
 def write_packed(directory: Path, config: Any, seed: int) -> dict[str, Any]:
     """Make and pack a model; returns what the report needs."""
     from tpde.files.forward_order import block_of
+    from tpde.files.pack_file import pack_tensors
     from tpde.files.reader import PackedFile
-    from tpde.files.single_file import pack_tensors
     from tpde.files.writer import PackedWriter
     from tpde.format.constants import SUFFIX, VERSION
 

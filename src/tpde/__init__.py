@@ -52,8 +52,9 @@ if TYPE_CHECKING:
     from tpde.integrations.transformers import from_pretrained
     from tpde.loading.live_models import pack_module, unpack_module
     from tpde.store.checkpoints import CheckpointStore
+    from tpde.store.diffing import diff
     from tpde.store.live_deltas import make_delta
-    from tpde.store.patching import diff, patch
+    from tpde.store.patching import patch
     from tpde.weights.apply_delta import apply_delta
 
 __version__ = "0.1.0"
@@ -90,7 +91,7 @@ _WHERE = {
     "PackedWriter": "files.writer",
     "TensorSpec": "format.container",
     "apply_delta": "weights.apply_delta",
-    "diff": "store.patching",
+    "diff": "store.diffing",
     "from_pretrained": "integrations.transformers",
     "inspect": "files.inspection",
     "make_delta": "store.live_deltas",

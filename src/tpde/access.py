@@ -12,8 +12,9 @@ import numpy as np
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidArgument, InvalidIndex, InvalidInput, UnsupportedDtype
-from tpde.files.reader import PackedFile, Tensor
-from tpde.files.writer import check_threads
+from tpde.files.reader import PackedFile
+from tpde.files.tensor_reader import StoredTensor
+from tpde.files.thread_count import check_threads
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_numpy, to_torch
@@ -145,7 +146,7 @@ class TensorSlice:
     element asked for is decoded, so leading dimensions narrow the work, trailing ones do not.
     """
 
-    def __init__(self, tensor: Tensor, framework: str, threads: int, place: Any) -> None:
+    def __init__(self, tensor: StoredTensor, framework: str, threads: int, place: Any) -> None:
         self._tensor, self._framework, self._threads, self._place = tensor, framework, threads, place
 
     def get_shape(self) -> list[int]:

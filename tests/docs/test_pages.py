@@ -14,12 +14,13 @@ import typer
 import tpde
 from tpde import errors
 from tpde.cli import app
-from tpde.files import inspection, operations
-from tpde.files.single_file import Problem, Result
+from tpde.files import inspection_report, operations
+from tpde.files.problem import Problem
+from tpde.files.result import Result
 from tpde.files.walk import LeftOut
-from tpde.store.checkpoints import Step
-from tpde.store.patching import DeltaReport, TensorChange
-from tpde.streaming.stats import Summary as Stats
+from tpde.store.delta_report import DeltaReport, TensorChange
+from tpde.store.step_report import StepReport
+from tpde.streaming.stats import StreamingTimes as Stats
 
 from .conftest import DOCS, ROOT
 
@@ -130,11 +131,11 @@ REPORTS = {
     "A `Summary`:": operations.Summary,
     "A `LeftOut`:": LeftOut,
     "Each `Problem`:": Problem,
-    "A `Report`:": inspection.Report,
-    "A `TensorReport`:": inspection.TensorReport,
+    "A `Report`:": inspection_report.Report,
+    "A `TensorReport`:": inspection_report.TensorReport,
     "A `DeltaReport`:": DeltaReport,
     "A `TensorChange`:": TensorChange,
-    "A `Step` for each:": Step,
+    "A `StepReport` for each:": StepReport,
 }
 
 
@@ -150,7 +151,9 @@ def test_the_fields_of_parts_of_reports_are_on_the_page() -> None:
     text = _text("reference/reports.md")
     group = re.search(r"a `Group` for each, largest first: (.+?) \|", text)
     assert group is not None
-    assert re.findall(r"`(\w+)`", group[1]) == [it.name for it in dataclasses.fields(inspection.Group)]
+    assert re.findall(r"`(\w+)`", group[1]) == [
+        it.name for it in dataclasses.fields(inspection_report.GroupReport)
+    ]
     fields = {it.name for it in dataclasses.fields(Result)}
     assert fields == {it.name for it in dataclasses.fields(operations.Summary)} - {
         "ratio",

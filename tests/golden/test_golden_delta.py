@@ -14,8 +14,8 @@ from tpde.codec import delta_reference as reference
 from tpde.files.reader import PackedFile
 from tpde.format.delta_head import HEADER, SPARSE
 from tpde.io.sources import FileSource
-from tpde.store.delta_state import DeltaFile
-from tpde.store.patching import verify_delta
+from tpde.store.delta_file import DeltaFile
+from tpde.store.verify_delta import verify_delta
 
 
 @pytest.fixture

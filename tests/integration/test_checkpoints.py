@@ -18,15 +18,16 @@ import pytest
 from support.training import equal, write_step
 
 import tpde
-import tpde.store.patching
 from tpde import CheckpointStore
 from tpde.errors import Corrupt, DestinationExists, InvalidInput, TpdeError, Truncated
 from tpde.io.sinks import FileSink
-from tpde.store import chain, checkpoints
+from tpde.store import chain, delta_writer, stored_steps
 from tpde.store.chain import name_of
-from tpde.store.delta_state import DeltaFile, DeltaState
+from tpde.store.delta_file import DeltaFile
+from tpde.store.delta_report import inspect_delta
+from tpde.store.delta_state import DeltaState
+from tpde.store.state_tree import StateTree, leaf_bytes
 from tpde.store.states import MemoryState, State, nothing
-from tpde.store.trees import Tree, leaf_bytes
 
 torch = pytest.importorskip("torch", reason="checkpoints hold PyTorch's tensors")
 
@@ -163,7 +164,7 @@ def test_a_chain_of_200_steps(tmp_path: Path) -> None:
     state: State = nothing()
     for step in range(200):
         weight[step] += 1
-        tree = Tree({"weight": weight})
+        tree = StateTree({"weight": weight})
         target = MemoryState(
             tree.specs, lambda name: leaf_bytes(weight), {chain.STEP: str(step), chain.TREE: tree.text}
         )
@@ -190,13 +191,13 @@ def test_a_run_goes_on_in_another_process(run: dict[int, Any], tmp_path: Path) -
 
 def test_a_background_save_has_the_state_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = threading.Event()
-    write = checkpoints.write_delta
+    write = delta_writer.write_delta
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         assert begin.wait(60)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoints, "write_delta", slow)
+    monkeypatch.setattr(delta_writer, "write_delta", slow)
     tensor, array, other = torch.arange(1000), np.arange(10), np.arange(10, dtype=">i4")
     with CheckpointStore(tmp_path) as store:
         store.save(1, [tensor, tensor.view(10, 100).t(), array, other], background=True)
@@ -231,7 +232,7 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(
 ) -> None:
     store = CheckpointStore(tmp_path / "store")
     store.save(1, {"x": 1})
-    write = checkpoints.write_delta
+    write = delta_writer.write_delta
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -246,12 +247,12 @@ def test_what_fails_in_the_background_is_raised_by_the_next_call(
         "prune": lambda: store.prune(1),
         "export": lambda: store.export(1, tmp_path / "out"),
     }
-    monkeypatch.setattr(checkpoints, "write_delta", full)
+    monkeypatch.setattr(delta_writer, "write_delta", full)
     store.save(2, {"x": 2}, background=True)
     with pytest.raises(OSError, match="No space left"):
         calls[call]()
     assert "step 2 was not saved" in caplog.text
-    monkeypatch.setattr(checkpoints, "write_delta", write)
+    monkeypatch.setattr(delta_writer, "write_delta", write)
     assert store.steps == (1,)  # once alone
     store.save(2, {"x": 2})
     assert store.load() == {"x": 2}
@@ -332,10 +333,10 @@ def test_a_killed_writer_holds_nothing(tmp_path: Path) -> None:
     script = """
 import os, signal, sys, torch
 from tpde import CheckpointStore
-from tpde.store import checkpoints
+from tpde.store import delta_writer
 store = CheckpointStore(sys.argv[1])
 store.save(1, {"x": torch.ones(10)})
-checkpoints.write_delta = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
+delta_writer.write_delta = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
 store.save(2, {"x": torch.ones(10)})
 """
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=False)
@@ -446,7 +447,7 @@ def test_what_is_pruned_while_steps_are_looked_at_is_passed_over(
     run: dict[int, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     filled(tmp_path, run)
-    real = checkpoints.open_step
+    real = stored_steps.open_step
 
     def pruned(folder: Path, step: int) -> Any:
         monkeypatch.undo()
@@ -454,7 +455,7 @@ def test_what_is_pruned_while_steps_are_looked_at_is_passed_over(
             store.prune(2)
         return real(folder, step)
 
-    monkeypatch.setattr(checkpoints, "open_step", pruned)
+    monkeypatch.setattr(stored_steps, "open_step", pruned)
     found = getattr(CheckpointStore(tmp_path), call)()
     assert [it.step for it in found] == [8, 9] if call == "describe" else found == []
 
@@ -616,7 +617,7 @@ def test_steps_are_deltas_like_others(run: dict[int, Any], tmp_path: Path) -> No
     from safetensors.torch import load_file
 
     filled(tmp_path / "store", {step: run[step] for step in (1, 2)})
-    report = tpde.store.patching.inspect_delta(tmp_path / "store" / name_of(2))
+    report = inspect_delta(tmp_path / "store" / name_of(2))
     assert report.base == name_of(1)
     assert report.ratio > 1
     tpde.patch(tmp_path / "store" / name_of(1), tmp_path / "store" / name_of(2), tmp_path / "out")

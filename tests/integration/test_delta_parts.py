@@ -12,8 +12,10 @@ from support.contents import rng
 import tpde
 from tpde.errors import Corrupt
 from tpde.format.delta_head import CODECS
-from tpde.store.delta_state import DeltaFile, DeltaState, open_state
-from tpde.store.delta_writer import HostComparer, Wanted
+from tpde.store.comparer import HostComparer, Wanted
+from tpde.store.delta_file import DeltaFile
+from tpde.store.delta_state import DeltaState
+from tpde.store.open_state import open_state
 
 torch = pytest.importorskip("torch", reason="needs torch")
 from tpde.torch import save_file  # noqa: E402

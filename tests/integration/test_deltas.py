@@ -30,8 +30,12 @@ from tpde.files.reader import PackedFile
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.io.sources import FileSource
-from tpde.store.delta_state import DeltaFile, base_path, open_state
-from tpde.store.patching import diff, inspect_delta, is_delta_file, patch, verify_delta
+from tpde.store.delta_file import DeltaFile, is_delta_file
+from tpde.store.delta_report import inspect_delta
+from tpde.store.diffing import diff
+from tpde.store.open_state import base_path, open_state
+from tpde.store.patching import patch
+from tpde.store.verify_delta import verify_delta
 
 makers = pytest.mark.parametrize("make", [files, folders], ids=["file", "directory"])
 
@@ -120,9 +124,9 @@ def test_a_chain_of_two_hundred_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     diff(places[200], tmp_path / "other", tmp_path / "back")
     patch(places[199], places[200], tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == states[200]
-    monkeypatch.setattr("tpde.store.delta_state.MAX_CHAIN", 200)
+    monkeypatch.setattr("tpde.store.open_state.MAX_CHAIN", 200)
     open_state(places[200]).close()
-    monkeypatch.setattr("tpde.store.delta_state.MAX_CHAIN", 199)
+    monkeypatch.setattr("tpde.store.open_state.MAX_CHAIN", 199)
     with pytest.raises(InvalidInput, match="more than 199"):
         diff(places[200], tmp_path / "other", tmp_path / "back", force=True)
 
@@ -544,9 +548,9 @@ def test_other_files_are_bounded_by_what_their_frame_claims(
 ) -> None:
     base, target = _others(tmp_path)
     diff(base, target, tmp_path / "delta")
-    monkeypatch.setattr("tpde.store.delta_state.MAX_OTHER_BYTES", 500)
+    monkeypatch.setattr("tpde.store.delta_file.MAX_OTHER_BYTES", 500)
     patch(base, tmp_path / "delta", tmp_path / "out")
-    monkeypatch.setattr("tpde.store.delta_state.MAX_OTHER_BYTES", 499)
+    monkeypatch.setattr("tpde.store.delta_file.MAX_OTHER_BYTES", 499)
     with pytest.raises(Corrupt, match=r"file `changed` is damaged .it claims 500 bytes"):
         patch(base, tmp_path / "delta", tmp_path / "other")
 

@@ -19,7 +19,8 @@ from support import spoilt
 import tpde
 from tpde.codec.selection import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS
 from tpde.errors import Corrupt, InvalidInput, MissingDependency
-from tpde.files.inspection import Histogram, Report, inspect
+from tpde.files.inspection import inspect
+from tpde.files.inspection_report import Histogram, Report
 from tpde.files.plot import _largest, plot
 from tpde.io.sources import FileSource
 
@@ -221,7 +222,7 @@ def test_plot_needs_matplotlib(packed: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_plot_has_no_global_state(packed: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from tpde.files.inspection import inspect, plot\n"
+        "import sys; from tpde.files.inspection import inspect; from tpde.files.plot import plot\n"
         "plot(inspect(sys.argv[1], histogram=True), sys.argv[2])\n"
         "assert 'matplotlib.figure' in sys.modules\n"
         "assert 'matplotlib.pyplot' not in sys.modules"

@@ -20,8 +20,8 @@ from tpde.errors import Corrupt, InvalidInput, MissingBase, NotSafetensors, Tpde
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_torch, torch_bytes, torch_dtype_name
 from tpde.io.sources import FileSource
-from tpde.store import live_deltas
-from tpde.store.patching import diff
+from tpde.store import live_update
+from tpde.store.diffing import diff
 from tpde.torch import load_file, save, save_file
 
 torch = pytest.importorskip("torch", reason="live tensors are PyTorch's")
@@ -81,7 +81,7 @@ def test_what_was_interrupted_is_completed(moment: int, monkeypatch: pytest.Monk
     model, old = _model(), _model()
     _train(model)
     delta = tpde.make_delta(old, model)
-    written, write = [], live_deltas._write
+    written, write = [], live_update.write_change
 
     def interrupted(tensor: Any, it: Any) -> None:
         if len(written) == moment:
@@ -89,7 +89,7 @@ def test_what_was_interrupted_is_completed(moment: int, monkeypatch: pytest.Monk
         written.append(it.entry.name)
         write(tensor, it)
 
-    monkeypatch.setattr(live_deltas, "_write", interrupted)
+    monkeypatch.setattr(live_update, "write_change", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tpde.apply_delta(old, delta)
     monkeypatch.undo()
@@ -436,8 +436,8 @@ def _weights(words: int = 200_000) -> tuple[dict[str, Any], dict[str, Any], byte
 
 def test_with_changed_alone_no_tensor_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, delta = _weights()
-    real, seen = live_deltas.fingerprint, []
-    monkeypatch.setattr(live_deltas, "fingerprint", lambda data: seen.append(data.size) or real(data))
+    real, seen = live_update.fingerprint, []
+    monkeypatch.setattr(live_update, "fingerprint", lambda data: seen.append(data.size) or real(data))
     place, version = old["w"].data_ptr(), old["w"]._version
     assert tpde.apply_delta(old, delta, check="changed") == 2
     assert _bits(old) == _bits(new)

@@ -17,7 +17,7 @@ from tpde.codec.delta_reference import Model as ReferenceModel
 from tpde.codec.delta_reference import decode_chunk
 from tpde.format.delta_head import DENSE, SPARSE
 from tpde.io.sources import BytesSource, FileSource
-from tpde.store.delta_state import DeltaFile
+from tpde.store.delta_file import DeltaFile
 
 torch = pytest.importorskip("torch", reason="needs torch")
 st = pytest.importorskip("safetensors.torch", reason="needs safetensors")
@@ -103,7 +103,7 @@ def test_row_4_reconstruction_from_a_sparse_delta_by_a_kernel(monkeypatch: pytes
     made = tpde.make_delta(live, new)
     file = DeltaFile(BytesSource(made, "<delta>"))
     assert [it.codec for it in file.head.tensors] == [SPARSE]
-    monkeypatch.setattr("tpde.store.live_deltas.torch_bytes", lambda it: pytest.fail("not by the kernel"))
+    monkeypatch.setattr("tpde.store.live_update.torch_bytes", lambda it: pytest.fail("not by the kernel"))
     assert tpde.apply_delta(live, made) == 1
     assert np.array_equal(bits(live["w"]), bits(new["w"]))
 

@@ -203,9 +203,9 @@ def test_lightning_loads_what_is_still_being_written(
     import threading
 
     from tpde.integrations.lightning import StoredCheckpointIO
-    from tpde.store import checkpoints
+    from tpde.store import delta_writer
 
-    loading, write, load = threading.Event(), checkpoints.write_delta, CheckpointStore.wait
+    loading, write, load = threading.Event(), delta_writer.write_delta, CheckpointStore.wait
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         assert loading.wait(60)
@@ -216,7 +216,7 @@ def test_lightning_loads_what_is_still_being_written(
             loading.set()
         load(store)
 
-    monkeypatch.setattr(checkpoints, "write_delta", slow)
+    monkeypatch.setattr(delta_writer, "write_delta", slow)
     monkeypatch.setattr(CheckpointStore, "wait", waiting)
     made = StoredCheckpointIO(background=True)
     made.save_checkpoint({"state_dict": {"x": torch.ones(3)}, "global_step": 1}, tmp_path / "a.ckpt")

@@ -13,8 +13,11 @@ from tpde.errors import Corrupt, MissingBase, TpdeError, Truncated, UnsupportedV
 from tpde.format.delta_head import HASH_AT, HEADER, MAGIC
 from tpde.format.delta_reader import is_delta
 from tpde.io.sources import BytesSource, FileSource
-from tpde.store.delta_state import DeltaFile
-from tpde.store.patching import diff, inspect_delta, patch, verify_delta
+from tpde.store.delta_file import DeltaFile
+from tpde.store.delta_report import inspect_delta
+from tpde.store.diffing import diff
+from tpde.store.patching import patch
+from tpde.store.verify_delta import verify_delta
 
 
 @pytest.fixture(scope="module")

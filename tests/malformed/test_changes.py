@@ -21,7 +21,7 @@ import pytest
 from support.changes import campaign, make_source
 
 from tpde.errors import Corrupt, InvalidInput, UnsupportedVersion
-from tpde.files import directory
+from tpde.files import pack_directory as directory
 from tpde.files.operations import pack, unpack, verify
 from tpde.format.constants import MANIFEST
 

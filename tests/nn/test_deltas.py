@@ -25,7 +25,7 @@ from tpde.errors import Corrupt, InvalidInput, MissingBase, PackedWeight
 from tpde.format.delta_head import SPARSE
 from tpde.io.sources import BytesSource
 from tpde.nn import PackedParameter, add_deltas, pack_module, packed_modules, plain_state_dict
-from tpde.store.delta_state import DeltaFile
+from tpde.store.delta_file import DeltaFile
 from tpde.weights import coded
 from tpde.weights.changed import Changed
 

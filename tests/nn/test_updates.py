@@ -15,7 +15,7 @@ from support.tunes import tuned
 import tpde
 from tpde.errors import Corrupt, InvalidInput, MissingBase, PackedWeight
 from tpde.nn import PackedParameter, add_deltas, pack_module, packed_modules, plain_state_dict
-from tpde.store.delta_state import DeltaFile
+from tpde.store.delta_file import DeltaFile
 from tpde.weights import apply_delta, coded
 from tpde.weights.changed import Changed
 from tpde.weights.resident import Resident

@@ -19,8 +19,16 @@ from tpde.format.constants import DTYPES
 from tpde.format.delta_head import SAME, SPARSE
 from tpde.frameworks import has_words, torch_bytes, torch_dtype
 from tpde.io.sources import BytesSource
-from tpde.store import device_deltas, device_diff, device_update, live_deltas
-from tpde.store.delta_state import DeltaFile
+from tpde.store import (
+    device_copies,
+    device_deltas,
+    device_diff,
+    device_update,
+    live_deltas,
+    live_tensors,
+    live_update,
+)
+from tpde.store.delta_file import DeltaFile
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -70,7 +78,8 @@ def codecs(data: bytes) -> dict[str, str]:
 def on_host() -> Iterator[None]:
     """Nothing is resident."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live_deltas, "is_resident", lambda it: False)
+        for module in (live_deltas, live_update):
+            patch.setattr(module, "is_resident", lambda it: False)
         yield
 
 
@@ -89,7 +98,7 @@ def _failing(call: Any, at: int, lasts: bool, monkeypatch: pytest.MonkeyPatch) -
         return allocate
 
     with monkeypatch.context() as patch:
-        for owner, name in ((device_deltas.Upload, "send"), (device_deltas, "zeros"), (torch, "cat")):
+        for owner, name in ((device_copies.Upload, "send"), (device_copies, "zeros"), (torch, "cat")):
             patch.setattr(owner, name, failing(getattr(owner, name)))
         call()
     return count
@@ -184,7 +193,8 @@ class DeviceDeltas:
         old, new = ({name: it[name] for name in floats} for it in (old, new))
         made = self.make(old, new)
         assert set(codecs(made).values()) == {SPARSE}
-        monkeypatch.setattr(live_deltas, "torch_bytes", lambda it: pytest.fail("copied to the host"))
+        for module in (live_tensors, live_update):
+            monkeypatch.setattr(module, "torch_bytes", lambda it: pytest.fail("copied to the host"))
         assert tpde.make_delta(old, new) == made
         assert tpde.apply_delta(old, made) == len(floats)
         monkeypatch.undo()

@@ -17,7 +17,7 @@ import pytest
 from tpde.cuda import compile as nvrtc
 from tpde.cuda.capability import DeviceFacts
 from tpde.frameworks import has_words
-from tpde.store import device_deltas
+from tpde.store import device_copies
 
 # An index beyond an array's end ends the process.
 _BOUNDS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
@@ -96,7 +96,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "kernel", _kernel)
     monkeypatch.setattr(nvrtc, "launch", _launch)
     monkeypatch.setattr(delta_kernels, "THREADS", 64)
-    monkeypatch.setattr(device_deltas, "current", lambda where: contextlib.nullcontext())
-    monkeypatch.setattr(device_deltas, "stream_of", lambda where: 0)
-    for module in ("tpde.store.device_deltas", "tpde.store.live_deltas", "tpde.weights.delta_sources"):
-        monkeypatch.setattr(f"{module}.is_resident", is_resident)
+    monkeypatch.setattr(device_copies, "current", lambda where: contextlib.nullcontext())
+    monkeypatch.setattr(device_copies, "stream_of", lambda where: 0)
+    for module in ("store.device_deltas", "store.live_deltas", "store.live_update", "weights.delta_sources"):
+        monkeypatch.setattr(f"tpde.{module}.is_resident", is_resident)

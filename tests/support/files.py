@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpde.codec.selection import CodecName
+from tpde.files.pack_file import pack_tensors
+from tpde.files.problem import Problem
 from tpde.files.reader import PackedFile
-from tpde.files.single_file import Problem, pack_tensors, unpack_to, verify_file
+from tpde.files.unpack_file import unpack_to
+from tpde.files.verify_file import verify_file
 from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink

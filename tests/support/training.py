@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpde.files.single_file import no_progress
+from tpde.files.progress import no_progress
 from tpde.io.sinks import FileSink
 from tpde.store.chain import name_of
-from tpde.store.delta_writer import HostComparer, write_delta
+from tpde.store.comparer import HostComparer
+from tpde.store.delta_writer import write_delta
 from tpde.store.states import State
 
 

@@ -13,7 +13,8 @@ from support.files import pack_bytes, safetensors_bytes
 from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
 from tpde.codec.selection import PREFIX_CHUNK_WORDS
-from tpde.files.reader import PackedFile, PackedTensor
+from tpde.files.reader import PackedFile
+from tpde.files.tensor_reader import BlobTensor
 
 CHUNK = 2 * PREFIX_CHUNK_WORDS  # bytes
 SPEC = spec_of("BF16", 6 * PREFIX_CHUNK_WORDS + 100)
@@ -46,7 +47,7 @@ def test_ranges_that_cut_chunks(threads: int, tmp_path: Path, monkeypatch: pytes
     ]
     with PackedFile(path) as file:
         tensor = file.tensor("w")
-        assert isinstance(tensor, PackedTensor)
+        assert isinstance(tensor, BlobTensor)
         for begin, end in itertools.combinations(edges, 2):
             whole, beside = np.empty(end - begin, np.uint8), []
             tensor.read(begin, end, whole, threads)

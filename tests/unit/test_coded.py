@@ -12,7 +12,7 @@ from support.emulated import on_cpu  # noqa: F401
 from tpde.codec.delta import CHUNK_WORDS, Model, plan
 from tpde.cuda import compile as nvrtc
 from tpde.cuda import delta_kernels
-from tpde.store import device_deltas
+from tpde.store import device_copies
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -69,7 +69,7 @@ def test_words_beneath_are_counted_once_a_stream(monkeypatch: pytest.MonkeyPatch
 
     survey = delta_kernels.Batch.survey
     monkeypatch.setattr(nvrtc, "launch", on_stream)
-    monkeypatch.setattr(device_deltas, "stream_of", lambda where: now)
+    monkeypatch.setattr(device_copies, "stream_of", lambda where: now)
     monkeypatch.setattr(
         delta_kernels.Batch,
         "survey",

@@ -21,7 +21,7 @@ from tpde.format.container import TensorSpec
 from tpde.format.delta_head import HEADER, Head, OtherEntry, TensorEntry, WeightsEntry, payloads, serialize
 from tpde.format.delta_reader import read_head
 from tpde.io.sources import BytesSource
-from tpde.store.delta_state import DeltaFile
+from tpde.store.delta_file import DeltaFile
 
 FINGERPRINTS = {name: bytes([number]) * 16 for number, name in enumerate("sSdDfpzmtTuU", 1)}
 HASHES = {name: bytes([100 + number]) * 8 for number, name in enumerate("sdfpot", 1)}

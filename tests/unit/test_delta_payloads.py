@@ -17,7 +17,7 @@ from tpde.format.delta_head import DENSE, FULL, PLAIN, SPARSE
 from tpde.io.sources import BytesSource
 from tpde.store import delta_writer as store_diff
 from tpde.store.payloads import (
-    Stored,
+    TensorPayload,
     add_differences,
     difference_spec,
     differences,
@@ -48,7 +48,7 @@ def test_differences_are_those_of_the_document() -> None:
     assert found.tolist() == [1, 2, 2, 1, 6]
 
 
-def _stored(dtype: str, old: np.ndarray, new: np.ndarray) -> Stored:
+def _stored(dtype: str, old: np.ndarray, new: np.ndarray) -> TensorPayload:
     a, b = old.view(np.uint8), new.view(np.uint8)
     return store_change(spec_of(dtype, old.size), model_of(dtype, a, b), a, b, 1)
 
@@ -124,7 +124,7 @@ def test_few_changes_of_weights_are_taken_as_they_are(monkeypatch: pytest.Monkey
     tried: list[object] = []
     whole = store_whole
 
-    def counted(*args: object) -> Stored:
+    def counted(*args: object) -> TensorPayload:
         tried.append(args)
         return whole(*args)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from support.changes import content, make_source
 
 import tpde
 from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, InvalidInput, NotPacked, Truncated
-from tpde.files import compare
+from tpde.files import verify_directory
 from tpde.files.resaved import is_resaved
 from tpde.format.constants import MANIFEST
 
@@ -394,14 +394,14 @@ def test_a_disk_that_fails_at_one_file_hides_no_other(
     packed: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (packed / "sub" / "none").write_text("not empty")
-    real = compare.sha256
+    real = verify_directory.sha256
 
     def fail(path: Path) -> str:
         if path.name == "notes.txt":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(path)
 
-    monkeypatch.setattr(compare, "sha256", fail)
+    monkeypatch.setattr(verify_directory, "sha256", fail)
     assert problems(packed) == {
         ("packed/sub/notes.txt", "`packed/sub/notes.txt`: Input/output error"),
         ("packed/sub/none", "`packed/sub/none` differs from what was packed"),

@@ -9,9 +9,10 @@ from support.contents import fill
 from support.files import pack_bytes, safetensors_bytes, unpack_bytes, verify_bytes
 
 from tpde.errors import TpdeError
-from tpde.files import writer
+from tpde.files import packed_header, writer
 from tpde.files.reader import PackedFile
-from tpde.files.writer import PackedWriter, default_threads
+from tpde.files.thread_count import default_threads
+from tpde.files.writer import PackedWriter
 from tpde.format.blob_header import align
 from tpde.format.constants import ALIGN_BLOB, ALIGN_LARGE, LARGE_BYTES
 from tpde.format.container import TensorSpec
@@ -64,7 +65,8 @@ BOUND = 4 * ALIGN_LARGE
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> int:
     """Let what is large begin at 16 KiB."""
-    monkeypatch.setattr(writer, "LARGE_BYTES", BOUND)
+    for module in (packed_header, writer):
+        monkeypatch.setattr(module, "LARGE_BYTES", BOUND)
     return BOUND
 
 
@@ -202,9 +204,9 @@ def test_a_header_may_have_as_many_bytes_as_readers_take(monkeypatch: pytest.Mon
         for name in specs:
             made.write(name, b"x")
     size = int.from_bytes(bytes(sink.data[:8]), "little")
-    monkeypatch.setattr(writer, "MAX_CONTAINER_HEADER", size)
+    monkeypatch.setattr(packed_header, "MAX_CONTAINER_HEADER", size)
     PackedWriter(BytesSink(), specs).abort()
-    monkeypatch.setattr(writer, "MAX_CONTAINER_HEADER", size - 1)
+    monkeypatch.setattr(packed_header, "MAX_CONTAINER_HEADER", size - 1)
     with pytest.raises(TpdeError, match=f"50 tensors need a header of {size} bytes") as told:
         PackedWriter(BytesSink(), specs)
     assert (told.value.found, told.value.needed) == (size, size - 1)

@@ -13,16 +13,9 @@ from support import spoilt
 from tpde.errors import AlreadyPacked, InvalidInput, MissingShard, NotPacked, TpdeError
 from tpde.files.file_kinds import folder_of, is_config, last_of, may_change, may_stay_link, safetensors_name
 from tpde.files.inputs import shards
+from tpde.files.packed_state import packing_configs, refuse_packed, says_packed
 from tpde.files.walk import walk
-from tpde.files.weight_files import (
-    check_shards,
-    choose,
-    not_packed,
-    packing_configs,
-    read_by_others,
-    refuse_packed,
-    says_packed,
-)
+from tpde.files.weight_files import check_shards, choose, not_packed, read_by_others
 
 
 @pytest.mark.parametrize(
@@ -309,10 +302,10 @@ def test_what_is_packed_is_not_packed_again(
 ) -> None:
     tree = walk(make(tmp_path, files))
     if error is None:
-        refuse_packed(tree, choose(tree))
+        refuse_packed(tree, choose(tree).files)
         return
     with pytest.raises(error, match=says):
-        refuse_packed(tree, choose(tree))
+        refuse_packed(tree, choose(tree).files)
 
 
 @pytest.mark.parametrize(

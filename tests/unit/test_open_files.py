@@ -13,13 +13,14 @@ from support import spoilt
 
 import tpde
 from tpde.errors import AlreadyPacked, Corrupt, InvalidDestination, InvalidInput, NotPacked, TpdeError
-from tpde.files import directory, single_file
+from tpde.files import pack_directory as directory
+from tpde.files import pack_file
 from tpde.files.copying import copy_file, sha256
-from tpde.files.directory import pack_directory
 from tpde.files.inputs import open_source
 from tpde.files.inspection import inspect
+from tpde.files.pack_directory import pack_directory
+from tpde.files.packed_state import is_packed, packed_names
 from tpde.files.reader import PackedFile
-from tpde.files.weight_files import is_packed, packed_names
 from tpde.format.constants import MANIFEST
 from tpde.io.sources import FileSource
 
@@ -150,7 +151,7 @@ def test_a_source_is_closed_when_packing_it_fails(
         monkeypatch.setattr(directory, "sha256_of_tensors", interrupt)
     else:
         monkeypatch.setattr(directory, "pack_opened", interrupt)
-        monkeypatch.setattr(single_file, "pack_opened", interrupt)
+        monkeypatch.setattr(pack_file, "pack_opened", interrupt)
         with pytest.raises(KeyboardInterrupt):
             tpde.pack(PLAIN, "out")
     with pytest.raises(KeyboardInterrupt):

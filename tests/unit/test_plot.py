@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tpde.errors import InvalidDestination
-from tpde.files.inspection import Histogram, Report, TensorReport
+from tpde.files.inspection_report import Histogram, Report, TensorReport
 from tpde.files.plot import COLOURS, OTHER, plot
 
 pytest.importorskip("matplotlib", reason="needs matplotlib")

@@ -19,7 +19,7 @@ from support.files import (
 )
 
 from tpde.errors import Corrupt, TpdeError
-from tpde.files import reader
+from tpde.files import tensor_reader
 from tpde.files.reader import PackedFile
 from tpde.format.constants import MAGIC
 from tpde.format.container import TensorSpec
@@ -133,7 +133,7 @@ def test_a_packed_file_of_plain_tensors_is_packed_all_the_same() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250])
 def test_plain_tensors_are_read_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "PIECE_BYTES", 100)
+    monkeypatch.setattr(tensor_reader, "PIECE_BYTES", 100)
     data = rng(size).bytes(size)
     source = safetensors_bytes({"before": TENSORS["few"], "x": (TensorSpec("U8", (size,)), data)})
     with PackedFile(source) as file:

@@ -14,7 +14,9 @@ from support.files import pack_bytes, safetensors_bytes
 from tpde.codec.selection import PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, sample_ranges
 from tpde.errors import InvalidInput
 from tpde.files import inspection as inspecting
-from tpde.files.inspection import Group, inspect, survey
+from tpde.files import sampling
+from tpde.files.inspection import inspect, survey
+from tpde.files.inspection_report import GroupReport
 from tpde.format.container import TensorSpec
 
 BF16, SMALL = spec_of("BF16", 3000), TensorSpec("U8", (7,))
@@ -74,7 +76,7 @@ def test_groups_add_up_and_come_by_size_and_then_by_name(model: Path) -> None:
     assert [it.name for it in report.by_dtype] == ["BF16", "I64", "U8", "F32"]
     stored = {it.name: it.stored_bytes for it in report.tensors[:5]}
     source = {name: spec.nbytes for name, (spec, _) in TENSORS.items()}
-    assert report.by_dtype[0] == Group(
+    assert report.by_dtype[0] == GroupReport(
         "BF16",
         4,
         4 * BF16.nbytes,
@@ -82,8 +84,8 @@ def test_groups_add_up_and_come_by_size_and_then_by_name(model: Path) -> None:
         8 * (3 * BF16.nbytes + stored["layers.10.w"]) / 12_000,
         4 * BF16.nbytes / (3 * BF16.nbytes + stored["layers.10.w"]),
     )
-    assert report.by_dtype[3] == Group("F32", 2, 0, 0, None, 1.0)
-    assert report.by_codec[2] == Group(
+    assert report.by_dtype[3] == GroupReport("F32", 2, 0, 0, None, 1.0)
+    assert report.by_codec[2] == GroupReport(
         "constant",
         1,
         source["ones"],
@@ -104,8 +106,8 @@ def test_a_survey_looks_at_no_word_unless_it_is_to(model: Path, monkeypatch: pyt
         ("BF16", 12_000), ("U8", 14), ("F32", 0), ("I64", 1000),
     ]  # fmt: skip
     assert survey(model, sample=True).histogram is None
-    monkeypatch.setattr(inspecting, "_read_sample", lambda *_: pytest.fail("words are read"))
-    monkeypatch.setattr(inspecting, "_read_whole", lambda _, looks: looks and pytest.fail("words are read"))
+    monkeypatch.setattr(sampling, "_read_sample", lambda *_: pytest.fail("words are read"))
+    monkeypatch.setattr(sampling, "_read_whole", lambda _, looks: looks and pytest.fail("words are read"))
     quick = survey(model, sample=False)
     assert {it.entropy for it in quick.tensors} == {None}
     assert [it.stored_bytes for it in quick.tensors] == [it.stored_bytes for it in full.tensors]
@@ -121,15 +123,15 @@ def test_what_is_counted_does_not_depend_on_how_many_at_a_time(
 ) -> None:
     full = inspect(model, histogram=True)
     held: list[tuple[int, int]] = []
-    real = inspecting._entropies
+    real = inspecting.entropies_of
 
     def noting(batch: Any, counts: Any) -> Any:
         held.append((len(batch), sum(it.words.nbytes for it in batch)))
         return real(batch, counts)
 
-    monkeypatch.setattr(inspecting, "_BATCH", tensors)
-    monkeypatch.setattr(inspecting, "_BATCH_BYTES", nbytes)
-    monkeypatch.setattr(inspecting, "_entropies", noting)
+    monkeypatch.setattr(sampling, "_BATCH", tensors)
+    monkeypatch.setattr(sampling, "_BATCH_BYTES", nbytes)
+    monkeypatch.setattr(inspecting, "entropies_of", noting)
     assert inspect(model, histogram=True) == full
     assert max(count for count, _ in held) <= tensors
     assert max(size for _, size in held) < nbytes + BF16.nbytes

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tpde.streaming.stats import (
     Copy,
     Interval,
-    Summary,
+    StreamingTimes,
     length,
     merge,
     overlap,
@@ -83,7 +83,7 @@ def test_times_are_relative(
     assert one == summarize(moved, later(decodes), later(computes), later(waits))
 
 
-def case(starts: list[int], queued: list[int], waits: list[Interval] | None = None) -> Summary:
+def case(starts: list[int], queued: list[int], waits: list[Interval] | None = None) -> StreamingTimes:
     """Copies of 10 ms and 550 MB."""
     made = [
         Copy(start * MS, (start + 10) * MS, at * MS, 550_000_000)

@@ -14,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpde.errors import Corrupt, InvalidInput, UnsupportedDtype
-from tpde.store.trees import MAX_DEPTH, Tree, leaf_bytes, map_tensors, parse_tree, rebuild
+from tpde.store.rebuild_state import rebuild
+from tpde.store.state_tree import StateTree, leaf_bytes
+from tpde.store.tree_text import MAX_DEPTH, map_tensors, parse_tree
 
 torch = pytest.importorskip("torch", reason="states hold PyTorch's tensors")
 
 
 def again(state: Any) -> Any:
     """A state, taken apart and made again."""
-    tree = Tree(state)
+    tree = StateTree(state)
     return rebuild(
         parse_tree(tree.text, "here"),
         "here",
@@ -118,7 +120,7 @@ def test_a_counter_stays_one() -> None:
 
 def test_one_tensor_twice_is_stored_once_and_is_one_again() -> None:
     weight = torch.ones(4)
-    tree = Tree({"embed": weight, "head": weight.view(4), "other": torch.ones(4), "part": weight[:2]})
+    tree = StateTree({"embed": weight, "head": weight.view(4), "other": torch.ones(4), "part": weight[:2]})
     assert sorted(tree.leaves) == ["embed", "other", "part"]
     found = again({"embed": weight, "head": weight})
     assert found["embed"] is found["head"]
@@ -136,7 +138,7 @@ def test_views_of_one_memory_that_differ_are_stored_apart() -> None:
 
 
 def test_names_are_paths_and_never_the_same() -> None:
-    tree = Tree({"a": {"b": torch.ones(1)}, "a/b": torch.ones(2), "__metadata__": torch.ones(3)})
+    tree = StateTree({"a": {"b": torch.ones(1)}, "a/b": torch.ones(2), "__metadata__": torch.ones(3)})
     assert len(tree.leaves) == 3
     assert "a/b" in tree.leaves
     assert "__metadata__" not in tree.leaves
@@ -169,13 +171,13 @@ class _Dict(dict):  # type: ignore[type-arg]
 )
 def test_what_is_no_state_is_refused_naming_where_it_is(inner: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message) as caught:
-        Tree({"model": [0, inner]})
+        StateTree({"model": [0, inner]})
     assert "state['model'][1]" in str(caught.value)
 
 
 def test_a_dtype_that_no_file_can_hold_is_refused() -> None:
     with pytest.raises(UnsupportedDtype):
-        Tree([torch.ones(1, dtype=torch.complex128)])
+        StateTree([torch.ones(1, dtype=torch.complex128)])
 
 
 def test_depth_is_bounded_both_ways() -> None:
@@ -184,12 +186,12 @@ def test_depth_is_bounded_both_ways() -> None:
         deep = [deep]
     assert again(deep) == deep
     with pytest.raises(InvalidInput, match="levels"):
-        Tree([deep])
+        StateTree([deep])
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(InvalidInput, match="levels"):
-        Tree(loop)
-    text = Tree(deep).text
+        StateTree(loop)
+    text = StateTree(deep).text
     for _ in range(2):
         text = f'["list",{text}]'
     with pytest.raises(Corrupt, match="levels"):
@@ -238,20 +240,20 @@ def test_a_damaged_tree_is_corrupt(text: str) -> None:
 
 
 def test_trees_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.store import trees
+    from tpde.store import tree_text
 
-    monkeypatch.setattr(trees, "MAX_TREE_VALUES", 5)
+    monkeypatch.setattr(tree_text, "MAX_TREE_VALUES", 5)
     assert parse_tree('["list",1,2,3]', "here") == ["list", 1, 2, 3]
     with pytest.raises(Corrupt, match="large"):
         parse_tree('["list",1,2,3,4]', "here")
-    monkeypatch.setattr(trees, "MAX_TREE_BYTES", 10)
+    monkeypatch.setattr(tree_text, "MAX_TREE_BYTES", 10)
     with pytest.raises(Corrupt, match="large"):
         parse_tree('["list",1,2]', "here")
 
 
 def test_tensors_are_mapped_with_their_paths() -> None:
     weight = torch.ones(2)
-    tree = Tree({"a": [weight], 3: OrderedDict(b=weight), "c": np.ones(1)})
+    tree = StateTree({"a": [weight], 3: OrderedDict(b=weight), "c": np.ones(1)})
     seen = []
     map_tensors(json.loads(tree.text), lambda path, name: seen.append((path, name)), tree.leaves, "here")
     assert seen == [(("a", "0"), "a/0"), (("3", "b"), "a/0"), (("c",), "c")]

@@ -14,7 +14,7 @@ from support.files import pack_bytes, safetensors_bytes
 import tpde
 from tpde.codec.reference import parse_header
 from tpde.errors import Corrupt, InvalidInput, NotPacked
-from tpde.files import copying, reader
+from tpde.files import copying, tensor_reader
 from tpde.files.reader import PackedFile
 from tpde.files.walk import walk
 from tpde.format.constants import MAGIC
@@ -65,7 +65,7 @@ def test_the_first_byte_that_differs_is_named(tmp_path: Path) -> None:
 
 
 def test_a_failed_unpack_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.files import single_file as packing
+    from tpde.files import unpack_file
 
     packed, _ = files(tmp_path, safetensors_bytes({"a": (SPEC, A)}))
     before = sorted(os.listdir(tmp_path))
@@ -74,7 +74,7 @@ def test_a_failed_unpack_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
         def fail(*_: Any, error: type[BaseException] = error, **__: Any) -> None:
             raise error
 
-        monkeypatch.setattr(packing, "stream", fail)
+        monkeypatch.setattr(unpack_file, "stream", fail)
         with pytest.raises(error):
             tpde.unpack(packed, tmp_path / "out.safetensors")
         assert sorted(os.listdir(tmp_path)) == before
@@ -204,7 +204,7 @@ def test_the_first_byte_that_differs_is_told_once_for_a_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where several of its pieces differ."""
-    monkeypatch.setattr(reader, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(tensor_reader, "PIECE_BYTES", 1000)
     spec = TensorSpec("U8", (3500,))
     data = rng("pieces").bytes(3500)
     for at in (0, 999, 1000, 2345, 3499):

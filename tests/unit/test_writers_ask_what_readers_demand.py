@@ -11,7 +11,8 @@ from support.craft import bounded
 
 import tpde.numpy
 from tpde.errors import InvalidInput
-from tpde.files.writer import MAX_THREADS, PackedWriter, check_threads
+from tpde.files.thread_count import MAX_THREADS, check_threads
+from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec, canonical_header
 from tpde.io.sinks import BytesSink
 

@@ -52,7 +52,7 @@ def codec(
       tpde bench codec --size 256 --threads 4
     """
     from tpde.codec import native
-    from tpde.files.writer import check_threads
+    from tpde.files.thread_count import check_threads
 
     count = check_threads(threads)
     cases = [_Case(name, spec, words, count) for name, spec, words in tensors(mib << 20)]

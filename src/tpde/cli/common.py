@@ -160,7 +160,7 @@ def guard(command: Callable[P, int | None]) -> Callable[P, None]:
 
 def few_threads(threads: int | None) -> int | None:
     """Check a number of threads where the command line is read, for `typer.Option`."""
-    from tpde.files.writer import check_threads
+    from tpde.files.thread_count import check_threads
 
     try:
         check_threads(threads)

@@ -12,7 +12,7 @@ import typer
 from tpde.cli.common import few_threads, guard, plural, print_json, progress_bar, size, table
 
 if TYPE_CHECKING:
-    from tpde.store.patching import DeltaReport
+    from tpde.store.delta_report import DeltaReport
 
 
 @guard
@@ -48,13 +48,11 @@ def diff(
       tpde diff epoch_9 epoch_10 epoch_10.tpde
     """
     from tpde.files.operations import total_bytes
-    from tpde.store import patching
+    from tpde.store import diffing
 
     start = time.perf_counter()
     with progress_bar("comparing", lambda: total_bytes(target)) as progress:
-        report = patching.diff(
-            base, target, delta, fast=fast, threads=threads, force=force, progress=progress
-        )
+        report = diffing.diff(base, target, delta, fast=fast, threads=threads, force=force, progress=progress)
     seconds = time.perf_counter() - start
     if as_json:
         fields: dict[str, Any] = dataclasses.asdict(report)

@@ -10,7 +10,7 @@ import typer
 from tpde.cli.common import guard, plural, print_json, say, size, table
 
 if TYPE_CHECKING:
-    from tpde.files.inspection import Group, Report
+    from tpde.files.inspection_report import GroupReport, Report
 
 
 @guard
@@ -43,12 +43,13 @@ def inspect(
     from tpde.errors import InvalidInput
     from tpde.files.inspection import inspect as look
     from tpde.files.plot import plot as draw
-    from tpde.store import patching as store
+    from tpde.store.delta_file import is_delta_file
+    from tpde.store.delta_report import inspect_delta
 
-    if store.is_delta_file(path):
+    if is_delta_file(path):
         if plot is not None:
             raise InvalidInput(f"`{path}` is a delta, of which there is no plot", hint="leave out `--plot`")
-        delta = store.inspect_delta(path)
+        delta = inspect_delta(path)
         if as_json:
             print_json(delta)
         else:
@@ -103,7 +104,7 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _groups(key: str, groups: tuple[Group, ...]) -> str:
+def _groups(key: str, groups: tuple[GroupReport, ...]) -> str:
     return table(
         (key, "tensors", "bytes", "stored", "ratio", "bits/weight"),
         [

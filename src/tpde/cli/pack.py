@@ -23,7 +23,7 @@ from tpde.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from tpde.files.inspection import Group
+    from tpde.files.inspection_report import GroupReport
 
 
 @guard
@@ -111,7 +111,7 @@ def pack(
         say("note", "no tensor would shrink; all are stored as they were")
 
 
-def dtype_table(groups: tuple[Group, ...]) -> str:
+def dtype_table(groups: tuple[GroupReport, ...]) -> str:
     """Sizes by dtype."""
     return table(
         ("dtype", "tensors", "bytes", "packed bytes", "ratio"),

@@ -13,7 +13,7 @@ from tpde.cli.common import few_threads, guard, print_json, progress_bar, size
 
 def target_bytes(delta: Path) -> int:
     """Bytes of a delta's target, for a progress bar."""
-    from tpde.store.patching import inspect_delta
+    from tpde.store.delta_report import inspect_delta
 
     return inspect_delta(delta).target_bytes
 

@@ -14,7 +14,7 @@ from tpde.cli.common import few_threads, guard, plural, print_json, progress_bar
 
 def original_bytes(path: Path) -> int:
     """Bytes of the original tensors of a packed file or directory, for a progress bar."""
-    from tpde.files.inspection import safetensors_files
+    from tpde.files.inputs import safetensors_files
     from tpde.files.reader import PackedFile
 
     total = 0

@@ -55,9 +55,10 @@ def verify(
     from tpde.errors import InvalidInput
     from tpde.files import operations
     from tpde.files.walk import walk
-    from tpde.store import patching as store
+    from tpde.store.delta_file import is_delta_file
+    from tpde.store.verify_delta import verify_delta
 
-    start, delta = time.perf_counter(), store.is_delta_file(packed)
+    start, delta = time.perf_counter(), is_delta_file(packed)
     if (against if delta else base) is not None:
         raise InvalidInput(
             f"`{packed}` is {'a' if delta else 'no'} delta",
@@ -66,7 +67,7 @@ def verify(
         )
     with progress_bar("verifying", lambda: (target_bytes if delta else original_bytes)(packed)) as progress:
         if delta:
-            problems = store.verify_delta(packed, base=base, threads=threads, progress=progress)
+            problems = verify_delta(packed, base=base, threads=threads, progress=progress)
         else:
             problems = operations.verify(
                 packed, against=against, threads=threads, exclude=exclude or (), progress=progress

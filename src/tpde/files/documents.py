@@ -6,7 +6,6 @@ import json
 import os
 import re
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tpde.errors import InvalidInput
 from tpde.io.sources import open_regular
@@ -66,14 +65,14 @@ def read_document(path: Path) -> str:
         raise NotJson(f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name occurs twice in an object")
     return found
 
 
-def parse_json(text: str, path: Path, *, unique: bool = False) -> Any:
+def parse_json(text: str, path: Path, *, unique: bool = False) -> object:
     """What a text of JSON says; `path` is where it is from, for messages.
 
     Raises
@@ -89,12 +88,13 @@ def parse_json(text: str, path: Path, *, unique: bool = False) -> Any:
             hint="mend it, or fetch it again",
         )
     try:
-        return json.loads(text, object_pairs_hook=_unique if unique else None)
+        found: object = json.loads(text, object_pairs_hook=_unique if unique else None)
     except (ValueError, RecursionError) as error:
         raise NotJson(f"`{path}` is not JSON ({error})", hint="mend it, or fetch it again") from None
+    return found
 
 
-def parse_object(text: str, path: Path, *, unique: bool = False) -> dict[str, Any]:
+def parse_object(text: str, path: Path, *, unique: bool = False) -> dict[str, object]:
     """The object that a text of JSON is.
 
     Raises
@@ -108,7 +108,7 @@ def parse_object(text: str, path: Path, *, unique: bool = False) -> dict[str, An
     return value
 
 
-def json_object(path: Path) -> tuple[str, dict[str, Any]]:
+def json_object(path: Path) -> tuple[str, dict[str, object]]:
     """The text of a JSON file, and the object that it holds.
 
     Raises
@@ -120,7 +120,7 @@ def json_object(path: Path) -> tuple[str, dict[str, Any]]:
     return text, parse_object(text, path)
 
 
-def read_modules(folder: Path) -> list[dict[str, Any]]:
+def read_modules(folder: Path) -> list[dict[str, object]]:
     """The modules of a sentence-transformers model, as its `modules.json` lists them; none without one.
 
     Raises

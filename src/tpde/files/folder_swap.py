@@ -18,24 +18,19 @@ import os
 import secrets
 import stat
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
-from tpde.errors import InvalidDestination, printable
 from tpde.files.documents import is_inside
 from tpde.files.file_kinds import folder_of
-from tpde.files.walk import HUB_CACHE
+from tpde.files.replaced_folder import Identity, below, identity_of, refuse_folder
 from tpde.io.rename import exchange, rename_new
-from tpde.io.sinks import exists_already, kind_of, sync_folder, unwritable
+from tpde.io.sinks import exists_already, sync_folder, unwritable
 from tpde.io.temporary import abandoned, clear_files, create, remove
 
 log = logging.getLogger("tpde")
 
 _JOURNAL = "journal"
 _OWNER = 0o700  # whatever a folder's permissions, its owner may fill and remove it
-
-Identity = list[int]
-"""Inode, size, time of change in nanoseconds and kind of a file: the same if nobody has touched it."""
 
 
 @contextlib.contextmanager
@@ -94,90 +89,10 @@ def _name_destination(error: OSError, new: Path, destination: Path) -> None:
             error.filename = str(destination / path.relative_to(new))
 
 
-def refuse_folder(destination: Path, ours: Collection[str], force: bool) -> dict[str, Identity]:
-    """Refuse a destination for a folder; returns what is there and may be removed.
-
-    Raises
-    ------
-    DestinationExists
-        If there is something, and `force` is false.
-    InvalidDestination
-        If there is something that would not be replaced with `force` either.
-    """
-    try:
-        mode = os.lstat(destination).st_mode
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise unwritable(destination, error) from error
-    removable: dict[str, Identity] = {}
-    if stat.S_ISDIR(mode):
-        removable = _removable(destination, set(ours))
-    elif not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-        raise InvalidDestination(
-            f"`{destination}` is {kind_of(mode)}, which is never replaced",
-            hint="name a folder",
-            where=str(destination),
-        )
-    if not force:
-        raise exists_already(destination)
-    return removable
-
-
-def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Everything below a folder, relative, and what it is; folders before what is in them."""
-    pending = [""]
-    while pending:
-        at = pending.pop()
-        with os.scandir(folder / at) as entries:
-            found = sorted(it.name for it in entries)
-        for entry in found:
-            name = f"{at}/{entry}" if at else entry
-            info = os.lstat(folder / name)
-            yield name, info
-            if stat.S_ISDIR(info.st_mode):
-                pending.append(name)
-
-
-def _identity(info: os.stat_result) -> Identity:
-    kind = stat.S_IFMT(info.st_mode)
-    if kind == stat.S_IFDIR:  # its content may change
-        return [info.st_ino, 0, 0, kind]
-    return [info.st_ino, info.st_size, info.st_mtime_ns, kind]
-
-
-def _removable(folder: Path, ours: Collection[str]) -> dict[str, Identity]:
-    """What of a folder is the model's: files and links by their names, and the folders that hold them.
-
-    Links, pipes and the like that are not are carried over; files would be, too, but a folder with such is
-    not the one that is meant.
-    """
-    parents = {str(parent) for name in ours for parent in PurePosixPath(name).parents}
-    found: dict[str, Identity] = {}
-    try:
-        for name, info in _entries(folder):
-            kind = stat.S_IFMT(info.st_mode)
-            if kind == stat.S_IFDIR:
-                if name in parents or name in ours:
-                    found[name] = _identity(info)
-            elif name in ours and kind in (stat.S_IFREG, stat.S_IFLNK):
-                found[name] = _identity(info)
-            elif name in ours or (kind == stat.S_IFREG and not name.startswith(f"{HUB_CACHE}/")):
-                what = "no file of this model" if kind == stat.S_IFREG else kind_of(kind)
-                raise InvalidDestination(
-                    f"`{folder}` holds `{printable(name)}`, which is {what} and would be lost",
-                    hint="remove the folder yourself, or choose another destination",
-                    where=str(folder),
-                )
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    return found
-
-
 def sync_tree(folder: Path) -> None:
     """Make everything below a folder outlast a loss of power."""
     folders = [folder]
-    for name, info in _entries(folder):
+    for name, info in below(folder):
         if stat.S_ISDIR(info.st_mode):
             folders.append(folder / name)
         elif stat.S_ISREG(info.st_mode):
@@ -202,7 +117,7 @@ def _put(outer: Path, destination: Path, removable: Mapping[str, Identity], forc
         if stat.S_ISDIR(old.st_mode):
             _adopt(destination, new, removable)
         sync_folder(destination.parent)  # or the old folder would be moved into one that may be lost
-        _write_journal(outer, {"name": destination.name, "old": _identity(old)[0], "removable": removable})
+        _write_journal(outer, {"name": destination.name, "old": identity_of(old)[0], "removable": removable})
         if not exchange(new, destination):
             os.rename(destination, outer / "old")
             rename_new(new, destination)
@@ -215,9 +130,9 @@ def _adopt(old: Path, new: Path, removable: Mapping[str, Identity]) -> None:
 
     What cannot be linked is moved later.
     """
-    folders = {"", *(name for name, info in _entries(new) if stat.S_ISDIR(info.st_mode))}
+    folders = {"", *(name for name, info in below(new) if stat.S_ISDIR(info.st_mode))}
     touched = set()
-    for name, info in _entries(old):
+    for name, info in below(old):
         if name in removable or folder_of(name) not in folders or os.path.lexists(new / name):
             continue
         with contextlib.suppress(OSError):
@@ -232,7 +147,7 @@ def _adopt(old: Path, new: Path, removable: Mapping[str, Identity]) -> None:
         sync_folder(new / it)
 
 
-def _write_journal(outer: Path, value: dict[str, Any]) -> None:
+def _write_journal(outer: Path, value: Mapping[str, object]) -> None:
     path = outer / _JOURNAL
     with open(f"{path}.tmp", "x", encoding="ascii") as file:
         json.dump(value, file)
@@ -290,7 +205,7 @@ def _settle(old: Path, destination: Path, removable: Mapping[str, Identity]) -> 
     for name in sorted(removable, key=lambda it: -it.count("/")):  # what is in folders before these
         path = old / name
         with contextlib.suppress(FileNotFoundError):
-            if _identity(os.lstat(path)) != removable[name]:
+            if identity_of(os.lstat(path)) != removable[name]:
                 continue
             if removable[name][-1] != stat.S_IFDIR:
                 _unlock(path.parent)

@@ -20,7 +20,7 @@ from tpde.codec.selection import MIN_BYTES, PREFIX_CHUNK_WORDS, SAMPLE_CHUNKS, C
 from tpde.cuda.digest import Bytestring, Digests
 from tpde.cuda.encode import ALIGNMENT, PackEncoder
 from tpde.errors import CompileError, MissingDependency, UnsupportedDevice
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import align
 from tpde.format.constants import ALIGN_BLOB
 from tpde.format.container import TensorSpec

@@ -12,12 +12,7 @@ import numpy as np
 from tpde.codec.blob import PIECE_BYTES
 from tpde.codec.native import Bytes
 from tpde.codec.selection import sample_ranges
-from tpde.errors import (
-    AlreadyPacked,
-    InvalidInput,
-    MissingDependency,
-    NotSafetensors,
-)
+from tpde.errors import AlreadyPacked, InvalidInput, MissingDependency, NotSafetensors
 from tpde.files.file_kinds import PICKLES
 from tpde.files.pickles import StateDictSource
 from tpde.files.reader import PackedFile
@@ -165,3 +160,22 @@ def shards(folder: Path) -> list[Path]:
         If there are none, or an index is none.
     """
     return [folder / name for name in check_shards(walk(folder, outside=False))]
+
+
+def safetensors_files(path: Path) -> Iterator[Path]:
+    """The file itself, or the safetensors files below a directory, in order.
+
+    Raises
+    ------
+    InvalidInput
+        If there is none.
+    """
+    if not path.is_dir():
+        yield path
+        return
+    found = [path / name for name in walk(path).files if name.endswith(".safetensors")]
+    if not found:
+        raise InvalidInput(
+            f"`{path}` has no `*.safetensors` file", hint="name a file, or another directory", where=str(path)
+        )
+    yield from found

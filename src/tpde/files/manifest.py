@@ -8,7 +8,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tpde.errors import Corrupt, NotPacked, UnsupportedVersion, printable
 from tpde.files.documents import NotJson, is_inside, is_text, parse_json, read_document
@@ -62,7 +62,7 @@ class Manifest:
 
     def text(self) -> str:
         """The file's content."""
-        value: dict[str, Any] = {"version": VERSION, "entries": len(self.files) + len(self.folders)}
+        value: dict[str, object] = {"version": VERSION, "entries": len(self.files) + len(self.folders)}
         value["files"] = self.files
         if self.folders:
             value["folders"] = self.folders
@@ -97,7 +97,8 @@ def read_manifest(folder: Path) -> Manifest:
         value = parse_json(read_document(path), path, unique=True)
     except NotJson as error:
         raise Corrupt(error.message, hint="fetch it again", where=str(path)) from None
-    version = value.get("version") if isinstance(value, dict) else None
+    said = value if isinstance(value, dict) else {}
+    version = said.get("version")
     if type(version) is not int or version != VERSION:
         raise UnsupportedVersion(
             f"`{path}` has version {printable(version)[:20]}; this tpde reads version {VERSION}",
@@ -106,12 +107,12 @@ def read_manifest(folder: Path) -> Manifest:
             found=version,
             needed=VERSION,
         )
-    files, folders = value.get("files"), value.get("folders", [])
+    files, folders = said.get("files"), said.get("folders", [])
     if not isinstance(files, dict) or not files:
         _refuse(path, "it has no `files`")
     if not isinstance(folders, list) or not all(map(is_inside, folders)):
         _refuse(path, "its `folders` are no list of folders of the directory")
-    found, needed = len(files) + len(folders), value.get("entries")
+    found, needed = len(files) + len(folders), said.get("entries")
     if type(needed) is not int or found != needed:
         _refuse(path, f"it has {found} files and folders, and says {printable(needed)[:20]}")
     names = {*files, *folders}

@@ -9,17 +9,24 @@ from pathlib import Path
 
 from tpde.codec.selection import CodecName
 from tpde.errors import InvalidArgument, InvalidDestination, InvalidInput
-from tpde.files.compare import verify_directory
-from tpde.files.directory import pack_directory, unpack_directory
+from tpde.files.destinations import refuse_sources
 from tpde.files.file_kinds import PICKLES
 from tpde.files.folder_swap import clear
 from tpde.files.inputs import resolve
 from tpde.files.manifest import is_packed_directory
+from tpde.files.pack_directory import pack_directory
+from tpde.files.pack_file import pack_file
+from tpde.files.problem import Problem
+from tpde.files.progress import Progress, no_progress
 from tpde.files.resaved import is_resaved, unpack_resaved, verify_resaved
-from tpde.files.single_file import Problem, Progress, Result, no_progress, pack_file, unpack_file, verify_file
+from tpde.files.result import Result
+from tpde.files.thread_count import check_threads
+from tpde.files.unpack_directory import unpack_directory
+from tpde.files.unpack_file import unpack_file
+from tpde.files.verify_directory import verify_directory
+from tpde.files.verify_file import verify_file
 from tpde.files.walk import LeftOut, walk
 from tpde.files.weight_files import choose
-from tpde.files.writer import check_threads
 from tpde.io.sinks import refuse_file
 
 
@@ -296,18 +303,9 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 
 def _prepare(source: Path, destination: Path, force: bool) -> None:
     """Refuse a destination for a file, and clear its folder of what killed processes left."""
-    _refuse_same(source, destination)
+    refuse_sources(destination, source)
     refuse_file(destination, force)
     clear(destination.parent)
-
-
-def _refuse_same(source: Path, destination: Path) -> None:
-    if destination.exists() and source.samefile(destination):
-        raise InvalidDestination(
-            f"`{destination}` is the source itself, which is never modified",
-            hint="choose another destination",
-            where=str(destination),
-        )
 
 
 def total_bytes(source: str | os.PathLike[str], exclude: Sequence[str] = ()) -> int:

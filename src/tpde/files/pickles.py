@@ -13,7 +13,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -26,12 +26,11 @@ from tpde.io.sources import FileSource
 if TYPE_CHECKING:
     import torch
 
-_LOCAL_HEADER = struct.Struct(
-    "<26xHH"
-)  # of a zip file's member: the lengths of its name and of what is extra
+# Of a zip file's member: the lengths of its name and of what is extra.
+_LOCAL_HEADER = struct.Struct("<26xHH")
 
 
-class _Stored(NamedTuple):
+class _InFile(NamedTuple):
     """A tensor whose bytes are in the file: what it looks like, and where its storage begins."""
 
     like: torch.Tensor
@@ -58,7 +57,7 @@ class StateDictSource:
         try:
             self._tensors = _load(path, self._file)
             self.specs: Mapping[str, TensorSpec] = {
-                name: torch_spec(name, it.like if isinstance(it, _Stored) else it)
+                name: torch_spec(name, it.like if isinstance(it, _InFile) else it)
                 for name, it in self._tensors.items()
             }
             metadata = {"format": "pt"}
@@ -70,12 +69,12 @@ class StateDictSource:
     def read(self, name: str, begin: int, end: int, out: Bytes) -> None:
         """Read a tensor's bytes from `begin` to `end` into `out`."""
         tensor = self._tensors[name]
-        if isinstance(tensor, _Stored) and _is_plain(tensor.like):
+        if isinstance(tensor, _InFile) and _is_plain(tensor.like):
             self._file.read_into(tensor.offset + _first(tensor.like) + begin, out.data)
             return
         if self._last[0] != name:  # kept, since one that is not contiguous is copied
             self._last = "", np.empty(0, np.uint8)
-            self._last = name, torch_bytes(self._real(tensor) if isinstance(tensor, _Stored) else tensor)
+            self._last = name, torch_bytes(self._real(tensor) if isinstance(tensor, _InFile) else tensor)
         out[:] = self._last[1][begin:end]
 
     def read_small(self, names: Sequence[str]) -> list[memoryview]:
@@ -85,7 +84,7 @@ class StateDictSource:
             self.read(name, 0, data.size, data)
         return [data.data for data in found]
 
-    def _real(self, stored: _Stored) -> torch.Tensor:
+    def _real(self, stored: _InFile) -> torch.Tensor:
         """A tensor with its bytes: what lies between its first element and its last."""
         import torch
 
@@ -124,7 +123,7 @@ def _reach(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _load(path: Path, file: FileSource) -> dict[str, Any]:
+def _load(path: Path, file: FileSource) -> Mapping[str, torch.Tensor | _InFile]:
     import pickle
 
     try:
@@ -175,7 +174,7 @@ def _load(path: Path, file: FileSource) -> dict[str, Any]:
     return tensors
 
 
-def _tensors(path: Path, loaded: Any) -> dict[str, Any]:
+def _tensors(path: Path, loaded: object) -> dict[str, torch.Tensor]:
     """The tensors of what a file held, checked to be a state dict."""
     import torch
 
@@ -226,13 +225,15 @@ def _members(stream: BinaryIO) -> dict[int, int] | None:
     return found
 
 
-def _located(tensors: dict[str, Any], members: dict[int, int]) -> dict[str, Any] | None:
+def _located(tensors: dict[str, torch.Tensor], members: dict[int, int]) -> dict[str, _InFile] | None:
     """The tensors with the places of their bytes; None if one lies in no member, or not within."""
-    stored = dict[str, Any]()
+    stored = dict[str, _InFile]()
     for name, tensor in tensors.items():
         with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
             storage = tensor.untyped_storage()
             at = storage._checkpoint_offset
+            if at is None:
+                continue
             if _first(tensor) + _reach(tensor) <= min(storage.nbytes(), members.get(at, -1)):
-                stored[name] = _Stored(tensor, at)
+                stored[name] = _InFile(tensor, at)
     return stored if len(stored) == len(tensors) else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpde.errors import InvalidDestination, MissingDependency
+from tpde.files.inspection_report import Histogram, Report, TensorReport
 
 if TYPE_CHECKING:
-    from tpde.files.inspection import Histogram, Report, TensorReport
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_TENSORS = 400
 MAX_ROWS = 100  # of one column
@@ -57,7 +60,8 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
 
     Examples
     --------
-    >>> from tpde.files.inspection import inspect, plot
+    >>> from tpde.files.inspection import inspect
+    >>> from tpde.files.plot import plot
     >>> plot(inspect("packed.safetensors", histogram=True), "packed.png")  # doctest: +SKIP
     """
     try:
@@ -126,7 +130,7 @@ def _label(name: str) -> str:
     return name.replace("$", r"\$")
 
 
-def _tidy(axes: Any) -> None:
+def _tidy(axes: Axes) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
@@ -134,15 +138,15 @@ def _tidy(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_ratios(axes: Any, tensors: list[TensorReport], rows: int, limit: float, total: float) -> None:
+def _draw_ratios(axes: Axes, tensors: list[TensorReport], rows: int, limit: float, total: float) -> None:
     size = 6 if rows > 25 else 7.5
     places = range(len(tensors))
     widths = [min(t.ratio, limit) for t in tensors]
     axes.barh(places, widths, height=0.76, color=[COLOURS.get(t.codec, OTHER) for t in tensors])
     for i, tensor in enumerate(tensors):
         # Not tick labels: hundreds of ticks take seconds.
-        label = {"va": "center", "ha": "right", "fontsize": size, "color": INK}
-        axes.text(-limit * 0.015, i, _label(tensor.name), **label)
+        name = _label(tensor.name)
+        axes.text(-limit * 0.015, i, name, va="center", ha="right", fontsize=size, color=INK)
         text = f"{tensor.ratio:.3f}" if tensor.ratio < 100 else f"{tensor.ratio:,.0f}"
         ink = "white" if tensor.codec in ON_DARK else INK
         axes.text(limit * 0.008, i, text, va="center", ha="left", fontsize=size, color=ink)
@@ -157,7 +161,9 @@ def _draw_ratios(axes: Any, tensors: list[TensorReport], rows: int, limit: float
     axes.set_xlabel("ratio: source bytes over stored bytes", fontsize=7, color=INK)
 
 
-def _draw_title(figure: Any, report: Report, drawn: list[TensorReport], height: float, width: float) -> None:
+def _draw_title(
+    figure: Figure, report: Report, drawn: list[TensorReport], height: float, width: float
+) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -175,7 +181,7 @@ def _draw_title(figure: Any, report: Report, drawn: list[TensorReport], height: 
     figure.text(0.2 / width, 1 - 0.52 / height, line, fontsize=8.5, color=INK)
     there = {t.codec for t in drawn}
     used = [c for c in COLOURS if c in there] + sorted(there.difference(COLOURS))
-    handles: list[Any] = [Patch(color=COLOURS.get(c, OTHER), label=c) for c in used]
+    handles: list[Artist] = [Patch(color=COLOURS.get(c, OTHER), label=c) for c in used]
     handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label="all tensors"))
     figure.legend(
         handles=handles,
@@ -190,8 +196,10 @@ def _draw_title(figure: Any, report: Report, drawn: list[TensorReport], height: 
     )
 
 
-def _draw_histogram(axes: Any, histogram: Histogram) -> None:
+def _draw_histogram(axes: Axes, histogram: Histogram) -> None:
     """Shares of exponents for floating-point dtypes, of bytes otherwise."""
+    from matplotlib.ticker import MaxNLocator
+
     counts, total = histogram.counts, sum(histogram.counts)
     if histogram.dtype in _EXPONENTS:
         bits, bias = _EXPONENTS[histogram.dtype]
@@ -219,4 +227,6 @@ def _draw_histogram(axes: Any, histogram: Histogram) -> None:
         axes.set_title(f"not shown: {100 * outside:.2g}%", fontsize=7, color=INK, loc="right")
     axes.set_xlabel(what, fontsize=7, color=INK)
     axes.set_ylabel("share of the words sampled, %", fontsize=7, color=INK)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    locator = axes.xaxis.get_major_locator()
+    assert isinstance(locator, MaxNLocator)  # as of every axis that is not told otherwise
+    locator.set_params(integer=True)

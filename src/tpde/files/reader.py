@@ -2,95 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import contextlib
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-import xxhash
-import zstandard
 
-from tpde.codec.blob import PIECE_BYTES, BlobReader
 from tpde.codec.native import Bytes
-from tpde.errors import Corrupt, Truncated, UnknownTensor, UnsupportedVersion
-from tpde.format.constants import (
-    KEY_PLAIN,
-    KEY_SOURCE,
-    KEY_SOURCE_HASH,
-    KEY_VERSION,
-    MAGIC,
-    MAX_CONTAINER_HEADER,
-    SUFFIX,
-    VERSION,
-)
-from tpde.format.container import (
-    Container,
-    Entry,
-    TensorSpec,
-    canonical_header,
-    max_source_header,
-    parse_header,
-    read_container,
-)
+from tpde.errors import Corrupt, UnknownTensor, UnsupportedVersion
+from tpde.files.source_header import original_header
+from tpde.files.tensor_reader import BlobTensor, PlainTensor, StoredTensor
+from tpde.format.constants import KEY_PLAIN, KEY_VERSION, MAGIC, SUFFIX, VERSION
+from tpde.format.container import Container, Entry, TensorSpec, canonical_header, read_container
 from tpde.io.small_reads import read_together
 from tpde.io.sources import BytesSource, FileSource, Source, read
 
 _DIGITS = re.compile("[0-9a-fA-F]*")  # `bytes.fromhex` passes over white space
 _HASH = struct.Struct("16s")
-
-
-class _PlainTensor:
-    """A tensor stored as it is."""
-
-    __slots__ = ("_offset", "_source", "digest", "spec", "stored_bytes")
-
-    def __init__(self, source: Source, offset: int, entry: Entry, digest: bytes | None) -> None:
-        self._source, self._offset = source, offset
-        self.spec, self.stored_bytes, self.digest = entry.spec, entry.end - entry.begin, digest
-
-    def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
-        """Read the tensor's bytes from `begin` to `end` into `out`."""
-        self._source.read_into(self._offset + begin, out.data)
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Byte ranges that cover the tensor."""
-        for at in range(0, self.spec.nbytes, PIECE_BYTES):
-            yield at, min(at + PIECE_BYTES, self.spec.nbytes)
-
-
-class PackedTensor:
-    """A packed tensor: a `BlobReader` whose errors name the tensor."""
-
-    def __init__(self, name: str, source: Source, offset: int, size: int) -> None:
-        self.name, self.stored_bytes = name, size
-        with self._named():
-            self.blob = BlobReader(source, offset, size)
-        self.spec, self.digest = self.blob.header.spec, self.blob.header.hash
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except (Corrupt, Truncated, UnsupportedVersion) as error:
-            raise error.of_tensor(self.name) from None
-
-    def read(self, begin: int, end: int, out: Bytes, threads: int = 1) -> None:
-        """Decode the tensor's bytes from `begin` to `end` into `out`."""
-        with self._named():
-            self.blob.read(begin, end, out, threads)
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Byte ranges that cover the tensor."""
-        return self.blob.pieces()
-
-
-Tensor = PackedTensor | _PlainTensor
 
 
 class PackedFile:
@@ -144,7 +74,7 @@ class PackedFile:
                 needed=str(VERSION),
             )
         # The source's header, or None where another tool dropped it: format.md 1.2, 1.3.
-        self.original = self._original_header() if version is not None else None
+        self.original = original_header(self.container, self.source.name) if version is not None else None
         entries = self.container.entries
         if self.original is not None:
             candidates = [n for n in self.original.entries if n not in entries and n + SUFFIX in entries]
@@ -204,30 +134,6 @@ class PackedFile:
         """The hash of each tensor stored as it is; none where another tool dropped them."""
         return dict(zip(self._plain, [digest for (digest,) in _HASH.iter_unpack(self._hashes)], strict=False))
 
-    def _original_header(self) -> Container:
-        metadata, where = self.container.metadata, f"`{self.source.name}`"
-        try:
-            packed = base64.b64decode(metadata[KEY_SOURCE], validate=True)
-            size = zstandard.frame_content_size(packed)
-            if not 0 <= size <= MAX_CONTAINER_HEADER:
-                raise ValueError(f"it claims {size} bytes")
-            header = zstandard.ZstdDecompressor().decompress(
-                packed, max_output_size=size, allow_extra_data=False
-            )
-            if len(header) != size:
-                raise ValueError(f"it claims {size} bytes and holds {len(header)}")
-            if len(header.rstrip(b" ")) > max_source_header(len(self.container.header)):
-                raise ValueError("it is far larger than that of the packed file")
-            if xxhash.xxh3_128_hexdigest(header) != metadata[KEY_SOURCE_HASH]:
-                raise ValueError("its hash differs")
-        except (KeyError, ValueError, binascii.Error, zstandard.ZstdError) as error:
-            raise Corrupt(
-                f"{where}: the source's header in the metadata is damaged ({error})",
-                hint="fetch the file again",
-                where=self.source.name,
-            ) from None
-        return parse_header(header, f"{where}, the source's header")
-
     def _compare(self, plain: dict[str, TensorSpec]) -> None:
         """Check that names, dtypes and shapes agree with the source's header (format.md 1.4)."""
         if plain == {name: spec for name, spec in self.specs.items() if name not in self._packed}:
@@ -251,7 +157,7 @@ class PackedFile:
             tensor=name,
         )
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> StoredTensor:
         """Open a tensor: its header, tables and index map are read and checked.
 
         Raises
@@ -264,7 +170,7 @@ class PackedFile:
         if name in self._packed:
             entry = self.container.entries[self._packed[name]]
             at = self.container.data_start + entry.begin
-            packed = PackedTensor(name, self.source, at, entry.end - entry.begin)
+            packed = BlobTensor(name, self.source, at, entry.end - entry.begin)
             if self.original is not None and packed.spec != self.specs[name]:
                 raise self._other_spec(name, packed.spec)
             return packed
@@ -272,7 +178,7 @@ class PackedFile:
             raise UnknownTensor(f"no tensor `{name}` in `{self.source.name}`", where=self.source.name)
         entry = self.container.entries[name]
         at = self.container.data_start + entry.begin
-        return _PlainTensor(self.source, at, entry, self.digest(name))
+        return PlainTensor(self.source, at, entry, self.digest(name))
 
     def is_plain(self, name: str) -> bool:
         """Whether a tensor is stored as it is."""
@@ -326,5 +232,5 @@ class PackedFile:
     def __enter__(self) -> PackedFile:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

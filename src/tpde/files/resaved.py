@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from tpde.errors import TpdeError
+from tpde.files.changed_texts import plain_config
 from tpde.files.copying import copy_file, finish_folders, mode_of, write_text
-from tpde.files.directory import refuse_nested, renamed, replaceable
+from tpde.files.destinations import refuse_nested, replaceable
 from tpde.files.documents import json_object
 from tpde.files.file_kinds import SAFETENSORS, last_of
 from tpde.files.folder_swap import new_folder
 from tpde.files.inputs import shards
 from tpde.files.manifest import is_packed_directory
+from tpde.files.packed_state import is_packed, packed_names, packing_configs
+from tpde.files.problem import Problem
+from tpde.files.progress import Progress, no_progress
 from tpde.files.reader import PackedFile
+from tpde.files.result import Result
 from tpde.files.shards import is_index, read_index
-from tpde.files.single_file import Problem, Progress, Result, no_progress, unpack_file, verify_file
+from tpde.files.unpack_file import unpack_file
+from tpde.files.verify_file import verify_file
 from tpde.files.walk import LeftOut, walk
-from tpde.files.weight_files import is_packed, packed_names, packing_configs
 from tpde.format.constants import MANIFEST, SUFFIX
 
 
@@ -59,11 +62,6 @@ def _has_source_header(path: Path) -> bool:
         return False
 
 
-def _plain_config(config: dict[str, Any]) -> dict[str, Any]:
-    ours = config.pop("quantization_config")
-    return config | ({"quantization_config": ours["source"]} if "source" in ours else {})
-
-
 def unpack_resaved(
     source: Path, destination: Path, *, threads: int, force: bool, progress: Progress = no_progress
 ) -> tuple[list[Result], tuple[LeftOut, ...]]:
@@ -85,13 +83,12 @@ def unpack_resaved(
             path, target = source / name, folder / name
             if name in weights and is_packed(path):
                 result = unpack_file(path, target, threads=threads, force=False, progress=progress)
-                results.append(renamed(result, destination / name))
+                results.append(result.at(destination / name))
             elif is_index(name):
                 text = read_index(path).renamed(lambda name, _: stored.get(name, name))
                 write_text(target, text, mode_of(path))
             elif name in configs:
-                value = _plain_config(json_object(path)[1])
-                write_text(target, json.dumps(value, ensure_ascii=False, indent=2) + "\n", mode_of(path))
+                write_text(target, plain_config(json_object(path)[1]), mode_of(path))
             elif last_of(name) != MANIFEST:  # of a packed folder in this one, which is plain then
                 copy_file(path, target)
         for name, link in tree.links.items():

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tpde.errors import InvalidInput, printable
 from tpde.files.documents import is_inside, is_text, parse_object, read_document
@@ -38,14 +38,14 @@ class ShardIndex:
         Its text.
     weight_map : dict of str to str
         The relative path of the file that holds a tensor, by the tensor's name. Not empty.
-    rest : dict of str to Any
+    rest : dict of str to object
         What else it has, such as `metadata`.
     """
 
     path: Path
     text: str
     weight_map: dict[str, str]
-    rest: dict[str, Any]
+    rest: dict[str, object]
 
     def names(self) -> list[str]:
         """Relative paths of the files, each once, in order."""
@@ -68,7 +68,7 @@ class ShardIndex:
         return ShardIndex(self.path, _text(rest), weights, rest)
 
 
-def _text(value: dict[str, Any]) -> str:
+def _text(value: Mapping[str, object]) -> str:
     return json.dumps(value, ensure_ascii=False, indent=2) + "\n"
 
 

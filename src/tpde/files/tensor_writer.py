@@ -40,7 +40,7 @@ def _repeat(word: Bytes, begin: int, end: int) -> Bytes:
     return out
 
 
-class Stored(NamedTuple):
+class WrittenTensor(NamedTuple):
     """How a tensor ended up: its size as stored, whether it is packed, and XXH3-128 of its bytes."""
 
     size: int
@@ -174,11 +174,11 @@ class TensorWriter:
             return piece[self._origin - begin :]
         return np.concatenate([_repeat(word, self._origin, begin), piece])
 
-    def finish(self) -> Stored:
+    def finish(self) -> WrittenTensor:
         """Complete the tensor, all of whose bytes have been written."""
         digest = self._hasher.digest()
         if self._store is not None:
             size = self._store.finish(digest)
-            return Stored(size, isinstance(self._store, BlobWriter), digest)
+            return WrittenTensor(size, isinstance(self._store, BlobWriter), digest)
         size = write_constant(self.spec, self._word.tobytes(), digest, self._sink, self.offset)
-        return Stored(size, True, digest)
+        return WrittenTensor(size, True, digest)

@@ -47,7 +47,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Tree:
+class FolderTree:
     """What is in a directory. Names are relative, with `/` between their parts, in order.
 
     Attributes
@@ -222,7 +222,7 @@ def _is_of_the_hub(root: Path, path: Path) -> bool:
     return snapshot.parent.name == "snapshots" and path.resolve().parent == blobs
 
 
-def walk(root: Path, exclude: Sequence[str] = (), *, outside: bool = True) -> Tree:
+def walk(root: Path, exclude: Sequence[str] = (), *, outside: bool = True) -> FolderTree:
     """Look at everything in a directory. No link to a folder is followed, and nothing is opened.
 
     Parameters
@@ -248,7 +248,7 @@ def walk(root: Path, exclude: Sequence[str] = (), *, outside: bool = True) -> Tr
     while state.open:
         state.list_folder(state.open.pop())
     state.settle_links()
-    return Tree(
+    return FolderTree(
         root,
         tuple(sorted(state.files, key=_sort_key)),
         {name: state.links[name] for name in sorted(state.links, key=_sort_key)},

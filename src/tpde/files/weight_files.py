@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from tpde.errors import AlreadyPacked, InvalidInput, MissingShard, NotPacked, TpdeError, printable
-from tpde.files.documents import NotJson, json_object, read_modules
-from tpde.files.file_kinds import PICKLES, SAFETENSORS, folder_of, is_config, last_of, safetensors_name
-from tpde.files.reader import PackedFile
+from tpde.files.documents import read_modules
+from tpde.files.file_kinds import PICKLES, SAFETENSORS, folder_of, last_of, safetensors_name
+from tpde.files.packed_state import MAKE_PLAIN, packing_configs, refuse_packed
 from tpde.files.shards import ShardIndex, is_index, read_index
-from tpde.files.walk import Tree, follow, walk
-from tpde.format.constants import METHOD
+from tpde.files.walk import FolderTree, follow, walk
 
 ADAPTER_CONFIG = "adapter_config.json"
-MAKE_PLAIN = "make a plain model of it with `tpde unpack`, and pack that"
 _ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)[^/]*\.safetensors")
 
 
@@ -62,7 +60,7 @@ def read_by_others(root: Path, names: Collection[str]) -> set[str]:
     }
 
 
-def choose(tree: Tree) -> Weights:
+def choose(tree: FolderTree) -> Weights:
     """Choose what is packed of a directory.
 
     Raises
@@ -84,7 +82,7 @@ def choose(tree: Tree) -> Weights:
     return found
 
 
-def _choose_pickles(tree: Tree, beside: Collection[str], found: Weights) -> None:
+def _choose_pickles(tree: FolderTree, beside: Collection[str], found: Weights) -> None:
     """Add the weights in pickles, but those beside safetensors, which are read in their place."""
     for name in tree.files:
         made = safetensors_name(name)
@@ -119,13 +117,13 @@ def as_safetensors(index: ShardIndex) -> ShardIndex:
     return index.with_files({name: _shard_name(name) for name in index.names()})
 
 
-def _index_names(tree: Tree) -> list[str]:
+def _index_names(tree: FolderTree) -> list[str]:
     """Indexes of safetensors shards, and what has the name of one and can be none, which reading says."""
     left = [it.name for it in tree.left_out if not it.expected]
     return [it for it in (*tree.files, *tree.links, *tree.folders, *left) if is_index(it)]
 
 
-def _index(tree: Tree, name: str) -> ShardIndex:
+def _index(tree: FolderTree, name: str) -> ShardIndex:
     """Read an index, and make sure that the files which it names are there."""
     if not (tree.root / name).is_file():  # a link may lead nowhere
         raise InvalidInput(f"`{printable(tree.root / name)}` is not a regular file", hint="fetch it again")
@@ -140,7 +138,7 @@ def _index(tree: Tree, name: str) -> ShardIndex:
     return index
 
 
-def _nothing(tree: Tree, others: Collection[str]) -> InvalidInput:
+def _nothing(tree: FolderTree, others: Collection[str]) -> InvalidInput:
     """The error for a directory that has no weights to pack."""
     where = str(tree.root)
     if others or any(last_of(it) == ADAPTER_CONFIG for it in tree.files):
@@ -156,7 +154,7 @@ def _nothing(tree: Tree, others: Collection[str]) -> InvalidInput:
     return InvalidInput(f"`{where}` has no `*.safetensors` file", hint=hint, where=where)
 
 
-def check_shards(tree: Tree) -> list[str]:
+def check_shards(tree: FolderTree) -> list[str]:
     """The safetensors files of a directory, with all that its indexes name.
 
     Raises
@@ -174,72 +172,6 @@ def check_shards(tree: Tree) -> list[str]:
     return files
 
 
-def is_packed(path: Path) -> bool:
-    """Whether a safetensors file is packed."""
-    with PackedFile(path) as file:
-        return file.is_packed
-
-
-def packed_names(path: Path) -> list[str]:
-    """Names of the packed tensors of a safetensors file."""
-    with PackedFile(path) as file:
-        return file.packed_names()
-
-
-def says_packed(config: object) -> bool:
-    """Whether the content of a `config.json` says that weights are packed by tpde."""
-    ours = config.get("quantization_config") if isinstance(config, dict) else None
-    return isinstance(ours, dict) and ours.get("quant_method") == METHOD
-
-
-def packing_configs(tree: Tree) -> list[str]:
-    """The configurations in a directory that say that weights are packed by tpde.
-
-    Raises
-    ------
-    InvalidInput
-        If one cannot be read: what it says is not known then.
-    """
-    found = []
-    for name in tree.files:
-        if is_config(name):
-            try:
-                config = json_object(tree.root / name)[1]
-            except NotJson:
-                continue
-            if says_packed(config):
-                found.append(name)
-    return found
-
-
-def already_packed(folder: Path) -> AlreadyPacked:
-    """The error for a directory that is packed and should not be."""
-    where = str(folder)
-    return AlreadyPacked(f"`{where}` is packed already", hint="unpack it with `tpde unpack`", where=where)
-
-
-def refuse_packed(tree: Tree, weights: Weights) -> None:
-    """Refuse a directory whose weights are packed, or that says so.
-
-    Raises
-    ------
-    AlreadyPacked
-        If they are.
-    InvalidInput
-        If it says so, and its weights are plain.
-    """
-    where = str(tree.root)
-    if any(is_packed(tree.root / name) for name in weights.files if name.endswith(SAFETENSORS)):
-        raise already_packed(tree.root)
-    configs = packing_configs(tree)
-    if configs:
-        raise InvalidInput(
-            f"`{tree.root / configs[0]}` says that the weights are packed, but they are plain",
-            hint=MAKE_PLAIN,
-            where=where,
-        )
-
-
 def not_packed(folder: Path, message: str, hint: str = "pack it with `tpde pack` first") -> NotPacked:
     """The error for a directory that should be packed and is not, with a hint that works.
 
@@ -254,7 +186,7 @@ def not_packed(folder: Path, message: str, hint: str = "pack it with `tpde pack`
     """
     try:
         tree = walk(folder)
-        refuse_packed(tree, choose(tree))
+        refuse_packed(tree, choose(tree).files)
     except AlreadyPacked:
         hint = MAKE_PLAIN
     except TpdeError as error:

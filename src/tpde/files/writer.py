@@ -2,63 +2,33 @@
 
 from __future__ import annotations
 
-import base64
 import os
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
 
 import xxhash
-import zstandard
 
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.selection import MIN_BYTES, CodecName, Plan, plan_tensor
-from tpde.errors import InvalidInput, TpdeError
-from tpde.files.tensor_writer import Stored, TensorWriter, repeats
+from tpde.files.packed_header import checked_metadata, data_start
+from tpde.files.source_header import kept_header, restored_header
+from tpde.files.tensor_writer import TensorWriter, WrittenTensor, repeats
+from tpde.files.thread_count import check_threads
 from tpde.format.blob_header import MAX_FIXED_BYTES, align, parse_blob_header
 from tpde.format.constants import (
     ALIGN_BLOB,
     ALIGN_LARGE,
     DTYPES,
     KEY_PLAIN,
-    KEY_SOURCE,
-    KEY_SOURCE_HASH,
     KEY_VERSION,
     LARGE_BYTES,
-    MAX_CONTAINER_HEADER,
     SUFFIX,
     VERSION,
 )
-from tpde.format.container import (
-    Container,
-    TensorSpec,
-    canonical_header,
-    check_texts,
-    entry_json,
-    join_header,
-    max_source_header,
-    metadata_json,
-    names_bytes,
-    parse_header,
-)
+from tpde.format.container import Container, TensorSpec, entry_json, join_header
 from tpde.io.sinks import FileSink, Sink
 from tpde.io.small_writes import Gathered
-
-# Of the source's header. Level 19 takes 0.2 s for 300 kB and 85 s for 30 MB, level 9 0.15 s for that, a
-# quarter larger. Where it is quick, 19 saves up to a third.
-_LEVEL, _LARGE_LEVEL, _LARGE_HEADER = 19, 9, 256 << 10
-
-MAX_THREADS = 1 << 16  # no machine has more processors, and the core would take 2^32 + 1 for 1
-
-
-def default_threads() -> int:
-    """Number of processors that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
 
 
 class PackedWriter:
@@ -121,50 +91,21 @@ class PackedWriter:
         mode: int | None = None,
     ) -> None:
         self._specs = dict(tensors)
-        self._metadata = _checked(self._specs, metadata)
+        self._metadata = checked_metadata(self._specs, metadata)
         self._threads = check_threads(threads)
         if codec not in ("auto", "prefix", "zstd"):
             raise ValueError(f"no codec `{codec}`; there are auto, prefix, zstd")
         self.codec = codec
-        if source_header is None:
-            header = canonical_header(self._specs, self._metadata)
-        else:
-            given = source_header
-            source = given if isinstance(given, Container) else parse_header(given, "the source's header")
-            if source.specs != self._specs:
-                raise InvalidInput(
-                    "the source's header describes other tensors than those announced",
-                    hint="give the header of the file that holds them",
-                )
-            header = source.header
+        header = restored_header(source_header, self._specs, self._metadata)
         self._metadata[KEY_VERSION] = str(VERSION)
-        level = _LEVEL if len(header) <= _LARGE_HEADER else _LARGE_LEVEL
-        self._metadata[KEY_SOURCE] = base64.b64encode(
-            zstandard.ZstdCompressor(level=level, write_content_size=True).compress(header)
-        ).decode()
-        self._metadata[KEY_SOURCE_HASH] = xxhash.xxh3_128_hexdigest(header)
+        self._metadata |= kept_header(header)
         self._written: dict[str, tuple[TensorSpec, int, int]] = {}  # stored name: spec, begin, end
         self._plain: dict[str, str] = {}
         self._plans: dict[str, Plan | None] = {}
         self._now: tuple[str, TensorWriter] | None = None
         self._done: set[str] = set()
-        total = sum(spec.nbytes for spec in self._specs.values())
-        unit = ALIGN_LARGE if total >= LARGE_BYTES else ALIGN_BLOB if total >= 4 * ALIGN_BLOB else 8
-        self._start = align(8 + self._reserve(total), unit)
+        self._start = data_start(self._specs, self._metadata, header)
         self._at = 0
-        if self._start - 8 > MAX_CONTAINER_HEADER:
-            raise TpdeError(
-                f"{len(self._specs)} tensors need a header of {self._start - 8} bytes; a safetensors file "
-                f"allows {MAX_CONTAINER_HEADER}",
-                hint="write them to several files",
-                found=self._start - 8,
-                needed=MAX_CONTAINER_HEADER,
-            )
-        if len(header.rstrip(b" ")) > max_source_header(self._start - 8):
-            raise TpdeError(
-                f"the source's header has {len(header)} bytes, far more than its tensors and metadata need",
-                hint="write it without the blanks between its values",
-            )
         # One thread may do everything; with more, hashing and writing go on beside encoding.
         self._background = ThreadPoolExecutor(1, "tpde") if self._threads > 1 else None
         self._sink: Sink = (
@@ -174,22 +115,11 @@ class PackedWriter:
         )
         self._small = Gathered(self._sink)
 
-    def _reserve(self, total: int) -> int:
-        """Most bytes that the header can take: it is written last, in front of the data."""
-        digits = len(str(total + total // 8 + (ALIGN_LARGE + 4096) * (len(self._specs) + 1)))
-        largest = 10**digits - 1
-        size = len(metadata_json(self._metadata | {KEY_PLAIN: "0" * (32 * len(self._specs))}).encode()) + 2
-        packed = len(entry_json(SUFFIX, TensorSpec("U8", (largest,)), largest, largest))
-        size += names_bytes(self._specs)
-        for spec, count in Counter(self._specs.values()).items():  # few of many tensors differ in it
-            size += count * (max(len(entry_json("", spec, largest, largest)), packed) + 1)
-        return size
-
     def may_pack(self, name: str) -> bool:
         """Whether a tensor's name allows it to be packed (format.md 1.2)."""
         return not name.endswith(SUFFIX) and name + SUFFIX not in self._specs
 
-    def plan(self, name: str, sample: Any) -> bool:
+    def plan(self, name: str, sample: object) -> bool:
         """Decide how to store a tensor before its bytes come; returns whether it will be packed.
 
         Without this, its first bytes are the sample.
@@ -210,7 +140,7 @@ class PackedWriter:
         self._plans[name] = plan_tensor(spec, data, self.codec)
         return self._plans[name] is not None
 
-    def write(self, name: str, data: Any) -> None:
+    def write(self, name: str, data: object) -> None:
         """Write a tensor's next bytes.
 
         Tensors may come in any order, but each must be complete before the next begins.
@@ -227,7 +157,7 @@ class PackedWriter:
             spec = self._next(name)
             if piece.size == spec.nbytes < MIN_BYTES:  # as very many are: written together
                 self._small.write(self._start + self._at, piece.data)
-                self._end(name, spec, Stored(piece.size, False, xxhash.xxh3_128_digest(piece.data)))
+                self._end(name, spec, WrittenTensor(piece.size, False, xxhash.xxh3_128_digest(piece.data)))
                 return
             self._now = name, self._begin(name, spec)
         tensor = self._now[1]
@@ -257,7 +187,7 @@ class PackedWriter:
         self._small.flush()
         header = parse_blob_header(blob[:MAX_FIXED_BYTES].tobytes(), blob.size)
         self._sink.write(self._start + self._at, [blob.data])
-        self._end(name, spec, Stored(header.blob_bytes, True, header.hash))
+        self._end(name, spec, WrittenTensor(header.blob_bytes, True, header.hash))
 
     def _next(self, name: str) -> TensorSpec:
         """What a tensor is, which may begin now."""
@@ -288,7 +218,7 @@ class PackedWriter:
             tensor.decide(self._plans[name])
         return tensor
 
-    def _end(self, name: str, spec: TensorSpec, stored: Stored) -> None:
+    def _end(self, name: str, spec: TensorSpec, stored: WrittenTensor) -> None:
         size = stored.size
         self._done.add(name)
         self._now = None
@@ -378,33 +308,3 @@ class PackedWriter:
             self.close()
         else:
             self.abort()
-
-
-def _checked(names: Collection[str], metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """The metadata, once names and metadata are such as readers take."""
-    found = {} if metadata is None else metadata
-    try:
-        check_texts(names, found)
-    except ValueError as error:
-        raise InvalidInput(str(error), hint="change it, or no reader would open the file") from None
-    return dict(found)
-
-
-def check_threads(threads: int | None) -> int:
-    """A number of threads, or the default for None.
-
-    Raises
-    ------
-    ValueError
-        If it is not a whole number from 1 to `MAX_THREADS`.
-    """
-    if threads is None:
-        return default_threads()
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
-        raise ValueError(f"{threads!r:.50} threads; at least 1 is needed, and at most {MAX_THREADS}")
-    return threads
-
-
-def store_order(names: list[str], in_place: set[str]) -> list[str]:
-    """Within each block of forward-ordered names: what is stored in place, the rest last of all (1.6)."""
-    return [n for n in names if n in in_place] + [n for n in names if n not in in_place]

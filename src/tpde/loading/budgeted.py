@@ -32,7 +32,7 @@ from tpde.planning.budget import Budget
 from tpde.planning.planner import StreamPlan
 from tpde.planning.units import Placement
 from tpde.streaming.ring import Streamer
-from tpde.streaming.stats import Summary, summarize_spans
+from tpde.streaming.stats import StreamingTimes, summarize_spans
 from tpde.streaming.trace import Trace, start_trace, write_trace
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Source
@@ -345,7 +345,7 @@ class Streaming:
                 found[str(device)] |= self.summary(device).as_dict()
         return found
 
-    def summary(self, device: torch.device) -> Summary:
+    def summary(self, device: torch.device) -> StreamingTimes:
         """How well a device's copies were hidden since `record`."""
         dropped = self.streamers[device].dropped_pieces - self._dropped[device]
         return summarize_spans(self._traces[device].spans(), dropped)

@@ -14,8 +14,8 @@ import xxhash
 from tpde.codec.selection import MIN_BYTES
 from tpde.errors import Corrupt, NotPacked, NotSafetensors
 from tpde.files.file_kinds import PICKLES
+from tpde.files.packed_state import MAKE_PLAIN
 from tpde.files.reader import PackedFile
-from tpde.files.weight_files import MAKE_PLAIN
 from tpde.format.constants import SUFFIX
 from tpde.format.container import TensorSpec
 from tpde.frameworks import to_torch, torch_dtype, torch_shape

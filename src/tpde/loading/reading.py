@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from tpde.errors import OutOfMemory, Truncated
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.io.sources import Extent
 from tpde.memory.device_memory import free_bytes, gib, require
 

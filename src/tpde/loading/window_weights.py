@@ -31,7 +31,7 @@ log = logging.getLogger("tpde")
 # Entries that a plan has room for, of a matrix's words: of trained weights 1 to 2 % are escapes, most of them
 # one entry each (docs/windows.md). What one matrix does not need, others may have.
 ENTRIES = 0.03
-# Of a matrix, decoded at a time for many rows of inputs: which takes 34 us at 2.0 TB/s (docs/gpu.md), longer
+# Of a matrix, decoded at a time for many rows of inputs: which takes 34 us at 2.0 TB/s, longer
 # than the host takes to launch it.
 STRIP_BYTES = 64 << 20
 # Of device memory that PyTorch takes beside a blob and a plain weight, by rounding, and for counting escapes.

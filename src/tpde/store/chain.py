@@ -12,7 +12,9 @@ from tpde.format.container import Container
 from tpde.format.delta_head import WeightsEntry
 from tpde.format.delta_reader import check_header
 from tpde.io.sources import FileSource
-from tpde.store.delta_state import MAX_CHAIN, DeltaFile, DeltaState
+from tpde.store.delta_file import DeltaFile
+from tpde.store.delta_state import DeltaState
+from tpde.store.open_state import MAX_CHAIN
 from tpde.store.states import State, nothing
 
 MAX_STEP = 10**18 - 1

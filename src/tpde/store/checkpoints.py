@@ -2,93 +2,31 @@
 
 from __future__ import annotations
 
-import logging
-import operator
 import os
-import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from tpde.codec.native import Bytes
-from tpde.errors import Corrupt, InvalidInput, TpdeError
-from tpde.files.single_file import Problem, Progress, no_progress
-from tpde.files.writer import check_threads
-from tpde.format.delta_head import WITH_BASE, TensorEntry
-from tpde.io.sinks import FileSink, sync_folder, unwritable
-from tpde.store.chain import (
-    MAX_STEP,
-    STEP,
-    TREE,
-    StepFile,
-    close_links,
-    name_of,
-    open_links,
-    open_step,
-    state_of,
-    steps_in,
-)
-from tpde.store.delta_state import MAX_CHAIN
-from tpde.store.delta_writer import HostComparer, write_delta
-from tpde.store.export import export_state
+from tpde.errors import InvalidInput, TpdeError
+from tpde.files.thread_count import check_threads
+from tpde.io.sinks import sync_folder, unwritable
+from tpde.store.arguments import step_number, whole_number
+from tpde.store.background_save import BackgroundSave
+from tpde.store.chain import MAX_STEP, STEP, TREE, close_links, name_of, open_links, state_of, steps_in
+from tpde.store.delta_writer import write_delta_file
+from tpde.store.open_state import MAX_CHAIN
+from tpde.store.pruning import base_of, needed, remove
 from tpde.store.staging import Staging
+from tpde.store.state_tree import StateTree, leaf_bytes
 from tpde.store.states import MemoryState, State, nothing
-from tpde.store.trees import Tree, leaf_bytes, map_tensors, parse_tree, rebuild
+from tpde.store.stored_steps import StoredSteps
 from tpde.store.writer_lock import WriterLock
 
-__all__ = ["CheckpointStore", "Step"]
-
-log = logging.getLogger("tpde")
+__all__ = ["CheckpointStore"]
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step of a store.
-
-    Attributes
-    ----------
-    step : int
-        Its number.
-    base : int or None
-        The step that it changes; None if it is a keyframe.
-    state_bytes, file_bytes : int
-        Size of its tensors, and of its file.
-    tensors, changed : int
-        How many tensors it has, and how many of them are not as in the base.
-    """
-
-    step: int
-    base: int | None
-    state_bytes: int
-    file_bytes: int
-    tensors: int
-    changed: int
-
-
-class _Background:
-    """A call in a thread of its own, whose error is kept."""
-
-    def __init__(self, step: int, call: Callable[[], None]) -> None:
-        self.step, self._call = step, call
-        self.error: BaseException | None = None
-        # Not a daemon: the interpreter waits for it at its end.
-        self._thread = threading.Thread(target=self._run, name=f"tpde-save-{step}")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._call()
-        except BaseException as error:
-            self.error = error
-            log.error("step %d was not saved: %s", self.step, error)
-
-    def join(self) -> None:
-        self._thread.join()
-
-
-class CheckpointStore:
+class CheckpointStore(StoredSteps):
     """A folder of checkpoints, of which each is stored as what changed since the one before.
 
     Any number of processes may read while one writes. Every file appears when it is complete and on the
@@ -150,16 +88,16 @@ class CheckpointStore:
         retain: bool = False,
         threads: int | None = None,
     ) -> None:
-        self.directory = Path(directory)
-        self._every = _number("keyframe_every", keyframe_every, 1, MAX_CHAIN)
-        self._keep = None if keep is None else _number("keep", keep, 1, MAX_STEP)
-        self._fast, self._threads = fast, check_threads(threads)
+        super().__init__(Path(directory), check_threads(threads))
+        self._every = whole_number("keyframe_every", keyframe_every, 1, MAX_CHAIN)
+        self._keep = None if keep is None else whole_number("keep", keep, 1, MAX_STEP)
+        self._fast = fast
         self._retain = bool(retain)
         self._staging = Staging()
         self._other = Staging()  # the copy of what is retained, in turn with the one above
         self._retained: tuple[int, MemoryState] | None = None
         self._lock: WriterLock | None = None
-        self._pending: _Background | None = None
+        self._pending: BackgroundSave | None = None
 
     def __repr__(self) -> str:
         return f"CheckpointStore({str(self.directory)!r})"
@@ -171,14 +109,6 @@ class CheckpointStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The steps that are there, ascending."""
-        self.wait()
-        return tuple(steps_in(self.directory))
-
-    # Writing
 
     def save(self, step: int, state: object, *, background: bool = False) -> None:
         """Store a state.
@@ -205,7 +135,7 @@ class CheckpointStore:
             If the folder cannot be written. The steps that are there stay as they are.
         """
         self.wait()
-        number, tree = _number("step", step, 0, MAX_STEP), Tree(state)
+        number, tree = step_number(step), StateTree(state)
         self._own()
         there = steps_in(self.directory)
         if there and number <= there[-1]:
@@ -225,7 +155,7 @@ class CheckpointStore:
 
         target = MemoryState(tree.specs, read, metadata, f"step {number}")
         if background:
-            self._pending = _Background(number, lambda: self._save(number, target))
+            self._pending = BackgroundSave(number, lambda: self._save(number, target))
         else:
             self._save(number, target)
 
@@ -238,7 +168,7 @@ class CheckpointStore:
             self._staging, self._other = self._other, self._staging
         if self._keep is not None:
             there.append(step)
-            self._remove(set(there).difference(self._needed(there[-self._keep :])))
+            remove(self.directory, set(there).difference(needed(self.directory, there[-self._keep :])))
 
     def _write(self, step: int, target: State, base: int | None, *, force: bool = False) -> None:
         """Write a step's file on a base, or as a keyframe if there is none or the chain is long enough."""
@@ -254,22 +184,15 @@ class CheckpointStore:
         else:
             state = state_of(links) if links else nothing()
         try:
-            sink = FileSink(self.directory / name_of(step), force=force)
-            try:
-                write_delta(
-                    state,
-                    target,
-                    sink,
-                    hint=hint,
-                    fast=self._fast,
-                    comparer=HostComparer(state, target, self._threads),
-                    threads=self._threads,
-                    progress=no_progress,
-                )
-                sink.commit()
-            except BaseException:
-                sink.abort()
-                raise
+            write_delta_file(
+                state,
+                target,
+                self.directory / name_of(step),
+                hint=hint,
+                fast=self._fast,
+                threads=self._threads,
+                force=force,
+            )
         finally:
             state.close()
 
@@ -318,177 +241,6 @@ class CheckpointStore:
             raise unwritable(self.directory, error) from error
         self._lock, self._retained = WriterLock(self.directory), None  # others may have written meanwhile
 
-    # Reading
-
-    def load(self, step: int | None = None, *, part: str | None = None, map_location: Any = None) -> Any:
-        """Load a state.
-
-        Parameters
-        ----------
-        step : int, optional
-            By default the newest.
-        part : str, optional
-            Of a state that is a dict, the key of which the value is wanted alone.
-        map_location : torch.device or str, optional
-            Where tensors go, one by one. By default they are in the processor's memory, wherever they were.
-
-        Returns
-        -------
-        object
-            The state, with the bits that were saved. Parameters come back as tensors.
-
-        Raises
-        ------
-        InvalidInput
-            If there is no such step, or none, or no such part.
-        MissingBase
-            If a file is gone on which it stands.
-        Truncated, Corrupt, UnsupportedVersion
-            If a file is damaged, naming it and the tensor.
-        """
-        self.wait()
-        place = _place(map_location)
-        links = open_links(self.directory, self._step(step))
-        state = state_of(links)
-        try:
-
-            def read(name: str) -> tuple[Bytes, Any]:
-                spec = state.specs["", name]
-                return state.read(("", name), self._threads), spec
-
-            where = links[0].file.name
-            tree = parse_tree(links[0].tree, where)
-            if part is not None:
-                if not isinstance(tree, dict) or part not in tree:
-                    raise InvalidInput(f"`{where}` has no part `{part}`", hint="load the whole", where=where)
-                tree = tree[part]
-            return rebuild(tree, where, read, place)
-        finally:
-            state.close()
-
-    def parts(self, step: int | None = None) -> tuple[str, ...]:
-        """The keys of a state that is a dict; none of another.
-
-        Raises
-        ------
-        InvalidInput
-            If there is no such step, or none.
-        Truncated, Corrupt, UnsupportedVersion
-            If its file is damaged.
-        """
-        self.wait()
-        links = open_links(self.directory, self._step(step))
-        close_links(links)
-        tree = parse_tree(links[0].tree, links[0].file.name)
-        return tuple(tree) if isinstance(tree, dict) else ()
-
-    def _step(self, step: int | None) -> int:
-        if step is not None:
-            return _number("step", step, 0, MAX_STEP)
-        there = steps_in(self.directory)
-        if not there:
-            raise InvalidInput(
-                f"`{self.directory}` has no steps", hint="check the path", where=str(self.directory)
-            )
-        return there[-1]
-
-    def describe(self) -> tuple[Step, ...]:
-        """What each step is, ascending.
-
-        Raises
-        ------
-        Truncated, Corrupt, UnsupportedVersion
-            If a file is damaged.
-        """
-        found = []
-        for step in self.steps:
-            try:
-                it = open_step(self.directory, step)
-            except FileNotFoundError:  # pruned meanwhile
-                continue
-            try:
-                tensors = list(it.file.head.tensors)
-                found.append(
-                    Step(
-                        step,
-                        it.base,
-                        sum(t.spec.nbytes for t in tensors),
-                        it.file.size,
-                        len(tensors),
-                        sum(t.size > 0 for t in tensors),
-                    )
-                )
-            finally:
-                it.file.close()
-        return tuple(found)
-
-    def verify(self, *, progress: Progress = no_progress) -> list[Problem]:
-        """Check every byte of every file by its hashes, and that each step stands on what it was made from.
-
-        No tensor is made: fingerprints of a step's base are compared with those of that step.
-
-        Parameters
-        ----------
-        progress : callable
-            Called with a number of bytes of files when they are done.
-
-        Returns
-        -------
-        list of Problem
-            What is wrong, by file and tensor; empty if nothing is.
-        """
-        problems: list[Problem] = []
-        known: dict[int, dict[str, TensorEntry]] = {}
-        for step in self.steps:
-            path = self.directory / name_of(step)
-            size = 0
-            try:
-                size = path.stat().st_size
-                it = open_step(self.directory, step)
-            except FileNotFoundError:  # pruned meanwhile
-                continue
-            except (TpdeError, OSError) as error:
-                problems.append(Problem(str(path), getattr(error, "tensor", None), None, str(error)))
-            else:
-                try:
-                    known[step] = {t.name: t for t in it.file.head.tensors}
-                    problems += _check_step(it, known)
-                finally:
-                    it.file.close()
-            progress(size)
-        return problems
-
-    def export(self, step: int, directory: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write a state as files of other tools.
-
-        Parameters
-        ----------
-        step : int
-            Which.
-        directory : path-like
-            A new folder: for each key of the state that has tensors a plain safetensors file of that name,
-            and all else as `state.json` (docs/reference/checkpoint-store.md 3).
-        force : bool
-            Replace a folder that an export wrote.
-
-        Raises
-        ------
-        InvalidInput, MissingBase, Truncated, Corrupt, UnsupportedVersion
-            As for `load`.
-        DestinationExists, InvalidDestination
-            If the folder cannot be made.
-        """
-        self.wait()
-        links = open_links(self.directory, _number("step", step, 0, MAX_STEP))
-        state = state_of(links)
-        try:
-            tree = parse_tree(links[0].tree, links[0].file.name)
-            export_state(step, tree, state, Path(directory), force, self._threads)
-        finally:
-            state.close()
-
-    # Removing
-
     def prune(
         self, keep: int | None = None, *, drop: Iterable[int] = (), rewrite: bool = True
     ) -> tuple[int, ...]:
@@ -517,7 +269,7 @@ class CheckpointStore:
         """
         self.wait()
         self._own()
-        there, gone = steps_in(self.directory), {_number("step", it, 0, MAX_STEP) for it in drop}
+        there, gone = steps_in(self.directory), {step_number(it) for it in drop}
         if unknown := sorted(gone.difference(there)):
             raise InvalidInput(
                 f"`{self.directory}` has no step {unknown[0]}",
@@ -526,85 +278,17 @@ class CheckpointStore:
             )
         stays = [it for it in there if it not in gone]
         if keep is not None:
-            stays = stays[-_number("keep", keep, 1, MAX_STEP) :]
-        gone = set(there).difference(stays if rewrite else self._needed(stays))
+            stays = stays[-whole_number("keep", keep, 1, MAX_STEP) :]
+        gone = set(there).difference(stays if rewrite else needed(self.directory, stays))
         for step in stays if rewrite else ():
-            base = was = self._base_of(step)
+            base = was = base_of(self.directory, step)
             while base in gone:
-                base = self._base_of(base)
+                base = base_of(self.directory, base)
             if base != was:  # what it stood on is there until all that stays is rewritten
                 state = state_of(open_links(self.directory, step))
                 try:
                     self._write(step, state, base, force=True)
                 finally:
                     state.close()
-        self._remove(gone)
+        remove(self.directory, gone)
         return tuple(sorted(gone))
-
-    def _needed(self, steps: Iterable[int]) -> set[int]:
-        """These steps, and all that they stand on."""
-        found = set[int]()
-        for step in steps:
-            at: int | None = step
-            while at is not None and at not in found:
-                found.add(at)
-                at = self._base_of(at)
-        return found
-
-    def _base_of(self, step: int) -> int | None:
-        it = open_step(self.directory, step)
-        it.file.close()
-        return it.base
-
-    def _remove(self, steps: Iterable[int]) -> None:
-        """Remove files, newest first, so that whatever is left at any moment stands on what is there."""
-        for step in sorted(steps, reverse=True):
-            (self.directory / name_of(step)).unlink(missing_ok=True)
-            sync_folder(self.directory)
-
-
-def _check_step(it: StepFile, known: dict[int, dict[str, TensorEntry]]) -> list[Problem]:
-    """What is wrong with a step's payloads, its tree, and what it stands on."""
-    problems, where = list[Problem](), it.file.name
-    try:
-        map_tensors(parse_tree(it.tree, where), lambda path, name: name, known[it.step], where)
-    except Corrupt as error:
-        problems.append(Problem(where, None, None, str(error)))
-    base = known.get(it.base) if it.base is not None else {}
-    if base is None:
-        problems.append(Problem(where, None, None, f"it stands on step {it.base}, which cannot be read"))
-    for tensor in known[it.step].values():
-        try:
-            it.file.payload(tensor)
-        except TpdeError as error:
-            problems.append(Problem(where, tensor.name, None, str(error)))
-        if tensor.codec in WITH_BASE and base is not None:
-            under = base.get(tensor.name)
-            if under is None or under.target != tensor.base or under.spec != tensor.spec:
-                message = f"`{where}`: step {it.base} is not what tensor `{tensor.name}` was made from"
-                problems.append(Problem(where, tensor.name, None, message))
-    return problems
-
-
-def _number(what: str, value: Any, least: int, most: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if isinstance(value, bool) or not least <= number <= most:
-        raise InvalidInput(f"{what} is {value!r}", hint=f"take a whole number from {least} to {most}")
-    return number
-
-
-def _place(map_location: Any) -> Any:
-    """Where tensors go, as a device."""
-    if map_location is None:
-        return None
-    import torch
-
-    try:
-        return torch.device(map_location)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidInput(
-            f"map_location is {map_location!r}", hint="name a device, such as `cuda:0`"
-        ) from error

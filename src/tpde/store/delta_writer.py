@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -14,13 +14,9 @@ import zstandard
 from tpde.codec import delta
 from tpde.codec.delta import Model, chunk_range, sample_step
 from tpde.codec.native import Bytes
-from tpde.errors import TpdeError
-from tpde.files.single_file import Progress
-from tpde.format.constants import DTYPES
-from tpde.format.container import TensorSpec
+from tpde.files.progress import Progress, no_progress
 from tpde.format.delta_head import (
     HEADER,
-    SAME,
     SPARSE,
     WITH_BASE,
     Head,
@@ -29,17 +25,10 @@ from tpde.format.delta_head import (
     WeightsEntry,
     serialize,
 )
-from tpde.io.sinks import Sink
-from tpde.store.payloads import Stored, are_equal, store_change, store_whole
+from tpde.io.committed import committed
+from tpde.io.sinks import FileSink, Sink
+from tpde.store.comparer import Comparer, HostComparer, Kind, Wanted, kind_of
 from tpde.store.states import BaseTensors, Key, State
-
-Kind = tuple[int, int]
-"""Bytes of a word, and whether it is signed in magnitude."""
-
-
-def kind_of(spec: TensorSpec) -> Kind:
-    """Of a tensor's words."""
-    return DTYPES[spec.dtype].word_bytes, DTYPES[spec.dtype].rotate
 
 
 class _Pair(NamedTuple):
@@ -74,65 +63,6 @@ def _pairs(base: State, target: State) -> list[_Pair]:
         found = bases.find(key)
         pairs.append(_Pair(key, found if found is not None and base.specs[found] == spec else None))
     return pairs
-
-
-class Wanted(NamedTuple):
-    """Chunks of a tensor: ranges of its bytes, one after the other."""
-
-    base: Key
-    key: Key
-    ranges: list[tuple[int, int]]
-
-
-class Comparer(Protocol):
-    """Compares the tensors of two states."""
-
-    def chunks(self, wanted: Sequence[Wanted]) -> list[tuple[Bytes, Bytes]]:
-        """Some chunks' bytes of tensors in both states, in their order."""
-
-    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
-        """How a tensor is stored. Tensors are asked for one after the other, all under the same models."""
-
-
-class HostComparer:
-    """Compares what states read, on the CPU.
-
-    Parameters
-    ----------
-    base, target : State
-        The states.
-    threads : int
-        How many threads encode.
-    """
-
-    def __init__(self, base: State, target: State, threads: int) -> None:
-        self._base, self._target, self._threads = base, target, threads
-
-    def chunks(self, wanted: Sequence[Wanted]) -> list[tuple[Bytes, Bytes]]:
-        """Some chunks' bytes of tensors in both states, in their order."""
-        return [pair for it in wanted for pair in self._chunks(it)]
-
-    def _chunks(self, it: Wanted) -> Iterator[tuple[Bytes, Bytes]]:
-        try:
-            old = self._base.read_parts(it.base, it.ranges, self._threads)
-            new = self._target.read_parts(it.key, it.ranges, self._threads)
-        except TpdeError:
-            self._base.read(it.base, self._threads)  # which compares hashes: they say what is wrong
-            self._target.read(it.key, self._threads)
-            raise
-        return zip(old, new, strict=True)
-
-    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
-        """How a tensor is stored; its states are gone when this returns."""
-        spec, new = self._target.specs[key], self._target.read(key, self._threads)
-        entry = TensorEntry(key[1], spec, SAME, target=delta.fingerprint(new))
-        if base is None:
-            return entry, store_whole(spec, new, self._threads)
-        old = self._base.read(base, self._threads)
-        entry.base = delta.fingerprint(old)
-        if are_equal(old, new):
-            return entry, Stored(SAME, new[:0])
-        return entry, store_change(spec, models[kind_of(spec)], old, new, self._threads)
 
 
 def _sample(
@@ -230,6 +160,37 @@ def write_delta(
     head = Head(hint, files, [models[kind].data for kind in numbers])
     writer.finish(head)
     return head
+
+
+def write_delta_file(
+    base: State,
+    target: State,
+    path: Path,
+    *,
+    hint: str | None,
+    fast: bool,
+    threads: int,
+    force: bool,
+    progress: Progress = no_progress,
+) -> None:
+    """Write a delta to a file, from what the states read; it appears when it is complete.
+
+    Parameters
+    ----------
+    base, target, hint, fast, progress
+        As for `write_delta`.
+    path : Path
+        The file.
+    threads : int
+        How many compare and encode.
+    force : bool
+        Replace an existing file.
+    """
+    comparer = HostComparer(base, target, threads)
+    with committed(FileSink(path, force=force)) as sink:
+        write_delta(
+            base, target, sink, hint=hint, fast=fast, comparer=comparer, threads=threads, progress=progress
+        )
 
 
 def hint_for(base: Path, destination: Path) -> str | None:

@@ -19,15 +19,15 @@ from tpde.codec.delta import Model, Sparse, chunk_room
 from tpde.codec.native import Bytes
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SAME, SPARSE, TensorEntry
-from tpde.store import device_deltas as gpu
-from tpde.store.delta_writer import Comparer, Kind, Wanted, kind_of
-from tpde.store.device_deltas import Numbers
-from tpde.store.payloads import Stored, is_clear
+from tpde.store import device_copies as gpu
+from tpde.store.comparer import Comparer, Kind, Wanted, kind_of
+from tpde.store.device_copies import Numbers
+from tpde.store.device_deltas import DeviceGroup, batches, by
+from tpde.store.payloads import TensorPayload, is_clear
 from tpde.store.states import Key
 
 if TYPE_CHECKING:
     import torch
-
 
 # One word in so many may have changed of what is encoded here: with more, changes are seldom `is_clear`.
 _FEW = 8
@@ -37,7 +37,7 @@ _AHEAD = 3  # batches on the device
 class _Prints:
     """Fingerprints, how many words of each chunk differ, and whether targets vary: on their way."""
 
-    def __init__(self, group: gpu.Group) -> None:
+    def __init__(self, group: DeviceGroup) -> None:
         self._group = group  # whose arrays the launch reads
         n = len(group.firsts) - 1
         sizes = 32 * n, 4 * group.batch.chunks, 4 * n
@@ -96,23 +96,21 @@ class DeviceComparer:
         specs: Mapping[str, TensorSpec],
     ) -> None:
         self._host, self._pairs, self._specs = host, pairs, specs
-        self._found: dict[str, tuple[TensorEntry, Stored] | None] = {}
-        self._coming: Iterator[tuple[str, tuple[TensorEntry, Stored]]] | None = None
+        self._found: dict[str, tuple[TensorEntry, TensorPayload] | None] = {}
+        self._coming: Iterator[tuple[str, tuple[TensorEntry, TensorPayload]]] | None = None
 
     def _place(self, name: str) -> tuple[torch.device, Kind]:
         return self._pairs[name][0].device, kind_of(self._specs[name])
 
     @functools.cached_property
-    def _running(self) -> list[tuple[list[str], gpu.Group, _Prints]]:
+    def _running(self) -> list[tuple[list[str], DeviceGroup, _Prints]]:
         """All resident tensors, which are being compared from the first use on."""
         import torch
 
         running = []
-        for (device, kind), names in gpu.by(
-            sorted(self._pairs), self._place
-        ).items():  # as they are asked for
+        for (device, kind), names in by(sorted(self._pairs), self._place).items():  # as they are asked for
             with contextlib.suppress(torch.OutOfMemoryError):
-                group = gpu.Group([self._pairs[name] for name in names], kind, device)
+                group = DeviceGroup([self._pairs[name] for name in names], kind, device)
                 running.append((names, group, _Prints(group)))
         return running
 
@@ -123,7 +121,7 @@ class DeviceComparer:
         found: dict[int, list[tuple[Bytes, Bytes]]] = {}
         copies = []
         resident = [(i, it) for i, it in enumerate(wanted) if it.key[1] in self._pairs]
-        for device, mine in gpu.by(resident, lambda it: self._place(it[1].key[1])[0]).items():
+        for device, mine in by(resident, lambda it: self._place(it[1].key[1])[0]).items():
             pairs = [(i, it.ranges, tuple(map(gpu.flat, self._pairs[it.key[1]]))) for i, it in mine]
             with contextlib.suppress(torch.OutOfMemoryError), gpu.current(device):
                 both = [torch.cat([one[n][a:b] for _, rs, one in pairs for a, b in rs]) for n in (0, 1)]
@@ -140,7 +138,9 @@ class DeviceComparer:
                 found[i] = self._host.chunks([it])
         return [pair for i in range(len(wanted)) for pair in found[i]]
 
-    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
+    def compare(
+        self, key: Key, base: Key | None, models: Mapping[Kind, Model]
+    ) -> tuple[TensorEntry, TensorPayload]:
         """How a tensor is stored. What is resident comes in an order of its own."""
         if self._coming is None:
             compared = (self._compare(*running, models) for running in self._running)
@@ -152,15 +152,15 @@ class DeviceComparer:
         return self._host.compare(key, base, models) if found is None else found
 
     def _compare(
-        self, names: list[str], group: gpu.Group, running: _Prints, models: Mapping[Kind, Model]
-    ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
+        self, names: list[str], group: DeviceGroup, running: _Prints, models: Mapping[Kind, Model]
+    ) -> Iterator[tuple[str, tuple[TensorEntry, TensorPayload]]]:
         """Those that are the same, or whose sparse changes are clearly the best."""
         prints, counts, varied = running.wait()
         changes, few = np.add.reduceat(counts, group.firsts[:-1], dtype=np.uint64).tolist(), []
         for i, name in enumerate(names):
             it = _Compared(name, counts[group.chunks_of(i)], changes[i], *prints[i], bool(varied[i]))
             if not it.changes:
-                yield name, (self._entry(it), Stored(SAME, np.zeros(0, np.uint8)))
+                yield name, (self._entry(it), TensorPayload(SAME, np.zeros(0, np.uint8)))
             elif (
                 group.kind[1] and it.varied and it.changes * _FEW * group.kind[0] <= self._specs[name].nbytes
             ):
@@ -172,8 +172,8 @@ class DeviceComparer:
         return TensorEntry(it.name, self._specs[it.name], SAME, base=it.base, target=it.target)
 
     def _encode(
-        self, group: gpu.Group, members: list[_Compared], model: Model
-    ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
+        self, group: DeviceGroup, members: list[_Compared], model: Model
+    ) -> Iterator[tuple[str, tuple[TensorEntry, TensorPayload]]]:
         import torch
 
         from tpde.cuda.delta_kernels import model_image, most_bytes
@@ -183,12 +183,12 @@ class DeviceComparer:
             _held, (image,) = gpu.send([model_image(model, encode=True)], group.device)
         except torch.OutOfMemoryError:
             return
-        running: collections.deque[tuple[list[_Compared], gpu.Group, Callable[[], _Encoded | None]]]
+        running: collections.deque[tuple[list[_Compared], DeviceGroup, Callable[[], _Encoded | None]]]
         running = collections.deque()
         # Several at a time: while one's bytes are taken, the device encodes the next.
-        for batch in gpu.batches(members, lambda it: _AHEAD * (8 + most) * it.changes):
+        for batch in batches(members, lambda it: _AHEAD * (8 + most) * it.changes):
             with contextlib.suppress(torch.OutOfMemoryError):
-                part = gpu.Group([self._pairs[it.name] for it in batch], group.kind, group.device)
+                part = DeviceGroup([self._pairs[it.name] for it in batch], group.kind, group.device)
                 counts = np.concatenate([it.counts for it in batch])
                 running.append((batch, part, _encoding(part, image, counts, most)))
             if len(running) == _AHEAD:
@@ -197,8 +197,8 @@ class DeviceComparer:
             yield from self._stored(*it)
 
     def _stored(
-        self, batch: list[_Compared], group: gpu.Group, wait: Callable[[], _Encoded | None]
-    ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
+        self, batch: list[_Compared], group: DeviceGroup, wait: Callable[[], _Encoded | None]
+    ) -> Iterator[tuple[str, tuple[TensorEntry, TensorPayload]]]:
         made = wait()
         if made is None:
             return  # these pass through the host
@@ -210,10 +210,10 @@ class DeviceComparer:
             sparse = Sparse(data[begin : int(ends[own.stop - 1])], it.counts, sizes[own], int(checks[i]))
             fits = int(sparse.sizes.max()) <= chunk_room(nbytes, sparse.sizes.size)
             if fits and not wrong[own].any() and is_clear(self._specs[it.name], sparse):
-                yield it.name, (self._entry(it), Stored(SPARSE, sparse.data, sparse))
+                yield it.name, (self._entry(it), TensorPayload(SPARSE, sparse.data, sparse))
 
 
-def _encoding(group: gpu.Group, image: int, counts: Numbers, most: int) -> Callable[[], _Encoded | None]:
+def _encoding(group: DeviceGroup, image: int, counts: Numbers, most: int) -> Callable[[], _Encoded | None]:
     """Start encoding a group; what is returned waits for it, and gives None if the device has no memory."""
     import torch
 
@@ -229,7 +229,7 @@ def _encoding(group: gpu.Group, image: int, counts: Numbers, most: int) -> Calla
     return wait
 
 
-def _encoded(group: gpu.Group, image: int, counts: Numbers, most: int) -> Iterator[_Encoded | None]:
+def _encoded(group: DeviceGroup, image: int, counts: Numbers, most: int) -> Iterator[_Encoded | None]:
     """Start encoding a group and give None, then the result."""
     import torch
 

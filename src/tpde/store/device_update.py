@@ -15,9 +15,10 @@ from tpde.codec.native import Bytes
 from tpde.codec.pool import begin, each
 from tpde.format.constants import DTYPES
 from tpde.format.delta_head import TensorEntry
-from tpde.store import device_deltas as gpu
-from tpde.store.delta_writer import kind_of
-from tpde.store.device_deltas import Numbers
+from tpde.store import device_copies as gpu
+from tpde.store.comparer import kind_of
+from tpde.store.device_copies import Numbers
+from tpde.store.device_deltas import DeviceGroup, batches
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ class _Decoding(NamedTuple):
     """Changes that are decoded together: the members that they are of, and what `write` takes."""
 
     members: range
-    group: gpu.Group
+    group: DeviceGroup
     counts: Numbers
     lists: Lists
     changes: Changes
@@ -77,7 +78,7 @@ def _whole(members: Sequence[SparseChange], records: _Records) -> tuple[list[boo
     return (fits & ~np.logical_or.reduceat(wrong, firsts)).tolist(), changes
 
 
-class Decoded(NamedTuple):
+class FoundTensor(NamedTuple):
     """What a resident tensor is found to be."""
 
     fingerprint: bytes
@@ -131,7 +132,7 @@ class SparseChanges:
     def _survey(self) -> None:
         """Start to look at all tensors: payloads are read meanwhile."""
         device, n = self._device, len(self._members)
-        self._group = gpu.Group([(it.tensor, None) for it in self._members], self._kind, device)
+        self._group = DeviceGroup([(it.tensor, None) for it in self._members], self._kind, device)
         self._group.batch.prepare("write")  # which may fail, and not between two writes
         with gpu.current(device):
             self._result = gpu.zeros(44 * n, "u1", device)  # four sums of each, checks, and faults
@@ -149,7 +150,7 @@ class SparseChanges:
         ]
         for can_be, run in itertools.groupby(range(len(whole)), whole.__getitem__):
             if can_be:
-                for batch in gpu.batches(list(run), takes.__getitem__):
+                for batch in batches(list(run), takes.__getitem__):
                     yield range(batch[0], batch[-1] + 1)
 
     def _decode(self, batch: range) -> _Decoding:
@@ -160,7 +161,7 @@ class SparseChanges:
 
         device, members, group = self._device, self._members[batch.start : batch.stop], self._group
         if len(batch) < len(self._members):
-            group = gpu.Group([(it.tensor, None) for it in members], self._kind, device)
+            group = DeviceGroup([(it.tensor, None) for it in members], self._kind, device)
         here = slice(*(int(self._group.firsts[i]) for i in (batch.start, batch.stop)))
         counts, sizes = (it[here] for it in self._records)
         payload = sum(it.entry.size for it in members)
@@ -209,13 +210,13 @@ class SparseChanges:
         each(read, range(len(cuts) - 1), seconds=out.size / 4e9, threads=parts)
 
     @functools.cached_property
-    def found(self) -> dict[str, Decoded]:
+    def found(self) -> dict[str, FoundTensor]:
         """What the tensors are, by name.
 
         Those that are not there pass through the host: the device had no memory, or the records of a change
         cannot be. So do those that may be no bases, or are damaged, unless all of their words were looked at.
         """
-        found: dict[str, Decoded] = {}
+        found: dict[str, FoundTensor] = {}
         if not self._running:
             return found
         n, result = len(self._members), self._wait()
@@ -226,9 +227,9 @@ class SparseChanges:
         for i in itertools.chain.from_iterable(it.members for it in self._running):
             entry, after = self._members[i].entry, made[16 * i : 16 * i + 16]
             if self._whole:
-                found[entry.name] = Decoded(prints[i].tobytes(), bad[i] or after != entry.target)
+                found[entry.name] = FoundTensor(prints[i].tobytes(), bad[i] or after != entry.target)
             elif not bad[i] and checks[i] == entry.check:
-                found[entry.name] = Decoded(entry.base, False)
+                found[entry.name] = FoundTensor(entry.base, False)
         return found
 
     def choose(self, names: Collection[str]) -> set[str]:

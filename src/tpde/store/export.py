@@ -11,10 +11,10 @@ from typing import Any
 from tpde.files.documents import is_inside
 from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.folder_swap import new_folder
-from tpde.format.container import TensorSpec, canonical_header, parse_header
-from tpde.io.sinks import FileSink
+from tpde.format.container import TensorSpec, canonical_header
 from tpde.store.states import State
-from tpde.store.trees import is_mapping, map_tensors
+from tpde.store.tree_text import is_mapping, map_tensors
+from tpde.store.written_weights import write_weights
 
 REST = "state.json"
 
@@ -77,13 +77,4 @@ def _stem(key: str, stems: Mapping[str, str]) -> str:
 def _write(path: Path, names: Mapping[str, str], state: State, threads: int) -> None:
     specs: dict[str, TensorSpec] = {name: state.specs["", tensor] for name, tensor in names.items()}
     header = canonical_header(specs, {"format": "pt"})
-    sink = FileSink(path)
-    try:
-        sink.write(0, [len(header).to_bytes(8, "little") + header])
-        for name, entry in parse_header(header, str(path)).entries.items():
-            data = state.read(("", names[name]), threads)
-            sink.write(8 + len(header) + entry.begin, [data])
-        sink.commit()
-    except BaseException:
-        sink.abort()
-        raise
+    write_weights(path, header, lambda name: state.read(("", names[name]), threads), str(path))

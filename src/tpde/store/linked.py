@@ -9,6 +9,7 @@ from typing import Any
 
 from tpde.errors import InvalidInput
 from tpde.files.documents import parse_json, read_document
+from tpde.io.committed import committed
 from tpde.io.sinks import FileSink
 from tpde.store.chain import MAX_STEP
 from tpde.store.checkpoints import CheckpointStore
@@ -61,13 +62,8 @@ class LinkedSteps:
         number = step if not there or step > there[-1] else there[-1] + 1
         self.store.save(number, state, background=self._background)
         link.parent.mkdir(parents=True, exist_ok=True)
-        sink = FileSink(link, force=True)
-        try:
+        with committed(FileSink(link, force=True)) as sink:
             sink.write(0, [json.dumps({_KEY: number}).encode() + b"\n"])
-            sink.commit()
-        except BaseException:
-            sink.abort()
-            raise
 
     def forget(self) -> None:
         """Remove the steps that no link names, and on which none that stays stands.

@@ -27,7 +27,7 @@ _PIECE = 1 << 18  # bytes, of whole words: what is computed of them stays in a p
 _HELD = 8 << 20  # bytes of differences that are in memory at a time
 
 
-class Stored(NamedTuple):
+class TensorPayload(NamedTuple):
     """A payload, its codec, and the records of its chunks if it is sparse."""
 
     codec: str
@@ -92,10 +92,10 @@ def _blob(spec: TensorSpec, pieces: Iterable[Bytes], threads: int) -> Bytes | No
     return np.frombuffer(sink.data, np.uint8)[: stored.size] if stored.packed else None
 
 
-def store_whole(spec: TensorSpec, data: Bytes, threads: int) -> Stored:
+def store_whole(spec: TensorSpec, data: Bytes, threads: int) -> TensorPayload:
     """Store a tensor without a base."""
     blob = _blob(spec, [data], threads)
-    return Stored(PLAIN, data) if blob is None else Stored(FULL, blob)
+    return TensorPayload(PLAIN, data) if blob is None else TensorPayload(FULL, blob)
 
 
 def is_clear(spec: TensorSpec, sparse: Sparse) -> bool:
@@ -103,24 +103,24 @@ def is_clear(spec: TensorSpec, sparse: Sparse) -> bool:
     return bool(DTYPES[spec.dtype].rotate) and sparse.data.size < spec.nbytes * _CLEAR
 
 
-def store_change(spec: TensorSpec, model: Model, old: Bytes, new: Bytes, threads: int) -> Stored:
+def store_change(spec: TensorSpec, model: Model, old: Bytes, new: Bytes, threads: int) -> TensorPayload:
     """Store what changed, as whatever takes the fewest bytes."""
     sparse = model.encode(old, new, threads)
     b = DTYPES[spec.dtype].word_bytes
     if sparse is not None and is_clear(spec, sparse) and repeats(new, new[:b]) < new.size:
-        return Stored(SPARSE, sparse.data, sparse)
-    found = [] if sparse is None else [Stored(SPARSE, sparse.data, sparse)]
+        return TensorPayload(SPARSE, sparse.data, sparse)
+    found = [] if sparse is None else [TensorPayload(SPARSE, sparse.data, sparse)]
     parts = (slice(at, at + _HELD) for at in range(0, new.size, _HELD))
     pieces = (differences(old[part], new[part], spec) for part in parts)
     blob = _blob(difference_spec(spec), pieces, threads)
     if blob is not None:
-        found.append(Stored(DENSE, blob))
+        found.append(TensorPayload(DENSE, blob))
     whole = store_whole(spec, new, threads)
     best = min(found, key=_bytes, default=whole)
     return best if _bytes(best) < _bytes(whole) * _WORTH else whole
 
 
-def _bytes(stored: Stored) -> int:
+def _bytes(stored: TensorPayload) -> int:
     """What a payload takes, with the records of its chunks: some 2 bytes each, as they are in the file."""
     return stored.data.size + (2 * stored.sparse.sizes.size if stored.sparse is not None else 0)
 

@@ -32,7 +32,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Summary:
+class StreamingTimes:
     """Times in nanoseconds.
 
     Attributes
@@ -121,7 +121,7 @@ _LIMITS = {
 }
 
 
-def _mispredicted(summary: Summary) -> str:
+def _mispredicted(summary: StreamingTimes) -> str:
     return f"{summary.dropped} were not wanted after all"
 
 
@@ -169,7 +169,7 @@ def summarize(
     computes: Iterable[Interval],
     waits: Iterable[Interval],
     dropped: int = 0,
-) -> Summary:
+) -> StreamingTimes:
     """Account for every nanosecond between the first and the last copy.
 
     Parameters
@@ -185,7 +185,7 @@ def summarize(
 
     Returns
     -------
-    Summary
+    StreamingTimes
         A gap between copies is split at the time when the copy that ends it was queued: before, the host (or
         the disk, where the host waited for it) was late; after, the ring was full.
     """
@@ -206,7 +206,7 @@ def summarize(
         late.append(Interval(before.end, turn))
     late = merge(late)
     disk_late = length(overlap(late, merge(waits)))
-    return Summary(
+    return StreamingTimes(
         window=window,
         copying=length(copying),
         hidden=hidden,
@@ -233,7 +233,7 @@ def _idle_at(times: Sequence[int], working: Sequence[Interval]) -> int:
     return count
 
 
-def summarize_spans(spans: Iterable[Span], dropped: int = 0) -> Summary:
+def summarize_spans(spans: Iterable[Span], dropped: int = 0) -> StreamingTimes:
     """The summary of a trace: see `summarize`."""
     tracks: dict[str, list[Span]] = {}
     for span in spans:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from torch import nn
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.files.single_file import Progress, no_progress
-from tpde.files.writer import check_threads
-from tpde.store.live_deltas import Update, plain_tensors
+from tpde.files.progress import Progress, no_progress
+from tpde.files.thread_count import check_threads
+from tpde.store.live_tensors import plain_tensors
+from tpde.store.live_update import Update
 from tpde.store.states import MEMORY
 from tpde.weights.active_delta import ALWAYS, UNNAMED
 from tpde.weights.changed import Changed, Variant, part_of
@@ -24,7 +25,7 @@ from tpde.weights.source import Source
 from tpde.weights.windows_source import WindowSource
 
 if TYPE_CHECKING:
-    from tpde.store.live_deltas import Live
+    from tpde.store.live_tensors import Live
 
 # Updates that are kept beside a base, one after the other, before the weight is packed anew: each takes a
 # launch of its own whenever the weight is decoded.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model, Sparse, chunk_count
 from tpde.codec.native import Bytes
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import align
-from tpde.store import device_deltas as resident
+from tpde.store import device_copies as gpu
 from tpde.weights.launch import capturing, upload
 from tpde.weights.source import Decoder
 
@@ -191,9 +191,9 @@ class _Pieces:
         """Change the tensors in a buffer of bytes, on the current stream."""
         from tpde.cuda.delta_kernels import Changes, Lists
 
-        with resident.current(self._device):
+        with gpu.current(self._device):
             placed = torch.add(self._items, self._based, alpha=out.data_ptr())
-            items, stream = placed.data_ptr(), resident.stream_of(self._device)
+            items, stream = placed.data_ptr(), gpu.stream_of(self._device)
             room = [
                 torch.empty(size * self._count, dtype=torch.uint8, device=self._device)
                 for size in (2, self._word) * 2

@@ -13,12 +13,13 @@ from torch import Tensor
 from tpde.codec.delta import Sparse, fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, MissingBase, PackedWeight
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SPARSE, WITH_BASE, TensorEntry
 from tpde.frameworks import to_torch, torch_bytes, torch_dtype
 from tpde.io.sources import BytesSource, FileSource
-from tpde.store.delta_state import DeltaFile, other_base
+from tpde.store.delta_file import DeltaFile
+from tpde.store.delta_state import other_base
 from tpde.store.device_deltas import is_resident
 from tpde.store.device_update import SparseChange, SparseChanges
 from tpde.weights.changed import Variant

@@ -13,7 +13,7 @@ from tpde.codec.selection import CodecName, Plan, base_header
 from tpde.errors import PackedWeight
 from tpde.files.gpu_packing import packed_there
 from tpde.files.tensor_writer import TensorWriter
-from tpde.files.writer import check_threads
+from tpde.files.thread_count import check_threads
 from tpde.format.blob_header import align
 from tpde.format.constants import ALIGN_BLOB, CODEC_PREFIX
 from tpde.frameworks import torch_bytes, torch_spec

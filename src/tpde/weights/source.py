@@ -17,7 +17,7 @@ from tpde.codec.blob import BlobReader
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, codec_of
 from tpde.errors import Corrupt
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import BlobHeader
 from tpde.frameworks import torch_dtype, torch_shape
 from tpde.weights.launch import upload

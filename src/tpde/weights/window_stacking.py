@@ -11,7 +11,7 @@ from torch import Tensor
 from tpde.codec import windows
 from tpde.codec.window_stacks import HEAD_BYTES, Stack, head, stacked
 from tpde.errors import InvalidInput
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.weights.launch import on_device, stream_handle
 
 

@@ -11,7 +11,7 @@ from tpde.codec import windows
 from tpde.codec.native import Bytes
 from tpde.cuda.window_products import MOST_ROWS, X_AT, DeviceWindow
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec

@@ -11,7 +11,7 @@ from tpde.codec.native import Bytes
 from tpde.codec.window_stacks import Stack
 from tpde.cuda.window_experts import DeviceExperts
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec

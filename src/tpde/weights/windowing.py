@@ -10,7 +10,7 @@ from torch import Tensor
 from tpde.codec import windows
 from tpde.codec.windows import Window
 from tpde.errors import InvalidInput
-from tpde.files.writer import default_threads
+from tpde.files.thread_count import default_threads
 from tpde.weights.launch import on_device, stream_handle, upload
 
 

@@ -13,7 +13,7 @@ from support.states import files
 from tpde.cli import common
 from tpde.errors import InvalidInput
 from tpde.files import operations
-from tpde.store import patching as store
+from tpde.store import diffing, patching, verify_delta
 
 
 class Stopped(InvalidInput):
@@ -33,7 +33,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     for module, names in (
         (operations, ("pack", "unpack", "verify")),
-        (store, ("diff", "patch", "verify_delta")),
+        (diffing, ("diff",)),
+        (patching, ("patch",)),
+        (verify_delta, ("verify_delta",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, recorder)
@@ -167,7 +169,7 @@ def test_histograms_are_made_where_they_are_shown(
 
 def test_a_delta_without_a_base_or_tensors_is_laid_out() -> None:
     from tpde.cli.diff import render, summary
-    from tpde.store.patching import DeltaReport, TensorChange
+    from tpde.store.delta_report import DeltaReport, TensorChange
 
     none = DeltaReport("d", None, 64, 0, 0.0, (), ())
     assert (

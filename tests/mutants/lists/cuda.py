@@ -119,7 +119,7 @@ MUTANTS = (
     ),
     mutant(
         "deltas-in-place-unchecked",
-        "store/live_deltas.py",
+        "store/live_update.py",
         "if listed.check == it.check:",
         "if listed.check >= 0:",
         "changes are applied to what is no base of them",
@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     mutant(
         "deltas-of-tied-weights-on-a-device",
-        "store/live_deltas.py",
+        "store/live_update.py",
         " for name, place in places.items() if users[place] == 1}",
         " for name, place in places.items()}",
         "two tensors in one memory are written without a look at each other",

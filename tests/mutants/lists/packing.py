@@ -7,7 +7,7 @@ from ..mutant import mutant
 MUTANTS = (
     mutant(
         "verify-passes-over-folders",
-        "files/compare.py",
+        "files/verify_directory.py",
         "            if not (root / name).is_dir()\n",
         "            if (root / name).is_file()\n",
         "an empty folder that is missing is not told",
@@ -15,7 +15,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-says-nothing-of-what-was-left-out",
-        "files/compare.py",
+        "files/verify_directory.py",
         "problems += _left_out(manifest, against, exclude)",
         "problems += []",
         "`verify --against` takes a pack that lacks files for its source",
@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     mutant(
         "weights-are-not-compared-with-the-manifest",
-        "files/compare.py",
+        "files/verify_directory.py",
         'verify_file(path, other, threads, progress, info["sha256"])',
         "verify_file(path, other, threads, progress)",
         "exchanged shards are intact",
@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-passes-over-permissions",
-        "files/compare.py",
+        "files/verify_directory.py",
         "(path.stat().st_mode ^ other.stat().st_mode) & stat.S_IXUSR:",
         "(path.stat().st_mode & ~other.stat().st_mode) & stat.S_IXUSR:",
         "a program that became none is equal to its source",
@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-trusts-documents",
-        "files/compare.py",
+        "files/verify_directory.py",
         'return made is None or path.read_bytes() == made.encode("utf-8")',
         "return True",
         "a configuration that somebody changed in the packed directory is intact",
@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-stops-at-a-bad-shard",
-        "files/compare.py",
+        "files/verify_directory.py",
         "            problems.append(Problem(str(folder / name), None, None, str(error)))\n",
         "            return [Problem(str(folder / name), None, None, str(error))]\n",
         "one bad shard hides the others'",
@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     mutant(
         "the-sources-header-is-not-compared",
-        "files/single_file.py",
+        "files/verify_file.py",
         "    if packed.original is not None and packed.source_header() != source.container.header:\n",
         "    if packed.original is None and packed.source_header() != source.container.header:\n",
         "a source with other metadata is the one that was packed",
@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-compares-the-tensors-that-both-have",
-        "files/single_file.py",
+        "files/verify_file.py",
         "for name in sorted(set(packed.specs).symmetric_difference(source.specs)):",
         "for name in sorted(set(packed.specs).difference(source.specs)):",
         "a tensor of the source that was not packed is not told",
@@ -106,7 +106,7 @@ MUTANTS = (
     ),
     mutant(
         "tensors-are-not-hashed",
-        "files/single_file.py",
+        "files/checked_reads.py",
         "    if digest is not None and found != digest:\n",
         "    if digest is None and found != digest:\n",
         "a plain tensor that is damaged is unpacked",
@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     mutant(
         "small-tensors-of-another-kind-are-equal",
-        "files/single_file.py",
+        "files/verify_file.py",
         "[packed.specs[name] for name in names] != [source.specs.get(name) for name in names]",
         "len(names) != len([name for name in names if name in source.specs])",
         "a small tensor of another dtype and the same bytes is equal to the source's",
@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     mutant(
         "small-tensors-are-not-compared",
-        "files/single_file.py",
+        "files/verify_file.py",
         '        if data != b"".join(source.read_small(names)):\n',
         '        if not b"".join(source.read_small(names)):\n',
         "a source that differs in a small tensor is the one that was packed",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     mutant(
         "small-tensors-are-not-in-the-files-hash",
-        "files/single_file.py",
+        "files/verify_file.py",
         "        whole.update(data)\n",
         "        whole.update(data[1:])\n",
         "an intact directory of small tensors is not",
@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     mutant(
         "verify-names-one-difference-too-late",
-        "files/single_file.py",
+        "files/verify_file.py",
         "at = int(np.argmax(differ))",
         "at = int(np.argmin(differ))",
         "`verify --against` names a byte that is equal",
@@ -156,16 +156,16 @@ MUTANTS = (
     ),
     mutant(
         "a-failed-unpack-leaves-its-file",
-        "files/single_file.py",
-        "        except BaseException:\n            sink.abort()\n            raise\n        return Result(",
-        "        except BaseException:\n            raise\n        return Result(",
+        "io/committed.py",
+        "    except BaseException:\n        sink.abort()\n        raise\n",
+        "    except BaseException:\n        raise\n",
         "an unpack that fails leaves a temporary file",
         "integration/cli/test_processes.py",
         "unit/test_verify.py",
     ),
     mutant(
         "a-plain-file-is-unpacked",
-        "files/single_file.py",
+        "files/unpack_file.py",
         '            raise NotPacked(f"`{source}` is not packed", hint="use it',
         '            NotPacked(f"`{source}` is not packed", hint="use it',
         "unpacking a plain file copies it without a word",
@@ -198,7 +198,7 @@ MUTANTS = (
     mutant(
         "files-that-changed-are-removed",
         "files/folder_swap.py",
-        "            if _identity(os.lstat(path)) != removable[name]:\n                continue\n",
+        "            if identity_of(os.lstat(path)) != removable[name]:\n                continue\n",
         "",
         "`--force` deletes a file that was changed while packing",
         "integration/test_replacing.py",
@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     mutant(
         "something-else-is-replaced",
-        "files/folder_swap.py",
+        "files/replaced_folder.py",
         "            elif name in ours or (kind == stat.S_IFREG and",
         "            elif name in ours and (kind == stat.S_IFREG and",
         "`--force` replaces a folder of something else",
@@ -246,9 +246,9 @@ MUTANTS = (
     ),
     mutant(
         "another-sources-header",
-        "files/writer.py",
-        "            if source.specs != self._specs:\n",
-        "            if len(source.specs) != len(self._specs):\n",
+        "files/source_header.py",
+        "    if source.specs != specs:\n",
+        "    if len(source.specs) != len(specs):\n",
         "a file restores the header of another one",
         "unit/test_writers_ask_what_readers_demand.py",
     ),
@@ -262,7 +262,7 @@ MUTANTS = (
     ),
     mutant(
         "threads-without-a-bound",
-        "files/writer.py",
+        "files/thread_count.py",
         "not 1 <= threads <= MAX_THREADS:",
         "not 1 <= threads:",
         "`--threads 4294967297` is one thread",
@@ -287,9 +287,9 @@ MUTANTS = (
     ),
     mutant(
         "a-sources-header-without-its-hash",
-        "files/reader.py",
-        "            if xxhash.xxh3_128_hexdigest(header) != metadata[KEY_SOURCE_HASH]:\n",
-        "            if not metadata[KEY_SOURCE_HASH]:\n",
+        "files/source_header.py",
+        "        if xxhash.xxh3_128_hexdigest(header) != metadata[KEY_SOURCE_HASH]:\n",
+        "        if not metadata[KEY_SOURCE_HASH]:\n",
         "a damaged header of the source is restored",
         "malformed/test_attacks_container.py",
     ),
@@ -351,7 +351,7 @@ MUTANTS = (
     ),
     mutant(
         "configs-that-lie",
-        "files/weight_files.py",
+        "files/packed_state.py",
         "    configs = packing_configs(tree)\n    if configs:\n",
         "    configs = packing_configs(tree)\n    if len(configs) > 1:\n",
         "a plain folder that says that it is packed is packed once more",
@@ -359,7 +359,7 @@ MUTANTS = (
     ),
     mutant(
         "a-shard-that-changes-while-it-is-packed",
-        "files/directory.py",
+        "files/pack_directory.py",
         "        unchanged.require()\n",
         "",
         "a manifest has the hash of what is not packed",
@@ -367,7 +367,7 @@ MUTANTS = (
     ),
     mutant(
         "unpacked-files-are-not-compared",
-        "files/directory.py",
+        "files/unpack_directory.py",
         '            if found != info["sha256"]:\n',
         '            if not info["sha256"]:\n',
         "a damaged directory is unpacked",
@@ -479,7 +479,7 @@ MUTANTS = (
     ),
     mutant(
         "restored-configs-say-packed",
-        "files/resaved.py",
+        "files/changed_texts.py",
         '    ours = config.pop("quantization_config")\n',
         '    ours = config["quantization_config"]\n',
         "a folder that is unpacked says that it is packed",

@@ -9,7 +9,7 @@ _LIVE = "integration/test_live_deltas.py"
 MUTANTS = (
     mutant(
         "any-base-will-do",
-        "store/live_deltas.py",
+        "store/live_update.py",
         "            if it.codec in WITH_BASE and found != it.base:",
         "            if it.codec in WITH_BASE and not it.base:",
         "a delta is applied to tensors that it was not made from",
@@ -17,7 +17,7 @@ MUTANTS = (
     ),
     mutant(
         "targets-are-changed-again",
-        "store/live_deltas.py",
+        "store/live_update.py",
         "if found != it.target and it.name not in done:",
         "if it.name not in done:",
         "a delta that was applied, or interrupted, is refused the second time",
@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     mutant(
         "tensors-are-written-as-they-come",
-        "store/live_deltas.py",
+        "store/live_update.py",
         "torch_bytes(tensor).copy() if old is None else old.copy()",
         "torch_bytes(tensor) if old is None else old",
         "tensors are changed before the others are checked",
@@ -33,7 +33,7 @@ MUTANTS = (
     ),
     mutant(
         "ties-of-live-tensors-are-torn",
-        "store/live_deltas.py",
+        "store/live_writes.py",
         "if fingerprint(torch_bytes(view)) != it.entry.target:",
         "if view.numel() == 0:",
         "of two names of one memory the last one wins",
@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     mutant(
         "views-that-repeat-are-written",
-        "store/live_deltas.py",
+        "store/live_writes.py",
         "repeats = any(n > 1 and step == 0",
         "repeats = any(n < 1 and step == 0",
         "a tensor that cannot be written fails when others are",
@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     mutant(
         "packed-tensors-are-read",
-        "store/live_deltas.py",
+        "store/live_tensors.py",
         "        if not _has_bytes(tensor):\n",
         "        if False:\n",
         "packed weights are decoded, and the delta applied to a copy",
@@ -73,7 +73,7 @@ MUTANTS = (
     ),
     mutant(
         "autograd-is-not-told",
-        "store/live_deltas.py",
+        "store/live_writes.py",
         "        own = tensor.detach()\n",
         "        own = tensor.data\n",
         "gradients are computed with weights that were changed",
@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     mutant(
         "targets-are-not-checked",
-        "store/delta_state.py",
+        "store/delta_file.py",
         "if found != it.target:",
         "if not found:",
         "what a damaged delta makes is taken",
@@ -97,7 +97,7 @@ MUTANTS = (
     ),
     mutant(
         "chains-come-back",
-        "store/delta_state.py",
+        "store/open_state.py",
         "            if place in seen:",
         "            if place in ():",
         "a chain that ends in itself is followed to the limit",
@@ -137,7 +137,7 @@ MUTANTS = (
     ),
     mutant(
         "oldest-first",
-        "store/checkpoints.py",
+        "store/pruning.py",
         "sorted(steps, reverse=True)",
         "sorted(steps)",
         "what is left when pruning fails stands on what is gone",
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     mutant(
         "names-of-tensors-twice",
-        "store/trees.py",
+        "store/state_tree.py",
         'while name in self.leaves or name == "__metadata__":',
         'while name == "__metadata__":',
         "of two tensors of one path the last one wins",
@@ -153,7 +153,7 @@ MUTANTS = (
     ),
     mutant(
         "conjugated-is-plain",
-        "store/trees.py",
+        "store/state_tree.py",
         "value.stride(), value.is_conj())",
         "value.stride())",
         "a view comes back without its conjugation",
@@ -161,7 +161,7 @@ MUTANTS = (
     ),
     mutant(
         "tied-tensors-come-back-apart",
-        "store/trees.py",
+        "store/rebuild_state.py",
         "            if (kind, text) not in self._made:\n",
         "            if True:\n",
         "tied weights are two tensors after loading",

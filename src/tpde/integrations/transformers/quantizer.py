@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from tpde.errors import InvalidInput, NotPacked
-from tpde.files.weight_files import MAKE_PLAIN
+from tpde.files.packed_state import MAKE_PLAIN
 from tpde.integrations.transformers.config import TpdeConfig
 from tpde.integrations.transformers.delta_files import States, read_states
 from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread

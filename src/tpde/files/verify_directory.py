@@ -8,15 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from tpde.errors import InvalidInput, NotSafetensors, TpdeError, printable
+from tpde.files.changed_texts import packed_config, packed_index, through_links
 from tpde.files.copying import sha256, stands_for_link
-from tpde.files.directory import packed_config, packed_index, through_links
 from tpde.files.documents import parse_object
 from tpde.files.file_kinds import SAFETENSORS, is_config
 from tpde.files.manifest import Manifest, read_manifest
+from tpde.files.packed_state import is_packed, packed_names
+from tpde.files.problem import Problem
+from tpde.files.progress import Progress, no_progress
 from tpde.files.shards import parse_index, read_index
-from tpde.files.single_file import Problem, Progress, no_progress, verify_file
+from tpde.files.verify_file import verify_file
 from tpde.files.walk import walk
-from tpde.files.weight_files import as_safetensors, is_packed, packed_names
+from tpde.files.weight_files import as_safetensors
 
 
 def verify_directory(

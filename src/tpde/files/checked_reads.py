@@ -1,0 +1,54 @@
+"""Tensors of a packed file read whole, and compared with the hashes of what was packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+from tpde.codec.native import Bytes
+from tpde.codec.selection import MIN_BYTES
+from tpde.errors import Corrupt
+from tpde.files.reader import PackedFile
+from tpde.files.tensor_reader import StoredTensor
+
+
+def stream(tensor: StoredTensor, threads: int, take: Callable[[int, Bytes], None]) -> bytes:
+    """Read a tensor piece by piece, handing each with its offset to `take`; returns its XXH3-128.
+
+    The piece is valid only during the call.
+    """
+    hasher, pieces = xxhash.xxh3_128(), list(tensor.pieces())
+    buffer = np.empty(max([end - begin for begin, end in pieces], default=0), np.uint8)
+    for begin, end in pieces:
+        piece = buffer[: end - begin]
+        tensor.read(begin, end, piece, threads)
+        hasher.update(piece.data)
+        take(begin, piece)
+    return hasher.digest()
+
+
+def check_digest(name: str, digest: bytes | None, found: bytes) -> None:
+    """Raise `Corrupt` if a tensor's bytes are not those that were packed."""
+    if digest is not None and found != digest:
+        raise Corrupt(
+            f"tensor `{name}`: the bytes hash to {found.hex()}, {digest.hex()} was packed",
+            hint="the file is damaged, fetch it again",
+            tensor=name,
+            found=found.hex(),
+            needed=digest.hex(),
+        )
+
+
+def is_small(packed: PackedFile, name: str) -> bool:
+    """Whether a tensor is one of those that are read many at a time: no writer packs a smaller one."""
+    return packed.specs[name].nbytes < MIN_BYTES and packed.is_plain(name)
+
+
+def read_small(packed: PackedFile, names: list[str]) -> bytes:
+    """The bytes of small tensors, one after the other, which must be those that were packed."""
+    pieces = packed.read_plain(names)
+    for name, piece in zip(names, pieces, strict=True):
+        check_digest(name, packed.digest(name), xxhash.xxh3_128_digest(piece))
+    return b"".join(pieces)

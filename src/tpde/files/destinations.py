@@ -1,0 +1,54 @@
+"""What may not be a destination, and what may be replaced in one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from tpde.errors import InvalidDestination, TpdeError
+from tpde.files.manifest import is_packed_directory, read_manifest
+from tpde.format.constants import MANIFEST
+
+
+def refuse_nested(source: Path, destination: Path) -> None:
+    """Refuse a destination inside the source, which would be copied, or around it, which would be removed."""
+    inner, outer = destination.resolve(), source.resolve()
+    if inner.is_relative_to(outer):
+        raise InvalidDestination(
+            f"`{destination}` lies inside the source `{source}`", hint="choose a destination outside it"
+        )
+    if outer.is_relative_to(inner):
+        raise InvalidDestination(
+            f"the source `{source}` lies inside `{destination}`, which would be replaced",
+            hint="choose a destination beside it",
+        )
+
+
+def refuse_sources(destination: Path, *sources: str | os.PathLike[str]) -> None:
+    """Refuse a destination that is a source.
+
+    Raises
+    ------
+    InvalidDestination
+        If it is.
+    """
+    one = "the source itself, which is" if len(sources) == 1 else "one of the sources, which are"
+    for source in map(Path, sources):
+        if source.exists() and destination.exists() and os.path.samefile(source, destination):
+            raise InvalidDestination(
+                f"`{destination}` is {one} never modified",
+                hint="choose another destination",
+                where=str(destination),
+            )
+
+
+def replaceable(destination: Path, names: Collection[str]) -> set[str]:
+    """What may be replaced in a destination: files of these names, and those of the model packed there."""
+    ours = {*names, MANIFEST}
+    with contextlib.suppress(TpdeError):  # without a manifest, or with a damaged one, `names` are all we know
+        if is_packed_directory(destination):
+            manifest = read_manifest(destination)
+            ours.update(manifest.files, manifest.folders)
+    return ours

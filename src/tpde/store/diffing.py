@@ -1,0 +1,97 @@
+"""diff: what changed between two states of a model, as a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tpde.errors import InvalidInput
+from tpde.files.destinations import refuse_sources
+from tpde.files.progress import Progress, no_progress
+from tpde.files.thread_count import check_threads
+from tpde.io.sinks import refuse_file
+from tpde.store.delta_report import DeltaReport, inspect_delta
+from tpde.store.delta_writer import hint_for, write_delta_file
+from tpde.store.open_state import open_state
+from tpde.store.states import State
+
+
+def diff(
+    base: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    delta: str | os.PathLike[str],
+    *,
+    fast: bool = False,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> DeltaReport:
+    """Write what changed between two states of a model.
+
+    Parameters
+    ----------
+    base, target : path-like
+        Safetensors files or model directories, packed or not, or deltas, whose bases are where they were.
+    delta : path-like
+        The delta. It appears when it is complete, and not before.
+    fast : bool
+        Code positions without the base's exponents: the delta is larger, and faster to make and to apply.
+    threads : int, optional
+        By default one for each processor. The delta does not depend on it.
+    force : bool
+        Replace an existing file.
+    progress : callable
+        Called with a number of bytes of the target when they are done.
+
+    Returns
+    -------
+    DeltaReport
+
+    Raises
+    ------
+    InvalidInput
+        If a state cannot be read; its subclasses say why.
+    DestinationExists, InvalidDestination
+        If the destination cannot be used.
+    Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
+        If a state is damaged, or newer than this version.
+
+    Examples
+    --------
+    >>> import tpde
+    >>> tpde.diff("epoch_9", "epoch_10", "epoch_10.tpde").ratio  # doctest: +SKIP
+    143.9
+    """
+    count, out = check_threads(threads), Path(delta)
+    refuse_file(out, force)
+    refuse_sources(out, base, target)
+    old = open_state(Path(base))
+    try:
+        new = open_state(Path(target))
+        try:
+            _refuse_unlike(old, new)
+            write_delta_file(
+                old,
+                new,
+                out,
+                hint=hint_for(Path(base), out),
+                fast=fast,
+                threads=count,
+                force=force,
+                progress=progress,
+            )
+        finally:
+            new.close()
+    finally:
+        old.close()
+    return inspect_delta(out)
+
+
+def _refuse_unlike(base: State, target: State) -> None:
+    """Refuse a file and a directory: neither says where in the other it belongs."""
+    alone = [set(it.headers) == {""} for it in (base, target)]
+    if alone[0] != alone[1]:
+        file, folder = (base, target) if alone[0] else (target, base)
+        raise InvalidInput(
+            f"`{file.name}` is a file, `{folder.name}` is a directory", hint="compare like with like"
+        )

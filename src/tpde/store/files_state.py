@@ -1,0 +1,104 @@
+"""The state that files are: one, or a directory of them, plain or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from tpde.codec.native import Bytes
+from tpde.errors import InvalidInput, NotSafetensors
+from tpde.files.checked_reads import check_digest
+from tpde.files.file_kinds import SAFETENSORS
+from tpde.files.manifest import is_packed_directory, read_manifest
+from tpde.files.reader import PackedFile
+from tpde.files.walk import walk
+from tpde.format.container import TensorSpec, parse_header
+from tpde.store.states import Key
+
+
+class FilesState:
+    """Files as they lie there, or one in memory.
+
+    Parameters
+    ----------
+    path : Path or bytes
+        A safetensors file or a model directory, packed or not; or the bytes of such a file.
+    """
+
+    def __init__(self, path: Path | bytes) -> None:
+        self.name = "<bytes>" if isinstance(path, bytes) else str(path)
+        self._open: dict[str, PackedFile] = {}
+        self.headers: dict[str, bytes] = {}
+        self.specs: dict[Key, TensorSpec] = {}
+        self.others: dict[str, Callable[[], bytes]] = {}
+        try:
+            if isinstance(path, Path) and path.is_dir():
+                self._directory(path)
+            else:
+                self._weights("", path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _directory(self, folder: Path) -> None:
+        files = read_manifest(folder).files if is_packed_directory(folder) else _files_of(folder)
+        for name, info in files.items():
+            if "original" in info:
+                self.others[name] = info["original"].encode
+            elif name.endswith(SAFETENSORS):
+                self._weights(name, folder / name)
+            else:
+                self.others[name] = (folder / name).read_bytes
+        if not self.headers:
+            raise InvalidInput(
+                f"`{folder}` has no `*.safetensors` file", hint="name another directory", where=self.name
+            )
+
+    def _weights(self, name: str, path: Path | bytes) -> None:
+        try:
+            file = self._open[name] = PackedFile(path)
+        except NotSafetensors as error:
+            error.hint = "deltas are taken between safetensors files, and directories of them"
+            raise
+        self.headers[name] = file.source_header() if file.is_packed else file.container.header
+        container = parse_header(self.headers[name], f"`{file.source.name}`")
+        self.specs.update({(name, tensor): spec for tensor, spec in container.specs.items()})
+
+    def read(self, key: Key, threads: int) -> Bytes:
+        """Read a tensor, and check its hash if it is packed."""
+        tensor = self._open[key[0]].tensor(key[1])
+        out = np.empty(tensor.spec.nbytes, np.uint8)
+        tensor.read(0, out.size, out, threads)
+        if tensor.digest is not None:
+            check_digest(key[1], tensor.digest, xxhash.xxh3_128_digest(out.data))
+        return out
+
+    def read_parts(self, key: Key, ranges: list[tuple[int, int]], threads: int) -> list[Bytes]:
+        """Read some bytes of a tensor; its hash is not compared."""
+        tensor, parts = self._open[key[0]].tensor(key[1]), list[Bytes]()
+        for begin, end in ranges:
+            parts.append(np.empty(end - begin, np.uint8))
+            tensor.read(begin, end, parts[-1], threads)
+        return parts
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._open.values():
+            file.close()
+
+
+def _files_of(folder: Path) -> Mapping[str, Mapping[str, str]]:
+    """The files of a plain directory; a link counts as the file that it leads to."""
+    tree = walk(folder)
+    missing = [(it.name, it.reason) for it in tree.left_out if not it.expected]
+    missing += [(it, "a link to no file") for it in tree.links if not (folder / it).is_file()]
+    for name, reason in missing:
+        raise InvalidInput(
+            f"a delta cannot hold `{name}` of `{folder}`: {reason}",
+            hint="take the delta of a directory without it",
+            where=name,
+        )
+    return {name: {} for name in sorted((*tree.files, *tree.links), key=lambda it: it.split("/"))}

@@ -1,0 +1,34 @@
+"""Removing steps of a checkpoint store, so that none is left without what it stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tpde.io.sinks import sync_folder
+from tpde.store.chain import name_of, open_step
+
+
+def needed(folder: Path, steps: Iterable[int]) -> set[int]:
+    """These steps, and all that they stand on."""
+    found = set[int]()
+    for step in steps:
+        at: int | None = step
+        while at is not None and at not in found:
+            found.add(at)
+            at = base_of(folder, at)
+    return found
+
+
+def base_of(folder: Path, step: int) -> int | None:
+    """The step that a step changes; None if it is a keyframe."""
+    it = open_step(folder, step)
+    it.file.close()
+    return it.base
+
+
+def remove(folder: Path, steps: Iterable[int]) -> None:
+    """Remove files, newest first, so that whatever is left at any moment stands on what is there."""
+    for step in sorted(steps, reverse=True):
+        (folder / name_of(step)).unlink(missing_ok=True)
+        sync_folder(folder)
