@@ -14,7 +14,7 @@ from support.deltas import model_of, pair
 from support.guarded import guarded, room
 from support.windows import MATRICES
 
-from tpde.codec import delta, native, reference, windows
+from tpde.codec import core_chunks, delta, native, prefix_codes, reference, windows
 from tpde.errors import Corrupt, NativeError, TpdeError
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
@@ -37,14 +37,18 @@ def _layout(dtype: str, words: int) -> native.CoreLayout:
     )
 
 
-def _planned(dtype: str, words: int) -> tuple[native.Codec, np.ndarray, int]:
+def _planned(dtype: str, words: int) -> tuple[prefix_codes.Codec, np.ndarray, int]:
     """Give a codec for chunks of 512 words, the words, guarded, and the number of chunks."""
     data = np.frombuffer(fill("normal", TensorSpec(dtype, (words,))), np.uint8).copy()
     draw = rng("escapes", dtype)
     data[draw.integers(0, data.size, 1 + data.size // 100)] = draw.integers(0, 256)
     layout = _layout(dtype, words)
-    section, _ = native.plan(layout, guarded(data))
-    return native.Codec(layout, guarded(section), encode=True), guarded(data), native.chunk_count(layout)
+    section, _ = prefix_codes.plan(layout, guarded(data))
+    return (
+        prefix_codes.Codec(layout, guarded(section), encode=True),
+        guarded(data),
+        core_chunks.chunk_count(layout),
+    )
 
 
 @every_path
@@ -57,7 +61,7 @@ def test_encoding_and_decoding(dtype: str, words: int, path: str, simd_restored:
     for threads in (1, 3):
         made = codec.encode(data, 0, chunks, 0, out, threads)
         coded, records, back = guarded(made.data), guarded(made.records), room(data.size)
-        native.index_check(codec.layout, records, 0, coded.size, 1 << 20)
+        core_chunks.index_check(codec.layout, records, 0, coded.size, 1 << 20)
         codec.decode(records, 0, coded, 0, coded.size, back, threads)
         assert np.array_equal(back, data)
 
@@ -98,9 +102,9 @@ def test_planes_checksums_and_fingerprints(dtype: str, path: str, simd_restored:
             words.tobytes(), code.word_bytes, code.rotate
         )
         back = room(words.size)
-        native.merge(layout, planes, back)
+        core_chunks.merge(layout, planes, back)
         assert np.array_equal(back, words)
-        assert native.checksum(words) == reference.checksum(words.tobytes())
+        assert core_chunks.checksum(words) == reference.checksum(words.tobytes())
         assert delta.fingerprint(words) == delta.fingerprint(words.tobytes())
 
 
@@ -151,7 +155,7 @@ def test_tables_and_models_that_are_cut() -> None:
     layout.tables = 1
     for size in range(len(table)):
         with pytest.raises(TpdeError):
-            native.Codec(layout, guarded(table[:size]))
+            prefix_codes.Codec(layout, guarded(table[:size]))
     whole = model_of("BF16", *pair("BF16", "normal", "some", 3000)).data
     handle, error = native._ptr(), native.Error()
     for size in range(len(whole)):

@@ -10,9 +10,10 @@ import pytest
 from support.contents import fill
 from support.kernels import Card, OnCard
 
-from tpde.codec import native, registry
+from tpde.codec import prefix_codes, registry
 from tpde.codec.blob import BlobReader, BlobWriter, digest
-from tpde.codec.native import Bytes, Encoded
+from tpde.codec.core_chunks import Encoded
+from tpde.codec.native import Bytes
 from tpde.codec.reference import CODECS as DOCUMENTED
 from tpde.codec.registry import CODECS, Codec, Gpu, codec_of
 from tpde.codec.selection import Plan, core_layout, plan_tensor
@@ -45,7 +46,7 @@ class Turned:
     """Prefix codes with all bits turned."""
 
     def __init__(self, header: BlobHeader, section: bytes, encode: bool) -> None:
-        self._codec = native.Codec(core_layout(header), section, encode=encode)
+        self._codec = prefix_codes.Codec(core_layout(header), section, encode=encode)
 
     def bound(self, words: int, chunks: int) -> int:
         return self._codec.bound(words, chunks)

@@ -10,7 +10,8 @@ import pytest
 from support.contents import rng
 
 from tpde.codec import reference, zstd
-from tpde.codec.native import Bytes, Encoded
+from tpde.codec.core_chunks import Encoded
+from tpde.codec.native import Bytes
 from tpde.codec.selection import base_header, core_layout
 from tpde.codec.zstd import ZstdCodec
 from tpde.errors import Corrupt

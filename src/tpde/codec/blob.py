@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tpde.codec import native
-from tpde.codec.native import Bytes, Encoded
+from tpde.codec import core_chunks
+from tpde.codec.core_chunks import Encoded
+from tpde.codec.native import Bytes
 from tpde.codec.registry import CONSTANT, codec_of
 from tpde.codec.selection import Plan, base_header, core_layout
 from tpde.errors import Corrupt
@@ -196,7 +197,7 @@ class BlobReader:
         )
         chunks = codec_of(header).chunks
         if chunks is not None:
-            native.index_check(
+            core_chunks.index_check(
                 core_layout(header),
                 self.index,
                 header.chunks_at,

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from tpde.codec import native
-from tpde.codec.native import Bytes, Encoded
+from tpde.codec import prefix_codes
+from tpde.codec.core_chunks import Encoded
+from tpde.codec.native import Bytes
 from tpde.codec.selection import core_layout
 from tpde.codec.zstd import ZstdCodec
 from tpde.format.blob_header import BlobHeader
@@ -27,12 +28,12 @@ class Chunks(Protocol):
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
     ) -> Encoded:
-        """Encode chunks `first` to `first + count - 1`; see `native.Codec.encode`."""
+        """Encode chunks `first` to `first + count - 1`; see `prefix_codes.Codec.encode`."""
 
     def decode(
         self, index: Bytes, first: int, data: Bytes, begin: int, end: int, out: Bytes, threads: int = 1
     ) -> None:
-        """Decode the chunks of an index map from `first` on; see `native.Codec.decode`."""
+        """Decode the chunks of an index map from `first` on; see `prefix_codes.Codec.decode`."""
 
 
 class Gpu(Enum):
@@ -77,7 +78,7 @@ class Codec(NamedTuple):
 
 
 def _prefix(header: BlobHeader, section: bytes, encode: bool) -> Chunks:
-    return native.Codec(core_layout(header), section, encode=encode)
+    return prefix_codes.Codec(core_layout(header), section, encode=encode)
 
 
 def _zstd(header: BlobHeader, section: bytes, encode: bool) -> Chunks:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import zstandard
 
-from tpde.codec import native
+from tpde.codec import core_chunks, prefix_codes
 from tpde.codec.native import Bytes, CoreLayout
 from tpde.codec.zstd import LEVEL
 from tpde.format.blob_header import BlobHeader, align
@@ -112,7 +112,7 @@ def core_layout(header: BlobHeader) -> CoreLayout:
 def _plan_prefix(spec: TensorSpec, sample: Bytes) -> Plan:
     header = base_header(spec, CODEC_PREFIX)
     layout = core_layout(header)
-    section, estimate = native.plan(layout, sample)
+    section, estimate = prefix_codes.plan(layout, sample)
     planes = tuple((int(layout.first_table[p]), int(layout.table_count[p])) for p in range(header.word_bytes))
     header = replace(header, planes=planes, tables=int(layout.tables), tables_bytes=len(section))
     return Plan(header, section, estimate + header.chunks_at)
@@ -124,7 +124,7 @@ def _plan_zstd(spec: TensorSpec, sample: Bytes) -> Plan:
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     size = sum(
         min(len(compressor.compress(plane.tobytes())), plane.size)
-        for plane in native.split(core_layout(header), part)
+        for plane in core_chunks.split(core_layout(header), part)
     )
     return Plan(header, b"", size * spec.nbytes // part.size + header.chunks_at)
 

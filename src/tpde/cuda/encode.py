@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec import native
+from tpde.codec import core_chunks, native, prefix_codes
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.registry import PREFIX
 from tpde.codec.selection import (
@@ -252,7 +252,7 @@ class PackEncoder:
         end, max_chunk, max_stream = (int(it) for it in found[:12].view("<u4"))
         blob_bytes = end << header.unit_log2
         layout = core_layout(header)
-        native.index_check(layout, index, header.chunks_at, blob_bytes, max_chunk)
+        core_chunks.index_check(layout, index, header.chunks_at, blob_bytes, max_chunk)
         if blob_bytes > header.chunks_at + native.core().tpde_encode_bound(
             layout, header.words, header.chunks
         ):
@@ -304,7 +304,7 @@ def _usual(spec: TensorSpec) -> dict[str, int]:
 
 def _chosen(header: BlobHeader, section: bytes) -> Chosen:
     """Lay out scratch memory, and write what kernels read."""
-    tables = native.Codec(core_layout(header), section).tables()
+    tables = prefix_codes.Codec(core_layout(header), section).tables()
     job, coded, pairs = np.zeros(1, _JOB), 0, 0
     found_bytes = _SAID_BYTES + RECORD_BYTES * header.chunks
     blocks = -(-header.chunks // _MEASURE_WARPS)

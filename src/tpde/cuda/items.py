@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tpde.codec import native
+from tpde.codec import prefix_codes
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Gpu, codec_of
 from tpde.codec.selection import core_layout
@@ -87,7 +87,7 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
     """
     if codec_of(header).gpu is not Gpu.KERNELS:
         return None
-    tables = native.Codec(core_layout(header), section).tables()
+    tables = prefix_codes.Codec(core_layout(header), section).tables()
     pairs = 0
     for plane, (first, count) in enumerate(header.planes):
         kinds = {tables[number].kind for number in range(first, first + count)}

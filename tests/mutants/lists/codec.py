@@ -66,8 +66,8 @@ MUTANTS = (
     mutant(
         "the-index-is-not-checked",
         "codec/blob.py",
-        "        if chunks is not None:\n            native.index_check(",
-        "        if chunks is None:\n            native.index_check(",
+        "        if chunks is not None:\n            core_chunks.index_check(",
+        "        if chunks is None:\n            core_chunks.index_check(",
         "chunks outside of their blob are read",
         "malformed/test_attacks_blob.py",
     ),
@@ -223,7 +223,7 @@ MUTANTS = (
     ),
     mutant(
         "a-read-only-output-is-written",
-        "codec/native.py",
+        "codec/prefix_codes.py",
         "        if not out.flags.writeable:\n",
         "        if not out.size:\n",
         "the core writes to memory that must not change",
