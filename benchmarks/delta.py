@@ -21,7 +21,7 @@ import numpy as np
 from _delta_peers import PEERS, Pairs, sizes
 from _machine import arguments, emit, header, note, table, verdict
 
-from tpde.codec import delta
+from tpde.codec import delta, delta_planner, fingerprints
 from tpde.files.reader import PackedFile
 from tpde.format.container import TensorSpec, canonical_header
 from tpde.store.patching import diff, patch
@@ -176,7 +176,7 @@ def speeds(mib: int, runs: int) -> tuple[list[list[str]], bool]:
             return result
 
         def make(fast: bool, old: Any = old, new: Any = new) -> tuple[Any, Any]:
-            model = delta.Model(delta.plan([(old, new)], 2, 1, fast=fast), encode=True)
+            model = delta.Model(delta_planner.plan([(old, new)], 2, 1, fast=fast), encode=True)
             return model, model.encode(old, new)
 
         for _ in range(runs + 1):
@@ -187,7 +187,7 @@ def speeds(mib: int, runs: int) -> tuple[list[list[str]], bool]:
                 timed(f"apply{suffix}", lambda m=model, s=sparse, w=work: m.apply(s, w))
                 if not np.array_equal(work, new):
                     raise SystemExit("the target differs")
-            timed("fingerprint", lambda w=work: delta.fingerprint(w))
+            timed("fingerprint", lambda w=work: fingerprints.fingerprint(w))
         for name, times in took.items():
             speed = old.size / statistics.median(times[1:]) / 1e9
             bar = SPEED_BARS.get(name) if share == 0.005 else None

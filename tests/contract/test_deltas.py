@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.contents import rng
 from support.deltas import CHANGES, model_of, pair
 
-from tpde.codec import delta, native
+from tpde.codec import delta, fingerprints, native
 from tpde.codec import delta_reference as reference
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, TpdeError
@@ -186,10 +186,10 @@ def test_models_are_refused_as_the_document_says() -> None:
 
 @given(st.binary(max_size=3000), st.integers(0, 300))
 def test_fingerprints_are_those_of_the_document_and_add_up(data: bytes, cut: int) -> None:
-    whole = delta.fingerprint(data)
+    whole = fingerprints.fingerprint(data)
     assert whole == reference.fingerprint(data)
     at = min(8 * cut, len(data) // 8 * 8)
-    tail, head = delta.fingerprint(data[at:], at), delta.fingerprint(data[:at])
+    tail, head = fingerprints.fingerprint(data[at:], at), fingerprints.fingerprint(data[:at])
     assert (np.frombuffer(tail, "<u8") + np.frombuffer(head, "<u8")).tobytes() == whole
 
 
@@ -198,7 +198,7 @@ def test_every_instruction_set_gives_the_same_fingerprint(simd_restored: None) -
     found = set()
     for path in native.simd_available():
         native.simd_select(path)
-        found.add(delta.fingerprint(data))
+        found.add(fingerprints.fingerprint(data))
     assert len(found) == 1
 
 

@@ -14,7 +14,7 @@ from support.deltas import model_of, pair
 from support.guarded import guarded, room
 from support.windows import MATRICES
 
-from tpde.codec import core_chunks, delta, native, prefix_codes, reference, windows
+from tpde.codec import core_chunks, delta, fingerprints, native, prefix_codes, reference, windows
 from tpde.errors import Corrupt, NativeError, TpdeError
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
@@ -105,7 +105,7 @@ def test_planes_checksums_and_fingerprints(dtype: str, path: str, simd_restored:
         core_chunks.merge(layout, planes, back)
         assert np.array_equal(back, words)
         assert core_chunks.checksum(words) == reference.checksum(words.tobytes())
-        assert delta.fingerprint(words) == delta.fingerprint(words.tobytes())
+        assert fingerprints.fingerprint(words) == fingerprints.fingerprint(words.tobytes())
 
 
 @every_path

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from support.contents import fill, rng, spec_of
-from tpde.codec import delta
+from tpde.codec import delta, delta_planner
 from tpde.codec.native import Bytes
 from tpde.format.constants import DTYPES
 
@@ -52,4 +52,6 @@ def pair(dtype: str, content: str, change: str, words: int) -> tuple[Bytes, Byte
 def model_of(dtype: str, old: Bytes, new: Bytes, *, fast: bool = False) -> delta.Model:
     """Choose a model for a tensor, and open it."""
     facts = DTYPES[dtype]
-    return delta.Model(delta.plan([(old, new)], facts.word_bytes, facts.rotate, fast=fast), encode=True)
+    return delta.Model(
+        delta_planner.plan([(old, new)], facts.word_bytes, facts.rotate, fast=fast), encode=True
+    )

@@ -11,7 +11,7 @@ from support.craft import DATA, SPEC, TABLE
 from support.deltas import pair
 from support.windows import weights
 
-from tpde.codec import delta, native, prefix_codes, windows
+from tpde.codec import delta, delta_planner, native, prefix_codes, windows
 from tpde.codec.selection import base_header, core_layout
 from tpde.format.constants import CODEC_PREFIX
 
@@ -41,10 +41,10 @@ def _calls() -> dict[str, list[Any]]:
     codec = prefix_codes.Codec(layout, SECTION, encode=True)
     out = np.zeros(codec.bound(1500, 3), np.uint8)
     made = codec.encode(WORDS, 0, 3, 0, out)
-    model = delta.Model(delta.plan([(OLD, NEW)], 2, 1), encode=True)
+    model = delta.Model(delta_planner.plan([(OLD, NEW)], 2, 1), encode=True)
     sparse = model.encode(OLD, NEW)
     assert sparse is not None
-    planner = delta.Planner(2, 1)
+    planner = delta_planner.Planner(2, 1)
     model_bytes = np.frombuffer(model.data, np.uint8)
     other = planner.fork()
     KEEP.extend([codec, out, made, model, sparse, planner, other, model_bytes])
@@ -169,7 +169,7 @@ POINTERS = [
 
 
 def test_the_calls_are_right() -> None:
-    planner = delta.Planner(2, 1)
+    planner = delta_planner.Planner(2, 1)
     for name in NAMES:
         arguments = list(CALLS[name])
         if "_plan_" in name:
@@ -280,7 +280,7 @@ def test_plans_of_changes_that_cannot_be(given: tuple[int, int, int]) -> None:
 
 
 def test_classes_are_chosen_before_tokens_are_counted() -> None:
-    planner = delta.Planner(2, 1)
+    planner = delta_planner.Planner(2, 1)
     planner.survey(OLD, NEW)
     planner.choose()
     planner.count(OLD, NEW)
@@ -288,10 +288,10 @@ def test_classes_are_chosen_before_tokens_are_counted() -> None:
 
 
 def test_plans_that_are_added_are_of_one_kind_and_have_room() -> None:
-    planner = delta.Planner(2, 1)
-    for other in (planner, delta.Planner(2, 0), delta.Planner(4, 1)):
+    planner = delta_planner.Planner(2, 1)
+    for other in (planner, delta_planner.Planner(2, 0), delta_planner.Planner(4, 1)):
         assert _code("tpde_delta_plan_add", [planner._handle, other._handle]) == ARGUMENT
-    classes = delta.Planner(2, 1)
+    classes = delta_planner.Planner(2, 1)
     draw = np.arange(40_000, dtype=np.uint16)
     classes.survey((draw % 40 + 60 << 7).view(np.uint8), (draw % 40 + 60 << 7 | draw % 5 % 2).view(np.uint8))
     classes.choose(1 << 30)

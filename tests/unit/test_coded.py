@@ -9,7 +9,8 @@ import pytest
 from support.contents import rng
 from support.emulated import on_cpu  # noqa: F401
 
-from tpde.codec.delta import CHUNK_WORDS, Model, plan
+from tpde.codec.delta import CHUNK_WORDS, Model
+from tpde.codec.delta_planner import plan
 from tpde.cuda import compile as nvrtc
 from tpde.cuda import delta_kernels
 from tpde.store import device_deltas

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.deltas import model_of, pair
 
-from tpde.codec import delta, delta_reference
-from tpde.codec.delta import CHUNK_WORDS, Model, Planner, Sparse, chunk_range, plan, sample_step
+from tpde.codec import delta, delta_planner, delta_reference
+from tpde.codec.delta import CHUNK_WORDS, Model, Sparse, chunk_range
+from tpde.codec.delta_planner import Planner, plan, sample_step
 from tpde.codec.delta_reference import Model as Slow
 from tpde.codec.native import Bytes
 from tpde.codec.reference import Table
@@ -177,7 +178,7 @@ def test_checks_are_those_of_the_document(
     new, moved = old.copy(), draw.random(words) < share
     new[moved, 0] ^= draw.integers(1, 9, moved.sum(), dtype=np.uint8)
     old, new = old.reshape(-1), new.reshape(-1)
-    model = Model(delta.plan([(old, new)], *kind, fast=True), encode=True)
+    model = Model(delta_planner.plan([(old, new)], *kind, fast=True), encode=True)
     sparse = model.encode(old, new)
     if sparse is None:
         return
@@ -297,7 +298,7 @@ def test_the_same_changes_have_the_same_models_in_every_release(
 def test_threads_choose_the_same_model(rotate: int, fast: bool) -> None:
     states = [_states(2, seed, 3000 + seed) for seed in range(130)]
     parts = [(old.view(np.uint8), new.view(np.uint8)) for old, new in states]
-    one = delta.choose(parts, 2, rotate, step=3, fast=fast)
+    one = delta_planner.choose(parts, 2, rotate, step=3, fast=fast)
     planner = Planner(2, rotate, fast=fast)
     for part in parts * (not fast):
         planner.survey(*part)
@@ -307,7 +308,7 @@ def test_threads_choose_the_same_model(rotate: int, fast: bool) -> None:
     assert planner.model(3) == one
     assert len(one) > 100
     for threads in (2, 3, 64):
-        assert delta.choose(parts, 2, rotate, step=3, fast=fast, threads=threads) == one
+        assert delta_planner.choose(parts, 2, rotate, step=3, fast=fast, threads=threads) == one
 
 
 def test_plans_have_at_most_2_to_the_30_words() -> None:

@@ -13,7 +13,7 @@ import pytest
 from support.craft import DATA, SPEC, TABLE
 from support.deltas import model_of, pair
 
-from tpde.codec import core_chunks, delta, native, prefix_codes
+from tpde.codec import core_chunks, delta, delta_planner, fingerprints, native, prefix_codes
 from tpde.codec.selection import base_header, core_layout
 from tpde.errors import Corrupt, NativeError, TpdeError, Truncated, UnsupportedVersion
 from tpde.format.constants import CODEC_PREFIX
@@ -95,7 +95,7 @@ def test_no_path_has_no_name() -> None:
 
 def test_only_contiguous_buffers_are_taken() -> None:
     every_second = np.zeros(10, np.uint8)[::2]
-    for take in (native.address, native.as_bytes, core_chunks.checksum, delta.fingerprint):
+    for take in (native.address, native.as_bytes, core_chunks.checksum, fingerprints.fingerprint):
         with pytest.raises(ValueError, match="contiguous"):
             take(every_second)
 
@@ -152,7 +152,7 @@ class _Noting:
 def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     noting = _Noting(found)
-    for module in (prefix_codes, delta):
+    for module in (prefix_codes, delta, delta_planner):
         monkeypatch.setattr(module, "core", lambda: noting)
     return found
 
@@ -162,11 +162,11 @@ def _codec() -> prefix_codes.Codec:
 
 
 def _model() -> delta.Model:
-    return delta.Model(delta.plan([(WORDS, WORDS)], 2, 1))
+    return delta.Model(delta_planner.plan([(WORDS, WORDS)], 2, 1))
 
 
-def _planner() -> delta.Planner:
-    return delta.Planner(2, 1)
+def _planner() -> delta_planner.Planner:
+    return delta_planner.Planner(2, 1)
 
 
 MAKE = {"tpde_codec_close": _codec, "tpde_delta_model_close": _model, "tpde_delta_plan_free": _planner}
@@ -224,5 +224,5 @@ def test_what_could_not_be_opened_is_not_freed(freed: list[str]) -> None:
     with pytest.raises(Corrupt):
         delta.Model(bytes(8))
     with pytest.raises(MemoryError):
-        delta.Planner(3, 0)
+        delta_planner.Planner(3, 0)
     assert freed == []

@@ -11,7 +11,8 @@ import numpy as np
 import xxhash
 import zstandard
 
-from tpde.codec.delta import CHUNK_WORDS, Model, Sparse, fingerprint
+from tpde.codec.delta import CHUNK_WORDS, Model, Sparse
+from tpde.codec.fingerprints import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, MissingBase, TpdeError
 from tpde.files.documents import is_inside

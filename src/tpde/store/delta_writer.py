@@ -11,8 +11,9 @@ import numpy as np
 import xxhash
 import zstandard
 
-from tpde.codec import delta
-from tpde.codec.delta import Model, chunk_range, sample_step
+from tpde.codec import delta, delta_planner, fingerprints
+from tpde.codec.delta import Model, chunk_range
+from tpde.codec.delta_planner import sample_step
 from tpde.codec.native import Bytes
 from tpde.errors import TpdeError
 from tpde.files.single_file import Progress
@@ -125,11 +126,11 @@ class HostComparer:
     def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
         """How a tensor is stored; its states are gone when this returns."""
         spec, new = self._target.specs[key], self._target.read(key, self._threads)
-        entry = TensorEntry(key[1], spec, SAME, target=delta.fingerprint(new))
+        entry = TensorEntry(key[1], spec, SAME, target=fingerprints.fingerprint(new))
         if base is None:
             return entry, store_whole(spec, new, self._threads)
         old = self._base.read(base, self._threads)
-        entry.base = delta.fingerprint(old)
+        entry.base = fingerprints.fingerprint(old)
         if are_equal(old, new):
             return entry, Stored(SAME, new[:0])
         return entry, store_change(spec, models[kind_of(spec)], old, new, self._threads)
@@ -157,7 +158,9 @@ def _models(
     models = {}
     for kind in sorted({kind_of(target.specs[it.key]) for it in pairs if it.base is not None}):
         parts, step = _sample(comparer, target, pairs, kind, fast)
-        models[kind] = Model(delta.choose(parts, *kind, step=step, fast=fast, threads=threads), encode=True)
+        models[kind] = Model(
+            delta_planner.choose(parts, *kind, step=step, fast=fast, threads=threads), encode=True
+        )
     return models
 
 

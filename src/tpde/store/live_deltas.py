@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import Listed, Sparse, fingerprint
+from tpde.codec.delta import Listed, Sparse
+from tpde.codec.fingerprints import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, NativeError
 from tpde.files.single_file import Progress, no_progress
