@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from _machine import arguments, emit, header, note, table
 
-from tpde.codec import windows
+from tpde.codec import window_cut, window_plan, windows
 from tpde.codec.windows import Words
 
 BARS = {4096: 11.25, 384: 11.28}  # bits a weight
@@ -58,7 +58,7 @@ def main() -> int:
     for columns, bar in BARS.items():
         note(f"{columns} columns")
         words = weights((chosen.mib << 19) // columns, columns)
-        plan = windows.Plan(words)
+        plan = window_plan.Plan(words)
         blob, out, copy = plan.encode(), np.empty_like(words), np.empty_like(words)
         bits = 8 * plan.nbytes / words.size
         share = f"{100 * plan.entries / words.size:.2f} %"
@@ -67,11 +67,11 @@ def main() -> int:
         for threads in (1, 2):
             taken = seconds(
                 {
-                    "plan": lambda w=words, t=threads: windows.Plan(w, t),
+                    "plan": lambda w=words, t=threads: window_plan.Plan(w, t),
                     "encode": lambda p=plan, b=blob, t=threads: p.encode(b, t),
                     "decode": lambda b=blob, o=out, t=threads: windows.decode(b, out=o, threads=t),
                     "validate": lambda b=blob, t=threads: windows.validate(b, t),
-                    "cut": lambda b=blob, h=half, t=threads: windows.cut_columns(b, 0, h, t),
+                    "cut": lambda b=blob, h=half, t=threads: window_cut.cut_columns(b, 0, h, t),
                     "copy": lambda w=words, c=copy: np.copyto(c, w),
                 },
                 chosen.runs,

@@ -23,7 +23,7 @@ import numpy as np
 from _gpu import Flush, need_cuda, seconds
 from _machine import arguments, emit, header, note, table, verdict
 
-from tpde.codec import windows
+from tpde.codec import window_plan
 from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, Chosen, Matrix, WindowEncoder
 
 SHAPES = ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (16384, 16384), (128256, 4096))
@@ -117,7 +117,7 @@ def is_right(packing: Packing) -> bool:
     import torch
 
     words = packing.matrix.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
-    expected = windows.encode(words, len(os.sched_getaffinity(0)))
+    expected = window_plan.encode(words, len(os.sched_getaffinity(0)))
     return np.array_equal(packing.blob.cpu().numpy(), expected)
 
 

@@ -14,7 +14,17 @@ from support.deltas import model_of, pair
 from support.guarded import guarded, room
 from support.windows import MATRICES
 
-from tpde.codec import core_chunks, delta, fingerprints, native, prefix_codes, reference, windows
+from tpde.codec import (
+    core_chunks,
+    delta,
+    fingerprints,
+    native,
+    prefix_codes,
+    reference,
+    window_cut,
+    window_plan,
+    windows,
+)
 from tpde.errors import Corrupt, NativeError, TpdeError
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
@@ -174,14 +184,14 @@ def _parts(size: int, unit: int) -> list[tuple[int, int]]:
 def test_windows(content: str, shape: tuple[int, int]) -> None:
     words = guarded(MATRICES[content](*shape).tobytes()).view("<u2").reshape(shape)
     for threads in (1, 3):
-        plan = windows.Plan(words, threads)
+        plan = window_plan.Plan(words, threads)
         blob = plan.encode(room(plan.nbytes), threads)
         windows.validate(blob, threads)
         back = room(words.nbytes).view("<u2").reshape(shape)
         assert np.array_equal(windows.decode(blob, out=back, threads=threads), words)
         for rows, columns in itertools.product(_parts(shape[0], 16), _parts(shape[1], 64)):
-            size = windows.cut(blob, rows, columns).size
-            part = windows.cut(blob, rows, columns, out=room(size), threads=threads)
+            size = window_cut.cut(blob, rows, columns).size
+            part = window_cut.cut(blob, rows, columns, out=room(size), threads=threads)
             height, width = rows[1] - rows[0], columns[1] - columns[0]
             back = room(2 * height * width).view("<u2").reshape(height, width)
             windows.decode(part, out=back)
@@ -191,8 +201,8 @@ def test_windows(content: str, shape: tuple[int, int]) -> None:
 def test_words_that_change_while_they_are_encoded() -> None:
     """Those of one stripe need more entries than were counted, and than a blob has bytes."""
     words = MATRICES["weights"](16, 2000).copy()
-    plan = windows.Plan(words)
+    plan = window_plan.Plan(words)
     words[:] = MATRICES["escapes"](16, 2000)
-    assert 2 * windows.Plan(words).entries > plan.nbytes
+    assert 2 * window_plan.Plan(words).entries > plan.nbytes
     with pytest.raises(NativeError, match="not what the entries were counted in"):
         plan.encode(room(plan.nbytes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tpde.codec import windows
+from tpde.codec import window_plan, windows
 from tpde.codec.windows import Words
 from tpde.cuda.window_encode import BLOB_AT, COUNTS_BYTES, SAID_AT, Chosen, Matrix, WindowEncoder
 
@@ -13,7 +13,7 @@ GUARD = 256  # bytes before and after what may be written
 
 def assert_same_blob(found: np.ndarray, words: Words) -> None:
     """Compare with the core's blob, and name the section that differs."""
-    expected = windows.encode(np.ascontiguousarray(words))
+    expected = window_plan.encode(np.ascontiguousarray(words))
     assert found.size == expected.size
     wrong = np.flatnonzero(found != expected)
     if wrong.size:

@@ -11,7 +11,7 @@ from support.craft import DATA, SPEC, TABLE
 from support.deltas import pair
 from support.windows import weights
 
-from tpde.codec import delta, delta_planner, native, prefix_codes, windows
+from tpde.codec import delta, delta_planner, native, prefix_codes, window_plan, windows
 from tpde.codec.selection import base_header, core_layout
 from tpde.format.constants import CODEC_PREFIX
 
@@ -55,7 +55,7 @@ def _calls() -> dict[str, list[Any]]:
     states, words_room = (OLD.ctypes.data, NEW.ctypes.data), (_room(3000), 3000)
     size, words = out.size, WORDS.ctypes.data
     matrix, window = _window_plan(), native.CoreWindow()
-    blob = windows.encode(MATRIX)
+    blob = window_plan.encode(MATRIX)
     part = _cut_plan(blob)
     KEEP.append(blob)
     given = (blob.ctypes.data, blob.size)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec import windows
+from tpde.codec import window_plan, windows
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.windows import FLAG_ZERO, Window
 from tpde.cuda import compile as nvrtc
@@ -143,7 +143,7 @@ class WindowEncoder:
             If the matrix has no window layout (windows.md 8).
         """
         found = as_bytes(counts).view(np.uint64).reshape(2, 128)
-        window, said = windows.choose(self.matrix.rows, self.matrix.columns, found)
+        window, said = window_plan.choose(self.matrix.rows, self.matrix.columns, found)
         return Chosen(window, said.view(np.uint8))
 
     def encode(self, chosen: Chosen, scratch: int, out: int, stream: int) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpde.codec import windows
+from tpde.codec import window_plan, windows
 from tpde.codec.windows import Window
 from tpde.errors import InvalidInput
 from tpde.files.writer import default_threads
@@ -50,7 +50,7 @@ def encode(matrix: Tensor, most: int | None = None) -> Encoded | None:
 
 def _on_host(matrix: Tensor, most: int | None) -> Encoded | None:
     threads = default_threads()
-    plan = windows.Plan(matrix.view(torch.int16).numpy(), threads)
+    plan = window_plan.Plan(matrix.view(torch.int16).numpy(), threads)
     if most is not None and plan.nbytes > most:
         return None
     blob = torch.empty(plan.nbytes, dtype=torch.uint8)

@@ -249,7 +249,7 @@ MUTANTS = (
     ),
     mutant(
         "a-matrix-of-other-words",
-        "codec/windows.py",
+        "codec/window_plan.py",
         "words.ndim != 2 or words.itemsize != 2",
         "words.ndim != 2",
         "words of four bytes are read as twice as many",
