@@ -23,7 +23,8 @@ from _machine import arguments, emit, header, note, table, verdict
 
 from tpde.codec import delta, delta_planner, fingerprints
 from tpde.files.reader import PackedFile
-from tpde.format.container import TensorSpec, canonical_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_writer import canonical_header
 from tpde.store.patching import diff, patch
 
 RATES = (1e-6, 1e-5, 1e-4, 1e-3)

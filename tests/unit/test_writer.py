@@ -24,7 +24,9 @@ from tpde.files.reader import PackedFile
 from tpde.files.tensor_writer import TensorWriter
 from tpde.files.writer import PackedWriter
 from tpde.format.constants import DTYPES
-from tpde.format.container import TensorSpec, canonical_header, parse_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_reader import parse_header
+from tpde.format.container_writer import canonical_header
 from tpde.io.sinks import BytesSink
 
 

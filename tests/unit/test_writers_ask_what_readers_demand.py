@@ -12,7 +12,8 @@ from support.craft import bounded
 import tpde.numpy
 from tpde.errors import InvalidInput
 from tpde.files.writer import MAX_THREADS, PackedWriter, check_threads
-from tpde.format.container import TensorSpec, canonical_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_writer import canonical_header
 from tpde.io.sinks import BytesSink
 
 torch = pytest.importorskip("torch")

@@ -29,15 +29,9 @@ from tpde.format.constants import (
     SUFFIX,
     VERSION,
 )
-from tpde.format.container import (
-    Container,
-    Entry,
-    TensorSpec,
-    canonical_header,
-    max_source_header,
-    parse_header,
-    read_container,
-)
+from tpde.format.container import Container, Entry, TensorSpec
+from tpde.format.container_reader import max_source_header, parse_header, read_container
+from tpde.format.container_writer import canonical_header
 from tpde.io.small_reads import read_together
 from tpde.io.sources import BytesSource, FileSource, Source, read
 

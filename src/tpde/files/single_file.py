@@ -22,7 +22,7 @@ from tpde.files.inputs import TensorSource, open_source, read_pieces, read_sampl
 from tpde.files.reader import PackedFile, PackedTensor, Tensor
 from tpde.files.writer import PackedWriter, store_order
 from tpde.format.constants import ALIGN_BLOB
-from tpde.format.container import parse_header
+from tpde.format.container_reader import parse_header
 from tpde.io.sinks import FileSink, Sink
 from tpde.io.small_reads import batches
 from tpde.io.small_writes import Gathered

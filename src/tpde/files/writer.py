@@ -31,18 +31,9 @@ from tpde.format.constants import (
     SUFFIX,
     VERSION,
 )
-from tpde.format.container import (
-    Container,
-    TensorSpec,
-    canonical_header,
-    check_texts,
-    entry_json,
-    join_header,
-    max_source_header,
-    metadata_json,
-    names_bytes,
-    parse_header,
-)
+from tpde.format.container import Container, TensorSpec, check_texts
+from tpde.format.container_reader import max_source_header, parse_header
+from tpde.format.container_writer import canonical_header, entry_json, join_header, metadata_json, names_bytes
 from tpde.io.sinks import FileSink, Sink
 from tpde.io.small_writes import Gathered
 

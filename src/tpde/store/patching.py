@@ -13,7 +13,7 @@ from tpde.files.folder_swap import new_folder
 from tpde.files.single_file import Problem, Progress, no_progress
 from tpde.files.writer import check_threads
 from tpde.format.constants import DTYPES
-from tpde.format.container import parse_header
+from tpde.format.container_reader import parse_header
 from tpde.format.delta_head import SAME, SPARSE, WeightsEntry
 from tpde.io.sinks import FileSink, Sink, refuse_file
 from tpde.io.sources import FileSource

@@ -17,7 +17,9 @@ from tpde.files.manifest import is_packed_directory, read_manifest
 from tpde.files.reader import PackedFile
 from tpde.files.single_file import check_digest
 from tpde.files.walk import walk
-from tpde.format.container import TensorSpec, canonical_header, parse_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_reader import parse_header
+from tpde.format.container_writer import canonical_header
 
 MEMORY = "<memory>"  # what messages call a state that lies there
 
