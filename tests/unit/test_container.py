@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from support.files import container
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
-from tpde.format import container as parsing
-from tpde.format import container_reader
+from tpde.format import container_reader as parsing
 from tpde.format.constants import DTYPES
 from tpde.format.container import Container, TensorSpec, check_texts
 from tpde.format.container_reader import max_source_header, parse_header, read_container
@@ -305,7 +304,7 @@ def test_garbage_is_collected_afterwards_as_before(header: bytes, enabled: bool)
 def _slow(header: bytes) -> object:
     """What comes of a header where entries are parsed one by one: the entries and metadata, or None."""
     try:
-        return container_reader._parse_any(header, "x")
+        return parsing._parse_any(header, "x")
     except (Corrupt, NotSafetensors, UnsupportedDtype):
         return None
 
@@ -332,7 +331,7 @@ def test_usual_headers_are_parsed_alike_in_blocks(
     for tensors in (1, 2, 50):
         header = _usual_header(tensors, separators, metadata)
         for padding in (b"", b"   "):
-            found = container_reader._parse_usual(header + padding)
+            found = parsing._parse_usual(header + padding)
             assert found is not None
             assert found == _slow(header + padding)
             assert list(found[0]) == list(_slow(header + padding)[0])  # type: ignore[index]
@@ -342,7 +341,7 @@ def test_usual_headers_are_parsed_alike_in_blocks(
 def test_entries_longer_than_a_block_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsing, "_BLOCK", 20)
     header = _usual_header(3, (",", ":"))
-    assert container_reader._parse_usual(header) is None
+    assert parsing._parse_usual(header) is None
     assert len(parse_header(header, "x").entries) == 3
 
 
@@ -446,7 +445,7 @@ def test_what_is_parsed_in_blocks_is_what_json_says(
     monkeypatch.setattr(parsing, "_BLOCK", block)
     text = _BOTH if metadata else _BOTH.replace('"__metadata__":{"k":"v"},', "")
     header = text.replace(old, new, 1).encode()
-    found = container_reader._parse_usual(header)
+    found = parsing._parse_usual(header)
     assert found is None or found == _slow(header)
     if found is not None:
         assert [list(part) for part in found] == [list(part) for part in _slow(header)]  # type: ignore[attr-defined]
@@ -466,14 +465,14 @@ def test_no_change_of_a_header_deceives_its_blocks(changes: list[tuple[int, int,
     text = _BOTH
     for at, size, new in changes:
         text = text[:at] + new + text[at + size :]
-    found = container_reader._parse_usual(text.encode())
+    found = parsing._parse_usual(text.encode())
     assert found is None or found == _slow(text.encode())
 
 
 @pytest.mark.parametrize("raw", [b"\xff", b"\xed\xa0\x80", b"\xc0\x80"])
 def test_names_that_are_no_utf_8_are_refused(raw: bytes) -> None:
     header = _BOTH.encode().replace(b'"a"', b'"' + raw + b'"')
-    assert container_reader._parse_usual(header) is None
+    assert parsing._parse_usual(header) is None
     with pytest.raises(NotSafetensors, match="not JSON"):
         parse_header(header, "x")
 
@@ -481,11 +480,11 @@ def test_names_that_are_no_utf_8_are_refused(raw: bytes) -> None:
 def test_tensors_out_of_order_are_sorted_and_overlaps_refused_in_blocks_too() -> None:
     entry = '"{}":{{"dtype":"U8","shape":[2],"data_offsets":[{},{}]}}'
     swapped = "{" + ",".join([entry.format("b", 2, 4), entry.format("a", 0, 2)]) + "}"
-    assert container_reader._parse_usual(swapped.encode()) is not None
+    assert parsing._parse_usual(swapped.encode()) is not None
     assert list(parse_header(swapped.encode(), "x").entries) == ["a", "b"]
     for begin in (0, 1, 3):
         header = "{" + ",".join([entry.format("a", 0, 2), entry.format("b", begin, begin + 2)]) + "}"
-        assert container_reader._parse_usual(header.encode()) is not None
+        assert parsing._parse_usual(header.encode()) is not None
         with pytest.raises(Corrupt, match=f"`b` starts at {begin}, the one before it ends at 2"):
             parse_header(header.encode(), "x")
 
