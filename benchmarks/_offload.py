@@ -289,7 +289,7 @@ def copy_then_decode(streamer: Any) -> None:
     """Let no copy begin before all is computed that was asked for earlier, as where nothing is prefetched."""
     import torch
 
-    streamer.prefetch, copy = False, streamer.device.copy
+    streamer.ring.prefetch, copy = False, streamer.device.copy
 
     def later(place: int, address: int, piece: Any) -> Any:
         streamer.device.hold(torch.cuda.current_stream().record_event())

@@ -21,8 +21,8 @@ from tpde.host.pinned import HostMemory  # noqa: E402
 from tpde.io.sources import Extent, FileSource  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
 from tpde.streaming.pieces import Piece  # noqa: E402
-from tpde.streaming.ring import Streamer  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
+from tpde.streaming.streamer import Streamer  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -145,7 +145,7 @@ def test_kernels_read_it_in_place(mode: str, tmp_path: Path, monkeypatch: pytest
     ids = torch.tensor([[5, 2999, 0], [7, 7, 1234]], device=device)
     found = reader(ids).view(torch.int16).cpu()
     assert torch.equal(found, values[ids.cpu()].view(torch.int16))
-    assert not streamer.copied_bytes
+    assert not streamer.ring.copied_bytes
     torch.cuda.synchronize()
     streamer.close()
 

@@ -22,8 +22,8 @@ from tpde.io.sources import Extent, FileSource
 from tpde.nn import pack_module
 from tpde.streaming.cuda_device import CudaDevice
 from tpde.streaming.retained import Kept
-from tpde.streaming.ring import Streamer, Unit
 from tpde.streaming.streamed_source import Streamed
+from tpde.streaming.streamer import Streamer, Unit
 from tpde.weights.resident import Resident
 from tpde.weights.rows import RowReader
 
@@ -172,7 +172,7 @@ def test_rows_are_read_over_the_bus(tmp_path: Path) -> None:
         ids = torch.tensor([[5, 2999, 0], [7, 7, 1234]], device=DEVICE)
         whole = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(rows, columns)
         assert_same_bits(reader(ids), whole[ids.cpu()])
-        assert not made.streamer.copied_bytes
+        assert not made.streamer.ring.copied_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -201,7 +201,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert_same_bits(found[0], expected, "in another thread")
-    assert streamer.copied_bytes
+    assert streamer.ring.copied_bytes
     if name == "llama":
         ids = torch.randint(2, VOCAB, (1, 5), device="cuda")
         with torch.no_grad():
@@ -244,7 +244,7 @@ def test_damage(tmp_path: Path) -> None:
 def test_damage_after_the_first_use(tmp_path: Path) -> None:
     """Nobody waits for it, but whoever asks is told."""
     with Fixture(tmp_path, bf16(*SIZES)) as made:
-        made.streamer.prefetch = False  # what was copied ahead would be sound
+        made.streamer.ring.prefetch = False  # what was copied ahead would be sound
         unit, expected, size = made.unit(1)
         memory = made.supply._bytes(made.tensors[1].extent)
         at = made.tensors[1].extent.offset + int(made.tensors[1].offsets[9]) + 50
@@ -308,8 +308,8 @@ def test_recording_while_another_thread_fills(tmp_path: Path) -> None:
         for _ in range(20):
             traces.append(start_trace(DEVICE))
             made.streamer.record(traces[-1])
-        copied = made.streamer.copied_pieces
-        while made.streamer.copied_pieces < copied + 20 and not failed:
+        copied = made.streamer.ring.copied_pieces
+        while made.streamer.ring.copied_pieces < copied + 20 and not failed:
             begun.clear()
             assert begun.wait(60)
         stop.set()

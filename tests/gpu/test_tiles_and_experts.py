@@ -21,7 +21,7 @@ from tpde.nn.routing import fused
 from tpde.nn.tiles import row_tiles
 from tpde.streaming.cuda_device import CudaDevice
 from tpde.streaming.experts import ExpertStore, expert_room
-from tpde.streaming.ring import Streamer
+from tpde.streaming.streamer import Streamer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -96,7 +96,7 @@ def test_tiles(columns: int, rows: int, room: int, where: str, tmp_path: Path) -
     else:
         with streamed(packed, tmp_path, mark) as (model, streamer):
             check(model)
-            assert streamer.copied_bytes
+            assert streamer.ring.copied_bytes
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

@@ -29,7 +29,7 @@ from tpde.streaming.trace import Trace  # noqa: E402
 def _damage(model: Any, part: Any) -> None:
     """Change a byte of a streamed weight, where it waits on the host."""
     (streamer,) = model.tpde_streamer.streamers.values()
-    streamer._forget()  # what was copied ahead is sound
+    streamer.ring.forget()  # what was copied ahead is sound
     part.supply._bytes(part.extent)[part.extent.offset + int(part.offsets[0]) + 40] ^= 1
 
 

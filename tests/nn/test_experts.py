@@ -26,7 +26,7 @@ from tpde.nn import (
 )
 from tpde.nn.routing import fused
 from tpde.streaming.experts import ExpertStore, expert_room
-from tpde.streaming.ring import Streamer
+from tpde.streaming.streamer import Streamer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROOM, RING = 64 << 10, 4
@@ -158,7 +158,7 @@ def test_closing_waits_for_experts_that_are_being_fetched(
         assert not other.is_alive()
         assert seen == [0]
         assert ours.supply.closed == 1
-        ours.streamer.device = SimulatedDevice(ROOM)
+        ours.streamer.ring.device = SimulatedDevice(ROOM)
 
 
 @pytest.mark.parametrize("places", [1, 2, 5])

@@ -16,7 +16,7 @@ from torch import nn
 from tpde.errors import PackedWeight
 from tpde.nn import pack_module, packed_modules
 from tpde.nn.saved import _top_hooks
-from tpde.streaming.ring import Streamer
+from tpde.streaming.streamer import Streamer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROOM = 64 << 10
@@ -47,7 +47,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
         expected = outputs(name, plain, 2)
         for run in range(2):
             assert_same_bits(outputs(name, ours.model, 2), expected, f"run {run}")
-        assert ours.streamer.copied_bytes
+        assert ours.streamer.ring.copied_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

@@ -28,7 +28,7 @@ from tpde.nn import (
 )
 from tpde.nn.group import Workspace
 from tpde.nn.tiles import RowTiles, row_tiles
-from tpde.streaming.ring import Streamer
+from tpde.streaming.streamer import Streamer
 
 CHUNK = 8192
 # Columns, rows, room: tiles at chunks' ends; in the middle of chunks; of one row; a chunk of many rows.

@@ -14,8 +14,8 @@ from support.simulated import MemorySupply, SimulatedDevice
 from tpde.format.container import TensorSpec
 from tpde.io.sources import Extent, FileSource
 from tpde.streaming.retained import Kept
-from tpde.streaming.ring import Streamer, Unit
 from tpde.streaming.streamed_source import Streamed
+from tpde.streaming.streamer import Streamer, Unit
 
 CPU = torch.device("cpu")
 ROOM = 128 << 10

@@ -10,8 +10,8 @@ import torch
 
 from tpde.io.sources import Extent, FileSource
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
-from tpde.streaming.ring import Streamer
 from tpde.streaming.streamed_source import Streamed
+from tpde.streaming.streamer import Streamer
 
 
 def write_blobs(model: Any, path: Path) -> tuple[FileSource, dict[int, Extent]]:

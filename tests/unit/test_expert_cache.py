@@ -29,8 +29,8 @@ from tpde.nn.slot import Slot  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
 from tpde.streaming.expert_cache import ExpertCache  # noqa: E402
 from tpde.streaming.experts import ExpertStore, expert_pieces, expert_ranges, expert_room  # noqa: E402
-from tpde.streaming.ring import Streamer  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
+from tpde.streaming.streamer import Streamer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 

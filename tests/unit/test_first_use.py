@@ -106,7 +106,7 @@ def test_checking_waits_for_another_threads_fill(tmp_path: Path) -> None:
             return copy(*args)
 
         made.device.copy = slow  # type: ignore[method-assign]
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         assert filled(unit, len(expected)) == expected
         other.join()
         assert not any(seen)
@@ -134,7 +134,7 @@ def test_filling_waits_for_another_threads_fill(tmp_path: Path) -> None:
             return copy(*args)
 
         made.device.copy = slow  # type: ignore[method-assign]
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         assert filled(unit, len(expected)) == expected
         other.join()
         assert results == [needed]
@@ -158,7 +158,7 @@ def test_after_an_error_places_are_free_when_the_device_is_done(tmp_path: Path) 
         with pytest.raises(KeyboardInterrupt):
             filled(unit, len(expected))
         assert gate.is_set(), "it was waited for"
-        assert [freed for _, freed in made.streamer._free] == [None] * 4
+        assert [freed for _, freed in made.streamer.ring._free] == [None] * 4
 
 
 def test_ctrl_c_between_asking_and_noting_gives_the_ticket_back(

@@ -18,7 +18,7 @@ from tpde.errors import Corrupt  # noqa: E402
 from tpde.host import page_lock  # noqa: E402
 from tpde.streaming import cuda_device as devices  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
-from tpde.streaming.ring import Unit  # noqa: E402
+from tpde.streaming.streamer import Unit  # noqa: E402
 from tpde.streaming.trace import Trace, start_trace  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -206,7 +206,7 @@ def test_a_trace_tells_what_was_copied_decoded_and_computed(
         units = made.units((2,), (0, 4), (5,))
         for unit, _ in units:
             unit.verified = True
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         out = torch.empty(800_000, dtype=torch.uint8)
         trace: Trace = start_trace(cuda)
         made.streamer.record(trace)

@@ -28,8 +28,8 @@ from tpde.streaming import ring  # noqa: E402
 from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
 from tpde.streaming.prefetch import Order  # noqa: E402
 from tpde.streaming.retained import Kept  # noqa: E402
-from tpde.streaming.ring import Streamer, Unit  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
+from tpde.streaming.streamer import Streamer, Unit  # noqa: E402
 from tpde.weights.launch import Launch  # noqa: E402
 from tpde.weights.packed_tensor import PackedTensor  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
@@ -91,7 +91,7 @@ def test_copies_run_ahead_in_the_order_of_the_last_time(tmp_path: Path) -> None:
         for _ in range(3):
             for i in order:
                 filled(*_sized(units[i]))
-                assert made.streamer._flying or made.streamer._planned
+                assert made.streamer.ring._flying or made.streamer.ring._planned
         assert made.streamer.dropped_pieces == dropped, "the order is known by now"
 
 
@@ -102,10 +102,10 @@ def _sized(unit: tuple[Unit, bytes]) -> tuple[Unit, int]:
 def test_without_prefetch_nothing_runs_ahead(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES, places=8) as made:
         units = made.units((0,), (1,))
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         assert filled(*_sized(units[0])) == units[0][1]
         assert set(made.device.copied) == {"t0"}
-        assert not made.streamer._flying
+        assert not made.streamer.ring._flying
 
 
 @settings(max_examples=20, deadline=None)
@@ -125,7 +125,7 @@ def test_any_order_gives_the_same_bytes(
     more: int,
 ) -> None:
     with Fixture(tmp_path_factory.mktemp("order"), SIZES, places=places, keep=keep) as made:
-        made.streamer._kept = Kept(places * ROOM, keep, more * made.source.size)
+        made.streamer.ring._kept = Kept(places * ROOM, keep, more * made.source.size)
         made.supply.late, made.supply.ahead = late, 512 << 10
         units = made.units((0, 1), (2,), (3, 4), (5,))
         for unit, expected in (units[i] for i, times in order for _ in range(times)):
@@ -225,7 +225,7 @@ def damaged_later(made: Fixture) -> Unit:
     """A unit that was right, and whose last use was of damaged bytes."""
     (unit, expected) = made.units((2,))[0]
     assert filled(unit, len(expected)) == expected
-    made.streamer._forget()  # or what was copied ahead would be used
+    made.streamer.ring.forget()  # or what was copied ahead would be used
     whole = made.supply._bytes(made.tensors[2].extent)
     whole[made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40] ^= 1
     filled(unit, len(expected))
@@ -270,7 +270,7 @@ def test_checking_tells_of_all_damage_one_after_the_other(tmp_path: Path) -> Non
         units = made.units((2,), (5,))
         for unit, expected in units:
             assert filled(unit, len(expected)) == expected
-        made.streamer._forget()
+        made.streamer.ring.forget()
         whole = made.supply._bytes(made.tensors[0].extent)
         for tensor in (2, 5):
             extent, offsets = made.tensors[tensor].extent, made.tensors[tensor].offsets
@@ -348,9 +348,9 @@ def test_the_number_of_bytes_that_are_read_ahead_is_kept(
             try:
                 assert filled(unit, len(expected)) == expected
             except KeyboardInterrupt:
-                assert not made.streamer._planned
-            planned = [step.unit.pieces[step.number] for step in made.streamer._planned]
-            assert made.streamer._reading == sum(it.extent.size for it in planned if it.supply is disk)
+                assert not made.streamer.ring._planned
+            planned = [step.unit.pieces[step.number] for step in made.streamer.ring._planned]
+            assert made.streamer.ring._reading == sum(it.extent.size for it in planned if it.supply is disk)
 
 
 def test_closing_waits_for_rows_that_are_being_looked_up(
@@ -380,7 +380,7 @@ def test_closing_waits_for_rows_that_are_being_looked_up(
         other.join()
         assert launched == [0]
         assert made.supply.closed == 1
-        made.streamer.device = SimulatedDevice(ROOM)
+        made.streamer.ring.device = SimulatedDevice(ROOM)
 
 
 def test_recording_begins_between_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +404,7 @@ def test_recording_begins_between_copies(tmp_path: Path, monkeypatch: pytest.Mon
             return copy(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(made.device, "copy", slow)
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         assert filled(unit, len(expected)) == expected
         other.join()
         assert set(seen) == {None}
@@ -425,7 +425,7 @@ def test_an_interrupted_fill_leaves_the_ring_usable(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(made.device, "decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             filled(unit, len(expected))
-        assert len(made.streamer._free) == 4
+        assert len(made.streamer.ring._free) == 4
         assert filled(unit, len(expected)) == expected
 
 
@@ -448,7 +448,7 @@ def test_a_failed_copy_gives_its_bytes_back(
             raise KeyboardInterrupt
 
         monkeypatch.setattr(made.supply, "copied", copied)
-        made.streamer._forget()
+        made.streamer.ring.forget()
         made.supply.requested.clear()
         made.supply.cancelled = 0
         with monkeypatch.context() as patch:
@@ -464,8 +464,8 @@ def test_what_ctrl_c_leaves_requested_is_cancelled(tmp_path: Path, monkeypatch: 
         (unit, expected), _ = made.units((0, 1), (2,))
         made.supply.late, made.supply.ahead = True, 1 << 20
         filled(unit, len(expected))
-        assert made.streamer._planned
-        before, cancelled, real = len(made.streamer._planned), [], made.supply.cancel
+        assert made.streamer.ring._planned
+        before, cancelled, real = len(made.streamer.ring._planned), [], made.supply.cancel
 
         def cancel(ticket: Extent) -> None:
             if not cancelled:
@@ -476,8 +476,8 @@ def test_what_ctrl_c_leaves_requested_is_cancelled(tmp_path: Path, monkeypatch: 
 
         monkeypatch.setattr(made.supply, "cancel", cancel)
         with pytest.raises(KeyboardInterrupt):
-            made.streamer._plan(unit, 0)
-        made.streamer._forget()
+            made.streamer.ring._plan(unit, 0)
+        made.streamer.ring.forget()
         assert len(cancelled) - 1 == before
         assert filled(unit, len(expected)) == expected
 
@@ -528,7 +528,7 @@ def test_a_graph_cannot_hold_streamed_weights(tmp_path: Path) -> None:
 def test_closing_gives_everything_back_once(tmp_path: Path) -> None:
     with Fixture(tmp_path, [5000]) as made:
         made.streamer.close()
-        made.streamer.device = SimulatedDevice(ROOM)
+        made.streamer.ring.device = SimulatedDevice(ROOM)
         assert made.supply.closed == 1
         assert not made.device.copies._thread.is_alive()
 
@@ -549,7 +549,7 @@ def test_what_it_owns_is_closed_in_order(tmp_path: Path, monkeypatch: pytest.Mon
         made.streamer.close()
         assert closed == ["wait", "b", "c", "a", "supply"]
         assert not made.device.copies._thread.is_alive()
-        made.streamer.device = SimulatedDevice(ROOM)
+        made.streamer.ring.device = SimulatedDevice(ROOM)
 
 
 def test_what_was_closed_is_not_read(tmp_path: Path) -> None:
@@ -563,7 +563,7 @@ def test_what_was_closed_is_not_read(tmp_path: Path) -> None:
         reader.packed = made.tensors[0]
         with pytest.raises(ReadError, match="load it again"):
             reader(torch.zeros(1, dtype=torch.int64))
-        made.streamer.device = SimulatedDevice(ROOM)
+        made.streamer.ring.device = SimulatedDevice(ROOM)
 
 
 def test_a_ring_without_places_streams_rows_only(tmp_path: Path) -> None:
@@ -590,7 +590,7 @@ def test_what_was_copied_and_what_of_it_in_vain(tmp_path: Path) -> None:
         made.device.copy = noted  # type: ignore[method-assign]
         assert made.streamer.stats() == {"copied_bytes": 0, "copied_pieces": 0, "dropped_pieces": 0}
         filled(one, len(size))
-        ahead, vain = len(made.streamer._flying), len(expected.pieces)
+        ahead, vain = len(made.streamer.ring._flying), len(expected.pieces)
         assert made.streamer.stats() == {
             "copied_bytes": sum(it.extent.size for it in given),
             "copied_pieces": len(given),
@@ -599,11 +599,11 @@ def test_what_was_copied_and_what_of_it_in_vain(tmp_path: Path) -> None:
         assert len(given) == len(one.pieces) + ahead
         filled(other, 600_000)
         assert made.streamer.dropped_pieces == vain > 1
-        made.streamer._forget()
-        before = made.streamer.copied_pieces
-        made.streamer.prefetch = False
+        made.streamer.ring.forget()
+        before = made.streamer.ring.copied_pieces
+        made.streamer.ring.prefetch = False
         filled(one, len(size))
-        assert made.streamer.copied_pieces - before == len(one.pieces)
+        assert made.streamer.ring.copied_pieces - before == len(one.pieces)
         assert made.streamer.dropped_pieces == vain
 
 
@@ -626,14 +626,14 @@ def test_looking_ahead_ends_where_too_few_pieces_come_from_a_disk(
         made.tensors[3].bind(made.streamer, disk)
         for unit, expected in made.units((3,), (1,)):
             assert filled(unit, len(expected)) == expected
-        assert len(made.streamer._planned) == 40
+        assert len(made.streamer.ring._planned) == 40
 
 
 def test_before_the_first_use_the_order_is_that_in_which_units_are_made(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         units = [made.units((0,))[0][0], made.streamer.chunks(made.tensors[1], 0, 1, 0)]
         units.append(made.units((2,))[0][0])
-        order = made.streamer._order
+        order = made.streamer.ring._order
         assert [order.after(it) for it in units] == [*units[1:], units[0]]
 
 
@@ -645,7 +645,7 @@ def test_units_that_are_made_later_change_no_order(tmp_path: Path) -> None:
                 assert filled(unit, len(expected)) == expected
         (late, _) = made.units((0,))[0]
         chunks = made.streamer.chunks(made.tensors[4], 0, 1, 0)
-        order = made.streamer._order
+        order = made.streamer.ring._order
         assert order.after(units[1][0]) is units[0][0]
         assert order.after(late) is order.after(chunks) is None
 

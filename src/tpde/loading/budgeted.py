@@ -29,8 +29,8 @@ from tpde.nn.replace import prepare_rows
 from tpde.planning.budget import Budget
 from tpde.planning.planner import StreamPlan
 from tpde.planning.units import Placement
-from tpde.streaming.ring import Streamer
 from tpde.streaming.stats import Summary, summarize_spans
+from tpde.streaming.streamer import Streamer
 from tpde.streaming.trace import Trace, start_trace, write_trace
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Source

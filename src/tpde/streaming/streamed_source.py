@@ -37,7 +37,7 @@ _PUTTING = threading.Lock()
 
 
 class Streams(Protocol):
-    """What brings chunks to a device, and decodes them there: see `tpde.streaming.ring`."""
+    """What brings chunks to a device, and decodes them there: see `tpde.streaming.streamer`."""
 
     def unit(self, items: Sequence[tuple[Source, int]]) -> Decoder:
         """What rebuilds sources, each at its byte offset, into a buffer."""

@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     mutant(
         "filling-takes-no-lock",
-        "streaming/ring.py",
+        "streaming/streamer.py",
         "        with self._lock:\n            if self.device.recording():",
         "        with threading.RLock():\n            if self.device.recording():",
         "two threads take places of the ring at a time",
@@ -65,7 +65,7 @@ MUTANTS = (
     ),
     mutant(
         "checking-takes-no-lock",
-        "streaming/ring.py",
+        "streaming/streamer.py",
         "        with self._lock:\n            self._checks.settle()\n",
         "        self._checks.settle()\n",
         "`check` goes through what another thread is adding to",
@@ -74,7 +74,7 @@ MUTANTS = (
     ),
     mutant(
         "recording-takes-no-lock",
-        "streaming/ring.py",
+        "streaming/streamer.py",
         "        with self._lock:  # what is being copied",
         "        if True:  # what is being copied",
         "recording begins within a copy",
@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     mutant(
         "looking-up-rows-takes-no-lock",
-        "streaming/ring.py",
+        "streaming/streamer.py",
         "        with self._lock:\n            self.require_open()\n            yield\n",
         "        self.require_open()\n        yield\n",
         "host memory is given back while a kernel reads rows there",
@@ -90,9 +90,9 @@ MUTANTS = (
     ),
     mutant(
         "an-interrupted-fill-keeps-its-places",
-        "streaming/ring.py",
-        "            except BaseException:\n                self._forget()\n                raise\n",
-        "            except Exception:\n                self._forget()\n                raise\n",
+        "streaming/streamer.py",
+        "            except BaseException:\n                self.ring.forget()\n                raise\n",
+        "            except Exception:\n                self.ring.forget()\n                raise\n",
         "after Ctrl-C, places of the ring are lost",
         _RING,
     ),
@@ -150,7 +150,7 @@ MUTANTS = (
     ),
     mutant(
         "closing-leaves-supplies-open",
-        "streaming/ring.py",
+        "streaming/streamer.py",
         "                        rest.callback(self.owned.pop().close)",
         "                        self.owned.pop()",
         "locked host memory is not given back",
@@ -158,7 +158,7 @@ MUTANTS = (
     ),
     mutant(
         "closed-streamers-are-used",
-        "streaming/ring.py",
+        "streaming/streamer.py",
         "            self._closed = True\n            try:",
         "            try:",
         "a closed model reads memory that was given back",
@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     mutant(
         "graphs-record-copies",
-        "streaming/ring.py",
+        "streaming/streamer.py",
         "            if self.device.recording():\n",
         "            if self.device.recording() is None:\n",
         "a CUDA graph holds bytes that were there once",
