@@ -206,7 +206,7 @@ class Loaded:
 
     def copied(self) -> int:
         """Bytes copied so far."""
-        return sum(it.copied_bytes for it in self.streamers)
+        return sum(it.ring.copied_bytes for it in self.streamers)
 
     def dropped(self) -> int:
         """Pieces copied in vain."""
