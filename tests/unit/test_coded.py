@@ -68,11 +68,11 @@ def test_words_beneath_are_counted_once_a_stream(monkeypatch: pytest.MonkeyPatch
     def on_stream(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
         launch(made, grid, block, shared, 0, *arguments)
 
-    survey = delta_kernels.Batch.survey
+    survey = delta_kernels.DeltaBatch.survey
     monkeypatch.setattr(nvrtc, "launch", on_stream)
     monkeypatch.setattr(device_deltas, "stream_of", lambda where: now)
     monkeypatch.setattr(
-        delta_kernels.Batch,
+        delta_kernels.DeltaBatch,
         "survey",
         lambda self, *args: (launched.append(str(args[-1])), survey(self, *args)),
     )

@@ -1,7 +1,7 @@
 """Deltas on a GPU: launches of the kernels of `kernels/delta.cu` (docs/delta.md, sections 1 to 4).
 
-Nothing here allocates on the device: callers put `Batch.items`, `Batch.whose` and a model's image there, and
-pass addresses. Launches go to the caller's stream and synchronize nothing.
+Nothing here allocates on the device: callers put `DeltaBatch.items`, `DeltaBatch.whose` and a model's image
+there, and pass addresses. Launches go to the caller's stream and synchronize nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Changes(NamedTuple):
     words: int
 
 
-class Batch:
+class DeltaBatch:
     """Tensors of one kind of words, which launches take together.
 
     Parameters

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn.batch_rows import ONCE, Batch, positional, refuse
+from tpde.nn.batch_rows import ONCE, BatchRows, positional, refuse
 from tpde.nn.forward import AroundForward
 from tpde.nn.owner import Owner
 from tpde.weights.launch import capturing
@@ -122,9 +122,9 @@ class ModelForward(AroundModel):
             names = self.deltas.choice.rows()
             if names is None:
                 return self.run(args, kwargs)
-            return self._by_requests(Batch(names), args, kwargs)
+            return self._by_requests(BatchRows(names), args, kwargs)
 
-    def _by_requests(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _by_requests(self, batch: BatchRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass for each delta, with its rows."""
         if torch._C._get_tracing_state() is not None:
             raise PackedWeight(

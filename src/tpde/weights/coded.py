@@ -19,7 +19,7 @@ from tpde.weights.launch import capturing, upload
 from tpde.weights.source import Decoder
 
 if TYPE_CHECKING:
-    from tpde.cuda.delta_kernels import Batch
+    from tpde.cuda.delta_kernels import DeltaBatch
 
 _COUNTED = 4 * (MAX_CLASSES + 1)  # bytes a chunk: words of each class, and changes that were read
 # What a launch takes beside the weights for changes that are not coded: 8 bytes each of bf16. A block of an
@@ -154,7 +154,7 @@ class _Pieces:
     """
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        from tpde.cuda.delta_kernels import Batch, Pair
+        from tpde.cuda.delta_kernels import DeltaBatch, Pair
 
         coding = pieces[0].change.coding
         model = coding.model
@@ -171,7 +171,7 @@ class _Pieces:
         self._count = int(counts.sum(dtype=np.uint64))
         lists = np.cumsum(counts, dtype=np.uint64) - counts
         rows = [Pair(it.at, 0, it.words) for it in pieces]
-        self._batch: Batch = Batch(rows, model.word_bytes, model.rotate, device.index or 0)
+        self._batch: DeltaBatch = DeltaBatch(rows, model.word_bytes, model.rotate, device.index or 0)
         for name in ("survey", "decode", "locate", "write"):
             self._batch.prepare(name)
         arrays = [counts, lists, np.concatenate(starts), sizes, self._batch.whose, self._batch.items]
