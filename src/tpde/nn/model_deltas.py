@@ -20,7 +20,7 @@ from tpde.nn.plain_copies import Copies
 from tpde.nn.replace import packed_modules, prepare_rows
 from tpde.nn.slot import Slot
 from tpde.store.states import MEMORY
-from tpde.weights.active_delta import ALWAYS, WHOLE, Choice, Chosen
+from tpde.weights.active_delta import ALWAYS, WHOLE, ActiveDelta, Chosen
 from tpde.weights.changed import Changed, Variant
 from tpde.weights.delta_sources import Delta, DeltaLike, entries_of, only_source, values_of, variants_of
 from tpde.weights.packed_tensor import PackedTensor
@@ -46,13 +46,13 @@ class Deltas:
     ----------
     names : tuple of str
         What they are called.
-    choice : Choice
+    choice : ActiveDelta
         Which one is in use.
     passes : Passes
         The model's, which `use` waits for.
     """
 
-    def __init__(self, names: Sequence[str], choice: Choice, owner: Owner) -> None:
+    def __init__(self, names: Sequence[str], choice: ActiveDelta, owner: Owner) -> None:
         self.names, self.choice, self.passes = tuple(names), choice, Passes()
         self._owner = owner
         self._copies: list[Copies] = []
@@ -344,7 +344,7 @@ def attach(
     """
     _require_none(model)
     _require_no_script(model, plain)
-    made = Deltas(names, Choice(), Owner(model))
+    made = Deltas(names, ActiveDelta(), Owner(model))
     made.copy(model, plain)
     made.put(model, variants)
     model.__dict__[NAME], model.__dict__["use"] = made, made.use
@@ -352,14 +352,14 @@ def attach(
     return made
 
 
-def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
+def leave_deltas(model: nn.Module, choices: Collection[ActiveDelta]) -> None:
     """Let a model whose weights become plain have no deltas any longer: they are under the one in use.
 
     Parameters
     ----------
     model : nn.Module
         All that becomes plain.
-    choices : collection of Choice
+    choices : collection of ActiveDelta
         By which its weights go.
 
     Raises

@@ -14,7 +14,7 @@ from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, Gpu
 from tpde.errors import PackedWeight
 from tpde.format.blob_header import align
-from tpde.weights.active_delta import ALWAYS, UNNAMED, Choice
+from tpde.weights.active_delta import ALWAYS, UNNAMED, ActiveDelta
 from tpde.weights.changed_rows import ChangedRows, RowChanges, different_words
 from tpde.weights.coded import Coded, Piece, by_kernels, changing
 from tpde.weights.launch import capturing
@@ -51,21 +51,21 @@ class Changed(Source):
         What all of them are on the device of.
     variants : mapping of str to Variant
         By name; what is not named is as the base has it.
-    choice : Choice
+    choice : ActiveDelta
         Which of them is decoded.
 
     Attributes
     ----------
     base : Source
         As above.
-    choice : Choice
+    choice : ActiveDelta
         As above.
     """
 
     lead = 2  # has all others decoded that are decoded with it
-    choice: Choice
+    choice: ActiveDelta
 
-    def __init__(self, base: Source, variants: Mapping[str, Variant], choice: Choice) -> None:
+    def __init__(self, base: Source, variants: Mapping[str, Variant], choice: ActiveDelta) -> None:
         self.base, self.variants, self.choice = base, dict(variants), choice
         self.name, self.header, self.version = base.name, base.header, base.version + 1
         self.settled, self._section = base.settled, base._section
