@@ -28,7 +28,7 @@ from _gpu import pack as pack_on_cpu
 from _machine import arguments, emit, header, note, table, verdict
 
 from tpde.cuda.digest import Bytestring, Digests
-from tpde.cuda.encode import Chosen, Found, PackEncoder
+from tpde.cuda.encode import EncodePlan, Found, PackEncoder
 from tpde.format.container import TensorSpec
 
 BF16, F16, F32 = "BF16", "F16", "F32"
@@ -80,11 +80,11 @@ class Packing:
         self.sample = torch.empty(self._encoder.sample_bytes, dtype=torch.uint8, device=matrix.device)
         self.scratch: Any = None
         self.blob: Any = None
-        self._chosen: Chosen | None = None
+        self._chosen: EncodePlan | None = None
         self._found: Found | None = None
 
     @property
-    def chosen(self) -> Chosen:
+    def chosen(self) -> EncodePlan:
         """What was chosen."""
         assert self._chosen is not None
         return self._chosen

@@ -24,7 +24,7 @@ from _gpu import Flush, need_cuda, seconds
 from _machine import arguments, emit, header, note, table, verdict
 
 from tpde.codec import window_plan
-from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, Chosen, Matrix, WindowEncoder
+from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, ChosenWindow, Matrix, WindowEncoder
 
 SHAPES = ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (16384, 16384), (128256, 4096))
 LAYER = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
@@ -57,7 +57,7 @@ class Packing:
         self._encoder = WindowEncoder(at, matrix.device.index)
         self.scratch = torch.empty(self._encoder.scratch_bytes, dtype=torch.uint8, device=matrix.device)
         self.blob: Any = None
-        self._chosen: Chosen | None = None
+        self._chosen: ChosenWindow | None = None
 
     def plan(self) -> None:
         """Launch the first step."""

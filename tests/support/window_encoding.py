@@ -6,7 +6,7 @@ import numpy as np
 
 from tpde.codec import window_plan, windows
 from tpde.codec.windows import Words
-from tpde.cuda.window_encode import BLOB_AT, COUNTS_BYTES, SAID_AT, Chosen, Matrix, WindowEncoder
+from tpde.cuda.window_encode import BLOB_AT, COUNTS_BYTES, SAID_AT, ChosenWindow, Matrix, WindowEncoder
 
 GUARD = 256  # bytes before and after what may be written
 
@@ -47,7 +47,7 @@ def guards(part: np.ndarray) -> np.ndarray:
     return np.concatenate([whole[:at], whole[at + part.size :]])
 
 
-def encoding_on_host(words: np.ndarray) -> tuple[WindowEncoder, np.ndarray, Chosen, np.ndarray]:
+def encoding_on_host(words: np.ndarray) -> tuple[WindowEncoder, np.ndarray, ChosenWindow, np.ndarray]:
     """Encode a matrix by kernels that run on the CPU; give all that was used, and the blob.
 
     Rows may have a stride, and lie at any word.
