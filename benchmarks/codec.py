@@ -99,7 +99,7 @@ class Core:
         plan = plan_tensor(self._spec, sample)
         assert plan is not None
         header = plan.header
-        self._codec = prefix_codes.Codec(core_layout(header), plan.section, encode=True)
+        self._codec = prefix_codes.PrefixCodec(core_layout(header), plan.section, encode=True)
         made = self._codec.encode(data, 0, header.chunks, header.chunks_at, self._coded, threads)
         self._made, self._at = made, header.chunks_at
         self._size = header.chunks_at + made.data.size

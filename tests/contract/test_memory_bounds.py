@@ -47,7 +47,7 @@ def _layout(dtype: str, words: int) -> native.CoreLayout:
     )
 
 
-def _planned(dtype: str, words: int) -> tuple[prefix_codes.Codec, np.ndarray, int]:
+def _planned(dtype: str, words: int) -> tuple[prefix_codes.PrefixCodec, np.ndarray, int]:
     """Give a codec for chunks of 512 words, the words, guarded, and the number of chunks."""
     data = np.frombuffer(fill("normal", TensorSpec(dtype, (words,))), np.uint8).copy()
     draw = rng("escapes", dtype)
@@ -55,7 +55,7 @@ def _planned(dtype: str, words: int) -> tuple[prefix_codes.Codec, np.ndarray, in
     layout = _layout(dtype, words)
     section, _ = prefix_codes.plan(layout, guarded(data))
     return (
-        prefix_codes.Codec(layout, guarded(section), encode=True),
+        prefix_codes.PrefixCodec(layout, guarded(section), encode=True),
         guarded(data),
         core_chunks.chunk_count(layout),
     )
@@ -165,7 +165,7 @@ def test_tables_and_models_that_are_cut() -> None:
     layout.tables = 1
     for size in range(len(table)):
         with pytest.raises(TpdeError):
-            prefix_codes.Codec(layout, guarded(table[:size]))
+            prefix_codes.PrefixCodec(layout, guarded(table[:size]))
     whole = model_of("BF16", *pair("BF16", "normal", "some", 3000)).data
     handle, error = native._ptr(), native.Error()
     for size in range(len(whole)):

@@ -99,7 +99,7 @@ def test_the_core_decodes_and_encodes_what_the_reference_wrote(made: tuple[bytes
             assert out.tobytes() == data, path
             if not can_encode:  # the core's encoder takes only tables that code every symbol
                 continue
-            codec = prefix_codes.Codec(
+            codec = prefix_codes.PrefixCodec(
                 core_layout(header), blob[header.tables_at : header.index_at], encode=True
             )
             room = np.full(codec.bound(header.words, header.chunks), 0xA5, np.uint8)
@@ -129,7 +129,7 @@ def test_a_plane_with_fewer_tables_takes_its_last(best: int) -> None:
     header, out = reader.header, np.empty(len(data), np.uint8)
     reader.read(0, len(data), out)
     assert out.tobytes() == data
-    codec = prefix_codes.Codec(core_layout(header), reader.section, encode=True)
+    codec = prefix_codes.PrefixCodec(core_layout(header), reader.section, encode=True)
     room = np.full(codec.bound(header.words, header.chunks), 0xA5, np.uint8)
     again = codec.encode(np.frombuffer(data, np.uint8), 0, header.chunks, header.chunks_at, room)
     assert again.records.tobytes() == reader.index.tobytes()

@@ -51,9 +51,9 @@ def _write(sink: BytesSink, monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 def test_a_buffer_is_not_encoded_into_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = _write(BytesSink(), monkeypatch)
-    condition, encoded, real = threading.Condition(), [0], prefix_codes.Codec.encode
+    condition, encoded, real = threading.Condition(), [0], prefix_codes.PrefixCodec.encode
 
-    def encode(self: prefix_codes.Codec, *given: Any) -> Any:
+    def encode(self: prefix_codes.PrefixCodec, *given: Any) -> Any:
         made = real(self, *given)
         with condition:
             encoded[0] += 1
@@ -71,7 +71,7 @@ def test_a_buffer_is_not_encoded_into_while_it_is_written(monkeypatch: pytest.Mo
                 assert condition.wait_for(lambda: encoded[0] >= min(self.written + 1, 5), timeout=20)
             super().write(offset, buffers)
 
-    monkeypatch.setattr(prefix_codes.Codec, "encode", encode)
+    monkeypatch.setattr(prefix_codes.PrefixCodec, "encode", encode)
     assert _write(Late(), monkeypatch) == needed
     assert encoded == [5]
 

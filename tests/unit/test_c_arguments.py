@@ -38,7 +38,7 @@ def _calls() -> dict[str, list[Any]]:
     """Arguments of each call with which it succeeds, but for the last one, the error."""
     u32, u64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
     layout = _layout()
-    codec = prefix_codes.Codec(layout, SECTION, encode=True)
+    codec = prefix_codes.PrefixCodec(layout, SECTION, encode=True)
     out = np.zeros(codec.bound(1500, 3), np.uint8)
     made = codec.encode(WORDS, 0, 3, 0, out)
     model = delta.Model(delta_planner.plan([(OLD, NEW)], 2, 1), encode=True)
@@ -255,7 +255,7 @@ def test_numbers_that_cannot_be_are_refused(name: str, number: int, value: int) 
 
 def test_chunks_too_large_for_lanes_are_refused() -> None:
     layout = native.CoreLayout(words=65536, segment_words=65536, chunk_words=65536, word_bytes=2, unit_log2=4)
-    codec, words = prefix_codes.Codec(layout, b""), np.zeros(1 << 17, np.uint8)
+    codec, words = prefix_codes.PrefixCodec(layout, b""), np.zeros(1 << 17, np.uint8)
     encode = [codec._handle, words.ctypes.data, 0, 1, 0, _room(1 << 18), 1 << 18]
     encode += [ctypes.c_uint64(), _room(12), ctypes.c_uint32(), ctypes.c_uint32(), 1]
     assert _code("tpde_encode", encode) == ARGUMENT

@@ -113,7 +113,7 @@ def test_planes_that_are_not_those_of_the_words_are_refused(planes: tuple[int, i
 
 
 def test_what_was_opened_for_decoding_does_not_encode() -> None:
-    codec = prefix_codes.Codec(_layout(), SECTION)
+    codec = prefix_codes.PrefixCodec(_layout(), SECTION)
     with pytest.raises(NativeError, match="opened for decoding only"):
         codec.encode(WORDS, 0, 3, 1 << 12, np.empty(1 << 14, np.uint8))
     old, new = pair("BF16", "normal", "some", 400)
@@ -123,7 +123,7 @@ def test_what_was_opened_for_decoding_does_not_encode() -> None:
 
 
 def test_tables_that_the_codec_does_not_have_are_refused() -> None:
-    codec = prefix_codes.Codec(_layout(), SECTION)
+    codec = prefix_codes.PrefixCodec(_layout(), SECTION)
     assert len(codec.tables()) == 1
     codec.layout.tables = 2
     with pytest.raises(NativeError, match="refused table 1 of 2"):
@@ -157,8 +157,8 @@ def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def _codec() -> prefix_codes.Codec:
-    return prefix_codes.Codec(_layout(), SECTION)
+def _codec() -> prefix_codes.PrefixCodec:
+    return prefix_codes.PrefixCodec(_layout(), SECTION)
 
 
 def _model() -> delta.Model:
@@ -220,7 +220,7 @@ def test_what_is_closed_is_closed_once_and_refuses(
 
 def test_what_could_not_be_opened_is_not_freed(freed: list[str]) -> None:
     with pytest.raises(Corrupt):
-        prefix_codes.Codec(_layout(), bytes(16))
+        prefix_codes.PrefixCodec(_layout(), bytes(16))
     with pytest.raises(Corrupt):
         delta.Model(bytes(8))
     with pytest.raises(MemoryError):

@@ -12,7 +12,7 @@ from support.kernels import Card, OnCard
 
 from tpde.codec import prefix_codes, registry
 from tpde.codec.blob import BlobReader, BlobWriter, digest
-from tpde.codec.core_chunks import Encoded
+from tpde.codec.core_chunks import EncodedChunks
 from tpde.codec.native import Bytes
 from tpde.codec.reference import CODECS as DOCUMENTED
 from tpde.codec.registry import CODECS, Codec, Gpu, codec_of
@@ -46,14 +46,14 @@ class Turned:
     """Prefix codes with all bits turned."""
 
     def __init__(self, header: BlobHeader, section: bytes, encode: bool) -> None:
-        self._codec = prefix_codes.Codec(core_layout(header), section, encode=encode)
+        self._codec = prefix_codes.PrefixCodec(core_layout(header), section, encode=encode)
 
     def bound(self, words: int, chunks: int) -> int:
         return self._codec.bound(words, chunks)
 
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
-    ) -> Encoded:
+    ) -> EncodedChunks:
         made = self._codec.encode(words, first, count, offset, out, threads)
         made.data[:] = ~made.data
         return made

@@ -126,9 +126,9 @@ def test_pieces_hashed_beside_encoding_are_hashed_in_order(
 def test_a_piece_that_fails_leaves_no_thread_and_no_file(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before, encode, calls = threading.active_count(), prefix_codes.Codec.encode, itertools.count()
+    before, encode, calls = threading.active_count(), prefix_codes.PrefixCodec.encode, itertools.count()
 
-    def failing(self: prefix_codes.Codec, *given: Any) -> Any:
+    def failing(self: prefix_codes.PrefixCodec, *given: Any) -> Any:
         if next(calls) == number:
             raise MemoryError("no memory for this piece")
         return encode(self, *given)
@@ -138,7 +138,7 @@ def test_a_piece_that_fails_leaves_no_thread_and_no_file(
             for begin, end in itertools.pairwise([0, 9 << 20, 18 << 20, len(data)]):
                 writer.write("x", data[begin:end])
 
-    monkeypatch.setattr(prefix_codes.Codec, "encode", failing)
+    monkeypatch.setattr(prefix_codes.PrefixCodec, "encode", failing)
     with pytest.raises(MemoryError, match="for this piece"):
         write(fill("normal", LARGE))
     assert threading.active_count() == before

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from tpde.codec import core_chunks
-from tpde.codec.core_chunks import Encoded
+from tpde.codec.core_chunks import EncodedChunks
 from tpde.codec.native import Bytes
 from tpde.codec.registry import CONSTANT, codec_of
 from tpde.codec.selection import Plan, base_header, core_layout
@@ -100,7 +100,7 @@ class BlobWriter:
         if out is None and self._out.size < need:
             self._out = np.empty(need, np.uint8)
         target = self._out if out is None else out
-        made: Encoded = self._chunks.encode(words, self._next, count, self._at, target, self._threads)
+        made: EncodedChunks = self._chunks.encode(words, self._next, count, self._at, target, self._threads)
         if out is not None or self._background is None:
             self._sink.write(self._offset + self._at, [made.data])
         else:  # the two buffers take turns

@@ -11,7 +11,7 @@ from tpde.codec.native import Bytes, CoreLayout, Error, address, as_bytes, check
 from tpde.format.constants import RECORD_BYTES
 
 
-class Encoded(NamedTuple):
+class EncodedChunks(NamedTuple):
     """What encoding made: chunks, their records, and the largest sizes among them."""
 
     data: Bytes

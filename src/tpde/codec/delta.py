@@ -58,7 +58,7 @@ class Listed(NamedTuple):
     check: int
 
 
-class Table(NamedTuple):
+class TokenTable(NamedTuple):
     """A class's table, as expanded: see `tpde_delta_model_table` in tpde.h."""
 
     bits: int
@@ -214,11 +214,11 @@ class Model:
         self._call("tpde_delta_list", sparse, words, *places, ctypes.byref(check_sum), threads)
         return Listed(positions[:total], targets[:total], check_sum.value)
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[TokenTable]:
         """Copies of the expanded tables of all classes, for decoders and encoders elsewhere."""
         return [self._table(number) for number in range(self.classes)]
 
-    def _table(self, number: int) -> Table:
+    def _table(self, number: int) -> TokenTable:
         bits, escape = ctypes.c_int(), ctypes.c_uint32()
         pointers = [ctypes.POINTER(ctypes.c_uint32)() for _ in range(2)]
         places = (ctypes.byref(it) for it in (bits, escape, *pointers))
@@ -228,7 +228,7 @@ class Model:
             np.ctypeslib.as_array(it, (size,)).copy() if it else np.zeros(0, np.uint32)
             for it, size in zip(pointers, (1 << bits.value, TOKENS), strict=True)
         )
-        return Table(bits.value, escape.value, decode, encode)
+        return TokenTable(bits.value, escape.value, decode, encode)
 
     def close(self) -> None:
         """Free the tables. The model cannot be used afterwards."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tpde.codec.core_chunks import Encoded
+from tpde.codec.core_chunks import EncodedChunks
 from tpde.codec.native import Bytes, CoreLayout, Error, address, as_bytes, check, core
 from tpde.errors import NativeError
 from tpde.format.constants import RECORD_BYTES
@@ -53,7 +53,7 @@ def plan(layout: CoreLayout, sample: Any, max_variants: int = 4) -> tuple[bytes,
     return section[: size.value].tobytes(), int(estimate.value)
 
 
-class Table(NamedTuple):
+class PrefixTable(NamedTuple):
     """A table as expanded for decoding: see `tpde_codec_table` in tpde.h."""
 
     kind: int
@@ -61,7 +61,7 @@ class Table(NamedTuple):
     entries: npt.NDArray[np.uint32]
 
 
-class Codec:
+class PrefixCodec:
     """A layout with its tables expanded; decodes, and encodes if opened for it.
 
     Parameters
@@ -155,7 +155,7 @@ class Codec:
         )
         check(code, error)
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[PrefixTable]:
         """Copies of the expanded tables, for decoders elsewhere."""
         tables = []
         for number in range(self.layout.tables):
@@ -165,7 +165,7 @@ class Codec:
             if core().tpde_codec_table(self._handle, number, *places):
                 raise NativeError(f"the native core refused table {number} of {self.layout.tables}")
             copy = np.ctypeslib.as_array(entries, (1 << index_bits.value,)).copy()
-            tables.append(Table(kind.value, raw_bits.value, copy))
+            tables.append(PrefixTable(kind.value, raw_bits.value, copy))
         return tables
 
     def bound(self, words: int, chunks: int) -> int:
@@ -174,7 +174,7 @@ class Codec:
 
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
-    ) -> Encoded:
+    ) -> EncodedChunks:
         """Encode chunks `first` to `first + count - 1`.
 
         Parameters
@@ -208,4 +208,4 @@ class Codec:
             ctypes.byref(error),
         )
         check(code, error)
-        return Encoded(out[: used.value], index, max_chunk.value, max_stream.value)
+        return EncodedChunks(out[: used.value], index, max_chunk.value, max_stream.value)

@@ -10,7 +10,7 @@ import numpy as np
 import zstandard
 
 from tpde.codec import core_chunks, pool
-from tpde.codec.core_chunks import Encoded
+from tpde.codec.core_chunks import EncodedChunks
 from tpde.codec.native import Bytes, CoreLayout
 from tpde.errors import Corrupt
 from tpde.format.blob_header import BlobHeader, align
@@ -77,7 +77,7 @@ class ZstdCodec:
 
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
-    ) -> Encoded:
+    ) -> EncodedChunks:
         """Encode chunks `first` to `first + count - 1`; see `prefix_codes.Codec.encode`."""
         start = self._header.chunk_range(first, first)[0]
         b = self._header.word_bytes
@@ -94,7 +94,7 @@ class ZstdCodec:
             out[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
             at += len(chunk.data)
             largest, stream = max(largest, len(chunk.data)), max(stream, chunk.longest)
-        return Encoded(out[:at], np.frombuffer(index, np.uint8), largest, stream)
+        return EncodedChunks(out[:at], np.frombuffer(index, np.uint8), largest, stream)
 
     def _encode_chunk(self, words: Bytes) -> _Chunk:
         planes = core_chunks.split(self._layout, words)

@@ -304,7 +304,7 @@ def _usual(spec: TensorSpec) -> dict[str, int]:
 
 def _chosen(header: BlobHeader, section: bytes) -> EncodePlan:
     """Lay out scratch memory, and write what kernels read."""
-    tables = prefix_codes.Codec(core_layout(header), section).tables()
+    tables = prefix_codes.PrefixCodec(core_layout(header), section).tables()
     job, coded, pairs = np.zeros(1, _JOB), 0, 0
     found_bytes = _SAID_BYTES + RECORD_BYTES * header.chunks
     blocks = -(-header.chunks // _MEASURE_WARPS)

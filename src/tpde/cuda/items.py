@@ -87,7 +87,7 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
     """
     if codec_of(header).gpu is not Gpu.KERNELS:
         return None
-    tables = prefix_codes.Codec(core_layout(header), section).tables()
+    tables = prefix_codes.PrefixCodec(core_layout(header), section).tables()
     pairs = 0
     for plane, (first, count) in enumerate(header.planes):
         kinds = {tables[number].kind for number in range(first, first + count)}

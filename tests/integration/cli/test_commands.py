@@ -163,7 +163,7 @@ def test_doctor_finds_a_broken_core(run: Run, monkeypatch: pytest.MonkeyPatch) -
     from tpde.codec import prefix_codes
 
     monkeypatch.setattr(
-        prefix_codes.Codec, "decode", lambda self, index, first, data, at, end, out, threads=1: None
+        prefix_codes.PrefixCodec, "decode", lambda self, index, first, data, at, end, out, threads=1: None
     )
     done = run("doctor")
     assert done.code == 1
