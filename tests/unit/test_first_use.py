@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from support.locking import FakeLock  # noqa: E402
 from support.ring import SIZES, Fixture, filled  # noqa: E402
 
-from tpde.cuda.items import Chunks  # noqa: E402
+from tpde.cuda.items import StagedChunks  # noqa: E402
 from tpde.errors import Corrupt  # noqa: E402
 from tpde.host import arena as arenas  # noqa: E402
 from tpde.host import direct_io, disk, mapped, page_lock  # noqa: E402
@@ -438,7 +438,7 @@ def test_what_kernels_take_to_read_over_the_bus(tmp_path: Path) -> None:
         assert item.tables_at == image.data_ptr()
         assert item.index_at == it._device_index.data_ptr()  # type: ignore[union-attr]
         assert item.header is it.header
-        part = Chunks(1, 2, 3, 4)
+        part = StagedChunks(1, 2, 3, 4)
         assert it.item(64, part).chunks == part  # type: ignore[union-attr]
         address += 8
         assert it.item(64) is None, "not at a multiple of 16"

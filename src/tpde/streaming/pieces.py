@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tpde.cuda.items import ALIGNMENT, Chunks
+from tpde.cuda.items import ALIGNMENT, StagedChunks
 from tpde.errors import InvalidInput
 from tpde.host.feed import Supply
 from tpde.host.ranges import GAP_BYTES
@@ -31,7 +31,7 @@ class PieceSpan(NamedTuple):
         Which.
     out : int
         Where the tensor's first byte lies in the buffer that is decoded to.
-    chunks : Chunks
+    chunks : StagedChunks
         Which.
     at : int
         Where the tensor's blob starts, in bytes from the first of the piece in the ring: before it, mostly.
@@ -39,7 +39,7 @@ class PieceSpan(NamedTuple):
 
     tensor: Streamed
     out: int
-    chunks: Chunks
+    chunks: StagedChunks
     at: int
 
 
@@ -129,7 +129,7 @@ def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
                     f"chunk {first} of `{tensor.extent.name}` has {size} bytes, a piece {limit}"
                 )
             end = start + int(offsets[stop])
-            chunks = Chunks(first, stop - 1, int(offsets[first]), int(offsets[stop]))
+            chunks = StagedChunks(first, stop - 1, int(offsets[first]), int(offsets[stop]))
             spans.append(PieceSpan(tensor, out, chunks, 0))
             first = stop
     finish()

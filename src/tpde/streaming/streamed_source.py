@@ -21,7 +21,7 @@ from tpde.weights.decoder import ChunkDecoder
 from tpde.weights.source import Decoder, Source, Watched
 
 if TYPE_CHECKING:
-    from tpde.cuda.items import Chunks, Item, Tables
+    from tpde.cuda.items import Item, StagedChunks, Tables
 
 
 def _stays(name: str, wish: str) -> PackedWeight:
@@ -189,7 +189,7 @@ class Streamed(Source):
         """Whether the kernels can decode the blob."""
         return self.travels and self.device_tables() is not None
 
-    def span_item(self, out: int, chunks: Chunks | None, at: int) -> Item:
+    def span_item(self, out: int, chunks: StagedChunks | None, at: int) -> Item:
         """What the kernels take for some chunks, the blob's start being `at` bytes from a launch's base."""
         from tpde.cuda.items import Item
 
@@ -199,7 +199,7 @@ class Streamed(Source):
         index = self._device_index.data_ptr()
         return Item(self.header, tables[0], at, tables[1].data_ptr(), out, index, chunks)
 
-    def item(self, offset: int, chunks: Chunks | None = None) -> Item | None:
+    def item(self, offset: int, chunks: StagedChunks | None = None) -> Item | None:
         """What the kernels take to read the blob over the bus, where it lies; None if they cannot."""
         from tpde.cuda.items import ALIGNMENT
 

@@ -23,7 +23,7 @@ from tpde.frameworks import torch_dtype, torch_shape
 from tpde.weights.launch import upload
 
 if TYPE_CHECKING:
-    from tpde.cuda.items import Chunks, Item, Tables
+    from tpde.cuda.items import Item, StagedChunks, Tables
     from tpde.weights.active_delta import ActiveDelta
 
 Decoder = Callable[[torch.Tensor], None]  # rebuilds something into a buffer of bytes, on the current stream
@@ -276,7 +276,7 @@ class Source(ABC):
         return self._device_tables
 
     @abstractmethod
-    def item(self, offset: int, chunks: Chunks | None = None) -> Item | None:
+    def item(self, offset: int, chunks: StagedChunks | None = None) -> Item | None:
         """What the kernels take: an `Item`, of some chunks or all; None if they cannot decode it there."""
 
 
