@@ -15,7 +15,7 @@ from tpde.io.sources import FileSource
 from tpde.loading.checkpoint_files import Stored
 from tpde.planning.planner import StreamPlan
 from tpde.streaming.cuda_device import CudaDevice, Device
-from tpde.streaming.damage import Decoded
+from tpde.streaming.damage import DecodedPieces
 from tpde.streaming.retained import Kept
 from tpde.streaming.streamed_source import Streamed, put_on_device
 from tpde.streaming.streamer import Closing, Streamer
@@ -118,7 +118,7 @@ class Supplies:
         plan = self._plan
         from_disk = next((it for it in self.supplies if it.ahead), None)  # what takes longest is kept first
         wanted = plan.kept + (plan.work.disk if from_disk else plan.work.copied)
-        kept: Kept[Decoded] = Kept(plan.ring, plan.kept, wanted, from_disk)
+        kept: Kept[DecodedPieces] = Kept(plan.ring, plan.kept, wanted, from_disk)
         device = CudaDevice(self._device, plan.ring + plan.kept)
         streamer = Streamer(device, plan.slots, plan.piece, kept)
         for supply, tensors in self._supplies:

@@ -77,7 +77,7 @@ def _whole(members: Sequence[SparseChange], records: _Records) -> tuple[list[boo
     return (fits & ~np.logical_or.reduceat(wrong, firsts)).tolist(), changes
 
 
-class Decoded(NamedTuple):
+class FoundState(NamedTuple):
     """What a resident tensor is found to be."""
 
     fingerprint: bytes
@@ -209,13 +209,13 @@ class SparseChanges:
         each(read, range(len(cuts) - 1), seconds=out.size / 4e9, threads=parts)
 
     @functools.cached_property
-    def found(self) -> dict[str, Decoded]:
+    def found(self) -> dict[str, FoundState]:
         """What the tensors are, by name.
 
         Those that are not there pass through the host: the device had no memory, or the records of a change
         cannot be. So do those that may be no bases, or are damaged, unless all of their words were looked at.
         """
-        found: dict[str, Decoded] = {}
+        found: dict[str, FoundState] = {}
         if not self._running:
             return found
         n, result = len(self._members), self._wait()
@@ -226,9 +226,9 @@ class SparseChanges:
         for i in itertools.chain.from_iterable(it.members for it in self._running):
             entry, after = self._members[i].entry, made[16 * i : 16 * i + 16]
             if self._whole:
-                found[entry.name] = Decoded(prints[i].tobytes(), bad[i] or after != entry.target)
+                found[entry.name] = FoundState(prints[i].tobytes(), bad[i] or after != entry.target)
             elif not bad[i] and checks[i] == entry.check:
-                found[entry.name] = Decoded(entry.base, False)
+                found[entry.name] = FoundState(entry.base, False)
         return found
 
     def choose(self, names: Collection[str]) -> set[str]:

@@ -25,7 +25,7 @@ from tpde.store.delta_state import DeltaFile, open_state, other_base
 from tpde.store.delta_writer import Comparer, HostComparer, write_delta
 from tpde.store.device_deltas import fingerprints, has_words, is_resident
 from tpde.store.device_diff import DeviceComparer
-from tpde.store.device_update import Decoded, SparseChange, SparseChanges
+from tpde.store.device_update import FoundState, SparseChange, SparseChanges
 from tpde.store.states import MEMORY, BaseTensors, FilesState, MemoryState, State
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class Update:
         resident = {name: it for name, it in alone.items() if is_resident(it)}
         self._in_place: dict[str, _InPlace] = {}
         self._sparse: list[SparseChanges] = []
-        decoded: dict[str, Decoded] = {}
+        decoded: dict[str, FoundState] = {}
         prints: dict[str, bytes] = {}
         if not whole:
             prints = {it.name: it.target for it in entries if it.codec == SAME}
@@ -267,7 +267,7 @@ class Update:
         file: DeltaFile,
         entries: Sequence[TensorEntry],
         resident: Mapping[str, torch.Tensor],
-        decoded: dict[str, Decoded],
+        decoded: dict[str, FoundState],
         *,
         whole: bool,
     ) -> None:
@@ -353,7 +353,7 @@ def _ready(
     file: DeltaFile,
     entries: Sequence[TensorEntry],
     tensors: Mapping[str, torch.Tensor],
-    decoded: Mapping[str, Decoded],
+    decoded: Mapping[str, FoundState],
     threads: int,
 ) -> Iterator[str]:
     """Names of the tensors that are bases of what was decoded, and can be written."""

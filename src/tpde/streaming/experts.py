@@ -19,7 +19,7 @@ from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.format.blob_header import align
 from tpde.host.feed import Event, Ticket
 from tpde.streaming.cuda_device import Device
-from tpde.streaming.damage import Checks, Decoded
+from tpde.streaming.damage import Checks, DecodedPieces
 from tpde.streaming.expert_cache import ExpertCache
 from tpde.streaming.pieces import Part, Piece, cut
 from tpde.streaming.streamed_source import travelling
@@ -79,7 +79,7 @@ def expert_room(slots: Sequence[FusedWeight], piece: int) -> int:
     return max(sum(_room(expert_pieces(slots, number, piece))) for number in range(slots[0].packed.shape[0]))
 
 
-class Expert(Decoded):
+class Expert(DecodedPieces):
     """One expert of a module: its pieces, where they go in a place, and what is not copied.
 
     Attributes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tpde.host.feed import Event, Ticket
 from tpde.streaming.cuda_device import Device
-from tpde.streaming.damage import Decoded
+from tpde.streaming.damage import DecodedPieces
 from tpde.streaming.prefetch import Order
 from tpde.streaming.retained import Kept
 
@@ -27,7 +27,7 @@ _MOST_PLANNED = 1024  # pieces: where only a few of a model's come from a disk, 
 class _Step(NamedTuple):
     """A piece that was requested."""
 
-    unit: Decoded
+    unit: DecodedPieces
     number: int
     ticket: Ticket
     ahead: int  # its bytes, if its supply wants to know ahead
@@ -36,7 +36,7 @@ class _Step(NamedTuple):
 class _Flight(NamedTuple):
     """A piece in the ring, or on its way there."""
 
-    unit: Decoded
+    unit: DecodedPieces
     number: int
     place: int
     copied: Event
@@ -64,15 +64,17 @@ class Ring:
         What was copied so far, and how much of it in vain, another unit being wanted than was expected.
     """
 
-    def __init__(self, device: Device, places: int, room: int, kept: Kept[Decoded] | None = None) -> None:
+    def __init__(
+        self, device: Device, places: int, room: int, kept: Kept[DecodedPieces] | None = None
+    ) -> None:
         self.device, self.places, self.room, self.prefetch = device, places, room, True
         self.copied_bytes = self.copied_pieces = self.dropped_pieces = 0
         self._ahead = 0  # bytes that supplies want to know ahead
-        self._order: Order[Decoded] = Order()
-        self._kept: Kept[Decoded] = kept or Kept(0, 0, 0)
+        self._order: Order[DecodedPieces] = Order()
+        self._kept: Kept[DecodedPieces] = kept or Kept(0, 0, 0)
         self._planned: deque[_Step] = deque()
         self._reading = 0  # the sum of their `ahead`
-        self._cursor: tuple[Decoded, int] | None = None  # what was requested last
+        self._cursor: tuple[DecodedPieces, int] | None = None  # what was requested last
         self._flying: deque[_Flight] = deque()
         # Places with the event after which they may be written again.
         self._free: deque[tuple[int, Event | None]] = deque()
@@ -86,11 +88,11 @@ class Ring:
             "dropped_pieces": self.dropped_pieces,
         }
 
-    def expect(self, unit: Decoded) -> None:
+    def expect(self, unit: DecodedPieces) -> None:
         """Name a unit that will be wanted after all that were named before: until one is."""
         self._order.expect(unit)
 
-    def decode(self, unit: Decoded, out: Tensor) -> None:
+    def decode(self, unit: DecodedPieces, out: Tensor) -> None:
         """Bring a unit's pieces, and queue their decoding into a buffer, on the current stream."""
         if not unit.pieces:
             return
@@ -115,7 +117,7 @@ class Ring:
 
     # ---- running ahead ----
 
-    def _seek(self, unit: Decoded) -> None:
+    def _seek(self, unit: DecodedPieces) -> None:
         """Make the first piece of a unit that has to be copied the next one; drop what was before it."""
         first = self._kept.missing(unit, len(unit.pieces))
         if first is None:
@@ -129,7 +131,7 @@ class Ring:
                 self._cancel()
             self._plan(unit, first)
 
-    def _plan(self, unit: Decoded, number: int) -> None:
+    def _plan(self, unit: DecodedPieces, number: int) -> None:
         """Make a piece the next one to be copied."""
         if not (self._planned and self._planned[0].unit is unit and self._planned[0].number == number):
             while self._planned:
@@ -141,7 +143,7 @@ class Ring:
         while self._planned and self._kept.find(self._planned[0].unit, self._planned[0].number):
             self._cancel()
 
-    def _request(self, unit: Decoded, number: int) -> None:
+    def _request(self, unit: DecodedPieces, number: int) -> None:
         piece = unit.pieces[number]
         ahead = piece.extent.size if piece.supply.ahead else 0
         ticket = piece.supply.request(piece.extent)

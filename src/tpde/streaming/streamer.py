@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpde.errors import PackedWeight, ReadError, UnsupportedDevice
 from tpde.streaming.cuda_device import Device
-from tpde.streaming.damage import Checks, Decoded
+from tpde.streaming.damage import Checks, DecodedPieces
 from tpde.streaming.pieces import Part, Piece, cut
 from tpde.streaming.retained import Kept
 from tpde.streaming.ring import Ring
@@ -32,7 +32,7 @@ class Closing(Protocol):
         """Give it back."""
 
 
-class Unit(Decoded):
+class Unit(DecodedPieces):
     """Tensors, or some chunks of one, that are wanted together: calling it decodes them into a buffer.
 
     Parameters
@@ -89,7 +89,9 @@ class Streamer:
         What is closed with it, in this order.
     """
 
-    def __init__(self, device: Device, places: int, room: int, kept: Kept[Decoded] | None = None) -> None:
+    def __init__(
+        self, device: Device, places: int, room: int, kept: Kept[DecodedPieces] | None = None
+    ) -> None:
         self.ring = Ring(device, places, room, kept)
         self._lock = threading.RLock()
         self._checks = Checks(device)
