@@ -14,14 +14,14 @@ from tpde.files.writer import default_threads
 from tpde.weights.launch import on_device, stream_handle, upload
 
 
-class Encoded(NamedTuple):
+class EncodedWindow(NamedTuple):
     """A window blob, one-dimensional and uint8, and what it holds."""
 
     blob: Tensor
     window: Window
 
 
-def encode(matrix: Tensor, most: int | None = None) -> Encoded | None:
+def encode(matrix: Tensor, most: int | None = None) -> EncodedWindow | None:
     """A matrix as a window blob (docs/windows.md), on its device.
 
     Parameters
@@ -33,7 +33,7 @@ def encode(matrix: Tensor, most: int | None = None) -> Encoded | None:
 
     Returns
     -------
-    Encoded or None
+    EncodedWindow or None
         None if it would be larger, or the matrix has no window layout.
 
     Notes
@@ -48,17 +48,17 @@ def encode(matrix: Tensor, most: int | None = None) -> Encoded | None:
         return None
 
 
-def _on_host(matrix: Tensor, most: int | None) -> Encoded | None:
+def _on_host(matrix: Tensor, most: int | None) -> EncodedWindow | None:
     threads = default_threads()
     plan = window_plan.Plan(matrix.view(torch.int16).numpy(), threads)
     if most is not None and plan.nbytes > most:
         return None
     blob = torch.empty(plan.nbytes, dtype=torch.uint8)
     plan.encode(blob.numpy(), threads)
-    return Encoded(blob, windows.header(blob.numpy()))
+    return EncodedWindow(blob, windows.header(blob.numpy()))
 
 
-def _on_gpu(matrix: Tensor, most: int | None) -> Encoded | None:
+def _on_gpu(matrix: Tensor, most: int | None) -> EncodedWindow | None:
     from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, Matrix, WindowEncoder
 
     assert matrix.device.index is not None
@@ -78,4 +78,4 @@ def _on_gpu(matrix: Tensor, most: int | None) -> Encoded | None:
         encoder.encode(chosen, scratch.data_ptr(), blob.data_ptr(), stream)
         # A product may start while what comes before it in the stream ends, and reads the matrix at once.
         torch.cuda.current_stream(device).synchronize()
-    return Encoded(blob, chosen.window)
+    return EncodedWindow(blob, chosen.window)
