@@ -18,7 +18,7 @@ from support.simulated import Probe
 from tpde.errors import InvalidDestination
 from tpde.io.temporary import temporary_name
 from tpde.streaming import trace as traces
-from tpde.streaming.trace import TRACKS, Event, Span, Trace, _events, write_trace
+from tpde.streaming.trace import TRACKS, Span, TimingEvent, Trace, _events, write_trace
 
 
 class Mark:
@@ -47,7 +47,7 @@ def trace(limit: int = 1000) -> Trace:
 
 
 def span(it: Trace, begin: int, end: int, name: str = "x", passed: bool = True) -> None:
-    start: Event = Mark(begin)
+    start: TimingEvent = Mark(begin)
     it.copy(start, Mark(end, passed), name, 10)
 
 

@@ -25,7 +25,7 @@ COPY, DECODE, COMPUTE, READ, WAIT = "copy", "decode", "compute", "disk", "host w
 TRACKS = (COMPUTE, DECODE, COPY, READ, WAIT)  # as they are shown, from the top
 
 
-class Event(Protocol):
+class TimingEvent(Protocol):
     """A mark on a stream that tells its time, such as `torch.cuda.Event(enable_timing=True)`."""
 
     def query(self) -> bool:
@@ -66,8 +66,8 @@ class Span(NamedTuple):
 class _Pending(NamedTuple):
     track: str
     name: str
-    start: Event
-    end: Event
+    start: TimingEvent
+    end: TimingEvent
     nbytes: int
     queued: int
 
@@ -77,7 +77,7 @@ class Trace:
 
     Parameters
     ----------
-    anchor : Event
+    anchor : TimingEvent
         A timing event of the device that it has passed.
     anchor_ns : int
         `time.perf_counter_ns()` right after waiting for it: ties the device's clock to the host's.
@@ -98,22 +98,24 @@ class Trace:
     weights was queued: spans then hold no waiting.
     """
 
-    def __init__(self, anchor: Event, anchor_ns: int, *, device: str = "cuda:0", limit: int = LIMIT) -> None:
+    def __init__(
+        self, anchor: TimingEvent, anchor_ns: int, *, device: str = "cuda:0", limit: int = LIMIT
+    ) -> None:
         self.device, self.dropped = device, 0
         self._anchor, self._anchor_ns = anchor, anchor_ns
         self._limit, self._lock = limit, threading.Lock()
         self._spans: deque[Span] = deque()
         self._pending: deque[_Pending] = deque()
 
-    def copy(self, start: Event, end: Event, name: str, nbytes: int) -> None:
+    def copy(self, start: TimingEvent, end: TimingEvent, name: str, nbytes: int) -> None:
         """Bytes from the host to the device; called when the copy has been queued."""
         self._queue(_Pending(COPY, name, start, end, nbytes, time.perf_counter_ns()))
 
-    def decode(self, start: Event, end: Event, name: str, nbytes: int) -> None:
+    def decode(self, start: TimingEvent, end: TimingEvent, name: str, nbytes: int) -> None:
         """One launch that writes so many plain bytes."""
         self._queue(_Pending(DECODE, name, start, end, nbytes, time.perf_counter_ns()))
 
-    def compute(self, start: Event, end: Event, name: str) -> None:
+    def compute(self, start: TimingEvent, end: TimingEvent, name: str) -> None:
         """A block, or a module outside of blocks."""
         self._queue(_Pending(COMPUTE, name, start, end, 0, time.perf_counter_ns()))
 
