@@ -177,7 +177,7 @@ def speeds(mib: int, runs: int) -> tuple[list[list[str]], bool]:
             return result
 
         def make(fast: bool, old: Any = old, new: Any = new) -> tuple[Any, Any]:
-            model = delta.Model(delta_planner.plan([(old, new)], 2, 1, fast=fast), encode=True)
+            model = delta.ChangeModel(delta_planner.plan([(old, new)], 2, 1, fast=fast), encode=True)
             return model, model.encode(old, new)
 
         for _ in range(runs + 1):

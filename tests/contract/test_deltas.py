@@ -30,7 +30,7 @@ def _chunks(sparse: delta.Sparse) -> list[tuple[bytes, int]]:
     ]
 
 
-def _applied(model: delta.Model, sparse: delta.Sparse, old: Bytes, threads: int = 1) -> Bytes:
+def _applied(model: delta.ChangeModel, sparse: delta.Sparse, old: Bytes, threads: int = 1) -> Bytes:
     out = old.copy()
     model.apply(sparse, out, threads, dry=True)
     assert (out == old).all(), "a dry run changed a word"
@@ -167,13 +167,13 @@ def test_models_are_refused_as_the_document_says() -> None:
     whole = model_of("BF16", *pair("BF16", "normal", "some", 3000)).data
     for end in range(len(whole)):
         with pytest.raises(Corrupt):
-            delta.Model(whole[:end])
+            delta.ChangeModel(whole[:end])
     draw, refused = rng("models"), 0
     for _ in range(2000):
         data = bytearray(whole)
         data[int(draw.integers(0, len(data)))] ^= int(draw.integers(1, 256))
         outcomes = []
-        for opener in (reference.Model.parse, delta.Model):
+        for opener in (reference.Model.parse, delta.ChangeModel):
             try:
                 opener(bytes(data))
                 outcomes.append(True)

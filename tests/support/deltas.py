@@ -49,9 +49,9 @@ def pair(dtype: str, content: str, change: str, words: int) -> tuple[Bytes, Byte
     return old.view(np.uint8).copy(), CHANGES[change](dtype, old).view(np.uint8)
 
 
-def model_of(dtype: str, old: Bytes, new: Bytes, *, fast: bool = False) -> delta.Model:
+def model_of(dtype: str, old: Bytes, new: Bytes, *, fast: bool = False) -> delta.ChangeModel:
     """Choose a model for a tensor, and open it."""
     facts = DTYPES[dtype]
-    return delta.Model(
+    return delta.ChangeModel(
         delta_planner.plan([(old, new)], facts.word_bytes, facts.rotate, fast=fast), encode=True
     )

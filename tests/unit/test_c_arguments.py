@@ -41,7 +41,7 @@ def _calls() -> dict[str, list[Any]]:
     codec = prefix_codes.PrefixCodec(layout, SECTION, encode=True)
     out = np.zeros(codec.bound(1500, 3), np.uint8)
     made = codec.encode(WORDS, 0, 3, 0, out)
-    model = delta.Model(delta_planner.plan([(OLD, NEW)], 2, 1), encode=True)
+    model = delta.ChangeModel(delta_planner.plan([(OLD, NEW)], 2, 1), encode=True)
     sparse = model.encode(OLD, NEW)
     assert sparse is not None
     planner = delta_planner.Planner(2, 1)

@@ -9,7 +9,7 @@ import pytest
 from support.contents import rng
 from support.emulated import on_cpu  # noqa: F401
 
-from tpde.codec.delta import CHUNK_WORDS, Model
+from tpde.codec.delta import CHUNK_WORDS, ChangeModel
 from tpde.codec.delta_planner import plan
 from tpde.cuda import compile as nvrtc
 from tpde.cuda import delta_kernels
@@ -28,7 +28,7 @@ def changed(words: int, share: float, *seed: Any) -> tuple[np.ndarray, np.ndarra
     at = draw.random(words) < share
     new[at] += draw.integers(1, 4, int(at.sum())).astype("<u2")
     before, after = old.view(np.uint8), new.view(np.uint8)
-    model = Model(plan([(before, after)], 2, 1), encode=True)
+    model = ChangeModel(plan([(before, after)], 2, 1), encode=True)
     sparse = model.encode(before, after)
     assert sparse is not None
     return before, after, Coded.on(torch.device("cpu"), Coding(model), sparse)

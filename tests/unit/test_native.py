@@ -117,7 +117,7 @@ def test_what_was_opened_for_decoding_does_not_encode() -> None:
     with pytest.raises(NativeError, match="opened for decoding only"):
         codec.encode(WORDS, 0, 3, 1 << 12, np.empty(1 << 14, np.uint8))
     old, new = pair("BF16", "normal", "some", 400)
-    model = delta.Model(model_of("BF16", old, new).data)
+    model = delta.ChangeModel(model_of("BF16", old, new).data)
     with pytest.raises(NativeError, match="opened for decoding only"):
         model.encode(old, new)
 
@@ -161,8 +161,8 @@ def _codec() -> prefix_codes.PrefixCodec:
     return prefix_codes.PrefixCodec(_layout(), SECTION)
 
 
-def _model() -> delta.Model:
-    return delta.Model(delta_planner.plan([(WORDS, WORDS)], 2, 1))
+def _model() -> delta.ChangeModel:
+    return delta.ChangeModel(delta_planner.plan([(WORDS, WORDS)], 2, 1))
 
 
 def _planner() -> delta_planner.Planner:
@@ -222,7 +222,7 @@ def test_what_could_not_be_opened_is_not_freed(freed: list[str]) -> None:
     with pytest.raises(Corrupt):
         prefix_codes.PrefixCodec(_layout(), bytes(16))
     with pytest.raises(Corrupt):
-        delta.Model(bytes(8))
+        delta.ChangeModel(bytes(8))
     with pytest.raises(MemoryError):
         delta_planner.Planner(3, 0)
     assert freed == []

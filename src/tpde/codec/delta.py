@@ -67,7 +67,7 @@ class TokenTable(NamedTuple):
     encode: Numbers
 
 
-class Model:
+class ChangeModel:
     """A model of changes (delta.md 2), opened for applying, and for encoding if asked to.
 
     Parameters

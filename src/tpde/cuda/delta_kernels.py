@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import MAX_CLASSES, Model, Numbers, chunk_count
+from tpde.codec.delta import MAX_CLASSES, ChangeModel, Numbers, chunk_count
 from tpde.codec.native import Bytes
 from tpde.cuda import compile as nvrtc
 
@@ -50,7 +50,7 @@ def most_bytes(word_bytes: int) -> int:
     return 5 + word_bytes
 
 
-def model_image(model: Model, *, encode: bool) -> Bytes:
+def model_image(model: ChangeModel, *, encode: bool) -> Bytes:
     """A model as the kernels take it, at a multiple of 16: with its tables for encoding, or for decoding."""
     head, tables = np.zeros(1, _MODEL), model.tables()
     entries = [it.encode if encode else it.decode for it in tables]

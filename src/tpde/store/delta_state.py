@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from tpde.codec.delta import CHUNK_WORDS, Model, Sparse
+from tpde.codec.delta import CHUNK_WORDS, ChangeModel, Sparse
 from tpde.codec.fingerprints import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, MissingBase, TpdeError
@@ -63,7 +63,7 @@ class DeltaFile:
     ----------
     head : Head
         What it is.
-    models : list of Model
+    models : list of ChangeModel
         The models of its sparse changes.
 
     Raises
@@ -84,9 +84,9 @@ class DeltaFile:
             raise
         self._places = {id(it): place for it, place in payloads(self.head)}
 
-    def _model(self, data: bytes) -> Model:
+    def _model(self, data: bytes) -> ChangeModel:
         try:
-            return Model(data)
+            return ChangeModel(data)
         except Corrupt as error:
             raise error.prefixed(f"`{self.name}`", where=self.name) from None
 

@@ -12,7 +12,7 @@ import xxhash
 import zstandard
 
 from tpde.codec import delta, delta_planner, fingerprints
-from tpde.codec.delta import Model, chunk_range
+from tpde.codec.delta import ChangeModel, chunk_range
 from tpde.codec.delta_planner import sample_step
 from tpde.codec.native import Bytes
 from tpde.errors import TpdeError
@@ -91,7 +91,9 @@ class Comparer(Protocol):
     def chunks(self, wanted: Sequence[Wanted]) -> list[tuple[Bytes, Bytes]]:
         """Some chunks' bytes of tensors in both states, in their order."""
 
-    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
+    def compare(
+        self, key: Key, base: Key | None, models: Mapping[Kind, ChangeModel]
+    ) -> tuple[TensorEntry, Stored]:
         """How a tensor is stored. Tensors are asked for one after the other, all under the same models."""
 
 
@@ -123,7 +125,9 @@ class HostComparer:
             raise
         return zip(old, new, strict=True)
 
-    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
+    def compare(
+        self, key: Key, base: Key | None, models: Mapping[Kind, ChangeModel]
+    ) -> tuple[TensorEntry, Stored]:
         """How a tensor is stored; its states are gone when this returns."""
         spec, new = self._target.specs[key], self._target.read(key, self._threads)
         entry = TensorEntry(key[1], spec, SAME, target=fingerprints.fingerprint(new))
@@ -154,11 +158,11 @@ def _sample(
 
 def _models(
     comparer: Comparer, target: State, pairs: list[_Pair], fast: bool, threads: int
-) -> dict[Kind, Model]:
+) -> dict[Kind, ChangeModel]:
     models = {}
     for kind in sorted({kind_of(target.specs[it.key]) for it in pairs if it.base is not None}):
         parts, step = _sample(comparer, target, pairs, kind, fast)
-        models[kind] = Model(
+        models[kind] = ChangeModel(
             delta_planner.choose(parts, *kind, step=step, fast=fast, threads=threads), encode=True
         )
     return models

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import Model, Sparse, chunk_room
+from tpde.codec.delta import ChangeModel, Sparse, chunk_room
 from tpde.codec.native import Bytes
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SAME, SPARSE, TensorEntry
@@ -140,7 +140,9 @@ class DeviceComparer:
                 found[i] = self._host.chunks([it])
         return [pair for i in range(len(wanted)) for pair in found[i]]
 
-    def compare(self, key: Key, base: Key | None, models: Mapping[Kind, Model]) -> tuple[TensorEntry, Stored]:
+    def compare(
+        self, key: Key, base: Key | None, models: Mapping[Kind, ChangeModel]
+    ) -> tuple[TensorEntry, Stored]:
         """How a tensor is stored. What is resident comes in an order of its own."""
         if self._coming is None:
             compared = (self._compare(*running, models) for running in self._running)
@@ -152,7 +154,7 @@ class DeviceComparer:
         return self._host.compare(key, base, models) if found is None else found
 
     def _compare(
-        self, names: list[str], group: gpu.Group, running: _Prints, models: Mapping[Kind, Model]
+        self, names: list[str], group: gpu.Group, running: _Prints, models: Mapping[Kind, ChangeModel]
     ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
         """Those that are the same, or whose sparse changes are clearly the best."""
         prints, counts, varied = running.wait()
@@ -172,7 +174,7 @@ class DeviceComparer:
         return TensorEntry(it.name, self._specs[it.name], SAME, base=it.base, target=it.target)
 
     def _encode(
-        self, group: gpu.Group, members: list[_Compared], model: Model
+        self, group: gpu.Group, members: list[_Compared], model: ChangeModel
     ) -> Iterator[tuple[str, tuple[TensorEntry, Stored]]]:
         import torch
 

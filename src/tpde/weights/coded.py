@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model, Sparse, chunk_count
+from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, ChangeModel, Sparse, chunk_count
 from tpde.codec.native import Bytes
 from tpde.files.writer import default_threads
 from tpde.format.blob_header import align
@@ -37,11 +37,11 @@ class Coding:
 
     Parameters
     ----------
-    model : Model
+    model : ChangeModel
         The model.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ChangeModel) -> None:
         self.model = model
         self._images: dict[torch.device, Tensor] = {}
 
