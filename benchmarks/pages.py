@@ -75,7 +75,7 @@ def copied(source: Any, _: Libc, *, ours: bool) -> tuple[Piece, int, Callable[[]
 
     def bring(at: int) -> None:
         if ours:
-            arena.fill(made, arena.Part(of, at, at, size))
+            arena.fill(made, arena.ArenaPart(of, at, at, size))
         else:
             with made.view[at : at + size] as room:
                 source.read_into(at, room)

@@ -29,7 +29,7 @@ from tpde.io.sources import BytesSource, Extent, FileSource  # noqa: E402
 from tpde.streaming import ring  # noqa: E402
 from tpde.streaming import streamed_source as tensors  # noqa: E402
 from tpde.streaming.expert_cache import ExpertCache  # noqa: E402
-from tpde.streaming.pieces import Part, cut  # noqa: E402
+from tpde.streaming.pieces import TensorPart, cut  # noqa: E402
 from tpde.streaming.prefetch import Order  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -192,7 +192,7 @@ def test_what_lies_far_between_two_tensors_is_not_copied(tmp_path: Path) -> None
     with Fixture(tmp_path, [3000, 3000]) as made:
         first, second = made.tensors
         far = second.extent._replace(offset=first.extent.offset + first.extent.size + GAP_BYTES + 256)
-        parts = [Part(first, 0, 0, 0), Part(second, 0, 0, 0)]
+        parts = [TensorPart(first, 0, 0, 0), TensorPart(second, 0, 0, 0)]
         assert len(cut(parts, 64 << 20)) == 1
         second.extent = far
         assert len(cut(parts, 64 << 20)) == 2

@@ -16,7 +16,7 @@ from tpde.errors import InvalidInput, Truncated
 from tpde.host import arena as arenas
 from tpde.host.ranges import GAP_BYTES, PAGE, Range, merge, read_error, require
 from tpde.io.sources import BytesSource, Extent, FileSource
-from tpde.streaming.pieces import Part, Piece, cut
+from tpde.streaming.pieces import Piece, TensorPart, cut
 from tpde.streaming.retained import Kept, Stay
 
 FILE, OTHER = (BytesSource(bytes(4096), "file") for _ in range(2))
@@ -30,8 +30,8 @@ def tensor(name: str, at: int, *chunks: int, source: Any = FILE, supply: Any = S
     return SimpleNamespace(name=name, offsets=offsets, extent=extent, supply=supply)
 
 
-def whole(*tensors: Any) -> list[Part]:
-    return [Part(it, 0, 0, len(it.offsets) - 2) for it in tensors]
+def whole(*tensors: Any) -> list[TensorPart]:
+    return [TensorPart(it, 0, 0, len(it.offsets) - 2) for it in tensors]
 
 
 def held(pieces: list[Piece]) -> list[list[tuple[str, int, int]]]:
@@ -48,12 +48,12 @@ def test_a_piece_ends_where_the_next_chunk_would_not_fit() -> None:
     with pytest.raises(InvalidInput, match="chunk 0 of `t` has 64 bytes, a piece 63"):
         cut(whole(it), 63)
     with pytest.raises(InvalidInput, match="chunk 2 of `t` has 48 bytes, a piece 47"):
-        cut([Part(it, 0, 1, 2)], 47)
+        cut([TensorPart(it, 0, 1, 2)], 47)
 
 
 def test_a_piece_says_where_its_bytes_and_its_tensors_are() -> None:
     one, two = tensor("one", 160, 64, 32), tensor("two", 272, 48, 16)
-    first, second = cut([Part(one, 1000, 1, 1), Part(two, 2000, 0, 1)], 144)[:1] * 2
+    first, second = cut([TensorPart(one, 1000, 1, 1), TensorPart(two, 2000, 0, 1)], 144)[:1] * 2
     assert (first.extent, first.supply) == (Extent(FILE, 224, 112, "one"), SUPPLY)
     assert [it.at for it in second.spans] == [160 - 224, 272 - 224]
     assert [it.out for it in first.spans] == [1000, 2000]
@@ -86,13 +86,16 @@ def test_which_tensors_join(second: Any, joins: bool) -> None:
 
 def test_a_chunk_that_is_wanted_twice_is_copied_twice() -> None:
     it = tensor("t", 0, 64, 32)
-    assert held(cut([Part(it, 0, 0, 1), Part(it, 1000, 0, 1)], 4096)) == [[("t", 0, 1)], [("t", 0, 1)]]
+    assert held(cut([TensorPart(it, 0, 0, 1), TensorPart(it, 1000, 0, 1)], 4096)) == [
+        [("t", 0, 1)],
+        [("t", 0, 1)],
+    ]
 
 
 def test_pieces_are_in_the_order_of_files_and_offsets() -> None:
     far, near = tensor("far", 4096, 16, 16), tensor("near", 0, 16)
     early = tensor("early", 8192, 16, source=BytesSource(b"", "a file"))
-    parts = [Part(far, 0, 1, 1), *whole(near, early), Part(far, 0, 0, 0)]
+    parts = [TensorPart(far, 0, 1, 1), *whole(near, early), TensorPart(far, 0, 0, 0)]
     assert held(cut(parts, 64, gap=0)) == [
         [("early", 0, 0)],
         [("near", 0, 0)],

@@ -25,7 +25,7 @@ from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.io.sources import Extent, FileSource  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.streaming import ring  # noqa: E402
-from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
+from tpde.streaming.pieces import Piece, TensorPart, cut  # noqa: E402
 from tpde.streaming.prefetch import Order  # noqa: E402
 from tpde.streaming.retained import Kept  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
@@ -51,7 +51,7 @@ def test_pieces_hold_every_chunk_once(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int, apart: int
 ) -> None:
     with Fixture(tmp_path_factory.mktemp("cut"), sizes, apart=apart) as made:
-        parts = [Part(it, 0, 0, it.header.chunks - 1) for it in made.tensors]
+        parts = [TensorPart(it, 0, 0, it.header.chunks - 1) for it in made.tensors]
         pieces = cut(parts, limit)
         seen: list[tuple[str, int]] = []
         for piece in pieces:
@@ -77,7 +77,7 @@ def test_blobs_at_odd_offsets_are_put_at_even_places(offset: int, apart: int, tm
 
 def test_a_piece_that_cannot_hold_a_chunk(tmp_path: Path) -> None:
     with Fixture(tmp_path, [50_000]) as made, pytest.raises(InvalidInput, match=r"chunk 0 of `t0` has \d+"):
-        cut([Part(made.tensors[0], 0, 0, 1)], 4096)
+        cut([TensorPart(made.tensors[0], 0, 0, 1)], 4096)
 
 
 def test_copies_run_ahead_in_the_order_of_the_last_time(tmp_path: Path) -> None:

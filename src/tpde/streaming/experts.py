@@ -21,7 +21,7 @@ from tpde.host.feed import Event, Ticket
 from tpde.streaming.cuda_device import Device
 from tpde.streaming.damage import Checks, DecodedPieces
 from tpde.streaming.expert_cache import ExpertCache
-from tpde.streaming.pieces import Part, Piece, cut
+from tpde.streaming.pieces import Piece, TensorPart, cut
 from tpde.streaming.streamed_source import travelling
 from tpde.streaming.trace import Trace
 from tpde.weights.packed_tensor import PackedTensor
@@ -65,7 +65,7 @@ def expert_pieces(slots: Sequence[FusedWeight], number: int, piece: int) -> list
             if travelling(it.source):
                 begin = it.source.header.chunk_range(it.first, it.first)[0]
                 out = it.offset - begin * it.source.header.word_bytes
-                parts.append(Part(it.source, out, it.first, it.last))
+                parts.append(TensorPart(it.source, out, it.first, it.last))
     return cut(parts, piece, gap=0)  # between tensors of an expert lie those of others
 
 

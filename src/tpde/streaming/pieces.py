@@ -61,7 +61,7 @@ class Piece(NamedTuple):
     spans: tuple[PieceSpan, ...]
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Chunks `first` to `last` of a tensor whose first byte goes to byte `out` of a buffer."""
 
     tensor: Streamed
@@ -70,12 +70,12 @@ class Part(NamedTuple):
     last: int
 
 
-def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
+def cut(parts: Sequence[TensorPart], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
     """Cut parts of tensors into pieces.
 
     Parameters
     ----------
-    parts : sequence of Part
+    parts : sequence of TensorPart
         In the order of use.
     limit : int
         Bytes of a piece, at most.

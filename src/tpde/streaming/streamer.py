@@ -16,7 +16,7 @@ from torch import Tensor
 from tpde.errors import PackedWeight, ReadError, UnsupportedDevice
 from tpde.streaming.cuda_device import Device
 from tpde.streaming.damage import Checks, DecodedPieces
-from tpde.streaming.pieces import Part, Piece, cut
+from tpde.streaming.pieces import Piece, TensorPart, cut
 from tpde.streaming.retained import Kept
 from tpde.streaming.ring import Ring
 from tpde.streaming.streamed_source import Streamed, travelling
@@ -147,7 +147,7 @@ class Streamer:
     def unit(self, items: Sequence[tuple[Source, int]]) -> Unit:
         """What decodes tensors, each at its byte offset, into a buffer."""
         rest = [(packed, out) for packed, out in items if not travelling(packed)]
-        parts = [Part(it, out, 0, it.header.chunks - 1) for it, out in items if travelling(it)]
+        parts = [TensorPart(it, out, 0, it.header.chunks - 1) for it, out in items if travelling(it)]
         if parts and not self.ring.places:
             raise PackedWeight(
                 f"`{parts[0].tensor.name}` stays on the host, and only rows of it are read under the VRAM "
@@ -165,7 +165,7 @@ class Streamer:
         key = (id(packed), first, last, offset)
         if key not in self._chunks:
             begin = packed.header.chunk_range(first, last)[0] * packed.header.word_bytes
-            pieces = cut([Part(packed, offset - begin, first, last)], self.ring.room)
+            pieces = cut([TensorPart(packed, offset - begin, first, last)], self.ring.room)
             made = self._chunks[key] = Unit(self, pieces)
             if not self._used:
                 self.ring.expect(made)
