@@ -18,7 +18,7 @@ from tpde.store import device_deltas
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from tpde.weights.changed_rows import RowChanges, different_words  # noqa: E402
-from tpde.weights.coded import Coded, Coding, Piece, changing  # noqa: E402
+from tpde.weights.coded import Coded, CodedPiece, Coding, changing  # noqa: E402
 
 
 def changed(words: int, share: float, *seed: Any) -> tuple[np.ndarray, np.ndarray, Coded]:
@@ -38,7 +38,7 @@ def changed(words: int, share: float, *seed: Any) -> tuple[np.ndarray, np.ndarra
 @pytest.mark.parametrize("most", [1, 2000, 1 << 30])
 def test_pieces_are_all_of_it(words: int, most: int) -> None:
     old, new, change = changed(words, 0.02)
-    whole = Piece.whole(change, old.size, 64)
+    whole = CodedPiece.whole(change, old.size, 64)
     pieces = list(whole.cut(most))
     assert [it.first for it in pieces] == [0, *(it.last for it in pieces[:-1])]
     assert pieces[-1].last == change.changes.size
@@ -62,7 +62,7 @@ def test_words_beneath_are_counted_once_a_stream(monkeypatch: pytest.MonkeyPatch
     """Another stream does not wait for what the first one counted."""
     monkeypatch.setattr("tpde.weights.coded.by_kernels", lambda device: True)
     old, new, change = changed(CHUNK_WORDS + 9, 0.02)
-    (decode,) = changing([Piece.whole(change, old.size, 0)], torch.device("cpu"))
+    (decode,) = changing([CodedPiece.whole(change, old.size, 0)], torch.device("cpu"))
     now, launched, launch = 0, list[str](), nvrtc.launch
 
     def on_stream(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:

@@ -16,7 +16,7 @@ from tpde.errors import PackedWeight
 from tpde.format.blob_header import align
 from tpde.weights.active_delta import ALWAYS, UNNAMED, ActiveDelta
 from tpde.weights.changed_rows import ChangedRows, RowChanges, different_words
-from tpde.weights.coded import Coded, Piece, by_kernels, changing
+from tpde.weights.coded import Coded, CodedPiece, by_kernels, changing
 from tpde.weights.launch import capturing
 from tpde.weights.pack_tensor import packed_again
 from tpde.weights.packed_tensor import PackedTensor
@@ -243,7 +243,7 @@ def part_of(variant: Variant, begin: int, end: int) -> Tensor:
     found = Span(PackedTensor(start), low, high).decoded()
     first, last = low // step, -(-high // step)
     for change in variant.changes:
-        for decode in changing([Piece(change, first, last, 0, (high - low) // word)], start.device):
+        for decode in changing([CodedPiece(change, first, last, 0, (high - low) // word)], start.device):
             decode(found)
     return found[begin - low : end - low]
 
@@ -296,10 +296,12 @@ class ChangedDecoder:
             change(out)
 
 
-def _rounds(items: Iterable[tuple[Variant, int]]) -> Iterator[list[Piece]]:
+def _rounds(items: Iterable[tuple[Variant, int]]) -> Iterator[list[CodedPiece]]:
     """The first changes of all tensors, then the second ones, and so on."""
     each = [
-        [Piece.whole(change, it.start.nbytes, at) for change in it.changes] for it, at in items if it.changes
+        [CodedPiece.whole(change, it.start.nbytes, at) for change in it.changes]
+        for it, at in items
+        if it.changes
     ]
     for found in zip_longest(*each):
         yield [piece for piece in found if piece is not None]

@@ -110,7 +110,7 @@ class Coded:
         self.coding.model.apply(Sparse(data, *records), words, default_threads())
 
 
-class Piece(NamedTuple):
+class CodedPiece(NamedTuple):
     """Chunks `first` to `last` of a change, whose words begin at byte `at` of a buffer.
 
     `words` is how many they have.
@@ -123,7 +123,7 @@ class Piece(NamedTuple):
     words: int
 
     @classmethod
-    def whole(cls, change: Coded, nbytes: int, at: int) -> Piece:
+    def whole(cls, change: Coded, nbytes: int, at: int) -> CodedPiece:
         """All of a tensor's chunks."""
         return cls(change, 0, change.changes.size, at, nbytes // change.word_bytes)
 
@@ -132,7 +132,7 @@ class Piece(NamedTuple):
         """How many words change."""
         return int(self.change.changes[self.first : self.last].sum(dtype=np.uint64))
 
-    def cut(self, most: int) -> Iterator[Piece]:
+    def cut(self, most: int) -> Iterator[CodedPiece]:
         """Pieces that have at most so many changes, or one chunk."""
         sums = np.cumsum(self.change.changes[self.first : self.last], dtype=np.uint64)
         first, before = self.first, 0
@@ -141,7 +141,7 @@ class Piece(NamedTuple):
             last = min(max(fits, first + 1), self.last)
             skipped = (first - self.first) * CHUNK_WORDS
             words = min((last - first) * CHUNK_WORDS, self.words - skipped)
-            yield Piece(self.change, first, last, self.at + skipped * self.change.word_bytes, words)
+            yield CodedPiece(self.change, first, last, self.at + skipped * self.change.word_bytes, words)
             before, first = int(sums[last - 1 - self.first]), last
 
 
@@ -153,7 +153,7 @@ class _Pieces:
     words beneath are always the same, so that they are counted by the first call of each stream alone.
     """
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, pieces: Sequence[CodedPiece], device: torch.device) -> None:
         from tpde.cuda.delta_kernels import DeltaBatch, Pair
 
         coding = pieces[0].change.coding
@@ -213,12 +213,12 @@ class _Pieces:
             self._batch.write(items, whose, listed, found, stream)
 
 
-def changing(pieces: Sequence[Piece], device: torch.device) -> list[Decoder]:
+def changing(pieces: Sequence[CodedPiece], device: torch.device) -> list[Decoder]:
     """What changes tensors in a buffer of bytes on a device, one call after the other.
 
     Parameters
     ----------
-    pieces : sequence of Piece
+    pieces : sequence of CodedPiece
         Their words; none may overlap.
     device : torch.device
         Where the changes are, and the buffer will be.
@@ -234,7 +234,7 @@ def changing(pieces: Sequence[Piece], device: torch.device) -> list[Decoder]:
     made: list[Decoder] = []
     for members in _by_coding(pieces).values():
         most = _SCRATCH_BYTES // (2 * (2 + members[0].change.word_bytes))
-        batch: list[Piece] = []
+        batch: list[CodedPiece] = []
         held = 0
         for it in (part for piece in members for part in piece.cut(most)):
             if batch and held + it.changes > most:
@@ -248,8 +248,8 @@ def changing(pieces: Sequence[Piece], device: torch.device) -> list[Decoder]:
     return made
 
 
-def _by_coding(pieces: Sequence[Piece]) -> dict[Any, list[Piece]]:
-    groups: dict[Any, list[Piece]] = {}
+def _by_coding(pieces: Sequence[CodedPiece]) -> dict[Any, list[CodedPiece]]:
+    groups: dict[Any, list[CodedPiece]] = {}
     for it in pieces:
         groups.setdefault(id(it.change.coding), []).append(it)
     return groups
