@@ -58,7 +58,7 @@ def main() -> int:
     for columns, bar in BARS.items():
         note(f"{columns} columns")
         words = weights((chosen.mib << 19) // columns, columns)
-        plan = window_plan.Plan(words)
+        plan = window_plan.WindowPlan(words)
         blob, out, copy = plan.encode(), np.empty_like(words), np.empty_like(words)
         bits = 8 * plan.nbytes / words.size
         share = f"{100 * plan.entries / words.size:.2f} %"
@@ -67,7 +67,7 @@ def main() -> int:
         for threads in (1, 2):
             taken = seconds(
                 {
-                    "plan": lambda w=words, t=threads: window_plan.Plan(w, t),
+                    "plan": lambda w=words, t=threads: window_plan.WindowPlan(w, t),
                     "encode": lambda p=plan, b=blob, t=threads: p.encode(b, t),
                     "decode": lambda b=blob, o=out, t=threads: windows.decode(b, out=o, threads=t),
                     "validate": lambda b=blob, t=threads: windows.validate(b, t),

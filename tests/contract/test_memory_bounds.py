@@ -184,7 +184,7 @@ def _parts(size: int, unit: int) -> list[tuple[int, int]]:
 def test_windows(content: str, shape: tuple[int, int]) -> None:
     words = guarded(MATRICES[content](*shape).tobytes()).view("<u2").reshape(shape)
     for threads in (1, 3):
-        plan = window_plan.Plan(words, threads)
+        plan = window_plan.WindowPlan(words, threads)
         blob = plan.encode(room(plan.nbytes), threads)
         windows.validate(blob, threads)
         back = room(words.nbytes).view("<u2").reshape(shape)
@@ -201,8 +201,8 @@ def test_windows(content: str, shape: tuple[int, int]) -> None:
 def test_words_that_change_while_they_are_encoded() -> None:
     """Those of one stripe need more entries than were counted, and than a blob has bytes."""
     words = MATRICES["weights"](16, 2000).copy()
-    plan = window_plan.Plan(words)
+    plan = window_plan.WindowPlan(words)
     words[:] = MATRICES["escapes"](16, 2000)
-    assert 2 * window_plan.Plan(words).entries > plan.nbytes
+    assert 2 * window_plan.WindowPlan(words).entries > plan.nbytes
     with pytest.raises(NativeError, match="not what the entries were counted in"):
         plan.encode(room(plan.nbytes))

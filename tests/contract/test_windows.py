@@ -115,7 +115,7 @@ def test_zeros_have_a_pair_of_their_own_where_that_pays() -> None:
 def test_weights_take_as_much_as_the_document_says() -> None:
     for columns, most in ((4096, 11.25), (384, 11.28)):
         words = weights(4 << 20 >> columns.bit_length() - 1, columns)
-        plan = window_plan.Plan(words)
+        plan = window_plan.WindowPlan(words)
         assert 8 * plan.nbytes / words.size < most
 
 

@@ -16,7 +16,7 @@ from tpde.format.container import TensorSpec
 
 def _plan(
     dtype: str, content: str, codec: selection.CodecName = "auto", words: int = 60_000
-) -> selection.Plan | None:
+) -> selection.TensorPlan | None:
     spec = spec_of(dtype, words)
     return selection.plan_tensor(spec, np.frombuffer(fill(content, spec), np.uint8), codec)
 

@@ -16,7 +16,7 @@ from tpde.codec.core_chunks import EncodedChunks
 from tpde.codec.native import Bytes
 from tpde.codec.reference import CODECS as DOCUMENTED
 from tpde.codec.registry import CODECS, Codec, Gpu, codec_of
-from tpde.codec.selection import Plan, core_layout, plan_tensor
+from tpde.codec.selection import TensorPlan, core_layout, plan_tensor
 from tpde.format.blob_header import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
 from tpde.format.constants import CODEC_FACTS, CodecFacts
 from tpde.format.container import TensorSpec
@@ -71,7 +71,7 @@ def blob(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(registry.CODECS, NEW, Codec(NEW, Turned, Gpu.NONE))
     plan = plan_tensor(SPEC, np.frombuffer(DATA, np.uint8), "prefix")
     assert plan is not None
-    plan = Plan(dataclasses.replace(plan.header, codec=NEW), plan.section, plan.estimate)
+    plan = TensorPlan(dataclasses.replace(plan.header, codec=NEW), plan.section, plan.estimate)
     sink = BytesSink()
     writer = BlobWriter(plan, sink, 0, 1)
     writer.write(np.frombuffer(DATA, np.uint8))

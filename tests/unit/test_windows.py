@@ -16,7 +16,7 @@ from support.windows import escapes, pruned, weights
 
 from tpde.codec import window_cut, window_plan, windows, windows_encoder_reference
 from tpde.codec import windows_reference as reference
-from tpde.codec.window_plan import Plan
+from tpde.codec.window_plan import WindowPlan
 from tpde.codec.windows import FLAG_ZERO, encoded_size, sections
 from tpde.codec.windows_reference import ZERO, Coded
 from tpde.errors import Corrupt, InvalidInput
@@ -213,16 +213,16 @@ def test_the_largest_matrices() -> None:
 def test_what_is_no_matrix_is_refused() -> None:
     for wrong in (WORDS[0], WORDS.view(np.uint8), WORDS[None], WORDS.astype(np.float32)):
         with pytest.raises(ValueError, match="is no bf16 matrix"):
-            Plan(wrong)
+            WindowPlan(wrong)
     with pytest.raises(ValueError, match="contiguous"):
-        Plan(WORDS[:, ::2])
+        WindowPlan(WORDS[:, ::2])
     for empty in (WORDS[:0], WORDS[:, :0].copy()):
         with pytest.raises(InvalidInput):
-            Plan(empty)
+            WindowPlan(empty)
 
 
 def test_a_plan_says_what_the_blob_takes() -> None:
-    plan = Plan(WORDS)
+    plan = WindowPlan(WORDS)
     assert plan.nbytes == encoded_size(*WORDS.shape, plan.entries) == BLOB.size
     assert plan.entries == windows.validate(BLOB).entries > 0
     out = np.zeros(plan.nbytes, np.uint8)
@@ -240,7 +240,7 @@ def test_words_that_change_after_they_are_planned_are_refused() -> None:
 
     for change in (0, 0x7F80):
         words = WORDS.copy()
-        plan = Plan(words)
+        plan = WindowPlan(words)
         words[:20] = change
         words[20:] ^= np.uint16(change)
         with pytest.raises(NativeError, match="not what the entries were counted in"):

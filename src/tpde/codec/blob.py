@@ -13,7 +13,7 @@ from tpde.codec import core_chunks
 from tpde.codec.core_chunks import EncodedChunks
 from tpde.codec.native import Bytes
 from tpde.codec.registry import CONSTANT, codec_of
-from tpde.codec.selection import Plan, base_header, core_layout
+from tpde.codec.selection import TensorPlan, base_header, core_layout
 from tpde.errors import Corrupt
 from tpde.format.blob_header import MAX_FIXED_BYTES, BlobHeader, parse_blob_header, with_results
 from tpde.format.constants import RECORD_BYTES
@@ -47,7 +47,7 @@ class BlobWriter:
 
     Parameters
     ----------
-    plan : Plan
+    plan : TensorPlan
         How to store it.
     sink : Sink
         Where it goes.
@@ -60,7 +60,7 @@ class BlobWriter:
     """
 
     def __init__(
-        self, plan: Plan, sink: Sink, offset: int, threads: int, background: Executor | None = None
+        self, plan: TensorPlan, sink: Sink, offset: int, threads: int, background: Executor | None = None
     ) -> None:
         self._header, self._section = plan.header, plan.section
         self._sink, self._offset, self._threads = sink, offset, threads

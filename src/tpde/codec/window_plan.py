@@ -61,7 +61,7 @@ def choose(rows: int, columns: int, counts: Counts) -> tuple[Window, Words]:
     return from_core(made), said
 
 
-class Plan:
+class WindowPlan:
     """The windows of a matrix, chosen; it is encoded next, or refused for its size.
 
     Parameters
@@ -154,4 +154,4 @@ def encode(words: npt.NDArray[Any], threads: int = 1) -> Bytes:
     InvalidInput
         If the matrix has no window layout (windows.md 8).
     """
-    return Plan(words, threads).encode(threads=threads)
+    return WindowPlan(words, threads).encode(threads=threads)

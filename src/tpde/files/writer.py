@@ -14,7 +14,7 @@ import xxhash
 import zstandard
 
 from tpde.codec.native import Bytes, as_bytes
-from tpde.codec.selection import MIN_BYTES, CodecName, Plan, plan_tensor
+from tpde.codec.selection import MIN_BYTES, CodecName, TensorPlan, plan_tensor
 from tpde.errors import InvalidInput, TpdeError
 from tpde.files.tensor_writer import Stored, TensorWriter, repeats
 from tpde.format.blob_header import MAX_FIXED_BYTES, align, parse_blob_header
@@ -136,7 +136,7 @@ class PackedWriter:
         self._metadata[KEY_SOURCE_HASH] = xxhash.xxh3_128_hexdigest(header)
         self._written: dict[str, tuple[TensorSpec, int, int]] = {}  # stored name: spec, begin, end
         self._plain: dict[str, str] = {}
-        self._plans: dict[str, Plan | None] = {}
+        self._plans: dict[str, TensorPlan | None] = {}
         self._now: tuple[str, TensorWriter] | None = None
         self._done: set[str] = set()
         total = sum(spec.nbytes for spec in self._specs.values())

@@ -50,7 +50,7 @@ def encode(matrix: Tensor, most: int | None = None) -> EncodedWindow | None:
 
 def _on_host(matrix: Tensor, most: int | None) -> EncodedWindow | None:
     threads = default_threads()
-    plan = window_plan.Plan(matrix.view(torch.int16).numpy(), threads)
+    plan = window_plan.WindowPlan(matrix.view(torch.int16).numpy(), threads)
     if most is not None and plan.nbytes > most:
         return None
     blob = torch.empty(plan.nbytes, dtype=torch.uint8)
