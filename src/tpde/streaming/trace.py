@@ -38,7 +38,7 @@ class TimingEvent(Protocol):
         """Milliseconds from this one to another."""
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """Something that took time.
 
     Attributes
@@ -104,7 +104,7 @@ class Trace:
         self.device, self.dropped = device, 0
         self._anchor, self._anchor_ns = anchor, anchor_ns
         self._limit, self._lock = limit, threading.Lock()
-        self._spans: deque[Span] = deque()
+        self._spans: deque[TraceSpan] = deque()
         self._pending: deque[_Pending] = deque()
 
     def copy(self, start: TimingEvent, end: TimingEvent, name: str, nbytes: int) -> None:
@@ -121,13 +121,13 @@ class Trace:
 
     def read(self, t0_ns: int, t1_ns: int, name: str, nbytes: int) -> None:
         """Bytes from a file to host memory."""
-        self._keep(Span(READ, name, t0_ns, t1_ns, nbytes, t0_ns))
+        self._keep(TraceSpan(READ, name, t0_ns, t1_ns, nbytes, t0_ns))
 
     def wait(self, t0_ns: int, t1_ns: int, name: str) -> None:
         """The host could not queue a copy, since its bytes were not read yet."""
-        self._keep(Span(WAIT, name, t0_ns, t1_ns, 0, t0_ns))
+        self._keep(TraceSpan(WAIT, name, t0_ns, t1_ns, 0, t0_ns))
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TraceSpan]:
         """All spans that are kept, by their starts. Waits for the device to pass the last of them."""
         with self._lock:
             while self._pending:
@@ -145,11 +145,11 @@ class Trace:
                 self._pending.popleft()
                 self.dropped += 1
 
-    def _keep(self, span: Span) -> None:
+    def _keep(self, span: TraceSpan) -> None:
         with self._lock:
             self._append(span)
 
-    def _append(self, span: Span) -> None:
+    def _append(self, span: TraceSpan) -> None:
         self._spans.append(span)
         if len(self._spans) > self._limit:
             self._spans.popleft()
@@ -160,7 +160,7 @@ class Trace:
         after = self._anchor.elapsed_time(it.end)
         end = self._anchor_ns + round(after * 1e6)
         start = end - round(it.start.elapsed_time(it.end) * 1e6)
-        self._append(Span(it.track, it.name, start, end, it.nbytes, it.queued))
+        self._append(TraceSpan(it.track, it.name, start, end, it.nbytes, it.queued))
         if after > _REANCHOR:
             self._anchor, self._anchor_ns = it.end, end
 
@@ -251,7 +251,7 @@ def _meta(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def _complete(span: Span, pid: int, tid: int, zero: int) -> dict[str, Any]:
+def _complete(span: TraceSpan, pid: int, tid: int, zero: int) -> dict[str, Any]:
     took = span.end - span.start
     args: dict[str, Any] = {}
     if span.nbytes:
