@@ -23,7 +23,7 @@ from tpde.nn import pack_module
 from tpde.streaming.cuda_device import CudaDevice
 from tpde.streaming.retained import Kept
 from tpde.streaming.streamed_source import Streamed
-from tpde.streaming.streamer import Streamer, Unit
+from tpde.streaming.streamer import StreamedUnit, Streamer
 from tpde.weights.resident import Resident
 from tpde.weights.rows import RowReader
 
@@ -75,7 +75,7 @@ class Fixture:
             for i, (at, size) in enumerate(extents)
         ]
 
-    def unit(self, *numbers: int) -> tuple[Unit, list[tuple[int, bytes]], int]:
+    def unit(self, *numbers: int) -> tuple[StreamedUnit, list[tuple[int, bytes]], int]:
         """A unit of some tensors, where they go, and how large the buffer must be."""
         items, expected, at = [], [], 0
         for i in numbers:

@@ -15,7 +15,7 @@ from tpde.format.container import TensorSpec
 from tpde.io.sources import Extent, FileSource
 from tpde.streaming.retained import Kept
 from tpde.streaming.streamed_source import Streamed
-from tpde.streaming.streamer import Streamer, Unit
+from tpde.streaming.streamer import StreamedUnit, Streamer
 
 CPU = torch.device("cpu")
 ROOM = 128 << 10
@@ -62,7 +62,7 @@ class Fixture:
             for i, (at, size) in enumerate(extents)
         ]
 
-    def units(self, *groups: tuple[int, ...]) -> list[tuple[Unit, bytes]]:
+    def units(self, *groups: tuple[int, ...]) -> list[tuple[StreamedUnit, bytes]]:
         """Units of tensors by their numbers, and the bytes that each must give."""
         made = []
         for group in groups:
@@ -80,7 +80,7 @@ class Fixture:
         self.streamer.close()
 
 
-def filled(unit: Unit, size: int) -> bytes:
+def filled(unit: StreamedUnit, size: int) -> bytes:
     out = torch.full((size,), 0xA5, dtype=torch.uint8)
     unit(out)
     return bytes(out.numpy().tobytes())

@@ -18,7 +18,7 @@ from tpde.errors import Corrupt  # noqa: E402
 from tpde.host import page_lock  # noqa: E402
 from tpde.streaming import cuda_device as devices  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
-from tpde.streaming.streamer import Unit  # noqa: E402
+from tpde.streaming.streamer import StreamedUnit  # noqa: E402
 from tpde.streaming.trace import Trace, start_trace  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -80,7 +80,7 @@ def test_places_are_not_written_before_what_used_their_memory_is_done(
     assert device._ring is not None
 
 
-def one(made: Fixture) -> Unit:
+def one(made: Fixture) -> StreamedUnit:
     return made.units((2,))[0][0]
 
 

@@ -16,12 +16,12 @@ from support.ring import ROOM, SIZES, Fixture, filled  # noqa: E402
 from tpde.errors import Corrupt  # noqa: E402
 from tpde.streaming.pieces import Piece  # noqa: E402
 from tpde.streaming.retained import Kept  # noqa: E402
-from tpde.streaming.streamer import Unit  # noqa: E402
+from tpde.streaming.streamer import StreamedUnit  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
 
-def passes(made: Fixture, units: list[tuple[Unit, bytes]], count: int) -> list[int]:
+def passes(made: Fixture, units: list[tuple[StreamedUnit, bytes]], count: int) -> list[int]:
     """Bytes that each of so many passes over all units copies, every one of them right."""
     found = []
     for _ in range(count):

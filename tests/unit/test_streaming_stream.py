@@ -29,7 +29,7 @@ from tpde.streaming.pieces import Piece, TensorPart, cut  # noqa: E402
 from tpde.streaming.prefetch import Order  # noqa: E402
 from tpde.streaming.retained import Kept  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
-from tpde.streaming.streamer import Streamer, Unit  # noqa: E402
+from tpde.streaming.streamer import StreamedUnit, Streamer  # noqa: E402
 from tpde.weights.launch import Launch  # noqa: E402
 from tpde.weights.packed_tensor import PackedTensor  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
@@ -95,7 +95,7 @@ def test_copies_run_ahead_in_the_order_of_the_last_time(tmp_path: Path) -> None:
         assert made.streamer.dropped_pieces == dropped, "the order is known by now"
 
 
-def _sized(unit: tuple[Unit, bytes]) -> tuple[Unit, int]:
+def _sized(unit: tuple[StreamedUnit, bytes]) -> tuple[StreamedUnit, int]:
     return unit[0], len(unit[1])
 
 
@@ -221,7 +221,7 @@ def test_first_use_waits_for_no_copies_ahead(tmp_path: Path) -> None:
         gate.set()
 
 
-def damaged_later(made: Fixture) -> Unit:
+def damaged_later(made: Fixture) -> StreamedUnit:
     """A unit that was right, and whose last use was of damaged bytes."""
     (unit, expected) = made.units((2,))[0]
     assert filled(unit, len(expected)) == expected

@@ -32,7 +32,7 @@ class Closing(Protocol):
         """Give it back."""
 
 
-class Unit(DecodedPieces):
+class StreamedUnit(DecodedPieces):
     """Tensors, or some chunks of one, that are wanted together: calling it decodes them into a buffer.
 
     Parameters
@@ -96,7 +96,7 @@ class Streamer:
         self._lock = threading.RLock()
         self._checks = Checks(device)
         self._used = self._closed = False
-        self._chunks: dict[tuple[int, int, int, int], Unit] = {}
+        self._chunks: dict[tuple[int, int, int, int], StreamedUnit] = {}
         self.owned: list[Closing] = []
 
     @property
@@ -144,7 +144,7 @@ class Streamer:
 
     # ---- what is wanted ----
 
-    def unit(self, items: Sequence[tuple[Source, int]]) -> Unit:
+    def unit(self, items: Sequence[tuple[Source, int]]) -> StreamedUnit:
         """What decodes tensors, each at its byte offset, into a buffer."""
         rest = [(packed, out) for packed, out in items if not travelling(packed)]
         parts = [TensorPart(it, out, 0, it.header.chunks - 1) for it, out in items if travelling(it)]
@@ -155,18 +155,20 @@ class Streamer:
                 hint="load the model without `vram=` to read all of it",
                 where=parts[0].tensor.name,
             )
-        made = Unit(self, cut(parts, self.ring.room), Materializer(rest, rest[0][0].device) if rest else None)
+        made = StreamedUnit(
+            self, cut(parts, self.ring.room), Materializer(rest, rest[0][0].device) if rest else None
+        )
         if not self._used and made.pieces:
             self.ring.expect(made)
         return made
 
-    def chunks(self, packed: Streamed, first: int, last: int, offset: int) -> Unit:
+    def chunks(self, packed: Streamed, first: int, last: int, offset: int) -> StreamedUnit:
         """What decodes chunks `first` to `last` of a tensor into a buffer, from byte `offset` on."""
         key = (id(packed), first, last, offset)
         if key not in self._chunks:
             begin = packed.header.chunk_range(first, last)[0] * packed.header.word_bytes
             pieces = cut([TensorPart(packed, offset - begin, first, last)], self.ring.room)
-            made = self._chunks[key] = Unit(self, pieces)
+            made = self._chunks[key] = StreamedUnit(self, pieces)
             if not self._used:
                 self.ring.expect(made)
         return self._chunks[key]
@@ -210,8 +212,8 @@ class Streamer:
 
     # ---- filling a buffer ----
 
-    def fill(self, unit: Unit, out: Tensor) -> None:
-        """Decode a unit into a buffer, on the current stream: see `Unit`."""
+    def fill(self, unit: StreamedUnit, out: Tensor) -> None:
+        """Decode a unit into a buffer, on the current stream: see `StreamedUnit`."""
         with self._lock:
             if self.device.recording():
                 raise UnsupportedDevice(
