@@ -102,7 +102,7 @@ def sections(rows: int, columns: int, entries: int = 0) -> Window:
 
 
 def encoded_size(rows: int, columns: int, entries: int) -> int:
-    """Bytes of the blob of a matrix, of which `Plan.entries` are known.
+    """Bytes of the blob of a matrix, of which `WindowPlan.entries` are known.
 
     Raises
     ------

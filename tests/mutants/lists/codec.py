@@ -206,8 +206,8 @@ MUTANTS = (
     mutant(
         "a-sample-decides-for-zstd-by-itself",
         "codec/selection.py",
-        'return Plan(header, b"", size * spec.nbytes // part.size + header.chunks_at)',
-        'return Plan(header, b"", size + header.chunks_at)',
+        'return TensorPlan(header, b"", size * spec.nbytes // part.size + header.chunks_at)',
+        'return TensorPlan(header, b"", size + header.chunks_at)',
         "zstd is chosen by the size of its sample",
         "unit/test_plan.py",
         "contract/test_roundtrip.py",
