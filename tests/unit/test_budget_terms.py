@@ -10,7 +10,7 @@ from tpde.errors import OutOfMemory
 from tpde.planning import candidates as chosen
 from tpde.planning import planner as plans
 from tpde.planning.budget import Budget
-from tpde.planning.candidates import STAGING_LEAST, STAGING_STEP, Choice, Tally, choices, tally
+from tpde.planning.candidates import STAGING_LEAST, STAGING_STEP, Candidate, Tally, candidates, tally
 from tpde.planning.planner import MIB, make_plan, page_tables
 from tpde.planning.prediction import Work, predict
 from tpde.planning.units import Demand, Placement, Rates, Unit
@@ -80,7 +80,7 @@ ROWS = Unit("rows", 5 * MIB + 1, 8 * MIB, 23, rows=True)
 
 
 def counted(*units: Unit, plain: str = "", packed: str = "", ram: int | None = None) -> Tally:
-    return tally(Choice(frozenset(plain.split()), frozenset(packed.split())), units, ram)
+    return tally(Candidate(frozenset(plain.split()), frozenset(packed.split())), units, ram)
 
 
 def test_units_are_counted_as_the_allocator_rounds() -> None:
@@ -204,7 +204,7 @@ def test_which_units_may_be_where(odd: Unit, found: str) -> None:
     """What is plain, and what is packed: nothing is plain before all else is packed, but what is larger."""
     rows = [Unit(name, 9, 10, 0, rows=True) for name in "rs"]
     units = [*rows, Unit("w", 9, 10, 0), Unit("x", 9, 10, 0), odd]
-    assert [f"{together(it.plain)}/{together(it.packed)}" for it in choices(units)] == found.split()
+    assert [f"{together(it.plain)}/{together(it.packed)}" for it in candidates(units)] == found.split()
 
 
 @pytest.mark.parametrize(

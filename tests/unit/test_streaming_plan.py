@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tpde.errors import InvalidInput, OutOfMemory
 from tpde.planning import planner as plans
-from tpde.planning.candidates import STAGING_LEAST, Choice, evenly, tally
+from tpde.planning.candidates import STAGING_LEAST, Candidate, evenly, tally
 from tpde.planning.planner import MIB, Demand, Placement, Rates, StreamPlan, Unit, make_plan
 from tpde.planning.sizes import mib, parse_size
 
@@ -300,7 +300,7 @@ def test_page_tables_of_host_memory():
 def test_loading_has_room_for_index_maps():
     """Those of what is streamed are there first, and those of a plain unit while it is decoded."""
     near, far = unit("near", 800), unit("far", 800)
-    chosen = tally(Choice(frozenset({"near"}), frozenset()), [near, far], None)
+    chosen = tally(Candidate(frozenset({"near"}), frozenset()), [near, far], None)
     assert chosen.loading == near.plain + near.packed + near.index
     needs = Demand(plain=MIB, cache=0, activations=0, fixed=MIB)
     layout = plans._Layout(chosen, tiled=0, workspace=0, slots=0, piece=0)

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from tpde.errors import OutOfMemory
-from tpde.planning.candidates import Tally, choices, round_up, tally
+from tpde.planning.candidates import Tally, candidates, round_up, tally
 from tpde.planning.prediction import Work, predict
 from tpde.planning.sizes import mib
 from tpde.planning.units import Demand, Placement, Rates, Unit
@@ -113,7 +113,7 @@ class StreamPlan:
 
 
 class _Layout(NamedTuple):
-    """A choice with a workspace and a ring."""
+    """A candidate with a workspace and a ring."""
 
     tally: Tally
     tiled: int  # how many of the units that need the workspace
@@ -244,7 +244,7 @@ def make_plan(
     OutOfMemory
         If a budget cannot work; its `least` is the number of bytes that would.
     """
-    tallies = [tally(choice, units, ram) for choice in choices(units)]
+    tallies = [tally(candidate, units, ram) for candidate in candidates(units)]
     read = demand.plain + sum(unit.plain for unit in units if not unit.rows)
     possible = [it for it in tallies if ram is None or it.least_ram <= ram]
     for tile in (False, True):
