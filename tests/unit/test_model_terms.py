@@ -316,7 +316,7 @@ def test_a_peak_counts_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_footprint_is_of_weights_and_buffers() -> None:
     model: Any = torch.nn.Linear(4, 3)
     model.register_buffer("more", torch.zeros(10, dtype=torch.int64))
-    footprint = run_memory.Footprint(model)
+    footprint = run_memory.MemoryFootprintMethod(model)
     assert footprint() == 4 * 15 + 80
     assert footprint(return_buffers=False) == 4 * 15
 
@@ -549,12 +549,12 @@ def test_a_footprint_counts_packed_weights_once_as_what_they_take() -> None:
     assert sizes["packed_bytes"] == sum(it.packed_bytes for it in packed.values())
     assert sizes["unpacked_bytes"] == sum(it.nbytes for it in packed.values())
     assert sizes["unpacked_bytes"] + sizes["plain_bytes"] == plain
-    assert run_memory.Footprint(model)(False) == sizes["packed_bytes"] + sizes["plain_bytes"]
+    assert run_memory.MemoryFootprintMethod(model)(False) == sizes["packed_bytes"] + sizes["plain_bytes"]
 
 
 def test_a_footprint_keeps_no_model_and_goes_with_its_copy() -> None:
     model = torch.nn.Linear(4, 3)
-    model.footprint = run_memory.Footprint(model)
+    model.footprint = run_memory.MemoryFootprintMethod(model)
     gone, other = weakref.ref(model), copy.deepcopy(model)
     other.bias = None
     assert (model.footprint(), other.footprint()) == (60, 48)
