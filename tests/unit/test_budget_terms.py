@@ -13,7 +13,7 @@ from tpde.planning.budget import Budget
 from tpde.planning.candidates import STAGING_LEAST, STAGING_STEP, Candidate, Tally, candidates, tally
 from tpde.planning.planner import MIB, make_plan, page_tables
 from tpde.planning.prediction import Work, predict
-from tpde.planning.units import Demand, Placement, Rates, Unit
+from tpde.planning.units import Footprint, Placement, Rates, Unit
 
 NOTHING = Work(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 RATES = Rates(copy=50e9, disk=5e9, memory=4e12, decode=2e12, launch=40e-6)
@@ -226,7 +226,7 @@ def test_sizes_of_a_workspace(sizes: tuple[tuple[int, int], ...], tiled: int, fo
     assert [it // MIB for it in plans._workspaces(units, tiled)] == found
 
 
-NEEDS = Demand(
+NEEDS = Footprint(
     plain=3 * MIB,
     cache=5 * MIB,
     activations=7 * MIB,
@@ -329,8 +329,8 @@ def test_how_much_is_kept() -> None:
     work, used = worked(found, 150 * MIB), here.used(needs)
     left = plans.LEFT_FREE
 
-    def kept(spare: int, demand: Demand = needs) -> int:
-        return plans._kept(here, work, demand, used + left + spare)
+    def kept(spare: int, footprint: Footprint = needs) -> int:
+        return plans._kept(here, work, footprint, used + left + spare)
 
     assert kept(64 * MIB) == 64 * MIB
     assert kept(64 * MIB - 1) == 0, "too little to be worth it"
@@ -343,10 +343,10 @@ def test_how_much_is_kept() -> None:
 @pytest.mark.parametrize(("cache", "activations"), [(0, 0), (MIB, 0), (0, MIB)])
 @pytest.mark.parametrize("resident", [False, True])
 def test_what_is_too_little_says_what_would_be_less(cache: int, activations: int, resident: bool) -> None:
-    demand = Demand(plain=0, cache=cache, activations=activations, fixed=MIB, argument="`batches`")
+    footprint = Footprint(plain=0, cache=cache, activations=activations, fixed=MIB, argument="`batches`")
     odd = Unit("odd", 5 * MIB + 1, 8 * MIB, 0, resident=resident)
     with pytest.raises(OutOfMemory) as caught:
-        make_plan([odd, *BLOCKS], demand, 1000, None, RATES, calls=10)
+        make_plan([odd, *BLOCKS], footprint, 1000, None, RATES, calls=10)
     error = caught.value
     text = str(error)
     assert (" or more, or a smaller `batches`" in text) is bool(cache or activations)
@@ -387,7 +387,8 @@ def test_a_budget_is_exact_to_the_byte() -> None:
     assert least is not None
     pages = page_tables(sum(it.packed for it in BLOCKS)) + page_tables(NEEDS.elsewhere)
     rings = 4 * 4 * MIB
-    assert least == NEEDS.total + NEEDS.experts + 150 * MIB + rings + pages + 12 * MIB
+    always = NEEDS.plain + NEEDS.cache + NEEDS.activations + NEEDS.fixed
+    assert least == always + NEEDS.experts + 150 * MIB + rings + pages + 12 * MIB
     made = make_plan(BLOCKS, NEEDS, least, None, RATES, calls=10)
     assert made.used == least
     assert set(made.placements.values()) == {Placement.HOST}

@@ -55,7 +55,7 @@ from tpde.loading.quantized import PackedConfig  # noqa: E402
 from tpde.memory.allowance import Allowance  # noqa: E402
 from tpde.nn import pack_module, packed_modules  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.planning.units import Demand  # noqa: E402
+from tpde.planning.units import Footprint  # noqa: E402
 
 SPEC = TensorSpec("BF16", (64, 128))
 
@@ -187,7 +187,7 @@ def test_a_cache_of_experts_has_whole_places_for_those_that_there_are(
 
 
 def test_tables_of_what_is_on_the_device_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Demand] = []
+    seen: list[Footprint] = []
     monkeypatch.setattr(model_plan, "units_of", lambda *_: [])
     monkeypatch.setattr(model_plan, "make_plan", lambda units, needs, *_, **__: seen.append(needs))
     runs: Any = {
@@ -196,7 +196,7 @@ def test_tables_of_what_is_on_the_device_have_room(monkeypatch: pytest.MonkeyPat
         "c": SimpleNamespace(parts=[SimpleNamespace(name="z")]),
     }
     for only, tensors in ((None, 3), ({"a", "b"}, 2), (set(), 0)):
-        model_plan.place_units(torch.nn.ReLU(), runs, Demand(5, 0, 0, 0), 1, None, only)
+        model_plan.place_units(torch.nn.ReLU(), runs, Footprint(5, 0, 0, 0), 1, None, only)
         assert seen.pop().plain == 5 + tensors * TABLES_BYTES
 
 
@@ -470,13 +470,13 @@ def test_all_that_a_model_needs(options: dict[str, Any], said: str, monkeypatch:
     monkeypatch.setattr(model_footprint, "activations_of", lambda model, itemsize: made)
     monkeypatch.setattr(model_footprint, "state_bytes", lambda model, batch, only: 1000 * batch)
     model = llama()
-    needs = model_footprint.demand_of(model, set(), 100, 4, torch.bfloat16)
+    needs = model_footprint.footprint_of(model, set(), 100, 4, torch.bfloat16)
     assert needs.plain == plain_bytes(model, set())
     assert needs.cache == model_footprint.cache_bytes(model, 100, 2) + 4000
     assert needs.activations == made.bytes(100, 4)
     assert (needs.fixed, needs.column, needs.argument) == (FIXED_BYTES, 200, said)
     here = {"model.norm.weight"}
-    assert model_footprint.demand_of(model, set(), 100, 4, torch.bfloat16, here).plain == plain_bytes(
+    assert model_footprint.footprint_of(model, set(), 100, 4, torch.bfloat16, here).plain == plain_bytes(
         model, set(), here
     )
 
@@ -510,7 +510,7 @@ def test_attention_that_is_never_fused_has_scores() -> None:
 
 def test_what_a_plan_of_a_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several devices: what the others have comes through page tables only."""
-    seen: list[Demand] = []
+    seen: list[Footprint] = []
     monkeypatch.setattr(model_planning, "cache_least", lambda model, runs, only: 7)
     monkeypatch.setattr(model_planning, "place_units", lambda model, runs, needs, *_: seen.append(needs))
     parts = {

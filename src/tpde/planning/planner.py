@@ -14,9 +14,9 @@ from tpde.errors import OutOfMemory
 from tpde.planning.candidates import Tally, candidates, round_up, tally
 from tpde.planning.prediction import Work, predict
 from tpde.planning.sizes import mib
-from tpde.planning.units import Demand, Placement, Rates, Unit
+from tpde.planning.units import Footprint, Placement, Rates, Unit
 
-__all__ = ["Demand", "Placement", "Rates", "StreamPlan", "Unit", "make_plan"]
+__all__ = ["Footprint", "Placement", "Rates", "StreamPlan", "Unit", "make_plan"]
 
 MIB = 1 << 20
 # Slots of the ring, and the size of one. By preference 320 MiB, which take 6 ms to copy: as long as ten
@@ -53,10 +53,11 @@ class StreamPlan:
     host : int
         Bytes of units in page-locked host memory.
     parts : mapping of str to int
-        What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`;
-        `tiles` (what multiplying by a part of a weight gives); `ring`, `kept` (parts of streamed units that
-        are copied once) and `experts`, if units are streamed; `pages`, tables of the driver for host memory
-        that is page-locked; `index`, of streamed units; `packed` and `decoded`, of the units on the device.
+        What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Footprint`;
+        `workspace`; `tiles` (what multiplying by a part of a weight gives); `ring`, `kept` (parts of streamed
+        units that are copied once) and `experts`, if units are streamed; `pages`, tables of the driver for
+        host memory that is page-locked; `index`, of streamed units; `packed` and `decoded`, of the units on
+        the device.
     vram, ram : int
         The budgets; `ram` is None if there is none.
     work : Work
@@ -121,10 +122,10 @@ class _Layout(NamedTuple):
     slots: int
     piece: int
 
-    def used(self, demand: Demand) -> int:
+    def used(self, footprint: Footprint) -> int:
         """Bytes of device memory, at most: when all is there, or while plain units are decoded."""
-        parts = _parts(self, demand)
-        loading = demand.plain + demand.fixed + parts["pages"] + self.tally.maps + self.tally.loading
+        parts = _parts(self, footprint)
+        loading = footprint.plain + footprint.fixed + parts["pages"] + self.tally.maps + self.tally.loading
         return max(sum(parts.values()), loading)
 
     def products(self, column: int) -> int:
@@ -154,12 +155,12 @@ def _layouts(tallies: Iterable[Tally], tile: bool) -> Iterator[_Layout]:
                     yield _Layout(made, tiled, workspace, slots, piece)
 
 
-def _kept(layout: _Layout, work: Work, demand: Demand, vram: int) -> int:
+def _kept(layout: _Layout, work: Work, footprint: Footprint, vram: int) -> int:
     """Bytes for pieces that are copied once, of what is left over; where there are experts, they have it."""
-    if not layout.slots or demand.experts:
+    if not layout.slots or footprint.experts:
         return 0
     wanted = work.disk or work.copied
-    left = min(vram - layout.used(demand) - LEFT_FREE, wanted + 512 * work.pieces)
+    left = min(vram - layout.used(footprint) - LEFT_FREE, wanted + 512 * work.pieces)
     return left // GRAIN * GRAIN if left >= KEPT_LEAST else 0
 
 
@@ -218,7 +219,7 @@ def _works(layouts: Iterable[_Layout], read: int, calls: int) -> Iterator[tuple[
 
 
 def make_plan(
-    units: Sequence[Unit], demand: Demand, vram: int, ram: int | None, rates: Rates, *, calls: int
+    units: Sequence[Unit], footprint: Footprint, vram: int, ram: int | None, rates: Rates, *, calls: int
 ) -> StreamPlan:
     """Choose where each unit is kept, so that a token takes least time, but for 2 %.
 
@@ -228,7 +229,7 @@ def make_plan(
     ----------
     units : sequence of Unit
         In the order in which the model uses them.
-    demand : Demand
+    footprint : Footprint
         What else needs device memory.
     vram : int
         Bytes of device memory.
@@ -245,29 +246,29 @@ def make_plan(
         If a budget cannot work; its `least` is the number of bytes that would.
     """
     tallies = [tally(candidate, units, ram) for candidate in candidates(units)]
-    read = demand.plain + sum(unit.plain for unit in units if not unit.rows)
+    read = footprint.plain + sum(unit.plain for unit in units if not unit.rows)
     possible = [it for it in tallies if ram is None or it.least_ram <= ram]
     for tile in (False, True):
-        fitting = [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
+        fitting = [it for it in _layouts(possible, tile) if it.used(footprint) <= vram]
         fewest = min((it.tiled for it in fitting), default=0)
         rated = []
         for every_time, it in _works((it for it in fitting if it.tiled == fewest), read, calls):
-            kept = _kept(it, every_time, demand, vram)
+            kept = _kept(it, every_time, footprint, vram)
             work = _without(every_time, kept)
             rated.append((predict(work, rates), work, it, kept))
         if rated:
             longest = NEAR * min(max(times.values()) for times, *_ in rated)
             near = [it for it in rated if max(it[0].values()) <= longest]
             times, work, layout, kept = min(near, key=lambda it: _rank(it[0], it[2]))
-            return _finished(layout, kept, work, times, units, demand, vram, ram)
+            return _finished(layout, kept, work, times, units, footprint, vram, ram)
     every = [*_layouts(tallies, False), *_layouts(tallies, True)]
-    without = [it for it in every if it.used(demand) <= vram]
+    without = [it for it in every if it.used(footprint) <= vram]
     if without:
         assert ram is not None
         raise too_little_ram(min(it.tally.least_ram for it in without), ram)
     working = (it for it in every if ram is None or it.tally.least_ram <= ram)
     pinned = sum(it.packed for it in units if it.resident)
-    raise _too_little_vram(min(working, key=lambda it: it.used(demand)), demand, vram, pinned)
+    raise _too_little_vram(min(working, key=lambda it: it.used(footprint)), footprint, vram, pinned)
 
 
 def page_tables(nbytes: int) -> int:
@@ -284,18 +285,18 @@ def _rank(times: Mapping[str, float], layout: _Layout) -> tuple[int, int, float]
     return -(made.plain + made.packed), -layout.slots * layout.piece, max(times.values())
 
 
-def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
+def _parts(layout: _Layout, footprint: Footprint, kept: int = 0) -> dict[str, int]:
     return {
-        "plain": demand.plain,
-        "cache": demand.cache,
-        "activations": demand.activations,
-        "fixed": demand.fixed,
+        "plain": footprint.plain,
+        "cache": footprint.cache,
+        "activations": footprint.activations,
+        "fixed": footprint.fixed,
         "workspace": layout.workspace,
-        "tiles": layout.products(demand.column),
+        "tiles": layout.products(footprint.column),
         "ring": layout.slots * layout.piece,
         "kept": kept,
-        "experts": demand.experts if layout.slots else 0,
-        "pages": page_tables(layout.tally.host + layout.tally.staging) + page_tables(demand.elsewhere),
+        "experts": footprint.experts if layout.slots else 0,
+        "pages": page_tables(layout.tally.host + layout.tally.staging) + page_tables(footprint.elsewhere),
         "index": layout.tally.maps,
         "packed": layout.tally.packed,
         "decoded": layout.tally.plain,
@@ -308,7 +309,7 @@ def _finished(
     work: Work,
     times: Mapping[str, float],
     units: Sequence[Unit],
-    demand: Demand,
+    footprint: Footprint,
     vram: int,
     ram: int | None,
 ) -> StreamPlan:
@@ -321,7 +322,7 @@ def _finished(
         piece=layout.piece,
         staging=made.staging,
         host=made.host,
-        parts=_parts(layout, demand, kept),
+        parts=_parts(layout, footprint, kept),
         vram=vram,
         ram=ram,
         work=work,
@@ -351,11 +352,11 @@ def _given(size: int) -> str:
     return f"{size // MIB} MiB" if size >= MIB else f"{size} bytes"
 
 
-def _too_little_vram(layout: _Layout, demand: Demand, vram: int, pinned: int) -> OutOfMemory:
-    parts = {key: size for key, size in _parts(layout, demand).items() if size}
-    least = layout.used(demand)
+def _too_little_vram(layout: _Layout, footprint: Footprint, vram: int, pinned: int) -> OutOfMemory:
+    parts = {key: size for key, size in _parts(layout, footprint).items() if size}
+    least = layout.used(footprint)
     made = ", ".join(f"{mib(size)} {_WHAT[key]}" for key, size in parts.items())
-    fewer = f", or a smaller {demand.argument}" if demand.cache or demand.activations else ""
+    fewer = f", or a smaller {footprint.argument}" if footprint.cache or footprint.activations else ""
     other = "only what `--codec prefix` packs can be streamed"
     packed = f"; {mib(pinned)} are packed otherwise, and {other}: pack the model again" if pinned else ""
     return OutOfMemory(

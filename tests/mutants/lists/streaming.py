@@ -506,7 +506,7 @@ MUTANTS = (
     mutant(
         "a-budget-without-products-of-tiles",
         "planning/planner.py",
-        '        "tiles": layout.products(demand.column),\n',
+        '        "tiles": layout.products(footprint.column),\n',
         '        "tiles": 0,\n',
         "what a tile gives has no room",
         *_PLAN,
@@ -514,7 +514,7 @@ MUTANTS = (
     mutant(
         "a-budget-without-experts",
         "planning/planner.py",
-        '        "experts": demand.experts if layout.slots else 0,\n',
+        '        "experts": footprint.experts if layout.slots else 0,\n',
         '        "experts": 0,\n',
         "two experts have no room",
         *_PLAN,
@@ -522,7 +522,7 @@ MUTANTS = (
     mutant(
         "a-budget-without-other-devices-pages",
         "planning/planner.py",
-        " + page_tables(demand.elsewhere),\n",
+        " + page_tables(footprint.elsewhere),\n",
         ",\n",
         "page tables of what other devices lock have no room",
         *_PLAN,
@@ -546,7 +546,7 @@ MUTANTS = (
     mutant(
         "a-budget-without-a-cache",
         "planning/planner.py",
-        '        "cache": demand.cache,\n',
+        '        "cache": footprint.cache,\n',
         '        "cache": 0,\n',
         "keys and values have no room",
         *_PLAN,
@@ -570,8 +570,8 @@ MUTANTS = (
     mutant(
         "nothing-is-left-free",
         "planning/planner.py",
-        "vram - layout.used(demand) - LEFT_FREE, wanted",
-        "vram - layout.used(demand), wanted",
+        "vram - layout.used(footprint) - LEFT_FREE, wanted",
+        "vram - layout.used(footprint), wanted",
         "what is kept takes the last byte of the budget",
         *_PLAN,
     ),

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from tpde.integrations.transformers import recurrent  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
-from tpde.integrations.transformers.model_footprint import cache_bytes, demand_of, state_bytes  # noqa: E402
+from tpde.integrations.transformers.model_footprint import cache_bytes, footprint_of, state_bytes  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TEXT = ["llama", "gemma3", "qwen3-moe", "mixtral", "gpt-oss", "phi3", "falcon-h1"]
@@ -88,13 +88,13 @@ def test_forward_passes_are_covered(name: str, batch: int) -> None:
     from _shapes import SHAPES, model_of
 
     tokens, shape = SHAPES[name].max_tokens, meta(name)
-    demand = demand_of(shape, (), tokens, BATCH, torch.bfloat16)
+    footprint = footprint_of(shape, (), tokens, BATCH, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         peak, _ = alive(model_of(SHAPES[name], False), inputs(name, batch))
-    assert peak <= demand.activations + demand.cache
+    assert peak <= footprint.activations + footprint.cache
     if batch == 1 and name == "gemma3":
         assert peak >= 2048 * 2 * 262_144  # logits of the whole vocabulary
-        assert demand.activations + demand.cache <= 1.2 * peak
+        assert footprint.activations + footprint.cache <= 1.2 * peak
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -102,7 +102,7 @@ def test_generation_is_covered(name: str) -> None:
     """A prompt of all tokens, and then one token of each sequence, with copies of their experts."""
     from _shapes import SHAPES, model_of
 
-    demand = demand_of(meta(name), (), 2048, BATCH, torch.bfloat16)
+    footprint = footprint_of(meta(name), (), 2048, BATCH, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(SHAPES[name], False)
         took = inputs(name, BATCH)
@@ -112,8 +112,8 @@ def test_generation_is_covered(name: str) -> None:
         if name in EXPERTS:
             model.set_experts_implementation("batched_mm")
         peak, _ = alive(model, one, attention_mask=torch.ones(BATCH, 257, dtype=torch.long))
-    assert first <= demand.activations + demand.cache
-    assert peak <= demand.activations + demand.cache
+    assert first <= footprint.activations + footprint.cache
+    assert peak <= footprint.activations + footprint.cache
     if name in EXPERTS:
         assert peak >= BATCH * 2 * EXPERTS[name]
 
@@ -143,7 +143,7 @@ def test_pictures_are_covered() -> None:
     from _shapes import SHAPES, model_of
 
     shape = SHAPES["llava"]
-    demand = demand_of(meta("llava"), (), shape.max_tokens, BATCH, torch.bfloat16)
+    footprint = footprint_of(meta("llava"), (), shape.max_tokens, BATCH, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(shape, False)
         took = inputs("llava", BATCH)
@@ -151,7 +151,7 @@ def test_pictures_are_covered() -> None:
         hidden = torch.zeros(BATCH, 640, 4096, dtype=torch.bfloat16)
         text, _ = alive(model, {"inputs_embeds": hidden})
     features = 8 * 576 * 4096 * 2
-    assert max(tower, text + hidden.nbytes + features) <= demand.activations + demand.cache
+    assert max(tower, text + hidden.nbytes + features) <= footprint.activations + footprint.cache
 
 
 @pytest.mark.skipif(
