@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.models import NAMES, assert_same_bits, inputs, make, outputs, torch
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemoryFeed, SimulatedDevice
 from support.streamed import stream_model, write_blobs
 from torch import nn
 
@@ -29,9 +29,9 @@ class Streamed:
         pack_module(model, min_bytes=1024)
         source, extents = write_blobs(model, folder / "blobs")
         self.device = SimulatedDevice(places * ROOM, delay=delay)
-        self.streamer, self.supply = Streamer(self.device, places, ROOM), MemorySupply()
-        self.streamer.own(self.supply, source)
-        self.model = stream_model(model, extents, self.streamer, self.supply, torch.device("cpu"))
+        self.streamer, self.feed = Streamer(self.device, places, ROOM), MemoryFeed()
+        self.streamer.own(self.feed, source)
+        self.model = stream_model(model, extents, self.streamer, self.feed, torch.device("cpu"))
 
     def __enter__(self) -> Streamed:
         return self

@@ -10,7 +10,7 @@ import numpy as np
 
 from support.models import torch
 from support.packed import pack
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemoryFeed, SimulatedDevice
 from tpde.format.container import TensorSpec
 from tpde.io.sources import Extent, FileSource
 from tpde.streaming.retained import Kept
@@ -53,12 +53,12 @@ class Fixture:
                 extents.append((at, packed.blob.size))
                 at += -(-packed.blob.size // 256) * 256 + apart
         self.source = FileSource(self.path)
-        self.supply = MemorySupply()
+        self.feed = MemoryFeed()
         self.device = kind(places * ROOM + keep, **device)
         self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
-        self.streamer.own(self.supply, self.source)
+        self.streamer.own(self.feed, self.source)
         self.tensors = [
-            Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
+            Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.feed)
             for i, (at, size) in enumerate(extents)
         ]
 

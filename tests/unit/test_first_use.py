@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("bounded")
 
 def damage(made: Fixture, number: int, chunk: int = 5) -> None:
     extent, offsets = made.tensors[number].extent, made.tensors[number].offsets
-    made.supply._bytes(extent)[extent.offset + int(offsets[chunk]) + 40] ^= 1
+    made.feed._bytes(extent)[extent.offset + int(offsets[chunk]) + 40] ^= 1
 
 
 def test_a_first_use_waits_for_its_decoding(tmp_path: Path) -> None:
@@ -174,14 +174,14 @@ def test_ctrl_c_between_asking_and_noting_gives_the_ticket_back(
             patch.setattr(ring, "_Step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 filled(unit, len(expected))
-        assert len(made.supply.requested) == made.supply.cancelled == 1
+        assert len(made.feed.requested) == made.feed.cancelled == 1
         assert filled(unit, len(expected)) == expected
 
 
-def test_supplies_are_told_of_every_copy(tmp_path: Path) -> None:
+def test_feeds_are_told_of_every_copy(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         told: list[tuple[str, Any]] = []
-        made.supply.copied = lambda extent, event: told.append((extent.name, event))  # type: ignore[method-assign]
+        made.feed.copied = lambda extent, event: told.append((extent.name, event))  # type: ignore[method-assign]
         for unit, expected in made.units((0,), (1,), (2,)):
             assert filled(unit, len(expected)) == expected
         assert [name for name, _ in told] == made.device.copied
@@ -429,7 +429,7 @@ def test_what_kernels_take_to_read_over_the_bus(tmp_path: Path) -> None:
     with Fixture(tmp_path, [50_000]) as made:
         it, address = made.tensors[0], 1 << 20
         assert it.item(64) is None
-        made.supply.device_address = lambda extent: address  # type: ignore[method-assign]
+        made.feed.device_address = lambda extent: address  # type: ignore[method-assign]
         item = it.item(64)
         assert item is not None
         assert (item.blob, item.out, item.chunks) == (1 << 20, 64, None)
@@ -447,7 +447,7 @@ def test_what_kernels_take_to_read_over_the_bus(tmp_path: Path) -> None:
 def test_what_cannot_be_decoded_in_pieces_is_not_for_kernels(tmp_path: Path) -> None:
     with Fixture(tmp_path, [50_000]) as made:
         it = made.tensors[0]
-        made.supply.device_address = lambda extent: 1 << 20  # type: ignore[method-assign]
+        made.feed.device_address = lambda extent: 1 << 20  # type: ignore[method-assign]
         assert it.decodable()
         it.travels = False
         assert not it.decodable()
@@ -459,7 +459,7 @@ def test_which_weights_lie_in_host_memory(tmp_path: Path) -> None:
         it = made.tensors[0]
         assert it.in_host_memory(made.streamer)
         assert not it.in_host_memory(object()), "another streamer's"
-        made.supply.ahead = 1
+        made.feed.ahead = 1
         assert not it.in_host_memory(made.streamer), "some are read from a disk"
 
 

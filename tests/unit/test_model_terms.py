@@ -364,7 +364,7 @@ def test_what_streams_a_model_is_not_copied() -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_supplies_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feeds_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: whoever has the error may keep it, and with it all that was opened."""
     closed: list[str] = []
 
@@ -385,7 +385,7 @@ def test_supplies_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: 
         host, disk = [found.packed["a"]], [found.packed["b"]]
         plan: Any = SimpleNamespace(staging=1 << 20, piece=1 << 20)
         with pytest.raises(OutOfMemory, match="no buffers") as caught:
-            feeds.Supplies(torch.device("cpu"), plan, host, disk)
+            feeds.Feeds(torch.device("cpu"), plan, host, disk)
         assert closed == ["memory"]
         assert _open_files(tmp_path) == 2, "the checkpoint's own"
         assert caught.value.message == "no buffers"

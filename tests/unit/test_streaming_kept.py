@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.simulated import MemorySupply
+from support.simulated import MemoryFeed
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -60,9 +60,9 @@ def test_what_is_kept_is_copied_once(tmp_path: Path) -> None:
 def test_small_models_are_read_ahead_more_than_once(tmp_path: Path) -> None:
     """What was requested twice before it came to stay is given back."""
     with Fixture(tmp_path, [30_000, 40_000, 150_000], keep=4_000_000) as made:
-        made.supply.ahead, made.supply.late = 4 << 20, True
+        made.feed.ahead, made.feed.late = 4 << 20, True
         assert passes(made, made.units((0,), (1,), (2,)), 3)[1:] == [0, 0]
-        assert made.supply.cancelled
+        assert made.feed.cancelled
 
 
 def test_a_piece_comes_to_stay_while_it_is_in_flight(tmp_path: Path) -> None:
@@ -74,9 +74,9 @@ def test_a_piece_comes_to_stay_while_it_is_in_flight(tmp_path: Path) -> None:
             assert filled(unit, len(expected)) == expected
 
 
-def test_only_one_supplys_pieces_are_kept(tmp_path: Path) -> None:
+def test_only_one_feeds_pieces_are_kept(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
-        other = MemorySupply()
+        other = MemoryFeed()
         for tensor in made.tensors[2:]:
             tensor.bind(made.streamer, other)
         made.streamer.ring._kept = Kept(4 * ROOM, 4_000_000, 1, other)
@@ -105,7 +105,7 @@ def test_what_was_damaged_is_not_kept(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
         ((unit, expected),) = made.units((2,))
         tensor = made.tensors[2]
-        data, at = made.supply._bytes(tensor.extent), tensor.extent.offset + int(tensor.offsets[5]) + 40
+        data, at = made.feed._bytes(tensor.extent), tensor.extent.offset + int(tensor.offsets[5]) + 40
         data[at] ^= 1
         with pytest.raises(Corrupt):
             filled(unit, len(expected))

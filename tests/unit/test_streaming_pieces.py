@@ -20,14 +20,14 @@ from tpde.streaming.pieces import Piece, TensorPart, cut
 from tpde.streaming.retained import Kept, Stay
 
 FILE, OTHER = (BytesSource(bytes(4096), "file") for _ in range(2))
-SUPPLY: Any = "supply"
+FEED: Any = "feed"
 
 
-def tensor(name: str, at: int, *chunks: int, source: Any = FILE, supply: Any = SUPPLY) -> Any:
+def tensor(name: str, at: int, *chunks: int, source: Any = FILE, feed: Any = FEED) -> Any:
     """A blob whose chunks have these sizes, and begin with it."""
     offsets = np.array([*accumulate(chunks, initial=0)], np.int64)
     extent = Extent(source, at, sum(chunks), name)
-    return SimpleNamespace(name=name, offsets=offsets, extent=extent, supply=supply)
+    return SimpleNamespace(name=name, offsets=offsets, extent=extent, feed=feed)
 
 
 def whole(*tensors: Any) -> list[TensorPart]:
@@ -54,7 +54,7 @@ def test_a_piece_ends_where_the_next_chunk_would_not_fit() -> None:
 def test_a_piece_says_where_its_bytes_and_its_tensors_are() -> None:
     one, two = tensor("one", 160, 64, 32), tensor("two", 272, 48, 16)
     first, second = cut([TensorPart(one, 1000, 1, 1), TensorPart(two, 2000, 0, 1)], 144)[:1] * 2
-    assert (first.extent, first.supply) == (Extent(FILE, 224, 112, "one"), SUPPLY)
+    assert (first.extent, first.feed) == (Extent(FILE, 224, 112, "one"), FEED)
     assert [it.at for it in second.spans] == [160 - 224, 272 - 224]
     assert [it.out for it in first.spans] == [1000, 2000]
     assert [tuple(it.chunks) for it in first.spans] == [(1, 1, 64, 96), (0, 1, 0, 64)]
@@ -73,14 +73,14 @@ def test_the_next_tensor_joins_if_its_first_chunk_fits() -> None:
         (tensor("b", 64 + 64, 32), False),
         (tensor("b", 64 + 8, 32), False),
         (tensor("b", 64, 32, source=OTHER), False),
-        (tensor("b", 64, 32, supply="another"), False),
+        (tensor("b", 64, 32, feed="another"), False),
     ],
-    ids=["near", "far", "not at a multiple of 16 from it", "of a file of the same name", "of another supply"],
+    ids=["near", "far", "not at a multiple of 16 from it", "of a file of the same name", "of another feed"],
 )
 def test_which_tensors_join(second: Any, joins: bool) -> None:
     pieces = cut(whole(tensor("a", 0, 64), second), 4096, gap=48)
     assert len(pieces) == (1 if joins else 2)
-    assert [it.supply for it in pieces][-1] == second.supply
+    assert [it.feed for it in pieces][-1] == second.feed
     assert pieces[-1].extent.source is second.extent.source
 
 
@@ -178,8 +178,8 @@ def test_what_a_failed_read_means(code: str, says: str, hint: str) -> None:
 # ---- what is kept ----
 
 
-def piece(size: int, supply: Any = None) -> Piece:
-    return Piece(Extent(FILE, 0, size, "t"), supply, ())
+def piece(size: int, feed: Any = None) -> Piece:
+    return Piece(Extent(FILE, 0, size, "t"), feed, ())
 
 
 def test_as_many_pieces_stay_as_fit_evenly_spread() -> None:
@@ -200,10 +200,10 @@ def test_what_was_copied_before_all_was_forgotten_does_not_count() -> None:
     assert kept.take(piece(512)) == 0
 
 
-def test_pieces_of_other_supplies_neither_stay_nor_count() -> None:
-    kept: Kept[str] = Kept(0, 1024, 2048, SUPPLY)
+def test_pieces_of_other_feeds_neither_stay_nor_count() -> None:
+    kept: Kept[str] = Kept(0, 1024, 2048, FEED)
     assert [kept.take(piece(512, "another")) for _ in range(4)] == [None] * 4
-    assert [kept.take(piece(512, SUPPLY)) for _ in range(2)] == [None, 0]
+    assert [kept.take(piece(512, FEED)) for _ in range(2)] == [None, 0]
 
 
 def test_which_pieces_of_a_unit_do_not_stay() -> None:

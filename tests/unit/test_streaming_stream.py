@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.simulated import MemorySupply, Probe, SimulatedDevice
+from support.simulated import MemoryFeed, Probe, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -126,7 +126,7 @@ def test_any_order_gives_the_same_bytes(
 ) -> None:
     with Fixture(tmp_path_factory.mktemp("order"), SIZES, places=places, keep=keep) as made:
         made.streamer.ring._kept = Kept(places * ROOM, keep, more * made.source.size)
-        made.supply.late, made.supply.ahead = late, 512 << 10
+        made.feed.late, made.feed.ahead = late, 512 << 10
         units = made.units((0, 1), (2,), (3, 4), (5,))
         for unit, expected in (units[i] for i, times in order for _ in range(times)):
             assert filled(unit, len(expected)) == expected
@@ -185,7 +185,7 @@ def test_without_an_event_the_bytes_are_wrong(tmp_path: Path, event: str) -> Non
 def test_damage_is_named_at_first_use_and_later(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         (one, expected), (other, _) = made.units((0,), (2,))
-        whole = made.supply._bytes(made.tensors[2].extent)
+        whole = made.feed._bytes(made.tensors[2].extent)
         at = made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40
         whole[at] ^= 1
         assert filled(one, len(expected)) == expected
@@ -226,7 +226,7 @@ def damaged_later(made: Fixture) -> StreamedUnit:
     (unit, expected) = made.units((2,))[0]
     assert filled(unit, len(expected)) == expected
     made.streamer.ring.forget()  # or what was copied ahead would be used
-    whole = made.supply._bytes(made.tensors[2].extent)
+    whole = made.feed._bytes(made.tensors[2].extent)
     whole[made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40] ^= 1
     filled(unit, len(expected))
     return unit
@@ -271,7 +271,7 @@ def test_checking_tells_of_all_damage_one_after_the_other(tmp_path: Path) -> Non
         for unit, expected in units:
             assert filled(unit, len(expected)) == expected
         made.streamer.ring.forget()
-        whole = made.supply._bytes(made.tensors[0].extent)
+        whole = made.feed._bytes(made.tensors[0].extent)
         for tensor in (2, 5):
             extent, offsets = made.tensors[tensor].extent, made.tensors[tensor].offsets
             whole[extent.offset + int(offsets[3]) + 40] ^= 1
@@ -328,11 +328,11 @@ def test_rows_that_a_device_reads_on_the_host_are_checked_each_time(
 def test_the_number_of_bytes_that_are_read_ahead_is_kept(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Whatever is wanted, wherever it fails, and though only some come from a supply that wants to know."""
+    """Whatever is wanted, wherever it fails, and though only some come from a feed that wants to know."""
     with Fixture(
         tmp_path_factory.mktemp("ahead"), SIZES, places=data.draw(st.sampled_from([2, 3, 8]))
     ) as made:
-        disk = MemorySupply(ahead=data.draw(st.integers(1, 1 << 20)), late=data.draw(st.booleans()))
+        disk = MemoryFeed(ahead=data.draw(st.integers(1, 1 << 20)), late=data.draw(st.booleans()))
         made.streamer.own(disk)
         for i in data.draw(st.sets(st.integers(0, len(SIZES) - 1))):
             made.tensors[i].bind(made.streamer, disk)
@@ -350,7 +350,7 @@ def test_the_number_of_bytes_that_are_read_ahead_is_kept(
             except KeyboardInterrupt:
                 assert not made.streamer.ring._planned
             planned = [step.unit.pieces[step.number] for step in made.streamer.ring._planned]
-            assert made.streamer.ring._reading == sum(it.extent.size for it in planned if it.supply is disk)
+            assert made.streamer.ring._reading == sum(it.extent.size for it in planned if it.feed is disk)
 
 
 def test_closing_waits_for_rows_that_are_being_looked_up(
@@ -372,14 +372,14 @@ def test_closing_waits_for_rows_that_are_being_looked_up(
         def launch(*args: object, **options: object) -> None:
             other.start()
             assert probe.asked.wait(60)
-            launched.append(made.supply.closed)
+            launched.append(made.feed.closed)
 
         reader = Rows(tensor)
         monkeypatch.setattr(reader, "_launch", launch)
         reader(torch.zeros(3, dtype=torch.int64))
         other.join()
         assert launched == [0]
-        assert made.supply.closed == 1
+        assert made.feed.closed == 1
         made.streamer.ring.device = SimulatedDevice(ROOM)
 
 
@@ -433,12 +433,12 @@ def test_an_interrupted_fill_leaves_the_ring_usable(tmp_path: Path, monkeypatch:
 def test_a_failed_copy_gives_its_bytes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """A supply with few buffers would have none left otherwise."""
+    """A feed with few buffers would have none left otherwise."""
     with Fixture(tmp_path, SIZES, places=2) as made:
         (unit, expected), _ = made.units((0, 1), (2,))
         filled(unit, len(expected))
         taken: list[object] = []
-        real = made.supply.copied
+        real = made.feed.copied
 
         def copied(ticket: Extent, event: threading.Event) -> None:
             taken.append(ticket)
@@ -447,25 +447,25 @@ def test_a_failed_copy_gives_its_bytes_back(
         def fail(*args: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(made.supply, "copied", copied)
+        monkeypatch.setattr(made.feed, "copied", copied)
         made.streamer.ring.forget()
-        made.supply.requested.clear()
-        made.supply.cancelled = 0
+        made.feed.requested.clear()
+        made.feed.cancelled = 0
         with monkeypatch.context() as patch:
             patch.setattr(made.device, where, fail)
             with pytest.raises(KeyboardInterrupt):
                 filled(unit, len(expected))
-        assert len(made.supply.requested) == len(taken) + made.supply.cancelled
+        assert len(made.feed.requested) == len(taken) + made.feed.cancelled
         assert filled(unit, len(expected)) == expected
 
 
 def test_what_ctrl_c_leaves_requested_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Fixture(tmp_path, SIZES, places=2) as made:
         (unit, expected), _ = made.units((0, 1), (2,))
-        made.supply.late, made.supply.ahead = True, 1 << 20
+        made.feed.late, made.feed.ahead = True, 1 << 20
         filled(unit, len(expected))
         assert made.streamer.ring._planned
-        before, cancelled, real = len(made.streamer.ring._planned), [], made.supply.cancel
+        before, cancelled, real = len(made.streamer.ring._planned), [], made.feed.cancel
 
         def cancel(ticket: Extent) -> None:
             if not cancelled:
@@ -474,7 +474,7 @@ def test_what_ctrl_c_leaves_requested_is_cancelled(tmp_path: Path, monkeypatch: 
             cancelled.append(ticket)
             real(ticket)
 
-        monkeypatch.setattr(made.supply, "cancel", cancel)
+        monkeypatch.setattr(made.feed, "cancel", cancel)
         with pytest.raises(KeyboardInterrupt):
             made.streamer.ring._plan(unit, 0)
         made.streamer.ring.forget()
@@ -494,7 +494,7 @@ def test_closing_gives_all_back_when_the_device_has_crashed(
         patch.setattr(made.device, "wait", crashed)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             made.streamer.close()
-    assert made.supply.closed == 1
+    assert made.feed.closed == 1
     assert not made.streamer.owned
 
 
@@ -529,7 +529,7 @@ def test_closing_gives_everything_back_once(tmp_path: Path) -> None:
     with Fixture(tmp_path, [5000]) as made:
         made.streamer.close()
         made.streamer.ring.device = SimulatedDevice(ROOM)
-        assert made.supply.closed == 1
+        assert made.feed.closed == 1
         assert not made.device.copies._thread.is_alive()
 
 
@@ -543,11 +543,11 @@ def test_what_it_owns_is_closed_in_order(tmp_path: Path, monkeypatch: pytest.Mon
 
         wait = made.device.wait
         monkeypatch.setattr(made.device, "wait", lambda: (closed.append("wait"), wait()))
-        monkeypatch.setattr(made.supply, "close", lambda: closed.append("supply"))
+        monkeypatch.setattr(made.feed, "close", lambda: closed.append("feed"))
         made.streamer.own(closing("a"))
         made.streamer.own(closing("b"), closing("c"))
         made.streamer.close()
-        assert closed == ["wait", "b", "c", "a", "supply"]
+        assert closed == ["wait", "b", "c", "a", "feed"]
         assert not made.device.copies._thread.is_alive()
         made.streamer.ring.device = SimulatedDevice(ROOM)
 
@@ -613,16 +613,16 @@ def test_looking_ahead_ends_where_too_few_pieces_come_from_a_disk(
     """Fewer than the disk wants to know of, though the model is read round and round."""
     monkeypatch.setattr(ring, "_MOST_PLANNED", 40)
     with Fixture(tmp_path, SIZES, places=2) as made:
-        disk, requests = MemorySupply(ahead=1 << 40, late=True), list[Extent]()
-        for supply in (disk, made.supply):
-            real = supply.request
+        disk, requests = MemoryFeed(ahead=1 << 40, late=True), list[Extent]()
+        for feed in (disk, made.feed):
+            real = feed.request
 
             def request(extent: Extent, real: Any = real) -> Any:
                 requests.append(extent)
                 assert len(requests) < 200, "it ends nowhere"
                 return real(extent)
 
-            supply.request = request  # type: ignore[method-assign]
+            feed.request = request  # type: ignore[method-assign]
         made.tensors[3].bind(made.streamer, disk)
         for unit, expected in made.units((3,), (1,)):
             assert filled(unit, len(expected)) == expected
@@ -682,7 +682,7 @@ def test_a_damaged_index_is_refused_on_opening(tmp_path: Path) -> None:
         broken.write_bytes(data)
         source = FileSource(broken)
         with pytest.raises(Corrupt, match="`t0`: header, tables or index map are damaged"):
-            Streamed(Extent(source, 0, source.size, "t0"), made.streamer, CPU, made.supply)
+            Streamed(Extent(source, 0, source.size, "t0"), made.streamer, CPU, made.feed)
         source.close()
 
 

@@ -34,7 +34,7 @@ class _Ticket(NamedTuple):
 
 
 class HostMemory:
-    """Extents of files in host memory: a supply (`tpde.host.feed`) that keeps what it has.
+    """Extents of files in host memory: a feed (`tpde.host.feed`) that keeps what it has.
 
     The files are mapped and page-locked in place; from where that is refused on they are copied to an arena,
     which is page-locked; from where that is refused too, the arena stays pageable, with a warning. All of it
@@ -147,7 +147,7 @@ class HostMemory:
         i, at = self._find(extent)
         return self._bringing.there(i, at + extent.size)
 
-    # ---- a supply ----
+    # ---- a feed ----
 
     ahead = 0
     trace: ReadLog | None = None  # nothing is read when it is asked for

@@ -223,7 +223,7 @@ class ExpertStore:
             elif it.pieces:
                 missing.append(it)
                 for piece in it.pieces:
-                    self._asked.append(piece.supply.request(piece.extent))
+                    self._asked.append(piece.feed.request(piece.extent))
         flying: deque[tuple[Expert, int]] = deque()
         self._copy(missing, flying)
         for it, place in here:
@@ -250,7 +250,7 @@ class ExpertStore:
                 ticket = self._asked[0]
                 it.copied.append(self.device.copy(at + offset, ticket.wait(), piece))
                 ticket.copied(it.copied[-1])
-                self._asked.popleft()  # whatever fails before, `_forget` gives its bytes back to the supply
+                self._asked.popleft()  # whatever fails before, `_forget` gives its bytes back to the feed
                 self.copied_bytes += piece.extent.size
             flying.append((it, place))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tpde.cuda.items import ALIGNMENT, StagedChunks
 from tpde.errors import InvalidInput
-from tpde.host.feed import Supply
+from tpde.host.feed import Feed
 from tpde.host.ranges import GAP_BYTES
 from tpde.io.sources import Extent
 
@@ -50,14 +50,14 @@ class Piece(NamedTuple):
     ----------
     extent : Extent
         The bytes.
-    supply : Supply
+    feed : Feed
         What brings them.
     spans : tuple of PieceSpan
         What they hold.
     """
 
     extent: Extent
-    supply: Supply
+    feed: Feed
     spans: tuple[PieceSpan, ...]
 
 
@@ -101,7 +101,7 @@ def cut(parts: Sequence[TensorPart], limit: int, gap: int = GAP_BYTES) -> list[P
             first = spans[0].tensor
             made = tuple(it._replace(at=it.tensor.extent.offset - begin) for it in spans)
             extent = Extent(first.extent.source, begin, end - begin, first.extent.name)
-            pieces.append(Piece(extent, first.supply, made))
+            pieces.append(Piece(extent, first.feed, made))
             spans.clear()
 
     ordered = sorted(parts, key=lambda it: (it.tensor.extent.source.name, it.tensor.extent.offset, it.first))
@@ -113,7 +113,7 @@ def cut(parts: Sequence[TensorPart], limit: int, gap: int = GAP_BYTES) -> list[P
                 one = spans[0].tensor
                 joins = (
                     one.extent.source is tensor.extent.source
-                    and one.supply is tensor.supply
+                    and one.feed is tensor.feed
                     and 0 <= low - end <= gap
                     and (start - one.extent.offset) % ALIGNMENT == 0
                 )

@@ -1,6 +1,6 @@
 """The ring: pieces of packed tensors travel through places on the device ahead of what decodes them.
 
-A piece is *requested* of its supply, *copied* to a place of the ring, and *decoded* from there to the buffer
+A piece is *requested* of its feed, *copied* to a place of the ring, and *decoded* from there to the buffer
 of the unit that asks for it. Copies run as far ahead as the ring has places: in the order in which units were
 wanted before, and when another unit is wanted, from that one on. Two events keep a place safe: decoding waits
 for the end of the copy, and the next copy to the place for the end of decoding. Where memory is left over,
@@ -30,7 +30,7 @@ class _Step(NamedTuple):
     unit: DecodedPieces
     number: int
     ticket: Ticket
-    ahead: int  # its bytes, if its supply wants to know ahead
+    ahead: int  # its bytes, if its feed wants to know ahead
 
 
 class _Flight(NamedTuple):
@@ -69,7 +69,7 @@ class Ring:
     ) -> None:
         self.device, self.places, self.room, self.prefetch = device, places, room, True
         self.copied_bytes = self.copied_pieces = self.dropped_pieces = 0
-        self._ahead = 0  # bytes that supplies want to know ahead
+        self._ahead = 0  # bytes that feeds want to know ahead
         self._order: Order[DecodedPieces] = Order()
         self._kept: Kept[DecodedPieces] = kept or Kept(0, 0, 0)
         self._planned: deque[_Step] = deque()
@@ -145,8 +145,8 @@ class Ring:
 
     def _request(self, unit: DecodedPieces, number: int) -> None:
         piece = unit.pieces[number]
-        ahead = piece.extent.size if piece.supply.ahead else 0
-        ticket = piece.supply.request(piece.extent)
+        ahead = piece.extent.size if piece.feed.ahead else 0
+        ticket = piece.feed.request(piece.extent)
         try:
             self._planned.append(_Step(unit, number, ticket, ahead))
         except BaseException:  # Ctrl-C: `forget` does not know of it
@@ -154,7 +154,7 @@ class Ring:
             raise
         self._reading += ahead
         self._cursor = unit, number
-        self._ahead = max(self._ahead, piece.supply.ahead)
+        self._ahead = max(self._ahead, piece.feed.ahead)
 
     def _next(self) -> _Step:
         """Take the first of the pieces that were requested off their list."""
@@ -188,7 +188,7 @@ class Ring:
         return False
 
     def _launch(self) -> None:
-        """Copy the next piece, waiting for its supply."""
+        """Copy the next piece, waiting for its feed."""
         step = self._planned[0]
         piece = step.unit.pieces[step.number]
         if self.device.trace is None or step.ticket.ready():
@@ -203,7 +203,7 @@ class Ring:
             self.device.hold(freed)
         copied = self.device.copy(place, address, piece)
         step.ticket.copied(copied)
-        self._next()  # whatever fails before, `forget` gives its bytes back to the supply
+        self._next()  # whatever fails before, `forget` gives its bytes back to the feed
         if stay is None:
             self._flying.append(_Flight(step.unit, step.number, place, copied))
         else:
@@ -212,7 +212,7 @@ class Ring:
         self.copied_pieces += 1
 
     def _advance(self) -> None:
-        """Copy as far ahead as there are places, without waiting for a supply."""
+        """Copy as far ahead as there are places, without waiting for a feed."""
         while self._free:
             self._skip()
             if not (self._planned or self._extend()):
@@ -223,7 +223,7 @@ class Ring:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Request as much as supplies want to know ahead."""
+        """Request as much as feeds want to know ahead."""
         while self._reading < self._ahead and len(self._planned) < _MOST_PLANNED and self._extend():
             pass
 

@@ -14,7 +14,7 @@ import torch
 from tpde.codec.blob import BlobReader
 from tpde.errors import Corrupt, PackedWeight, Truncated, UnsupportedVersion
 from tpde.format.blob_header import align
-from tpde.host.feed import Supply
+from tpde.host.feed import Feed
 from tpde.io.sources import Extent
 from tpde.memory.device_memory import allocate
 from tpde.weights.decoder import ChunkDecoder
@@ -67,7 +67,7 @@ class Streamed(Source):
         does it, or on the CPU, which reads them.
     device : torch.device
         The device.
-    supply : Supply or None
+    feed : Feed or None
         What brings the chunks to where the device can copy from.
 
     Raises
@@ -85,10 +85,10 @@ class Streamed(Source):
     settled = False
 
     def __init__(
-        self, extent: Extent, streams: Streams | None, device: torch.device, supply: Supply | None
+        self, extent: Extent, streams: Streams | None, device: torch.device, feed: Feed | None
     ) -> None:
         self.name, self.version, self.extent, self._device = extent.name, 1, extent, device
-        self.bind(streams, supply)
+        self.bind(streams, feed)
         try:
             reader = BlobReader(extent.source, extent.offset, extent.size)
         except (Corrupt, Truncated, UnsupportedVersion) as error:
@@ -98,15 +98,15 @@ class Streamed(Source):
         self.travels = self.codec.in_pieces
         self._device_index: torch.Tensor | None = None
 
-    def bind(self, streams: Streams | None, supply: Supply | None) -> None:
+    def bind(self, streams: Streams | None, feed: Feed | None) -> None:
         """Say what brings the chunks."""
-        self._streams, self._supply = streams, supply
+        self._streams, self._feed = streams, feed
 
     @property
-    def supply(self) -> Supply:
+    def feed(self) -> Feed:
         """What brings the chunks to where the device can copy from, or read them."""
-        assert self._supply is not None
-        return self._supply
+        assert self._feed is not None
+        return self._feed
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +158,7 @@ class Streamed(Source):
 
     def in_host_memory(self, streamer: object) -> bool:
         """Whether this streamer brings the chunks, and they all lie in host memory."""
-        return self._streams is streamer and not self.supply.ahead
+        return self._streams is streamer and not self.feed.ahead
 
     def opened(self) -> contextlib.AbstractContextManager[None]:
         """Raise `ReadError` if the chunks were given up; inside, nobody gives them up."""
@@ -205,7 +205,7 @@ class Streamed(Source):
 
         if not self.decodable():
             return None
-        at = self.supply.device_address(self.extent)
+        at = self.feed.device_address(self.extent)
         return None if at is None or at % ALIGNMENT else self.span_item(offset, chunks, at)
 
 

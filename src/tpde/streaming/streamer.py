@@ -1,7 +1,7 @@
 """The streamer: what a model asks for the weights that travel, and who is told what was wrong with them.
 
 It makes units of tensors, or of some chunks of one, and fills buffers with them through a ring, one thread at
-a time. It owns what that takes: supplies, files and the device's memory, until it is closed.
+a time. It owns what that takes: feeds, files and the device's memory, until it is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tpde.weights.source import Source, Watched
 
 
 class Closing(Protocol):
-    """What a streamer takes over: a supply, a file."""
+    """What a streamer takes over: a feed, a file."""
 
     def close(self) -> None:
         """Give it back."""
@@ -110,7 +110,7 @@ class Streamer:
         return self.ring.dropped_pieces
 
     def own(self, *things: Closing) -> None:
-        """Take supplies and files over, to close them when the streamer is closed.
+        """Take feeds and files over, to close them when the streamer is closed.
 
         In this order, and before those that it has.
         """

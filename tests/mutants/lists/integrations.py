@@ -271,8 +271,8 @@ MUTANTS = (
     mutant(
         "the-host-is-kept-before-the-disk",
         "loading/feeds.py",
-        "next((it for it in self.supplies if it.ahead), None)",
-        "next((it for it in self.supplies if not it.ahead), None)",
+        "next((it for it in self.feeds if it.ahead), None)",
+        "next((it for it in self.feeds if not it.ahead), None)",
         "what is kept on the device is what is copied soonest",
         _VRAM,
     ),

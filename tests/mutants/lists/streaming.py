@@ -110,7 +110,7 @@ MUTANTS = (
         "streaming/ring.py",
         "        self._planned[0].ticket.cancel()\n        self._next()",
         "        self._next()",
-        "a piece that is not wanted any more keeps its supply's buffer",
+        "a piece that is not wanted any more keeps its feed's buffer",
         _RING,
     ),
     mutant(
@@ -123,7 +123,7 @@ MUTANTS = (
         _RING,
     ),
     mutant(
-        "copies-are-not-told-to-their-supply",
+        "copies-are-not-told-to-their-feed",
         "streaming/ring.py",
         "        step.ticket.copied(copied)\n",
         "",
@@ -149,7 +149,7 @@ MUTANTS = (
         _RING,
     ),
     mutant(
-        "closing-leaves-supplies-open",
+        "closing-leaves-feeds-open",
         "streaming/streamer.py",
         "                        rest.callback(self.owned.pop().close)",
         "                        self.owned.pop()",
@@ -182,9 +182,9 @@ MUTANTS = (
         _RING,
     ),
     mutant(
-        "kept-pieces-are-of-any-supply",
+        "kept-pieces-are-of-any-feed",
         "streaming/retained.py",
-        "        if self._supply not in (None, piece.supply):\n            return None\n",
+        "        if self._feed not in (None, piece.feed):\n            return None\n",
         "",
         "what is kept is from the host, though the disk takes longest",
         "unit/test_streaming_kept.py",
@@ -246,7 +246,7 @@ MUTANTS = (
         "streaming/experts.py",
         "            while self._asked:\n                self._asked.popleft().cancel()\n",
         "            self._asked.clear()\n",
-        "experts that were asked for in vain keep their supply's memory",
+        "experts that were asked for in vain keep their feed's memory",
         "unit/test_expert_cache.py",
         "nn/test_experts.py",
     ),
