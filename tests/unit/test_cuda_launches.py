@@ -51,7 +51,7 @@ class Noted:
         self.launched: list[Any] = []
         patch.setattr(decode, "facts", lambda device: FACTS)
         patch.setattr(decode.nvrtc, "kernel", self._kernel)
-        patch.setattr(decode.nvrtc, "Launch", self._launch)
+        patch.setattr(decode.nvrtc, "KernelLaunch", self._launch)
         patch.setattr(decode.nvrtc, "launch", self._once)
 
     def _kernel(self, source: str, name: str, defines: Any, device: int) -> int:
