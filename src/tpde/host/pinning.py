@@ -1,4 +1,4 @@
-"""Bringing ranges of files into memory that devices copy from, in the background."""
+"""Pinning ranges of files: locking them where they lie, or copies of them, in the background."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Step(NamedTuple):
     size: int
 
 
-class Bringing:
+class Pinning:
     """Ranges that a thread of its own locks in place, or copies: as `tpde.host.pinned` says.
 
     One after the other, in steps: bytes can be used as soon as they are there. Where locking in place is
@@ -137,7 +137,7 @@ class Bringing:
         Raises
         ------
         Truncated, ReadError, OutOfMemory, UnsupportedDevice
-            If it could not be brought, and whatever `progress` raised.
+            If it could not be pinned, and whatever `progress` raised.
         """
         return self._find(number, end)[0]
 
@@ -170,7 +170,7 @@ class Bringing:
         raise new.with_traceback(error.__traceback__) from error.__cause__
 
     def stop(self) -> None:
-        """Bring no more: returns when the thread has ended, after the piece that it is at.
+        """Pin no more: returns when the thread has ended, after the piece that it is at.
 
         At once in one of these threads: where garbage is collected there, this one may be waiting for it.
         """

@@ -277,11 +277,11 @@ MUTANTS = (
     ),
     # ---- host memory ----
     mutant(
-        "brought-in-vain",
+        "pinned-in-vain",
         "host/pinning.py",
         "        except BaseException as error:  # of the progress bar too\n            self._error = error\n",
         "        except BaseException as error:  # of the progress bar too\n",
-        "an error of the thread that brings weights is dropped",
+        "an error of the thread that pins weights is dropped",
         *_HOST,
     ),
     mutant(
@@ -309,7 +309,7 @@ MUTANTS = (
         *_HOST,
     ),
     mutant(
-        "memory-is-given-back-while-it-is-brought",
+        "memory-is-given-back-while-it-is-pinned",
         "host/pinning.py",
         "        if self._ended:\n            self._free()\n",
         "        self._free()\n",
