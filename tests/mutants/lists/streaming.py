@@ -287,8 +287,8 @@ MUTANTS = (
     mutant(
         "memory-that-is-not-there-is-read",
         "host/pinning.py",
-        "            self._changed.wait_for(lambda: kept.there >= end or self._ended)\n",
-        "            self._changed.wait_for(lambda: kept.there >= 0 or self._ended)\n",
+        "            self._changed.wait_for(lambda: pinned.there >= end or self._ended)\n",
+        "            self._changed.wait_for(lambda: pinned.there >= 0 or self._ended)\n",
         "weights are read before they are there",
         *_HOST,
     ),
