@@ -21,7 +21,7 @@ from tpde.format.container import TensorSpec
 from tpde.io.sources import Extent, FileSource
 from tpde.nn import pack_module
 from tpde.streaming.cuda_device import CudaDevice
-from tpde.streaming.retained import Kept
+from tpde.streaming.retained import Retained
 from tpde.streaming.streamed_source import Streamed
 from tpde.streaming.streamer import StreamedUnit, Streamer
 from tpde.weights.resident import Resident
@@ -68,7 +68,7 @@ class Fixture:
         self.data = [data for _, data in tensors]
         self.source, self.feed = FileSource(folder / "blobs"), PinnedFeed()
         self.device = CudaDevice(DEVICE, places * ROOM + keep)
-        self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
+        self.streamer = Streamer(self.device, places, ROOM, Retained(places * ROOM, keep, self.source.size))
         self.streamer.own(self.feed, self.source)
         self.tensors = [
             Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, DEVICE, self.feed)

@@ -13,7 +13,7 @@ from support.packed import pack
 from support.simulated import MemoryFeed, SimulatedDevice
 from tpde.format.container import TensorSpec
 from tpde.io.sources import Extent, FileSource
-from tpde.streaming.retained import Kept
+from tpde.streaming.retained import Retained
 from tpde.streaming.streamed_source import Streamed
 from tpde.streaming.streamer import StreamedUnit, Streamer
 
@@ -55,7 +55,7 @@ class Fixture:
         self.source = FileSource(self.path)
         self.feed = MemoryFeed()
         self.device = kind(places * ROOM + keep, **device)
-        self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
+        self.streamer = Streamer(self.device, places, ROOM, Retained(places * ROOM, keep, self.source.size))
         self.streamer.own(self.feed, self.source)
         self.tensors = [
             Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.feed)

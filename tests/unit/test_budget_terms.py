@@ -244,7 +244,7 @@ def layout(found: Tally, slots: int = 4, tiled: int = 0, workspace: int = 17 * M
 def test_every_part_of_a_budget() -> None:
     big = dataclasses.replace(STREAMED, plain=64 * MIB, tile=16 * MIB, row=8192)
     found = counted(PLAIN, PACKED, big, plain="a", packed="b")._replace(host=3 << 30, staging=1 << 30)
-    parts = plans._parts(layout(found, tiled=1), NEEDS, kept=19 * MIB)
+    parts = plans._parts(layout(found, tiled=1), NEEDS, retained=19 * MIB)
     assert parts == {
         "plain": 3 * MIB,
         "cache": 5 * MIB,
@@ -330,14 +330,14 @@ def test_how_much_is_kept() -> None:
     left = plans.LEFT_FREE
 
     def kept(spare: int, footprint: Footprint = needs) -> int:
-        return plans._kept(here, work, footprint, used + left + spare)
+        return plans._retained(here, work, footprint, used + left + spare)
 
     assert kept(64 * MIB) == 64 * MIB
     assert kept(64 * MIB - 1) == 0, "too little to be worth it"
     assert kept(67 * MIB) == 66 * MIB, "whole pages"
     assert kept(1 << 40) == (work.copied + 512 * work.pieces) // (2 * MIB) * 2 * MIB, "all there is"
-    assert plans._kept(here, work, NEEDS, 1 << 40) == 0, "experts have what is left over"
-    assert plans._kept(here._replace(slots=0), work, needs, 1 << 40) == 0
+    assert plans._retained(here, work, NEEDS, 1 << 40) == 0, "experts have what is left over"
+    assert plans._retained(here._replace(slots=0), work, needs, 1 << 40) == 0
 
 
 @pytest.mark.parametrize(("cache", "activations"), [(0, 0), (MIB, 0), (0, MIB)])

@@ -48,7 +48,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
-        self.kept: tuple[Any, ...] = ()
+        self.retained: tuple[Any, ...] = ()
         self.ring = 0
         self.put: list[str] = []
         world = self
@@ -65,8 +65,8 @@ class World:
         def memory(extents: Any, device: int, *, progress: Any = None) -> Feed:
             return Feed(self.log, "memory", 0, ([it.name for it in extents], device, progress))
 
-        def kept(*args: Any) -> None:
-            world.kept = args
+        def retained(*args: Any) -> None:
+            world.retained = args
 
         def device(device: Any, ring: int) -> Any:
             assert device == SECOND
@@ -87,7 +87,7 @@ class World:
 
         monkeypatch.setattr(feeds, "HostMemory", memory)
         monkeypatch.setattr(feeds, "ReadAhead", lambda *given: Feed(self.log, "disk", 1, given))
-        monkeypatch.setattr(feeds, "Kept", kept)
+        monkeypatch.setattr(feeds, "Retained", retained)
         monkeypatch.setattr(feeds, "CudaDevice", device)
         monkeypatch.setattr(feeds, "Streamer", Streamer)
         monkeypatch.setattr(feeds, "put_on_device", put)
@@ -110,7 +110,7 @@ def world(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 PLAN: Any = SimpleNamespace(
-    staging=48, piece=10, ring=1000, kept=70, slots=5, work=SimpleNamespace(disk=300, copied=400)
+    staging=48, piece=10, ring=1000, retained=70, slots=5, work=SimpleNamespace(disk=300, copied=400)
 )
 
 
@@ -135,7 +135,7 @@ def test_what_is_opened_for_a_device(host: str, disk: str, world: World, checkpo
         assert it.feed is opened["memory" if name in host else "disk"]
         assert it._streams is streamer
     # What takes longest is kept first.
-    assert world.kept == (1000, 70, 70 + (300 if disk else 400), opened.get("disk"))
+    assert world.retained == (1000, 70, 70 + (300 if disk else 400), opened.get("disk"))
     assert world.ring == 1070
     assert streamer.given == (5, 10)  # type: ignore[attr-defined]
     # Memory may still be read to where files lie: it is closed first.

@@ -17,7 +17,7 @@ from tpde.host import arena as arenas
 from tpde.host.ranges import GAP_BYTES, PAGE, Range, merge, read_error, require
 from tpde.io.sources import BytesSource, Extent, FileSource
 from tpde.streaming.pieces import Piece, TensorPart, cut
-from tpde.streaming.retained import Kept, Stay
+from tpde.streaming.retained import Retained, Stay
 
 FILE, OTHER = (BytesSource(bytes(4096), "file") for _ in range(2))
 FEED: Any = "feed"
@@ -183,9 +183,9 @@ def piece(size: int, feed: Any = None) -> Piece:
 
 
 def test_as_many_pieces_stay_as_fit_evenly_spread() -> None:
-    kept: Kept[str] = Kept(4096, 1024, 2048)
+    kept: Retained[str] = Retained(4096, 1024, 2048)
     assert [kept.take(piece(512)) for _ in range(6)] == [None, 4096, None, 4608, None, None]
-    kept = Kept(0, 2047, 1)
+    kept = Retained(0, 2047, 1)
     assert [kept.take(piece(1)) for _ in range(4)] == [0, 512, 1024, None], "at multiples of 512"
     kept.clear()
     assert kept.take(piece(513)) == 0
@@ -193,7 +193,7 @@ def test_as_many_pieces_stay_as_fit_evenly_spread() -> None:
 
 
 def test_what_was_copied_before_all_was_forgotten_does_not_count() -> None:
-    kept: Kept[str] = Kept(0, 1024, 2048)
+    kept: Retained[str] = Retained(0, 1024, 2048)
     assert kept.take(piece(512)) is None
     kept.clear()
     assert kept.take(piece(512)) is None
@@ -201,13 +201,13 @@ def test_what_was_copied_before_all_was_forgotten_does_not_count() -> None:
 
 
 def test_pieces_of_other_feeds_neither_stay_nor_count() -> None:
-    kept: Kept[str] = Kept(0, 1024, 2048, FEED)
+    kept: Retained[str] = Retained(0, 1024, 2048, FEED)
     assert [kept.take(piece(512, "another")) for _ in range(4)] == [None] * 4
     assert [kept.take(piece(512, FEED)) for _ in range(2)] == [None, 0]
 
 
 def test_which_pieces_of_a_unit_do_not_stay() -> None:
-    kept: Kept[str] = Kept(0, 1024, 2048)
+    kept: Retained[str] = Retained(0, 1024, 2048)
     event: Any = object()
     assert kept.missing("a", 3) == 0
     assert kept.find("a", 0) is None

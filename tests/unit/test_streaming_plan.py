@@ -98,7 +98,7 @@ def check(made: StreamPlan, units, needs, vram, ram):
             needs.plain + needs.cache + needs.activations + needs.fixed,
             made.workspace,
             made.ring,
-            made.kept,
+            made.retained,
             needs.experts if streamed else 0,
             -(-(made.host + made.staging) // 512 // (2 * MIB)) * 2 * MIB,
             total("index", Placement.HOST, Placement.DISK),
@@ -107,8 +107,8 @@ def check(made: StreamPlan, units, needs, vram, ram):
         )
     )
     assert made.used <= vram
-    assert not made.kept or (streamed and not needs.experts)
-    assert made.kept <= sum(it.packed for it in streamed) + len(streamed) * 2 * MIB
+    assert not made.retained or (streamed and not needs.experts)
+    assert made.retained <= sum(it.packed for it in streamed) + len(streamed) * 2 * MIB
     assert made.work.copied >= 0 <= made.work.disk
     on_host = [it for it in units if made.placements[it.name] is Placement.HOST]
     assert made.host == sum(it.packed for it in on_host)
@@ -200,7 +200,7 @@ def test_plans_of_a_known_model(vram, ram, where, tiled, workspace, ring, stagin
     made = plan(vram * MIB, ram and ram * MIB)
     places = Placement.HOST, Placement.DISK, Placement.PACKED, Placement.PLAIN
     assert tuple(len(made.units(it)) for it in places) == where
-    assert (made.tiled, made.workspace, made.staging, made.kept) == (
+    assert (made.tiled, made.workspace, made.staging, made.retained) == (
         tiled,
         workspace * MIB,
         staging * MIB,
@@ -271,8 +271,8 @@ def test_a_layer_larger_than_the_device():
     made = make_plan(giant, Footprint(0, 0, 4 * MIB, 128 * MIB), 16 << 30, None, RATES, calls=1)
     assert made.tiled == ("linear",)
     assert 16 * MIB <= made.workspace <= 1 << 30
-    assert made.kept > 14 << 30, "what is left over beside the largest ring"
-    assert made.work.copied == giant[0].packed - giant[0].index - made.kept
+    assert made.retained > 14 << 30, "what is left over beside the largest ring"
+    assert made.work.copied == giant[0].packed - giant[0].index - made.retained
     assert made.seconds < 1.1 * made.work.copied / RATES.copy
 
 

@@ -16,7 +16,7 @@ from tpde.loading.checkpoint_files import Stored
 from tpde.planning.planner import StreamPlan
 from tpde.streaming.cuda_device import CudaDevice, Device
 from tpde.streaming.damage import DecodedPieces
-from tpde.streaming.retained import Kept
+from tpde.streaming.retained import Retained
 from tpde.streaming.streamed_source import Streamed, put_on_device
 from tpde.streaming.streamer import Closing, Streamer
 
@@ -116,11 +116,11 @@ class Feeds:
             If there is no room for the ring.
         """
         plan = self._plan
-        from_disk = next((it for it in self.feeds if it.ahead), None)  # what takes longest is kept first
-        wanted = plan.kept + (plan.work.disk if from_disk else plan.work.copied)
-        kept: Kept[DecodedPieces] = Kept(plan.ring, plan.kept, wanted, from_disk)
-        device = CudaDevice(self._device, plan.ring + plan.kept)
-        streamer = Streamer(device, plan.slots, plan.piece, kept)
+        from_disk = next((it for it in self.feeds if it.ahead), None)  # what takes longest is retained first
+        wanted = plan.retained + (plan.work.disk if from_disk else plan.work.copied)
+        retained: Retained[DecodedPieces] = Retained(plan.ring, plan.retained, wanted, from_disk)
+        device = CudaDevice(self._device, plan.ring + plan.retained)
+        streamer = Streamer(device, plan.slots, plan.piece, retained)
         for feed, tensors in self._feeds:
             for tensor in tensors:
                 tensor.bind(streamer, feed)

@@ -27,7 +27,7 @@ RINGS = tuple(
 )
 TILES = tuple(size * MIB for size in (64, 128, 256, 512, 1024))  # larger ones are no faster
 GRAIN = 2 * MIB  # the driver gives device memory in pages of this size
-KEPT_LEAST, LEFT_FREE = 64 * MIB, 32 * MIB  # what is left over is for pieces that are copied once
+RETAINED_LEAST, LEFT_FREE = 64 * MIB, 32 * MIB  # what is left over is for pieces that are copied once
 # Of plans that are hardly slower than the fastest, the one with most units on the device and then the largest
 # ring is chosen: less of the host's memory has to be locked, and long prompts need the ring.
 NEAR = 1.02
@@ -85,7 +85,7 @@ class StreamPlan:
         return self.slots * self.piece
 
     @property
-    def kept(self) -> int:
+    def retained(self) -> int:
         """Bytes behind the ring for what is copied once."""
         return self.parts["kept"]
 
@@ -155,23 +155,23 @@ def _layouts(tallies: Iterable[Tally], tile: bool) -> Iterator[_Layout]:
                     yield _Layout(made, tiled, workspace, slots, piece)
 
 
-def _kept(layout: _Layout, work: Work, footprint: Footprint, vram: int) -> int:
+def _retained(layout: _Layout, work: Work, footprint: Footprint, vram: int) -> int:
     """Bytes for pieces that are copied once, of what is left over; where there are experts, they have it."""
     if not layout.slots or footprint.experts:
         return 0
     wanted = work.disk or work.copied
     left = min(vram - layout.used(footprint) - LEFT_FREE, wanted + 512 * work.pieces)
-    return left // GRAIN * GRAIN if left >= KEPT_LEAST else 0
+    return left // GRAIN * GRAIN if left >= RETAINED_LEAST else 0
 
 
-def _without(work: Work, kept: int) -> Work:
+def _without(work: Work, retained: int) -> Work:
     """What a token takes if so many bytes are not copied again: those that come from a disk, if any do.
 
     The host has to launch what decodes them all the same, and their pieces count in full.
     """
-    if not kept:
+    if not retained:
         return work
-    once = min(kept, work.disk or work.copied)
+    once = min(retained, work.disk or work.copied)
     share = once / work.copied
     return work._replace(
         copied=work.copied - once,
@@ -253,14 +253,14 @@ def make_plan(
         fewest = min((it.tiled for it in fitting), default=0)
         rated = []
         for every_time, it in _works((it for it in fitting if it.tiled == fewest), read, calls):
-            kept = _kept(it, every_time, footprint, vram)
-            work = _without(every_time, kept)
-            rated.append((predict(work, rates), work, it, kept))
+            retained = _retained(it, every_time, footprint, vram)
+            work = _without(every_time, retained)
+            rated.append((predict(work, rates), work, it, retained))
         if rated:
             longest = NEAR * min(max(times.values()) for times, *_ in rated)
             near = [it for it in rated if max(it[0].values()) <= longest]
-            times, work, layout, kept = min(near, key=lambda it: _rank(it[0], it[2]))
-            return _finished(layout, kept, work, times, units, footprint, vram, ram)
+            times, work, layout, retained = min(near, key=lambda it: _rank(it[0], it[2]))
+            return _finished(layout, retained, work, times, units, footprint, vram, ram)
     every = [*_layouts(tallies, False), *_layouts(tallies, True)]
     without = [it for it in every if it.used(footprint) <= vram]
     if without:
@@ -285,7 +285,7 @@ def _rank(times: Mapping[str, float], layout: _Layout) -> tuple[int, int, float]
     return -(made.plain + made.packed), -layout.slots * layout.piece, max(times.values())
 
 
-def _parts(layout: _Layout, footprint: Footprint, kept: int = 0) -> dict[str, int]:
+def _parts(layout: _Layout, footprint: Footprint, retained: int = 0) -> dict[str, int]:
     return {
         "plain": footprint.plain,
         "cache": footprint.cache,
@@ -294,7 +294,7 @@ def _parts(layout: _Layout, footprint: Footprint, kept: int = 0) -> dict[str, in
         "workspace": layout.workspace,
         "tiles": layout.products(footprint.column),
         "ring": layout.slots * layout.piece,
-        "kept": kept,
+        "kept": retained,
         "experts": footprint.experts if layout.slots else 0,
         "pages": page_tables(layout.tally.host + layout.tally.staging) + page_tables(footprint.elsewhere),
         "index": layout.tally.maps,
@@ -305,7 +305,7 @@ def _parts(layout: _Layout, footprint: Footprint, kept: int = 0) -> dict[str, in
 
 def _finished(
     layout: _Layout,
-    kept: int,
+    retained: int,
     work: Work,
     times: Mapping[str, float],
     units: Sequence[Unit],
@@ -322,7 +322,7 @@ def _finished(
         piece=layout.piece,
         staging=made.staging,
         host=made.host,
-        parts=_parts(layout, footprint, kept),
+        parts=_parts(layout, footprint, retained),
         vram=vram,
         ram=ram,
         work=work,

@@ -24,7 +24,7 @@ class Stay(NamedTuple):
     copied: Event
 
 
-class Kept(Generic[T]):
+class Retained(Generic[T]):
     """Room for pieces: of those that are copied, as many stay as fit.
 
     Parameters
@@ -39,14 +39,14 @@ class Kept(Generic[T]):
     Examples
     --------
     >>> from tpde.io.sources import Extent
-    >>> kept = Kept(0, 1024, 2048)
+    >>> retained = Retained(0, 1024, 2048)
     >>> piece = Piece(Extent(None, 0, 512, "w"), None, ())
-    >>> [kept.take(piece) for _ in range(6)]
+    >>> [retained.take(piece) for _ in range(6)]
     [None, 0, None, 512, None, None]
-    >>> kept.put("layer", 1, 0, None)
-    >>> kept.find("layer", 1)
+    >>> retained.put("layer", 1, 0, None)
+    >>> retained.find("layer", 1)
     Stay(place=0, copied=None)
-    >>> kept.missing("layer", 4, 1)
+    >>> retained.missing("layer", 4, 1)
     2
     """
 

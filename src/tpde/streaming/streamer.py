@@ -17,7 +17,7 @@ from tpde.errors import PackedWeight, ReadError, UnsupportedDevice
 from tpde.streaming.cuda_device import Device
 from tpde.streaming.damage import Checks, DecodedPieces
 from tpde.streaming.pieces import Piece, TensorPart, cut
-from tpde.streaming.retained import Kept
+from tpde.streaming.retained import Retained
 from tpde.streaming.ring import Ring
 from tpde.streaming.streamed_source import Streamed, travelling
 from tpde.streaming.trace import Trace
@@ -78,7 +78,7 @@ class Streamer:
         Of the ring.
     room : int
         Bytes of a place; pieces are at most as large.
-    kept : Kept, optional
+    retained : Retained, optional
         Room behind the ring, for pieces that stay.
 
     Attributes
@@ -90,9 +90,9 @@ class Streamer:
     """
 
     def __init__(
-        self, device: Device, places: int, room: int, kept: Kept[DecodedPieces] | None = None
+        self, device: Device, places: int, room: int, retained: Retained[DecodedPieces] | None = None
     ) -> None:
-        self.ring = Ring(device, places, room, kept)
+        self.ring = Ring(device, places, room, retained)
         self._lock = threading.RLock()
         self._checks = Checks(device)
         self._used = self._closed = False
