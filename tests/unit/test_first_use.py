@@ -30,7 +30,7 @@ from tpde.streaming import ring  # noqa: E402
 from tpde.streaming import streamed_source as tensors  # noqa: E402
 from tpde.streaming.expert_cache import ExpertCache  # noqa: E402
 from tpde.streaming.pieces import TensorPart, cut  # noqa: E402
-from tpde.streaming.prefetch import Order  # noqa: E402
+from tpde.streaming.prefetch import PrefetchOrder  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -199,7 +199,7 @@ def test_what_lies_far_between_two_tensors_is_not_copied(tmp_path: Path) -> None
 
 
 def test_what_was_made_first_follows_what_was_made_last() -> None:
-    order: Order[str] = Order()
+    order: PrefetchOrder[str] = PrefetchOrder()
     for name in "abc":
         order.expect(name)
     assert [order.after(name) for name in "abc"] == ["b", "c", "a"]

@@ -26,7 +26,7 @@ from tpde.io.sources import Extent, FileSource  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.streaming import ring  # noqa: E402
 from tpde.streaming.pieces import Piece, TensorPart, cut  # noqa: E402
-from tpde.streaming.prefetch import Order  # noqa: E402
+from tpde.streaming.prefetch import PrefetchOrder  # noqa: E402
 from tpde.streaming.retained import Retained  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
 from tpde.streaming.streamer import StreamedUnit, Streamer  # noqa: E402
@@ -687,7 +687,7 @@ def test_a_damaged_index_is_refused_on_opening(tmp_path: Path) -> None:
 
 
 def test_what_follows_what() -> None:
-    order: Order[str] = Order()
+    order: PrefetchOrder[str] = PrefetchOrder()
     assert order.after("a") is None
     for name in "abc":
         order.expect(name)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tpde.host.feed import Event, Ticket
 from tpde.streaming.cuda_device import Device
 from tpde.streaming.damage import DecodedPieces
-from tpde.streaming.prefetch import Order
+from tpde.streaming.prefetch import PrefetchOrder
 from tpde.streaming.retained import Retained
 
 _MOST_PLANNED = 1024  # pieces: where only a few of a model's come from a disk, looking on would end nowhere
@@ -70,7 +70,7 @@ class Ring:
         self.device, self.places, self.room, self.prefetch = device, places, room, True
         self.copied_bytes = self.copied_pieces = self.dropped_pieces = 0
         self._ahead = 0  # bytes that feeds want to know ahead
-        self._order: Order[DecodedPieces] = Order()
+        self._order: PrefetchOrder[DecodedPieces] = PrefetchOrder()
         self._retained: Retained[DecodedPieces] = retained or Retained(0, 0, 0)
         self._planned: deque[_Step] = deque()
         self._reading = 0  # the sum of their `ahead`
