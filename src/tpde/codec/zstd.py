@@ -55,7 +55,7 @@ class _Chunk(NamedTuple):
 
 
 class ZstdCodec:
-    """Encodes and decodes chunks of one tensor; the interface is that of `prefix_codes.Codec`.
+    """Encodes and decodes chunks of one tensor; the interface is that of `prefix_codes.PrefixCodec`.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class ZstdCodec:
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
     ) -> EncodedChunks:
-        """Encode chunks `first` to `first + count - 1`; see `prefix_codes.Codec.encode`."""
+        """Encode chunks `first` to `first + count - 1`; see `prefix_codes.PrefixCodec.encode`."""
         start = self._header.chunk_range(first, first)[0]
         b = self._header.word_bytes
 
@@ -129,7 +129,7 @@ class ZstdCodec:
         out: Bytes,
         threads: int = 1,
     ) -> None:
-        """Decode chunks from `first` on into `out`; see `prefix_codes.Codec.decode`."""
+        """Decode chunks from `first` on into `out`; see `prefix_codes.PrefixCodec.decode`."""
         records = list(_RECORD.iter_unpack(index.tobytes()))
         start, b = self._header.chunk_range(first, first)[0], self._header.word_bytes
         ends = [r[0] * self._unit for r in records[1:]] + [end_offset]

@@ -1,7 +1,7 @@
 """Matrices into windows (docs/windows.md) on a GPU: launches of the kernels of `kernels/window_encode.cu`.
 
 Nothing here allocates on the device: callers put scratch memory and the blob there, and pass addresses.
-Launches go to the caller's stream and synchronize nothing. Blobs have the bytes of `tpde.codec.windows`.
+Launches go to the caller's stream and synchronize nothing. Blobs have the bytes of `tpde.codec.window_plan`.
 
 The host reads `COUNTS_BYTES` between the two launches, and nothing after them:
 

@@ -67,7 +67,7 @@ class Arena:
         return bool(self._locked)
 
     def lock(self, device: int, at: int = 0, size: int | None = None) -> None:
-        """Page-lock it, or whole pages of it. Raises `lock.Refused` if they cannot be."""
+        """Page-lock it, or whole pages of it. Raises `page_lock.Refused` if they cannot be."""
         page_lock.lock(self.address + at, self.size if size is None else size, device, read_only=False)
         self._locked.append((self.address + at, device))
 

@@ -64,7 +64,7 @@ class Coded:
     records : Sparse
         The change; of its data only the records of chunks are kept.
     data : torch.Tensor
-        The bytes of all chunks on the device, uint8, with `cuda.delta.AHEAD` more.
+        The bytes of all chunks on the device, uint8, with `cuda.delta_kernels.AHEAD` more.
     """
 
     def __init__(self, coding: Coding, records: Sparse, data: Tensor) -> None:
