@@ -14,7 +14,7 @@ from support.deltas import model_of, pair
 from tpde.codec import delta, delta_planner, delta_reference
 from tpde.codec.delta import CHUNK_WORDS, ChangeModel, Sparse, chunk_range
 from tpde.codec.delta_planner import Planner, plan, sample_step
-from tpde.codec.delta_reference import ChangeModel as Slow
+from tpde.codec.delta_reference import Model as Slow
 from tpde.codec.native import Bytes
 from tpde.codec.reference import Table
 from tpde.errors import Corrupt, NativeError
