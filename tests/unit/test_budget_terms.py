@@ -387,8 +387,7 @@ def test_a_budget_is_exact_to_the_byte() -> None:
     assert least is not None
     pages = page_tables(sum(it.packed for it in BLOCKS)) + page_tables(NEEDS.elsewhere)
     rings = 4 * 4 * MIB
-    always = NEEDS.plain + NEEDS.cache + NEEDS.activations + NEEDS.fixed
-    assert least == always + NEEDS.experts + 150 * MIB + rings + pages + 12 * MIB
+    assert least == NEEDS.total + NEEDS.experts + 150 * MIB + rings + pages + 12 * MIB
     made = make_plan(BLOCKS, NEEDS, least, None, RATES, calls=10)
     assert made.used == least
     assert set(made.placements.values()) == {Placement.HOST}

@@ -95,7 +95,7 @@ def check(made: StreamPlan, units, needs, vram, ram):
         assert 4 * MIB <= made.piece <= 32 * MIB
     assert made.used == sum(
         (
-            needs.plain + needs.cache + needs.activations + needs.fixed,
+            needs.total,
             made.workspace,
             made.ring,
             made.retained,

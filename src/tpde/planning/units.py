@@ -83,6 +83,11 @@ class Footprint:
     column: int = 0
     argument: str = "`max_tokens`"
 
+    @property
+    def total(self) -> int:
+        """All of it that is needed always: not `experts`."""
+        return self.plain + self.cache + self.activations + self.fixed
+
 
 @dataclass(frozen=True)
 class Rates:
