@@ -23,7 +23,7 @@ from benchmarks.harness.processes import reason
 from benchmarks.harness.report import Page, note, verdict
 from benchmarks.harness.timing import Laps, wall
 from benchmarks.peers import zipnn
-from tpde.codec import native
+from tpde.codec import prefix_codes
 from tpde.codec.native import Bytes
 from tpde.codec.selection import core_layout, plan_tensor, sample_ranges
 from tpde.files.reader import PackedFile
@@ -100,7 +100,7 @@ class Core(Contestant):
         plan = plan_tensor(self._spec, sample)
         assert plan is not None
         header = plan.header
-        self._codec = native.Codec(core_layout(header), plan.section, encode=True)
+        self._codec = prefix_codes.PrefixCodec(core_layout(header), plan.section, encode=True)
         made = self._codec.encode(data, 0, header.chunks, header.chunks_at, self._coded, threads)
         self._made, self._at = made, header.chunks_at
         self._size = header.chunks_at + made.data.size

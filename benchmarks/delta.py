@@ -19,9 +19,10 @@ import numpy as np
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import Laps
 from benchmarks.peers.deltas import PEERS, Pairs, sizes
-from tpde.codec import delta
+from tpde.codec import delta, delta_planner, fingerprints
 from tpde.files.reader import PackedFile
-from tpde.format.container import TensorSpec, canonical_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_writer import canonical_header
 from tpde.store.diffing import diff
 from tpde.store.patching import patch
 
@@ -172,7 +173,7 @@ def speeds(mib: int, runs: int, page: Page) -> list[list[str]]:
         work, laps = old.copy(), Laps()
 
         def make(fast: bool, old: Any = old, new: Any = new) -> tuple[Any, Any]:
-            model = delta.Model(delta.plan([(old, new)], 2, 1, fast=fast), encode=True)
+            model = delta.ChangeModel(delta_planner.plan([(old, new)], 2, 1, fast=fast), encode=True)
             return model, model.encode(old, new)
 
         for _ in range(runs + 1):
@@ -183,7 +184,7 @@ def speeds(mib: int, runs: int, page: Page) -> list[list[str]]:
                 laps(f"apply{suffix}", lambda m=model, s=sparse, w=work: m.apply(s, w))
                 if not np.array_equal(work, new):
                     raise SystemExit("the target differs")
-            laps("fingerprint", lambda w=work: delta.fingerprint(w))
+            laps("fingerprint", lambda w=work: fingerprints.fingerprint(w))
         for name in laps.seconds:
             speed = old.size / laps.median(name, 1) / 1e9
             bar = SPEED_BARS.get(name) if share == 0.005 else None

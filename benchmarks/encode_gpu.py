@@ -27,7 +27,7 @@ from benchmarks.harness.machine import cores
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, itself, medians
 from tpde.cuda.digest import Bytestring, Digests
-from tpde.cuda.encode import Chosen, Found, PackEncoder
+from tpde.cuda.encode import EncodePlan, Found, PackEncoder
 from tpde.format.container import TensorSpec
 
 TITLE, NEEDS_GPU = "Packing on a GPU", True
@@ -71,11 +71,11 @@ class Packing:
         self.sample = torch.empty(self._encoder.sample_bytes, dtype=torch.uint8, device=matrix.device)
         self.scratch: Any = None
         self.blob: Any = None
-        self._chosen: Chosen | None = None
+        self._chosen: EncodePlan | None = None
         self._found: Found | None = None
 
     @property
-    def chosen(self) -> Chosen:
+    def chosen(self) -> EncodePlan:
         """What was chosen."""
         assert self._chosen is not None
         return self._chosen

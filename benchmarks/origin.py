@@ -26,7 +26,7 @@ from tpde.codec.delta import CHUNK_WORDS
 from tpde.codec.zstd import DECODE_SPEED, LEVEL
 from tpde.codec.zstd import decompress as decompress_frame
 from tpde.cuda import nvcomp
-from tpde.cuda.delta_kernels import Batch, Changes, Lists, Pair
+from tpde.cuda.delta_kernels import Changes, DeltaBatch, Lists, Pair
 from tpde.format.container import TensorSpec
 
 TITLE, NEEDS_GPU = "The prototypes' systems", True
@@ -116,10 +116,10 @@ class Device:
         self.all = self._batch(at, WORDS)
         self.each = [self._batch(at + 4 * CHUNK_WORDS * number, CHUNK_WORDS) for number in range(CHUNKS)]
 
-    def _batch(self, at: int, words: int) -> tuple[Batch, Any, Any]:
+    def _batch(self, at: int, words: int) -> tuple[DeltaBatch, Any, Any]:
         import torch
 
-        batch = Batch([Pair(at, 0, words)], 4, 1, torch.cuda.current_device())
+        batch = DeltaBatch([Pair(at, 0, words)], 4, 1, torch.cuda.current_device())
         return batch, upload(batch.items), upload(batch.whose)
 
     def write(self, data: Any, number: int | None = None) -> None:

@@ -47,7 +47,7 @@ class Libc:
 
 
 def mapped(source: Any, libc: Libc, *, ours: bool) -> tuple[Piece, int, Callable[[], None]]:
-    """Bringing a piece of a mapping in, how large pieces are, and what undoes it all."""
+    """Pinning a piece of a mapping in, how large pieces are, and what undoes it all."""
     from tpde.host import mapped as maps
     from tpde.host.ranges import Range
 
@@ -74,7 +74,7 @@ def copied(source: Any, _: Libc, *, ours: bool) -> tuple[Piece, int, Callable[[]
 
     def bring(at: int) -> None:
         if ours:
-            arena.fill(made, arena.Part(of, at, at, size))
+            arena.fill(made, arena.ArenaPart(of, at, at, size))
         else:
             with made.view[at : at + size] as room:
                 source.read_into(at, room)

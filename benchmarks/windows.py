@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, medians
-from tpde.codec import windows
+from tpde.codec import window_cut, window_plan, windows
 from tpde.codec.windows import Words
 
 TITLE = "Windows"
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
     for columns, bar in BARS.items():
         note(f"{columns} columns")
         words = weights((options.mib << 19) // columns, columns)
-        plan = windows.Plan(words)
+        plan = window_plan.WindowPlan(words)
         blob, out, copy = plan.encode(), np.empty_like(words), np.empty_like(words)
         bits = 8 * plan.nbytes / words.size
         share = f"{100 * plan.entries / words.size:.2f} %"
@@ -54,11 +54,11 @@ def run(options: argparse.Namespace, page: Page) -> None:
         half = columns // 128 * 64
         for threads in (1, 2):
             ways = {
-                "plan": lambda w=words, t=threads: windows.Plan(w, t),
+                "plan": lambda w=words, t=threads: window_plan.WindowPlan(w, t),
                 "encode": lambda p=plan, b=blob, t=threads: p.encode(b, t),
                 "decode": lambda b=blob, o=out, t=threads: windows.decode(b, out=o, threads=t),
                 "validate": lambda b=blob, t=threads: windows.validate(b, t),
-                "cut": lambda b=blob, h=half, t=threads: windows.cut_columns(b, 0, h, t),
+                "cut": lambda b=blob, h=half, t=threads: window_cut.cut_columns(b, 0, h, t),
                 "copy": lambda w=words, c=copy: np.copyto(c, w),
             }
             taken = medians(alternate(ways, options.runs))

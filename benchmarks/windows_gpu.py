@@ -22,8 +22,8 @@ from benchmarks.harness.gpu import Flush, stream
 from benchmarks.harness.machine import cores
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, itself, medians
-from tpde.codec import windows
-from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, Chosen, Matrix, WindowEncoder
+from tpde.codec import window_plan
+from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, ChosenWindow, Matrix, WindowEncoder
 
 TITLE, NEEDS_GPU = "Windows on a GPU", True
 SHAPES = ((1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (16384, 16384), (128256, 4096))
@@ -48,7 +48,7 @@ class Packing:
         self._encoder = WindowEncoder(at, matrix.device.index)
         self.scratch = torch.empty(self._encoder.scratch_bytes, dtype=torch.uint8, device=matrix.device)
         self.blob: Any = None
-        self._chosen: Chosen | None = None
+        self._chosen: ChosenWindow | None = None
 
     def plan(self) -> None:
         """Launch the first step."""
@@ -90,7 +90,7 @@ def is_right(packing: Packing) -> bool:
     import torch
 
     words = packing.matrix.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
-    expected = windows.encode(words, cores())
+    expected = window_plan.encode(words, cores())
     return np.array_equal(packing.blob.cpu().numpy(), expected)
 
 

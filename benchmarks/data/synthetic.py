@@ -54,7 +54,8 @@ class Source:
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], make: Callable[[str, tuple[int, ...]], Any]
     ) -> None:
-        from tpde.format.container import TensorSpec, canonical_header
+        from tpde.format.container import TensorSpec
+        from tpde.format.container_writer import canonical_header
 
         self.specs = {name: TensorSpec("BF16", tuple(shape)) for name, shape in shapes.items()}
         self.metadata = {"format": "pt"}

@@ -92,7 +92,7 @@ class Loaded:
 
     def copied(self) -> int:
         """Bytes copied so far."""
-        return sum(it.copied_bytes for it in self.streamers)
+        return sum(it.ring.copied_bytes for it in self.streamers)
 
     def dropped(self) -> int:
         """Pieces copied in vain."""
@@ -171,7 +171,7 @@ def copy_then_decode(streamer: Any) -> None:
     """Let no copy begin before all is computed that was asked for earlier, as where nothing is prefetched."""
     import torch
 
-    streamer.prefetch, copy = False, streamer.device.copy
+    streamer.ring.prefetch, copy = False, streamer.device.copy
 
     def later(place: int, address: int, piece: Any) -> Any:
         streamer.device.hold(torch.cuda.current_stream().record_event())

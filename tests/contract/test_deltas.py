@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.contents import rng
 from support.deltas import CHANGES, model_of, pair
 
-from tpde.codec import delta, native
+from tpde.codec import delta, fingerprints, native
 from tpde.codec import delta_reference as reference
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, TpdeError
@@ -30,7 +30,7 @@ def _chunks(sparse: delta.Sparse) -> list[tuple[bytes, int]]:
     ]
 
 
-def _applied(model: delta.Model, sparse: delta.Sparse, old: Bytes, threads: int = 1) -> Bytes:
+def _applied(model: delta.ChangeModel, sparse: delta.Sparse, old: Bytes, threads: int = 1) -> Bytes:
     out = old.copy()
     model.apply(sparse, out, threads, dry=True)
     assert (out == old).all(), "a dry run changed a word"
@@ -167,13 +167,13 @@ def test_models_are_refused_as_the_document_says() -> None:
     whole = model_of("BF16", *pair("BF16", "normal", "some", 3000)).data
     for end in range(len(whole)):
         with pytest.raises(Corrupt):
-            delta.Model(whole[:end])
+            delta.ChangeModel(whole[:end])
     draw, refused = rng("models"), 0
     for _ in range(2000):
         data = bytearray(whole)
         data[int(draw.integers(0, len(data)))] ^= int(draw.integers(1, 256))
         outcomes = []
-        for opener in (reference.Model.parse, delta.Model):
+        for opener in (reference.Model.parse, delta.ChangeModel):
             try:
                 opener(bytes(data))
                 outcomes.append(True)
@@ -186,10 +186,10 @@ def test_models_are_refused_as_the_document_says() -> None:
 
 @given(st.binary(max_size=3000), st.integers(0, 300))
 def test_fingerprints_are_those_of_the_document_and_add_up(data: bytes, cut: int) -> None:
-    whole = delta.fingerprint(data)
+    whole = fingerprints.fingerprint(data)
     assert whole == reference.fingerprint(data)
     at = min(8 * cut, len(data) // 8 * 8)
-    tail, head = delta.fingerprint(data[at:], at), delta.fingerprint(data[:at])
+    tail, head = fingerprints.fingerprint(data[at:], at), fingerprints.fingerprint(data[:at])
     assert (np.frombuffer(tail, "<u8") + np.frombuffer(head, "<u8")).tobytes() == whole
 
 
@@ -198,7 +198,7 @@ def test_every_instruction_set_gives_the_same_fingerprint(simd_restored: None) -
     found = set()
     for path in native.simd_available():
         native.simd_select(path)
-        found.add(delta.fingerprint(data))
+        found.add(fingerprints.fingerprint(data))
     assert len(found) == 1
 
 

@@ -8,7 +8,7 @@ from support.codecs import Case, every_codec, pack_everything
 from support.contents import CONTENTS, fill, rng, spec_of
 from support.files import pack_bytes, safetensors_bytes, unpack_bytes
 
-from tpde.codec import native
+from tpde.codec import native, prefix_codes
 from tpde.codec.native import Bytes
 from tpde.codec.selection import PREFIX_CHUNK_WORDS, core_layout, plan_tensor
 from tpde.errors import Corrupt
@@ -55,7 +55,7 @@ def test_threads_do_not_change_the_bytes(case: Case, dtype: str) -> None:
         assert unpack_bytes(one, threads=threads) == source
 
 
-def _encoded(dtype: str, chunks: int) -> tuple[native.Codec, Bytes, Bytes, Bytes]:
+def _encoded(dtype: str, chunks: int) -> tuple[prefix_codes.PrefixCodec, Bytes, Bytes, Bytes]:
     """Chunks of weights, their index map and the words; the last chunk is a short one."""
     random, spec = rng("weights", dtype), TensorSpec(dtype, (chunks * PREFIX_CHUNK_WORDS - 100,))
     # Words whose upper halves differ as those of weights do, with some that only an escape codes.
@@ -64,7 +64,7 @@ def _encoded(dtype: str, chunks: int) -> tuple[native.Codec, Bytes, Bytes, Bytes
     data = words.view(np.uint8)
     plan = plan_tensor(spec, data[: 8 * PREFIX_CHUNK_WORDS], "prefix")
     assert plan is not None
-    codec = native.Codec(core_layout(plan.header), plan.section, encode=True)
+    codec = prefix_codes.PrefixCodec(core_layout(plan.header), plan.section, encode=True)
     room = np.empty(codec.bound(plan.header.words, plan.header.chunks), np.uint8)
     made = codec.encode(data, 0, plan.header.chunks, 0, room)
     return codec, made.records, made.data, data

@@ -14,7 +14,17 @@ from support.deltas import model_of, pair
 from support.guarded import guarded, room
 from support.windows import MATRICES
 
-from tpde.codec import delta, native, reference, windows
+from tpde.codec import (
+    core_chunks,
+    delta,
+    fingerprints,
+    native,
+    prefix_codes,
+    reference,
+    window_cut,
+    window_plan,
+    windows,
+)
 from tpde.errors import Corrupt, NativeError, TpdeError
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
@@ -37,14 +47,18 @@ def _layout(dtype: str, words: int) -> native.CoreLayout:
     )
 
 
-def _planned(dtype: str, words: int) -> tuple[native.Codec, np.ndarray, int]:
+def _planned(dtype: str, words: int) -> tuple[prefix_codes.PrefixCodec, np.ndarray, int]:
     """Give a codec for chunks of 512 words, the words, guarded, and the number of chunks."""
     data = np.frombuffer(fill("normal", TensorSpec(dtype, (words,))), np.uint8).copy()
     draw = rng("escapes", dtype)
     data[draw.integers(0, data.size, 1 + data.size // 100)] = draw.integers(0, 256)
     layout = _layout(dtype, words)
-    section, _ = native.plan(layout, guarded(data))
-    return native.Codec(layout, guarded(section), encode=True), guarded(data), native.chunk_count(layout)
+    section, _ = prefix_codes.plan(layout, guarded(data))
+    return (
+        prefix_codes.PrefixCodec(layout, guarded(section), encode=True),
+        guarded(data),
+        core_chunks.chunk_count(layout),
+    )
 
 
 @every_path
@@ -57,7 +71,7 @@ def test_encoding_and_decoding(dtype: str, words: int, path: str, simd_restored:
     for threads in (1, 3):
         made = codec.encode(data, 0, chunks, 0, out, threads)
         coded, records, back = guarded(made.data), guarded(made.records), room(data.size)
-        native.index_check(codec.layout, records, 0, coded.size, 1 << 20)
+        core_chunks.index_check(codec.layout, records, 0, coded.size, 1 << 20)
         codec.decode(records, 0, coded, 0, coded.size, back, threads)
         assert np.array_equal(back, data)
 
@@ -98,10 +112,10 @@ def test_planes_checksums_and_fingerprints(dtype: str, path: str, simd_restored:
             words.tobytes(), code.word_bytes, code.rotate
         )
         back = room(words.size)
-        native.merge(layout, planes, back)
+        core_chunks.merge(layout, planes, back)
         assert np.array_equal(back, words)
-        assert native.checksum(words) == reference.checksum(words.tobytes())
-        assert delta.fingerprint(words) == delta.fingerprint(words.tobytes())
+        assert core_chunks.checksum(words) == reference.checksum(words.tobytes())
+        assert fingerprints.fingerprint(words) == fingerprints.fingerprint(words.tobytes())
 
 
 @every_path
@@ -151,7 +165,7 @@ def test_tables_and_models_that_are_cut() -> None:
     layout.tables = 1
     for size in range(len(table)):
         with pytest.raises(TpdeError):
-            native.Codec(layout, guarded(table[:size]))
+            prefix_codes.PrefixCodec(layout, guarded(table[:size]))
     whole = model_of("BF16", *pair("BF16", "normal", "some", 3000)).data
     handle, error = native._ptr(), native.Error()
     for size in range(len(whole)):
@@ -170,14 +184,14 @@ def _parts(size: int, unit: int) -> list[tuple[int, int]]:
 def test_windows(content: str, shape: tuple[int, int]) -> None:
     words = guarded(MATRICES[content](*shape).tobytes()).view("<u2").reshape(shape)
     for threads in (1, 3):
-        plan = windows.Plan(words, threads)
+        plan = window_plan.WindowPlan(words, threads)
         blob = plan.encode(room(plan.nbytes), threads)
         windows.validate(blob, threads)
         back = room(words.nbytes).view("<u2").reshape(shape)
         assert np.array_equal(windows.decode(blob, out=back, threads=threads), words)
         for rows, columns in itertools.product(_parts(shape[0], 16), _parts(shape[1], 64)):
-            size = windows.cut(blob, rows, columns).size
-            part = windows.cut(blob, rows, columns, out=room(size), threads=threads)
+            size = window_cut.cut(blob, rows, columns).size
+            part = window_cut.cut(blob, rows, columns, out=room(size), threads=threads)
             height, width = rows[1] - rows[0], columns[1] - columns[0]
             back = room(2 * height * width).view("<u2").reshape(height, width)
             windows.decode(part, out=back)
@@ -187,8 +201,8 @@ def test_windows(content: str, shape: tuple[int, int]) -> None:
 def test_words_that_change_while_they_are_encoded() -> None:
     """Those of one stripe need more entries than were counted, and than a blob has bytes."""
     words = MATRICES["weights"](16, 2000).copy()
-    plan = windows.Plan(words)
+    plan = window_plan.WindowPlan(words)
     words[:] = MATRICES["escapes"](16, 2000)
-    assert 2 * windows.Plan(words).entries > plan.nbytes
+    assert 2 * window_plan.WindowPlan(words).entries > plan.nbytes
     with pytest.raises(NativeError, match="not what the entries were counted in"):
         plan.encode(room(plan.nbytes))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.contents import rng
 
-from tpde.codec import native, reference
+from tpde.codec import core_chunks, native, prefix_codes, reference
 from tpde.codec.blob import BlobReader
 from tpde.codec.selection import core_layout
 from tpde.io.sources import BytesSource
@@ -99,7 +99,9 @@ def test_the_core_decodes_and_encodes_what_the_reference_wrote(made: tuple[bytes
             assert out.tobytes() == data, path
             if not can_encode:  # the core's encoder takes only tables that code every symbol
                 continue
-            codec = native.Codec(core_layout(header), blob[header.tables_at : header.index_at], encode=True)
+            codec = prefix_codes.PrefixCodec(
+                core_layout(header), blob[header.tables_at : header.index_at], encode=True
+            )
             room = np.full(codec.bound(header.words, header.chunks), 0xA5, np.uint8)
             words = np.frombuffer(data, np.uint8)
             again = codec.encode(words, 0, header.chunks, header.chunks_at, room)
@@ -127,7 +129,7 @@ def test_a_plane_with_fewer_tables_takes_its_last(best: int) -> None:
     header, out = reader.header, np.empty(len(data), np.uint8)
     reader.read(0, len(data), out)
     assert out.tobytes() == data
-    codec = native.Codec(core_layout(header), reader.section, encode=True)
+    codec = prefix_codes.PrefixCodec(core_layout(header), reader.section, encode=True)
     room = np.full(codec.bound(header.words, header.chunks), 0xA5, np.uint8)
     again = codec.encode(np.frombuffer(data, np.uint8), 0, header.chunks, header.chunks_at, room)
     assert again.records.tobytes() == reader.index.tobytes()
@@ -156,7 +158,7 @@ def test_checksums_are_those_of_the_document(size: int, simd_restored: None) -> 
     data = rng("checksum", size).bytes(size)
     for path in native.simd_available():
         native.simd_select(path)
-        assert native.checksum(data) == reference.checksum(data), path
+        assert core_chunks.checksum(data) == reference.checksum(data), path
 
 
 @pytest.mark.parametrize("dtype", ["I8", "F8_E4M3", "F16", "U16", "F32", "I32", "F64", "U64"])
@@ -170,8 +172,8 @@ def test_planes_are_those_of_the_document(dtype: str, n: int, simd_restored: Non
     needed = reference.split(words, b, rotate)
     for path in native.simd_available():
         native.simd_select(path)
-        planes = native.split(layout, words)
+        planes = core_chunks.split(layout, words)
         assert [p.tobytes() for p in planes] == needed, path
         out = np.empty(n * b, np.uint8)
-        native.merge(layout, planes, out)
+        core_chunks.merge(layout, planes, out)
         assert out.tobytes() == words, path

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.windows import MATRICES, weights
 
-from tpde.codec import windows
+from tpde.codec import window_cut, window_plan, windows, windows_encoder_reference
 from tpde.codec import windows_reference as reference
 from tpde.codec.windows import FLAG_ZERO, Words
 
@@ -25,8 +25,8 @@ def _same(found: Words, needed: Words) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_matrix_comes_back_and_as_the_document_says(content: str, shape: tuple[int, int]) -> None:
     words = MATRICES[content](*shape)
-    blob = windows.encode(words)
-    assert blob.tobytes() == reference.encode(words)
+    blob = window_plan.encode(words)
+    assert blob.tobytes() == windows_encoder_reference.encode(words)
     found = windows.validate(blob)
     assert (found.rows, found.columns, found.nbytes) == (*shape, blob.size)
     _same(windows.decode(blob), words)
@@ -36,14 +36,14 @@ def test_every_matrix_comes_back_and_as_the_document_says(content: str, shape: t
 @every_content
 def test_threads_change_no_byte(content: str) -> None:
     words = MATRICES[content](701, 601)
-    one = windows.encode(words)
+    one = window_plan.encode(words)
     _same(windows.decode(one), words)
     for threads in (2, 3, 7):
-        assert np.array_equal(windows.encode(words, threads), one)
+        assert np.array_equal(window_plan.encode(words, threads), one)
         _same(windows.decode(one, threads=threads), words)
         windows.validate(one, threads)
-        part = windows.cut(one, (16, 608), (192, 601), threads=threads)
-        assert np.array_equal(part, windows.cut(one, (16, 608), (192, 601)))
+        part = window_cut.cut(one, (16, 608), (192, 601), threads=threads)
+        assert np.array_equal(part, window_cut.cut(one, (16, 608), (192, 601)))
 
 
 @settings(max_examples=150)
@@ -54,14 +54,14 @@ def test_any_matrix(data: st.DataObject) -> None:
     some = np.array(data.draw(st.lists(st.integers(0, 65535), min_size=1, max_size=40)), np.uint16)
     draw = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     words = draw.choice(some, (rows, columns), p=draw.dirichlet(np.full(some.size, 0.3)))
-    blob = windows.encode(words, data.draw(st.integers(1, 3)))
+    blob = window_plan.encode(words, data.draw(st.integers(1, 3)))
     windows.validate(blob)
     _same(windows.decode(blob), words)
     first = data.draw(st.integers(0, rows))
     end = data.draw(st.integers(first, rows))
     _same(windows.decode(blob, first, end), words[first:end])
     if rows * columns < 3000:
-        assert blob.tobytes() == reference.encode(words)
+        assert blob.tobytes() == windows_encoder_reference.encode(words)
 
 
 @settings(max_examples=40)
@@ -70,52 +70,52 @@ def test_any_bytes(data: bytes, columns: int) -> None:
     words = np.frombuffer(data[: len(data) // 2 * 2], np.uint16)
     words = words[: words.size // columns * columns].reshape(-1, columns)
     if words.size:
-        blob = windows.encode(words)
+        blob = window_plan.encode(words)
         _same(windows.decode(blob), words)
-        assert blob.tobytes() == reference.encode(words)
+        assert blob.tobytes() == windows_encoder_reference.encode(words)
 
 
 @every_content
 def test_parts_are_what_their_words_are(content: str) -> None:
     words = MATRICES[content](70, 523)
-    blob = windows.encode(words)
+    blob = window_plan.encode(words)
     for rows in ((0, 70), (0, 16), (16, 48), (32, 70), (64, 70)):
         for columns in ((0, 523), (0, 64), (64, 523), (192, 320), (256, 512), (64, 448), (512, 523)):
-            part = windows.cut(blob, rows, columns)
+            part = window_cut.cut(blob, rows, columns)
             windows.validate(part)
             _same(windows.decode(part), words[slice(*rows), slice(*columns)])
-    part = windows.cut(blob, (16, 70), (64, 523))
-    assert part.tobytes() == reference.cut(blob.tobytes(), 16, 70, 64, 523)
-    _same(windows.decode(windows.cut_rows(blob, 16, 32)), words[16:32])
-    _same(windows.decode(windows.cut_columns(blob, 128, 523)), words[:, 128:])
+    part = window_cut.cut(blob, (16, 70), (64, 523))
+    assert part.tobytes() == windows_encoder_reference.cut(blob.tobytes(), 16, 70, 64, 523)
+    _same(windows.decode(window_cut.cut_rows(blob, 16, 32)), words[16:32])
+    _same(windows.decode(window_cut.cut_columns(blob, 128, 523)), words[:, 128:])
 
 
 def test_parts_of_parts_are_parts() -> None:
-    blob = windows.encode(weights(96, 900))
-    twice = windows.cut(windows.cut(blob, (16, 96), (128, 900)), (32, 64), (64, 640))
-    assert np.array_equal(twice, windows.cut(blob, (48, 80), (192, 768)))
-    whole = windows.cut(blob, (0, 96), (0, 900))
+    blob = window_plan.encode(weights(96, 900))
+    twice = window_cut.cut(window_cut.cut(blob, (16, 96), (128, 900)), (32, 64), (64, 640))
+    assert np.array_equal(twice, window_cut.cut(blob, (48, 80), (192, 768)))
+    whole = window_cut.cut(blob, (0, 96), (0, 900))
     assert np.array_equal(whole, blob)
 
 
 def test_rows_are_decoded_alone() -> None:
     words = weights(50, 300)
-    blob = windows.encode(words)
+    blob = window_plan.encode(words)
     for first in range(51):
         for end in (first, *range(first + 1, 51, 7), 50):
             _same(windows.decode(blob, first, end, threads=2), words[first:end])
 
 
 def test_zeros_have_a_pair_of_their_own_where_that_pays() -> None:
-    assert windows.validate(windows.encode(MATRICES["pruned"](64, 256))).flags == FLAG_ZERO
-    assert windows.validate(windows.encode(MATRICES["weights"](64, 256))).flags == 0
-    assert windows.validate(windows.encode(MATRICES["zeros"](64, 256))).flags == 0
+    assert windows.validate(window_plan.encode(MATRICES["pruned"](64, 256))).flags == FLAG_ZERO
+    assert windows.validate(window_plan.encode(MATRICES["weights"](64, 256))).flags == 0
+    assert windows.validate(window_plan.encode(MATRICES["zeros"](64, 256))).flags == 0
 
 
 def test_weights_take_as_much_as_the_document_says() -> None:
     for columns, most in ((4096, 11.25), (384, 11.28)):
         words = weights(4 << 20 >> columns.bit_length() - 1, columns)
-        plan = windows.Plan(words)
+        plan = window_plan.WindowPlan(words)
         assert 8 * plan.nbytes / words.size < most
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_there_decodes_to_finite_numbers() -> None:
             padding = reference.decode_word(reference.PADDING, record, flags)
             assert padding >> 7 == (record & 1 if flags else record)
             assert padding & 127 == 0
-    blob = bytearray(windows.encode(np.array([[0x7FC1]], np.uint16)).tobytes())
+    blob = bytearray(window_plan.encode(np.array([[0x7FC1]], np.uint16)).tobytes())
     blob[24] = 64
     whole = windows.decode(bytes(blob))
     assert whole[0, 0] == 0x7FC1

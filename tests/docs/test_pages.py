@@ -149,7 +149,7 @@ def test_the_fields_of_reports_are_on_the_page(title: str) -> None:
 
 def test_the_fields_of_parts_of_reports_are_on_the_page() -> None:
     text = _text("reference/reports.md")
-    group = re.search(r"a `Group` for each, largest first: (.+?) \|", text)
+    group = re.search(r"a `GroupReport` for each, largest first: (.+?) \|", text)
     assert group is not None
     assert re.findall(r"`(\w+)`", group[1]) == [
         it.name for it in dataclasses.fields(inspection_report.GroupReport)

@@ -71,7 +71,8 @@ def words_of(content: str, bits: int, words: int, seed: int) -> Iterator[int]:
 def source_of(name: str) -> bytes:
     """Give a golden file's source."""
     from tpde.format.constants import DTYPES
-    from tpde.format.container import TensorSpec, canonical_header
+    from tpde.format.container import TensorSpec
+    from tpde.format.container_writer import canonical_header
 
     tensors = FILES[name][2]
     specs = {n: TensorSpec(dtype, shape) for n, (dtype, shape, _) in tensors.items()}

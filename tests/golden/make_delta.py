@@ -48,7 +48,8 @@ def _states() -> Iterator[tuple[str, str, bytes, bytes]]:
 
 def states() -> tuple[bytes, bytes]:
     """Give the files of the base and the target."""
-    from tpde.format.container import TensorSpec, canonical_header
+    from tpde.format.container import TensorSpec
+    from tpde.format.container_writer import canonical_header
 
     made = list(_states())
     from tpde.format.constants import DTYPES

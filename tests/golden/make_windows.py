@@ -41,11 +41,11 @@ def matrix(name: str) -> np.ndarray:
 
 def main() -> None:
     """Write the blobs and their list."""
-    from tpde.codec import windows
+    from tpde.codec import window_plan
 
     listed = {}
     for name in MATRICES:
-        blob = windows.encode(matrix(name)).tobytes()
+        blob = window_plan.encode(matrix(name)).tobytes()
         path_of(name).write_bytes(blob)
         hashes = (hashlib.sha256(it).hexdigest() for it in (matrix(name).tobytes(), blob))
         listed[name] = dict(zip(("words", "blob"), hashes, strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from golden import make_windows as golden
-from tpde.codec import windows
+from tpde.codec import window_plan, windows, windows_encoder_reference
 from tpde.codec import windows_reference as reference
 
 HERE = Path(__file__).resolve().parent
@@ -26,8 +26,8 @@ def test_golden_windows_are_read_and_made_again(name: str) -> None:
     assert np.array_equal(windows.decode(blob), words)
     assert np.array_equal(reference.decode(blob), words)
     for threads in (1, 3):
-        assert windows.encode(words, threads).tobytes() == blob
-    assert reference.encode(words) == blob
+        assert window_plan.encode(words, threads).tobytes() == blob
+    assert windows_encoder_reference.encode(words) == blob
 
 
 def test_both_flags_are_among_them() -> None:

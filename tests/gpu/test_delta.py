@@ -8,7 +8,7 @@ from support.device_deltas import DeviceDeltas, moved, same, words_of
 from support.gpu import needs_cuda, torch
 
 import tpde
-from tpde.codec.delta import SAMPLE_BYTES
+from tpde.codec.delta_planner import SAMPLE_BYTES
 
 pytestmark = needs_cuda
 

@@ -54,7 +54,7 @@ def test_the_plain_models_bits(folder: Path, options: dict[str, Any]) -> None:
         assert torch.equal(run(model), expected)
     if options:
         (streamer,) = model.tpde_streamer.streamers.values()
-        assert streamer.copied_pieces > 0
+        assert streamer.ring.copied_pieces > 0
         with pytest.raises(PackedWeight):
             model.to("cpu")
         torch.empty(1 << 30, dtype=torch.uint8, device="cuda")  # others come on top

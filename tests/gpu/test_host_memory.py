@@ -21,8 +21,8 @@ from tpde.host.pinned import HostMemory  # noqa: E402
 from tpde.io.sources import Extent, FileSource  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
 from tpde.streaming.pieces import Piece  # noqa: E402
-from tpde.streaming.ring import Streamer  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
+from tpde.streaming.streamer import Streamer  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -145,7 +145,7 @@ def test_kernels_read_it_in_place(mode: str, tmp_path: Path, monkeypatch: pytest
     ids = torch.tensor([[5, 2999, 0], [7, 7, 1234]], device=device)
     found = reader(ids).view(torch.int16).cpu()
     assert torch.equal(found, values[ids.cpu()].view(torch.int16))
-    assert not streamer.copied_bytes
+    assert not streamer.ring.copied_bytes
     torch.cuda.synchronize()
     streamer.close()
 
@@ -191,11 +191,11 @@ def test_private_memory(mode: str, source: FileSource, data: np.ndarray) -> None
 def test_read_ahead(buffers: int, source: FileSource, data: np.ndarray) -> None:
     """Buffers are read to again while copies from them are queued behind slow work."""
     piece = 8 * MIB
-    supply = ReadAhead(buffers, piece, 4, 0)
-    assert supply.locked_bytes
+    feed = ReadAhead(buffers, piece, 4, 0)
+    assert feed.locked_bytes
     stream, out = torch.cuda.Stream(), []
     wanted = [Extent(source, at, min(piece - 5000, SIZE - at), "x") for at in range(0, SIZE, piece - 5000)]
-    tickets = [supply.request(extent) for extent in wanted]
+    tickets = [feed.request(extent) for extent in wanted]
     for ticket, extent in zip(tickets, wanted, strict=True):
         address = ticket.wait()
         with torch.cuda.stream(stream):
@@ -208,4 +208,4 @@ def test_read_ahead(buffers: int, source: FileSource, data: np.ndarray) -> None:
     for tensor, extent in zip(out, wanted, strict=True):
         expected = data[extent.offset : extent.offset + extent.size]
         assert np.array_equal(tensor.cpu().numpy(), expected), extent.offset
-    supply.close()
+    feed.close()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.models import NAMES, VOCAB, assert_same_bits, make, outputs, torch
 from support.packed import pack
-from support.simulated import MemorySupply
+from support.simulated import MemoryFeed
 from support.streamed import stream_model, write_blobs
 
 from tpde.errors import Corrupt, UnsupportedDevice
@@ -21,9 +21,9 @@ from tpde.format.container import TensorSpec
 from tpde.io.sources import Extent, FileSource
 from tpde.nn import pack_module
 from tpde.streaming.cuda_device import CudaDevice
-from tpde.streaming.retained import Kept
-from tpde.streaming.ring import Streamer, Unit
+from tpde.streaming.retained import Retained
 from tpde.streaming.streamed_source import Streamed
+from tpde.streaming.streamer import StreamedUnit, Streamer
 from tpde.weights.resident import Resident
 from tpde.weights.rows import RowReader
 
@@ -35,7 +35,7 @@ DEVICE = torch.device("cuda", 0)
 ROOM = 256 << 10
 
 
-class PinnedSupply(MemorySupply):
+class PinnedFeed(MemoryFeed):
     """Files' bytes in page-locked memory."""
 
     def _bytes(self, extent: Extent) -> np.ndarray:
@@ -66,16 +66,16 @@ class Fixture:
                 extents.append((at, packed.blob.size))
                 at += -(-packed.blob.size // 256) * 256
         self.data = [data for _, data in tensors]
-        self.source, self.supply = FileSource(folder / "blobs"), PinnedSupply()
+        self.source, self.feed = FileSource(folder / "blobs"), PinnedFeed()
         self.device = CudaDevice(DEVICE, places * ROOM + keep)
-        self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
-        self.streamer.own(self.supply, self.source)
+        self.streamer = Streamer(self.device, places, ROOM, Retained(places * ROOM, keep, self.source.size))
+        self.streamer.own(self.feed, self.source)
         self.tensors = [
-            Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, DEVICE, self.supply)
+            Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, DEVICE, self.feed)
             for i, (at, size) in enumerate(extents)
         ]
 
-    def unit(self, *numbers: int) -> tuple[Unit, list[tuple[int, bytes]], int]:
+    def unit(self, *numbers: int) -> tuple[StreamedUnit, list[tuple[int, bytes]], int]:
         """A unit of some tensors, where they go, and how large the buffer must be."""
         items, expected, at = [], [], 0
         for i in numbers:
@@ -150,7 +150,7 @@ def test_closing_frees_the_places(tmp_path: Path) -> None:
 def test_chunks(tmp_path: Path) -> None:
     with Fixture(tmp_path, bf16(1_000_000)) as made:
         (tensor,), (data,) = made.tensors, made.data
-        blob = torch.from_numpy(made.supply._bytes(tensor.extent)[: tensor.extent.size].copy()).to(DEVICE)
+        blob = torch.from_numpy(made.feed._bytes(tensor.extent)[: tensor.extent.size].copy()).to(DEVICE)
         resident = Resident(blob, "t0")
         last = tensor.header.chunks - 1
         for packed in (tensor, resident):
@@ -172,7 +172,7 @@ def test_rows_are_read_over_the_bus(tmp_path: Path) -> None:
         ids = torch.tensor([[5, 2999, 0], [7, 7, 1234]], device=DEVICE)
         whole = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(rows, columns)
         assert_same_bits(reader(ids), whole[ids.cpu()])
-        assert not made.streamer.copied_bytes
+        assert not made.streamer.ring.copied_bytes
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,10 +183,10 @@ def test_logits(name: str, tmp_path: Path) -> None:
     recorded = outputs(name, plain, 2, "cuda")
     model = pack_module(copy.deepcopy(plain), min_bytes=1024)
     source, extents = write_blobs(model, tmp_path / "blobs")
-    supply, device = PinnedSupply(), CudaDevice(DEVICE, 4 * ROOM)
+    feed, device = PinnedFeed(), CudaDevice(DEVICE, 4 * ROOM)
     streamer = Streamer(device, 4, ROOM)
-    streamer.own(supply, source)
-    stream_model(model, extents, streamer, supply, DEVICE)
+    streamer.own(feed, source)
+    stream_model(model, extents, streamer, feed, DEVICE)
     with torch.no_grad():
         for run in range(3):
             assert_same_bits(outputs(name, model, 2, "cuda"), expected, f"run {run}")
@@ -201,7 +201,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert_same_bits(found[0], expected, "in another thread")
-    assert streamer.copied_bytes
+    assert streamer.ring.copied_bytes
     if name == "llama":
         ids = torch.randint(2, VOCAB, (1, 5), device="cuda")
         with torch.no_grad():
@@ -229,7 +229,7 @@ def test_graphs_are_refused(tmp_path: Path) -> None:
 def test_damage(tmp_path: Path) -> None:
     with Fixture(tmp_path, bf16(*SIZES)) as made:
         unit, expected, size = made.unit(1)
-        memory = made.supply._bytes(made.tensors[1].extent)
+        memory = made.feed._bytes(made.tensors[1].extent)
         at = made.tensors[1].extent.offset + int(made.tensors[1].offsets[9]) + 50
         out = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         memory[at] ^= 4
@@ -244,9 +244,9 @@ def test_damage(tmp_path: Path) -> None:
 def test_damage_after_the_first_use(tmp_path: Path) -> None:
     """Nobody waits for it, but whoever asks is told."""
     with Fixture(tmp_path, bf16(*SIZES)) as made:
-        made.streamer.prefetch = False  # what was copied ahead would be sound
+        made.streamer.ring.prefetch = False  # what was copied ahead would be sound
         unit, expected, size = made.unit(1)
-        memory = made.supply._bytes(made.tensors[1].extent)
+        memory = made.feed._bytes(made.tensors[1].extent)
         at = made.tensors[1].extent.offset + int(made.tensors[1].offsets[9]) + 50
         out = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         unit(out)
@@ -271,7 +271,7 @@ def test_damaged_rows_after_the_first_use(tmp_path: Path) -> None:
         reader(ids)
         made.streamer.check()
         at = tensor.extent.offset + int(tensor.offsets[-2]) + 50  # of the last chunk, which has row 2999
-        made.supply._bytes(tensor.extent)[at] ^= 4
+        made.feed._bytes(tensor.extent)[at] ^= 4
         reader(ids[:1])
         made.streamer.check()
         reader(ids)
@@ -308,8 +308,8 @@ def test_recording_while_another_thread_fills(tmp_path: Path) -> None:
         for _ in range(20):
             traces.append(start_trace(DEVICE))
             made.streamer.record(traces[-1])
-        copied = made.streamer.copied_pieces
-        while made.streamer.copied_pieces < copied + 20 and not failed:
+        copied = made.streamer.ring.copied_pieces
+        while made.streamer.ring.copied_pieces < copied + 20 and not failed:
             begun.clear()
             assert begun.wait(60)
         stop.set()

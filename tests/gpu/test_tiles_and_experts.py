@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.models import assert_same_bits, make, outputs, torch
-from support.simulated import MemorySupply
+from support.simulated import MemoryFeed
 from support.streamed import stream_model, write_blobs
 from torch import nn
 
@@ -21,7 +21,7 @@ from tpde.nn.routing import fused
 from tpde.nn.tiles import row_tiles
 from tpde.streaming.cuda_device import CudaDevice
 from tpde.streaming.experts import ExpertStore, expert_room
-from tpde.streaming.ring import Streamer
+from tpde.streaming.streamer import Streamer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -31,7 +31,7 @@ DEVICE = torch.device("cuda", 0)
 ROOM, PLACES, CACHE = 256 << 10, 4, 16 << 20
 
 
-class PinnedSupply(MemorySupply):
+class PinnedFeed(MemoryFeed):
     """Files' bytes in page-locked memory."""
 
     def _bytes(self, extent: Extent) -> np.ndarray:
@@ -47,12 +47,12 @@ class PinnedSupply(MemorySupply):
 def streamed(packed: Any, folder: Path, prepare: Any) -> Iterator[tuple[Any, Streamer]]:
     """Stream a packed model; `prepare` gets it and the device before its weights are grouped."""
     source, extents = write_blobs(packed, folder / "blobs")
-    supply, device = PinnedSupply(), CudaDevice(DEVICE, PLACES * ROOM + CACHE)
+    feed, device = PinnedFeed(), CudaDevice(DEVICE, PLACES * ROOM + CACHE)
     streamer = Streamer(device, PLACES, ROOM)
-    streamer.own(supply, source)
+    streamer.own(feed, source)
     try:
         yield (
-            stream_model(packed, extents, streamer, supply, DEVICE, lambda model: prepare(model, device)),
+            stream_model(packed, extents, streamer, feed, DEVICE, lambda model: prepare(model, device)),
             streamer,
         )
     finally:
@@ -96,7 +96,7 @@ def test_tiles(columns: int, rows: int, room: int, where: str, tmp_path: Path) -
     else:
         with streamed(packed, tmp_path, mark) as (model, streamer):
             check(model)
-            assert streamer.copied_bytes
+            assert streamer.ring.copied_bytes
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

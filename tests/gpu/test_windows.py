@@ -9,7 +9,7 @@ import pytest
 from support.contents import rng
 from support.gpu import needs_cuda, torch
 
-from tpde.codec import windows
+from tpde.codec import window_plan, windows
 from tpde.cuda.window_products import MOST_ROWS, DeviceWindow
 
 pytestmark = needs_cuda
@@ -45,7 +45,7 @@ class Held:
 
     def __init__(self, words: Any) -> None:
         self.words, (self.rows, self.columns) = words, words.shape
-        blob = windows.encode(words)
+        blob = window_plan.encode(words)
         self.blob = torch.from_numpy(blob).cuda()
         self.device = DeviceWindow(windows.validate(blob), self.blob.data_ptr(), torch.cuda.current_device())
         self.plain = torch.from_numpy(words.view(np.int16)).cuda().view(torch.bfloat16)

@@ -71,8 +71,8 @@ def test_where_units_are(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
     for name in ("model.embed_tokens", "model.layers.1.mlp.up_proj", "lm_head"):
         assert not parts[name].settled
         assert parts[name].in_host_memory(streamer) == (name != "model.layers.1.mlp.up_proj")
-    assert parts["lm_head"].supply is opened.memory[0]
-    assert parts["model.layers.1.mlp.up_proj"].supply is opened.disks[0]
+    assert parts["lm_head"].feed is opened.memory[0]
+    assert parts["model.layers.1.mlp.up_proj"].feed is opened.disks[0]
 
 
 def test_a_head_larger_than_the_workspace(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:

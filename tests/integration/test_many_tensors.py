@@ -20,7 +20,8 @@ from tpde.cli.common import print_json
 from tpde.cli.inspect import render
 from tpde.files.inspection import inspect
 from tpde.files.writer import PackedWriter
-from tpde.format.container import TensorSpec, parse_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_reader import parse_header
 from tpde.io.sinks import BytesSink
 from tpde.io.small_writes import Gathered
 

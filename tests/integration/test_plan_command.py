@@ -27,7 +27,7 @@ from tpde.loading.footprint import FIXED_BYTES, TYPICAL  # noqa: E402
 from tpde.loading.model_units import unit_of, units_of  # noqa: E402
 from tpde.nn.replace import block_path  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.planning.planner import MIB, Demand, Placement, Unit, make_plan  # noqa: E402
+from tpde.planning.planner import MIB, Footprint, Placement, Unit, make_plan  # noqa: E402
 from tpde.streaming.rates import CALL_SECONDS, disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
 
 RATES = ("--copy-rate", "55", "--memory-rate", "4200")
@@ -104,8 +104,10 @@ def test_what_is_printed_is_what_loading_does(llama, monkeypatch, rates):
             streaming.plan(shape, checkpoint, plan, dict.fromkeys(plan.runs, torch.device("cpu")))
             (made,) = streaming.plans.values()
             loaded.append({name: it.value for name, it in made.placements.items()})
-            demand = Demand(made.parts["plain"], made.parts["cache"], made.parts["activations"], FIXED_BYTES)
-            other = make_plan(large(shape, plan.runs), demand, mib * MIB, None, slow, calls=50)
+            footprint = Footprint(
+                made.parts["plain"], made.parts["cache"], made.parts["activations"], FIXED_BYTES
+            )
+            other = make_plan(large(shape, plan.runs), footprint, mib * MIB, None, slow, calls=50)
             would.append({name: it.value for name, it in other.placements.items()})
     assert found == loaded
     assert found != would, "rates must matter here"
@@ -121,13 +123,13 @@ def test_too_small_a_budget_names_the_least(llama):
 
 def test_a_budget_just_below_the_least_is_not_written_as_the_least():
     units = [Unit("layers.0", 1 << 20, 3 << 19, 1 << 12)]
-    demand = Demand(plain=1 << 20, cache=0, activations=0, fixed=FIXED_BYTES)
+    footprint = Footprint(plain=1 << 20, cache=0, activations=0, fixed=FIXED_BYTES)
     with pytest.raises(OutOfMemory) as found:
-        make_plan(units, demand, 1 << 20, None, TYPICAL, calls=10)
+        make_plan(units, footprint, 1 << 20, None, TYPICAL, calls=10)
     least = found.value.least
     assert least is not None
     with pytest.raises(OutOfMemory, match=f"`vram` is {(least - 1) // MIB} MiB"):
-        make_plan(units, demand, least - 1, None, TYPICAL, calls=10)
+        make_plan(units, footprint, least - 1, None, TYPICAL, calls=10)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,12 @@ def test_layout_of_a_streamed_plan():
         *(Unit(f"layers.{i}", 100 * MIB, 150 * MIB, MIB) for i in range(6)),
     ]
     made = make_plan(
-        units, Demand(MIB, MIB, MIB, 128 * MIB), 560 * MIB, 450 * MIB, given_rates(55e9, 4e12, 6e9), calls=9
+        units,
+        Footprint(MIB, MIB, MIB, 128 * MIB),
+        560 * MIB,
+        450 * MIB,
+        given_rates(55e9, 4e12, 6e9),
+        calls=9,
     )
     assert {*made.placements.values()} >= {Placement.HOST, Placement.DISK}
     text = render(made, units, 77)

@@ -29,8 +29,8 @@ from tpde.streaming.trace import Trace  # noqa: E402
 def _damage(model: Any, part: Any) -> None:
     """Change a byte of a streamed weight, where it waits on the host."""
     (streamer,) = model.tpde_streamer.streamers.values()
-    streamer._forget()  # what was copied ahead is sound
-    part.supply._bytes(part.extent)[part.extent.offset + int(part.offsets[0]) + 40] ^= 1
+    streamer.ring.forget()  # what was copied ahead is sound
+    part.feed._bytes(part.extent)[part.extent.offset + int(part.offsets[0]) + 40] ^= 1
 
 
 def test_damage_after_the_first_use_is_raised_by_a_check(hosted: Opened, llama: Pair) -> None:

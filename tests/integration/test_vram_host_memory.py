@@ -14,7 +14,7 @@ from support.budgets import every, load, simulated
 from support.checkpoints import Pair, checkpoint
 from support.locking import FakeLock
 from support.models import assert_same_bits, outputs, torch
-from support.simulated import MemorySupply
+from support.simulated import MemoryFeed
 
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, OutOfMemory, UnsupportedDevice
@@ -51,9 +51,9 @@ def test_host_memory_is_filled_in_the_order_of_a_forward_pass(
     packed = checkpoint(tmp_path, "llama", max_shard_size="60kB").packed
     wanted: list[Extent] = []
 
-    def memory(extents: Sequence[Extent], *_: Any, **__: Any) -> MemorySupply:
+    def memory(extents: Sequence[Extent], *_: Any, **__: Any) -> MemoryFeed:
         wanted.extend(extents)
-        return MemorySupply()
+        return MemoryFeed()
 
     with simulated(monkeypatch, every("host")):
         monkeypatch.setattr(feeds, "HostMemory", memory)
@@ -88,14 +88,14 @@ def test_host_memory_begins_when_all_else_is_there(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(owner, name, call)
 
-    def begin(memory: MemorySupply) -> None:
+    def begin(memory: MemoryFeed) -> None:
         log.append("host memory")
         if fails:
             raise OutOfMemory("full")
 
     logged(packed_nn.group.Group, "prepare", "block")
     logged(packed_nn.PackedTensor, "prepare_rows", "rows")
-    monkeypatch.setattr(MemorySupply, "begin", begin)
+    monkeypatch.setattr(MemoryFeed, "begin", begin)
     target = quantizer.TpdeHfQuantizer.update_attn_implementation
 
     def warmed(self: Any, config: Any) -> Any:

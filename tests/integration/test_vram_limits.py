@@ -242,10 +242,13 @@ def test_page_tables_are_not_left_to_pytorch(card: Card, monkeypatch: pytest.Mon
     from tpde.loading.footprint import FIXED_BYTES, OUTSIDE_BYTES, TYPICAL
     from tpde.memory import allowance
     from tpde.planning.planner import make_plan
-    from tpde.planning.units import Demand, Unit
+    from tpde.planning.units import Footprint, Unit
 
     monkeypatch.setattr(allowance, "_budgets", {})
-    units, needs = [Unit("linear", 40 * GIB, 60 * GIB, 1 << 20, tile=1 << 24)], Demand(0, 0, 0, FIXED_BYTES)
+    units, needs = (
+        [Unit("linear", 40 * GIB, 60 * GIB, 1 << 20, tile=1 << 24)],
+        Footprint(0, 0, 0, FIXED_BYTES),
+    )
     streaming = Streaming(Budget(8 * GIB))
     streaming.decide(DEVICE, lambda vram: make_plan(units, needs, vram, None, TYPICAL, calls=1))
     assert card.allowed == 8 * GIB - OUTSIDE_BYTES - (80 << 20)

@@ -10,13 +10,13 @@ from support.contents import rng
 from support.guarded import guarded, room
 from support.windows import MATRICES
 
-from tpde.codec import windows
+from tpde.codec import window_cut, window_plan, windows, windows_encoder_reference
 from tpde.codec import windows_reference as reference
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, TpdeError, Truncated, UnsupportedVersion
 
 WORDS = MATRICES["weights"](21, 70)
-BLOB = windows.encode(WORDS)
+BLOB = window_plan.encode(WORDS)
 FOUND = windows.validate(BLOB)
 
 
@@ -39,7 +39,7 @@ def test_every_prefix_is_truncated() -> None:
         with pytest.raises(Truncated):
             windows.validate(BLOB[:size])
         if size % 50 < 2 or size < 130:
-            for use in (windows.decode, lambda it: windows.cut_rows(it, 0, 16), _parsed):
+            for use in (windows.decode, lambda it: window_cut.cut_rows(it, 0, 16), _parsed):
                 with pytest.raises(Truncated):
                     use(guarded(BLOB[:size]))
 
@@ -65,7 +65,7 @@ def test_every_byte_before_the_bodies() -> None:
             if outcome is None:
                 found = windows.decode(damaged)
                 assert np.array_equal(found, reference.decode(damaged.tobytes()))
-                windows.validate(windows.cut(damaged, (16, found.shape[0]), (64, found.shape[1])))
+                windows.validate(window_cut.cut(damaged, (16, found.shape[0]), (64, found.shape[1])))
             else:
                 with contextlib.suppress(TpdeError, ValueError):  # other rows than those there is room for
                     windows.decode(damaged, out=room(2 * WORDS.size).view("<u2").reshape(WORDS.shape))
@@ -76,7 +76,7 @@ def test_every_byte_before_the_bodies() -> None:
 def test_any_bodies_decode_alike() -> None:
     draw = rng("bodies")
     for content in ("weights", "pruned", "edges"):
-        blob = windows.encode(MATRICES[content](19, 330))
+        blob = window_plan.encode(MATRICES[content](19, 330))
         found = windows.validate(blob)
         for share in (0.001, 0.3, 1):
             damaged = guarded(blob)
@@ -86,7 +86,7 @@ def test_any_bodies_decode_alike() -> None:
             windows.validate(damaged)
             decoded = windows.decode(damaged)
             assert np.array_equal(decoded, reference.decode(damaged.tobytes()))
-            part = windows.cut(damaged, (16, 19), (128, 330))
+            part = window_cut.cut(damaged, (16, 19), (128, 330))
             assert np.array_equal(windows.decode(part), decoded[16:, 128:])
 
 
@@ -141,7 +141,7 @@ def test_the_highest_base_is_124() -> None:
 
 def _of_one(*entries: int, rows: int = 3, columns: int = 70) -> bytes:
     """Give a blob of one chunk with these entries."""
-    blank = reference.parse(reference.encode(np.zeros((rows, columns), np.uint16)))
+    blank = reference.parse(windows_encoder_reference.encode(np.zeros((rows, columns), np.uint16)))
     return blank._replace(entries=[list(entries)]).serialize()
 
 
@@ -166,7 +166,7 @@ def _entry(row: int, column: int, index: int = 0) -> int:
 )
 def test_entries_that_cannot_be(entries: tuple[int, ...], says: str) -> None:
     data = _of_one(*entries)
-    for use in (windows.validate, windows.decode, lambda it: windows.cut_rows(it, 0, 3)):
+    for use in (windows.validate, windows.decode, lambda it: window_cut.cut_rows(it, 0, 3)):
         with pytest.raises(Corrupt, match=says) as caught:
             use(data)
         assert caught.value.chunk == 0
@@ -186,7 +186,7 @@ def test_chunks_that_share_entries_are_not_cut() -> None:
     """Where only those chunks are looked at that the part has, and offsets descend between them."""
     words = np.zeros((32, 512), np.uint16)
     words[:16, :256] = MATRICES["escapes"](16, 256)
-    blob = windows.encode(words)
+    blob = window_plan.encode(words)
     found = windows.validate(blob)
     offsets = blob[found.offsets_at :][:20].view("<u4")
     assert offsets.tolist() == [0, *[found.entries] * 4]
@@ -194,4 +194,4 @@ def test_chunks_that_share_entries_are_not_cut() -> None:
     with pytest.raises(Corrupt, match="entries are out of range"):
         windows.validate(blob)
     with pytest.raises(Corrupt, match="entries of more than one chunk"):
-        windows.cut_columns(blob, 0, 256)
+        window_cut.cut_columns(blob, 0, 256)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.models import assert_same_bits, inputs, make, outputs, torch
-from support.simulated import MemorySupply, Probe, SimulatedDevice
+from support.simulated import MemoryFeed, Probe, SimulatedDevice
 from support.streamed import stream_model, write_blobs
 from torch import nn
 
@@ -26,7 +26,7 @@ from tpde.nn import (
 )
 from tpde.nn.routing import fused
 from tpde.streaming.experts import ExpertStore, expert_room
-from tpde.streaming.ring import Streamer
+from tpde.streaming.streamer import Streamer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROOM, RING = 64 << 10, 4
@@ -59,13 +59,11 @@ class Routed:
         packed = by_expert(model) if split else pack_module(model, min_bytes=1024)
         source, extents = write_blobs(packed, folder / "blobs")
         self.fetched: list[list[int]] = []
-        self.places, self.supply = places, MemorySupply()
+        self.places, self.feed = places, MemoryFeed()
         self.device = SimulatedDevice(RING * ROOM + (16 << 20), delay=delay)  # large enough for any cache
         self.streamer = Streamer(self.device, RING, ROOM)
-        self.streamer.own(self.supply, source)
-        self.model = stream_model(
-            packed, extents, self.streamer, self.supply, torch.device("cpu"), self._route
-        )
+        self.streamer.own(self.feed, source)
+        self.model = stream_model(packed, extents, self.streamer, self.feed, torch.device("cpu"), self._route)
         self.spoil()
 
     def _route(self, model: Any) -> None:
@@ -148,7 +146,7 @@ def test_closing_waits_for_experts_that_are_being_fetched(
         def fetched(*args: Any) -> None:
             other.start()
             assert probe.asked.wait(60)
-            seen.append(ours.supply.closed)
+            seen.append(ours.feed.closed)
             fetch(*args)
 
         monkeypatch.setattr(ours.store, "fetch", fetched)
@@ -157,8 +155,8 @@ def test_closing_waits_for_experts_that_are_being_fetched(
         other.join(60)
         assert not other.is_alive()
         assert seen == [0]
-        assert ours.supply.closed == 1
-        ours.streamer.device = SimulatedDevice(ROOM)
+        assert ours.feed.closed == 1
+        ours.streamer.ring.device = SimulatedDevice(ROOM)
 
 
 @pytest.mark.parametrize("places", [1, 2, 5])
@@ -293,7 +291,7 @@ def test_damage_is_named_and_not_kept(tmp_path: Path) -> None:
     with Routed(copy.deepcopy(plain), tmp_path, split=True) as ours, torch.no_grad():
         experts = ours.model.model.layers[0].mlp.experts
         packed = experts.down_proj.packed.sources[2]
-        whole = ours.supply._bytes(packed.extent)
+        whole = ours.feed._bytes(packed.extent)
         at = packed.extent.offset + packed.header.chunks_at + 40
         whole[at] ^= 0x10
         index, weights = torch.tensor([[2, 1]]), torch.ones(1, 2, dtype=torch.bfloat16)
@@ -306,11 +304,11 @@ def test_damage_is_named_and_not_kept(tmp_path: Path) -> None:
         assert_same_bits(outputs("mixtral", ours.model, 1), outputs("mixtral", plain, 1))
 
 
-def test_a_failing_supply_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_feed_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make("mixtral")
     with Routed(copy.deepcopy(plain), tmp_path) as ours, torch.no_grad():
         count = [0]
-        wait = ours.supply.wait
+        wait = ours.feed.wait
 
         def failing(ticket: Any) -> int:
             count[0] += 1
@@ -318,7 +316,7 @@ def test_a_failing_supply_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyt
                 raise OSError("on purpose")
             return wait(ticket)
 
-        monkeypatch.setattr(ours.supply, "wait", failing)
+        monkeypatch.setattr(ours.feed, "wait", failing)
         with pytest.raises(OSError, match="on purpose"):
             outputs("mixtral", ours.model, 2)
         assert_same_bits(outputs("mixtral", ours.model, 2), outputs("mixtral", plain, 2))

@@ -15,7 +15,7 @@ from support.experts import NAMES, WAYS, as_on_gpu, experts_of, moe  # noqa: F40
 from support.models import VOCAB, assert_same_bits, torch
 
 import tpde
-from tpde.codec import window_stacks, windows
+from tpde.codec import window_plan, window_stacks
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated, UnsupportedVersion
 from tpde.nn import (
     PackedParameter,
@@ -270,7 +270,7 @@ def test_parts(shape: tuple[int, int, int], turned: bool) -> None:
     again = WindowedExperts(made.pickled(), "it")
     assert again.stack == made.stack
     for number, blob in enumerate(made.stack.windows):
-        alone = windows.encode(
+        alone = window_plan.encode(
             np.ascontiguousarray(
                 (plain[number].t() if turned else plain[number]).contiguous().view(torch.int16).numpy()
             )
@@ -317,7 +317,7 @@ def test_damaged_stacks_are_refused(fused: Any) -> None:
 
 
 def test_experts_of_other_shapes_are_no_stack() -> None:
-    one, other = (windows.encode(np.zeros((16, it), np.uint16)) for it in (64, 128))
+    one, other = (window_plan.encode(np.zeros((16, it), np.uint16)) for it in (64, 128))
     with pytest.raises(Corrupt, match="another shape"):
         window_stacks.validate(np.concatenate([window_stacks.head(2, False), one, other]))
 

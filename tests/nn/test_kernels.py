@@ -13,7 +13,7 @@ from support.models import assert_same_bits
 from support.small import IDS, Model, torch
 
 import tpde
-from tpde.codec import windows
+from tpde.codec import window_plan, windows
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated
 from tpde.nn import (
     PackedParameter,
@@ -125,7 +125,7 @@ def test_many_escapes_keep_their_codes() -> None:
     made = pack_module(copy.deepcopy(plain), min_bytes=0)
     if isinstance(made.weight, PackedParameter):
         assert not set_kernels(made, "fused").weight.packed.multiplies
-    blob = windows.encode(plain.weight.detach().view(torch.int16).numpy())
+    blob = window_plan.encode(plain.weight.detach().view(torch.int16).numpy())
     assert blob.size > MOST_SHARE * plain.weight.nbytes
 
 
@@ -300,7 +300,7 @@ def test_parts(shape: tuple[int, int]) -> None:
     """Spans and rows of any place, and loading what is packed otherwise."""
     torch.manual_seed(0)
     words = torch.randn(shape).bfloat16()
-    made = Windowed(torch.from_numpy(windows.encode(words.view(torch.int16).numpy())), "it")
+    made = Windowed(torch.from_numpy(window_plan.encode(words.view(torch.int16).numpy())), "it")
     packed, flat = PackedTensor(made), words.view(-1).view(torch.uint8)
     assert_same_bits(packed.decoded(), words)
     draw = np.random.default_rng(0)

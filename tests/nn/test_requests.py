@@ -24,7 +24,7 @@ from support.tunes import tuned
 import tpde
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn import add_deltas, model_deltas, pack_module, plain_state_dict
-from tpde.nn.batch_rows import Batch
+from tpde.nn.batch_rows import BatchRows
 from tpde.nn.parts import Parts
 from tpde.nn.plain_copies import Copies
 
@@ -847,7 +847,7 @@ def test_one_delta_for_all_rows_is_refused_the_same(odd_tunes: Any) -> None:
 
 
 def test_batches() -> None:
-    batch = Batch(["b", None, "a", "b", None])
+    batch = BatchRows(["b", None, "a", "b", None])
     assert batch.places == {"b": [0, 3], None: [1, 4], "a": [2]}
     found = [torch.tensor([0, 1, 30, 31]), torch.tensor([10, 11, 40, 41]), torch.tensor([20, 21])]
     assert batch.rows_of(found, 2).tolist() == [0, 1, 10, 11, 20, 21, 30, 31, 40, 41]

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from support.models import NAMES, assert_same_bits, inputs, make, outputs, torch
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemoryFeed, SimulatedDevice
 from support.streamed import stream_model, write_blobs
 from torch import nn
 
 from tpde.errors import PackedWeight
 from tpde.nn import pack_module, packed_modules
 from tpde.nn.saved import _top_hooks
-from tpde.streaming.ring import Streamer
+from tpde.streaming.streamer import Streamer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROOM = 64 << 10
@@ -29,9 +29,9 @@ class Streamed:
         pack_module(model, min_bytes=1024)
         source, extents = write_blobs(model, folder / "blobs")
         self.device = SimulatedDevice(places * ROOM, delay=delay)
-        self.streamer, self.supply = Streamer(self.device, places, ROOM), MemorySupply()
-        self.streamer.own(self.supply, source)
-        self.model = stream_model(model, extents, self.streamer, self.supply, torch.device("cpu"))
+        self.streamer, self.feed = Streamer(self.device, places, ROOM), MemoryFeed()
+        self.streamer.own(self.feed, source)
+        self.model = stream_model(model, extents, self.streamer, self.feed, torch.device("cpu"))
 
     def __enter__(self) -> Streamed:
         return self
@@ -47,7 +47,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
         expected = outputs(name, plain, 2)
         for run in range(2):
             assert_same_bits(outputs(name, ours.model, 2), expected, f"run {run}")
-        assert ours.streamer.copied_bytes
+        assert ours.streamer.ring.copied_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.models import assert_same_bits, torch
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemoryFeed, SimulatedDevice
 from support.small import Model
 from support.streamed import stream_model, write_blobs
 from torch import nn
@@ -28,7 +28,7 @@ from tpde.nn import (
 )
 from tpde.nn.group import Workspace
 from tpde.nn.tiles import RowTiles, row_tiles
-from tpde.streaming.ring import Streamer
+from tpde.streaming.streamer import Streamer
 
 CHUNK = 8192
 # Columns, rows, room: tiles at chunks' ends; in the middle of chunks; of one row; a chunk of many rows.
@@ -284,9 +284,9 @@ def test_streamed(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(1024, 500), nn.ReLU(), nn.Linear(500, 300)).to(torch.bfloat16)
     packed = pack_module(copy.deepcopy(plain), min_bytes=0)
     source, extents = write_blobs(packed, tmp_path / "blobs")
-    device, supply = SimulatedDevice(4 * ROOM, delay=1e-4), MemorySupply()
+    device, feed = SimulatedDevice(4 * ROOM, delay=1e-4), MemoryFeed()
     streamer = Streamer(device, 4, ROOM)
-    streamer.own(supply, source)
+    streamer.own(feed, source)
     room = 128 << 10
     for module in (packed[0], packed[2]):
         assert module.weight.packed.tile_bytes == 0
@@ -295,7 +295,7 @@ def test_streamed(tmp_path: Path) -> None:
         for module in (model[0], model[2]):
             module.weight.packed.tile_bytes = room
 
-    ours = stream_model(packed, extents, streamer, supply, torch.device("cpu"), cut)
+    ours = stream_model(packed, extents, streamer, feed, torch.device("cpu"), cut)
     try:
         x = draw(2, 1024)
         with torch.no_grad():

@@ -47,7 +47,7 @@ class Held:
         (("app",), 10),
         (("app", "threading", "threading"), 10),
         (("torch.nn.functional", "tpde.nn.modules", "app"), 10),
-        (("threading", "tpde.streaming.ring", "app"), 10),
+        (("threading", "tpde.streaming.streamer", "app"), 10),
         (("threading", "threading", "tpde.host.pinned", "app"), 10),
         (("threading", "tpdes", "app"), 0.1),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from support.models import torch
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemoryFeed, SimulatedDevice
 
 PIECE = 64 << 10
 SLOTS = 4
@@ -36,8 +36,8 @@ class Opened:
 
     def __init__(self) -> None:
         self.devices: list[SimulatedDevice] = []
-        self.memory: list[MemorySupply] = []
-        self.disks: list[MemorySupply] = []
+        self.memory: list[MemoryFeed] = []
+        self.disks: list[MemoryFeed] = []
 
     def close(self) -> None:
         """End the threads of the devices."""
@@ -85,20 +85,20 @@ def simulated(
         opened.devices.append(Device(ring))
         return opened.devices[-1]
 
-    def memory(extents: Sequence[Any], device: int, *, progress: Any = None) -> MemorySupply:
-        opened.memory.append(MemorySupply())
+    def memory(extents: Sequence[Any], device: int, *, progress: Any = None) -> MemoryFeed:
+        opened.memory.append(MemoryFeed())
         if progress is not None:
             progress(sum(it.size for it in extents))
         return opened.memory[-1]
 
-    def disk(*_: Any) -> MemorySupply:
-        opened.disks.append(MemorySupply(ahead=4 * PIECE))
+    def disk(*_: Any) -> MemoryFeed:
+        opened.disks.append(MemoryFeed(ahead=4 * PIECE))
         return opened.disks[-1]
 
     monkeypatch.setattr(feeds, "CudaDevice", device)
     monkeypatch.setattr(streamed, "CudaDevice", device)
     monkeypatch.setattr(feeds, "HostMemory", memory)
-    monkeypatch.setattr(budgeted, "HostMemory", MemorySupply)
+    monkeypatch.setattr(budgeted, "HostMemory", MemoryFeed)
     monkeypatch.setattr(feeds, "ReadAhead", disk)
     if choose is not None:
         placed(monkeypatch, choose, **fields)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from support.contents import fill, rng, spec_of
-from tpde.codec import delta
+from tpde.codec import delta, delta_planner
 from tpde.codec.native import Bytes
 from tpde.format.constants import DTYPES
 
@@ -49,7 +49,9 @@ def pair(dtype: str, content: str, change: str, words: int) -> tuple[Bytes, Byte
     return old.view(np.uint8).copy(), CHANGES[change](dtype, old).view(np.uint8)
 
 
-def model_of(dtype: str, old: Bytes, new: Bytes, *, fast: bool = False) -> delta.Model:
+def model_of(dtype: str, old: Bytes, new: Bytes, *, fast: bool = False) -> delta.ChangeModel:
     """Choose a model for a tensor, and open it."""
     facts = DTYPES[dtype]
-    return delta.Model(delta.plan([(old, new)], facts.word_bytes, facts.rotate, fast=fast), encode=True)
+    return delta.ChangeModel(
+        delta_planner.plan([(old, new)], facts.word_bytes, facts.rotate, fast=fast), encode=True
+    )

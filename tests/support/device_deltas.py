@@ -12,7 +12,7 @@ import pytest
 import tpde
 from support.contents import rng
 from support.guarded import guarded
-from tpde.codec import delta
+from tpde.codec import fingerprints
 from tpde.cuda import compile as nvrtc
 from tpde.errors import NativeError
 from tpde.format.constants import DTYPES
@@ -202,7 +202,7 @@ class DeviceDeltas:
 
     def test_fingerprints(self) -> None:
         old, _ = self.state(0, False)
-        expected = {name: delta.fingerprint(torch_bytes(it)) for name, it in old.items()}
+        expected = {name: fingerprints.fingerprint(torch_bytes(it)) for name, it in old.items()}
         for offset in (0, 1):
             again = {
                 name: self.tensor(torch_bytes(it), name.split(".")[0], offset) for name, it in old.items()

@@ -73,7 +73,7 @@ def windows_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "kernel",
         lambda source, name, defines, device, own=False: _kernel(source, name, defines, device),
     )
-    monkeypatch.setattr(nvrtc, "Launch", Launch)
+    monkeypatch.setattr(nvrtc, "KernelLaunch", Launch)
     for module in (window_products, window_experts):
         monkeypatch.setattr(module, "facts", lambda device: have)
     made = window_products._launch_of, window_experts._decoding, window_experts._product

@@ -12,7 +12,7 @@ from support.packed import Packed
 from support.window_encoding import guards, room
 from tpde.codec.blob import RECORD
 from tpde.codec.native import Bytes
-from tpde.cuda.encode import ALIGNMENT, Chosen, Found, PackEncoder
+from tpde.cuda.encode import ALIGNMENT, EncodePlan, Found, PackEncoder
 from tpde.format.container import TensorSpec
 
 
@@ -61,7 +61,7 @@ class Encoding(NamedTuple):
     encoder: PackEncoder
     words: np.ndarray
     scratch: np.ndarray
-    chosen: Chosen
+    chosen: EncodePlan
     found: Found
     blob: np.ndarray
 

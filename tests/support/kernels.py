@@ -53,7 +53,7 @@ class Card:
         patch.setattr(torch.cuda, "device", self._switch)
         patch.setattr(decode, "facts", lambda device: FACTS)
         patch.setattr(decode.nvrtc, "kernel", lambda source, name, defines, device: defines)
-        patch.setattr(decode.nvrtc, "Launch", self._made)
+        patch.setattr(decode.nvrtc, "KernelLaunch", self._made)
         upload = launch.upload
 
         def counted(data: Any, device: Any) -> torch.Tensor:

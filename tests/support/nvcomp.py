@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from tpde.codec import native
+from tpde.codec import core_chunks, native
 from tpde.codec.blob import RECORD
 
 
@@ -104,6 +104,6 @@ def merge(
         assert slot == slots[k + 1]
         assert at <= blob_bytes
         target = memory(out + word * b, n * b)
-        native.merge(layout, gathered, target)
-        if native.checksum(target) != records["checksum"][k] and not memory(status, 16).any():
+        core_chunks.merge(layout, gathered, target)
+        if core_chunks.checksum(target) != records["checksum"][k] and not memory(status, 16).any():
             memory(status, 16)[:] = np.array([1, number, k & 0xFFFFFFFF, k >> 32], "<u4").view(np.uint8)

@@ -10,12 +10,12 @@ import numpy as np
 
 from support.models import torch
 from support.packed import pack
-from support.simulated import MemorySupply, SimulatedDevice
+from support.simulated import MemoryFeed, SimulatedDevice
 from tpde.format.container import TensorSpec
 from tpde.io.sources import Extent, FileSource
-from tpde.streaming.retained import Kept
-from tpde.streaming.ring import Streamer, Unit
+from tpde.streaming.retained import Retained
 from tpde.streaming.streamed_source import Streamed
+from tpde.streaming.streamer import StreamedUnit, Streamer
 
 CPU = torch.device("cpu")
 ROOM = 128 << 10
@@ -53,16 +53,16 @@ class Fixture:
                 extents.append((at, packed.blob.size))
                 at += -(-packed.blob.size // 256) * 256 + apart
         self.source = FileSource(self.path)
-        self.supply = MemorySupply()
+        self.feed = MemoryFeed()
         self.device = kind(places * ROOM + keep, **device)
-        self.streamer = Streamer(self.device, places, ROOM, Kept(places * ROOM, keep, self.source.size))
-        self.streamer.own(self.supply, self.source)
+        self.streamer = Streamer(self.device, places, ROOM, Retained(places * ROOM, keep, self.source.size))
+        self.streamer.own(self.feed, self.source)
         self.tensors = [
-            Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.supply)
+            Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.feed)
             for i, (at, size) in enumerate(extents)
         ]
 
-    def units(self, *groups: tuple[int, ...]) -> list[tuple[Unit, bytes]]:
+    def units(self, *groups: tuple[int, ...]) -> list[tuple[StreamedUnit, bytes]]:
         """Units of tensors by their numbers, and the bytes that each must give."""
         made = []
         for group in groups:
@@ -80,7 +80,7 @@ class Fixture:
         self.streamer.close()
 
 
-def filled(unit: Unit, size: int) -> bytes:
+def filled(unit: StreamedUnit, size: int) -> bytes:
     out = torch.full((size,), 0xA5, dtype=torch.uint8)
     unit(out)
     return bytes(out.numpy().tobytes())

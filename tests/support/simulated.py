@@ -166,25 +166,25 @@ def _wait(event: threading.Event) -> None:
 
 
 class Ticket(NamedTuple):
-    """Asks its supply, whose methods tests replace."""
+    """Asks its feed, whose methods tests replace."""
 
-    supply: MemorySupply
+    feed: MemoryFeed
     extent: Extent
 
     def wait(self) -> int:
-        return self.supply.wait(self.extent)
+        return self.feed.wait(self.extent)
 
     def ready(self) -> bool:
-        return self.supply.ready(self.extent)
+        return self.feed.ready(self.extent)
 
     def copied(self, event: Any) -> None:
-        self.supply.copied(self.extent, event)
+        self.feed.copied(self.extent, event)
 
     def cancel(self) -> None:
-        self.supply.cancel(self.extent)
+        self.feed.cancel(self.extent)
 
 
-class MemorySupply:
+class MemoryFeed:
     """Files' bytes in memory. `late` pieces are ready only when they are waited for."""
 
     def __init__(self, *, ahead: int = 0, late: bool = False) -> None:

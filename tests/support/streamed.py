@@ -10,8 +10,8 @@ import torch
 
 from tpde.io.sources import Extent, FileSource
 from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
-from tpde.streaming.ring import Streamer
 from tpde.streaming.streamed_source import Streamed
+from tpde.streaming.streamer import Streamer
 
 
 def write_blobs(model: Any, path: Path) -> tuple[FileSource, dict[int, Extent]]:
@@ -35,7 +35,7 @@ def stream_model(
     model: Any,
     extents: dict[int, Extent],
     streamer: Streamer,
-    supply: Any,
+    feed: Any,
     device: torch.device,
     prepare: Callable[[Any], None] = lambda model: None,
 ) -> Any:
@@ -45,7 +45,7 @@ def stream_model(
         for name, slot in list(module.tpde_slots.items()):
             packed = slot.packed
             if id(packed) not in weights:
-                sources = [Streamed(extents[id(it)], streamer, device, supply) for it in packed.sources]
+                sources = [Streamed(extents[id(it)], streamer, device, feed) for it in packed.sources]
                 made = PackedTensor(sources, packed.shape)
                 weights[id(packed)] = PackedParameter(made, slot.parameter.plain_requires_grad)
             replace_parameter(model, f"{path}.{name}".lstrip("."), weights[id(packed)])

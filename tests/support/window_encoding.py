@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from tpde.codec import windows
+from tpde.codec import window_plan, windows
 from tpde.codec.windows import Words
-from tpde.cuda.window_encode import BLOB_AT, COUNTS_BYTES, SAID_AT, Chosen, Matrix, WindowEncoder
+from tpde.cuda.window_encode import BLOB_AT, COUNTS_BYTES, SAID_AT, ChosenWindow, Matrix, WindowEncoder
 
 GUARD = 256  # bytes before and after what may be written
 
 
 def assert_same_blob(found: np.ndarray, words: Words) -> None:
     """Compare with the core's blob, and name the section that differs."""
-    expected = windows.encode(np.ascontiguousarray(words))
+    expected = window_plan.encode(np.ascontiguousarray(words))
     assert found.size == expected.size
     wrong = np.flatnonzero(found != expected)
     if wrong.size:
@@ -47,7 +47,7 @@ def guards(part: np.ndarray) -> np.ndarray:
     return np.concatenate([whole[:at], whole[at + part.size :]])
 
 
-def encoding_on_host(words: np.ndarray) -> tuple[WindowEncoder, np.ndarray, Chosen, np.ndarray]:
+def encoding_on_host(words: np.ndarray) -> tuple[WindowEncoder, np.ndarray, ChosenWindow, np.ndarray]:
     """Encode a matrix by kernels that run on the CPU; give all that was used, and the blob.
 
     Rows may have a stride, and lie at any word.

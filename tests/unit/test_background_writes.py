@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.contents import fill, spec_of
 
-from tpde.codec import blob, native
+from tpde.codec import blob, prefix_codes
 from tpde.codec.blob import BlobWriter, digest
 from tpde.codec.selection import plan_tensor, sample_ranges
 from tpde.io.sinks import BytesSink
@@ -51,9 +51,9 @@ def _write(sink: BytesSink, monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 def test_a_buffer_is_not_encoded_into_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = _write(BytesSink(), monkeypatch)
-    condition, encoded, real = threading.Condition(), [0], native.Codec.encode
+    condition, encoded, real = threading.Condition(), [0], prefix_codes.PrefixCodec.encode
 
-    def encode(self: native.Codec, *given: Any) -> Any:
+    def encode(self: prefix_codes.PrefixCodec, *given: Any) -> Any:
         made = real(self, *given)
         with condition:
             encoded[0] += 1
@@ -71,7 +71,7 @@ def test_a_buffer_is_not_encoded_into_while_it_is_written(monkeypatch: pytest.Mo
                 assert condition.wait_for(lambda: encoded[0] >= min(self.written + 1, 5), timeout=20)
             super().write(offset, buffers)
 
-    monkeypatch.setattr(native.Codec, "encode", encode)
+    monkeypatch.setattr(prefix_codes.PrefixCodec, "encode", encode)
     assert _write(Late(), monkeypatch) == needed
     assert encoded == [5]
 

@@ -14,7 +14,7 @@ from support.craft import edited_record, patch, read_blob, zstd_blob
 
 from tpde.codec.blob import RECORD, BlobReader, BlobWriter, write_constant
 from tpde.codec.reference import META_HASH_AT
-from tpde.codec.selection import PREFIX_CHUNK_WORDS, Plan, base_header, plan_tensor, sample_ranges
+from tpde.codec.selection import PREFIX_CHUNK_WORDS, TensorPlan, base_header, plan_tensor, sample_ranges
 from tpde.errors import Corrupt
 from tpde.files.tensor_writer import TensorWriter
 from tpde.format.constants import CODEC_ZSTD, MODE_CODED
@@ -119,7 +119,7 @@ def test_pieces_are_of_8_mib_and_end_with_chunks() -> None:
     words = np.zeros(spec.nbytes, np.uint8)
     words[0] = 1
     sink = BytesSink()
-    writer = BlobWriter(Plan(header, b"", 0), sink, 0, 1)
+    writer = BlobWriter(TensorPlan(header, b"", 0), sink, 0, 1)
     writer.write(words)
     size = writer.finish(bytes(16))
     reader = BlobReader(BytesSource(bytes(sink.data[:size])), 0, size)

@@ -10,10 +10,10 @@ from tpde.errors import OutOfMemory
 from tpde.planning import candidates as chosen
 from tpde.planning import planner as plans
 from tpde.planning.budget import Budget
-from tpde.planning.candidates import STAGING_LEAST, STAGING_STEP, Choice, Tally, choices, tally
+from tpde.planning.candidates import STAGING_LEAST, STAGING_STEP, Candidate, Tally, candidates, tally
 from tpde.planning.planner import MIB, make_plan, page_tables
 from tpde.planning.prediction import Work, predict
-from tpde.planning.units import Demand, Placement, Rates, Unit
+from tpde.planning.units import Footprint, Placement, Rates, Unit
 
 NOTHING = Work(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 RATES = Rates(copy=50e9, disk=5e9, memory=4e12, decode=2e12, launch=40e-6, windows=5e12)
@@ -80,7 +80,7 @@ ROWS = Unit("rows", 5 * MIB + 1, 8 * MIB, 23, rows=True)
 
 
 def counted(*units: Unit, plain: str = "", packed: str = "", ram: int | None = None) -> Tally:
-    return tally(Choice(frozenset(plain.split()), frozenset(packed.split())), units, ram)
+    return tally(Candidate(frozenset(plain.split()), frozenset(packed.split())), units, ram)
 
 
 def test_units_are_counted_as_the_allocator_rounds() -> None:
@@ -204,7 +204,7 @@ def test_which_units_may_be_where(odd: Unit, found: str) -> None:
     """What is plain, and what is packed: nothing is plain before all else is packed, but what is larger."""
     rows = [Unit(name, 9, 10, 0, rows=True) for name in "rs"]
     units = [*rows, Unit("w", 9, 10, 0), Unit("x", 9, 10, 0), odd]
-    assert [f"{together(it.plain)}/{together(it.packed)}" for it in choices(units)] == found.split()
+    assert [f"{together(it.plain)}/{together(it.packed)}" for it in candidates(units)] == found.split()
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_sizes_of_a_workspace(sizes: tuple[tuple[int, int], ...], tiled: int, fo
     assert [it // MIB for it in plans._workspaces(units, tiled)] == found
 
 
-NEEDS = Demand(
+NEEDS = Footprint(
     plain=3 * MIB,
     cache=5 * MIB,
     activations=7 * MIB,
@@ -244,7 +244,7 @@ def layout(found: Tally, slots: int = 4, tiled: int = 0, workspace: int = 17 * M
 def test_every_part_of_a_budget() -> None:
     big = dataclasses.replace(STREAMED, plain=64 * MIB, tile=16 * MIB, row=8192)
     found = counted(PLAIN, PACKED, big, plain="a", packed="b")._replace(host=3 << 30, staging=1 << 30)
-    parts = plans._parts(layout(found, tiled=1), NEEDS, kept=19 * MIB)
+    parts = plans._parts(layout(found, tiled=1), NEEDS, retained=19 * MIB)
     assert parts == {
         "plain": 3 * MIB,
         "cache": 5 * MIB,
@@ -331,24 +331,24 @@ def test_how_much_is_kept() -> None:
     work, used = worked(found, 150 * MIB), here.used(needs)
     left = plans.LEFT_FREE
 
-    def kept(spare: int, demand: Demand = needs) -> int:
-        return plans._kept(here, work, demand, used + left + spare)
+    def kept(spare: int, footprint: Footprint = needs) -> int:
+        return plans._retained(here, work, footprint, used + left + spare)
 
     assert kept(64 * MIB) == 64 * MIB
     assert kept(64 * MIB - 1) == 0, "too little to be worth it"
     assert kept(67 * MIB) == 66 * MIB, "whole pages"
     assert kept(1 << 40) == (work.copied + 512 * work.pieces) // (2 * MIB) * 2 * MIB, "all there is"
-    assert plans._kept(here, work, NEEDS, 1 << 40) == 0, "experts have what is left over"
-    assert plans._kept(here._replace(slots=0), work, needs, 1 << 40) == 0
+    assert plans._retained(here, work, NEEDS, 1 << 40) == 0, "experts have what is left over"
+    assert plans._retained(here._replace(slots=0), work, needs, 1 << 40) == 0
 
 
 @pytest.mark.parametrize(("cache", "activations"), [(0, 0), (MIB, 0), (0, MIB)])
 @pytest.mark.parametrize("resident", [False, True])
 def test_what_is_too_little_says_what_would_be_less(cache: int, activations: int, resident: bool) -> None:
-    demand = Demand(plain=0, cache=cache, activations=activations, fixed=MIB, argument="`batches`")
+    footprint = Footprint(plain=0, cache=cache, activations=activations, fixed=MIB, argument="`batches`")
     odd = Unit("odd", 5 * MIB + 1, 8 * MIB, 0, resident=resident)
     with pytest.raises(OutOfMemory) as caught:
-        make_plan([odd, *BLOCKS], demand, 1000, None, RATES, calls=10)
+        make_plan([odd, *BLOCKS], footprint, 1000, None, RATES, calls=10)
     error = caught.value
     text = str(error)
     assert (" or more, or a smaller `batches`" in text) is bool(cache or activations)

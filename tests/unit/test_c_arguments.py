@@ -11,7 +11,7 @@ from support.craft import DATA, SPEC, TABLE
 from support.deltas import pair
 from support.windows import weights
 
-from tpde.codec import delta, native, windows
+from tpde.codec import delta, delta_planner, native, prefix_codes, window_plan, windows
 from tpde.codec.selection import base_header, core_layout
 from tpde.format.constants import CODEC_PREFIX
 
@@ -38,13 +38,13 @@ def _calls() -> dict[str, list[Any]]:
     """Arguments of each call with which it succeeds, but for the last one, the error."""
     u32, u64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
     layout = _layout()
-    codec = native.Codec(layout, SECTION, encode=True)
+    codec = prefix_codes.PrefixCodec(layout, SECTION, encode=True)
     out = np.zeros(codec.bound(1500, 3), np.uint8)
     made = codec.encode(WORDS, 0, 3, 0, out)
-    model = delta.Model(delta.plan([(OLD, NEW)], 2, 1), encode=True)
+    model = delta.ChangeModel(delta_planner.plan([(OLD, NEW)], 2, 1), encode=True)
     sparse = model.encode(OLD, NEW)
     assert sparse is not None
-    planner = delta.Planner(2, 1)
+    planner = delta_planner.Planner(2, 1)
     model_bytes = np.frombuffer(model.data, np.uint8)
     other = planner.fork()
     KEEP.extend([codec, out, made, model, sparse, planner, other, model_bytes])
@@ -55,7 +55,7 @@ def _calls() -> dict[str, list[Any]]:
     states, words_room = (OLD.ctypes.data, NEW.ctypes.data), (_room(3000), 3000)
     size, words = out.size, WORDS.ctypes.data
     matrix, window = _window_plan(), native.CoreWindow()
-    blob = windows.encode(MATRIX)
+    blob = window_plan.encode(MATRIX)
     part = _cut_plan(blob)
     KEEP.append(blob)
     given = (blob.ctypes.data, blob.size)
@@ -169,7 +169,7 @@ POINTERS = [
 
 
 def test_the_calls_are_right() -> None:
-    planner = delta.Planner(2, 1)
+    planner = delta_planner.Planner(2, 1)
     for name in NAMES:
         arguments = list(CALLS[name])
         if "_plan_" in name:
@@ -255,7 +255,7 @@ def test_numbers_that_cannot_be_are_refused(name: str, number: int, value: int) 
 
 def test_chunks_too_large_for_lanes_are_refused() -> None:
     layout = native.CoreLayout(words=65536, segment_words=65536, chunk_words=65536, word_bytes=2, unit_log2=4)
-    codec, words = native.Codec(layout, b""), np.zeros(1 << 17, np.uint8)
+    codec, words = prefix_codes.PrefixCodec(layout, b""), np.zeros(1 << 17, np.uint8)
     encode = [codec._handle, words.ctypes.data, 0, 1, 0, _room(1 << 18), 1 << 18]
     encode += [ctypes.c_uint64(), _room(12), ctypes.c_uint32(), ctypes.c_uint32(), 1]
     assert _code("tpde_encode", encode) == ARGUMENT
@@ -280,7 +280,7 @@ def test_plans_of_changes_that_cannot_be(given: tuple[int, int, int]) -> None:
 
 
 def test_classes_are_chosen_before_tokens_are_counted() -> None:
-    planner = delta.Planner(2, 1)
+    planner = delta_planner.Planner(2, 1)
     planner.survey(OLD, NEW)
     planner.choose()
     planner.count(OLD, NEW)
@@ -288,10 +288,10 @@ def test_classes_are_chosen_before_tokens_are_counted() -> None:
 
 
 def test_plans_that_are_added_are_of_one_kind_and_have_room() -> None:
-    planner = delta.Planner(2, 1)
-    for other in (planner, delta.Planner(2, 0), delta.Planner(4, 1)):
+    planner = delta_planner.Planner(2, 1)
+    for other in (planner, delta_planner.Planner(2, 0), delta_planner.Planner(4, 1)):
         assert _code("tpde_delta_plan_add", [planner._handle, other._handle]) == ARGUMENT
-    classes = delta.Planner(2, 1)
+    classes = delta_planner.Planner(2, 1)
     draw = np.arange(40_000, dtype=np.uint16)
     classes.survey((draw % 40 + 60 << 7).view(np.uint8), (draw % 40 + 60 << 7 | draw % 5 % 2).view(np.uint8))
     classes.choose(1 << 30)

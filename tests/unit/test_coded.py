@@ -9,7 +9,8 @@ import pytest
 from support.contents import rng
 from support.emulated import on_cpu  # noqa: F401
 
-from tpde.codec.delta import CHUNK_WORDS, Model, plan
+from tpde.codec.delta import CHUNK_WORDS, ChangeModel
+from tpde.codec.delta_planner import plan
 from tpde.cuda import compile as nvrtc
 from tpde.cuda import delta_kernels
 from tpde.store import device_copies
@@ -17,7 +18,7 @@ from tpde.store import device_copies
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from tpde.weights.changed_rows import RowChanges, different_words  # noqa: E402
-from tpde.weights.coded import Coded, Coding, Piece, changing  # noqa: E402
+from tpde.weights.coded import Coded, CodedPiece, Coding, changing  # noqa: E402
 
 
 def changed(words: int, share: float, *seed: Any) -> tuple[np.ndarray, np.ndarray, Coded]:
@@ -27,7 +28,7 @@ def changed(words: int, share: float, *seed: Any) -> tuple[np.ndarray, np.ndarra
     at = draw.random(words) < share
     new[at] += draw.integers(1, 4, int(at.sum())).astype("<u2")
     before, after = old.view(np.uint8), new.view(np.uint8)
-    model = Model(plan([(before, after)], 2, 1), encode=True)
+    model = ChangeModel(plan([(before, after)], 2, 1), encode=True)
     sparse = model.encode(before, after)
     assert sparse is not None
     return before, after, Coded.on(torch.device("cpu"), Coding(model), sparse)
@@ -37,7 +38,7 @@ def changed(words: int, share: float, *seed: Any) -> tuple[np.ndarray, np.ndarra
 @pytest.mark.parametrize("most", [1, 2000, 1 << 30])
 def test_pieces_are_all_of_it(words: int, most: int) -> None:
     old, new, change = changed(words, 0.02)
-    whole = Piece.whole(change, old.size, 64)
+    whole = CodedPiece.whole(change, old.size, 64)
     pieces = list(whole.cut(most))
     assert [it.first for it in pieces] == [0, *(it.last for it in pieces[:-1])]
     assert pieces[-1].last == change.changes.size
@@ -61,17 +62,17 @@ def test_words_beneath_are_counted_once_a_stream(monkeypatch: pytest.MonkeyPatch
     """Another stream does not wait for what the first one counted."""
     monkeypatch.setattr("tpde.weights.coded.by_kernels", lambda device: True)
     old, new, change = changed(CHUNK_WORDS + 9, 0.02)
-    (decode,) = changing([Piece.whole(change, old.size, 0)], torch.device("cpu"))
+    (decode,) = changing([CodedPiece.whole(change, old.size, 0)], torch.device("cpu"))
     now, launched, launch = 0, list[str](), nvrtc.launch
 
     def on_stream(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
         launch(made, grid, block, shared, 0, *arguments)
 
-    survey = delta_kernels.Batch.survey
+    survey = delta_kernels.DeltaBatch.survey
     monkeypatch.setattr(nvrtc, "launch", on_stream)
     monkeypatch.setattr(device_copies, "stream_of", lambda where: now)
     monkeypatch.setattr(
-        delta_kernels.Batch,
+        delta_kernels.DeltaBatch,
         "survey",
         lambda self, *args: (launched.append(str(args[-1])), survey(self, *args)),
     )

@@ -28,7 +28,7 @@ from tpde.integrations.diffusers.quantizer import TpdeQuantizer, belong  # noqa:
 from tpde.loading.footprint import FIXED_BYTES, plain_bytes  # noqa: E402
 from tpde.nn import PackedParameter, pack_module  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.planning.units import Demand  # noqa: E402
+from tpde.planning.units import Footprint  # noqa: E402
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 WEIGHT = (TensorSpec("BF16", (64, 128)), fill("normal", TensorSpec("BF16", (64, 128))))
@@ -502,4 +502,4 @@ def test_a_budget_of_a_component_has_room_for_all_else(monkeypatch: pytest.Monke
     assert made == [(budget, False), (device, "plan")]
     ((of, what, needs, vram, ram),) = planned
     assert (of, what, vram, ram) == (model, runs, 77, 5)
-    assert needs == Demand(plain_bytes(model, runs), 0, 9, FIXED_BYTES, argument="`activations`")
+    assert needs == Footprint(plain_bytes(model, runs), 0, 9, FIXED_BYTES, argument="`activations`")

@@ -15,17 +15,11 @@ from hypothesis import strategies as st
 from support.files import container
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
-from tpde.format import container as parsing
+from tpde.format import container_reader as parsing
 from tpde.format.constants import DTYPES
-from tpde.format.container import (
-    Container,
-    TensorSpec,
-    canonical_header,
-    check_texts,
-    max_source_header,
-    parse_header,
-    read_container,
-)
+from tpde.format.container import Container, TensorSpec, check_texts
+from tpde.format.container_reader import max_source_header, parse_header, read_container
+from tpde.format.container_writer import canonical_header
 from tpde.io.sources import BytesSource
 
 # What the stock library's `serialize` calls the dtypes that it takes from Python.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.craft import DATA, SPEC, TABLE, edited_section, file_of, prefix_blob, refused
 
-from tpde.codec import native, reference
+from tpde.codec import core_chunks, native, prefix_codes, reference
 from tpde.codec.selection import base_header, core_layout
 from tpde.errors import Corrupt, NativeError
 from tpde.format.constants import CODEC_PREFIX
@@ -30,7 +30,9 @@ def _section(*tables: bytes) -> bytes:
 def test_a_coded_plane_without_a_table_is_refused() -> None:
     blob = prefix_blob()
     header = reference.parse_header(blob)
-    codec = native.Codec(_layout(), _section(TABLE.serialize()))  # no plane of this layout has a table
+    codec = prefix_codes.PrefixCodec(
+        _layout(), _section(TABLE.serialize())
+    )  # no plane of this layout has a table
     index = np.frombuffer(blob, np.uint8, reference.RECORD.size * header.chunks, header.index_at)
     out = np.empty(len(DATA), np.uint8)
     with pytest.raises(Corrupt, match="a coded plane without a table"):
@@ -42,19 +44,19 @@ def test_an_index_above_twelve_bits_is_refused(longest: int, raw: int) -> None:
     counts = bytes(2 * (longest - 1)) + (1 << longest).to_bytes(2, "little")
     table = bytes([1, longest, raw, 0]) + counts + bytes(1 << longest)
     with pytest.raises(Corrupt, match="raw bits out of range"):
-        native.Codec(_layout(), _section(table))
+        prefix_codes.PrefixCodec(_layout(), _section(table))
 
 
 def test_bytes_after_a_table_are_refused() -> None:
     table = TABLE.serialize()
-    native.Codec(_layout(), _section(table))
+    prefix_codes.PrefixCodec(_layout(), _section(table))
     with pytest.raises(Corrupt, match="does not fit its tables"):
-        native.Codec(_layout(), _section(table) + bytes(16))
+        prefix_codes.PrefixCodec(_layout(), _section(table) + bytes(16))
     later = bytearray(_section(table, table))
-    native.Codec(_layout(2), bytes(later))
+    prefix_codes.PrefixCodec(_layout(2), bytes(later))
     later[2 * len(table) - 1] = 1
     with pytest.raises(Corrupt, match="table 1: padding after a table is not zero"):
-        native.Codec(_layout(2), bytes(later))
+        prefix_codes.PrefixCodec(_layout(2), bytes(later))
     padded = reference.align(len(table), 16)
     blob = prefix_blob()
     for at in (len(table) - 1, padded - 1):  # of the table, and of the section
@@ -63,15 +65,15 @@ def test_bytes_after_a_table_are_refused() -> None:
 
 def test_a_seventeenth_table_is_refused() -> None:
     table = TABLE.serialize()
-    assert len(native.Codec(_layout(16), _section(*[table] * 16)).tables()) == 16
+    assert len(prefix_codes.PrefixCodec(_layout(16), _section(*[table] * 16)).tables()) == 16
     with pytest.raises(NativeError, match="layout is not valid"):
-        native.Codec(_layout(17), _section(*[table] * 17))
+        prefix_codes.PrefixCodec(_layout(17), _section(*[table] * 17))
 
 
 def test_offsets_beyond_32_bits_are_refused() -> None:
     layout = _layout()
     layout.first_table[1], layout.table_count[1] = 0, 1
-    codec = native.Codec(layout, _section(TABLE.serialize()), encode=True)
+    codec = prefix_codes.PrefixCodec(layout, _section(TABLE.serialize()), encode=True)
     words = np.frombuffer(DATA, np.uint8)
     out = np.empty(codec.bound(len(DATA) // 2, 3), np.uint8)
     last = ((1 << 32) - 1) << 4
@@ -119,12 +121,12 @@ def _index() -> np.ndarray:
 
 
 def _check(index: np.ndarray, largest: int = 1 << 16) -> None:
-    native.index_check(_coded(), index, HEADER.chunks_at, HEADER.blob_bytes, largest)
+    core_chunks.index_check(_coded(), index, HEADER.chunks_at, HEADER.blob_bytes, largest)
 
 
 def _decode(index: np.ndarray, *, data: np.ndarray = BLOB, end: int = 0, out: int = len(DATA)) -> np.ndarray:
     words = np.empty(out, np.uint8)
-    codec = native.Codec(_coded(), _section(TABLE.serialize()))
+    codec = prefix_codes.PrefixCodec(_coded(), _section(TABLE.serialize()))
     codec.decode(index, 0, data, 0, end or HEADER.blob_bytes, words)
     return words
 
@@ -151,10 +153,10 @@ def _wrong_plane(layout: native.CoreLayout) -> None:
 )
 def test_layouts_that_cannot_be_are_refused(change: Callable[[native.CoreLayout], None]) -> None:
     layout, section = _coded(), _section(TABLE.serialize())
-    native.Codec(layout, section)
+    prefix_codes.PrefixCodec(layout, section)
     change(layout)
     with pytest.raises(NativeError, match="the layout is not valid"):
-        native.Codec(layout, section)
+        prefix_codes.PrefixCodec(layout, section)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ def test_a_table_where_there_are_none_is_refused() -> None:
     index.view(RECORDS)["table"][2] = 1
     _check(index)
     with pytest.raises(Corrupt, match="a table without a plane that it codes") as caught:
-        native.index_check(_layout(0), index, HEADER.chunks_at, HEADER.blob_bytes, 1 << 16)
+        core_chunks.index_check(_layout(0), index, HEADER.chunks_at, HEADER.blob_bytes, 1 << 16)
     assert caught.value.chunk == 2
 
 
@@ -203,7 +205,7 @@ def test_only_the_bytes_at_hand_are_read() -> None:
     assert _decode(_index()).tobytes() == DATA
     with pytest.raises(Corrupt, match="outside the bytes at hand"):
         _decode(_index(), data=BLOB[:-16])
-    codec, first = native.Codec(_coded(), _section(TABLE.serialize())), HEADER.chunks_at
+    codec, first = prefix_codes.PrefixCodec(_coded(), _section(TABLE.serialize())), HEADER.chunks_at
     words = np.empty(len(DATA), np.uint8)
     codec.decode(_index(), 0, BLOB[first:], first, HEADER.blob_bytes, words)
     with pytest.raises(Corrupt, match="outside the bytes at hand") as caught:
@@ -240,16 +242,16 @@ def test_a_coded_plane_has_a_whole_header() -> None:
 
 def test_a_table_without_an_escape_writes_every_value_or_nothing() -> None:
     few = reference.Table.from_lengths(1, 1, 0, {3: 1, 4: 1}).serialize()
-    native.Codec(_layout(), _section(few))
+    prefix_codes.PrefixCodec(_layout(), _section(few))
     with pytest.raises(NativeError, match="without an escape cannot write every value"):
-        native.Codec(_layout(), _section(few), encode=True)
+        prefix_codes.PrefixCodec(_layout(), _section(few), encode=True)
     every = reference.Table.from_lengths(1, 8, 0, dict.fromkeys(range(256), 8)).serialize()
-    native.Codec(_layout(), _section(every), encode=True)
+    prefix_codes.PrefixCodec(_layout(), _section(every), encode=True)
 
 
 def _opens(table: bytes) -> bool:
     try:
-        native.Codec(_layout(), _section(table))
+        prefix_codes.PrefixCodec(_layout(), _section(table))
     except Corrupt:
         return False
     return True
@@ -340,7 +342,7 @@ def test_an_output_of_another_size_is_refused(more: int) -> None:
 
 
 def test_an_output_that_is_too_small_is_not_written() -> None:
-    codec = native.Codec(_coded(), _section(TABLE.serialize()), encode=True)
+    codec = prefix_codes.PrefixCodec(_coded(), _section(TABLE.serialize()), encode=True)
     words = np.frombuffer(DATA, np.uint8)
     bound = codec.bound(words.size // 2, HEADER.chunks)
     codec.encode(words, 0, HEADER.chunks, 1 << 12, np.empty(bound, np.uint8))
@@ -351,15 +353,15 @@ def test_an_output_that_is_too_small_is_not_written() -> None:
 def test_samples_that_cannot_be_are_refused() -> None:
     words = np.frombuffer(DATA, np.uint8)
     layout = _coded()
-    native.plan(layout, words)
+    prefix_codes.plan(layout, words)
     layout.words = words.size // 2 - 1
     layout.segment_words = layout.words
     with pytest.raises(NativeError, match="no valid layout, sample"):
-        native.plan(layout, words)
+        prefix_codes.plan(layout, words)
 
 
 def test_an_escape_is_no_longer_than_the_longest_codeword() -> None:
     table = bytearray(TABLE.serialize())
     table[3] = table[1] + 1
     with pytest.raises(Corrupt, match="escape longer than the longest codeword"):
-        native.Codec(_layout(), _section(bytes(table)))
+        prefix_codes.PrefixCodec(_layout(), _section(bytes(table)))

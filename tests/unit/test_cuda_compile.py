@@ -244,7 +244,7 @@ def test_two_threads_compile_a_kernel_once(machine: Machine) -> None:
 
 
 def test_launches(machine: Machine) -> None:
-    start = nvrtc.Launch("kernel", 3, 64, 1000)
+    start = nvrtc.KernelLaunch("kernel", 3, 64, 1000)
     config = {"grid": 3, "block": 64, "shmem_size": 1000}
     go = start.bind(0, "a", "b")
     assert machine.asked == []
@@ -253,7 +253,7 @@ def test_launches(machine: Machine) -> None:
     nvrtc.launch("kernel", 3, 64, 1000, 77, "c")
     legacy = ("launch", "legacy", config, "kernel", "a", "b")
     assert machine.asked == [legacy, legacy, ("launch", "stream 77", config, "kernel", "c")]
-    nvrtc.Launch("kernel", 3, 64, 1000, early=True).bind(0)()
+    nvrtc.KernelLaunch("kernel", 3, 64, 1000, early=True).bind(0)()
     assert machine.asked[-1] == (
         "launch",
         "legacy",

@@ -14,7 +14,7 @@ from tpde.cuda import decode
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.decode import Rows, WorkList
 from tpde.cuda.geometry import geometry, kernel_defines, max_warps, need, staged
-from tpde.cuda.items import _ITEM, DESCRIPTOR_BYTES, Chunks, Item, Tables, kind_defines
+from tpde.cuda.items import _ITEM, DESCRIPTOR_BYTES, Item, StagedChunks, Tables, kind_defines
 from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
@@ -51,7 +51,7 @@ class Noted:
         self.launched: list[Any] = []
         patch.setattr(decode, "facts", lambda device: FACTS)
         patch.setattr(decode.nvrtc, "kernel", self._kernel)
-        patch.setattr(decode.nvrtc, "Launch", self._launch)
+        patch.setattr(decode.nvrtc, "KernelLaunch", self._launch)
         patch.setattr(decode.nvrtc, "launch", self._once)
 
     def _kernel(self, source: str, name: str, defines: Any, device: int) -> int:
@@ -176,7 +176,7 @@ def test_odd_addresses_are_refused_by_number(wrong: dict[str, int], noted: Noted
 
 def test_a_part_of_a_blob_counts_its_own_chunks(noted: Noted) -> None:
     header = _header((40, 512))
-    work = WorkList([_item(header, chunks=Chunks(5, 9, 0, 100)), _item(header)], 0)
+    work = WorkList([_item(header, chunks=StagedChunks(5, 9, 0, 100)), _item(header)], 0)
     assert work.descriptors.view(_ITEM)["first"].tolist() == [0, 5]
     work.launch(0, 0, 0, 0)
     assert noted.launched[0][2][2] == 45

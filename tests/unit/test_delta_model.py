@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.deltas import model_of, pair
 
-from tpde.codec import delta, delta_reference
-from tpde.codec.delta import CHUNK_WORDS, Model, Planner, Sparse, chunk_range, plan, sample_step
+from tpde.codec import delta, delta_planner, delta_reference
+from tpde.codec.delta import CHUNK_WORDS, ChangeModel, Sparse, chunk_range
+from tpde.codec.delta_planner import Planner, plan, sample_step
 from tpde.codec.delta_reference import Model as Slow
 from tpde.codec.native import Bytes
 from tpde.codec.reference import Table
@@ -22,7 +23,7 @@ OLD, NEW = pair("BF16", "normal", "some", 400)
 MODEL = model_of("BF16", OLD, NEW)
 
 
-def _sparse(model: Model = MODEL, old: Bytes = OLD, new: Bytes = NEW) -> Sparse:
+def _sparse(model: ChangeModel = MODEL, old: Bytes = OLD, new: Bytes = NEW) -> Sparse:
     made = model.encode(old, new)
     assert made is not None
     return made
@@ -33,9 +34,9 @@ def _sparse(model: Model = MODEL, old: Bytes = OLD, new: Bytes = NEW) -> Sparse:
 
 @pytest.mark.parametrize("behind", [bytes(1), bytes(4), b"\1", bytes(300), MODEL.data])
 def test_bytes_behind_the_tables_are_refused(behind: bytes) -> None:
-    Model(MODEL.data)
+    ChangeModel(MODEL.data)
     with pytest.raises(Corrupt, match="its tables end before it does") as caught:
-        Model(MODEL.data + behind)
+        ChangeModel(MODEL.data + behind)
     assert (caught.value.found, caught.value.needed) == (len(MODEL.data), len(MODEL.data) + len(behind))
 
 
@@ -48,19 +49,19 @@ def _of_classes(count: int, kind: int = 3, escape: int = 1) -> bytes:
 
 
 def test_sixteen_classes_are_the_most() -> None:
-    assert Model(_of_classes(16)).classes == 16
-    assert Model(_of_classes(1)).classes == 1
+    assert ChangeModel(_of_classes(16)).classes == 16
+    assert ChangeModel(_of_classes(1)).classes == 1
     with pytest.raises(Corrupt, match="number of classes is out of range"):
-        Model(_of_classes(17))
+        ChangeModel(_of_classes(17))
     with pytest.raises(Corrupt, match="number of classes is out of range"):
-        Model(_of_classes(0) + bytes(8))
+        ChangeModel(_of_classes(0) + bytes(8))
 
 
 @pytest.mark.parametrize(("kind", "escape"), [(1, 1), (2, 1), (3, 0)])
 def test_tables_that_cannot_write_every_change_are_refused(kind: int, escape: int) -> None:
     for model in (_of_classes(1, kind, escape), _of_classes(3, kind, escape)):
         with pytest.raises(Corrupt, match="a table that cannot write every change"):
-            Model(model)
+            ChangeModel(model)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +71,10 @@ def test_headers_of_models_that_cannot_be_are_refused(at: int, value: int) -> No
     """Of three classes, which begin at 0, 1 and 2; the last byte is padding."""
     data = bytearray(_of_classes(3))
     assert data[:8].hex() == "0201030100010200"
-    Model(bytes(data))
+    ChangeModel(bytes(data))
     data[at] = value
     with pytest.raises(Corrupt):
-        Model(bytes(data))
+        ChangeModel(bytes(data))
 
 
 # ---- chunks ----
@@ -177,7 +178,7 @@ def test_checks_are_those_of_the_document(
     new, moved = old.copy(), draw.random(words) < share
     new[moved, 0] ^= draw.integers(1, 9, moved.sum(), dtype=np.uint8)
     old, new = old.reshape(-1), new.reshape(-1)
-    model = Model(delta.plan([(old, new)], *kind, fast=True), encode=True)
+    model = ChangeModel(delta_planner.plan([(old, new)], *kind, fast=True), encode=True)
     sparse = model.encode(old, new)
     if sparse is None:
         return
@@ -297,7 +298,7 @@ def test_the_same_changes_have_the_same_models_in_every_release(
 def test_threads_choose_the_same_model(rotate: int, fast: bool) -> None:
     states = [_states(2, seed, 3000 + seed) for seed in range(130)]
     parts = [(old.view(np.uint8), new.view(np.uint8)) for old, new in states]
-    one = delta.choose(parts, 2, rotate, step=3, fast=fast)
+    one = delta_planner.choose(parts, 2, rotate, step=3, fast=fast)
     planner = Planner(2, rotate, fast=fast)
     for part in parts * (not fast):
         planner.survey(*part)
@@ -307,7 +308,7 @@ def test_threads_choose_the_same_model(rotate: int, fast: bool) -> None:
     assert planner.model(3) == one
     assert len(one) > 100
     for threads in (2, 3, 64):
-        assert delta.choose(parts, 2, rotate, step=3, fast=fast, threads=threads) == one
+        assert delta_planner.choose(parts, 2, rotate, step=3, fast=fast, threads=threads) == one
 
 
 def test_plans_have_at_most_2_to_the_30_words() -> None:
@@ -340,7 +341,7 @@ def test_no_more_classes_are_chosen_than_a_model_may_have() -> None:
     planner.survey(*states)
     planner.choose(1 << 30)
     planner.count(*states)
-    assert Model(planner.model(1 << 30)).classes == 16
+    assert ChangeModel(planner.model(1 << 30)).classes == 16
 
 
 def test_what_a_table_costs_is_nothing_for_the_most_changes() -> None:
@@ -354,16 +355,16 @@ def test_what_a_table_costs_is_nothing_for_the_most_changes() -> None:
 
 def test_nothing_that_changes_has_a_model_too() -> None:
     for fast in (False, True):
-        same = Model(plan([(OLD, OLD)], 2, 1, fast=fast), encode=True)
+        same = ChangeModel(plan([(OLD, OLD)], 2, 1, fast=fast), encode=True)
         assert _sparse(same, OLD, OLD).data.size == 0
         sparse, out = _sparse(same), OLD.copy()
         same.apply(sparse, out)
         assert np.array_equal(out, NEW)
-    assert Model(plan([], 2, 1)).classes == 1
+    assert ChangeModel(plan([], 2, 1)).classes == 1
 
 
 def test_more_changes_than_words_are_not_listed() -> None:
-    model = Model(plan([(OLD, NEW)], 2, 1, fast=True), encode=True)
+    model = ChangeModel(plan([(OLD, NEW)], 2, 1, fast=True), encode=True)
     sparse = _sparse(model)
     with pytest.raises(Corrupt, match="changes of 400 words"):
         model.listed(sparse._replace(changes=sparse.changes + np.uint32(401)), OLD)

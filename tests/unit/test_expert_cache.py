@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.packed import pack
-from support.simulated import MemorySupply, Probe, SimulatedDevice
+from support.simulated import MemoryFeed, Probe, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -29,8 +29,8 @@ from tpde.nn.slot import Slot  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
 from tpde.streaming.expert_cache import ExpertCache  # noqa: E402
 from tpde.streaming.experts import ExpertStore, expert_pieces, expert_ranges, expert_room  # noqa: E402
-from tpde.streaming.ring import Streamer  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
+from tpde.streaming.streamer import Streamer  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -250,11 +250,11 @@ class Fixture:
                 self.data.append(np.frombuffer(data, np.uint8))
                 blobs.append((at, packed.blob.size))
                 at += -(-packed.blob.size // 256) * 256
-        self.source, self.supply = FileSource(path), MemorySupply()
+        self.source, self.feed = FileSource(path), MemoryFeed()
         self.device = kind(4 << 20, **device)
         streamer = Streamer(self.device, 0, 0)  # brings nothing
         made = [
-            Streamed(Extent(self.source, *place, f"e{i}"), streamer, CPU, self.supply)
+            Streamed(Extent(self.source, *place, f"e{i}"), streamer, CPU, self.feed)
             for i, place in enumerate(blobs)
         ]
         shape = (experts, 100, 200)
@@ -380,7 +380,7 @@ def test_an_expert_of_a_fused_blob_goes_to_its_place(tmp_path: Path) -> None:
         (tmp_path / "fused.bin").write_bytes(packed.blob.tobytes())
         source = FileSource(tmp_path / "fused.bin")
         streamer = Streamer(it.device, 0, 0)
-        one = Streamed(Extent(source, 0, source.size, "fused"), streamer, CPU, it.supply)
+        one = Streamed(Extent(source, 0, source.size, "fused"), streamer, CPU, it.feed)
         slots = [Slot("up", PackedParameter(PackedTensor([one], (4, 100, 200))))]
         slots[0].offset = 4096
         room = expert_room(slots, PIECE)
@@ -475,7 +475,7 @@ def test_a_new_expert_is_waited_for_beside_known_ones(tmp_path: Path) -> None:
     try:
         it.experts.fetch([0], it.out)
         of: Any = it.slots[1].packed.sources[1]
-        it.supply._bytes(of.extent)[of.extent.offset + int(of.offsets[0]) + 40] ^= 1
+        it.feed._bytes(of.extent)[of.extent.offset + int(of.offsets[0]) + 40] ^= 1
         with pytest.raises(Corrupt, match=r"`e3`, chunk 0: .* is damaged"):
             it.experts.fetch([0, 1], it.out)
         assert not it.store._asked
@@ -573,7 +573,7 @@ def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:
         it.experts.fetch([0, 1], it.out)
         it.store.check()
         extent = it.slots[0].packed.sources[1].extent
-        whole = it.supply._bytes(extent)
+        whole = it.feed._bytes(extent)
         whole[extent.offset + int(it.slots[0].packed.sources[1].offsets[1]) + 40] ^= 1
         it.experts.fetch([0], it.out)
         it.store.check()
@@ -611,7 +611,7 @@ def test_interrupted_again_while_waiting(tmp_path: Path, monkeypatch: pytest.Mon
         it.experts.fetch([expert], it.out)
     it.store._forget()
     with monkeypatch.context() as patch:
-        patch.setattr(it.supply, "wait", interrupted)
+        patch.setattr(it.feed, "wait", interrupted)
         patch.setattr(it.device, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             it.experts.fetch([0, 1], it.out)
@@ -626,9 +626,9 @@ def test_interrupted_again_while_waiting(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_a_failed_fetch_has_requested_is_given_back(
     kind: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A supply with few buffers would have none left otherwise."""
+    """A feed with few buffers would have none left otherwise."""
     it, calls = Fixture(tmp_path, 6, 3), list[None]()
-    of = it.supply if kind == "wait" else it.device
+    of = it.feed if kind == "wait" else it.device
     real, copied = getattr(of, kind), list[Extent]()
 
     def fails(*args: Any) -> Any:
@@ -637,14 +637,14 @@ def test_what_a_failed_fetch_has_requested_is_given_back(
             raise OSError("it failed")
         return real(*args)
 
-    monkeypatch.setattr(it.supply, "copied", lambda extent, event: copied.append(extent))
+    monkeypatch.setattr(it.feed, "copied", lambda extent, event: copied.append(extent))
     with monkeypatch.context() as patch:
         patch.setattr(of, kind, fails)
         with pytest.raises(OSError, match="it failed"):
             it.experts.fetch([*range(6)], it.out)
-    assert it.supply.requested
-    assert len(it.supply.requested) == len(copied) + it.supply.cancelled
+    assert it.feed.requested
+    assert len(it.feed.requested) == len(copied) + it.feed.cancelled
     it.experts.fetch([*range(6)], it.out)
     assert not it.wrong([*range(6)])
-    assert len(it.supply.requested) == len(copied) + it.supply.cancelled
+    assert len(it.feed.requested) == len(copied) + it.feed.cancelled
     it.close()

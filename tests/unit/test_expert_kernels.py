@@ -11,7 +11,7 @@ from support.emulated import windows_on_cpu  # noqa: F401
 from support.window_encoding import guards, room
 from support.windows import MATRICES
 
-from tpde.codec import windows, windows_reference
+from tpde.codec import window_plan, windows, windows_reference
 from tpde.cuda import window_experts
 from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, DeviceExperts, expert_products
 from tpde.cuda.window_products import WARPS, DeviceWindow
@@ -35,7 +35,7 @@ class Held:
             it[:] = it[draw.permutation(rows)]
         self.blobs = []
         for it in self.words:
-            blob = windows.encode(it)
+            blob = window_plan.encode(it)
             self.blobs.append(room(blob.size, 128, 0))
             self.blobs[-1][:] = blob
         found = [windows.validate(it) for it in self.blobs]
@@ -137,7 +137,7 @@ def test_whole_numbers_are_exact() -> None:
     held = Held(4, 1, 40, 520, ["weights"])
     for i, blob in enumerate(held.blobs):
         values = draw.integers(-4, 5, (40, 520)).astype(np.float32)
-        made = windows.encode((values.view(np.uint32) >> 16).astype(np.uint16))
+        made = window_plan.encode((values.view(np.uint32) >> 16).astype(np.uint16))
         held.blobs[i] = room(made.size, 128, 0)
         held.blobs[i][:] = made
         assert blob.size

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from support.locking import FakeLock  # noqa: E402
 from support.ring import SIZES, Fixture, filled  # noqa: E402
 
-from tpde.cuda.items import Chunks  # noqa: E402
+from tpde.cuda.items import StagedChunks  # noqa: E402
 from tpde.errors import Corrupt  # noqa: E402
 from tpde.host import arena as arenas  # noqa: E402
 from tpde.host import direct_io, disk, mapped, page_lock  # noqa: E402
@@ -29,15 +29,15 @@ from tpde.io.sources import BytesSource, Extent, FileSource  # noqa: E402
 from tpde.streaming import ring  # noqa: E402
 from tpde.streaming import streamed_source as tensors  # noqa: E402
 from tpde.streaming.expert_cache import ExpertCache  # noqa: E402
-from tpde.streaming.pieces import Part, cut  # noqa: E402
-from tpde.streaming.prefetch import Order  # noqa: E402
+from tpde.streaming.pieces import TensorPart, cut  # noqa: E402
+from tpde.streaming.prefetch import PrefetchOrder  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
 
 def damage(made: Fixture, number: int, chunk: int = 5) -> None:
     extent, offsets = made.tensors[number].extent, made.tensors[number].offsets
-    made.supply._bytes(extent)[extent.offset + int(offsets[chunk]) + 40] ^= 1
+    made.feed._bytes(extent)[extent.offset + int(offsets[chunk]) + 40] ^= 1
 
 
 def test_a_first_use_waits_for_its_decoding(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_checking_waits_for_another_threads_fill(tmp_path: Path) -> None:
             return copy(*args)
 
         made.device.copy = slow  # type: ignore[method-assign]
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         assert filled(unit, len(expected)) == expected
         other.join()
         assert not any(seen)
@@ -134,7 +134,7 @@ def test_filling_waits_for_another_threads_fill(tmp_path: Path) -> None:
             return copy(*args)
 
         made.device.copy = slow  # type: ignore[method-assign]
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         assert filled(unit, len(expected)) == expected
         other.join()
         assert results == [needed]
@@ -158,7 +158,7 @@ def test_after_an_error_places_are_free_when_the_device_is_done(tmp_path: Path) 
         with pytest.raises(KeyboardInterrupt):
             filled(unit, len(expected))
         assert gate.is_set(), "it was waited for"
-        assert [freed for _, freed in made.streamer._free] == [None] * 4
+        assert [freed for _, freed in made.streamer.ring._free] == [None] * 4
 
 
 def test_ctrl_c_between_asking_and_noting_gives_the_ticket_back(
@@ -174,14 +174,14 @@ def test_ctrl_c_between_asking_and_noting_gives_the_ticket_back(
             patch.setattr(ring, "_Step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 filled(unit, len(expected))
-        assert len(made.supply.requested) == made.supply.cancelled == 1
+        assert len(made.feed.requested) == made.feed.cancelled == 1
         assert filled(unit, len(expected)) == expected
 
 
-def test_supplies_are_told_of_every_copy(tmp_path: Path) -> None:
+def test_feeds_are_told_of_every_copy(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         told: list[tuple[str, Any]] = []
-        made.supply.copied = lambda extent, event: told.append((extent.name, event))  # type: ignore[method-assign]
+        made.feed.copied = lambda extent, event: told.append((extent.name, event))  # type: ignore[method-assign]
         for unit, expected in made.units((0,), (1,), (2,)):
             assert filled(unit, len(expected)) == expected
         assert [name for name, _ in told] == made.device.copied
@@ -192,14 +192,14 @@ def test_what_lies_far_between_two_tensors_is_not_copied(tmp_path: Path) -> None
     with Fixture(tmp_path, [3000, 3000]) as made:
         first, second = made.tensors
         far = second.extent._replace(offset=first.extent.offset + first.extent.size + GAP_BYTES + 256)
-        parts = [Part(first, 0, 0, 0), Part(second, 0, 0, 0)]
+        parts = [TensorPart(first, 0, 0, 0), TensorPart(second, 0, 0, 0)]
         assert len(cut(parts, 64 << 20)) == 1
         second.extent = far
         assert len(cut(parts, 64 << 20)) == 2
 
 
 def test_what_was_made_first_follows_what_was_made_last() -> None:
-    order: Order[str] = Order()
+    order: PrefetchOrder[str] = PrefetchOrder()
     for name in "abc":
         order.expect(name)
     assert [order.after(name) for name in "abc"] == ["b", "c", "a"]
@@ -429,7 +429,7 @@ def test_what_kernels_take_to_read_over_the_bus(tmp_path: Path) -> None:
     with Fixture(tmp_path, [50_000]) as made:
         it, address = made.tensors[0], 1 << 20
         assert it.item(64) is None
-        made.supply.device_address = lambda extent: address  # type: ignore[method-assign]
+        made.feed.device_address = lambda extent: address  # type: ignore[method-assign]
         item = it.item(64)
         assert item is not None
         assert (item.blob, item.out, item.chunks) == (1 << 20, 64, None)
@@ -438,7 +438,7 @@ def test_what_kernels_take_to_read_over_the_bus(tmp_path: Path) -> None:
         assert item.tables_at == image.data_ptr()
         assert item.index_at == it._device_index.data_ptr()  # type: ignore[union-attr]
         assert item.header is it.header
-        part = Chunks(1, 2, 3, 4)
+        part = StagedChunks(1, 2, 3, 4)
         assert it.item(64, part).chunks == part  # type: ignore[union-attr]
         address += 8
         assert it.item(64) is None, "not at a multiple of 16"
@@ -447,7 +447,7 @@ def test_what_kernels_take_to_read_over_the_bus(tmp_path: Path) -> None:
 def test_what_cannot_be_decoded_in_pieces_is_not_for_kernels(tmp_path: Path) -> None:
     with Fixture(tmp_path, [50_000]) as made:
         it = made.tensors[0]
-        made.supply.device_address = lambda extent: 1 << 20  # type: ignore[method-assign]
+        made.feed.device_address = lambda extent: 1 << 20  # type: ignore[method-assign]
         assert it.decodable()
         it.travels = False
         assert not it.decodable()
@@ -459,7 +459,7 @@ def test_which_weights_lie_in_host_memory(tmp_path: Path) -> None:
         it = made.tensors[0]
         assert it.in_host_memory(made.streamer)
         assert not it.in_host_memory(object()), "another streamer's"
-        made.supply.ahead = 1
+        made.feed.ahead = 1
         assert not it.in_host_memory(made.streamer), "some are read from a disk"
 
 

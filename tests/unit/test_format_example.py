@@ -11,7 +11,7 @@ import xxhash
 
 from tpde.codec import reference
 from tpde.codec.blob import BlobWriter
-from tpde.codec.selection import Plan, base_header
+from tpde.codec.selection import TensorPlan, base_header
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
@@ -58,7 +58,7 @@ def test_the_core_writes_the_page() -> None:
         base_header(SPEC, CODEC_PREFIX), planes=((0, 0), (0, 1)), tables=1, tables_bytes=len(section)
     )
     sink = BytesSink(4096)
-    writer = BlobWriter(Plan(header, section, 0), sink, 0, 1)
+    writer = BlobWriter(TensorPlan(header, section, 0), sink, 0, 1)
     writer.write(np.frombuffer(_words(), np.uint8))
     size = writer.finish(xxhash.xxh3_128_digest(_words()))
     assert bytes(sink.data[:size]) == _page()

@@ -13,7 +13,7 @@ from support.packed import pack
 from tpde.codec import reference
 from tpde.codec.selection import base_header
 from tpde.cuda import decode
-from tpde.cuda.items import DESCRIPTOR_BYTES, Chunks, Item, descriptor, kind_defines, lookup_tables
+from tpde.cuda.items import DESCRIPTOR_BYTES, Item, StagedChunks, descriptor, kind_defines, lookup_tables
 from tpde.format.constants import CODEC_PREFIX, CODEC_ZSTD
 from tpde.format.container import TensorSpec
 
@@ -38,7 +38,7 @@ def test_a_descriptor_says_where_everything_is(packed: Any) -> None:
     assert row["index"] == 4096 + header.index_at
     assert (row["first"], row["begin"], row["count"], row["number"]) == (100, 0, 264, 7)
     assert (row["low"], row["high"], row["chunks"]) == (0, header.blob_bytes, 264)
-    part = item._replace(chunks=Chunks(5, 9, 1000, 2000), index_at=64, blob=-16)
+    part = item._replace(chunks=StagedChunks(5, 9, 1000, 2000), index_at=64, blob=-16)
     (row,) = descriptor(part, 0, 0)
     assert (row["begin"], row["count"], row["low"], row["high"], row["index"]) == (5, 5, 1000, 2000, 64)
     assert row["blob"] == (1 << 64) - 16, "it may lie before what is there"

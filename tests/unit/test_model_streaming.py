@@ -203,7 +203,7 @@ def test_a_cache_of_experts_takes_what_is_planned_and_left(monkeypatch: pytest.M
     monkeypatch.setattr("tpde.loading.budgeted.start_trace", lambda it: it)
     streaming: Any = ModelStreaming(Budget(5000))
     streaming.streamers = streamers
-    streaming._supplies = {it: [] for it in streamers}
+    streaming._feeds = {it: [] for it in streamers}
     streaming.plans = {
         it: SimpleNamespace(piece=piece, parts={"experts": 7}, vram=1000, used=900)
         for it, piece in ((ONE, 10), (TWO, 20), (THREE, 30))

@@ -55,7 +55,7 @@ from tpde.loading.quantized import PackedConfig  # noqa: E402
 from tpde.memory.allowance import Allowance  # noqa: E402
 from tpde.nn import pack_module, packed_modules  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.planning.units import Demand  # noqa: E402
+from tpde.planning.units import Footprint  # noqa: E402
 
 SPEC = TensorSpec("BF16", (64, 128))
 
@@ -187,7 +187,7 @@ def test_a_cache_of_experts_has_whole_places_for_those_that_there_are(
 
 
 def test_tables_of_what_is_on_the_device_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Demand] = []
+    seen: list[Footprint] = []
     monkeypatch.setattr(model_plan, "units_of", lambda *_: [])
     monkeypatch.setattr(model_plan, "make_plan", lambda units, needs, *_, **__: seen.append(needs))
     runs: Any = {
@@ -196,7 +196,7 @@ def test_tables_of_what_is_on_the_device_have_room(monkeypatch: pytest.MonkeyPat
         "c": SimpleNamespace(parts=[SimpleNamespace(name="z")]),
     }
     for only, tensors in ((None, 3), ({"a", "b"}, 2), (set(), 0)):
-        model_plan.place_units(torch.nn.ReLU(), runs, Demand(5, 0, 0, 0), 1, None, only)
+        model_plan.place_units(torch.nn.ReLU(), runs, Footprint(5, 0, 0, 0), 1, None, only)
         assert seen.pop().plain == 5 + tensors * TABLES_BYTES
 
 
@@ -316,7 +316,7 @@ def test_a_peak_counts_what_was_given_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_footprint_is_of_weights_and_buffers() -> None:
     model: Any = torch.nn.Linear(4, 3)
     model.register_buffer("more", torch.zeros(10, dtype=torch.int64))
-    footprint = run_memory.Footprint(model)
+    footprint = run_memory.MemoryFootprintMethod(model)
     assert footprint() == 4 * 15 + 80
     assert footprint(return_buffers=False) == 4 * 15
 
@@ -364,7 +364,7 @@ def test_what_streams_a_model_is_not_copied() -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_supplies_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feeds_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At once: whoever has the error may keep it, and with it all that was opened."""
     closed: list[str] = []
 
@@ -385,7 +385,7 @@ def test_supplies_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: 
         host, disk = [found.packed["a"]], [found.packed["b"]]
         plan: Any = SimpleNamespace(staging=1 << 20, piece=1 << 20)
         with pytest.raises(OutOfMemory, match="no buffers") as caught:
-            feeds.Supplies(torch.device("cpu"), plan, host, disk)
+            feeds.Feeds(torch.device("cpu"), plan, host, disk)
         assert closed == ["memory"]
         assert _open_files(tmp_path) == 2, "the checkpoint's own"
         assert caught.value.message == "no buffers"
@@ -470,13 +470,13 @@ def test_all_that_a_model_needs(options: dict[str, Any], said: str, monkeypatch:
     monkeypatch.setattr(model_footprint, "activations_of", lambda model, itemsize: made)
     monkeypatch.setattr(model_footprint, "state_bytes", lambda model, batch, only: 1000 * batch)
     model = llama()
-    needs = model_footprint.demand_of(model, set(), 100, 4, torch.bfloat16)
+    needs = model_footprint.footprint_of(model, set(), 100, 4, torch.bfloat16)
     assert needs.plain == plain_bytes(model, set())
     assert needs.cache == model_footprint.cache_bytes(model, 100, 2) + 4000
     assert needs.activations == made.bytes(100, 4)
     assert (needs.fixed, needs.column, needs.argument) == (FIXED_BYTES, 200, said)
     here = {"model.norm.weight"}
-    assert model_footprint.demand_of(model, set(), 100, 4, torch.bfloat16, here).plain == plain_bytes(
+    assert model_footprint.footprint_of(model, set(), 100, 4, torch.bfloat16, here).plain == plain_bytes(
         model, set(), here
     )
 
@@ -510,7 +510,7 @@ def test_attention_that_is_never_fused_has_scores() -> None:
 
 def test_what_a_plan_of_a_model_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several devices: what the others have comes through page tables only."""
-    seen: list[Demand] = []
+    seen: list[Footprint] = []
     monkeypatch.setattr(model_planning, "cache_least", lambda model, runs, only: 7)
     monkeypatch.setattr(model_planning, "place_units", lambda model, runs, needs, *_: seen.append(needs))
     parts = {
@@ -549,12 +549,12 @@ def test_a_footprint_counts_packed_weights_once_as_what_they_take() -> None:
     assert sizes["packed_bytes"] == sum(it.packed_bytes for it in packed.values())
     assert sizes["unpacked_bytes"] == sum(it.nbytes for it in packed.values())
     assert sizes["unpacked_bytes"] + sizes["plain_bytes"] == plain
-    assert run_memory.Footprint(model)(False) == sizes["packed_bytes"] + sizes["plain_bytes"]
+    assert run_memory.MemoryFootprintMethod(model)(False) == sizes["packed_bytes"] + sizes["plain_bytes"]
 
 
 def test_a_footprint_keeps_no_model_and_goes_with_its_copy() -> None:
     model = torch.nn.Linear(4, 3)
-    model.footprint = run_memory.Footprint(model)
+    model.footprint = run_memory.MemoryFootprintMethod(model)
     gone, other = weakref.ref(model), copy.deepcopy(model)
     other.bias = None
     assert (model.footprint(), other.footprint()) == (60, 48)

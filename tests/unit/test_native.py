@@ -13,7 +13,7 @@ import pytest
 from support.craft import DATA, SPEC, TABLE
 from support.deltas import model_of, pair
 
-from tpde.codec import delta, native
+from tpde.codec import core_chunks, delta, delta_planner, fingerprints, native, prefix_codes
 from tpde.codec.selection import base_header, core_layout
 from tpde.errors import Corrupt, NativeError, TpdeError, Truncated, UnsupportedVersion
 from tpde.format.constants import CODEC_PREFIX
@@ -95,7 +95,7 @@ def test_no_path_has_no_name() -> None:
 
 def test_only_contiguous_buffers_are_taken() -> None:
     every_second = np.zeros(10, np.uint8)[::2]
-    for take in (native.address, native.as_bytes, native.checksum, delta.fingerprint):
+    for take in (native.address, native.as_bytes, core_chunks.checksum, fingerprints.fingerprint):
         with pytest.raises(ValueError, match="contiguous"):
             take(every_second)
 
@@ -103,27 +103,27 @@ def test_only_contiguous_buffers_are_taken() -> None:
 def test_an_index_map_of_another_size_is_refused() -> None:
     for size in (0, 24, 35, 37, 48):
         with pytest.raises(ValueError, match="does not fit the layout"):
-            native.index_check(_layout(), bytes(size), 0, 1 << 20, 1 << 20)
+            core_chunks.index_check(_layout(), bytes(size), 0, 1 << 20, 1 << 20)
 
 
 @pytest.mark.parametrize(("planes", "words"), [((1, 16), 32), ((3, 16), 32), ((2, 16), 31), ((2, 16), 34)])
 def test_planes_that_are_not_those_of_the_words_are_refused(planes: tuple[int, int], words: int) -> None:
     with pytest.raises(ValueError, match="differ in size"):
-        native.merge(_layout(), np.zeros(planes, np.uint8), np.zeros(words, np.uint8))
+        core_chunks.merge(_layout(), np.zeros(planes, np.uint8), np.zeros(words, np.uint8))
 
 
 def test_what_was_opened_for_decoding_does_not_encode() -> None:
-    codec = native.Codec(_layout(), SECTION)
+    codec = prefix_codes.PrefixCodec(_layout(), SECTION)
     with pytest.raises(NativeError, match="opened for decoding only"):
         codec.encode(WORDS, 0, 3, 1 << 12, np.empty(1 << 14, np.uint8))
     old, new = pair("BF16", "normal", "some", 400)
-    model = delta.Model(model_of("BF16", old, new).data)
+    model = delta.ChangeModel(model_of("BF16", old, new).data)
     with pytest.raises(NativeError, match="opened for decoding only"):
         model.encode(old, new)
 
 
 def test_tables_that_the_codec_does_not_have_are_refused() -> None:
-    codec = native.Codec(_layout(), SECTION)
+    codec = prefix_codes.PrefixCodec(_layout(), SECTION)
     assert len(codec.tables()) == 1
     codec.layout.tables = 2
     with pytest.raises(NativeError, match="refused table 1 of 2"):
@@ -152,21 +152,21 @@ class _Noting:
 def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     noting = _Noting(found)
-    monkeypatch.setattr(native, "core", lambda: noting)
-    monkeypatch.setattr(delta, "core", lambda: noting)
+    for module in (prefix_codes, delta, delta_planner):
+        monkeypatch.setattr(module, "core", lambda: noting)
     return found
 
 
-def _codec() -> native.Codec:
-    return native.Codec(_layout(), SECTION)
+def _codec() -> prefix_codes.PrefixCodec:
+    return prefix_codes.PrefixCodec(_layout(), SECTION)
 
 
-def _model() -> delta.Model:
-    return delta.Model(delta.plan([(WORDS, WORDS)], 2, 1))
+def _model() -> delta.ChangeModel:
+    return delta.ChangeModel(delta_planner.plan([(WORDS, WORDS)], 2, 1))
 
 
-def _planner() -> delta.Planner:
-    return delta.Planner(2, 1)
+def _planner() -> delta_planner.Planner:
+    return delta_planner.Planner(2, 1)
 
 
 MAKE = {"tpde_codec_close": _codec, "tpde_delta_model_close": _model, "tpde_delta_plan_free": _planner}
@@ -220,9 +220,9 @@ def test_what_is_closed_is_closed_once_and_refuses(
 
 def test_what_could_not_be_opened_is_not_freed(freed: list[str]) -> None:
     with pytest.raises(Corrupt):
-        native.Codec(_layout(), bytes(16))
+        prefix_codes.PrefixCodec(_layout(), bytes(16))
     with pytest.raises(Corrupt):
-        delta.Model(bytes(8))
+        delta.ChangeModel(bytes(8))
     with pytest.raises(MemoryError):
-        delta.Planner(3, 0)
+        delta_planner.Planner(3, 0)
     assert freed == []

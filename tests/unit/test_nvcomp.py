@@ -202,7 +202,7 @@ def _written(words: Bytes) -> tuple[BlobHeader, Bytes]:
     """Give a blob of U16 in chunks of 512 words."""
     header = planning.base_header(TensorSpec("U16", (words.size // 2,)), CODEC_ZSTD, 512)
     sink = BytesSink()
-    writer = BlobWriter(planning.Plan(header, b"", 0), sink, 0, 1)
+    writer = BlobWriter(planning.TensorPlan(header, b"", 0), sink, 0, 1)
     writer.write(words)
     blob = np.frombuffer(bytes(sink.data[: writer.finish(bytes(16))]), np.uint8).copy()
     return parse_blob_header(blob.tobytes()[:4096], blob.size), blob

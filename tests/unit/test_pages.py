@@ -17,7 +17,7 @@ import pytest
 
 from tpde.codec import native
 from tpde.errors import NativeError
-from tpde.host.arena import Arena, Part, fill
+from tpde.host.arena import Arena, ArenaPart, fill
 from tpde.host.ranges import PAGE, Range
 
 SIZE = 16 << 20
@@ -72,7 +72,7 @@ def test_new_pages_are_touched_before_they_are_read_to() -> None:
 
     arena, source = Arena(SIZE), Counting()
     of: Any = Range(source, 0, SIZE)  # type: ignore[arg-type]
-    fill(arena, Part(of, 0, 0, SIZE))
+    fill(arena, ArenaPart(of, 0, 0, SIZE))
     assert arena.view == content
     other = Arena(SIZE)
     source.read_into(0, other.view)

@@ -9,14 +9,14 @@ import pytest
 from support.contents import CONTENTS, fill, spec_of
 from support.files import pack_bytes, safetensors_bytes, unpack_bytes
 
-from tpde.codec import native, reference, selection
+from tpde.codec import core_chunks, native, prefix_codes, reference, selection
 from tpde.format.constants import ALIGN_BLOB, CODEC_PREFIX, CODEC_ZSTD, DTYPES, MAX_TABLES
 from tpde.format.container import TensorSpec
 
 
 def _plan(
     dtype: str, content: str, codec: selection.CodecName = "auto", words: int = 60_000
-) -> selection.Plan | None:
+) -> selection.TensorPlan | None:
     spec = spec_of(dtype, words)
     return selection.plan_tensor(spec, np.frombuffer(fill(content, spec), np.uint8), codec)
 
@@ -112,7 +112,7 @@ def _estimated(
 ) -> bool:
     """Whether a tensor is packed whose blob is said to take so many bytes."""
     header = selection.base_header(spec, CODEC_PREFIX)
-    patch.setattr(native, "plan", lambda layout, sample: (b"", size - header.chunks_at))
+    patch.setattr(prefix_codes, "plan", lambda layout, sample: (b"", size - header.chunks_at))
     return selection.plan_tensor(spec, np.zeros(spec.nbytes, np.uint8), codec) is not None
 
 
@@ -159,14 +159,14 @@ def test_which_codecs_are_tried(
         seen.append("p")
         return b"", size - header.chunks_at
 
-    real = native.split
+    real = core_chunks.split
 
     def split(layout: native.CoreLayout, sample: np.ndarray) -> np.ndarray:
         seen.append("z")
         return real(layout, sample)
 
-    monkeypatch.setattr(native, "plan", prefix)
-    monkeypatch.setattr(native, "split", split)
+    monkeypatch.setattr(prefix_codes, "plan", prefix)
+    monkeypatch.setattr(core_chunks, "split", split)
     noise = np.frombuffer(np.random.default_rng(0).bytes(spec.nbytes), np.uint8)
     made = selection.plan_tensor(spec, noise, codec)
     assert "".join(seen) == tried
@@ -236,7 +236,7 @@ def _section(plane: np.ndarray, times: int = 1000) -> bytes:
     """Give the tables of a plane of which these symbols are a sample."""
     words = plane.size * times
     layout = native.CoreLayout(words=words, segment_words=words, chunk_words=512, word_bytes=1, unit_log2=4)
-    return native.plan(layout, plane.astype(np.uint8))[0]
+    return prefix_codes.plan(layout, plane.astype(np.uint8))[0]
 
 
 def _kinds(plane: np.ndarray) -> list[int]:

@@ -10,12 +10,13 @@ import pytest
 from support.contents import fill
 from support.kernels import Card, OnCard
 
-from tpde.codec import native, registry
+from tpde.codec import prefix_codes, registry
 from tpde.codec.blob import BlobReader, BlobWriter, digest
-from tpde.codec.native import Bytes, Encoded
+from tpde.codec.core_chunks import EncodedChunks
+from tpde.codec.native import Bytes
 from tpde.codec.reference import CODECS as DOCUMENTED
 from tpde.codec.registry import CODECS, Codec, Gpu, codec_of
-from tpde.codec.selection import Plan, core_layout, plan_tensor
+from tpde.codec.selection import TensorPlan, core_layout, plan_tensor
 from tpde.format.blob_header import MAX_FIXED_BYTES, BlobHeader, parse_blob_header
 from tpde.format.constants import CODEC_FACTS, CodecFacts
 from tpde.format.container import TensorSpec
@@ -45,14 +46,14 @@ class Turned:
     """Prefix codes with all bits turned."""
 
     def __init__(self, header: BlobHeader, section: bytes, encode: bool) -> None:
-        self._codec = native.Codec(core_layout(header), section, encode=encode)
+        self._codec = prefix_codes.PrefixCodec(core_layout(header), section, encode=encode)
 
     def bound(self, words: int, chunks: int) -> int:
         return self._codec.bound(words, chunks)
 
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
-    ) -> Encoded:
+    ) -> EncodedChunks:
         made = self._codec.encode(words, first, count, offset, out, threads)
         made.data[:] = ~made.data
         return made
@@ -70,7 +71,7 @@ def blob(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(registry.CODECS, NEW, Codec(NEW, Turned, Gpu.NONE))
     plan = plan_tensor(SPEC, np.frombuffer(DATA, np.uint8), "prefix")
     assert plan is not None
-    plan = Plan(dataclasses.replace(plan.header, codec=NEW), plan.section, plan.estimate)
+    plan = TensorPlan(dataclasses.replace(plan.header, codec=NEW), plan.section, plan.estimate)
     sink = BytesSink()
     writer = BlobWriter(plan, sink, 0, 1)
     writer.write(np.frombuffer(DATA, np.uint8))

@@ -18,7 +18,7 @@ from tpde.errors import Corrupt  # noqa: E402
 from tpde.host import page_lock  # noqa: E402
 from tpde.streaming import cuda_device as devices  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
-from tpde.streaming.ring import Unit  # noqa: E402
+from tpde.streaming.streamer import StreamedUnit  # noqa: E402
 from tpde.streaming.trace import Trace, start_trace  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -80,7 +80,7 @@ def test_places_are_not_written_before_what_used_their_memory_is_done(
     assert device._ring is not None
 
 
-def one(made: Fixture) -> Unit:
+def one(made: Fixture) -> StreamedUnit:
     return made.units((2,))[0][0]
 
 
@@ -89,7 +89,7 @@ def test_copies_are_cut_where_memory_was_locked(tmp_path: Path, monkeypatch: pyt
     cuda = Cuda(monkeypatch)
     with fixture(cuda, tmp_path) as made:
         piece = one(made).pieces[1]
-        address = made.supply.wait(piece.extent)
+        address = made.feed.wait(piece.extent)
         event: Any = made.device.copy(ROOM, address, piece)
         assert sum(size for *_, size in cuda.copied) == piece.extent.size
         assert len(cuda.copied) > 1
@@ -100,7 +100,7 @@ def test_copies_are_cut_where_memory_was_locked(tmp_path: Path, monkeypatch: pyt
         assert not event.query()
         event.synchronize()
         whole = made.device._ring.numpy()[ROOM:][: piece.extent.size]
-        assert whole.tobytes() == bytes(made.supply._bytes(piece.extent)[piece.extent.offset :][: len(whole)])
+        assert whole.tobytes() == bytes(made.feed._bytes(piece.extent)[piece.extent.offset :][: len(whole)])
 
 
 def test_a_copy_that_the_driver_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_damage_is_told_of_the_piece_that_has_it(tmp_path: Path, monkeypatch: py
         units = made.units((0,), (2,))
         out = torch.empty(600_000, dtype=torch.uint8)
         extent, offsets = made.tensors[2].extent, made.tensors[2].offsets
-        made.supply._bytes(extent)[extent.offset + int(offsets[20]) + 40] ^= 1
+        made.feed._bytes(extent)[extent.offset + int(offsets[20]) + 40] ^= 1
         (locked,) = cuda.locked
         for unit, _ in units:
             there = unit.handle.launch._reports.untyped_storage().data_ptr()  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ def test_a_trace_tells_what_was_copied_decoded_and_computed(
         units = made.units((2,), (0, 4), (5,))
         for unit, _ in units:
             unit.verified = True
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         out = torch.empty(800_000, dtype=torch.uint8)
         trace: Trace = start_trace(cuda)
         made.streamer.record(trace)
@@ -244,7 +244,7 @@ def test_what_was_not_decoded_to_its_end_computes_nothing(
         made.device.trace = trace
         for unit in (large, small, small):
             piece = unit.pieces[0]
-            copied = made.device.copy(0, made.supply.wait(piece.extent), piece)
+            copied = made.device.copy(0, made.feed.wait(piece.extent), piece)
             made.device.decode(unit.handle, 0, 0, out, copied)
         assert [it.name for it in trace.spans() if it.track == "compute"] == ["t3"]
 

@@ -87,7 +87,7 @@ def waited(ticket: Any) -> int:
     return found[0]
 
 
-def check(supply: ReadAhead, ticket: Any, data: bytes) -> None:
+def check(feed: ReadAhead, ticket: Any, data: bytes) -> None:
     extent = ticket.extent
     found = ctypes.string_at(waited(ticket), extent.size)
     assert found == data[extent.offset : extent.offset + extent.size], extent.name
@@ -129,16 +129,16 @@ class Slow:
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("buffers", [1, 5])
 def test_a_whole_file(buffers: int, count: int, source: FileSource, data: bytes, fake: FakeLock) -> None:
-    supply = ReadAhead(buffers, PIECE, count, 0)
-    assert supply.ahead == buffers * PIECE
-    assert supply.locked_bytes == supply.private_bytes == fake.bytes == buffers * (PIECE + SLACK)
-    tickets = [supply.request(piece(source, at, min(PIECE, SIZE - at))) for at in range(0, SIZE, PIECE)]
+    feed = ReadAhead(buffers, PIECE, count, 0)
+    assert feed.ahead == buffers * PIECE
+    assert feed.locked_bytes == feed.private_bytes == fake.bytes == buffers * (PIECE + SLACK)
+    tickets = [feed.request(piece(source, at, min(PIECE, SIZE - at))) for at in range(0, SIZE, PIECE)]
     for ticket in tickets:
-        check(supply, ticket, data)
+        check(feed, ticket, data)
         ticket.copied(Copied())
-    assert supply.device_address(tickets[0].extent) is None
-    supply.close()
-    supply.close()
+    assert feed.device_address(tickets[0].extent) is None
+    feed.close()
+    feed.close()
 
 
 @pytest.mark.parametrize("mode", ["direct", "cached", "direct refused when reading", "memory"])
@@ -163,7 +163,7 @@ def test_any_order(
         )  # an error, as of file systems without it
     origin: Any = BytesSource(data) if mode == "memory" else source
     draw = random.Random(seed)
-    supply = ReadAhead(3, PIECE, 4, 0)
+    feed = ReadAhead(3, PIECE, 4, 0)
     pending: list[Any] = []
     copying: list[tuple[Any, int, bytes, Copied]] = []
 
@@ -179,7 +179,7 @@ def test_any_order(
     for _ in range(300):
         size = draw.choice((1, 4096, PIECE, draw.randint(1, PIECE)))
         offset = draw.choice((0, SIZE - size, draw.randint(0, SIZE - size), draw.randint(0, 9) << 12))
-        pending.append(supply.request(piece(origin, min(offset, SIZE - size), size)))
+        pending.append(feed.request(piece(origin, min(offset, SIZE - size), size)))
         for ticket in list(pending):
             if draw.random() < 0.1:
                 pending.remove(ticket)
@@ -187,7 +187,7 @@ def test_any_order(
                 ticket.cancel()
         while len(pending) > draw.randint(0, 8):
             ticket = pending.pop(0)
-            check(supply, ticket, data)
+            check(feed, ticket, data)
             if draw.random() < 0.1:
                 ticket.cancel()
                 continue
@@ -197,33 +197,33 @@ def test_any_order(
             ticket.cancel()  # too late to change anything
         check_copies()
     for ticket in pending:
-        check(supply, ticket, data)
+        check(feed, ticket, data)
         ticket.cancel()
-    supply.close()
+    feed.close()
     if mode != "memory":
         assert reads["direct" if mode == "direct" else "cached"] > 100
         assert not reads["cached" if mode == "direct" else "direct"]
 
 
 def test_a_buffer_waits_for_its_copy(source: FileSource, data: bytes) -> None:
-    supply = ReadAhead(1, PIECE, 3, 0)
-    first, second = supply.request(piece(source, 0)), supply.request(piece(source, PIECE))
+    feed = ReadAhead(1, PIECE, 3, 0)
+    first, second = feed.request(piece(source, 0)), feed.request(piece(source, PIECE))
     address, event = first.wait(), Copied(None)
     first.copied(event)
     time.sleep(0.1)
     assert not second.ready()
     assert ctypes.string_at(address, PIECE) == data[:PIECE]
     event.passed.set()
-    check(supply, second, data)
-    supply.close()
+    check(feed, second, data)
+    feed.close()
 
 
 def test_requests_never_block_and_are_served_in_order(
     source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow(monkeypatch)
-    supply = ReadAhead(2, PIECE, 4, 0)
-    tickets = [supply.request(piece(source, i * PIECE)) for i in range(8)]
+    feed = ReadAhead(2, PIECE, 4, 0)
+    tickets = [feed.request(piece(source, i * PIECE)) for i in range(8)]
     soon(lambda: slow.reading == 4, "all threads share the first piece")
     assert not any(ticket.ready() for ticket in tickets)
     slow.go.set()
@@ -231,33 +231,33 @@ def test_requests_never_block_and_are_served_in_order(
     time.sleep(0.05)
     assert not tickets[2].ready()
     for ticket in tickets:
-        check(supply, ticket, data)
+        check(feed, ticket, data)
         ticket.cancel()
-    supply.close()
+    feed.close()
 
 
 def test_cancelled_while_it_is_read(source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads that are under way write to the buffer: nobody else gets it before they end."""
     slow = Slow(monkeypatch)
-    supply = ReadAhead(1, PIECE, 2, 0)
-    first, second = supply.request(piece(source, 0)), supply.request(piece(source, 3 * PIECE))
+    feed = ReadAhead(1, PIECE, 2, 0)
+    first, second = feed.request(piece(source, 0)), feed.request(piece(source, 3 * PIECE))
     soon(lambda: slow.reading == 2, "reading")
     first.cancel()
     time.sleep(0.05)
     assert slow.reading == 2
     slow.go.set()
-    check(supply, second, data)
+    check(feed, second, data)
     assert slow.reading == 2 + 4, "the other two reads of the first piece were not begun"
-    supply.close()
+    feed.close()
 
 
 def test_too_large(source: FileSource) -> None:
-    supply = ReadAhead(2, PIECE, 1, 0)
+    feed = ReadAhead(2, PIECE, 1, 0)
     with pytest.raises(InvalidInput, match=r"`at 0`: 262145 bytes, but a piece has 1 to 262144"):
-        supply.request(piece(source, 0, PIECE + 1))
+        feed.request(piece(source, 0, PIECE + 1))
     with pytest.raises(InvalidInput, match="0 bytes, but a piece has 1"):
-        supply.request(piece(source, 0, 0))
-    supply.close()
+        feed.request(piece(source, 0, 0))
+    feed.close()
 
 
 @pytest.mark.parametrize(("buffers", "size", "count"), [(0, PIECE, 1), (1, 0, 1), (1, PIECE, 0)])
@@ -269,10 +269,10 @@ def test_what_reads_nothing(buffers: int, size: int, count: int, fake: FakeLock)
 
 @pytest.mark.parametrize("how", ["cancelled", "copied"])
 def test_what_was_given_back_is_not_waited_for(how: str, source: FileSource, data: bytes) -> None:
-    supply = ReadAhead(1, PIECE, 1, 0)
+    feed = ReadAhead(1, PIECE, 1, 0)
     try:
-        ticket = supply.request(piece(source, 0))
-        check(supply, ticket, data)
+        ticket = feed.request(piece(source, 0))
+        check(feed, ticket, data)
         if how == "copied":
             ticket.copied(Copied())
         else:
@@ -280,19 +280,19 @@ def test_what_was_given_back_is_not_waited_for(how: str, source: FileSource, dat
         assert not ticket.ready()
         with pytest.raises(ValueError, match="`at 0` was cancelled, or copied already"):
             waited(ticket)
-        check(supply, supply.request(piece(source, PIECE)), data)
+        check(feed, feed.request(piece(source, PIECE)), data)
     finally:
-        supply.close()
+        feed.close()
 
 
 def test_memory_stays_while_one_of_several_threads_reads_to_it(
     source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow(monkeypatch)
-    supply = ReadAhead(1, PIECE, 3, 0)
-    supply.request(piece(source, 0, 4096))
+    feed = ReadAhead(1, PIECE, 3, 0)
+    feed.request(piece(source, 0, 4096))
     soon(lambda: slow.reading == 1, "reading")
-    closer = threading.Thread(target=supply.close)
+    closer = threading.Thread(target=feed.close)
     closer.start()
     soon(lambda: len(threads()) == 1, "those that have nothing to do end")
     assert fake.locked
@@ -305,20 +305,20 @@ def test_a_single_read_that_was_cancelled_meanwhile_frees_its_buffer(
     source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow(monkeypatch)
-    supply = ReadAhead(1, PIECE, 1, 0)
-    first, second = supply.request(piece(source, 0, 4096)), supply.request(piece(source, 8192, 4096))
+    feed = ReadAhead(1, PIECE, 1, 0)
+    first, second = feed.request(piece(source, 0, 4096)), feed.request(piece(source, 8192, 4096))
     soon(lambda: slow.reading == 1, "reading")
     first.cancel()
     slow.go.set()
-    check(supply, second, data)
+    check(feed, second, data)
     assert not first.ready()
-    supply.close()
+    feed.close()
 
 
 def test_a_single_read_that_fails_frees_its_buffer(
     source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supply = ReadAhead(1, PIECE, 1, 0)
+    feed = ReadAhead(1, PIECE, 1, 0)
     with monkeypatch.context() as patch:
 
         def fail(*_: Any) -> int:
@@ -326,20 +326,20 @@ def test_a_single_read_that_fails_frees_its_buffer(
 
         patch.setattr(os, "preadv", fail)
         for _ in range(2):
-            ticket = supply.request(piece(source, 0, 4096))
+            ticket = feed.request(piece(source, 0, 4096))
             with pytest.raises(ReadError, match="the disk failed"):
                 waited(ticket)
             assert not ticket.ready()
-    check(supply, supply.request(piece(source, 0, 4096)), data)
-    supply.close()
+    check(feed, feed.request(piece(source, 0, 4096)), data)
+    feed.close()
 
 
 def test_nobody_is_left_waiting_for_what_was_cancelled(
     source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow(monkeypatch)
-    supply = ReadAhead(1, PIECE, 1, 0)
-    ticket, found = supply.request(piece(source, 0)), list[BaseException]()
+    feed = ReadAhead(1, PIECE, 1, 0)
+    ticket, found = feed.request(piece(source, 0)), list[BaseException]()
 
     def wait() -> None:
         try:
@@ -354,15 +354,15 @@ def test_nobody_is_left_waiting_for_what_was_cancelled(
     waiter.join(20)
     assert found, "it waits for ever"
     slow.go.set()
-    supply.close()
+    feed.close()
 
 
 def test_memory_for_no_device_is_not_locked(source: FileSource, data: bytes, fake: FakeLock) -> None:
-    supply = ReadAhead(1, PIECE, 1, None)
+    feed = ReadAhead(1, PIECE, 1, None)
     assert not fake.attempts
-    assert (supply.locked_bytes, supply.private_bytes) == (0, PIECE + SLACK)
-    check(supply, supply.request(piece(source, 0)), data)
-    supply.close()
+    assert (feed.locked_bytes, feed.private_bytes) == (0, PIECE + SLACK)
+    check(feed, feed.request(piece(source, 0)), data)
+    feed.close()
 
 
 def test_threads_use_the_device_whose_copies_they_wait_for(
@@ -373,9 +373,9 @@ def test_threads_use_the_device_whose_copies_they_wait_for(
     monkeypatch.setattr(
         page_lock, "bind", lambda device: bound.append((device, threading.current_thread().name))
     )
-    supply = ReadAhead(1, PIECE, 3, 5)
-    check(supply, supply.request(piece(source, 0)), data)
-    supply.close()
+    feed = ReadAhead(1, PIECE, 3, 5)
+    check(feed, feed.request(piece(source, 0)), data)
+    feed.close()
     assert bound == [(5, "tpde-disk")] * 3
     ReadAhead(1, PIECE, 3, None).close()
     monkeypatch.setenv("TPDE_HOST_MEMORY", "pageable")
@@ -389,10 +389,10 @@ def test_the_page_cache_is_left_alone(tmp_path: Path, data: bytes, monkeypatch: 
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, advice: dropped.append((at, size)))
     (tmp_path / "blobs").write_bytes(data)
     source = FileSource(tmp_path / "blobs")
-    supply = ReadAhead(1, PIECE, 1, 0)
-    check(supply, supply.request(piece(source, 4096, PIECE)), data)
+    feed = ReadAhead(1, PIECE, 1, 0)
+    check(feed, feed.request(piece(source, 4096, PIECE)), data)
     assert sum(size for _, size in dropped) == PIECE
-    supply.close()
+    feed.close()
     source.close()
 
 
@@ -405,12 +405,12 @@ def test_trace(source: FileSource, data: bytes) -> None:
             assert end > begin
             self.reads.append((name, nbytes))
 
-    supply = ReadAhead(2, PIECE, 2, 0)
-    assert supply.trace is None
-    supply.trace = Notes()
-    check(supply, supply.request(piece(source, 777)), data)
-    assert supply.trace.reads == [("at 777", PIECE)]
-    supply.close()
+    feed = ReadAhead(2, PIECE, 2, 0)
+    assert feed.trace is None
+    feed.trace = Notes()
+    check(feed, feed.request(piece(source, 777)), data)
+    assert feed.trace.reads == [("at 777", PIECE)]
+    feed.close()
 
 
 # ---- locking ----
@@ -419,11 +419,11 @@ def test_trace(source: FileSource, data: bytes) -> None:
 def test_pageable_where_locking_is_refused(source: FileSource, data: bytes, fake: FakeLock) -> None:
     fake.refuse = lambda read_only, before: True
     with pytest.warns(RuntimeWarning, match="the memory that files are read to .*stays pageable") as caught:
-        supply = ReadAhead(2, PIECE, 2, 0)
+        feed = ReadAhead(2, PIECE, 2, 0)
     assert caught[0].filename == __file__
-    assert (supply.locked_bytes, supply.private_bytes) == (0, 2 * (PIECE + SLACK))
-    check(supply, supply.request(piece(source, 0)), data)
-    supply.close()
+    assert (feed.locked_bytes, feed.private_bytes) == (0, 2 * (PIECE + SLACK))
+    check(feed, feed.request(piece(source, 0)), data)
+    feed.close()
 
 
 def test_forced(source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,11 +446,11 @@ def test_truncated_while_open(
 ) -> None:
     if cached:
         monkeypatch.setattr(direct_io.os, "O_DIRECT", os.O_DIRECTORY)
-    supply = ReadAhead(2, PIECE, 2, 0)
-    check(supply, ticket := supply.request(piece(source, 4 * MIB)), data)
+    feed = ReadAhead(2, PIECE, 2, 0)
+    check(feed, ticket := feed.request(piece(source, 4 * MIB)), data)
     ticket.cancel()
     os.truncate(source.name, 4 * MIB + 5000)
-    ticket = supply.request(piece(source, 4 * MIB))
+    ticket = feed.request(piece(source, 4 * MIB))
     for _ in range(2):
         with pytest.raises(Truncated, match=r"`at 4194304`: `.*blobs` ends at byte 4199304") as caught:
             waited(ticket)
@@ -458,22 +458,22 @@ def test_truncated_while_open(
         assert "fetch" in (caught.value.hint or "")
     assert not ticket.ready()
     ticket.cancel()
-    check(supply, supply.request(piece(source, 4 * MIB, 5000)), data)
+    check(feed, feed.request(piece(source, 4 * MIB, 5000)), data)
     for _ in range(5):  # buffers come back
         with pytest.raises(Truncated):
-            waited(supply.request(piece(source, 5 * MIB)))
-    supply.close()
+            waited(feed.request(piece(source, 5 * MIB)))
+    feed.close()
 
 
 def test_replaced_while_open(source: FileSource, data: bytes, tmp_path: Path) -> None:
     """The file that was opened is read, also by a reader that opens it later."""
     (tmp_path / "other").write_bytes(bytes(SIZE))
     (tmp_path / "other").replace(source.name)
-    supply = ReadAhead(2, PIECE, 2, 0)
-    check(supply, supply.request(piece(source, 1000)), data)
+    feed = ReadAhead(2, PIECE, 2, 0)
+    check(feed, feed.request(piece(source, 1000)), data)
     os.unlink(source.name)
-    check(supply, supply.request(piece(source, MIB)), data)
-    supply.close()
+    check(feed, feed.request(piece(source, MIB)), data)
+    feed.close()
 
 
 def test_the_disk_fails(source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,21 +485,21 @@ def test_the_disk_fails(source: FileSource, data: bytes, monkeypatch: pytest.Mon
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", wrapped)
-    supply = ReadAhead(2, PIECE, 4, 0)
+    feed = ReadAhead(2, PIECE, 4, 0)
     for _ in range(4):  # more than there are buffers
-        tickets = [supply.request(piece(source, at)) for at in (0, MIB, 2 * MIB)]
-        check(supply, tickets[0], data)
+        tickets = [feed.request(piece(source, at)) for at in (0, MIB, 2 * MIB)]
+        check(feed, tickets[0], data)
         tickets[0].copied(Copied())
         with pytest.raises(
             ReadError, match=r"`at 1048576`: bytes \d+ to \d+ of .*: the disk failed; check it"
         ):
             waited(tickets[1])
-        check(supply, tickets[2], data)
+        check(feed, tickets[2], data)
         tickets[1].cancel()
         tickets[2].cancel()
     failing = False
-    check(supply, supply.request(piece(source, MIB)), data)
-    supply.close()
+    check(feed, feed.request(piece(source, MIB)), data)
+    feed.close()
 
 
 @pytest.mark.parametrize("where", ["event", "bind"])
@@ -513,17 +513,17 @@ def test_the_device_fails(
 
     if where == "bind":
         monkeypatch.setattr(page_lock, "bind", broken)
-    supply = ReadAhead(1, PIECE, 2, 0)
-    first = supply.request(piece(source, 0))
+    feed = ReadAhead(1, PIECE, 2, 0)
+    first = feed.request(piece(source, 0))
     if where == "event":
         waited(first)
         event = Copied()
         event.synchronize = broken  # type: ignore[method-assign]
         first.copied(event)
-        first = supply.request(piece(source, PIECE))
+        first = feed.request(piece(source, PIECE))
     with pytest.raises(ReadError, match="an illegal memory access was encountered; load the model again"):
         waited(first)
-    supply.close()
+    feed.close()
 
 
 def test_ctrl_c(
@@ -533,8 +533,8 @@ def test_ctrl_c(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     slow = Slow(monkeypatch)
-    supply = ReadAhead(1, PIECE, 2, 0)
-    ticket = supply.request(piece(source, 0))
+    feed = ReadAhead(1, PIECE, 2, 0)
+    ticket = feed.request(piece(source, 0))
     presser = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     presser.start()
     began = time.monotonic()
@@ -544,8 +544,8 @@ def test_ctrl_c(
     presser.join()
     ticket.cancel()
     slow.go.set()
-    check(supply, supply.request(piece(source, PIECE)), data)
-    supply.close()
+    check(feed, feed.request(piece(source, PIECE)), data)
+    feed.close()
 
 
 def test_ctrl_c_in_a_request_or_a_cancellation(
@@ -556,16 +556,16 @@ def test_ctrl_c_in_a_request_or_a_cancellation(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    supply = ReadAhead(1, PIECE, 1, 0)
+    feed = ReadAhead(1, PIECE, 1, 0)
     try:
-        state = supply._state
+        state = feed._state
         with monkeypatch.context() as patch:
             patch.setattr(state.work, "notify_all", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                supply.request(piece(source, 0))
+                feed.request(piece(source, 0))
         for where in ("there", "work"):
-            ticket = supply.request(piece(source, 0))
-            check(supply, ticket, data)
+            ticket = feed.request(piece(source, 0))
+            check(feed, ticket, data)
             with monkeypatch.context() as patch:
                 patch.setattr(getattr(state, where), "notify_all", interrupted)
                 with pytest.raises(KeyboardInterrupt):
@@ -573,7 +573,7 @@ def test_ctrl_c_in_a_request_or_a_cancellation(
             ticket.cancel()
             assert state._free == [0]
     finally:
-        supply.close()
+        feed.close()
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
@@ -582,8 +582,8 @@ def test_the_end_while_reading(
 ) -> None:
     """Memory stays until the last read, and the last copy, are done."""
     slow = Slow(monkeypatch, MIB)
-    supply = ReadAhead(2, PIECE, 2, 0)
-    first, second = supply.request(piece(source, 0)), supply.request(piece(source, MIB))
+    feed = ReadAhead(2, PIECE, 2, 0)
+    first, second = feed.request(piece(source, 0)), feed.request(piece(source, MIB))
     event = Copied(None)
     first.wait()
     first.copied(event)
@@ -597,7 +597,7 @@ def test_the_end_while_reading(
             failed.append(error)
 
     if how == "close":
-        waiter, closer = threading.Thread(target=wait), threading.Thread(target=supply.close)
+        waiter, closer = threading.Thread(target=wait), threading.Thread(target=feed.close)
         waiter.start()
         time.sleep(0.05)
         closer.start()
@@ -605,7 +605,7 @@ def test_the_end_while_reading(
         assert isinstance(failed[0], ReadError)
         assert "its model was closed" in str(failed[0])
     else:
-        del supply, wait
+        del feed, wait
         gc.collect()
     assert fake.locked
     slow.go.set()
@@ -619,24 +619,24 @@ def test_the_end_while_reading(
 
 
 def test_forgotten_while_idle(fake: FakeLock) -> None:
-    supply = ReadAhead(2, PIECE, 2, 0)
+    feed = ReadAhead(2, PIECE, 2, 0)
     assert len(threads()) == 2
-    del supply
+    del feed
     gc.collect()
     soon(lambda: not fake.locked and not threads(), "threads end")
 
 
 def test_closed_by_one_of_its_own_threads(source: FileSource, data: bytes) -> None:
     """As when the garbage that a reader allocates has the model collected: it may hold the lock then."""
-    supply = ReadAhead(2, PIECE, 3, 0)
+    feed = ReadAhead(2, PIECE, 3, 0)
     ended: list[bool] = []
 
     class Closing:
         def read(self, *span: object) -> None:
-            supply.close()
+            feed.close()
             ended.append(True)
 
-    supply.trace = Closing()
-    supply.request(piece(source, 0))
+    feed.trace = Closing()
+    feed.request(piece(source, 0))
     soon(lambda: bool(ended), "closing waits for ever")
     soon(lambda: not threads(), "threads are left")

@@ -60,15 +60,15 @@ def test_nothing_is_brought_before_it_is_wanted(mode: str, fake: FakeLock, sourc
     assert not threads()
     with_begin.begin()
     with_begin.begin()  # as often as anybody likes
-    with_begin._bringing._thread.join(60)
+    with_begin._pinning._thread.join(60)
     assert with_begin.there(wanted[3])
     check(fake, asked, wanted)
-    bringing_ = given_back._bringing
+    pinning_ = given_back._pinning
     given_back.close()
     given_back.begin()
     with pytest.raises(ReadError, match="was given back; load the model again"):
         given_back.complete()
-    assert bringing_._thread.ident is None
+    assert pinning_._thread.ident is None
     with_begin.close()
     asked.close()
     assert not fake.locked
@@ -144,7 +144,7 @@ def test_whoever_closes_it_second_waits_too(
     gate, memory = Gate(monkeypatch, fake, 1), HostMemory(extents(source), 0)
     memory.begin()
     assert gate.reached.wait(60)
-    thread = memory._bringing._thread
+    thread = memory._pinning._thread
     first = threading.Thread(target=memory.close)
     first.start()
     while memory._close.alive:  # it has begun
@@ -189,7 +189,7 @@ def test_garbage_that_one_of_its_own_threads_collects(
     monkeypatch.setattr(page_lock, "lock", lock_)
     made.append(HostMemory(extents(source), 0))
     made[0].begin()
-    thread = made[0]._bringing._thread
+    thread = made[0]._pinning._thread
     handed.set()
     thread.join(60)
     assert not thread.is_alive()

@@ -16,22 +16,22 @@ from tpde.errors import InvalidInput, Truncated
 from tpde.host import arena as arenas
 from tpde.host.ranges import GAP_BYTES, PAGE, Range, merge, read_error, require
 from tpde.io.sources import BytesSource, Extent, FileSource
-from tpde.streaming.pieces import Part, Piece, cut
-from tpde.streaming.retained import Kept, Stay
+from tpde.streaming.pieces import Piece, TensorPart, cut
+from tpde.streaming.retained import Retained, Stay
 
 FILE, OTHER = (BytesSource(bytes(4096), "file") for _ in range(2))
-SUPPLY: Any = "supply"
+FEED: Any = "feed"
 
 
-def tensor(name: str, at: int, *chunks: int, source: Any = FILE, supply: Any = SUPPLY) -> Any:
+def tensor(name: str, at: int, *chunks: int, source: Any = FILE, feed: Any = FEED) -> Any:
     """A blob whose chunks have these sizes, and begin with it."""
     offsets = np.array([*accumulate(chunks, initial=0)], np.int64)
     extent = Extent(source, at, sum(chunks), name)
-    return SimpleNamespace(name=name, offsets=offsets, extent=extent, supply=supply)
+    return SimpleNamespace(name=name, offsets=offsets, extent=extent, feed=feed)
 
 
-def whole(*tensors: Any) -> list[Part]:
-    return [Part(it, 0, 0, len(it.offsets) - 2) for it in tensors]
+def whole(*tensors: Any) -> list[TensorPart]:
+    return [TensorPart(it, 0, 0, len(it.offsets) - 2) for it in tensors]
 
 
 def held(pieces: list[Piece]) -> list[list[tuple[str, int, int]]]:
@@ -48,13 +48,13 @@ def test_a_piece_ends_where_the_next_chunk_would_not_fit() -> None:
     with pytest.raises(InvalidInput, match="chunk 0 of `t` has 64 bytes, a piece 63"):
         cut(whole(it), 63)
     with pytest.raises(InvalidInput, match="chunk 2 of `t` has 48 bytes, a piece 47"):
-        cut([Part(it, 0, 1, 2)], 47)
+        cut([TensorPart(it, 0, 1, 2)], 47)
 
 
 def test_a_piece_says_where_its_bytes_and_its_tensors_are() -> None:
     one, two = tensor("one", 160, 64, 32), tensor("two", 272, 48, 16)
-    first, second = cut([Part(one, 1000, 1, 1), Part(two, 2000, 0, 1)], 144)[:1] * 2
-    assert (first.extent, first.supply) == (Extent(FILE, 224, 112, "one"), SUPPLY)
+    first, second = cut([TensorPart(one, 1000, 1, 1), TensorPart(two, 2000, 0, 1)], 144)[:1] * 2
+    assert (first.extent, first.feed) == (Extent(FILE, 224, 112, "one"), FEED)
     assert [it.at for it in second.spans] == [160 - 224, 272 - 224]
     assert [it.out for it in first.spans] == [1000, 2000]
     assert [tuple(it.chunks) for it in first.spans] == [(1, 1, 64, 96), (0, 1, 0, 64)]
@@ -73,26 +73,29 @@ def test_the_next_tensor_joins_if_its_first_chunk_fits() -> None:
         (tensor("b", 64 + 64, 32), False),
         (tensor("b", 64 + 8, 32), False),
         (tensor("b", 64, 32, source=OTHER), False),
-        (tensor("b", 64, 32, supply="another"), False),
+        (tensor("b", 64, 32, feed="another"), False),
     ],
-    ids=["near", "far", "not at a multiple of 16 from it", "of a file of the same name", "of another supply"],
+    ids=["near", "far", "not at a multiple of 16 from it", "of a file of the same name", "of another feed"],
 )
 def test_which_tensors_join(second: Any, joins: bool) -> None:
     pieces = cut(whole(tensor("a", 0, 64), second), 4096, gap=48)
     assert len(pieces) == (1 if joins else 2)
-    assert [it.supply for it in pieces][-1] == second.supply
+    assert [it.feed for it in pieces][-1] == second.feed
     assert pieces[-1].extent.source is second.extent.source
 
 
 def test_a_chunk_that_is_wanted_twice_is_copied_twice() -> None:
     it = tensor("t", 0, 64, 32)
-    assert held(cut([Part(it, 0, 0, 1), Part(it, 1000, 0, 1)], 4096)) == [[("t", 0, 1)], [("t", 0, 1)]]
+    assert held(cut([TensorPart(it, 0, 0, 1), TensorPart(it, 1000, 0, 1)], 4096)) == [
+        [("t", 0, 1)],
+        [("t", 0, 1)],
+    ]
 
 
 def test_pieces_are_in_the_order_of_files_and_offsets() -> None:
     far, near = tensor("far", 4096, 16, 16), tensor("near", 0, 16)
     early = tensor("early", 8192, 16, source=BytesSource(b"", "a file"))
-    parts = [Part(far, 0, 1, 1), *whole(near, early), Part(far, 0, 0, 0)]
+    parts = [TensorPart(far, 0, 1, 1), *whole(near, early), TensorPart(far, 0, 0, 0)]
     assert held(cut(parts, 64, gap=0)) == [
         [("early", 0, 0)],
         [("near", 0, 0)],
@@ -175,14 +178,14 @@ def test_what_a_failed_read_means(code: str, says: str, hint: str) -> None:
 # ---- what is kept ----
 
 
-def piece(size: int, supply: Any = None) -> Piece:
-    return Piece(Extent(FILE, 0, size, "t"), supply, ())
+def piece(size: int, feed: Any = None) -> Piece:
+    return Piece(Extent(FILE, 0, size, "t"), feed, ())
 
 
 def test_as_many_pieces_stay_as_fit_evenly_spread() -> None:
-    kept: Kept[str] = Kept(4096, 1024, 2048)
+    kept: Retained[str] = Retained(4096, 1024, 2048)
     assert [kept.take(piece(512)) for _ in range(6)] == [None, 4096, None, 4608, None, None]
-    kept = Kept(0, 2047, 1)
+    kept = Retained(0, 2047, 1)
     assert [kept.take(piece(1)) for _ in range(4)] == [0, 512, 1024, None], "at multiples of 512"
     kept.clear()
     assert kept.take(piece(513)) == 0
@@ -190,21 +193,21 @@ def test_as_many_pieces_stay_as_fit_evenly_spread() -> None:
 
 
 def test_what_was_copied_before_all_was_forgotten_does_not_count() -> None:
-    kept: Kept[str] = Kept(0, 1024, 2048)
+    kept: Retained[str] = Retained(0, 1024, 2048)
     assert kept.take(piece(512)) is None
     kept.clear()
     assert kept.take(piece(512)) is None
     assert kept.take(piece(512)) == 0
 
 
-def test_pieces_of_other_supplies_neither_stay_nor_count() -> None:
-    kept: Kept[str] = Kept(0, 1024, 2048, SUPPLY)
+def test_pieces_of_other_feeds_neither_stay_nor_count() -> None:
+    kept: Retained[str] = Retained(0, 1024, 2048, FEED)
     assert [kept.take(piece(512, "another")) for _ in range(4)] == [None] * 4
-    assert [kept.take(piece(512, SUPPLY)) for _ in range(2)] == [None, 0]
+    assert [kept.take(piece(512, FEED)) for _ in range(2)] == [None, 0]
 
 
 def test_which_pieces_of_a_unit_do_not_stay() -> None:
-    kept: Kept[str] = Kept(0, 1024, 2048)
+    kept: Retained[str] = Retained(0, 1024, 2048)
     event: Any = object()
     assert kept.missing("a", 3) == 0
     assert kept.find("a", 0) is None

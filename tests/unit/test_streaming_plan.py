@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tpde.errors import InvalidInput, OutOfMemory
 from tpde.planning import planner as plans
-from tpde.planning.candidates import STAGING_LEAST, Choice, evenly, tally
-from tpde.planning.planner import MIB, Demand, Placement, Rates, StreamPlan, Unit, make_plan
+from tpde.planning.candidates import STAGING_LEAST, Candidate, evenly, tally
+from tpde.planning.planner import MIB, Footprint, Placement, Rates, StreamPlan, Unit, make_plan
 from tpde.planning.sizes import mib, parse_size
 
 RATES = Rates(copy=55e9, disk=6e9, memory=4.2e12, decode=2.0e12, launch=37e-6, windows=4.2e12)
@@ -30,7 +30,7 @@ LLAMA = [
     *(unit(f"layers.{i}", BLOCK) for i in range(32)),
     unit("head", HEAD, tile=16 * MIB),
 ]
-NEEDS = Demand(plain=5 * MIB, cache=171 * MIB, activations=336 * MIB, fixed=128 * MIB)
+NEEDS = Footprint(plain=5 * MIB, cache=171 * MIB, activations=336 * MIB, fixed=128 * MIB)
 
 
 def plan(vram, ram=None, units=LLAMA, needs=NEEDS, rates=RATES):
@@ -67,8 +67,8 @@ models = st.builds(
     st.lists(st.tuples(sizes, st.sampled_from([0, 512, MIB])), max_size=5),
     st.lists(sizes, max_size=2),
 ).filter(bool)
-demands = st.builds(
-    Demand,
+footprints = st.builds(
+    Footprint,
     *(st.integers(0, 300).map(lambda mib: mib * MIB + 77) for _ in range(3)),
     st.just(128 * MIB),
     st.sampled_from([0, 2 * MIB, 460 * MIB]),
@@ -98,7 +98,7 @@ def check(made: StreamPlan, units, needs, vram, ram):
             needs.total,
             made.workspace,
             made.ring,
-            made.kept,
+            made.retained,
             needs.experts if streamed else 0,
             -(-(made.host + made.staging) // 512 // (2 * MIB)) * 2 * MIB,
             total("index", Placement.HOST, Placement.DISK),
@@ -107,8 +107,8 @@ def check(made: StreamPlan, units, needs, vram, ram):
         )
     )
     assert made.used <= vram
-    assert not made.kept or (streamed and not needs.experts)
-    assert made.kept <= sum(it.packed for it in streamed) + len(streamed) * 2 * MIB
+    assert not made.retained or (streamed and not needs.experts)
+    assert made.retained <= sum(it.packed for it in streamed) + len(streamed) * 2 * MIB
     assert made.work.copied >= 0 <= made.work.disk
     on_host = [it for it in units if made.placements[it.name] is Placement.HOST]
     assert made.host == sum(it.packed for it in on_host)
@@ -121,7 +121,7 @@ def check(made: StreamPlan, units, needs, vram, ram):
 
 
 @slow
-@given(models, demands, st.integers(1, 16000), rams)
+@given(models, footprints, st.integers(1, 16000), rams)
 def test_budgets_are_kept(units, needs, mib, ram):
     try:
         made = plan(mib * MIB, ram, units, needs)
@@ -131,7 +131,7 @@ def test_budgets_are_kept(units, needs, mib, ram):
 
 
 @slow
-@given(models, demands, st.integers(1, 16000), st.integers(0, 4000), rams)
+@given(models, footprints, st.integers(1, 16000), st.integers(0, 4000), rams)
 def test_more_vram_is_never_worse(units, needs, mib, more, ram):
     try:
         small = plan(mib * MIB, ram, units, needs)
@@ -148,7 +148,7 @@ def test_more_vram_is_faster_on_a_large_model():
 
 
 @slow
-@given(models, demands, rams)
+@given(models, footprints, rams)
 def test_the_least_vram_is_exact(units, needs, ram):
     with pytest.raises(OutOfMemory, match=r"the least that works is (\d+) MiB") as caught:
         plan(1, ram, units, needs)
@@ -165,7 +165,7 @@ def test_the_least_vram_is_exact(units, needs, ram):
 
 
 @slow
-@given(models, demands, st.integers(1, 16000))
+@given(models, footprints, st.integers(1, 16000))
 def test_the_least_ram_is_exact(units, needs, mib):
     try:
         plan(mib * MIB, 1, units, needs)
@@ -200,7 +200,7 @@ def test_plans_of_a_known_model(vram, ram, where, tiled, workspace, ring, stagin
     made = plan(vram * MIB, ram and ram * MIB)
     places = Placement.HOST, Placement.DISK, Placement.PACKED, Placement.PLAIN
     assert tuple(len(made.units(it)) for it in places) == where
-    assert (made.tiled, made.workspace, made.staging, made.kept) == (
+    assert (made.tiled, made.workspace, made.staging, made.retained) == (
         tiled,
         workspace * MIB,
         staging * MIB,
@@ -268,18 +268,18 @@ def _tiled(vram):
 
 def test_a_layer_larger_than_the_device():
     giant = [unit("linear", 80e9 / MIB, tile=16 * MIB)]
-    made = make_plan(giant, Demand(0, 0, 4 * MIB, 128 * MIB), 16 << 30, None, RATES, calls=1)
+    made = make_plan(giant, Footprint(0, 0, 4 * MIB, 128 * MIB), 16 << 30, None, RATES, calls=1)
     assert made.tiled == ("linear",)
     assert 16 * MIB <= made.workspace <= 1 << 30
-    assert made.kept > 14 << 30, "what is left over beside the largest ring"
-    assert made.work.copied == giant[0].packed - giant[0].index - made.kept
+    assert made.retained > 14 << 30, "what is left over beside the largest ring"
+    assert made.work.copied == giant[0].packed - giant[0].index - made.retained
     assert made.seconds < 1.1 * made.work.copied / RATES.copy
 
 
 def test_what_a_tile_gives_has_room():
     """As many columns of the output as the workspace holds rows, of all tokens."""
     head = [dataclasses.replace(unit("head", 1002, tile=16 * MIB), row=8192)]
-    needs = Demand(0, 0, 502 * MIB, 128 * MIB, column=2048 * 2)
+    needs = Footprint(0, 0, 502 * MIB, 128 * MIB, column=2048 * 2)
     made = make_plan(head, needs, 1024 * MIB, None, RATES, calls=1)
     assert made.tiled == ("head",)
     assert made.parts["tiles"] == made.workspace // 2
@@ -291,7 +291,7 @@ def test_what_a_tile_gives_has_room():
 
 def test_page_tables_of_host_memory():
     """8 bytes for each 4 KiB that is locked: of this device's units, and of what other devices may have."""
-    needs = Demand(0, 0, 4 * MIB, 128 * MIB, elsewhere=60 << 30)
+    needs = Footprint(0, 0, 4 * MIB, 128 * MIB, elsewhere=60 << 30)
     made = make_plan([unit("linear", 1024, tile=16 * MIB)], needs, 640 * MIB, None, RATES, calls=1)
     assert made.placements["linear"] is Placement.HOST
     assert made.parts["pages"] == 122 * MIB, "2 MiB for up to 1 GiB, and 120"
@@ -300,9 +300,9 @@ def test_page_tables_of_host_memory():
 def test_loading_has_room_for_index_maps():
     """Those of what is streamed are there first, and those of a plain unit while it is decoded."""
     near, far = unit("near", 800), unit("far", 800)
-    chosen = tally(Choice(frozenset({"near"}), frozenset()), [near, far], None)
+    chosen = tally(Candidate(frozenset({"near"}), frozenset()), [near, far], None)
     assert chosen.loading == near.plain + near.packed + near.index
-    needs = Demand(plain=MIB, cache=0, activations=0, fixed=MIB)
+    needs = Footprint(plain=MIB, cache=0, activations=0, fixed=MIB)
     layout = plans._Layout(chosen, tiled=0, workspace=0, slots=0, piece=0)
     pages = 2 * MIB  # of what is streamed: PyTorch cannot have them while it loads either
     assert layout.used(needs) == 2 * MIB + near.plain + near.packed + near.index + chosen.maps + pages
@@ -312,11 +312,11 @@ def test_loading_has_room_for_index_maps():
 def test_units_that_no_kernel_streams_stay_on_the_device():
     units = [unit("embed", 100, rows=True, resident=True), *(unit(f"layers.{i}", 100) for i in range(8))]
     units += [unit("odd", 100, resident=True)]
-    made = make_plan(units, Demand(0, 0, 0, 128 * MIB), 700 * MIB, None, RATES, calls=100)
+    made = make_plan(units, Footprint(0, 0, 0, 128 * MIB), 700 * MIB, None, RATES, calls=100)
     assert made.placements["embed"] is made.placements["odd"] is Placement.PACKED
     assert made.units(Placement.HOST)
     with pytest.raises(OutOfMemory, match=r"; 135 MiB are packed otherwise, and only what `--codec prefix`"):
-        make_plan(units, Demand(0, 0, 0, 128 * MIB), 300 * MIB, None, RATES, calls=100)
+        make_plan(units, Footprint(0, 0, 0, 128 * MIB), 300 * MIB, None, RATES, calls=100)
 
 
 def test_predictions_meet_measurements():
@@ -407,14 +407,14 @@ def test_plain_units_have_room_for_their_packed_form_while_they_are_decoded() ->
     """A plain head may need least memory in the end, but more than that at the start."""
     body = [Unit(f"layers.{i}", 280 * MIB, 416 * MIB, MIB) for i in range(32)]
     units = [*body, Unit("head", 672 * MIB, 1002 * MIB, 2 * MIB)]
-    demand = Demand(5 * MIB, MIB, 2 * MIB, 128 * MIB)
+    footprint = Footprint(5 * MIB, MIB, 2 * MIB, 128 * MIB)
     plain = 0
     for vram in range(1500 * MIB, 16000 * MIB, 50 * MIB):
         with suppress(OutOfMemory):
-            made = make_plan(units, demand, vram, None, RATES, calls=300)
+            made = make_plan(units, footprint, vram, None, RATES, calls=300)
             at = 0
             for unit in (units[-1], *body):
                 if made.placements[unit.name] is Placement.PLAIN:
                     plain, at = plain + 1, at + unit.plain
-                    assert at + unit.packed + demand.fixed <= vram
+                    assert at + unit.packed + footprint.fixed <= vram
     assert plain

@@ -17,7 +17,7 @@ from tpde.streaming.stats import (
     summarize,
     summarize_spans,
 )
-from tpde.streaming.trace import Span
+from tpde.streaming.trace import TraceSpan
 
 MS = 1_000_000
 interval = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: Interval(t[0], t[0] + t[1]))
@@ -157,12 +157,12 @@ def test_of_copies_that_start_together_the_first_queued_counts() -> None:
 
 def test_of_a_trace() -> None:
     spans = [
-        Span("copy", "a", 0, 10, 7, -5),
-        Span("decode", "a", 12, 14, 9, 0),
-        Span("host waits", "b", 11, 13, 0, 11),
-        Span("copy", "b", 15, 20, 7, 14),
-        Span("compute", "a", 14, 18, 0, 0),
-        Span("disk", "b", 8, 13, 7, 8),
+        TraceSpan("copy", "a", 0, 10, 7, -5),
+        TraceSpan("decode", "a", 12, 14, 9, 0),
+        TraceSpan("host waits", "b", 11, 13, 0, 11),
+        TraceSpan("copy", "b", 15, 20, 7, 14),
+        TraceSpan("compute", "a", 14, 18, 0, 0),
+        TraceSpan("disk", "b", 8, 13, 7, 8),
     ]
     found = summarize_spans(spans, dropped=5)
     assert (found.window, found.copying, found.hidden) == (20, 15, 3)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.simulated import MemorySupply, Probe, SimulatedDevice
+from support.simulated import MemoryFeed, Probe, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -25,11 +25,11 @@ from tpde.format.container import TensorSpec  # noqa: E402
 from tpde.io.sources import Extent, FileSource  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.streaming import ring  # noqa: E402
-from tpde.streaming.pieces import Part, Piece, cut  # noqa: E402
-from tpde.streaming.prefetch import Order  # noqa: E402
-from tpde.streaming.retained import Kept  # noqa: E402
-from tpde.streaming.ring import Streamer, Unit  # noqa: E402
+from tpde.streaming.pieces import Piece, TensorPart, cut  # noqa: E402
+from tpde.streaming.prefetch import PrefetchOrder  # noqa: E402
+from tpde.streaming.retained import Retained  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
+from tpde.streaming.streamer import StreamedUnit, Streamer  # noqa: E402
 from tpde.weights.launch import Launch  # noqa: E402
 from tpde.weights.packed_tensor import PackedTensor  # noqa: E402
 from tpde.weights.rows import RowReader  # noqa: E402
@@ -51,7 +51,7 @@ def test_pieces_hold_every_chunk_once(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int, apart: int
 ) -> None:
     with Fixture(tmp_path_factory.mktemp("cut"), sizes, apart=apart) as made:
-        parts = [Part(it, 0, 0, it.header.chunks - 1) for it in made.tensors]
+        parts = [TensorPart(it, 0, 0, it.header.chunks - 1) for it in made.tensors]
         pieces = cut(parts, limit)
         seen: list[tuple[str, int]] = []
         for piece in pieces:
@@ -77,7 +77,7 @@ def test_blobs_at_odd_offsets_are_put_at_even_places(offset: int, apart: int, tm
 
 def test_a_piece_that_cannot_hold_a_chunk(tmp_path: Path) -> None:
     with Fixture(tmp_path, [50_000]) as made, pytest.raises(InvalidInput, match=r"chunk 0 of `t0` has \d+"):
-        cut([Part(made.tensors[0], 0, 0, 1)], 4096)
+        cut([TensorPart(made.tensors[0], 0, 0, 1)], 4096)
 
 
 def test_copies_run_ahead_in_the_order_of_the_last_time(tmp_path: Path) -> None:
@@ -91,21 +91,21 @@ def test_copies_run_ahead_in_the_order_of_the_last_time(tmp_path: Path) -> None:
         for _ in range(3):
             for i in order:
                 filled(*_sized(units[i]))
-                assert made.streamer._flying or made.streamer._planned
+                assert made.streamer.ring._flying or made.streamer.ring._planned
         assert made.streamer.dropped_pieces == dropped, "the order is known by now"
 
 
-def _sized(unit: tuple[Unit, bytes]) -> tuple[Unit, int]:
+def _sized(unit: tuple[StreamedUnit, bytes]) -> tuple[StreamedUnit, int]:
     return unit[0], len(unit[1])
 
 
 def test_without_prefetch_nothing_runs_ahead(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES, places=8) as made:
         units = made.units((0,), (1,))
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         assert filled(*_sized(units[0])) == units[0][1]
         assert set(made.device.copied) == {"t0"}
-        assert not made.streamer._flying
+        assert not made.streamer.ring._flying
 
 
 @settings(max_examples=20, deadline=None)
@@ -125,8 +125,8 @@ def test_any_order_gives_the_same_bytes(
     more: int,
 ) -> None:
     with Fixture(tmp_path_factory.mktemp("order"), SIZES, places=places, keep=keep) as made:
-        made.streamer._kept = Kept(places * ROOM, keep, more * made.source.size)
-        made.supply.late, made.supply.ahead = late, 512 << 10
+        made.streamer.ring._retained = Retained(places * ROOM, keep, more * made.source.size)
+        made.feed.late, made.feed.ahead = late, 512 << 10
         units = made.units((0, 1), (2,), (3, 4), (5,))
         for unit, expected in (units[i] for i, times in order for _ in range(times)):
             assert filled(unit, len(expected)) == expected
@@ -185,7 +185,7 @@ def test_without_an_event_the_bytes_are_wrong(tmp_path: Path, event: str) -> Non
 def test_damage_is_named_at_first_use_and_later(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         (one, expected), (other, _) = made.units((0,), (2,))
-        whole = made.supply._bytes(made.tensors[2].extent)
+        whole = made.feed._bytes(made.tensors[2].extent)
         at = made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40
         whole[at] ^= 1
         assert filled(one, len(expected)) == expected
@@ -221,12 +221,12 @@ def test_first_use_waits_for_no_copies_ahead(tmp_path: Path) -> None:
         gate.set()
 
 
-def damaged_later(made: Fixture) -> Unit:
+def damaged_later(made: Fixture) -> StreamedUnit:
     """A unit that was right, and whose last use was of damaged bytes."""
     (unit, expected) = made.units((2,))[0]
     assert filled(unit, len(expected)) == expected
-    made.streamer._forget()  # or what was copied ahead would be used
-    whole = made.supply._bytes(made.tensors[2].extent)
+    made.streamer.ring.forget()  # or what was copied ahead would be used
+    whole = made.feed._bytes(made.tensors[2].extent)
     whole[made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40] ^= 1
     filled(unit, len(expected))
     return unit
@@ -270,8 +270,8 @@ def test_checking_tells_of_all_damage_one_after_the_other(tmp_path: Path) -> Non
         units = made.units((2,), (5,))
         for unit, expected in units:
             assert filled(unit, len(expected)) == expected
-        made.streamer._forget()
-        whole = made.supply._bytes(made.tensors[0].extent)
+        made.streamer.ring.forget()
+        whole = made.feed._bytes(made.tensors[0].extent)
         for tensor in (2, 5):
             extent, offsets = made.tensors[tensor].extent, made.tensors[tensor].offsets
             whole[extent.offset + int(offsets[3]) + 40] ^= 1
@@ -328,11 +328,11 @@ def test_rows_that_a_device_reads_on_the_host_are_checked_each_time(
 def test_the_number_of_bytes_that_are_read_ahead_is_kept(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Whatever is wanted, wherever it fails, and though only some come from a supply that wants to know."""
+    """Whatever is wanted, wherever it fails, and though only some come from a feed that wants to know."""
     with Fixture(
         tmp_path_factory.mktemp("ahead"), SIZES, places=data.draw(st.sampled_from([2, 3, 8]))
     ) as made:
-        disk = MemorySupply(ahead=data.draw(st.integers(1, 1 << 20)), late=data.draw(st.booleans()))
+        disk = MemoryFeed(ahead=data.draw(st.integers(1, 1 << 20)), late=data.draw(st.booleans()))
         made.streamer.own(disk)
         for i in data.draw(st.sets(st.integers(0, len(SIZES) - 1))):
             made.tensors[i].bind(made.streamer, disk)
@@ -348,9 +348,9 @@ def test_the_number_of_bytes_that_are_read_ahead_is_kept(
             try:
                 assert filled(unit, len(expected)) == expected
             except KeyboardInterrupt:
-                assert not made.streamer._planned
-            planned = [step.unit.pieces[step.number] for step in made.streamer._planned]
-            assert made.streamer._reading == sum(it.extent.size for it in planned if it.supply is disk)
+                assert not made.streamer.ring._planned
+            planned = [step.unit.pieces[step.number] for step in made.streamer.ring._planned]
+            assert made.streamer.ring._reading == sum(it.extent.size for it in planned if it.feed is disk)
 
 
 def test_closing_waits_for_rows_that_are_being_looked_up(
@@ -372,15 +372,15 @@ def test_closing_waits_for_rows_that_are_being_looked_up(
         def launch(*args: object, **options: object) -> None:
             other.start()
             assert probe.asked.wait(60)
-            launched.append(made.supply.closed)
+            launched.append(made.feed.closed)
 
         reader = Rows(tensor)
         monkeypatch.setattr(reader, "_launch", launch)
         reader(torch.zeros(3, dtype=torch.int64))
         other.join()
         assert launched == [0]
-        assert made.supply.closed == 1
-        made.streamer.device = SimulatedDevice(ROOM)
+        assert made.feed.closed == 1
+        made.streamer.ring.device = SimulatedDevice(ROOM)
 
 
 def test_recording_begins_between_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +404,7 @@ def test_recording_begins_between_copies(tmp_path: Path, monkeypatch: pytest.Mon
             return copy(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(made.device, "copy", slow)
-        made.streamer.prefetch = False
+        made.streamer.ring.prefetch = False
         assert filled(unit, len(expected)) == expected
         other.join()
         assert set(seen) == {None}
@@ -425,7 +425,7 @@ def test_an_interrupted_fill_leaves_the_ring_usable(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(made.device, "decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             filled(unit, len(expected))
-        assert len(made.streamer._free) == 4
+        assert len(made.streamer.ring._free) == 4
         assert filled(unit, len(expected)) == expected
 
 
@@ -433,12 +433,12 @@ def test_an_interrupted_fill_leaves_the_ring_usable(tmp_path: Path, monkeypatch:
 def test_a_failed_copy_gives_its_bytes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """A supply with few buffers would have none left otherwise."""
+    """A feed with few buffers would have none left otherwise."""
     with Fixture(tmp_path, SIZES, places=2) as made:
         (unit, expected), _ = made.units((0, 1), (2,))
         filled(unit, len(expected))
         taken: list[object] = []
-        real = made.supply.copied
+        real = made.feed.copied
 
         def copied(ticket: Extent, event: threading.Event) -> None:
             taken.append(ticket)
@@ -447,25 +447,25 @@ def test_a_failed_copy_gives_its_bytes_back(
         def fail(*args: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(made.supply, "copied", copied)
-        made.streamer._forget()
-        made.supply.requested.clear()
-        made.supply.cancelled = 0
+        monkeypatch.setattr(made.feed, "copied", copied)
+        made.streamer.ring.forget()
+        made.feed.requested.clear()
+        made.feed.cancelled = 0
         with monkeypatch.context() as patch:
             patch.setattr(made.device, where, fail)
             with pytest.raises(KeyboardInterrupt):
                 filled(unit, len(expected))
-        assert len(made.supply.requested) == len(taken) + made.supply.cancelled
+        assert len(made.feed.requested) == len(taken) + made.feed.cancelled
         assert filled(unit, len(expected)) == expected
 
 
 def test_what_ctrl_c_leaves_requested_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Fixture(tmp_path, SIZES, places=2) as made:
         (unit, expected), _ = made.units((0, 1), (2,))
-        made.supply.late, made.supply.ahead = True, 1 << 20
+        made.feed.late, made.feed.ahead = True, 1 << 20
         filled(unit, len(expected))
-        assert made.streamer._planned
-        before, cancelled, real = len(made.streamer._planned), [], made.supply.cancel
+        assert made.streamer.ring._planned
+        before, cancelled, real = len(made.streamer.ring._planned), [], made.feed.cancel
 
         def cancel(ticket: Extent) -> None:
             if not cancelled:
@@ -474,10 +474,10 @@ def test_what_ctrl_c_leaves_requested_is_cancelled(tmp_path: Path, monkeypatch: 
             cancelled.append(ticket)
             real(ticket)
 
-        monkeypatch.setattr(made.supply, "cancel", cancel)
+        monkeypatch.setattr(made.feed, "cancel", cancel)
         with pytest.raises(KeyboardInterrupt):
-            made.streamer._plan(unit, 0)
-        made.streamer._forget()
+            made.streamer.ring._plan(unit, 0)
+        made.streamer.ring.forget()
         assert len(cancelled) - 1 == before
         assert filled(unit, len(expected)) == expected
 
@@ -494,7 +494,7 @@ def test_closing_gives_all_back_when_the_device_has_crashed(
         patch.setattr(made.device, "wait", crashed)
         with pytest.raises(RuntimeError, match="illegal memory access"):
             made.streamer.close()
-    assert made.supply.closed == 1
+    assert made.feed.closed == 1
     assert not made.streamer.owned
 
 
@@ -528,8 +528,8 @@ def test_a_graph_cannot_hold_streamed_weights(tmp_path: Path) -> None:
 def test_closing_gives_everything_back_once(tmp_path: Path) -> None:
     with Fixture(tmp_path, [5000]) as made:
         made.streamer.close()
-        made.streamer.device = SimulatedDevice(ROOM)
-        assert made.supply.closed == 1
+        made.streamer.ring.device = SimulatedDevice(ROOM)
+        assert made.feed.closed == 1
         assert not made.device.copies._thread.is_alive()
 
 
@@ -543,13 +543,13 @@ def test_what_it_owns_is_closed_in_order(tmp_path: Path, monkeypatch: pytest.Mon
 
         wait = made.device.wait
         monkeypatch.setattr(made.device, "wait", lambda: (closed.append("wait"), wait()))
-        monkeypatch.setattr(made.supply, "close", lambda: closed.append("supply"))
+        monkeypatch.setattr(made.feed, "close", lambda: closed.append("feed"))
         made.streamer.own(closing("a"))
         made.streamer.own(closing("b"), closing("c"))
         made.streamer.close()
-        assert closed == ["wait", "b", "c", "a", "supply"]
+        assert closed == ["wait", "b", "c", "a", "feed"]
         assert not made.device.copies._thread.is_alive()
-        made.streamer.device = SimulatedDevice(ROOM)
+        made.streamer.ring.device = SimulatedDevice(ROOM)
 
 
 def test_what_was_closed_is_not_read(tmp_path: Path) -> None:
@@ -563,7 +563,7 @@ def test_what_was_closed_is_not_read(tmp_path: Path) -> None:
         reader.packed = made.tensors[0]
         with pytest.raises(ReadError, match="load it again"):
             reader(torch.zeros(1, dtype=torch.int64))
-        made.streamer.device = SimulatedDevice(ROOM)
+        made.streamer.ring.device = SimulatedDevice(ROOM)
 
 
 def test_a_ring_without_places_streams_rows_only(tmp_path: Path) -> None:
@@ -590,7 +590,7 @@ def test_what_was_copied_and_what_of_it_in_vain(tmp_path: Path) -> None:
         made.device.copy = noted  # type: ignore[method-assign]
         assert made.streamer.stats() == {"copied_bytes": 0, "copied_pieces": 0, "dropped_pieces": 0}
         filled(one, len(size))
-        ahead, vain = len(made.streamer._flying), len(expected.pieces)
+        ahead, vain = len(made.streamer.ring._flying), len(expected.pieces)
         assert made.streamer.stats() == {
             "copied_bytes": sum(it.extent.size for it in given),
             "copied_pieces": len(given),
@@ -599,11 +599,11 @@ def test_what_was_copied_and_what_of_it_in_vain(tmp_path: Path) -> None:
         assert len(given) == len(one.pieces) + ahead
         filled(other, 600_000)
         assert made.streamer.dropped_pieces == vain > 1
-        made.streamer._forget()
-        before = made.streamer.copied_pieces
-        made.streamer.prefetch = False
+        made.streamer.ring.forget()
+        before = made.streamer.ring.copied_pieces
+        made.streamer.ring.prefetch = False
         filled(one, len(size))
-        assert made.streamer.copied_pieces - before == len(one.pieces)
+        assert made.streamer.ring.copied_pieces - before == len(one.pieces)
         assert made.streamer.dropped_pieces == vain
 
 
@@ -613,27 +613,27 @@ def test_looking_ahead_ends_where_too_few_pieces_come_from_a_disk(
     """Fewer than the disk wants to know of, though the model is read round and round."""
     monkeypatch.setattr(ring, "_MOST_PLANNED", 40)
     with Fixture(tmp_path, SIZES, places=2) as made:
-        disk, requests = MemorySupply(ahead=1 << 40, late=True), list[Extent]()
-        for supply in (disk, made.supply):
-            real = supply.request
+        disk, requests = MemoryFeed(ahead=1 << 40, late=True), list[Extent]()
+        for feed in (disk, made.feed):
+            real = feed.request
 
             def request(extent: Extent, real: Any = real) -> Any:
                 requests.append(extent)
                 assert len(requests) < 200, "it ends nowhere"
                 return real(extent)
 
-            supply.request = request  # type: ignore[method-assign]
+            feed.request = request  # type: ignore[method-assign]
         made.tensors[3].bind(made.streamer, disk)
         for unit, expected in made.units((3,), (1,)):
             assert filled(unit, len(expected)) == expected
-        assert len(made.streamer._planned) == 40
+        assert len(made.streamer.ring._planned) == 40
 
 
 def test_before_the_first_use_the_order_is_that_in_which_units_are_made(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         units = [made.units((0,))[0][0], made.streamer.chunks(made.tensors[1], 0, 1, 0)]
         units.append(made.units((2,))[0][0])
-        order = made.streamer._order
+        order = made.streamer.ring._order
         assert [order.after(it) for it in units] == [*units[1:], units[0]]
 
 
@@ -645,7 +645,7 @@ def test_units_that_are_made_later_change_no_order(tmp_path: Path) -> None:
                 assert filled(unit, len(expected)) == expected
         (late, _) = made.units((0,))[0]
         chunks = made.streamer.chunks(made.tensors[4], 0, 1, 0)
-        order = made.streamer._order
+        order = made.streamer.ring._order
         assert order.after(units[1][0]) is units[0][0]
         assert order.after(late) is order.after(chunks) is None
 
@@ -682,12 +682,12 @@ def test_a_damaged_index_is_refused_on_opening(tmp_path: Path) -> None:
         broken.write_bytes(data)
         source = FileSource(broken)
         with pytest.raises(Corrupt, match="`t0`: header, tables or index map are damaged"):
-            Streamed(Extent(source, 0, source.size, "t0"), made.streamer, CPU, made.supply)
+            Streamed(Extent(source, 0, source.size, "t0"), made.streamer, CPU, made.feed)
         source.close()
 
 
 def test_what_follows_what() -> None:
-    order: Order[str] = Order()
+    order: PrefetchOrder[str] = PrefetchOrder()
     assert order.after("a") is None
     for name in "abc":
         order.expect(name)

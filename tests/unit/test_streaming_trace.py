@@ -18,7 +18,7 @@ from support.simulated import Probe
 from tpde.errors import InvalidDestination
 from tpde.io.temporary import temporary_name
 from tpde.streaming import trace as traces
-from tpde.streaming.trace import TRACKS, Event, Span, Trace, _events, write_trace
+from tpde.streaming.trace import TRACKS, TimingEvent, Trace, TraceSpan, _events, write_trace
 
 
 class Mark:
@@ -47,7 +47,7 @@ def trace(limit: int = 1000) -> Trace:
 
 
 def span(it: Trace, begin: int, end: int, name: str = "x", passed: bool = True) -> None:
-    start: Event = Mark(begin)
+    start: TimingEvent = Mark(begin)
     it.copy(start, Mark(end, passed), name, 10)
 
 
@@ -172,9 +172,9 @@ def test_times_in_the_file_are_from_the_first_span_of_all_devices(tmp_path: Path
 def test_what_was_queued_before_it_began_says_how_long() -> None:
     it = trace()
     spans = [
-        Span("copy", "waited", 5_000, 6_000, 0, 2_500),
-        Span("copy", "at once", 7_000, 8_000, 0, 7_000),
-        Span("copy", "nothing took no time", 9_000, 9_000, 7, 9_500),
+        TraceSpan("copy", "waited", 5_000, 6_000, 0, 2_500),
+        TraceSpan("copy", "at once", 7_000, 8_000, 0, 7_000),
+        TraceSpan("copy", "nothing took no time", 9_000, 9_000, 7, 9_500),
     ]
     it._spans.extend(spans)
     assert [e["args"] for e in _events([it]) if e["ph"] == "X"] == [

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tpde.errors import OutOfMemory
 from tpde.planning import planner as plans
-from tpde.planning.candidates import Choice, tally, window_choices
-from tpde.planning.planner import MIB, Demand, Placement, Rates, StreamPlan, Unit, make_plan
+from tpde.planning.candidates import Candidate, tally, window_choices
+from tpde.planning.planner import MIB, Footprint, Placement, Rates, StreamPlan, Unit, make_plan
 from tpde.planning.prediction import predict
 from tpde.planning.units import Windows
 
@@ -41,14 +41,16 @@ LLAMA = [
     *(unit(f"layers.{i}", BLOCK, beside=0) for i in range(32)),
     unit("head", HEAD, tile=16 * MIB, beside=0),
 ]
-NEEDS = Demand(plain=5 * MIB, cache=171 * MIB, activations=336 * MIB, fixed=128 * MIB, column=2048)
+NEEDS = Footprint(plain=5 * MIB, cache=171 * MIB, activations=336 * MIB, fixed=128 * MIB, column=2048)
 
 
 def without(units: list[Unit]) -> list[Unit]:
     return [dataclasses.replace(it, windows=None) for it in units]
 
 
-def plan(vram: int, ram: int | None = None, units: list[Unit] = LLAMA, needs: Demand = NEEDS) -> StreamPlan:
+def plan(
+    vram: int, ram: int | None = None, units: list[Unit] = LLAMA, needs: Footprint = NEEDS
+) -> StreamPlan:
     return make_plan(units, needs, vram, ram, RATES, calls=421)
 
 
@@ -72,7 +74,7 @@ models = st.builds(
     st.lists(sizes, max_size=2),
 ).filter(bool)
 demands = st.builds(
-    Demand,
+    Footprint,
     *(st.integers(0, 300).map(lambda mib: mib * MIB + 77) for _ in range(3)),
     st.just(128 * MIB),
     st.sampled_from([0, 2 * MIB, 460 * MIB]),
@@ -82,7 +84,7 @@ rams = st.none() | st.integers(1, 8000).map(lambda mib: mib * MIB)
 slow = settings(max_examples=40, deadline=None)
 
 
-def check(made: StreamPlan, units: list[Unit], needs: Demand, vram: int) -> None:
+def check(made: StreamPlan, units: list[Unit], needs: Footprint, vram: int) -> None:
     """Add the budget up once more, from the definition."""
 
     def rounded(size: int) -> int:
@@ -126,7 +128,7 @@ def check(made: StreamPlan, units: list[Unit], needs: Demand, vram: int) -> None
 @slow
 @given(models, demands, st.integers(1, 16000), rams)
 def test_budgets_are_kept_and_nothing_is_slower(
-    units: list[Unit], needs: Demand, mib: int, ram: int | None
+    units: list[Unit], needs: Footprint, mib: int, ram: int | None
 ) -> None:
     try:
         made = plan(mib * MIB, ram, units, needs)
@@ -146,7 +148,7 @@ def test_budgets_are_kept_and_nothing_is_slower(
 def test_no_plan_within_two_percent_is_slower_than_without() -> None:
     """Here one that has less elsewhere would be: what counts is what the same model does without windows."""
     units = [*(unit(f"layers.{i}", 16, beside=0) for i in range(7)), unit("head", HEAD, tile=MIB)]
-    needs = Demand(plain=0, cache=0, activations=4 * MIB, fixed=128 * MIB)
+    needs = Footprint(plain=0, cache=0, activations=4 * MIB, fixed=128 * MIB)
     made, exact = (plan(356 * MIB, None, it, needs) for it in (units, without(units)))
     assert made.seconds <= exact.seconds
 
@@ -154,7 +156,7 @@ def test_no_plan_within_two_percent_is_slower_than_without() -> None:
 @slow
 @given(models, demands, st.integers(1, 16000), st.integers(0, 4000), rams)
 def test_more_vram_is_never_worse(
-    units: list[Unit], needs: Demand, mib: int, more: int, ram: int | None
+    units: list[Unit], needs: Footprint, mib: int, more: int, ram: int | None
 ) -> None:
     """But where it lets units be whole that were tiled, without windows: see `make_plan`."""
     try:
@@ -169,7 +171,7 @@ def test_more_vram_is_never_worse(
 
 @slow
 @given(models, demands, rams)
-def test_the_least_vram_is_exact(units: list[Unit], needs: Demand, ram: int | None) -> None:
+def test_the_least_vram_is_exact(units: list[Unit], needs: Footprint, ram: int | None) -> None:
     with pytest.raises(OutOfMemory, match=r"the least that works is (\d+) MiB") as caught:
         plan(1, ram, units, needs)
     least = caught.value.least
@@ -252,7 +254,7 @@ def test_windows_are_read_at_their_own_rate() -> None:
 
 def test_what_a_unit_has_beside_is_decoded() -> None:
     units = [unit(f"layers.{i}", 100, beside=16) for i in range(4)]
-    found = tally(Choice(frozenset(), frozenset(), frozenset({"layers.1"})), units[:2], None)
+    found = tally(Candidate(frozenset(), frozenset(), frozenset({"layers.1"})), units[:2], None)
     layout = plans._Layout(found, 0, 100 * MIB, 4, 32 * MIB)
     assert layout.tally.least_workspace == (16 + 64) * MIB
     assert layout.tally.placement(units[1]) is Placement.WINDOWS

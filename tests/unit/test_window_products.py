@@ -68,7 +68,7 @@ class Launches(list[tuple[Any, ...]]):
             window_products.nvrtc, "kernel", lambda source, name, defines, device, own=False: name
         )
         monkeypatch.setattr(window_products.nvrtc, "clusters_at_once", lambda *_: 15)
-        monkeypatch.setattr(window_products.nvrtc, "Launch", self._make)
+        monkeypatch.setattr(window_products.nvrtc, "KernelLaunch", self._make)
         window_products._launch_of.cache_clear()  # what another test has made
 
     def _make(self, *given: Any, **more: Any) -> Any:

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from support.contents import rng
 from support.windows import escapes, pruned, weights
 
-from tpde.codec import windows
+from tpde.codec import window_cut, window_plan, windows, windows_encoder_reference
 from tpde.codec import windows_reference as reference
-from tpde.codec.windows import FLAG_ZERO, Plan, encoded_size, sections
+from tpde.codec.window_plan import WindowPlan
+from tpde.codec.windows import FLAG_ZERO, encoded_size, sections
 from tpde.codec.windows_reference import ZERO, Coded
 from tpde.errors import Corrupt, InvalidInput
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "windows.md"
 WORDS = weights(40, 200)
-BLOB = windows.encode(WORDS)
+BLOB = window_plan.encode(WORDS)
 
 every_flag = pytest.mark.parametrize("flags", [0, ZERO])
 
@@ -42,8 +43,8 @@ def _example() -> tuple[np.ndarray, str]:
 def test_the_worked_example() -> None:
     words, text = _example()
     assert (words != 0x3C00).sum() == 32
-    blob = reference.encode(words)
-    assert blob == windows.encode(words).tobytes()
+    blob = windows_encoder_reference.encode(words)
+    assert blob == window_plan.encode(words).tobytes()
     parsed = reference.parse(blob)
     header = bytes.fromhex(
         "".join(re.findall(r"^\| \d+ \| `((?:[0-9a-f]{2} ?){16})` \|", text, re.MULTILINE))
@@ -58,7 +59,7 @@ def test_the_worked_example() -> None:
     assert bytes.fromhex(records) == parsed.records[:9]
     (entries,) = re.findall(r"entries are `([0-9a-f ]+)`", text)
     assert [int(it, 16) for it in entries.split()] == parsed.entries[0]
-    assert reference.say(parsed.table)[0x50] == (0xB, 0xE)
+    assert windows_encoder_reference.say(parsed.table)[0x50] == (0xB, 0xE)
 
     coded = reference.read_body(1, parsed.bodies[0])
     codes = re.findall(r"^\| (\d) \| ((?:\d ?){8}) \|", text, re.MULTILINE)
@@ -137,14 +138,14 @@ def test_xors_are_said_by_the_fewest_entries() -> None:
             for indices in itertools.combinations(range(16), size):
                 x = int(np.bitwise_xor.reduce([table[i] for i in indices]))
                 best[x] = min(best.get(x, (99, ())), (size, indices))
-        said = reference.say(table)
+        said = windows_encoder_reference.say(table)
         assert len(said) == 127
         assert {x: best[x][1] for x in said if x in best} == said
 
 
 def test_rows_choose_the_lowest_of_the_best_windows() -> None:
     def record(*exponents: int, flags: int = 0) -> int:
-        return reference.choose_record(np.array(exponents, np.uint16) << 7, flags)
+        return windows_encoder_reference.choose_record(np.array(exponents, np.uint16) << 7, flags)
 
     assert record(100) == 93
     assert record(100, 107) == 100
@@ -212,16 +213,16 @@ def test_the_largest_matrices() -> None:
 def test_what_is_no_matrix_is_refused() -> None:
     for wrong in (WORDS[0], WORDS.view(np.uint8), WORDS[None], WORDS.astype(np.float32)):
         with pytest.raises(ValueError, match="is no bf16 matrix"):
-            Plan(wrong)
+            WindowPlan(wrong)
     with pytest.raises(ValueError, match="contiguous"):
-        Plan(WORDS[:, ::2])
+        WindowPlan(WORDS[:, ::2])
     for empty in (WORDS[:0], WORDS[:, :0].copy()):
         with pytest.raises(InvalidInput):
-            Plan(empty)
+            WindowPlan(empty)
 
 
 def test_a_plan_says_what_the_blob_takes() -> None:
-    plan = Plan(WORDS)
+    plan = WindowPlan(WORDS)
     assert plan.nbytes == encoded_size(*WORDS.shape, plan.entries) == BLOB.size
     assert plan.entries == windows.validate(BLOB).entries > 0
     out = np.zeros(plan.nbytes, np.uint8)
@@ -239,7 +240,7 @@ def test_words_that_change_after_they_are_planned_are_refused() -> None:
 
     for change in (0, 0x7F80):
         words = WORDS.copy()
-        plan = Plan(words)
+        plan = WindowPlan(words)
         words[:20] = change
         words[20:] ^= np.uint16(change)
         with pytest.raises(NativeError, match="not what the entries were counted in"):
@@ -278,18 +279,18 @@ def test_decoding_into_what_is_there() -> None:
 )
 def test_parts_that_cannot_be_cut_are_refused(rows: tuple[int, int], columns: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="cannot be cut out"):
-        windows.cut(BLOB, rows, columns)
+        window_cut.cut(BLOB, rows, columns)
     with pytest.raises(ValueError, match="cannot be cut out"):
-        reference.cut(BLOB.tobytes(), *rows, *columns)
+        windows_encoder_reference.cut(BLOB.tobytes(), *rows, *columns)
 
 
 def test_a_cut_fills_what_is_given() -> None:
-    needed = windows.cut_rows(BLOB, 16, 40)
+    needed = window_cut.cut_rows(BLOB, 16, 40)
     out = np.zeros(needed.size, np.uint8)
-    windows.cut(BLOB, (16, 40), (0, 200), out=out)
+    window_cut.cut(BLOB, (16, 40), (0, 200), out=out)
     assert np.array_equal(out, needed)
     with pytest.raises(ValueError, match="an output of"):
-        windows.cut(BLOB, (16, 40), (0, 200), out=out[1:])
+        window_cut.cut(BLOB, (16, 40), (0, 200), out=out[1:])
 
 
 def test_flags_are_those_of_the_document() -> None:
@@ -299,7 +300,7 @@ def test_flags_are_those_of_the_document() -> None:
 
 def test_the_chunk_that_is_damaged_is_named() -> None:
     words = weights(64, 600)
-    blob = windows.encode(words)
+    blob = window_plan.encode(words)
     found = windows.validate(blob)
     offsets = blob[found.offsets_at :][: 4 * 13].view("<u4")
     for threads in (1, 3):
@@ -321,7 +322,7 @@ def _counts(words: np.ndarray) -> np.ndarray:
     """Count the XORs of escapes, with the flag clear and set, as the reference says."""
     counts = np.zeros((2, 128), np.uint64)
     for zero, row in itertools.product((0, ZERO), words):
-        record = reference.choose_record(row, zero)
+        record = windows_encoder_reference.choose_record(row, zero)
         for word in row.tolist():
             counts[zero, reference.encode_word(word, record, zero).xor] += 1
     counts[:, 0] = 0
@@ -331,21 +332,21 @@ def _counts(words: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("make", [weights, pruned, escapes])
 def test_table_and_flag_of_counts(make: Callable[[int, int], np.ndarray]) -> None:
     words = make(40, 200)
-    window, said = windows.choose(40, 200, _counts(words))
-    assert window == windows.validate(windows.encode(words))
+    window, said = window_plan.choose(40, 200, _counts(words))
+    assert window == windows.validate(window_plan.encode(words))
     sets = {x: tuple(i for i in range(16) if it >> i & 1) for x, it in enumerate(said.tolist()) if x}
-    assert sets == reference.say(window.table)
+    assert sets == windows_encoder_reference.say(window.table)
     assert said[0] == 0
 
 
 def test_counts_that_no_blob_has() -> None:
     counts = np.zeros((2, 128), np.uint64)
     with pytest.raises(ValueError, match=r"\(2, 127\)"):
-        windows.choose(40, 200, counts[:, 1:])
+        window_plan.choose(40, 200, counts[:, 1:])
     with pytest.raises(ValueError, match="int64"):
-        windows.choose(40, 200, counts.view(np.int64))
+        window_plan.choose(40, 200, counts.view(np.int64))
     with pytest.raises(InvalidInput, match="no window layout"):
-        windows.choose(0, 200, counts)
+        window_plan.choose(0, 200, counts)
     counts[:, 1] = 1 << 32
     with pytest.raises(InvalidInput, match="a blob has fewer"):
-        windows.choose(1 << 19, 1 << 20, counts)
+        window_plan.choose(1 << 19, 1 << 20, counts)

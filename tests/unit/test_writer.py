@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.contents import fill, rng, spec_of
 from support.files import unpack_bytes, verify_bytes
 
-from tpde.codec import blob, native, selection
+from tpde.codec import blob, prefix_codes, selection
 from tpde.codec.selection import CodecName
 from tpde.errors import DestinationExists, InvalidDestination, TpdeError
 from tpde.files import tensor_writer
@@ -24,7 +24,9 @@ from tpde.files.reader import PackedFile
 from tpde.files.tensor_writer import TensorWriter
 from tpde.files.writer import PackedWriter
 from tpde.format.constants import DTYPES
-from tpde.format.container import TensorSpec, canonical_header, parse_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_reader import parse_header
+from tpde.format.container_writer import canonical_header
 from tpde.io.sinks import BytesSink
 
 
@@ -124,9 +126,9 @@ def test_pieces_hashed_beside_encoding_are_hashed_in_order(
 def test_a_piece_that_fails_leaves_no_thread_and_no_file(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before, encode, calls = threading.active_count(), native.Codec.encode, itertools.count()
+    before, encode, calls = threading.active_count(), prefix_codes.PrefixCodec.encode, itertools.count()
 
-    def failing(self: native.Codec, *given: Any) -> Any:
+    def failing(self: prefix_codes.PrefixCodec, *given: Any) -> Any:
         if next(calls) == number:
             raise MemoryError("no memory for this piece")
         return encode(self, *given)
@@ -136,7 +138,7 @@ def test_a_piece_that_fails_leaves_no_thread_and_no_file(
             for begin, end in itertools.pairwise([0, 9 << 20, 18 << 20, len(data)]):
                 writer.write("x", data[begin:end])
 
-    monkeypatch.setattr(native.Codec, "encode", failing)
+    monkeypatch.setattr(prefix_codes.PrefixCodec, "encode", failing)
     with pytest.raises(MemoryError, match="for this piece"):
         write(fill("normal", LARGE))
     assert threading.active_count() == before

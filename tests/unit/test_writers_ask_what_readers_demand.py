@@ -13,7 +13,8 @@ import tpde.numpy
 from tpde.errors import InvalidInput
 from tpde.files.thread_count import MAX_THREADS, check_threads
 from tpde.files.writer import PackedWriter
-from tpde.format.container import TensorSpec, canonical_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_writer import canonical_header
 from tpde.io.sinks import BytesSink
 
 torch = pytest.importorskip("torch")

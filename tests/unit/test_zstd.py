@@ -10,7 +10,8 @@ import pytest
 from support.contents import rng
 
 from tpde.codec import reference, zstd
-from tpde.codec.native import Bytes, Encoded
+from tpde.codec.core_chunks import EncodedChunks
+from tpde.codec.native import Bytes
 from tpde.codec.selection import base_header, core_layout
 from tpde.codec.zstd import ZstdCodec
 from tpde.errors import Corrupt
@@ -35,14 +36,14 @@ def _words() -> Bytes:
     return words.view(np.uint8)
 
 
-def _encoded(threads: int = 1) -> tuple[ZstdCodec, Encoded, Bytes]:
+def _encoded(threads: int = 1) -> tuple[ZstdCodec, EncodedChunks, Bytes]:
     words = _words()
     codec = _codec(words.size // 2)
     made = codec.encode(words, 0, 4, 0, np.full(codec.bound(words.size // 2, 4), 0xA5, np.uint8), threads)
     return codec, made, words
 
 
-def _starts(made: Encoded) -> list[int]:
+def _starts(made: EncodedChunks) -> list[int]:
     return [*(made.records.view("<u4")[::3].astype(int) << 4).tolist(), made.data.size]
 
 
@@ -91,7 +92,7 @@ def test_some_chunks_are_decoded_by_themselves() -> None:
             assert np.array_equal(out, part)
 
 
-def _moved(made: Encoded, chunk: int, units: int) -> Bytes:
+def _moved(made: EncodedChunks, chunk: int, units: int) -> Bytes:
     records = made.records.copy()
     records.view("<u4")[3 * chunk] += units
     return records

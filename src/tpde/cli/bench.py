@@ -14,7 +14,7 @@ from tpde.cli.common import few_threads, guard, plural, print_json, size, table
 
 if TYPE_CHECKING:
     from tpde.codec.native import Bytes
-    from tpde.codec.selection import Plan
+    from tpde.codec.selection import TensorPlan
     from tpde.format.container import TensorSpec
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure speed on this machine.")
@@ -116,7 +116,7 @@ class _Case:
         self.buffer = np.zeros(words.size + words.size // 16 + (1 << 16), np.uint8)
         self.sink = BytesSink(buffer=self.buffer)
         self.out = np.zeros(words.size, np.uint8)
-        self.plan: Plan | None = None
+        self.plan: TensorPlan | None = None
         self.stored = words.size
         self.encode_times: list[float] = []
         self.decode_times: list[float] = []

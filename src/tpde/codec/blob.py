@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tpde.codec import native
-from tpde.codec.native import Bytes, Encoded
+from tpde.codec import core_chunks
+from tpde.codec.core_chunks import EncodedChunks
+from tpde.codec.native import Bytes
 from tpde.codec.registry import CONSTANT, codec_of
-from tpde.codec.selection import Plan, base_header, core_layout
+from tpde.codec.selection import TensorPlan, base_header, core_layout
 from tpde.errors import Corrupt
 from tpde.format.blob_header import MAX_FIXED_BYTES, BlobHeader, parse_blob_header, with_results
 from tpde.format.constants import RECORD_BYTES
@@ -46,7 +47,7 @@ class BlobWriter:
 
     Parameters
     ----------
-    plan : Plan
+    plan : TensorPlan
         How to store it.
     sink : Sink
         Where it goes.
@@ -59,7 +60,7 @@ class BlobWriter:
     """
 
     def __init__(
-        self, plan: Plan, sink: Sink, offset: int, threads: int, background: Executor | None = None
+        self, plan: TensorPlan, sink: Sink, offset: int, threads: int, background: Executor | None = None
     ) -> None:
         self._header, self._section = plan.header, plan.section
         self._sink, self._offset, self._threads = sink, offset, threads
@@ -99,7 +100,7 @@ class BlobWriter:
         if out is None and self._out.size < need:
             self._out = np.empty(need, np.uint8)
         target = self._out if out is None else out
-        made: Encoded = self._chunks.encode(words, self._next, count, self._at, target, self._threads)
+        made: EncodedChunks = self._chunks.encode(words, self._next, count, self._at, target, self._threads)
         if out is not None or self._background is None:
             self._sink.write(self._offset + self._at, [made.data])
         else:  # the two buffers take turns
@@ -196,7 +197,7 @@ class BlobReader:
         )
         chunks = codec_of(header).chunks
         if chunks is not None:
-            native.index_check(
+            core_chunks.index_check(
                 core_layout(header),
                 self.index,
                 header.chunks_at,

@@ -1,7 +1,7 @@
-"""The C core through ctypes: csrc/tpde.h, function for function.
+"""The C core as a library: csrc/tpde.h through ctypes, its structures and errors, and its instruction sets.
 
-ctypes releases the GIL for the length of a call. Buffers are anything with the buffer protocol; sizes
-are checked here before a pointer crosses over.
+ctypes releases the GIL for the length of a call. Buffers are anything with the buffer protocol; whoever calls
+a function of the core checks their sizes before a pointer crosses over.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tpde.errors import Corrupt, NativeError, Truncated, UnsupportedVersion
-from tpde.format.constants import RECORD_BYTES
 
 ABI = 6
-MAX_TABLE_SECTION = 20480
 NO_CHUNK = (1 << 64) - 1
 
 _E_MEMORY, _E_TABLE, _E_INDEX, _E_CHUNK, _E_CHECKSUM, E_SPACE, _E_MODEL = 2, 3, 4, 5, 6, 7, 8
@@ -262,17 +260,6 @@ def simd_select(name: str) -> None:
         raise ValueError(f"no path `{name}` here; available: {', '.join(simd_available())}")
 
 
-def chunk_count(layout: CoreLayout) -> int:
-    """Number of chunks of a layout (format.md 4.1)."""
-    return int(core().tpde_chunk_count(layout))
-
-
-def checksum(words: Any) -> int:
-    """Checksum of a chunk's decoded bytes (format.md 4.5)."""
-    data = as_bytes(words)
-    return int(core().tpde_checksum(address(data), data.size))
-
-
 def populate(address: int, size: int) -> int:
     """Bring mapped pages into memory and into the process's page tables.
 
@@ -289,247 +276,3 @@ def populate(address: int, size: int) -> int:
         0, or an `errno`: `EFAULT` where a file has become shorter, or cannot be read.
     """
     return int(core().tpde_populate(address, size))
-
-
-def split(layout: CoreLayout, words: Any) -> Bytes:
-    """Split words into byte planes (format.md 2.3).
-
-    Returns
-    -------
-    ndarray of uint8, shape (word_bytes, n)
-    """
-    data = as_bytes(words)
-    n = data.size // layout.word_bytes
-    planes = np.empty((layout.word_bytes, n), np.uint8)
-    core().tpde_split(layout, address(data), n, address(planes), n)
-    return planes
-
-
-def merge(layout: CoreLayout, planes: Bytes, out: Bytes) -> None:
-    """Put planes of shape (word_bytes, n) together again, into the n words of `out`."""
-    n = planes.shape[1]
-    if planes.shape[0] != layout.word_bytes or out.size != n * layout.word_bytes:
-        raise ValueError("planes and words differ in size")
-    core().tpde_merge(layout, address(planes), n, n, address(out))
-
-
-def plan(layout: CoreLayout, sample: Any, max_variants: int = 4) -> tuple[bytes, int]:
-    """Choose planes and tables for a tensor from a sample of its chunks.
-
-    Parameters
-    ----------
-    layout : CoreLayout
-        Receives the tables' numbers.
-    sample : bytes-like
-        Whole chunks, the last possibly shorter.
-    max_variants : int
-        The most tables that one plane may have, 1 to 4.
-
-    Returns
-    -------
-    section : bytes
-        The table section (format.md 3).
-    estimate : int
-        Expected bytes of the tensor's tables, index and chunks.
-    """
-    data = as_bytes(sample)
-    section = np.empty(MAX_TABLE_SECTION, np.uint8)
-    size, estimate, error = _u32(), _u64(), Error()
-    code = core().tpde_plan(
-        layout,
-        address(data),
-        data.size // layout.word_bytes,
-        max_variants,
-        address(section),
-        ctypes.byref(size),
-        ctypes.byref(estimate),
-        ctypes.byref(error),
-    )
-    check(code, error)
-    return section[: size.value].tobytes(), int(estimate.value)
-
-
-def index_check(
-    layout: CoreLayout, index: Any, first_offset: int, blob_bytes: int, max_chunk_bytes: int
-) -> None:
-    """Check an index map of all chunks of a layout (format.md 4.3).
-
-    Raises
-    ------
-    Corrupt
-        Naming the first chunk whose record cannot be.
-    """
-    data = as_bytes(index)
-    if data.size != RECORD_BYTES * chunk_count(layout):
-        raise ValueError("the index map's size does not fit the layout")
-    error = Error()
-    code = core().tpde_index_check(
-        layout, address(data), first_offset, blob_bytes, max_chunk_bytes, ctypes.byref(error)
-    )
-    check(code, error)
-
-
-class Encoded(NamedTuple):
-    """What `Codec.encode` made: chunks, their records, and the largest sizes among them."""
-
-    data: Bytes
-    records: Bytes
-    max_chunk: int
-    max_stream: int
-
-
-class Table(NamedTuple):
-    """A table as expanded for decoding: see `tpde_codec_table` in tpde.h."""
-
-    kind: int
-    raw_bits: int
-    entries: npt.NDArray[np.uint32]
-
-
-class Codec:
-    """A layout with its tables expanded; decodes, and encodes if opened for it.
-
-    Parameters
-    ----------
-    layout : CoreLayout
-        Copied by the core.
-    section : bytes-like
-        The table section (format.md 3).
-    encode : bool
-        Expand the tables for encoding too: up to 512 KiB more for each.
-
-    Raises
-    ------
-    Corrupt
-        If a table is damaged.
-    """
-
-    def __init__(self, layout: CoreLayout, section: Any, *, encode: bool = False) -> None:
-        self._handle = _ptr()
-        data, error = as_bytes(section), Error()
-        code = core().tpde_codec_open(
-            layout,
-            address(data) if data.size else None,
-            data.size,
-            int(encode),
-            ctypes.byref(self._handle),
-            ctypes.byref(error),
-        )
-        check(code, error)
-        self.layout = layout
-
-    def close(self) -> None:
-        """Free the tables. The codec cannot be used afterwards."""
-        if self._handle:
-            core().tpde_codec_close(self._handle)
-            self._handle = _ptr()
-
-    def __del__(self) -> None:
-        # `sys` is None once the interpreter has cleared this module.
-        if getattr(self, "_handle", None) and sys is not None and not sys.is_finalizing():
-            self.close()
-
-    def decode(
-        self,
-        index: Bytes,
-        first: int,
-        data: Bytes,
-        data_offset: int,
-        end_offset: int,
-        out: Bytes,
-        threads: int = 1,
-    ) -> None:
-        """Decode as many chunks as `index` has records, from chunk `first` on, into `out`.
-
-        Parameters
-        ----------
-        index : ndarray of uint8
-            The records of these chunks.
-        first : int
-            Number of the first chunk.
-        data : ndarray of uint8
-            The blob's bytes from `data_offset` on, at least those of these chunks.
-        data_offset, end_offset : int
-            Where `data` starts in the blob, and where the last of these chunks ends.
-        out : ndarray of uint8
-            Exactly the chunks' words.
-        threads : int
-            How many threads to use.
-
-        Raises
-        ------
-        Corrupt
-            Naming the chunk that is damaged.
-        """
-        if not out.flags.writeable:
-            raise ValueError("the output is read-only")
-        error = Error()
-        code = core().tpde_decode(
-            self._handle,
-            address(index),
-            first,
-            index.size // RECORD_BYTES,
-            address(data),
-            data_offset,
-            data.size,
-            end_offset,
-            address(out),
-            out.size,
-            threads,
-            ctypes.byref(error),
-        )
-        check(code, error)
-
-    def tables(self) -> list[Table]:
-        """Copies of the expanded tables, for decoders elsewhere."""
-        tables = []
-        for number in range(self.layout.tables):
-            kind, raw_bits, index_bits, entries = _int(), _int(), _int(), _u32p()
-            places = (ctypes.byref(it) for it in (kind, raw_bits, index_bits, entries))
-            if core().tpde_codec_table(self._handle, number, *places):
-                raise NativeError(f"the native core refused table {number} of {self.layout.tables}")
-            copy = np.ctypeslib.as_array(entries, (1 << index_bits.value,)).copy()
-            tables.append(Table(kind.value, raw_bits.value, copy))
-        return tables
-
-    def bound(self, words: int, chunks: int) -> int:
-        """Most bytes that encoding these many words in these many chunks can take."""
-        return int(core().tpde_encode_bound(self.layout, words, chunks))
-
-    def encode(
-        self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
-    ) -> Encoded:
-        """Encode chunks `first` to `first + count - 1`.
-
-        Parameters
-        ----------
-        words : ndarray of uint8
-            Exactly these chunks' words.
-        first, count : int
-            Which chunks they are.
-        offset : int
-            Where the first of them goes in the blob; a multiple of the unit.
-        out : ndarray of uint8
-            At least `bound` bytes; the data returned is a view of it.
-        threads : int
-            How many threads to use; the bytes do not depend on it.
-        """
-        index = np.empty(RECORD_BYTES * count, np.uint8)
-        used, max_chunk, max_stream, error = _u64(), _u32(), _u32(), Error()
-        code = core().tpde_encode(
-            self._handle,
-            address(words),
-            first,
-            count,
-            offset,
-            address(out),
-            out.size,
-            ctypes.byref(used),
-            address(index),
-            ctypes.byref(max_chunk),
-            ctypes.byref(max_stream),
-            threads,
-            ctypes.byref(error),
-        )
-        check(code, error)
-        return Encoded(out[: used.value], index, max_chunk.value, max_stream.value)

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from tpde.codec import native
-from tpde.codec.native import Bytes, Encoded
+from tpde.codec import prefix_codes
+from tpde.codec.core_chunks import EncodedChunks
+from tpde.codec.native import Bytes
 from tpde.codec.selection import core_layout
 from tpde.codec.zstd import ZstdCodec
 from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_CONSTANT, CODEC_FACTS, CODEC_PREFIX, CODEC_ZSTD
 
 
-class Chunks(Protocol):
+class ChunkCodec(Protocol):
     """Encodes and decodes the chunks of one tensor, on the CPU."""
 
     def bound(self, words: int, chunks: int) -> int:
@@ -26,13 +27,13 @@ class Chunks(Protocol):
 
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
-    ) -> Encoded:
-        """Encode chunks `first` to `first + count - 1`; see `native.Codec.encode`."""
+    ) -> EncodedChunks:
+        """Encode chunks `first` to `first + count - 1`; see `prefix_codes.PrefixCodec.encode`."""
 
     def decode(
         self, index: Bytes, first: int, data: Bytes, begin: int, end: int, out: Bytes, threads: int = 1
     ) -> None:
-        """Decode the chunks of an index map from `first` on; see `native.Codec.decode`."""
+        """Decode the chunks of an index map from `first` on; see `prefix_codes.PrefixCodec.decode`."""
 
 
 class Gpu(Enum):
@@ -61,7 +62,7 @@ class Codec(NamedTuple):
     """
 
     number: int
-    chunks: Callable[[BlobHeader, bytes, bool], Chunks] | None
+    chunks: Callable[[BlobHeader, bytes, bool], ChunkCodec] | None
     gpu: Gpu
     in_pieces: bool = False
 
@@ -76,11 +77,11 @@ class Codec(NamedTuple):
         return self.chunks is not None and not self.in_pieces
 
 
-def _prefix(header: BlobHeader, section: bytes, encode: bool) -> Chunks:
-    return native.Codec(core_layout(header), section, encode=encode)
+def _prefix(header: BlobHeader, section: bytes, encode: bool) -> ChunkCodec:
+    return prefix_codes.PrefixCodec(core_layout(header), section, encode=encode)
 
 
-def _zstd(header: BlobHeader, section: bytes, encode: bool) -> Chunks:
+def _zstd(header: BlobHeader, section: bytes, encode: bool) -> ChunkCodec:
     return ZstdCodec(header, core_layout(header))
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 import zstandard
 
-from tpde.codec import native
+from tpde.codec import core_chunks, prefix_codes
 from tpde.codec.native import Bytes, CoreLayout
 from tpde.codec.zstd import LEVEL
 from tpde.format.blob_header import BlobHeader, align
@@ -39,7 +39,7 @@ ZSTD_SAMPLE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorPlan:
     """How to store a tensor: a header with all but its results, and the table section."""
 
     header: BlobHeader
@@ -109,27 +109,27 @@ def core_layout(header: BlobHeader) -> CoreLayout:
     return layout
 
 
-def _plan_prefix(spec: TensorSpec, sample: Bytes) -> Plan:
+def _plan_prefix(spec: TensorSpec, sample: Bytes) -> TensorPlan:
     header = base_header(spec, CODEC_PREFIX)
     layout = core_layout(header)
-    section, estimate = native.plan(layout, sample)
+    section, estimate = prefix_codes.plan(layout, sample)
     planes = tuple((int(layout.first_table[p]), int(layout.table_count[p])) for p in range(header.word_bytes))
     header = replace(header, planes=planes, tables=int(layout.tables), tables_bytes=len(section))
-    return Plan(header, section, estimate + header.chunks_at)
+    return TensorPlan(header, section, estimate + header.chunks_at)
 
 
-def _plan_zstd(spec: TensorSpec, sample: Bytes) -> Plan:
+def _plan_zstd(spec: TensorSpec, sample: Bytes) -> TensorPlan:
     header = base_header(spec, CODEC_ZSTD, ZSTD_CHUNK_WORDS)
     part = sample[: ZSTD_SAMPLE // header.word_bytes * header.word_bytes]
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     size = sum(
         min(len(compressor.compress(plane.tobytes())), plane.size)
-        for plane in native.split(core_layout(header), part)
+        for plane in core_chunks.split(core_layout(header), part)
     )
-    return Plan(header, b"", size * spec.nbytes // part.size + header.chunks_at)
+    return TensorPlan(header, b"", size * spec.nbytes // part.size + header.chunks_at)
 
 
-def plan_tensor(spec: TensorSpec, sample: Bytes, codec: CodecName = "auto") -> Plan | None:
+def plan_tensor(spec: TensorSpec, sample: Bytes, codec: CodecName = "auto") -> TensorPlan | None:
     """Choose how to store a tensor.
 
     Parameters
@@ -143,7 +143,7 @@ def plan_tensor(spec: TensorSpec, sample: Bytes, codec: CodecName = "auto") -> P
 
     Returns
     -------
-    Plan or None
+    TensorPlan or None
         None if the tensor would not shrink and is better left plain.
     """
     if spec.nbytes < MIN_BYTES or not sample.size:

@@ -1,4 +1,4 @@
-"""bf16 matrices in the window layout (docs/windows.md), by the C core."""
+"""Blobs in the window layout (docs/windows.md 1 to 5): what they hold, and decoding them, by the C core."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tpde.codec import native
 from tpde.codec.native import Bytes, CoreWindow, Error, address, as_bytes, check, core
 from tpde.errors import InvalidInput
 
@@ -17,8 +16,6 @@ COLUMNS_AT = 64  # windows.md 7.1: where columns can be cut
 FLAG_ZERO = 1  # windows.md 5.1
 
 Words = npt.NDArray[np.uint16]
-Counts = npt.NDArray[np.uint64]
-_Starts = npt.NDArray[np.uint64]
 
 
 class Window(NamedTuple):
@@ -59,7 +56,8 @@ class Window(NamedTuple):
     nbytes: int
 
 
-def _window(it: CoreWindow) -> Window:
+def from_core(it: CoreWindow) -> Window:
+    """What the core says of a blob."""
     return Window(
         rows=it.rows,
         columns=it.columns,
@@ -100,11 +98,11 @@ def sections(rows: int, columns: int, entries: int = 0) -> Window:
             f"a matrix of {rows} x {columns} words with {entries} entries has no window layout",
             found=(rows, columns, entries),
         )
-    return _window(made)
+    return from_core(made)
 
 
 def encoded_size(rows: int, columns: int, entries: int) -> int:
-    """Bytes of the blob of a matrix, of which `Plan.entries` are known.
+    """Bytes of the blob of a matrix, of which `WindowPlan.entries` are known.
 
     Raises
     ------
@@ -114,124 +112,8 @@ def encoded_size(rows: int, columns: int, entries: int) -> int:
     return sections(rows, columns, entries).nbytes
 
 
-def _check_plan(code: int, error: Error, rows: int, columns: int) -> None:
-    if code == native.E_SPACE:
-        raise InvalidInput(
-            f"a matrix of {rows} x {columns} words needs {error.found} entries, a blob has fewer",
-            found=error.found,
-            needed=error.needed,
-        )
-    check(code, error)
-
-
-def choose(rows: int, columns: int, counts: Counts) -> tuple[Window, Words]:
-    """Choose the table and the flag of a blob that is encoded elsewhere (windows.md 6.2 to 6.4).
-
-    Parameters
-    ----------
-    rows, columns : int
-        Of the matrix.
-    counts : ndarray of uint64, shape (2, 128)
-        How many escapes have each XOR, with the flag clear and with it set.
-
-    Returns
-    -------
-    window : Window
-        The blob's header, and where its sections are.
-    said : ndarray of uint16, shape (128,)
-        Which entries of the table say each XOR: bits of their indices.
-
-    Raises
-    ------
-    InvalidInput
-        If the matrix has no window layout (windows.md 8).
-    """
-    if counts.shape != (2, 128) or counts.dtype != np.uint64:
-        raise ValueError(f"counts of shape {counts.shape} and dtype {counts.dtype}, not (2, 128) of uint64")
-    sections(rows, columns)
-    counts, said = np.ascontiguousarray(counts), np.empty(128, np.uint16)
-    made, error = CoreWindow(), Error()
-    code = core().tpde_window_choose(
-        *(rows, columns, counts.ctypes.data, ctypes.byref(made)), said.ctypes.data, ctypes.byref(error)
-    )
-    _check_plan(code, error, rows, columns)
-    return _window(made), said
-
-
-class Plan:
-    """The windows of a matrix, chosen; it is encoded next, or refused for its size.
-
-    Parameters
-    ----------
-    words : ndarray
-        The matrix: two dimensions, contiguous, two bytes a word.
-    threads : int
-        How many threads count. Nothing of the plan depends on it.
-
-    Attributes
-    ----------
-    entries : int
-        How many entries escapes take.
-    nbytes : int
-        What the blob takes.
-
-    Raises
-    ------
-    InvalidInput
-        If the matrix has no window layout (windows.md 8).
-    """
-
-    def __init__(self, words: npt.NDArray[Any], threads: int = 1) -> None:
-        if words.ndim != 2 or words.itemsize != 2:
-            raise ValueError(f"an array of shape {words.shape} and dtype {words.dtype} is no bf16 matrix")
-        rows, columns = words.shape
-        before, error = sections(rows, columns), Error()
-        self._words = as_bytes(words)
-        self._head = np.empty(before.offsets_at, np.uint8)
-        self._starts: _Starts = np.empty(before.stripes + 1, np.uint64)
-        code = core().tpde_window_plan(
-            address(self._words),
-            rows,
-            columns,
-            address(self._head),
-            self._starts.ctypes.data,
-            threads,
-            ctypes.byref(error),
-        )
-        _check_plan(code, error, rows, columns)
-        self.entries = int(self._starts[-1])
-        self.nbytes = encoded_size(rows, columns, self.entries)
-
-    def encode(self, out: Bytes | None = None, threads: int = 1) -> Bytes:
-        """Encode the matrix.
-
-        Parameters
-        ----------
-        out : ndarray of uint8, optional
-            Exactly `nbytes` bytes to write to.
-        threads : int
-            How many threads encode. The bytes do not depend on it.
-
-        Returns
-        -------
-        ndarray of uint8
-            The blob: `out`, if it was given.
-        """
-        made, error = _room(out, self.nbytes), Error()
-        code = core().tpde_window_encode(
-            address(self._words),
-            address(self._head),
-            self._starts.ctypes.data,
-            address(made),
-            made.size,
-            threads,
-            ctypes.byref(error),
-        )
-        check(code, error)
-        return made
-
-
-def _room(out: Bytes | None, nbytes: int) -> Bytes:
+def room_for(out: Bytes | None, nbytes: int) -> Bytes:
+    """An output of exactly so many bytes: what was given for it, or new memory."""
     if out is None:
         return np.empty(nbytes, np.uint8)
     if out.nbytes != nbytes or not out.flags.writeable:
@@ -239,27 +121,23 @@ def _room(out: Bytes | None, nbytes: int) -> Bytes:
     return as_bytes(out)
 
 
-def encode(words: npt.NDArray[Any], threads: int = 1) -> Bytes:
-    """Encode a matrix.
+def header(blob: Any) -> Window:
+    """What a blob's header says, which is checked against its size; the rest is not looked at.
 
     Parameters
     ----------
-    words : ndarray
-        The matrix: two dimensions, contiguous, two bytes a word.
-    threads : int
-        How many threads to use. The bytes do not depend on it.
-
-    Returns
-    -------
-    ndarray of uint8
-        The blob.
+    blob : bytes-like or ndarray
+        Contiguous.
 
     Raises
     ------
-    InvalidInput
-        If the matrix has no window layout (windows.md 8).
+    Truncated, Corrupt, UnsupportedVersion
+        If it is not what windows.md says.
     """
-    return Plan(words, threads).encode(threads=threads)
+    data = as_bytes(blob)
+    found, error = CoreWindow(), Error()
+    check(core().tpde_window_open(address(data), data.size, ctypes.byref(found), ctypes.byref(error)), error)
+    return from_core(found)
 
 
 def validate(blob: Any, threads: int = 1) -> Window:
@@ -282,7 +160,7 @@ def validate(blob: Any, threads: int = 1) -> Window:
         address(data), data.size, ctypes.byref(found), threads, ctypes.byref(error)
     )
     check(code, error)
-    return _window(found)
+    return from_core(found)
 
 
 def decode(
@@ -323,98 +201,10 @@ def decode(
         raise ValueError(
             f"an output of shape {out.shape} and dtype {out.dtype}, {shape} of uint16 are needed"
         )
-    made = _room(out.view(np.uint8), 2 * (end - first) * found.columns)
+    made = room_for(out.view(np.uint8), 2 * (end - first) * found.columns)
     code = core().tpde_window_decode(
         *(address(data), data.size, first, end - first),
         *(address(made), made.size, threads, ctypes.byref(error)),
     )
     check(code, error)
     return out
-
-
-def header(blob: Any) -> Window:
-    """What a blob's header says, which is checked against its size; the rest is not looked at.
-
-    Parameters
-    ----------
-    blob : bytes-like or ndarray
-        Contiguous.
-
-    Raises
-    ------
-    Truncated, Corrupt, UnsupportedVersion
-        If it is not what windows.md says.
-    """
-    data = as_bytes(blob)
-    found, error = CoreWindow(), Error()
-    check(core().tpde_window_open(address(data), data.size, ctypes.byref(found), ctypes.byref(error)), error)
-    return _window(found)
-
-
-def cut(
-    blob: Any, rows: tuple[int, int], columns: tuple[int, int], *, out: Bytes | None = None, threads: int = 1
-) -> Bytes:
-    """Cut a part out of a blob, without decoding it.
-
-    Parameters
-    ----------
-    blob : bytes-like or ndarray
-        Contiguous.
-    rows, columns : (int, int)
-        Where the part begins and ends: at multiples of 16 rows and 64 columns, or at the end.
-    out : ndarray of uint8, optional
-        Exactly the part's bytes to write to.
-    threads : int
-        How many threads to use. The bytes do not depend on it.
-
-    Returns
-    -------
-    ndarray of uint8
-        The blob of that part of the matrix.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be cut there.
-    Truncated, Corrupt, UnsupportedVersion
-        If what is read is not what windows.md says.
-    """
-    data, error = as_bytes(blob), Error()
-    whole = header(data)
-    _check_cut("rows", rows, whole.rows, ROWS_AT)
-    _check_cut("columns", columns, whole.columns, COLUMNS_AT)
-    height, width = rows[1] - rows[0], columns[1] - columns[0]
-    part = sections(height, width)
-    head = np.empty(part.offsets_at, np.uint8)
-    starts: _Starts = np.empty(part.stripes + 1, np.uint64)
-    code = core().tpde_window_cut_plan(
-        *(address(data), data.size, rows[0], height, columns[0], width),
-        *(address(head), starts.ctypes.data, threads, ctypes.byref(error)),
-    )
-    check(code, error)
-    made = _room(out, encoded_size(height, width, int(starts[-1])))
-    code = core().tpde_window_cut(
-        *(address(data), data.size, rows[0], columns[0], address(head), starts.ctypes.data),
-        *(address(made), made.size, threads, ctypes.byref(error)),
-    )
-    check(code, error)
-    return made
-
-
-def _check_cut(what: str, part: tuple[int, int], size: int, unit: int) -> None:
-    first, end = part
-    if not 0 <= first < end <= size or first % unit or (end % unit and end != size):
-        raise ValueError(
-            f"{what} {first} to {end} of {size} cannot be cut out of a blob: cut at multiples of {unit}, "
-            "or at the end"
-        )
-
-
-def cut_rows(blob: Any, first: int, end: int, threads: int = 1) -> Bytes:
-    """Cut rows out of a blob: `cut` with all columns."""
-    return cut(blob, (first, end), (0, header(blob).columns), threads=threads)
-
-
-def cut_columns(blob: Any, first: int, end: int, threads: int = 1) -> Bytes:
-    """Cut columns out of a blob: `cut` with all rows."""
-    return cut(blob, (0, header(blob).rows), (first, end), threads=threads)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import zstandard
 
-from tpde.codec import native, pool
-from tpde.codec.native import Bytes, CoreLayout, Encoded
+from tpde.codec import core_chunks, pool
+from tpde.codec.core_chunks import EncodedChunks
+from tpde.codec.native import Bytes, CoreLayout
 from tpde.errors import Corrupt
 from tpde.format.blob_header import BlobHeader, align
 from tpde.format.constants import MODE_CODED, MODE_FILL, MODE_RAW
@@ -54,7 +55,7 @@ class _Chunk(NamedTuple):
 
 
 class ZstdCodec:
-    """Encodes and decodes chunks of one tensor; the interface is that of `native.Codec`.
+    """Encodes and decodes chunks of one tensor; the interface is that of `prefix_codes.PrefixCodec`.
 
     Parameters
     ----------
@@ -76,8 +77,8 @@ class ZstdCodec:
 
     def encode(
         self, words: Bytes, first: int, count: int, offset: int, out: Bytes, threads: int = 1
-    ) -> Encoded:
-        """Encode chunks `first` to `first + count - 1`; see `native.Codec.encode`."""
+    ) -> EncodedChunks:
+        """Encode chunks `first` to `first + count - 1`; see `prefix_codes.PrefixCodec.encode`."""
         start = self._header.chunk_range(first, first)[0]
         b = self._header.word_bytes
 
@@ -93,10 +94,10 @@ class ZstdCodec:
             out[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
             at += len(chunk.data)
             largest, stream = max(largest, len(chunk.data)), max(stream, chunk.longest)
-        return Encoded(out[:at], np.frombuffer(index, np.uint8), largest, stream)
+        return EncodedChunks(out[:at], np.frombuffer(index, np.uint8), largest, stream)
 
     def _encode_chunk(self, words: Bytes) -> _Chunk:
-        planes = native.split(self._layout, words)
+        planes = core_chunks.split(self._layout, words)
         raw: list[bytes] = []
         coded: list[bytes] = []
         modes, fill, longest = 0, None, 0
@@ -116,7 +117,7 @@ class ZstdCodec:
                 raw.append(data.ljust(limit, b"\0"))
         body = b"".join(raw + coded)
         whole = body.ljust(align(len(body), self._unit), b"\0")
-        return _Chunk(whole, native.checksum(words), modes, int(fill or 0), longest)
+        return _Chunk(whole, core_chunks.checksum(words), modes, int(fill or 0), longest)
 
     def decode(
         self,
@@ -128,7 +129,7 @@ class ZstdCodec:
         out: Bytes,
         threads: int = 1,
     ) -> None:
-        """Decode chunks from `first` on into `out`; see `native.Codec.decode`."""
+        """Decode chunks from `first` on into `out`; see `prefix_codes.PrefixCodec.decode`."""
         records = list(_RECORD.iter_unpack(index.tobytes()))
         start, b = self._header.chunk_range(first, first)[0], self._header.word_bytes
         ends = [r[0] * self._unit for r in records[1:]] + [end_offset]
@@ -141,7 +142,7 @@ class ZstdCodec:
             if not 0 <= at <= end <= data.size:
                 raise Corrupt("a chunk lies outside the bytes at hand", chunk=first + i)
             self._decode_chunk(data[at:end], modes, fill, target, first + i)
-            found = native.checksum(target)
+            found = core_chunks.checksum(target)
             if found != checksum:
                 raise Corrupt(
                     f"the checksum does not match: found {found}, needed {checksum}",
@@ -174,7 +175,7 @@ class ZstdCodec:
                 raise Corrupt(f"the chunk ends inside a zstd frame (plane {p})", chunk=chunk)
             planes[p] = decompress(data[at + 4 : at + 4 + size].data, n, p, chunk)
             at += align(4 + size, 4)
-        native.merge(self._layout, planes, out)
+        core_chunks.merge(self._layout, planes, out)
 
 
 def decompress(frame: memoryview, n: int, plane: int, chunk: int) -> Bytes:

@@ -210,7 +210,7 @@ def _stream(handle: int) -> Any:
     return Stream.from_handle(handle)
 
 
-class Launch:
+class KernelLaunch:
     """A kernel with a grid of its own, launched again and again.
 
     What does not change is made once: a model's forward pass has dozens of launches, each of which the
@@ -269,5 +269,5 @@ def clusters_at_once(made: Any, cluster: int, block: int, shared: int) -> int:
 
 
 def launch(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
-    """Launch a kernel once; see `Launch`."""
-    Launch(made, grid, block, shared)(stream, *arguments)
+    """Launch a kernel once; see `KernelLaunch`."""
+    KernelLaunch(made, grid, block, shared)(stream, *arguments)

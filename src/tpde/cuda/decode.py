@@ -35,7 +35,7 @@ class _Launch(NamedTuple):
 class _Ready(NamedTuple):
     """A launch with the arguments that never change."""
 
-    start: nvrtc.Launch
+    start: nvrtc.KernelLaunch
     at: int  # of its descriptors, in bytes
     size: tuple[Any, ...]
     rooms: tuple[Any, ...]
@@ -105,7 +105,7 @@ class WorkList:
         made = nvrtc.kernel(SOURCE, "decode_items", defines, self._device)
         block = min(32 * it.geometry.warps, defines["THREADS"])
         return _Ready(
-            nvrtc.Launch(made, it.grid, block, it.geometry.shared),
+            nvrtc.KernelLaunch(made, it.grid, block, it.geometry.shared),
             it.begin * DESCRIPTOR_BYTES,
             (np.uint32(it.items), np.uint64(it.chunks)),
             (np.uint32(it.geometry.room), np.uint32(it.geometry.table_room), np.uint32(it.geometry.ahead)),
@@ -191,7 +191,7 @@ class Rows:
         # A row's chunk needs neither windows nor a second buffer, and small blocks spread a few rows better.
         self._warps = min(_ROW_WARPS, self._fit.most)
         self._shared = self._fit.table_room + self._warps * self._fit.room + wanted.slack
-        self._made: dict[tuple[int, bool], nvrtc.Launch] = {}
+        self._made: dict[tuple[int, bool], nvrtc.KernelLaunch] = {}
         self._sizes = np.uint64(header.spec.shape[0]), np.uint64(self._row_words)
         self._rest = np.uint32(self._fit.room), np.uint32(self._fit.table_room)
 
@@ -220,7 +220,7 @@ class Rows:
             *self._rest,
         )()
 
-    def _make(self, grid: int, check: bool) -> nvrtc.Launch:
+    def _make(self, grid: int, check: bool) -> nvrtc.KernelLaunch:
         """What launches so many blocks: kept, and of no more numbers than a device has places for blocks."""
         defines = {
             **kind_defines(self._item.header, self._item.tables),
@@ -230,5 +230,5 @@ class Rows:
             "THREADS": 32 * max_warps(self._item.header.word_bytes, check),
         }
         kernel = nvrtc.kernel(SOURCE, "decode_rows", defines, self._device)
-        made = self._made[grid, check] = nvrtc.Launch(kernel, grid, 32 * self._warps, self._shared)
+        made = self._made[grid, check] = nvrtc.KernelLaunch(kernel, grid, 32 * self._warps, self._shared)
         return made

@@ -1,7 +1,7 @@
 """Deltas on a GPU: launches of the kernels of `kernels/delta.cu` (docs/delta.md, sections 1 to 4).
 
-Nothing here allocates on the device: callers put `Batch.items`, `Batch.whose` and a model's image there, and
-pass addresses. Launches go to the caller's stream and synchronize nothing.
+Nothing here allocates on the device: callers put `DeltaBatch.items`, `DeltaBatch.whose` and a model's image
+there, and pass addresses. Launches go to the caller's stream and synchronize nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import MAX_CLASSES, Model, Numbers, chunk_count
+from tpde.codec.delta import MAX_CLASSES, ChangeModel, Numbers, chunk_count
 from tpde.codec.native import Bytes
 from tpde.cuda import compile as nvrtc
 
@@ -50,7 +50,7 @@ def most_bytes(word_bytes: int) -> int:
     return 5 + word_bytes
 
 
-def model_image(model: Model, *, encode: bool) -> Bytes:
+def model_image(model: ChangeModel, *, encode: bool) -> Bytes:
     """A model as the kernels take it, at a multiple of 16: with its tables for encoding, or for decoding."""
     head, tables = np.zeros(1, _MODEL), model.tables()
     entries = [it.encode if encode else it.decode for it in tables]
@@ -84,7 +84,7 @@ class Changes(NamedTuple):
     words: int
 
 
-class Batch:
+class DeltaBatch:
     """Tensors of one kind of words, which launches take together.
 
     Parameters

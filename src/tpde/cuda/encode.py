@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec import native
+from tpde.codec import core_chunks, native, prefix_codes
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.registry import PREFIX
 from tpde.codec.selection import (
@@ -62,7 +62,7 @@ _JOB = np.dtype(
 )
 
 
-class Chosen(NamedTuple):
+class EncodePlan(NamedTuple):
     """How a tensor is packed, and what that takes of scratch memory.
 
     Attributes
@@ -180,7 +180,7 @@ class PackEncoder:
         given = self.at, to, self.spec.nbytes, self._chunk_bytes, *starts, stream
         self._launch("gather", _usual(self.spec), blocks, 256, *given)
 
-    def choose(self, sample: Any, codec: CodecName = "auto") -> Chosen | None:
+    def choose(self, sample: Any, codec: CodecName = "auto") -> EncodePlan | None:
         """Choose planes and tables, as the CPU does.
 
         Takes some 2 ms for tensors of 1 MiB and more; other threads run meanwhile.
@@ -194,7 +194,7 @@ class PackEncoder:
 
         Returns
         -------
-        Chosen or None
+        EncodePlan or None
             None if the CPU is to pack the tensor: it would not shrink, or not by prefix codes, or its sample
             is one word again and again, so that all of its bytes must be compared first. Of first bytes the
             first chunk is enough for that: the sample begins where words differ.
@@ -211,12 +211,12 @@ class PackEncoder:
             return None
         return _chosen(plan.header, plan.section)
 
-    def measure(self, chosen: Chosen, scratch: int, stream: int) -> None:
+    def measure(self, chosen: EncodePlan, scratch: int, stream: int) -> None:
         """Find out what chunks take, and where they go: two launches.
 
         Parameters
         ----------
-        chosen : Chosen
+        chosen : EncodePlan
             What `choose` gave.
         scratch : int
             Address of `chosen.scratch_bytes`, with `chosen.image` at `chosen.image_at`. The first
@@ -232,12 +232,12 @@ class PackEncoder:
         given = self.at, scratch, job, stream
         self._launch("measure", chosen.defines, blocks, 32 * _MEASURE_WARPS, *given)
 
-    def found(self, chosen: Chosen, data: Any) -> Found:
+    def found(self, chosen: EncodePlan, data: Any) -> Found:
         """What was measured.
 
         Parameters
         ----------
-        chosen : Chosen
+        chosen : EncodePlan
             What `choose` gave.
         data : bytes-like or ndarray
             The scratch memory's first `chosen.found_bytes`, after `measure`.
@@ -252,7 +252,7 @@ class PackEncoder:
         end, max_chunk, max_stream = (int(it) for it in found[:12].view("<u4"))
         blob_bytes = end << header.unit_log2
         layout = core_layout(header)
-        native.index_check(layout, index, header.chunks_at, blob_bytes, max_chunk)
+        core_chunks.index_check(layout, index, header.chunks_at, blob_bytes, max_chunk)
         if blob_bytes > header.chunks_at + native.core().tpde_encode_bound(
             layout, header.words, header.chunks
         ):
@@ -262,12 +262,12 @@ class PackEncoder:
         )
         return Found(header, chosen.section, index)
 
-    def encode(self, chosen: Chosen, scratch: int, out: int, stream: int) -> None:
+    def encode(self, chosen: EncodePlan, scratch: int, out: int, stream: int) -> None:
         """Write the chunks.
 
         Parameters
         ----------
-        chosen : Chosen
+        chosen : EncodePlan
             What `choose` gave.
         scratch : int
             As `measure` left it.
@@ -302,9 +302,9 @@ def _usual(spec: TensorSpec) -> dict[str, int]:
     return {"WORD": dtype.word_bytes, "ROTATE": dtype.rotate, "CODED": symbols, "PAIRS": pairs}
 
 
-def _chosen(header: BlobHeader, section: bytes) -> Chosen:
+def _chosen(header: BlobHeader, section: bytes) -> EncodePlan:
     """Lay out scratch memory, and write what kernels read."""
-    tables = native.Codec(core_layout(header), section).tables()
+    tables = prefix_codes.PrefixCodec(core_layout(header), section).tables()
     job, coded, pairs = np.zeros(1, _JOB), 0, 0
     found_bytes = _SAID_BYTES + RECORD_BYTES * header.chunks
     blocks = -(-header.chunks // _MEASURE_WARPS)
@@ -341,7 +341,7 @@ def _chosen(header: BlobHeader, section: bytes) -> Chosen:
     job["unit_log2"], job["first"] = header.unit_log2, header.chunks_at >> header.unit_log2
     image = np.concatenate([job.view(np.uint8), *(it.entries.view(np.uint8) for it in tables)])
     defines = {"WORD": header.word_bytes, "ROTATE": header.rotate, "CODED": coded, "PAIRS": pairs}
-    return Chosen(header, section, image, image_at, at, found_bytes, defines)
+    return EncodePlan(header, section, image, image_at, at, found_bytes, defines)
 
 
 def _check_address(what: str, at: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tpde.codec import native
+from tpde.codec import prefix_codes
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Gpu, codec_of
 from tpde.codec.selection import core_layout
@@ -38,7 +38,7 @@ class Tables(NamedTuple):
     pairs: int  # planes, one bit each, whose tables hold pairs
 
 
-class Chunks(NamedTuple):
+class StagedChunks(NamedTuple):
     """Chunks `first` to `last` of a blob, and the bytes of the blob that are there: from `low` to `high`."""
 
     first: int
@@ -56,7 +56,7 @@ class Item(NamedTuple):
     tables_at: int  # address of the image, a multiple of 16
     out: int  # byte offset of the blob's first word in the launch's output
     index_at: int | None = None  # address of the index map, by default in the blob
-    chunks: Chunks | None = None  # by default all
+    chunks: StagedChunks | None = None  # by default all
 
     @property
     def chunk_count(self) -> int:
@@ -87,7 +87,7 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
     """
     if codec_of(header).gpu is not Gpu.KERNELS:
         return None
-    tables = native.Codec(core_layout(header), section).tables()
+    tables = prefix_codes.PrefixCodec(core_layout(header), section).tables()
     pairs = 0
     for plane, (first, count) in enumerate(header.planes):
         kinds = {tables[number].kind for number in range(first, first + count)}
@@ -139,7 +139,7 @@ def kind_defines(header: BlobHeader, tables: Tables) -> dict[str, int]:
 def descriptor(item: Item, number: int, first: int) -> npt.NDArray[np.void]:
     """What a kernel reads of an item, this number of a launch, whose items before have `first` chunks."""
     header = item.header
-    part = item.chunks or Chunks(0, header.chunks - 1, 0, header.blob_bytes)
+    part = item.chunks or StagedChunks(0, header.chunks - 1, 0, header.blob_bytes)
     row = np.zeros(1, _ITEM)
     row["blob"], row["out"] = item.blob % _WRAP, item.out % _WRAP
     row["index"] = item.blob + header.index_at if item.index_at is None else item.index_at

@@ -1,7 +1,7 @@
 """Matrices into windows (docs/windows.md) on a GPU: launches of the kernels of `kernels/window_encode.cu`.
 
 Nothing here allocates on the device: callers put scratch memory and the blob there, and pass addresses.
-Launches go to the caller's stream and synchronize nothing. Blobs have the bytes of `tpde.codec.windows`.
+Launches go to the caller's stream and synchronize nothing. Blobs have the bytes of `tpde.codec.window_plan`.
 
 The host reads `COUNTS_BYTES` between the two launches, and nothing after them:
 
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec import windows
+from tpde.codec import window_plan, windows
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.windows import FLAG_ZERO, Window
 from tpde.cuda import compile as nvrtc
 
 SOURCE = "window_encode.cu"
 COUNTS_BYTES = 2048  # of the start of scratch memory: which XORs escapes have, for both values of the flag
-SAID_AT = COUNTS_BYTES  # of scratch memory: `Chosen.said`
+SAID_AT = COUNTS_BYTES  # of scratch memory: `ChosenWindow.said`
 SCRATCH_AT = 16  # what its address is a multiple of
 BLOB_AT = 128  # and the blob's
 _TICKET_AT = SAID_AT + 256
@@ -51,7 +51,7 @@ class Matrix(NamedTuple):
     stride: int
 
 
-class Chosen(NamedTuple):
+class ChosenWindow(NamedTuple):
     """What is chosen for a matrix: its blob's header and sections, and what `encode` finds at `SAID_AT`."""
 
     window: Window
@@ -129,7 +129,7 @@ class WindowEncoder:
         name = "plan_long" if together else "plan"
         self._launch(name, blocks, stream, scratch + self._records_at, scratch)
 
-    def choose(self, counts: Any) -> Chosen:
+    def choose(self, counts: Any) -> ChosenWindow:
         """Choose table and flag (windows.md 6.2 to 6.4).
 
         Parameters
@@ -143,15 +143,15 @@ class WindowEncoder:
             If the matrix has no window layout (windows.md 8).
         """
         found = as_bytes(counts).view(np.uint64).reshape(2, 128)
-        window, said = windows.choose(self.matrix.rows, self.matrix.columns, found)
-        return Chosen(window, said.view(np.uint8))
+        window, said = window_plan.choose(self.matrix.rows, self.matrix.columns, found)
+        return ChosenWindow(window, said.view(np.uint8))
 
-    def encode(self, chosen: Chosen, scratch: int, out: int, stream: int) -> None:
+    def encode(self, chosen: ChosenWindow, scratch: int, out: int, stream: int) -> None:
         """Write the blob.
 
         Parameters
         ----------
-        chosen : Chosen
+        chosen : ChosenWindow
             What `choose` gave.
         scratch : int
             As `plan` left it, with `chosen.said` at `SAID_AT`.

@@ -149,7 +149,7 @@ class DeviceExperts:
             self._launch(count)
 
     @functools.cached_property
-    def _decoding(self) -> nvrtc.Launch:
+    def _decoding(self) -> nvrtc.KernelLaunch:
         return _decoding(self.columns % 256 != 0, self._device)
 
     def decode(
@@ -233,22 +233,22 @@ class DeviceExperts:
             np.uint64(bias),
         )
 
-    def _launch(self, count: int) -> nvrtc.Launch:
+    def _launch(self, count: int) -> nvrtc.KernelLaunch:
         return _product(self.columns, self._experts, self._slabs, count, self._device)
 
 
 @functools.cache
-def _decoding(tail: bool, device: int) -> nvrtc.Launch:
+def _decoding(tail: bool, device: int) -> nvrtc.KernelLaunch:
     kernel = nvrtc.kernel(SOURCE, "experts_rows", {"TAIL": int(tail)}, device)
-    return nvrtc.Launch(kernel, 2 * facts(device).multiprocessors, 32 * WARPS, WARPS * WARP_BYTES)
+    return nvrtc.KernelLaunch(kernel, 2 * facts(device).multiprocessors, 32 * WARPS, WARPS * WARP_BYTES)
 
 
 @functools.cache
-def _product(columns: int, experts: int, slabs: int, count: int, device: int) -> nvrtc.Launch:
+def _product(columns: int, experts: int, slabs: int, count: int, device: int) -> nvrtc.KernelLaunch:
     """The launch for so many rows of y, for all weights of a shape."""
     have = facts(device)
     how = expert_products(columns, experts, count, have.shared_bytes)[0]
     kernel = nvrtc.kernel(SOURCE, "experts_product", how.defines, device)
     grid = min(how.blocks * have.multiprocessors, min(count, experts) * slabs)
     early = have.capability >= (9, 0)  # as in `tpde.cuda.window_products`
-    return nvrtc.Launch(kernel, grid, 32 * WARPS, how.shared, early=early)
+    return nvrtc.KernelLaunch(kernel, grid, 32 * WARPS, how.shared, early=early)

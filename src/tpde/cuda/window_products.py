@@ -157,7 +157,9 @@ class DeviceWindow:
             np.uint32(window.rows),
             np.uint32(window.columns),
         )
-        self._products: dict[int, tuple[int, nvrtc.Launch]] = {}  # by how many rows x has: those of a launch
+        self._products: dict[
+            int, tuple[int, nvrtc.KernelLaunch]
+        ] = {}  # by how many rows x has: those of a launch
 
     def prepare(self) -> None:
         """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
@@ -183,9 +185,9 @@ class DeviceWindow:
     def _lookup(self) -> Any:
         return self._decoding("lookup")
 
-    def _spread(self, kernel: Any, chunks: int) -> nvrtc.Launch:
+    def _spread(self, kernel: Any, chunks: int) -> nvrtc.KernelLaunch:
         grid = min(2 * self._facts.multiprocessors, -(-chunks // WARPS))
-        return nvrtc.Launch(kernel, grid, 32 * WARPS, WARPS * WARP_BYTES)
+        return nvrtc.KernelLaunch(kernel, grid, 32 * WARPS, WARPS * WARP_BYTES)
 
     def rows(self, out: int, stride: int, stream: int, first: int = 0, end: int | None = None) -> None:
         """Decode to rows.
@@ -292,7 +294,7 @@ class DeviceWindow:
             raise UnsupportedDevice(f"device {self._device} has no room for a cluster of {how.name}")
         self._products[count] = how.rows, made
 
-    def _product(self, count: int) -> tuple[int, nvrtc.Launch]:
+    def _product(self, count: int) -> tuple[int, nvrtc.KernelLaunch]:
         window = self.window
         made = _launch_of(window.rows, window.columns, window.flags, count, self._device)
         self._products[count] = made
@@ -305,14 +307,16 @@ def _ways(window: Window, count: int, device: int) -> list[Product]:
 
 
 @functools.cache
-def _launch_of(rows: int, columns: int, flags: int, count: int, device: int) -> tuple[int, nvrtc.Launch]:
+def _launch_of(
+    rows: int, columns: int, flags: int, count: int, device: int
+) -> tuple[int, nvrtc.KernelLaunch]:
     """How many rows of x a launch takes by default, and the launch, for all matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
     made = ((how.rows, _launch(window, how, device)) for how in _ways(window, count, device))
     return next((most, launch) for most, launch in made if launch is not None)
 
 
-def _launch(window: Window, how: Product, device: int) -> nvrtc.Launch | None:
+def _launch(window: Window, how: Product, device: int) -> nvrtc.KernelLaunch | None:
     """The launch; None if the device never runs eight blocks of it at a time, as a part of one may not."""
     kernel = nvrtc.kernel(how.source, how.name, how.defines, device, own=how.grouped)
     have, stripes = facts(device), window.stripes
@@ -323,7 +327,7 @@ def _launch(window: Window, how: Product, device: int) -> nvrtc.Launch | None:
         grid = _CLUSTER * min(most, -(-stripes // how.warps))
         if not grid:
             return None
-        return nvrtc.Launch(kernel, grid, threads, how.shared, cluster=_CLUSTER, early=early)
+        return nvrtc.KernelLaunch(kernel, grid, threads, how.shared, cluster=_CLUSTER, early=early)
     beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
     grid = min(how.blocks * have.multiprocessors, -(-stripes // beside))
-    return nvrtc.Launch(kernel, grid, 32 * how.warps, how.shared, early=early)
+    return nvrtc.KernelLaunch(kernel, grid, 32 * how.warps, how.shared, early=early)

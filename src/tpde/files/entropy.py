@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from tpde.codec import native
+from tpde.codec import core_chunks, native
 from tpde.codec.registry import PREFIX
 from tpde.codec.selection import base_header, core_layout
 from tpde.files.sampling import Look
@@ -36,7 +36,7 @@ def entropies_of(batch: list[Look], counts: dict[str, Counts]) -> list[float | N
 def _symbol_counts(dtype: str, samples: list[memoryview]) -> Counts:
     """Count the symbols in the symbol planes of samples: 256 numbers for each."""
     layout = _layout(dtype)
-    symbols = native.split(layout, np.frombuffer(b"".join(samples), np.uint8))[-1]
+    symbols = core_chunks.split(layout, np.frombuffer(b"".join(samples), np.uint8))[-1]
     whose = np.repeat(np.arange(len(samples)), [words.nbytes // layout.word_bytes for words in samples])
     return np.bincount(256 * whose + symbols, minlength=256 * len(samples)).reshape(-1, 256)
 

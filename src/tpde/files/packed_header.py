@@ -15,14 +15,9 @@ from tpde.format.constants import (
     MAX_CONTAINER_HEADER,
     SUFFIX,
 )
-from tpde.format.container import (
-    TensorSpec,
-    check_texts,
-    entry_json,
-    max_source_header,
-    metadata_json,
-    names_bytes,
-)
+from tpde.format.container import TensorSpec, check_texts
+from tpde.format.container_reader import max_source_header
+from tpde.format.container_writer import entry_json, metadata_json, names_bytes
 
 
 def checked_metadata(names: Collection[str], metadata: Mapping[str, str] | None) -> dict[str, str]:

@@ -19,7 +19,9 @@ import numpy as np
 
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, MissingDependency, UnsafePickle
-from tpde.format.container import TensorSpec, canonical_header, check_texts, parse_header
+from tpde.format.container import TensorSpec, check_texts
+from tpde.format.container_reader import parse_header
+from tpde.format.container_writer import canonical_header
 from tpde.frameworks import refuse_expanded, torch_bytes, torch_spec
 from tpde.io.sources import FileSource
 

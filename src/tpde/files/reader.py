@@ -15,7 +15,9 @@ from tpde.errors import Corrupt, UnknownTensor, UnsupportedVersion
 from tpde.files.source_header import original_header
 from tpde.files.tensor_reader import BlobTensor, PlainTensor, StoredTensor
 from tpde.format.constants import KEY_PLAIN, KEY_VERSION, MAGIC, SUFFIX, VERSION
-from tpde.format.container import Container, Entry, TensorSpec, canonical_header, read_container
+from tpde.format.container import Container, Entry, TensorSpec
+from tpde.format.container_reader import read_container
+from tpde.format.container_writer import canonical_header
 from tpde.io.small_reads import read_together
 from tpde.io.sources import BytesSource, FileSource, Source, read
 

@@ -11,7 +11,9 @@ import zstandard
 
 from tpde.errors import Corrupt, InvalidInput
 from tpde.format.constants import KEY_SOURCE, KEY_SOURCE_HASH, MAX_CONTAINER_HEADER
-from tpde.format.container import Container, TensorSpec, canonical_header, max_source_header, parse_header
+from tpde.format.container import Container, TensorSpec
+from tpde.format.container_reader import max_source_header, parse_header
+from tpde.format.container_writer import canonical_header
 
 # Of the source's header. Level 19 takes 0.2 s for 300 kB and 85 s for 30 MB, level 9 0.15 s for that, a
 # quarter larger. Where it is quick, 19 saves up to a third.

@@ -13,7 +13,14 @@ import xxhash
 
 from tpde.codec.blob import PIECE_BYTES, BlobWriter, repeat_word, step_bytes, write_constant
 from tpde.codec.native import Bytes
-from tpde.codec.selection import MIN_BYTES, PREFIX_CHUNK_WORDS, CodecName, Plan, plan_tensor, sample_ranges
+from tpde.codec.selection import (
+    MIN_BYTES,
+    PREFIX_CHUNK_WORDS,
+    CodecName,
+    TensorPlan,
+    plan_tensor,
+    sample_ranges,
+)
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import Sink
@@ -107,7 +114,7 @@ class TensorWriter:
         else:
             self._sample = sum(end - begin for begin, end in sample_ranges(spec))
 
-    def decide(self, plan: Plan | None) -> None:
+    def decide(self, plan: TensorPlan | None) -> None:
         """Fix how the tensor is stored: by a plan, or plain for None."""
         self._store = (
             _Plain(self._sink, self.offset)

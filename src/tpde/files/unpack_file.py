@@ -12,7 +12,7 @@ from tpde.files.copying import mode_of
 from tpde.files.progress import Progress, no_progress
 from tpde.files.reader import PackedFile
 from tpde.files.result import Result
-from tpde.format.container import parse_header
+from tpde.format.container_reader import parse_header
 from tpde.io.committed import committed
 from tpde.io.sinks import FileSink, Sink
 from tpde.io.small_reads import batches

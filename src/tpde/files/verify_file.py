@@ -18,7 +18,7 @@ from tpde.files.problem import Problem
 from tpde.files.progress import Progress, no_progress
 from tpde.files.reader import PackedFile
 from tpde.files.tensor_reader import BlobTensor
-from tpde.format.container import parse_header
+from tpde.format.container_reader import parse_header
 from tpde.io.small_reads import batches
 
 

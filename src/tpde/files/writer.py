@@ -10,7 +10,7 @@ from types import TracebackType
 import xxhash
 
 from tpde.codec.native import Bytes, as_bytes
-from tpde.codec.selection import MIN_BYTES, CodecName, Plan, plan_tensor
+from tpde.codec.selection import MIN_BYTES, CodecName, TensorPlan, plan_tensor
 from tpde.files.packed_header import checked_metadata, data_start
 from tpde.files.source_header import kept_header, restored_header
 from tpde.files.tensor_writer import TensorWriter, WrittenTensor, repeats
@@ -26,7 +26,8 @@ from tpde.format.constants import (
     SUFFIX,
     VERSION,
 )
-from tpde.format.container import Container, TensorSpec, entry_json, join_header
+from tpde.format.container import Container, TensorSpec
+from tpde.format.container_writer import entry_json, join_header
 from tpde.io.sinks import FileSink, Sink
 from tpde.io.small_writes import Gathered
 
@@ -101,7 +102,7 @@ class PackedWriter:
         self._metadata |= kept_header(header)
         self._written: dict[str, tuple[TensorSpec, int, int]] = {}  # stored name: spec, begin, end
         self._plain: dict[str, str] = {}
-        self._plans: dict[str, Plan | None] = {}
+        self._plans: dict[str, TensorPlan | None] = {}
         self._now: tuple[str, TensorWriter] | None = None
         self._done: set[str] = set()
         self._start = data_start(self._specs, self._metadata, header)

@@ -15,7 +15,8 @@ import zstandard
 
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.format.constants import MAX_CONTAINER_HEADER
-from tpde.format.container import Container, parse_header, tensor_spec
+from tpde.format.container import Container, tensor_spec
+from tpde.format.container_reader import parse_header
 from tpde.format.delta_head import (
     CODECS,
     CONTENTS_BYTES,

@@ -67,7 +67,7 @@ class Arena:
         return bool(self._locked)
 
     def lock(self, device: int, at: int = 0, size: int | None = None) -> None:
-        """Page-lock it, or whole pages of it. Raises `lock.Refused` if they cannot be."""
+        """Page-lock it, or whole pages of it. Raises `page_lock.Refused` if they cannot be."""
         page_lock.lock(self.address + at, self.size if size is None else size, device, read_only=False)
         self._locked.append((self.address + at, device))
 
@@ -84,7 +84,7 @@ class Arena:
             self._map.close()
 
 
-class Part(NamedTuple):
+class ArenaPart(NamedTuple):
     """Bytes of a file, and where in an arena they go."""
 
     of: Range
@@ -93,7 +93,7 @@ class Part(NamedTuple):
     size: int
 
 
-def parts(it: Range, at: int, begin: int, size: int) -> list[Part]:
+def parts(it: Range, at: int, begin: int, size: int) -> list[ArenaPart]:
     """What pages of a range hold, a few bytes at a time.
 
     Parameters
@@ -107,12 +107,12 @@ def parts(it: Range, at: int, begin: int, size: int) -> list[Part]:
     """
     first, last = max(it.begin + begin, it.first), min(it.begin + begin + size, it.last)
     return [
-        Part(it, offset, at + offset - it.begin, min(PIECE_BYTES, last - offset))
+        ArenaPart(it, offset, at + offset - it.begin, min(PIECE_BYTES, last - offset))
         for offset in range(first, last, PIECE_BYTES)
     ]
 
 
-def fill(arena: Arena, part: Part) -> None:
+def fill(arena: Arena, part: ArenaPart) -> None:
     """Read bytes of a file.
 
     Raises

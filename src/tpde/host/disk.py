@@ -36,7 +36,7 @@ def _lock(arena: Arena, device: int | None, forced: str | None) -> None:
 class ReadAhead:
     """Reads pieces of files into a few buffers, in the order of their requests.
 
-    A supply (`tpde.host.feed`).
+    A feed (`tpde.host.feed`).
 
     Reads go past the page cache (`O_DIRECT`), or drop from it what they brought there, so that the memory in
     use is that of the buffers. A file that has another name by now, or none, is still read; one that has

@@ -17,7 +17,7 @@ class Event(Protocol):
 class Ticket(Protocol):
     """Bytes that were asked for: `wait` and `copied`, or `cancel` at any time before `copied`.
 
-    Tickets of a supply are waited for in the order of their requests, but for those that are cancelled.
+    Tickets of a feed are waited for in the order of their requests, but for those that are cancelled.
     """
 
     def ready(self) -> bool:
@@ -48,7 +48,7 @@ class ReadLog(Protocol):
         """Bytes came from a file to host memory, between two times of `time.perf_counter_ns`."""
 
 
-class Supply(Protocol):
+class Feed(Protocol):
     """Bytes of files, asked for ahead of their use.
 
     Attributes

@@ -93,7 +93,7 @@ class Mapping:
         return [base + it.begin - begin for it in ranges]
 
     def lock(self, number: int, at: int, size: int) -> None:
-        """Lock pages of a range, from byte `at` of them on. Raises `lock.Refused` if they cannot be."""
+        """Lock pages of a range, from byte `at` of them on. Raises `page_lock.Refused` if they cannot be."""
         start = self.starts[number] + at
         page_lock.lock(start, size, self._device, read_only=True)
         self._locked.setdefault(number, []).append(start)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tpde.host.feed import Event, ReadLog, Ticket
 from tpde.host.locking import forced_mode
-from tpde.host.pinning import Bringing, not_there_any_more
+from tpde.host.pinning import Pinning, not_there_any_more
 from tpde.host.ranges import merge, require
 from tpde.io.sources import Extent, Source
 
@@ -34,7 +34,7 @@ class _Ticket(NamedTuple):
 
 
 class HostMemory:
-    """Extents of files in host memory: a supply (`tpde.host.feed`) that keeps what it has.
+    """Extents of files in host memory: a feed (`tpde.host.feed`) that keeps what it has.
 
     The files are mapped and page-locked in place; from where that is refused on they are copied to an arena,
     which is page-locked; from where that is refused too, the arena stays pageable, with a warning. All of it
@@ -75,14 +75,14 @@ class HostMemory:
             self._files.setdefault(it.source, ([], i))[0].append(it.first)
         total, self._progress = sum(it.size for it in extents), progress
         # The thread knows this, not the memory: that can be collected meanwhile.
-        self._bringing = Bringing(self._ranges, device, forced_mode(mode), total)
-        self._close = weakref.finalize(self, self._bringing.close)
+        self._pinning = Pinning(self._ranges, device, forced_mode(mode), total)
+        self._close = weakref.finalize(self, self._pinning.close)
         self._close.atexit = False  # the end of a process frees all of it, and the driver may have gone
-        weakref.finalize(self, self._bringing.stop)  # but first the thread leaves the driver alone
+        weakref.finalize(self, self._pinning.stop)  # but first the thread leaves the driver alone
 
     def begin(self) -> None:
-        """Bring it from now on. Beginning again does nothing."""
-        self._bringing.start(self._progress)
+        """Pin it from now on. Beginning again does nothing."""
+        self._pinning.start(self._progress)
 
     def complete(self) -> None:
         """Wait until everything is there.
@@ -90,28 +90,28 @@ class HostMemory:
         Raises
         ------
         Truncated, ReadError, OutOfMemory, UnsupportedDevice
-            If something cannot be brought; and whatever `progress` has raised.
+            If something cannot be pinned; and whatever `progress` has raised.
         """
         self.begin()
-        self._bringing.wait()
+        self._pinning.wait()
 
     @property
     def kind(self) -> str:
         """The mode; waits for it: `mapped`, `arena` or `pageable`, the last that was needed."""
         self.complete()
-        return self._bringing.kind
+        return self._pinning.kind
 
     @property
     def locked_bytes(self) -> int:
         """Bytes that are page-locked, once everything is there."""
         self.complete()
-        return self._bringing.locked_bytes
+        return self._pinning.locked_bytes
 
     @property
     def private_bytes(self) -> int:
         """Bytes beside the page cache, once everything is there."""
         self.complete()
-        return self._bringing.private_bytes
+        return self._pinning.private_bytes
 
     def _find(self, extent: Extent) -> tuple[int, int]:
         """The range that holds an extent, and how far from its first page the extent starts."""
@@ -133,21 +133,21 @@ class HostMemory:
         """
         i, at = self._find(extent)
         self.begin()
-        return self._bringing.host(i, at + extent.size) + at
+        return self._pinning.host(i, at + extent.size) + at
 
     def device_address(self, extent: Extent) -> int | None:
         """Where kernels read the same bytes over the bus; None if they are not locked. Waits for them."""
         i, at = self._find(extent)
         self.begin()
-        start = self._bringing.device(i, at + extent.size)
+        start = self._pinning.device(i, at + extent.size)
         return None if start is None else start + at
 
     def there(self, extent: Extent) -> bool:
         """Whether `address` would return at once."""
         i, at = self._find(extent)
-        return self._bringing.there(i, at + extent.size)
+        return self._pinning.there(i, at + extent.size)
 
-    # ---- a supply ----
+    # ---- a feed ----
 
     ahead = 0
     trace: ReadLog | None = None  # nothing is read when it is asked for
@@ -159,4 +159,4 @@ class HostMemory:
     def close(self) -> None:
         """Unlock it and give it back; returns when the thread has ended, whoever closed it first."""
         self._close()
-        self._bringing.stop()
+        self._pinning.stop()

@@ -1,4 +1,4 @@
-"""Bringing ranges of files into memory that devices copy from, in the background."""
+"""Pinning ranges of files: locking them where they lie, or copies of them, in the background."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Memory(Protocol):
         """Unlock it and give it back."""
 
 
-class _Kept:
+class _PinnedRange:
     """A range, and how much of it is where.
 
     Attributes
@@ -59,13 +59,13 @@ class _Kept:
 class _Step(NamedTuple):
     """Pages of a range that are locked at once: bytes from its first."""
 
-    kept: _Kept
+    pinned: _PinnedRange
     number: int
     at: int
     size: int
 
 
-class Bringing:
+class Pinning:
     """Ranges that a thread of its own locks in place, or copies: as `tpde.host.pinned` says.
 
     One after the other, in steps: bytes can be used as soon as they are there. Where locking in place is
@@ -99,7 +99,7 @@ class Bringing:
     ) -> None:
         self.kind, self.locked_bytes, self.private_bytes = forced or "mapped", 0, 0
         self._ranges, self._device, self._forced = ranges, device, forced
-        self._kept = [_Kept(it) for it in ranges]
+        self._pinned = [_PinnedRange(it) for it in ranges]
         self._memory: list[_Memory] = []
         self._error: BaseException | None = None
         self._ended = self._stopped = self._given_back = False
@@ -129,7 +129,7 @@ class Bringing:
 
     def there(self, number: int, end: int) -> bool:
         """Whether a range is there, up to byte `end` of its pages."""
-        return self._kept[number].there >= end
+        return self._pinned[number].there >= end
 
     def host(self, number: int, end: int) -> int:
         """Where a range is, once it is there up to byte `end` of its pages: only if this has begun.
@@ -137,7 +137,7 @@ class Bringing:
         Raises
         ------
         Truncated, ReadError, OutOfMemory, UnsupportedDevice
-            If it could not be brought, and whatever `progress` raised.
+            If it could not be pinned, and whatever `progress` raised.
         """
         return self._find(number, end)[0]
 
@@ -146,13 +146,13 @@ class Bringing:
         return self._find(number, end)[1]
 
     def _find(self, number: int, end: int) -> tuple[int, int | None]:
-        kept = self._kept[number]
+        pinned = self._pinned[number]
         with self._changed:
-            self._changed.wait_for(lambda: kept.there >= end or self._ended)
-            if kept.there < end:
+            self._changed.wait_for(lambda: pinned.there >= end or self._ended)
+            if pinned.there < end:
                 self._raise()
-            kept.used = True
-            return kept.host, kept.device if kept.locked >= end else None
+            pinned.used = True
+            return pinned.host, pinned.device if pinned.locked >= end else None
 
     def wait(self) -> None:
         """Wait for all of them, if this has begun. Raises what `host` does."""
@@ -170,7 +170,7 @@ class Bringing:
         raise new.with_traceback(error.__traceback__) from error.__cause__
 
     def stop(self) -> None:
-        """Bring no more: returns when the thread has ended, after the piece that it is at.
+        """Pin no more: returns when the thread has ended, after the piece that it is at.
 
         At once in one of these threads: where garbage is collected there, this one may be waiting for it.
         """
@@ -204,7 +204,7 @@ class Bringing:
                 self._report(0)
             if self._forced in {None, "mapped"}:
                 self._in_place()
-            first = next((i for i, it in enumerate(self._kept) if it.there < it.range.size), None)
+            first = next((i for i, it in enumerate(self._pinned) if it.there < it.range.size), None)
             if first is not None:
                 self._copy(first)
             self._report(self._total)
@@ -224,22 +224,22 @@ class Bringing:
     def _steps(self, first: int, starts: Sequence[int]) -> list[_Step]:
         """What is locked at once, of ranges that lie at these addresses."""
         return [
-            _Step(kept, number, at, size)
-            for number, (kept, start) in enumerate(zip(self._kept[first:], starts, strict=True))
-            for at, size in page_lock.steps(start, kept.range.size)
+            _Step(pinned, number, at, size)
+            for number, (pinned, start) in enumerate(zip(self._pinned[first:], starts, strict=True))
+            for at, size in page_lock.steps(start, pinned.range.size)
         ]
 
     def _put(self, step: _Step, start: int, *, locked: bool) -> None:
         """A step of a range that starts at an address is there."""
-        kept, end = step.kept, step.at + step.size
+        pinned, end = step.pinned, step.at + step.size
         device = page_lock.device_address(start + step.at, self._device) if locked else None
         with self._changed:
             if not step.at:
-                kept.host, kept.device, kept.locked = start, device, 0
+                pinned.host, pinned.device, pinned.locked = start, device, 0
             # Kernels read on from where the step before ended: never seen otherwise, but not promised.
-            if locked and kept.locked == step.at and device is not None and kept.device is not None:
-                kept.locked = end if device == kept.device + step.at else kept.locked
-            kept.there = end
+            if locked and pinned.locked == step.at and device is not None and pinned.device is not None:
+                pinned.locked = end if device == pinned.device + step.at else pinned.locked
+            pinned.there = end
             self.locked_bytes += step.size if locked else 0
             self._changed.notify_all()
 
@@ -296,12 +296,12 @@ class Bringing:
 
     def _undo(self, mapping: Mapping) -> None:
         """Unlock what is locked of the range at hand, which is copied as a whole, if nobody uses it."""
-        number = next(i for i, it in enumerate(self._kept) if it.there < it.range.size)
+        number = next(i for i, it in enumerate(self._pinned) if it.there < it.range.size)
         with self._changed:
-            kept = self._kept[number]
-            if kept.used:
+            pinned = self._pinned[number]
+            if pinned.used:
                 return
-            undone, kept.there, kept.locked = kept.there, 0, 0
+            undone, pinned.there, pinned.locked = pinned.there, 0, 0
         mapping.unlock(number)
         self.locked_bytes -= undone
 

@@ -1,4 +1,4 @@
-"""Bringing a model's weights to its devices under a budget: some plain, some packed, the others streamed."""
+"""Pinning a model's weights to its devices under a budget: some plain, some packed, the others streamed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 from tpde.errors import OutOfMemory, PackedWeight
 from tpde.files.forward_order import forward_order
-from tpde.host.feed import Supply
+from tpde.host.feed import Feed
 from tpde.host.pinned import HostMemory
 from tpde.loading.checkpoint_files import Checkpoint, Stored
 from tpde.loading.collection import collect_first
-from tpde.loading.feeds import Supplies
+from tpde.loading.feeds import Feeds
 from tpde.loading.footprint import OUTSIDE_BYTES
 from tpde.loading.model_units import header_of, unit_of
 from tpde.loading.plain_weights import decode_runs
@@ -31,8 +31,8 @@ from tpde.nn.replace import prepare_rows
 from tpde.planning.budget import Budget
 from tpde.planning.planner import StreamPlan
 from tpde.planning.units import Placement
-from tpde.streaming.ring import Streamer
 from tpde.streaming.stats import StreamingTimes, summarize_spans
+from tpde.streaming.streamer import Streamer
 from tpde.streaming.trace import Trace, start_trace, write_trace
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Source
@@ -113,7 +113,7 @@ class Streaming:
         self.streamers: dict[torch.device, Streamer] = {}
         self._progress, self._whole, self._fused = _one_at_a_time(progress), whole, fused
         self._windows: dict[torch.device, dict[str, int]] = {}  # how many weights are there, and their bytes
-        self._supplies: dict[torch.device, list[Supply]] = {}
+        self._feeds: dict[torch.device, list[Feed]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._dropped: dict[torch.device, int] = {}  # pieces, before recording began
         self._finalizers: list[weakref.finalize[..., Any]] = []
@@ -210,11 +210,11 @@ class Streaming:
             if kept is Placement.PLAIN:
                 home.plain[name] = run
         with ExitStack() as undo:
-            opened: dict[torch.device, Supplies] = {}
+            opened: dict[torch.device, Feeds] = {}
             for device, home in homes.items():
                 host, disk = (list(home.stored[it].values()) for it in (Placement.HOST, Placement.DISK))
                 if host or disk:
-                    made = Supplies(device, self.plans[device], host, disk, progress=self._progress)
+                    made = Feeds(device, self.plans[device], host, disk, progress=self._progress)
                     opened[device] = undo.enter_context(closing(made))
             for device, home in homes.items():
                 # What the plan keeps for all that is not there yet.
@@ -229,8 +229,8 @@ class Streaming:
                 for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):
                     home.found[it.name] = tensor
                     self._read(it.extent.size)
-            for device, supplies in opened.items():
-                homes[device].found.update(self._open(device, supplies))
+            for device, feeds in opened.items():
+                homes[device].found.update(self._open(device, feeds))
             for home in homes.values():
                 plain = home.plain
                 parts |= {name: it.opened(home.found) for name, it in home.runs.items() if name not in plain}
@@ -258,9 +258,9 @@ class Streaming:
         if self._progress is not None:
             self._progress(nbytes)
 
-    def _open(self, device: torch.device, supplies: Supplies) -> Mapping[str, Source]:
-        self.streamers[device], tensors = supplies.open()
-        self._supplies[device] = supplies.supplies
+    def _open(self, device: torch.device, feeds: Feeds) -> Mapping[str, Source]:
+        self.streamers[device], tensors = feeds.open()
+        self._feeds[device] = feeds.feeds
         return tensors
 
     def begin(self, model: torch.nn.Module) -> None:
@@ -320,8 +320,8 @@ class Streaming:
             trace = self._traces[device] = start_trace(device)
             streamer.record(trace)
             self._dropped[device] = streamer.dropped_pieces
-            for supply in self._supplies[device]:
-                supply.trace = trace
+            for feed in self._feeds[device]:
+                feed.trace = trace
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write what was noted since `record` as a timeline for https://ui.perfetto.dev.

@@ -9,18 +9,19 @@ from contextlib import suppress
 import torch
 
 from tpde.host.disk import READERS, ReadAhead
-from tpde.host.feed import Supply
+from tpde.host.feed import Feed
 from tpde.host.pinned import HostMemory
 from tpde.io.sources import FileSource
 from tpde.loading.checkpoint_files import Stored
 from tpde.planning.planner import StreamPlan
 from tpde.streaming.cuda_device import CudaDevice, Device
-from tpde.streaming.retained import Kept
-from tpde.streaming.ring import Closing, Streamer, Unit
+from tpde.streaming.damage import DecodedPieces
+from tpde.streaming.retained import Retained
 from tpde.streaming.streamed_source import Streamed, put_on_device
+from tpde.streaming.streamer import Closing, Streamer
 
 
-class Supplies:
+class Feeds:
     """Files of packed tensors that are not kept on the device, and what brings their bytes from there.
 
     Reads headers, tables and index maps; device memory has room for the last two.
@@ -61,7 +62,7 @@ class Supplies:
         self._device, self._plan = device, plan
         self.owned: list[Closing] = []
         self._tensors: dict[str, Streamed] = {}
-        self._supplies: list[tuple[Supply, list[Streamed]]] = []  # each with those whose chunks it brings
+        self._feeds: list[tuple[Feed, list[Streamed]]] = []  # each with those whose chunks it brings
         try:
             files: dict[str, FileSource] = {}
             for it in (*host, *disk):
@@ -85,19 +86,19 @@ class Supplies:
             if kept:
                 memory = HostMemory([it.extent for it in kept.values()], index, progress=progress)
                 self.owned.insert(0, memory)
-                self._supplies += [(memory, list(kept.values()))]
+                self._feeds += [(memory, list(kept.values()))]
             if read:
                 ahead = ReadAhead(plan.staging // plan.piece, plan.piece, READERS, index)
                 self.owned.insert(0, ahead)
-                self._supplies += [(ahead, list(read.values()))]
+                self._feeds += [(ahead, list(read.values()))]
         except BaseException:
             self.close()
             raise
 
     @property
-    def supplies(self) -> list[Supply]:
+    def feeds(self) -> list[Feed]:
         """What brings bytes."""
-        return [supply for supply, _ in self._supplies]
+        return [feed for feed, _ in self._feeds]
 
     def open(self) -> tuple[Streamer, dict[str, Streamed]]:
         """Take the room on the device that pieces are copied to.
@@ -115,14 +116,14 @@ class Supplies:
             If there is no room for the ring.
         """
         plan = self._plan
-        from_disk = next((it for it in self.supplies if it.ahead), None)  # what takes longest is kept first
-        wanted = plan.kept + (plan.work.disk if from_disk else plan.work.copied)
-        kept: Kept[Unit] = Kept(plan.ring, plan.kept, wanted, from_disk)
-        device = CudaDevice(self._device, plan.ring + plan.kept)
-        streamer = Streamer(device, plan.slots, plan.piece, kept)
-        for supply, tensors in self._supplies:
+        from_disk = next((it for it in self.feeds if it.ahead), None)  # what takes longest is retained first
+        wanted = plan.retained + (plan.work.disk if from_disk else plan.work.copied)
+        retained: Retained[DecodedPieces] = Retained(plan.ring, plan.retained, wanted, from_disk)
+        device = CudaDevice(self._device, plan.ring + plan.retained)
+        streamer = Streamer(device, plan.slots, plan.piece, retained)
+        for feed, tensors in self._feeds:
             for tensor in tensors:
-                tensor.bind(streamer, supply)
+                tensor.bind(streamer, feed)
         streamer.own(*self.owned)
         self.owned = []
         weakref.finalize(streamer, _give_back, streamer.device, streamer.owned).atexit = False

@@ -11,13 +11,13 @@ from tpde.loading.footprint import TYPICAL, module_calls
 from tpde.loading.model_units import TABLES_BYTES, units_of
 from tpde.loading.runs import Run
 from tpde.planning.planner import StreamPlan, make_plan
-from tpde.planning.units import Demand
+from tpde.planning.units import Footprint
 
 
 def place_units(
     model: Any,
     runs: Mapping[str, Run[Stored]],
-    demand: Demand,
+    footprint: Footprint,
     vram: int,
     ram: int | None,
     only: Collection[str] | None = None,
@@ -34,7 +34,7 @@ def place_units(
         Its parameters on the `meta` device, in the dtypes that they will have.
     runs : mapping of str to Run
         Those that are packed.
-    demand : Demand
+    footprint : Footprint
         What the model needs beside them; their tables are added here.
     vram, ram : int
         Bytes; without `ram`, it is as much as is needed.
@@ -52,6 +52,6 @@ def place_units(
     """
     here = {part.name for name, run in runs.items() if only is None or name in only for part in run.parts}
     # Of tensors on the device; those of others are in `index`.
-    demand = replace(demand, plain=demand.plain + TABLES_BYTES * len(here))
+    footprint = replace(footprint, plain=footprint.plain + TABLES_BYTES * len(here))
     units = units_of(model, runs, only, fused)
-    return make_plan(units, demand, vram, ram, TYPICAL, calls=module_calls(model))
+    return make_plan(units, footprint, vram, ram, TYPICAL, calls=module_calls(model))

@@ -24,7 +24,7 @@ from tpde.weights.span import Span, joined
 STRIP_BYTES = 1 << 20
 
 
-class Part(Protocol):
+class RunPart(Protocol):
     """What a run is made of: something that has a name and a number of plain bytes."""
 
     name: str
@@ -38,7 +38,7 @@ class NotARun(Exception):
     """A result is not a sequence of spans."""
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=RunPart)
 
 
 class Run(Generic[P]):
@@ -50,7 +50,7 @@ class Run(Generic[P]):
         Of the tensor.
     dtype : torch.dtype
         Of the tensor and its parts.
-    parts : sequence of Part or Span
+    parts : sequence of RunPart or Span
         Whose bytes follow each other.
 
     Attributes

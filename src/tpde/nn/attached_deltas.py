@@ -11,7 +11,7 @@ from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn.model_deltas import NAME, Deltas, deltas_of
 from tpde.nn.owner import Owner
 from tpde.nn.passes import ModelForward
-from tpde.weights.active_delta import ALWAYS, WHOLE, Choice
+from tpde.weights.active_delta import ALWAYS, WHOLE, ActiveDelta
 from tpde.weights.changed import Variant
 from tpde.weights.source import Source
 
@@ -43,7 +43,7 @@ def attach(
     """
     require_none(model)
     _require_no_script(model, plain)
-    made = Deltas(names, Choice(), Owner(model))
+    made = Deltas(names, ActiveDelta(), Owner(model))
     made.copy(model, plain)
     made.put(model, variants)
     model.__dict__[NAME], model.__dict__["use"] = made, made.use
@@ -51,7 +51,7 @@ def attach(
     return made
 
 
-def leave_deltas(model: nn.Module, choices: Collection[Choice]) -> None:
+def leave_deltas(model: nn.Module, choices: Collection[ActiveDelta]) -> None:
     """Let a model whose weights become plain have no deltas any longer: they are under the one in use.
 
     Parameters

@@ -46,7 +46,7 @@ def refuse(name: str, why: str, hint: str = ONCE) -> InvalidInput:
     return InvalidInput(f"`{name}` {why}", hint=hint, where=name)
 
 
-class Batch:
+class BatchRows:
     """The rows of a batch by the deltas that they are under.
 
     Parameters
@@ -61,7 +61,7 @@ class Batch:
 
     Examples
     --------
-    >>> Batch(["math", None, "math"]).places
+    >>> BatchRows(["math", None, "math"]).places
     {'math': [0, 2], None: [1]}
     """
 

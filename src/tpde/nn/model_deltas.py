@@ -18,7 +18,7 @@ from tpde.nn.passes import AroundModel, Passes
 from tpde.nn.plain_copies import Copies
 from tpde.nn.replace import packed_modules, prepare_rows
 from tpde.nn.slot import Slot
-from tpde.weights.active_delta import Choice, Chosen
+from tpde.weights.active_delta import ActiveDelta, Chosen
 from tpde.weights.changed import Changed, Variant
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Source
@@ -42,13 +42,13 @@ class Deltas:
     ----------
     names : tuple of str
         What they are called.
-    choice : Choice
+    choice : ActiveDelta
         Which one is in use.
     passes : Passes
         The model's, which `use` waits for.
     """
 
-    def __init__(self, names: Sequence[str], choice: Choice, owner: Owner) -> None:
+    def __init__(self, names: Sequence[str], choice: ActiveDelta, owner: Owner) -> None:
         self.names, self.choice, self.passes = tuple(names), choice, Passes()
         self._owner = owner
         self._copies: list[Copies] = []

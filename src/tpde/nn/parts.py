@@ -14,7 +14,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.weights.active_delta import WHOLE, Choice
+from tpde.weights.active_delta import WHOLE, ActiveDelta
 from tpde.weights.parameter import PackedParameter
 
 
@@ -53,18 +53,18 @@ class Parts:
 
     Parameters
     ----------
-    choice : Choice
+    choice : ActiveDelta
         Which says whether a thread computes rows of one delta.
 
     Attributes
     ----------
-    choice : Choice
+    choice : ActiveDelta
         As above.
     closed : bool
         No thread does.
     """
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: ActiveDelta) -> None:
         self.choice, self.closed = choice, True
         self._handles: list[Any] = []
 

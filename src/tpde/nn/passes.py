@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn.batch_rows import ONCE, Batch, positional, refuse
+from tpde.nn.batch_rows import ONCE, BatchRows, positional, refuse
 from tpde.nn.forward import AroundForward
 from tpde.nn.owner import Owner
 from tpde.weights.launch import capturing
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from tpde.weights.active_delta import Choice
+    from tpde.weights.active_delta import ActiveDelta
 
 _PATIENCE_S = 1.0
 
@@ -84,7 +84,7 @@ class Counted(Protocol):
     """The deltas of a model, as its forward passes take them: `tpde.nn.model_deltas.Deltas`."""
 
     passes: Passes
-    choice: Choice
+    choice: ActiveDelta
 
     @property
     def model(self) -> nn.Module:
@@ -145,9 +145,9 @@ class ModelForward(AroundModel):
             names = self.deltas.choice.rows()
             if names is None:
                 return self.run(args, kwargs)
-            return self._by_requests(Batch(names), args, kwargs)
+            return self._by_requests(BatchRows(names), args, kwargs)
 
-    def _by_requests(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _by_requests(self, batch: BatchRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass for each delta, with its rows."""
         if torch._C._get_tracing_state() is not None:
             raise PackedWeight(

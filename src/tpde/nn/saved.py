@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpde.nn.slot import Slot
-from tpde.weights.active_delta import Choice
+from tpde.weights.active_delta import ActiveDelta
 
 if TYPE_CHECKING:
     from tpde.nn.group import Workspace
@@ -29,7 +29,7 @@ class _Again(NamedTuple):
     offset: int  # in elements
     conjugated: bool  # by a bit of the tensor, not in memory; the next one is another
     negated: bool
-    choice: Choice | None  # by whose name then the weight is decoded
+    choice: ActiveDelta | None  # by whose name then the weight is decoded
     name: str | None
     updates: int  # of the weight until then
 

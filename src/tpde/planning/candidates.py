@@ -21,7 +21,7 @@ STAGING_SHARE = 8  # of host memory, one part of so many
 Names = frozenset[str]
 
 
-class Choice(NamedTuple):
+class Candidate(NamedTuple):
     """Units that are on the device; the others are streamed."""
 
     plain: Names
@@ -68,7 +68,7 @@ def _largest(units: Sequence[Unit]) -> Iterator[list[Unit]]:
             yield ordered[:n]
 
 
-def choices(units: Sequence[Unit]) -> Iterator[Choice]:
+def candidates(units: Sequence[Unit]) -> Iterator[Candidate]:
     """What may be on the device.
 
     First some units packed; then all, embeddings too; then some of them plain. Units larger than all others
@@ -82,14 +82,14 @@ def choices(units: Sequence[Unit]) -> Iterator[Choice]:
         for packed in dict.fromkeys(
             chosen | pinned for chosen in _subsets([it for it in rest if not it.resident])
         ):
-            yield Choice(_names(plain), packed - _names(plain))
+            yield Candidate(_names(plain), packed - _names(plain))
     for n in range(1, len(rows)):
-        yield Choice(frozenset(), _names([*body, *rows[:n]]) | pinned)
+        yield Candidate(frozenset(), _names([*body, *rows[:n]]) | pinned)
     for chosen in _subsets(body):
-        yield Choice(chosen, _names(units) - chosen)
+        yield Candidate(chosen, _names(units) - chosen)
 
 
-def window_choices(units: Sequence[Unit]) -> Iterator[Choice]:
+def window_choices(units: Sequence[Unit]) -> Iterator[Candidate]:
     """What may be on the device, some of it in the window layout.
 
     First the few largest units there, others packed or streamed: no workspace has to hold a large head then.
@@ -107,24 +107,24 @@ def window_choices(units: Sequence[Unit]) -> Iterator[Choice]:
         if all(it.windows for it in some):
             windows = _names(some)
             for packed in _subsets([it for it in free if it not in some]):
-                yield Choice(Names(), (packed | pinned) - windows, windows)
+                yield Candidate(Names(), (packed | pinned) - windows, windows)
     for chosen in _subsets(free):
         if there := (chosen | pinned) & can:
-            yield Choice(Names(), (chosen | pinned) - can, there)
+            yield Candidate(Names(), (chosen | pinned) - can, there)
     for n in range(1, len(rows)):
-        yield Choice(Names(), (_names([*body, *rows[:n]]) | pinned) - can, can)
+        yield Candidate(Names(), (_names([*body, *rows[:n]]) | pinned) - can, can)
     for chosen in _subsets(able):
         if chosen:
-            yield Choice(Names(), _names(units) - chosen, chosen)
+            yield Candidate(Names(), _names(units) - chosen, chosen)
     alone = _names(it for it in able if it.windows and not it.windows.beside)  # with nothing to decode
     for there in dict.fromkeys((can, alone)):
         for chosen in _subsets([it for it in body if it.name not in there]):
             if chosen and there:
-                yield Choice(chosen, _names(units) - chosen - there, there)
+                yield Candidate(chosen, _names(units) - chosen - there, there)
 
 
 class Tally(NamedTuple):
-    """What a choice comes to.
+    """What a candidate comes to.
 
     Attributes
     ----------
@@ -149,7 +149,7 @@ class Tally(NamedTuple):
         Those in the window layout.
     """
 
-    choice: Choice
+    candidate: Candidate
     plain: int
     packed: int
     maps: int
@@ -179,11 +179,11 @@ class Tally(NamedTuple):
 
     def placement(self, unit: Unit) -> Placement:
         """Where a unit is."""
-        if unit.name in self.choice.plain:
+        if unit.name in self.candidate.plain:
             return Placement.PLAIN
-        if unit.name in self.choice.packed:
+        if unit.name in self.candidate.packed:
             return Placement.PACKED
-        if unit.name in self.choice.windows:
+        if unit.name in self.candidate.windows:
             return Placement.WINDOWS
         return Placement.DISK if unit.name in self.on_disk else Placement.HOST
 
@@ -193,20 +193,20 @@ def round_up(size: int, unit: int = 512) -> int:
     return -(-size // unit) * unit
 
 
-def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
-    """Add a choice up, and divide what is streamed among host memory and files."""
+def tally(candidate: Candidate, units: Sequence[Unit], ram: int | None) -> Tally:
+    """Add a candidate up, and divide what is streamed among host memory and files."""
     plain = packed = maps = rows = 0
     streamed, decoded, windowed = [], [], []
     for unit in units:
-        if unit.windows and unit.name in choice.windows:
+        if unit.windows and unit.name in candidate.windows:
             windowed.append((unit, unit.windows))
             continue
-        if unit.name in choice.plain:
+        if unit.name in candidate.plain:
             plain += round_up(unit.plain)
             continue
         if not unit.rows:
             decoded.append(unit)
-        if unit.name in choice.packed:
+        if unit.name in candidate.packed:
             packed += round_up(unit.packed)
             continue
         maps += round_up(unit.index)
@@ -225,11 +225,11 @@ def tally(choice: Choice, units: Sequence[Unit], ram: int | None) -> Tally:
     least_ram = rows + min(sum(unit.packed for unit in streamed), STAGING_LEAST)
     decoded.sort(key=lambda unit: -unit.plain)
     loading = at = 0
-    for unit in sorted((it for it in units if it.name in choice.plain), key=lambda it: -it.plain):
+    for unit in sorted((it for it in units if it.name in candidate.plain), key=lambda it: -it.plain):
         at += round_up(unit.plain)
         loading = max(loading, at + unit.packed + unit.index)
     return Tally(
-        choice=choice,
+        candidate=candidate,
         plain=plain,
         packed=packed,
         maps=maps,

@@ -11,12 +11,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from tpde.errors import OutOfMemory
-from tpde.planning.candidates import Tally, choices, round_up, tally, window_choices
+from tpde.planning.candidates import Tally, candidates, round_up, tally, window_choices
 from tpde.planning.prediction import Work, predict
 from tpde.planning.sizes import mib
-from tpde.planning.units import Demand, Placement, Rates, Unit, Windows
+from tpde.planning.units import Footprint, Placement, Rates, Unit, Windows
 
-__all__ = ["Demand", "Placement", "Rates", "StreamPlan", "Unit", "Windows", "make_plan"]
+__all__ = ["Footprint", "Placement", "Rates", "StreamPlan", "Unit", "Windows", "make_plan"]
 
 MIB = 1 << 20
 # Slots of the ring, and the size of one. By preference 320 MiB, which take 6 ms to copy: as long as ten
@@ -27,7 +27,7 @@ RINGS = tuple(
 )
 TILES = tuple(size * MIB for size in (64, 128, 256, 512, 1024))  # larger ones are no faster
 GRAIN = 2 * MIB  # the driver gives device memory in pages of this size
-KEPT_LEAST, LEFT_FREE = 64 * MIB, 32 * MIB  # what is left over is for pieces that are copied once
+RETAINED_LEAST, LEFT_FREE = 64 * MIB, 32 * MIB  # what is left over is for pieces that are copied once
 # Of plans that are hardly slower than the fastest, the one with most units on the device and then the largest
 # ring is chosen: less of the host's memory has to be locked, and long prompts need the ring.
 NEAR = 1.02
@@ -53,9 +53,9 @@ class StreamPlan:
     host : int
         Bytes of units in page-locked host memory.
     parts : mapping of str to int
-        What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Demand`; `workspace`;
-        `strips` (rows of weights in the window layout, decoded for many rows of inputs); `tiles` (what
-        multiplying by a part of a weight gives); `ring`, `kept` (parts of streamed units that are copied
+        What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Footprint`;
+        `workspace`; `strips` (rows of weights in the window layout, decoded for many rows of inputs); `tiles`
+        (what multiplying by a part of a weight gives); `ring`, `kept` (parts of streamed units that are copied
         once) and `experts`, if units are streamed; `pages`, tables of the driver for host memory that is
         page-locked; `index`, of streamed units; `packed`, `windows` and `decoded`, of the units on the
         device.
@@ -86,7 +86,7 @@ class StreamPlan:
         return self.slots * self.piece
 
     @property
-    def kept(self) -> int:
+    def retained(self) -> int:
         """Bytes behind the ring for what is copied once."""
         return self.parts["kept"]
 
@@ -115,7 +115,7 @@ class StreamPlan:
 
 
 class _Layout(NamedTuple):
-    """A choice with a workspace and a ring."""
+    """A candidate with a workspace and a ring."""
 
     tally: Tally
     tiled: int  # how many of the units that need the workspace
@@ -123,10 +123,10 @@ class _Layout(NamedTuple):
     slots: int
     piece: int
 
-    def used(self, demand: Demand) -> int:
+    def used(self, footprint: Footprint) -> int:
         """Bytes of device memory, at most: when all is there, or while plain units are decoded."""
-        parts = _parts(self, demand)
-        loading = demand.plain + demand.fixed + parts["pages"] + self.tally.maps + self.tally.loading
+        parts = _parts(self, footprint)
+        loading = footprint.plain + footprint.fixed + parts["pages"] + self.tally.maps + self.tally.loading
         return max(sum(parts.values()), loading)
 
     def products(self, column: int) -> int:
@@ -142,7 +142,7 @@ class _Rated(NamedTuple):
     times: Mapping[str, float]
     work: Work
     layout: _Layout
-    kept: int
+    retained: int
 
     @property
     def seconds(self) -> float:
@@ -186,23 +186,23 @@ def _layouts(tallies: Iterable[Tally], tile: bool) -> Iterator[_Layout]:
                     yield _Layout(made, tiled, workspace, slots, piece)
 
 
-def _kept(layout: _Layout, work: Work, demand: Demand, vram: int) -> int:
+def _retained(layout: _Layout, work: Work, footprint: Footprint, vram: int) -> int:
     """Bytes for pieces that are copied once, of what is left over; where there are experts, they have it."""
-    if not layout.slots or demand.experts:
+    if not layout.slots or footprint.experts:
         return 0
     wanted = work.disk or work.copied
-    left = min(vram - layout.used(demand) - LEFT_FREE, wanted + 512 * work.pieces)
-    return left // GRAIN * GRAIN if left >= KEPT_LEAST else 0
+    left = min(vram - layout.used(footprint) - LEFT_FREE, wanted + 512 * work.pieces)
+    return left // GRAIN * GRAIN if left >= RETAINED_LEAST else 0
 
 
-def _without(work: Work, kept: int) -> Work:
+def _without(work: Work, retained: int) -> Work:
     """What a token takes if so many bytes are not copied again: those that come from a disk, if any do.
 
     The host has to launch what decodes them all the same, and their pieces count in full.
     """
-    if not kept:
+    if not retained:
         return work
-    once = min(kept, work.disk or work.copied)
+    once = min(retained, work.disk or work.copied)
     share = once / work.copied
     return work._replace(
         copied=work.copied - once,
@@ -255,7 +255,7 @@ def _works(layouts: Iterable[_Layout], read: int, calls: int) -> Iterator[tuple[
 
 
 def make_plan(
-    units: Sequence[Unit], demand: Demand, vram: int, ram: int | None, rates: Rates, *, calls: int
+    units: Sequence[Unit], footprint: Footprint, vram: int, ram: int | None, rates: Rates, *, calls: int
 ) -> StreamPlan:
     """Choose where each unit is kept, so that a token takes least time, but for 2 %.
 
@@ -266,7 +266,7 @@ def make_plan(
     ----------
     units : sequence of Unit
         In the order in which the model uses them.
-    demand : Demand
+    footprint : Footprint
         What else needs device memory.
     vram : int
         Bytes of device memory.
@@ -282,20 +282,20 @@ def make_plan(
     OutOfMemory
         If a budget cannot work; its `least` is the number of bytes that would.
     """
-    read = demand.plain + sum(unit.plain for unit in units if not unit.rows)
+    read = footprint.plain + sum(unit.plain for unit in units if not unit.rows)
 
     def rated(layouts: Iterable[_Layout]) -> Iterator[_Rated]:
         for every_time, it in _works(layouts, read, calls):
-            kept = _kept(it, every_time, demand, vram)
-            work = _without(every_time, kept)
-            yield _Rated(predict(work, rates), work, it, kept)
+            retained = _retained(it, every_time, footprint, vram)
+            work = _without(every_time, retained)
+            yield _Rated(predict(work, rates), work, it, retained)
 
     def layouts(tallies: Iterable[Tally], tile: bool) -> list[_Layout]:
-        left = vram - demand.total
+        left = vram - footprint.total
         possible = (it for it in tallies if it.there <= left and (ram is None or it.least_ram <= ram))
-        return [it for it in _layouts(possible, tile) if it.used(demand) <= vram]
+        return [it for it in _layouts(possible, tile) if it.used(footprint) <= vram]
 
-    tallies = [tally(choice, units, ram) for choice in choices(units)]
+    tallies = [tally(candidate, units, ram) for candidate in candidates(units)]
     exact: list[_Rated] = []
     for tile in (False, True):
         if not exact:
@@ -303,7 +303,7 @@ def make_plan(
             fewest = min((it.tiled for it in fitting), default=0)
             exact = list(rated(it for it in fitting if it.tiled == fewest))
     found = _best(exact, _Rated.rank)
-    if windowed := [tally(choice, units, ram) for choice in window_choices(units)]:
+    if windowed := [tally(candidate, units, ram) for candidate in window_choices(units)]:
         fitting = layouts(windowed, False)
         if found is None or found.layout.tiled:
             fitting += layouts(windowed, True)
@@ -311,15 +311,15 @@ def make_plan(
         found = _best(no_worse, _Rated.window_rank)
         tallies += windowed
     if found is not None:
-        return _finished(found, units, demand, vram, ram)
+        return _finished(found, units, footprint, vram, ram)
     every = [*_layouts(tallies, False), *_layouts(tallies, True)]
-    without = [it for it in every if it.used(demand) <= vram]
+    without = [it for it in every if it.used(footprint) <= vram]
     if without:
         assert ram is not None
         raise too_little_ram(min(it.tally.least_ram for it in without), ram)
     working = (it for it in every if ram is None or it.tally.least_ram <= ram)
     pinned = sum(it.packed for it in units if it.resident)
-    raise _too_little_vram(min(working, key=lambda it: it.used(demand)), demand, vram, pinned)
+    raise _too_little_vram(min(working, key=lambda it: it.used(footprint)), footprint, vram, pinned)
 
 
 def page_tables(nbytes: int) -> int:
@@ -336,19 +336,19 @@ def _best(rated: Sequence[_Rated], rank: Callable[[_Rated], tuple[float, ...]]) 
     return min((it for it in rated if it.seconds <= longest), key=rank, default=None)
 
 
-def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
+def _parts(layout: _Layout, footprint: Footprint, retained: int = 0) -> dict[str, int]:
     return {
-        "plain": demand.plain,
-        "cache": demand.cache,
-        "activations": demand.activations,
-        "fixed": demand.fixed,
+        "plain": footprint.plain,
+        "cache": footprint.cache,
+        "activations": footprint.activations,
+        "fixed": footprint.fixed,
         "workspace": layout.workspace,
         "strips": max((windows.strip for _, windows in layout.tally.windowed), default=0),
-        "tiles": layout.products(demand.column),
+        "tiles": layout.products(footprint.column),
         "ring": layout.slots * layout.piece,
-        "kept": kept,
-        "experts": demand.experts if layout.slots else 0,
-        "pages": page_tables(layout.tally.host + layout.tally.staging) + page_tables(demand.elsewhere),
+        "kept": retained,
+        "experts": footprint.experts if layout.slots else 0,
+        "pages": page_tables(layout.tally.host + layout.tally.staging) + page_tables(footprint.elsewhere),
         "index": layout.tally.maps,
         "packed": layout.tally.packed,
         "windows": layout.tally.windows,
@@ -356,8 +356,10 @@ def _parts(layout: _Layout, demand: Demand, kept: int = 0) -> dict[str, int]:
     }
 
 
-def _finished(rated: _Rated, units: Sequence[Unit], demand: Demand, vram: int, ram: int | None) -> StreamPlan:
-    times, work, layout, kept = rated
+def _finished(
+    rated: _Rated, units: Sequence[Unit], footprint: Footprint, vram: int, ram: int | None
+) -> StreamPlan:
+    times, work, layout, retained = rated
     made = layout.tally
     return StreamPlan(
         placements={unit.name: made.placement(unit) for unit in units},
@@ -367,7 +369,7 @@ def _finished(rated: _Rated, units: Sequence[Unit], demand: Demand, vram: int, r
         piece=layout.piece,
         staging=made.staging,
         host=made.host,
-        parts=_parts(layout, demand, kept),
+        parts=_parts(layout, footprint, retained),
         vram=vram,
         ram=ram,
         work=work,
@@ -399,11 +401,11 @@ def _given(size: int) -> str:
     return f"{size // MIB} MiB" if size >= MIB else f"{size} bytes"
 
 
-def _too_little_vram(layout: _Layout, demand: Demand, vram: int, pinned: int) -> OutOfMemory:
-    parts = {key: size for key, size in _parts(layout, demand).items() if size}
-    least = layout.used(demand)
+def _too_little_vram(layout: _Layout, footprint: Footprint, vram: int, pinned: int) -> OutOfMemory:
+    parts = {key: size for key, size in _parts(layout, footprint).items() if size}
+    least = layout.used(footprint)
     made = ", ".join(f"{mib(size)} {_WHAT[key]}" for key, size in parts.items())
-    fewer = f", or a smaller {demand.argument}" if demand.cache or demand.activations else ""
+    fewer = f", or a smaller {footprint.argument}" if footprint.cache or footprint.activations else ""
     other = "only what `--codec prefix` packs can be streamed"
     packed = f"; {mib(pinned)} are packed otherwise, and {other}: pack the model again" if pinned else ""
     return OutOfMemory(

@@ -83,7 +83,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Demand:
+class Footprint:
     """Bytes of device memory beside the units.
 
     Attributes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tpde.codec import delta
-from tpde.codec.delta import Model
+from tpde.codec import fingerprints
+from tpde.codec.delta import ChangeModel
 from tpde.codec.native import Bytes
 from tpde.errors import TpdeError
 from tpde.format.constants import DTYPES
@@ -39,7 +39,7 @@ class Comparer(Protocol):
         """Some chunks' bytes of tensors in both states, in their order."""
 
     def compare(
-        self, key: Key, base: Key | None, models: Mapping[Kind, Model]
+        self, key: Key, base: Key | None, models: Mapping[Kind, ChangeModel]
     ) -> tuple[TensorEntry, TensorPayload]:
         """How a tensor is stored. Tensors are asked for one after the other, all under the same models."""
 
@@ -73,15 +73,15 @@ class HostComparer:
         return zip(old, new, strict=True)
 
     def compare(
-        self, key: Key, base: Key | None, models: Mapping[Kind, Model]
+        self, key: Key, base: Key | None, models: Mapping[Kind, ChangeModel]
     ) -> tuple[TensorEntry, TensorPayload]:
         """How a tensor is stored; its states are gone when this returns."""
         spec, new = self._target.specs[key], self._target.read(key, self._threads)
-        entry = TensorEntry(key[1], spec, SAME, target=delta.fingerprint(new))
+        entry = TensorEntry(key[1], spec, SAME, target=fingerprints.fingerprint(new))
         if base is None:
             return entry, store_whole(spec, new, self._threads)
         old = self._base.read(base, self._threads)
-        entry.base = delta.fingerprint(old)
+        entry.base = fingerprints.fingerprint(old)
         if are_equal(old, new):
             return entry, TensorPayload(SAME, new[:0])
         return entry, store_change(spec, models[kind_of(spec)], old, new, self._threads)

@@ -10,7 +10,8 @@ import numpy as np
 import xxhash
 import zstandard
 
-from tpde.codec.delta import CHUNK_WORDS, Model, Sparse, fingerprint
+from tpde.codec.delta import CHUNK_WORDS, ChangeModel, Sparse
+from tpde.codec.fingerprints import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, InvalidInput, TpdeError
 from tpde.files.documents import is_inside
@@ -67,9 +68,9 @@ class DeltaFile:
             raise
         self._places = {id(it): place for it, place in payloads(self.head)}
 
-    def _model(self, data: bytes) -> Model:
+    def _model(self, data: bytes) -> ChangeModel:
         try:
-            return Model(data)
+            return ChangeModel(data)
         except Corrupt as error:
             raise error.prefixed(f"`{self.name}`", where=self.name) from None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from tpde.codec.delta import fingerprint
+from tpde.codec.fingerprints import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, MissingBase
 from tpde.format.container import TensorSpec

@@ -11,8 +11,9 @@ import numpy as np
 import xxhash
 import zstandard
 
-from tpde.codec import delta
-from tpde.codec.delta import Model, chunk_range, sample_step
+from tpde.codec import delta, delta_planner
+from tpde.codec.delta import ChangeModel, chunk_range
+from tpde.codec.delta_planner import sample_step
 from tpde.codec.native import Bytes
 from tpde.files.progress import Progress, no_progress
 from tpde.format.delta_head import (
@@ -83,11 +84,13 @@ def _sample(
 
 def _models(
     comparer: Comparer, target: State, pairs: list[_Pair], fast: bool, threads: int
-) -> dict[Kind, Model]:
+) -> dict[Kind, ChangeModel]:
     models = {}
     for kind in sorted({kind_of(target.specs[it.key]) for it in pairs if it.base is not None}):
         parts, step = _sample(comparer, target, pairs, kind, fast)
-        models[kind] = Model(delta.choose(parts, *kind, step=step, fast=fast, threads=threads), encode=True)
+        models[kind] = ChangeModel(
+            delta_planner.choose(parts, *kind, step=step, fast=fast, threads=threads), encode=True
+        )
     return models
 
 

@@ -18,7 +18,7 @@ from tpde.store.comparer import Kind
 if TYPE_CHECKING:
     import torch
 
-    from tpde.cuda.delta_kernels import Batch
+    from tpde.cuda.delta_kernels import DeltaBatch
 
 _T = TypeVar("_T")
 
@@ -50,7 +50,7 @@ class DeviceGroup:
     def __init__(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]], kind: Kind, device: torch.device
     ) -> None:
-        from tpde.cuda.delta_kernels import Batch, Pair
+        from tpde.cuda.delta_kernels import DeltaBatch, Pair
 
         self.device, self.kind = device, kind
         self._pairs = pairs  # whose memory launches read
@@ -62,7 +62,7 @@ class DeviceGroup:
             )
             for old, new in pairs
         ]
-        self.batch: Batch = Batch(rows, *kind, device.index or 0)
+        self.batch: DeltaBatch = DeltaBatch(rows, *kind, device.index or 0)
         self.firsts = np.cumsum([0, *(chunk_count(it.words) for it in rows)])
         self._sent, (items, whose) = gpu.send([self.batch.items, self.batch.whose], device)
         self.arrays = items, whose

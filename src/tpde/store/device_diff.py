@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import Model, Sparse, chunk_room
+from tpde.codec.delta import ChangeModel, Sparse, chunk_room
 from tpde.codec.native import Bytes
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SAME, SPARSE, TensorEntry
@@ -139,7 +139,7 @@ class DeviceComparer:
         return [pair for i in range(len(wanted)) for pair in found[i]]
 
     def compare(
-        self, key: Key, base: Key | None, models: Mapping[Kind, Model]
+        self, key: Key, base: Key | None, models: Mapping[Kind, ChangeModel]
     ) -> tuple[TensorEntry, TensorPayload]:
         """How a tensor is stored. What is resident comes in an order of its own."""
         if self._coming is None:
@@ -152,7 +152,7 @@ class DeviceComparer:
         return self._host.compare(key, base, models) if found is None else found
 
     def _compare(
-        self, names: list[str], group: DeviceGroup, running: _Prints, models: Mapping[Kind, Model]
+        self, names: list[str], group: DeviceGroup, running: _Prints, models: Mapping[Kind, ChangeModel]
     ) -> Iterator[tuple[str, tuple[TensorEntry, TensorPayload]]]:
         """Those that are the same, or whose sparse changes are clearly the best."""
         prints, counts, varied = running.wait()
@@ -172,7 +172,7 @@ class DeviceComparer:
         return TensorEntry(it.name, self._specs[it.name], SAME, base=it.base, target=it.target)
 
     def _encode(
-        self, group: DeviceGroup, members: list[_Compared], model: Model
+        self, group: DeviceGroup, members: list[_Compared], model: ChangeModel
     ) -> Iterator[tuple[str, tuple[TensorEntry, TensorPayload]]]:
         import torch
 

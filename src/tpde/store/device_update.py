@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model
+from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, ChangeModel
 from tpde.codec.native import Bytes
 from tpde.codec.pool import begin, each
 from tpde.format.constants import DTYPES
@@ -93,7 +93,7 @@ class SparseChanges:
     ----------
     members : sequence of SparseChange
         The changes. Tensors may be no bases of them: `found` says it.
-    model : Model
+    model : ChangeModel
         Which they are under.
     read : callable
         Reads the payloads of entries to where they lie one after the other.
@@ -105,7 +105,7 @@ class SparseChanges:
     def __init__(
         self,
         members: Sequence[SparseChange],
-        model: Model,
+        model: ChangeModel,
         read: Callable[[Sequence[TensorEntry], Bytes], None],
         *,
         whole: bool = True,

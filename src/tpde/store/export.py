@@ -11,7 +11,8 @@ from typing import Any
 from tpde.files.documents import is_inside
 from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.folder_swap import new_folder
-from tpde.format.container import TensorSpec, canonical_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_writer import canonical_header
 from tpde.store.states import State
 from tpde.store.tree_text import is_mapping, map_tensors
 from tpde.store.written_weights import write_weights

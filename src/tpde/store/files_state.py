@@ -15,7 +15,8 @@ from tpde.files.file_kinds import SAFETENSORS
 from tpde.files.manifest import is_packed_directory, read_manifest
 from tpde.files.reader import PackedFile
 from tpde.files.walk import walk
-from tpde.format.container import TensorSpec, parse_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_reader import parse_header
 from tpde.store.states import Key
 
 

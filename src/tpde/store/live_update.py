@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tpde.codec.delta import Sparse, fingerprint
+from tpde.codec.delta import Sparse
+from tpde.codec.fingerprints import fingerprint
 from tpde.errors import Corrupt, NativeError
 from tpde.files.progress import Progress
 from tpde.format.delta_head import SAME, SPARSE, WITH_BASE, TensorEntry

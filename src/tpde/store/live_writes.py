@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import Listed, fingerprint
+from tpde.codec.delta import Listed
+from tpde.codec.fingerprints import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput
 from tpde.format.delta_head import TensorEntry

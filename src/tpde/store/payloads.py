@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpde.codec.blob import BlobReader
-from tpde.codec.delta import Model, Sparse
+from tpde.codec.delta import ChangeModel, Sparse
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt
 from tpde.files.tensor_writer import TensorWriter, repeats
@@ -103,7 +103,7 @@ def is_clear(spec: TensorSpec, sparse: Sparse) -> bool:
     return bool(DTYPES[spec.dtype].rotate) and sparse.data.size < spec.nbytes * _CLEAR
 
 
-def store_change(spec: TensorSpec, model: Model, old: Bytes, new: Bytes, threads: int) -> TensorPayload:
+def store_change(spec: TensorSpec, model: ChangeModel, old: Bytes, new: Bytes, threads: int) -> TensorPayload:
     """Store what changed, as whatever takes the fewest bytes."""
     sparse = model.encode(old, new, threads)
     b = DTYPES[spec.dtype].word_bytes

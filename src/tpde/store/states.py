@@ -8,7 +8,9 @@ from typing import Protocol
 
 from tpde.codec.native import Bytes
 from tpde.errors import MissingBase
-from tpde.format.container import TensorSpec, canonical_header, parse_header
+from tpde.format.container import TensorSpec
+from tpde.format.container_reader import parse_header
+from tpde.format.container_writer import canonical_header
 
 MEMORY = "<memory>"  # what messages call a state that lies there
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tpde.codec.native import Bytes
 from tpde.files.progress import Progress, no_progress
-from tpde.format.container import parse_header
+from tpde.format.container_reader import parse_header
 from tpde.io.committed import committed
 from tpde.io.sinks import FileSink
 

@@ -14,7 +14,7 @@ from tpde.weights.launch import mismatch
 from tpde.weights.source import Watched
 
 
-class Decoded:
+class DecodedPieces:
     """Pieces that are decoded together.
 
     Parameters
@@ -82,7 +82,7 @@ class Checks:
             it.report()
             self._open[it] = None
 
-    def end(self, its: Sequence[Decoded]) -> None:
+    def end(self, its: Sequence[DecodedPieces]) -> None:
         """After some things were decoded: waits if one of them was so for the first time.
 
         Raises

@@ -19,9 +19,9 @@ from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.format.blob_header import align
 from tpde.host.feed import Event, Ticket
 from tpde.streaming.cuda_device import Device
-from tpde.streaming.damage import Checks, Decoded
+from tpde.streaming.damage import Checks, DecodedPieces
 from tpde.streaming.expert_cache import ExpertCache
-from tpde.streaming.pieces import Part, Piece, cut
+from tpde.streaming.pieces import Piece, TensorPart, cut
 from tpde.streaming.streamed_source import travelling
 from tpde.streaming.trace import Trace
 from tpde.weights.packed_tensor import PackedTensor
@@ -65,7 +65,7 @@ def expert_pieces(slots: Sequence[FusedWeight], number: int, piece: int) -> list
             if travelling(it.source):
                 begin = it.source.header.chunk_range(it.first, it.first)[0]
                 out = it.offset - begin * it.source.header.word_bytes
-                parts.append(Part(it.source, out, it.first, it.last))
+                parts.append(TensorPart(it.source, out, it.first, it.last))
     return cut(parts, piece, gap=0)  # between tensors of an expert lie those of others
 
 
@@ -79,7 +79,7 @@ def expert_room(slots: Sequence[FusedWeight], piece: int) -> int:
     return max(sum(_room(expert_pieces(slots, number, piece))) for number in range(slots[0].packed.shape[0]))
 
 
-class Expert(Decoded):
+class Expert(DecodedPieces):
     """One expert of a module: its pieces, where they go in a place, and what is not copied.
 
     Attributes
@@ -223,7 +223,7 @@ class ExpertStore:
             elif it.pieces:
                 missing.append(it)
                 for piece in it.pieces:
-                    self._asked.append(piece.supply.request(piece.extent))
+                    self._asked.append(piece.feed.request(piece.extent))
         flying: deque[tuple[Expert, int]] = deque()
         self._copy(missing, flying)
         for it, place in here:
@@ -250,7 +250,7 @@ class ExpertStore:
                 ticket = self._asked[0]
                 it.copied.append(self.device.copy(at + offset, ticket.wait(), piece))
                 ticket.copied(it.copied[-1])
-                self._asked.popleft()  # whatever fails before, `_forget` gives its bytes back to the supply
+                self._asked.popleft()  # whatever fails before, `_forget` gives its bytes back to the feed
                 self.copied_bytes += piece.extent.size
             flying.append((it, place))
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from tpde.cuda.items import ALIGNMENT, Chunks
+from tpde.cuda.items import ALIGNMENT, StagedChunks
 from tpde.errors import InvalidInput
-from tpde.host.feed import Supply
+from tpde.host.feed import Feed
 from tpde.host.ranges import GAP_BYTES
 from tpde.io.sources import Extent
 
@@ -31,7 +31,7 @@ class PieceSpan(NamedTuple):
         Which.
     out : int
         Where the tensor's first byte lies in the buffer that is decoded to.
-    chunks : Chunks
+    chunks : StagedChunks
         Which.
     at : int
         Where the tensor's blob starts, in bytes from the first of the piece in the ring: before it, mostly.
@@ -39,7 +39,7 @@ class PieceSpan(NamedTuple):
 
     tensor: Streamed
     out: int
-    chunks: Chunks
+    chunks: StagedChunks
     at: int
 
 
@@ -50,18 +50,18 @@ class Piece(NamedTuple):
     ----------
     extent : Extent
         The bytes.
-    supply : Supply
+    feed : Feed
         What brings them.
     spans : tuple of PieceSpan
         What they hold.
     """
 
     extent: Extent
-    supply: Supply
+    feed: Feed
     spans: tuple[PieceSpan, ...]
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Chunks `first` to `last` of a tensor whose first byte goes to byte `out` of a buffer."""
 
     tensor: Streamed
@@ -70,12 +70,12 @@ class Part(NamedTuple):
     last: int
 
 
-def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
+def cut(parts: Sequence[TensorPart], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
     """Cut parts of tensors into pieces.
 
     Parameters
     ----------
-    parts : sequence of Part
+    parts : sequence of TensorPart
         In the order of use.
     limit : int
         Bytes of a piece, at most.
@@ -101,7 +101,7 @@ def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
             first = spans[0].tensor
             made = tuple(it._replace(at=it.tensor.extent.offset - begin) for it in spans)
             extent = Extent(first.extent.source, begin, end - begin, first.extent.name)
-            pieces.append(Piece(extent, first.supply, made))
+            pieces.append(Piece(extent, first.feed, made))
             spans.clear()
 
     ordered = sorted(parts, key=lambda it: (it.tensor.extent.source.name, it.tensor.extent.offset, it.first))
@@ -113,7 +113,7 @@ def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
                 one = spans[0].tensor
                 joins = (
                     one.extent.source is tensor.extent.source
-                    and one.supply is tensor.supply
+                    and one.feed is tensor.feed
                     and 0 <= low - end <= gap
                     and (start - one.extent.offset) % ALIGNMENT == 0
                 )
@@ -129,7 +129,7 @@ def cut(parts: Sequence[Part], limit: int, gap: int = GAP_BYTES) -> list[Piece]:
                     f"chunk {first} of `{tensor.extent.name}` has {size} bytes, a piece {limit}"
                 )
             end = start + int(offsets[stop])
-            chunks = Chunks(first, stop - 1, int(offsets[first]), int(offsets[stop]))
+            chunks = StagedChunks(first, stop - 1, int(offsets[first]), int(offsets[stop]))
             spans.append(PieceSpan(tensor, out, chunks, 0))
             first = stop
     finish()

@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class Order(Generic[T]):
+class PrefetchOrder(Generic[T]):
     """The order in which things were wanted; before the first, that in which they were made, round and round.
 
     Examples
     --------
-    >>> order = Order()
+    >>> order = PrefetchOrder()
     >>> for block in ("a", "b", "c"):
     ...     order.expect(block)
     >>> order.after("c")

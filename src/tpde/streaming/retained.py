@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Generic, NamedTuple, TypeVar
 
 from tpde.format.blob_header import align
-from tpde.host.feed import Event, Supply
+from tpde.host.feed import Event, Feed
 from tpde.streaming.pieces import Piece
 
 T = TypeVar("T")  # what pieces belong to: a unit
@@ -24,7 +24,7 @@ class Stay(NamedTuple):
     copied: Event
 
 
-class Kept(Generic[T]):
+class Retained(Generic[T]):
     """Room for pieces: of those that are copied, as many stay as fit.
 
     Parameters
@@ -33,31 +33,31 @@ class Kept(Generic[T]):
         Where the room starts, behind the ring's places, and its bytes.
     wanted : int
         Bytes of all pieces that may stay. Of those that are copied, a share of `room / wanted` stays.
-    supply : Supply, optional
+    feed : Feed, optional
         Whose pieces stay; by default, anybody's.
 
     Examples
     --------
     >>> from tpde.io.sources import Extent
-    >>> kept = Kept(0, 1024, 2048)
+    >>> retained = Retained(0, 1024, 2048)
     >>> piece = Piece(Extent(None, 0, 512, "w"), None, ())
-    >>> [kept.take(piece) for _ in range(6)]
+    >>> [retained.take(piece) for _ in range(6)]
     [None, 0, None, 512, None, None]
-    >>> kept.put("layer", 1, 0, None)
-    >>> kept.find("layer", 1)
+    >>> retained.put("layer", 1, 0, None)
+    >>> retained.find("layer", 1)
     Stay(place=0, copied=None)
-    >>> kept.missing("layer", 4, 1)
+    >>> retained.missing("layer", 4, 1)
     2
     """
 
-    def __init__(self, start: int, room: int, wanted: int, supply: Supply | None = None) -> None:
-        self._start, self._room, self._wanted, self._supply = start, room, wanted, supply
+    def __init__(self, start: int, room: int, wanted: int, feed: Feed | None = None) -> None:
+        self._start, self._room, self._wanted, self._feed = start, room, wanted, feed
         self._taken = self._seen = 0
         self._stays: dict[T, dict[int, Stay]] = {}
 
     def take(self, piece: Piece) -> int | None:
         """Room for a piece that is copied now; None if it is not to stay, or does not fit."""
-        if self._supply not in (None, piece.supply):
+        if self._feed not in (None, piece.feed):
             return None
         self._seen += piece.extent.size
         taken = self._taken + align(piece.extent.size, _ALIGN)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from tpde.streaming.trace import COMPUTE, COPY, DECODE, WAIT, Span
+from tpde.streaming.trace import COMPUTE, COPY, DECODE, WAIT, TraceSpan
 
 BUSY = 0.95  # of the time copying: then the bus itself is what limits
 
@@ -233,9 +233,9 @@ def _idle_at(times: Sequence[int], working: Sequence[Interval]) -> int:
     return count
 
 
-def summarize_spans(spans: Iterable[Span], dropped: int = 0) -> StreamingTimes:
+def summarize_spans(spans: Iterable[TraceSpan], dropped: int = 0) -> StreamingTimes:
     """The summary of a trace: see `summarize`."""
-    tracks: dict[str, list[Span]] = {}
+    tracks: dict[str, list[TraceSpan]] = {}
     for span in spans:
         tracks.setdefault(span.track, []).append(span)
 

@@ -14,14 +14,14 @@ import torch
 from tpde.codec.blob import BlobReader
 from tpde.errors import Corrupt, PackedWeight, Truncated, UnsupportedVersion
 from tpde.format.blob_header import align
-from tpde.host.feed import Supply
+from tpde.host.feed import Feed
 from tpde.io.sources import Extent
 from tpde.memory.device_memory import allocate
 from tpde.weights.decoder import ChunkDecoder
 from tpde.weights.source import Decoder, Source, Watched
 
 if TYPE_CHECKING:
-    from tpde.cuda.items import Chunks, Item, Tables
+    from tpde.cuda.items import Item, StagedChunks, Tables
 
 
 def _stays(name: str, wish: str) -> PackedWeight:
@@ -37,7 +37,7 @@ _PUTTING = threading.Lock()
 
 
 class Streams(Protocol):
-    """What brings chunks to a device, and decodes them there: see `tpde.streaming.ring`."""
+    """What brings chunks to a device, and decodes them there: see `tpde.streaming.streamer`."""
 
     def unit(self, items: Sequence[tuple[Source, int]]) -> Decoder:
         """What rebuilds sources, each at its byte offset, into a buffer."""
@@ -67,7 +67,7 @@ class Streamed(Source):
         does it, or on the CPU, which reads them.
     device : torch.device
         The device.
-    supply : Supply or None
+    feed : Feed or None
         What brings the chunks to where the device can copy from.
 
     Raises
@@ -85,10 +85,10 @@ class Streamed(Source):
     settled = False
 
     def __init__(
-        self, extent: Extent, streams: Streams | None, device: torch.device, supply: Supply | None
+        self, extent: Extent, streams: Streams | None, device: torch.device, feed: Feed | None
     ) -> None:
         self.name, self.version, self.extent, self._device = extent.name, 1, extent, device
-        self.bind(streams, supply)
+        self.bind(streams, feed)
         try:
             reader = BlobReader(extent.source, extent.offset, extent.size)
         except (Corrupt, Truncated, UnsupportedVersion) as error:
@@ -98,15 +98,15 @@ class Streamed(Source):
         self.travels = self.codec.in_pieces
         self._device_index: torch.Tensor | None = None
 
-    def bind(self, streams: Streams | None, supply: Supply | None) -> None:
+    def bind(self, streams: Streams | None, feed: Feed | None) -> None:
         """Say what brings the chunks."""
-        self._streams, self._supply = streams, supply
+        self._streams, self._feed = streams, feed
 
     @property
-    def supply(self) -> Supply:
+    def feed(self) -> Feed:
         """What brings the chunks to where the device can copy from, or read them."""
-        assert self._supply is not None
-        return self._supply
+        assert self._feed is not None
+        return self._feed
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +158,7 @@ class Streamed(Source):
 
     def in_host_memory(self, streamer: object) -> bool:
         """Whether this streamer brings the chunks, and they all lie in host memory."""
-        return self._streams is streamer and not self.supply.ahead
+        return self._streams is streamer and not self.feed.ahead
 
     def opened(self) -> contextlib.AbstractContextManager[None]:
         """Raise `ReadError` if the chunks were given up; inside, nobody gives them up."""
@@ -189,7 +189,7 @@ class Streamed(Source):
         """Whether the kernels can decode the blob."""
         return self.travels and self.device_tables() is not None
 
-    def span_item(self, out: int, chunks: Chunks | None, at: int) -> Item:
+    def span_item(self, out: int, chunks: StagedChunks | None, at: int) -> Item:
         """What the kernels take for some chunks, the blob's start being `at` bytes from a launch's base."""
         from tpde.cuda.items import Item
 
@@ -199,13 +199,13 @@ class Streamed(Source):
         index = self._device_index.data_ptr()
         return Item(self.header, tables[0], at, tables[1].data_ptr(), out, index, chunks)
 
-    def item(self, offset: int, chunks: Chunks | None = None) -> Item | None:
+    def item(self, offset: int, chunks: StagedChunks | None = None) -> Item | None:
         """What the kernels take to read the blob over the bus, where it lies; None if they cannot."""
         from tpde.cuda.items import ALIGNMENT
 
         if not self.decodable():
             return None
-        at = self.supply.device_address(self.extent)
+        at = self.feed.device_address(self.extent)
         return None if at is None or at % ALIGNMENT else self.span_item(offset, chunks, at)
 
 

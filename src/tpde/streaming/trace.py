@@ -25,7 +25,7 @@ COPY, DECODE, COMPUTE, READ, WAIT = "copy", "decode", "compute", "disk", "host w
 TRACKS = (COMPUTE, DECODE, COPY, READ, WAIT)  # as they are shown, from the top
 
 
-class Event(Protocol):
+class TimingEvent(Protocol):
     """A mark on a stream that tells its time, such as `torch.cuda.Event(enable_timing=True)`."""
 
     def query(self) -> bool:
@@ -38,7 +38,7 @@ class Event(Protocol):
         """Milliseconds from this one to another."""
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """Something that took time.
 
     Attributes
@@ -66,8 +66,8 @@ class Span(NamedTuple):
 class _Pending(NamedTuple):
     track: str
     name: str
-    start: Event
-    end: Event
+    start: TimingEvent
+    end: TimingEvent
     nbytes: int
     queued: int
 
@@ -77,7 +77,7 @@ class Trace:
 
     Parameters
     ----------
-    anchor : Event
+    anchor : TimingEvent
         A timing event of the device that it has passed.
     anchor_ns : int
         `time.perf_counter_ns()` right after waiting for it: ties the device's clock to the host's.
@@ -98,34 +98,36 @@ class Trace:
     weights was queued: spans then hold no waiting.
     """
 
-    def __init__(self, anchor: Event, anchor_ns: int, *, device: str = "cuda:0", limit: int = LIMIT) -> None:
+    def __init__(
+        self, anchor: TimingEvent, anchor_ns: int, *, device: str = "cuda:0", limit: int = LIMIT
+    ) -> None:
         self.device, self.dropped = device, 0
         self._anchor, self._anchor_ns = anchor, anchor_ns
         self._limit, self._lock = limit, threading.Lock()
-        self._spans: deque[Span] = deque()
+        self._spans: deque[TraceSpan] = deque()
         self._pending: deque[_Pending] = deque()
 
-    def copy(self, start: Event, end: Event, name: str, nbytes: int) -> None:
+    def copy(self, start: TimingEvent, end: TimingEvent, name: str, nbytes: int) -> None:
         """Bytes from the host to the device; called when the copy has been queued."""
         self._queue(_Pending(COPY, name, start, end, nbytes, time.perf_counter_ns()))
 
-    def decode(self, start: Event, end: Event, name: str, nbytes: int) -> None:
+    def decode(self, start: TimingEvent, end: TimingEvent, name: str, nbytes: int) -> None:
         """One launch that writes so many plain bytes."""
         self._queue(_Pending(DECODE, name, start, end, nbytes, time.perf_counter_ns()))
 
-    def compute(self, start: Event, end: Event, name: str) -> None:
+    def compute(self, start: TimingEvent, end: TimingEvent, name: str) -> None:
         """A block, or a module outside of blocks."""
         self._queue(_Pending(COMPUTE, name, start, end, 0, time.perf_counter_ns()))
 
     def read(self, t0_ns: int, t1_ns: int, name: str, nbytes: int) -> None:
         """Bytes from a file to host memory."""
-        self._keep(Span(READ, name, t0_ns, t1_ns, nbytes, t0_ns))
+        self._keep(TraceSpan(READ, name, t0_ns, t1_ns, nbytes, t0_ns))
 
     def wait(self, t0_ns: int, t1_ns: int, name: str) -> None:
         """The host could not queue a copy, since its bytes were not read yet."""
-        self._keep(Span(WAIT, name, t0_ns, t1_ns, 0, t0_ns))
+        self._keep(TraceSpan(WAIT, name, t0_ns, t1_ns, 0, t0_ns))
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TraceSpan]:
         """All spans that are kept, by their starts. Waits for the device to pass the last of them."""
         with self._lock:
             while self._pending:
@@ -143,11 +145,11 @@ class Trace:
                 self._pending.popleft()
                 self.dropped += 1
 
-    def _keep(self, span: Span) -> None:
+    def _keep(self, span: TraceSpan) -> None:
         with self._lock:
             self._append(span)
 
-    def _append(self, span: Span) -> None:
+    def _append(self, span: TraceSpan) -> None:
         self._spans.append(span)
         if len(self._spans) > self._limit:
             self._spans.popleft()
@@ -158,7 +160,7 @@ class Trace:
         after = self._anchor.elapsed_time(it.end)
         end = self._anchor_ns + round(after * 1e6)
         start = end - round(it.start.elapsed_time(it.end) * 1e6)
-        self._append(Span(it.track, it.name, start, end, it.nbytes, it.queued))
+        self._append(TraceSpan(it.track, it.name, start, end, it.nbytes, it.queued))
         if after > _REANCHOR:
             self._anchor, self._anchor_ns = it.end, end
 
@@ -249,7 +251,7 @@ def _meta(what: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def _complete(span: Span, pid: int, tid: int, zero: int) -> dict[str, Any]:
+def _complete(span: TraceSpan, pid: int, tid: int, zero: int) -> dict[str, Any]:
     took = span.end - span.start
     args: dict[str, Any] = {}
     if span.nbytes:

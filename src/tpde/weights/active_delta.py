@@ -16,7 +16,7 @@ WHOLE = "call the whole model, or choose one delta for all rows: `model.use(name
 """What to do where rows of a batch cannot be told apart."""
 
 
-class Choice:
+class ActiveDelta:
     """A name, of those that all weights of a model that have deltas go by; None is the base.
 
     Attributes
@@ -90,5 +90,5 @@ class Choice:
 
 
 UNNAMED = ""
-ALWAYS = Choice(UNNAMED)
+ALWAYS = ActiveDelta(UNNAMED)
 """What goes by no name that anybody chooses: all such changes are decoded together."""

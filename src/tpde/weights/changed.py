@@ -14,9 +14,9 @@ from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, Gpu
 from tpde.errors import PackedWeight
 from tpde.format.blob_header import align
-from tpde.weights.active_delta import ALWAYS, UNNAMED, Choice
+from tpde.weights.active_delta import ALWAYS, UNNAMED, ActiveDelta
 from tpde.weights.changed_rows import ChangedRows, RowChanges, different_words
-from tpde.weights.coded import Coded, Piece, by_kernels, changing
+from tpde.weights.coded import Coded, CodedPiece, by_kernels, changing
 from tpde.weights.launch import capturing
 from tpde.weights.pack_tensor import packed_again
 from tpde.weights.packed_tensor import PackedTensor
@@ -51,21 +51,21 @@ class Changed(Source):
         What all of them are on the device of.
     variants : mapping of str to Variant
         By name; what is not named is as the base has it.
-    choice : Choice
+    choice : ActiveDelta
         Which of them is decoded.
 
     Attributes
     ----------
     base : Source
         As above.
-    choice : Choice
+    choice : ActiveDelta
         As above.
     """
 
     lead = 2  # has all others decoded that are decoded with it
-    choice: Choice
+    choice: ActiveDelta
 
-    def __init__(self, base: Source, variants: Mapping[str, Variant], choice: Choice) -> None:
+    def __init__(self, base: Source, variants: Mapping[str, Variant], choice: ActiveDelta) -> None:
         self.base, self.variants, self.choice = base, dict(variants), choice
         self.name, self.header, self.version = base.name, base.header, base.version + 1
         self.settled, self._section = base.settled, base._section
@@ -243,7 +243,7 @@ def part_of(variant: Variant, begin: int, end: int) -> Tensor:
     found = Span(PackedTensor(start), low, high).decoded()
     first, last = low // step, -(-high // step)
     for change in variant.changes:
-        for decode in changing([Piece(change, first, last, 0, (high - low) // word)], start.device):
+        for decode in changing([CodedPiece(change, first, last, 0, (high - low) // word)], start.device):
             decode(found)
     return found[begin - low : end - low]
 
@@ -296,10 +296,12 @@ class ChangedDecoder:
             change(out)
 
 
-def _rounds(items: Iterable[tuple[Variant, int]]) -> Iterator[list[Piece]]:
+def _rounds(items: Iterable[tuple[Variant, int]]) -> Iterator[list[CodedPiece]]:
     """The first changes of all tensors, then the second ones, and so on."""
     each = [
-        [Piece.whole(change, it.start.nbytes, at) for change in it.changes] for it, at in items if it.changes
+        [CodedPiece.whole(change, it.start.nbytes, at) for change in it.changes]
+        for it, at in items
+        if it.changes
     ]
     for found in zip_longest(*each):
         yield [piece for piece in found if piece is not None]

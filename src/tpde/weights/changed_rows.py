@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tpde.weights.active_delta import Choice
+from tpde.weights.active_delta import ActiveDelta
 from tpde.weights.launch import capturing
 from tpde.weights.source import RowsDecoder
 
@@ -116,7 +116,7 @@ class ChangedRows:
         What rebuilds rows of the base.
     named : mapping of str to (callable, RowChanges or None)
         For each name, what rebuilds the rows that it is on, and what differs.
-    choice : Choice
+    choice : ActiveDelta
         Which of them is chosen.
     """
 
@@ -124,7 +124,7 @@ class ChangedRows:
         self,
         base: RowsDecoder,
         named: Mapping[str, tuple[RowsDecoder, RowChanges | None]],
-        choice: Choice,
+        choice: ActiveDelta,
     ) -> None:
         self._base, self._named, self._choice = base, named, choice
 

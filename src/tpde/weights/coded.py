@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, Model, Sparse, chunk_count
+from tpde.codec.delta import CHUNK_WORDS, MAX_CLASSES, ChangeModel, Sparse, chunk_count
 from tpde.codec.native import Bytes
 from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import align
@@ -19,7 +19,7 @@ from tpde.weights.launch import capturing, upload
 from tpde.weights.source import Decoder
 
 if TYPE_CHECKING:
-    from tpde.cuda.delta_kernels import Batch
+    from tpde.cuda.delta_kernels import DeltaBatch
 
 _COUNTED = 4 * (MAX_CLASSES + 1)  # bytes a chunk: words of each class, and changes that were read
 # What a launch takes beside the weights for changes that are not coded: 8 bytes each of bf16. A block of an
@@ -37,11 +37,11 @@ class Coding:
 
     Parameters
     ----------
-    model : Model
+    model : ChangeModel
         The model.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ChangeModel) -> None:
         self.model = model
         self._images: dict[torch.device, Tensor] = {}
 
@@ -64,7 +64,7 @@ class Coded:
     records : Sparse
         The change; of its data only the records of chunks are kept.
     data : torch.Tensor
-        The bytes of all chunks on the device, uint8, with `cuda.delta.AHEAD` more.
+        The bytes of all chunks on the device, uint8, with `cuda.delta_kernels.AHEAD` more.
     """
 
     def __init__(self, coding: Coding, records: Sparse, data: Tensor) -> None:
@@ -110,7 +110,7 @@ class Coded:
         self.coding.model.apply(Sparse(data, *records), words, default_threads())
 
 
-class Piece(NamedTuple):
+class CodedPiece(NamedTuple):
     """Chunks `first` to `last` of a change, whose words begin at byte `at` of a buffer.
 
     `words` is how many they have.
@@ -123,7 +123,7 @@ class Piece(NamedTuple):
     words: int
 
     @classmethod
-    def whole(cls, change: Coded, nbytes: int, at: int) -> Piece:
+    def whole(cls, change: Coded, nbytes: int, at: int) -> CodedPiece:
         """All of a tensor's chunks."""
         return cls(change, 0, change.changes.size, at, nbytes // change.word_bytes)
 
@@ -132,7 +132,7 @@ class Piece(NamedTuple):
         """How many words change."""
         return int(self.change.changes[self.first : self.last].sum(dtype=np.uint64))
 
-    def cut(self, most: int) -> Iterator[Piece]:
+    def cut(self, most: int) -> Iterator[CodedPiece]:
         """Pieces that have at most so many changes, or one chunk."""
         sums = np.cumsum(self.change.changes[self.first : self.last], dtype=np.uint64)
         first, before = self.first, 0
@@ -141,7 +141,7 @@ class Piece(NamedTuple):
             last = min(max(fits, first + 1), self.last)
             skipped = (first - self.first) * CHUNK_WORDS
             words = min((last - first) * CHUNK_WORDS, self.words - skipped)
-            yield Piece(self.change, first, last, self.at + skipped * self.change.word_bytes, words)
+            yield CodedPiece(self.change, first, last, self.at + skipped * self.change.word_bytes, words)
             before, first = int(sums[last - 1 - self.first]), last
 
 
@@ -153,8 +153,8 @@ class _Pieces:
     words beneath are always the same, so that they are counted by the first call of each stream alone.
     """
 
-    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
-        from tpde.cuda.delta_kernels import Batch, Pair
+    def __init__(self, pieces: Sequence[CodedPiece], device: torch.device) -> None:
+        from tpde.cuda.delta_kernels import DeltaBatch, Pair
 
         coding = pieces[0].change.coding
         model = coding.model
@@ -171,7 +171,7 @@ class _Pieces:
         self._count = int(counts.sum(dtype=np.uint64))
         lists = np.cumsum(counts, dtype=np.uint64) - counts
         rows = [Pair(it.at, 0, it.words) for it in pieces]
-        self._batch: Batch = Batch(rows, model.word_bytes, model.rotate, device.index or 0)
+        self._batch: DeltaBatch = DeltaBatch(rows, model.word_bytes, model.rotate, device.index or 0)
         for name in ("survey", "decode", "locate", "write"):
             self._batch.prepare(name)
         arrays = [counts, lists, np.concatenate(starts), sizes, self._batch.whose, self._batch.items]
@@ -213,12 +213,12 @@ class _Pieces:
             self._batch.write(items, whose, listed, found, stream)
 
 
-def changing(pieces: Sequence[Piece], device: torch.device) -> list[Decoder]:
+def changing(pieces: Sequence[CodedPiece], device: torch.device) -> list[Decoder]:
     """What changes tensors in a buffer of bytes on a device, one call after the other.
 
     Parameters
     ----------
-    pieces : sequence of Piece
+    pieces : sequence of CodedPiece
         Their words; none may overlap.
     device : torch.device
         Where the changes are, and the buffer will be.
@@ -234,7 +234,7 @@ def changing(pieces: Sequence[Piece], device: torch.device) -> list[Decoder]:
     made: list[Decoder] = []
     for members in _by_coding(pieces).values():
         most = _SCRATCH_BYTES // (2 * (2 + members[0].change.word_bytes))
-        batch: list[Piece] = []
+        batch: list[CodedPiece] = []
         held = 0
         for it in (part for piece in members for part in piece.cut(most)):
             if batch and held + it.changes > most:
@@ -248,8 +248,8 @@ def changing(pieces: Sequence[Piece], device: torch.device) -> list[Decoder]:
     return made
 
 
-def _by_coding(pieces: Sequence[Piece]) -> dict[Any, list[Piece]]:
-    groups: dict[Any, list[Piece]] = {}
+def _by_coding(pieces: Sequence[CodedPiece]) -> dict[Any, list[CodedPiece]]:
+    groups: dict[Any, list[CodedPiece]] = {}
     for it in pieces:
         groups.setdefault(id(it.change.coding), []).append(it)
     return groups

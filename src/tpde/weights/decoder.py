@@ -165,9 +165,9 @@ class ChunkDecoder:
         self._fill = packed.codec.gpu is Gpu.FILL
         if packed.device.type == "cuda" and not self._fill:
             from tpde.cuda.decode import WorkList
-            from tpde.cuda.items import Chunks
+            from tpde.cuda.items import StagedChunks
 
-            part = Chunks(first, last, 0, header.blob_bytes)
+            part = StagedChunks(first, last, 0, header.blob_bytes)
             item = packed.item(offset - self._begin, part)
             if item is not None:
                 assert packed.device.index is not None

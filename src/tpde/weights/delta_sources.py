@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tpde.codec.delta import Sparse, fingerprint
+from tpde.codec.delta import Sparse
+from tpde.codec.fingerprints import fingerprint
 from tpde.codec.native import Bytes
 from tpde.errors import InvalidInput, MissingBase, PackedWeight
 from tpde.files.thread_count import default_threads

@@ -55,7 +55,7 @@ def upload(data: Bytes, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(padded).to(device)
 
 
-class Work(Protocol[P, R_co]):
+class KernelWork(Protocol[P, R_co]):
     """What one launch does: a list of blobs, rows of one, frames.
 
     Attributes
@@ -88,7 +88,7 @@ class Launch(Generic[P, R_co]):
 
     Parameters
     ----------
-    works : sequence of Work
+    works : sequence of KernelWork
         They are launched one by one, and report damage side by side.
     device : torch.device
         With its number.
@@ -98,7 +98,7 @@ class Launch(Generic[P, R_co]):
     """
 
     def __init__(
-        self, works: Sequence[Work[P, R_co]], device: torch.device, reports: torch.Tensor | None = None
+        self, works: Sequence[KernelWork[P, R_co]], device: torch.device, reports: torch.Tensor | None = None
     ) -> None:
         self._index = device.index
         rows = [it.descriptors for it in works]

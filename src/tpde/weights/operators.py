@@ -44,7 +44,7 @@ from torch.utils.flop_counter import register_flop_formula
 from tpde.errors import InvalidInput, PackedWeight
 
 
-class Unit(Protocol):
+class KeyedWeights(Protocol):
     """What a key stands for: one weight, or all of a block."""
 
     def decode_into(self, out: Tensor) -> None:
@@ -98,14 +98,14 @@ _units: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count(2)  # the compiler makes no inputs of 0 and 1
 
 
-def register(unit: Unit) -> int:
+def register(unit: KeyedWeights) -> int:
     """Give a unit a new key; it is valid as long as the unit lives."""
     key = next(_numbers)
     _units[key] = unit
     return key
 
 
-def renew(unit: Unit, key: int) -> int:
+def renew(unit: KeyedWeights, key: int) -> int:
     """Give a unit another key: a backward pass that is under way with this one is refused."""
     _units.pop(key, None)
     return register(unit)

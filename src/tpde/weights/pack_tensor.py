@@ -9,7 +9,7 @@ import xxhash
 from torch import Tensor
 
 from tpde.codec.blob import BlobWriter
-from tpde.codec.selection import CodecName, Plan, base_header
+from tpde.codec.selection import CodecName, TensorPlan, base_header
 from tpde.errors import PackedWeight
 from tpde.files.gpu_packing import packed_there
 from tpde.files.tensor_writer import TensorWriter
@@ -56,7 +56,7 @@ def pack_tensor(tensor: Tensor, name: str, threads: int | None = None) -> Packed
 
 def hold_raw(tensor: Tensor, name: str) -> PackedTensor:
     """A contiguous tensor that would not shrink, in a blob of planes as they are, on its device."""
-    plan = Plan(base_header(torch_spec(name, tensor), CODEC_PREFIX), b"", 0)
+    plan = TensorPlan(base_header(torch_spec(name, tensor), CODEC_PREFIX), b"", 0)
     sink, data = BytesSink(tensor.nbytes + (1 << 16)), torch_bytes(tensor)
     writer = BlobWriter(plan, sink, 0, check_threads(None))
     writer.write(data)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.blob_header import align
-from tpde.weights.active_delta import Choice
+from tpde.weights.active_delta import ActiveDelta
 from tpde.weights.resident import Resident
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
 from tpde.weights.span import ALIGN, Span
@@ -69,7 +69,7 @@ class PackedTensor:
     tile_bytes : int
         Room for tiles of its rows, if it is a matrix larger than any buffer; 0 if it is decoded whole.
         Whoever loads a model sets it.
-    choice : Choice or None
+    choice : ActiveDelta or None
         By which name it is decoded, if it has several.
     multiplies : bool
         Whether products are computed from it, without its being decoded before: a linear layer's, or of
@@ -96,7 +96,7 @@ class PackedTensor:
         self.dtype = first.dtype
         self.shape = torch.Size(first.shape if shape is None else tuple(shape))
         self.parts: list[tuple[Source, int]] = []
-        self.choice: Choice | None = None
+        self.choice: ActiveDelta | None = None
         self.nbytes = self.tile_bytes = self.updates = 0
         for source in found:
             if source.dtype != self.dtype:

@@ -16,7 +16,7 @@ from tpde.weights.decoder import ChunkDecoder, Materializer
 from tpde.weights.source import Decoder, Source
 
 if TYPE_CHECKING:
-    from tpde.cuda.items import Chunks, Item
+    from tpde.cuda.items import Item, StagedChunks
 
 # Of a blob: header, tables and index map of up to 8e7 words of bf16, or there is a second copy.
 _START_BYTES = 128 << 10
@@ -152,7 +152,7 @@ class Resident(Source):
             self._host = BlobReader(BytesSource(self._blob.cpu().numpy(), self.name), 0, self._blob.numel())
         return self._host
 
-    def item(self, offset: int, chunks: Chunks | None = None) -> Item | None:
+    def item(self, offset: int, chunks: StagedChunks | None = None) -> Item | None:
         """What the kernels take to read the blob: see `Source.item`."""
         from tpde.cuda.items import Item
 

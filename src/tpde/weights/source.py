@@ -23,8 +23,8 @@ from tpde.frameworks import torch_dtype, torch_shape
 from tpde.weights.launch import upload
 
 if TYPE_CHECKING:
-    from tpde.cuda.items import Chunks, Item, Tables
-    from tpde.weights.active_delta import Choice
+    from tpde.cuda.items import Item, StagedChunks, Tables
+    from tpde.weights.active_delta import ActiveDelta
 
 Decoder = Callable[[torch.Tensor], None]  # rebuilds something into a buffer of bytes, on the current stream
 RowsDecoder = Callable[
@@ -58,7 +58,7 @@ class Source(ABC):
         Whether its bytes are on the device by now, and stay as they are there.
     travels : bool
         Whether it has chunks that are brought to the device each time.
-    choice : Choice or None
+    choice : ActiveDelta or None
         By which name it is decoded, if it has several.
     multiplies : bool
         Whether a linear layer's product is computed from it, without its being decoded before: it has a
@@ -74,7 +74,7 @@ class Source(ABC):
     lead = 0
     settled = True
     travels = False
-    choice: Choice | None = None
+    choice: ActiveDelta | None = None
     multiplies = False
     recorded = False
     _section: bytes
@@ -276,7 +276,7 @@ class Source(ABC):
         return self._device_tables
 
     @abstractmethod
-    def item(self, offset: int, chunks: Chunks | None = None) -> Item | None:
+    def item(self, offset: int, chunks: StagedChunks | None = None) -> Item | None:
         """What the kernels take: an `Item`, of some chunks or all; None if they cannot decode it there."""
 
 

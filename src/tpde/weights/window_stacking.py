@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpde.codec import windows
+from tpde.codec import window_plan, windows
 from tpde.codec.window_stacks import HEAD_BYTES, Stack, head, stacked
 from tpde.errors import InvalidInput
 from tpde.files.thread_count import default_threads
@@ -52,7 +52,7 @@ def encode_together(matrices: Sequence[Tensor], *, turned: bool = False) -> Enco
 
 def _together_on_host(matrices: Sequence[Tensor], turned: bool) -> EncodedStack:
     threads, found = default_threads(), []
-    plans = [windows.Plan(it.view(torch.int16).numpy(), threads) for it in matrices]
+    plans = [window_plan.WindowPlan(it.view(torch.int16).numpy(), threads) for it in matrices]
     blob = torch.empty(HEAD_BYTES + sum(it.nbytes for it in plans), dtype=torch.uint8)
     data, at = blob.numpy(), HEAD_BYTES
     data[:at] = head(len(plans), turned)

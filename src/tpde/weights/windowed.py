@@ -178,7 +178,7 @@ class Windowed(WindowSource):
     # ---- multiplying ----
 
     def release(self) -> int:
-        """Nothing is given up for it: see `operators.Unit`."""
+        """Nothing is given up for it: see `operators.KeyedWeights`."""
         return 0
 
     def decode_into(self, out: Tensor) -> None:

@@ -7,21 +7,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpde.codec import windows
+from tpde.codec import window_plan, windows
 from tpde.codec.windows import Window
 from tpde.errors import InvalidInput
 from tpde.files.thread_count import default_threads
 from tpde.weights.launch import on_device, stream_handle, upload
 
 
-class Encoded(NamedTuple):
+class EncodedWindow(NamedTuple):
     """A window blob, one-dimensional and uint8, and what it holds."""
 
     blob: Tensor
     window: Window
 
 
-def encode(matrix: Tensor, most: int | None = None, room: Tensor | None = None) -> Encoded | None:
+def encode(matrix: Tensor, most: int | None = None, room: Tensor | None = None) -> EncodedWindow | None:
     """A matrix as a window blob (docs/windows.md), on its device.
 
     Parameters
@@ -36,7 +36,7 @@ def encode(matrix: Tensor, most: int | None = None, room: Tensor | None = None) 
 
     Returns
     -------
-    Encoded or None
+    EncodedWindow or None
         None if it would be larger than `most` or `room`, or the matrix has no window layout.
 
     Notes
@@ -61,17 +61,17 @@ def _blob(size: int, device: torch.device, room: Tensor | None) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device) if room is None else room[:size]
 
 
-def _on_host(matrix: Tensor, most: int | None, room: Tensor | None) -> Encoded | None:
+def _on_host(matrix: Tensor, most: int | None, room: Tensor | None) -> EncodedWindow | None:
     threads = default_threads()
-    plan = windows.Plan(matrix.view(torch.int16).numpy(), threads)
+    plan = window_plan.WindowPlan(matrix.view(torch.int16).numpy(), threads)
     if most is not None and plan.nbytes > most:
         return None
     blob = _blob(plan.nbytes, matrix.device, room)
     plan.encode(blob.numpy(), threads)
-    return Encoded(blob, windows.header(blob.numpy()))
+    return EncodedWindow(blob, windows.header(blob.numpy()))
 
 
-def _on_gpu(matrix: Tensor, most: int | None, room: Tensor | None) -> Encoded | None:
+def _on_gpu(matrix: Tensor, most: int | None, room: Tensor | None) -> EncodedWindow | None:
     from tpde.cuda.window_encode import COUNTS_BYTES, SAID_AT, Matrix, WindowEncoder
 
     assert matrix.device.index is not None
@@ -91,4 +91,4 @@ def _on_gpu(matrix: Tensor, most: int | None, room: Tensor | None) -> Encoded | 
         encoder.encode(chosen, scratch.data_ptr(), blob.data_ptr(), stream)
         # A product may start while what comes before it in the stream ends, and reads the matrix at once.
         torch.cuda.current_stream(device).synchronize()
-    return Encoded(blob, chosen.window)
+    return EncodedWindow(blob, chosen.window)

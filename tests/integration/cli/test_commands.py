@@ -160,10 +160,10 @@ def test_doctor_asks_for_the_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_doctor_finds_a_broken_core(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.codec import native
+    from tpde.codec import prefix_codes
 
     monkeypatch.setattr(
-        native.Codec, "decode", lambda self, index, first, data, at, end, out, threads=1: None
+        prefix_codes.PrefixCodec, "decode", lambda self, index, first, data, at, end, out, threads=1: None
     )
     done = run("doctor")
     assert done.code == 1

@@ -66,8 +66,8 @@ MUTANTS = (
     mutant(
         "the-index-is-not-checked",
         "codec/blob.py",
-        "        if chunks is not None:\n            native.index_check(",
-        "        if chunks is None:\n            native.index_check(",
+        "        if chunks is not None:\n            core_chunks.index_check(",
+        "        if chunks is None:\n            core_chunks.index_check(",
         "chunks outside of their blob are read",
         "malformed/test_attacks_blob.py",
     ),
@@ -206,8 +206,8 @@ MUTANTS = (
     mutant(
         "a-sample-decides-for-zstd-by-itself",
         "codec/selection.py",
-        'return Plan(header, b"", size * spec.nbytes // part.size + header.chunks_at)',
-        'return Plan(header, b"", size + header.chunks_at)',
+        'return TensorPlan(header, b"", size * spec.nbytes // part.size + header.chunks_at)',
+        'return TensorPlan(header, b"", size + header.chunks_at)',
         "zstd is chosen by the size of its sample",
         "unit/test_plan.py",
         "contract/test_roundtrip.py",
@@ -223,7 +223,7 @@ MUTANTS = (
     ),
     mutant(
         "a-read-only-output-is-written",
-        "codec/native.py",
+        "codec/prefix_codes.py",
         "        if not out.flags.writeable:\n",
         "        if not out.size:\n",
         "the core writes to memory that must not change",
@@ -249,7 +249,7 @@ MUTANTS = (
     ),
     mutant(
         "a-matrix-of-other-words",
-        "codec/windows.py",
+        "codec/window_plan.py",
         "words.ndim != 2 or words.itemsize != 2",
         "words.ndim != 2",
         "words of four bytes are read as twice as many",
@@ -310,7 +310,7 @@ MUTANTS = (
     ),
     mutant(
         "gaps-between-tensors",
-        "format/container.py",
+        "format/container_reader.py",
         "        if entry.begin != at:\n",
         "        if entry.begin < at:\n",
         "a file may hide bytes between its tensors",
@@ -318,7 +318,7 @@ MUTANTS = (
     ),
     mutant(
         "bytes-after-the-tensors",
-        "format/container.py",
+        "format/container_reader.py",
         "    if found > needed:\n",
         "    if found > 2 * needed:\n",
         "a file may hide bytes at its end",
@@ -327,7 +327,7 @@ MUTANTS = (
     ),
     mutant(
         "headers-of-any-size",
-        "format/container.py",
+        "format/container_reader.py",
         "    if size > MAX_CONTAINER_HEADER:\n",
         "    if size > source.size:\n",
         "a header beyond the bound is parsed",
@@ -335,7 +335,7 @@ MUTANTS = (
     ),
     mutant(
         "blocks-of-entries-pass-over-the-rest",
-        "format/container.py",
+        "format/container_reader.py",
         "            if any(gaps) or not names:\n",
         "            if not names:\n",
         "what is no entry of a header is passed over",
@@ -343,7 +343,7 @@ MUTANTS = (
     ),
     mutant(
         "blocks-of-entries-of-any-size",
-        "format/container.py",
+        "format/container_reader.py",
         "            if list(map(operator.sub, behind, first)) != [spec.nbytes for spec in found]:\n",
         "            if len(first) != len(found):\n",
         "a tensor reaches into the next one",
@@ -352,7 +352,7 @@ MUTANTS = (
     ),
     mutant(
         "blocks-of-entries-name-one-twice",
-        "format/container.py",
+        "format/container_reader.py",
         "return (entries, metadata) if len(entries) == count else None",
         "return entries, metadata",
         "a tensor takes the place of another one of its name",
@@ -361,7 +361,7 @@ MUTANTS = (
     ),
     mutant(
         "true-is-a-size",
-        "format/container.py",
+        "format/container_reader.py",
         "type(n) is int and n >= 0 for n in values",
         "isinstance(n, int) and n >= 0 for n in values",
         "a shape of truth values is taken",
@@ -377,7 +377,7 @@ MUTANTS = (
     ),
     mutant(
         "headers-are-not-padded",
-        "format/container.py",
+        "format/container_writer.py",
         'return header + b" " * (-len(header) % 8)',
         "return header",
         "tensors start at odd places, unlike those of the stock library",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..mutant import mutant
 
 _ALLOWANCE = "unit/test_allowance.py"
-_DEMAND = ("unit/test_model_terms.py", "unit/test_demand.py", "unit/test_demand_shapes.py")
+_FOOTPRINT = ("unit/test_model_terms.py", "unit/test_footprint.py", "unit/test_footprint_shapes.py")
 _VRAM = "integration/test_from_pretrained_vram.py"
 _FUSED = "integration/test_vram_fused.py"
 _LIMITS = "integration/test_vram_limits.py"
@@ -206,7 +206,7 @@ MUTANTS = (
         " and name not in packed and tied.get(name) not in packed:",
         " and name not in packed:",
         "a head that is tied to a packed embedding counts as plain",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "plain-weights-are-not-rounded",
@@ -214,7 +214,7 @@ MUTANTS = (
         "align(tensor.numel() * tensor.element_size(), ALIGN)",
         "tensor.numel() * tensor.element_size()",
         "what the allocator rounds up by has no room",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "containers-are-called",
@@ -222,7 +222,7 @@ MUTANTS = (
         "sum(not isinstance(module, lists) for module in model.modules())",
         "sum(1 for module in model.modules())",
         "lists of modules are predicted to take time",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "loading-has-room-for-what-is-there",
@@ -336,8 +336,8 @@ MUTANTS = (
     mutant(
         "the-host-is-kept-before-the-disk",
         "loading/feeds.py",
-        "next((it for it in self.supplies if it.ahead), None)",
-        "next((it for it in self.supplies if not it.ahead), None)",
+        "next((it for it in self.feeds if it.ahead), None)",
+        "next((it for it in self.feeds if not it.ahead), None)",
         "what is kept on the device is what is copied soonest",
         _VRAM,
     ),
@@ -352,8 +352,8 @@ MUTANTS = (
     mutant(
         "tables-take-no-room",
         "loading/model_plan.py",
-        "plain=demand.plain + TABLES_BYTES * len(here))",
-        "plain=demand.plain)",
+        "plain=footprint.plain + TABLES_BYTES * len(here))",
+        "plain=footprint.plain)",
         "tables of what is on the device have no room",
         "integration/test_plan_command.py",
         "unit/test_model_terms.py",
@@ -383,7 +383,7 @@ MUTANTS = (
         "math.ceil(layer * layers * (1 + FRAGMENTATION))",
         "math.ceil(layer * layers)",
         "a cache that grows does not fit beside its holes",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "caches-have-no-room-to-grow",
@@ -391,7 +391,7 @@ MUTANTS = (
         "* (1 + FRAGMENTATION)) + layer) if layers",
         "* (1 + FRAGMENTATION))) if layers",
         "a layer that grows has no room beside itself",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "encoders-have-no-cache",
@@ -399,7 +399,7 @@ MUTANTS = (
         "        layers *= 2  # those of",
         "        layers *= 1  # those of",
         "keys and values of an encoder's tokens have no room",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "states-have-no-copy",
@@ -407,7 +407,7 @@ MUTANTS = (
         "return max_batch * (states + -(-states // layers))",
         "return max_batch * states",
         "a recurrent layer's new state has no room beside the old one",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "all-layers-cache-everywhere",
@@ -415,7 +415,7 @@ MUTANTS = (
         "layers = sum(any(name in only for name in names) for names in blocks)",
         "layers = len(blocks)",
         "each of several devices keeps room for the cache of all",
-        *_DEMAND,
+        *_FOOTPRINT,
         "integration/test_plan_command.py",
     ),
     mutant(
@@ -424,7 +424,7 @@ MUTANTS = (
         'heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads',
         "heads = config.num_attention_heads",
         "caches are planned several times as large as they are",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "pairs-of-tokens-take-no-room",
@@ -432,7 +432,7 @@ MUTANTS = (
         "max_tokens * self.inside + max_tokens * max_tokens * self.pair",
         "max_tokens * self.inside",
         "masks and scores have no room",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "sampling-takes-no-room",
@@ -440,7 +440,7 @@ MUTANTS = (
         "ends = max_tokens * self.logits + batch * self.sampling",
         "ends = max_tokens * self.logits",
         "choosing tokens has no room",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "copied-experts-take-no-room",
@@ -448,7 +448,7 @@ MUTANTS = (
         "+ self.copied(max_tokens, max_batch) * self.experts",
         "",
         "copies of experts have no room",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "scaled-logits-are-there-once",
@@ -456,7 +456,7 @@ MUTANTS = (
         "logits=vocabulary * itemsize * (2 if _scales_logits(config) else 1)",
         "logits=vocabulary * itemsize",
         "the second copy of scaled logits has no room",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "scans-take-no-room",
@@ -464,7 +464,7 @@ MUTANTS = (
         "return max_tokens * self.states + max(inside, scan, ends)",
         "return max_tokens * self.states + max(inside, ends)",
         "a recurrent layer's scan has no room",
-        *_DEMAND,
+        *_FOOTPRINT,
     ),
     mutant(
         "more-tokens-than-room",

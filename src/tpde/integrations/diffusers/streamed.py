@@ -13,7 +13,7 @@ from tpde.loading.footprint import FIXED_BYTES, plain_bytes
 from tpde.loading.model_plan import place_units
 from tpde.loading.runs import Run
 from tpde.planning.budget import Budget
-from tpde.planning.units import Demand
+from tpde.planning.units import Footprint
 
 
 def planned(
@@ -40,7 +40,9 @@ def planned(
     OutOfMemory
         If a budget is not free, or cannot work.
     """
-    demand = Demand(plain_bytes(model, runs), 0, budget.activations, FIXED_BYTES, argument="`activations`")
+    footprint = Footprint(
+        plain_bytes(model, runs), 0, budget.activations, FIXED_BYTES, argument="`activations`"
+    )
     streaming = Streaming(budget, whole=False)
-    streaming.decide(device, lambda vram: place_units(model, runs, demand, vram, budget.ram))
+    streaming.decide(device, lambda vram: place_units(model, runs, footprint, vram, budget.ram))
     return streaming

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tpde.errors import InvalidInput
-from tpde.nn.batch_rows import ROWS, Batch, positional, refuse
+from tpde.nn.batch_rows import ROWS, BatchRows, positional, refuse
 from tpde.nn.model_deltas import Deltas
 from tpde.nn.passes import AroundModel
 
@@ -37,9 +37,9 @@ class Generate(AroundModel):
             names = self.deltas.choice.rows()
             if names is None:  # by now
                 return self.run(args, kwargs)
-            return self._by_requests(Batch(names), args, kwargs)
+            return self._by_requests(BatchRows(names), args, kwargs)
 
-    def _by_requests(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _by_requests(self, batch: BatchRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A generation for each delta, with its rows."""
         signature = inspect.signature(self.forward)
         signature.bind(*args, **kwargs)
@@ -111,7 +111,7 @@ def _require_joined(given: Mapping[str, Any], settings: _Settings) -> None:
         raise refuse("cache_implementation", "is `paged`, which computes in other threads")
 
 
-def _joined(batch: Batch, found: list[Any], settings: _Settings) -> Tensor:
+def _joined(batch: BatchRows, found: list[Any], settings: _Settings) -> Tensor:
     """Tokens of all generations, padded on the right to the longest, in the order of the rows.
 
     Raises

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tpde.integrations.transformers.expert_modules import cache_least
-from tpde.integrations.transformers.model_footprint import activation_dtype, demand_of
+from tpde.integrations.transformers.model_footprint import activation_dtype, footprint_of
 from tpde.integrations.transformers.weight_map import Plan
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.loading.model_plan import place_units
@@ -50,14 +50,14 @@ def plan_streaming(
         If the header of a packed tensor is damaged.
     """
     dtype = activation_dtype(model.parameters())
-    demand = demand_of(model, plan.runs, budget.max_tokens, budget.max_batch, dtype, only)
+    footprint = footprint_of(model, plan.runs, budget.max_tokens, budget.max_batch, dtype, only)
     sizes = {part.name: part.extent.size for run in plan.runs.values() for part in run.parts}
     here = {
         part.name for name, run in plan.runs.items() if only is None or name in only for part in run.parts
     }
-    demand = replace(
-        demand,
+    footprint = replace(
+        footprint,
         experts=cache_least(model, plan.runs, only),
         elsewhere=sum(size for name, size in sizes.items() if name not in here),
     )
-    return place_units(model, plan.runs, demand, budget.vram, budget.ram, only, fused)
+    return place_units(model, plan.runs, footprint, budget.vram, budget.ram, only, fused)

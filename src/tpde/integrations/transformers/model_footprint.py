@@ -13,20 +13,20 @@ from tpde.integrations.transformers.activations import activations_of
 from tpde.integrations.transformers.recurrent import recurrent_layers, recurrent_of
 from tpde.loading.footprint import FIXED_BYTES, plain_bytes
 from tpde.nn.replace import block_path
-from tpde.planning.units import Demand
+from tpde.planning.units import Footprint
 
 # A cache that grows leaves holes behind that are too small for what comes next.
 FRAGMENTATION = 0.25
 
 
-def demand_of(
+def footprint_of(
     model: Any,
     packed: Container[str],
     max_tokens: int,
     max_batch: int,
     dtype: torch.dtype,
     only: Collection[str] | None = None,
-) -> Demand:
+) -> Footprint:
     """What a model needs beside packed weights.
 
     Parameters
@@ -44,7 +44,7 @@ def demand_of(
     """
     activations = activations_of(model, dtype.itemsize)
     by_sequences = activations.copies or activations.recurrent.states
-    return Demand(
+    return Footprint(
         plain=plain_bytes(model, packed, only),
         cache=cache_bytes(model, max_tokens, dtype.itemsize, only) + state_bytes(model, max_batch, only),
         activations=activations.bytes(max_tokens, max_batch),

@@ -29,7 +29,7 @@ from tpde.integrations.transformers.internals import (
     tied_weights,
 )
 from tpde.integrations.transformers.placeholders import Placeholders
-from tpde.integrations.transformers.run_memory import Footprint
+from tpde.integrations.transformers.run_memory import MemoryFootprintMethod
 from tpde.integrations.transformers.save import state_to_save
 from tpde.integrations.transformers.streamed import ModelStreaming
 from tpde.integrations.transformers.unpacked import load_plain, report_decoded, some
@@ -336,7 +336,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         # Saving converts packed weights itself; transformers would try to decode them.
         self.conversions = take_conversions(model)
         forget_quantized(model)
-        model.get_memory_footprint = Footprint(model)
+        model.get_memory_footprint = MemoryFootprintMethod(model)
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
         kernels, streaming, fused = self._target.kernels, self._target.streaming, bool(self._fused)
@@ -379,7 +379,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         """Belong to a model that was packed in memory: saving it writes its blobs."""
         self.conversions = take_conversions(model)
         model.hf_quantizer = self
-        model.get_memory_footprint = Footprint(model)
+        model.get_memory_footprint = MemoryFootprintMethod(model)
 
     def adopt_inner(self, model: Any) -> None:
         """Have the models that are in this one saved likewise, each by itself: `model.model`."""

@@ -68,7 +68,7 @@ def weight_bytes(model: torch.nn.Module) -> dict[str, int]:
     }
 
 
-class Footprint:
+class MemoryFootprintMethod:
     """`get_memory_footprint` of a packed model of transformers: packed weights count as what they take.
 
     It takes the place of the method in the model's own attributes.

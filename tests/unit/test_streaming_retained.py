@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.simulated import MemorySupply
+from support.simulated import MemoryFeed
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -15,20 +15,20 @@ from support.ring import ROOM, SIZES, Fixture, filled  # noqa: E402
 
 from tpde.errors import Corrupt  # noqa: E402
 from tpde.streaming.pieces import Piece  # noqa: E402
-from tpde.streaming.retained import Kept  # noqa: E402
-from tpde.streaming.ring import Unit  # noqa: E402
+from tpde.streaming.retained import Retained  # noqa: E402
+from tpde.streaming.streamer import StreamedUnit  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
 
-def passes(made: Fixture, units: list[tuple[Unit, bytes]], count: int) -> list[int]:
+def passes(made: Fixture, units: list[tuple[StreamedUnit, bytes]], count: int) -> list[int]:
     """Bytes that each of so many passes over all units copies, every one of them right."""
     found = []
     for _ in range(count):
-        before = made.streamer.copied_bytes
+        before = made.streamer.ring.copied_bytes
         for unit, expected in units:
             assert filled(unit, len(expected)) == expected
-        found.append(made.streamer.copied_bytes - before)
+        found.append(made.streamer.ring.copied_bytes - before)
     return found
 
 
@@ -41,7 +41,11 @@ def test_what_is_kept_is_copied_once(tmp_path: Path) -> None:
         pieces = [(unit, i, it) for unit, _ in units for i, it in enumerate(unit.pieces)]
 
         def kept() -> list[tuple[int, Piece]]:
-            return [(n, it) for n, (unit, i, it) in enumerate(pieces) if made.streamer._kept.find(unit, i)]
+            return [
+                (n, it)
+                for n, (unit, i, it) in enumerate(pieces)
+                if made.streamer.ring._retained.find(unit, i)
+            ]
 
         passes(made, units, 1)
         between = [b - a for (a, _), (b, _) in itertools.pairwise(kept())]
@@ -58,26 +62,28 @@ def test_what_is_kept_is_copied_once(tmp_path: Path) -> None:
 def test_small_models_are_read_ahead_more_than_once(tmp_path: Path) -> None:
     """What was requested twice before it came to stay is given back."""
     with Fixture(tmp_path, [30_000, 40_000, 150_000], keep=4_000_000) as made:
-        made.supply.ahead, made.supply.late = 4 << 20, True
+        made.feed.ahead, made.feed.late = 4 << 20, True
         assert passes(made, made.units((0,), (1,), (2,)), 3)[1:] == [0, 0]
-        assert made.supply.cancelled
+        assert made.feed.cancelled
 
 
 def test_a_piece_comes_to_stay_while_it_is_in_flight(tmp_path: Path) -> None:
     """A unit that follows itself is copied to the ring for its next use, and once more, to stay."""
     with Fixture(tmp_path, [300_000, 150_000], places=6, keep=346_614) as made:
-        made.streamer._kept = Kept(6 * ROOM, 346_614, 5_000_000)  # other units have not been used yet
+        made.streamer.ring._retained = Retained(
+            6 * ROOM, 346_614, 5_000_000
+        )  # other units have not been used yet
         large, small = made.units((0,), (1,))
         for unit, expected in (small, small, large, large, large, large):
             assert filled(unit, len(expected)) == expected
 
 
-def test_only_one_supplys_pieces_are_kept(tmp_path: Path) -> None:
+def test_only_one_feeds_pieces_are_kept(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
-        other = MemorySupply()
+        other = MemoryFeed()
         for tensor in made.tensors[2:]:
             tensor.bind(made.streamer, other)
-        made.streamer._kept = Kept(4 * ROOM, 4_000_000, 1, other)
+        made.streamer.ring._retained = Retained(4 * ROOM, 4_000_000, 1, other)
         units = made.units((0,), (2,), (4,))
         steady = passes(made, units, 3)[-1]
         assert steady == sum(it.extent.size for it in units[0][0].pieces)
@@ -103,7 +109,7 @@ def test_what_was_damaged_is_not_kept(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
         ((unit, expected),) = made.units((2,))
         tensor = made.tensors[2]
-        data, at = made.supply._bytes(tensor.extent), tensor.extent.offset + int(tensor.offsets[5]) + 40
+        data, at = made.feed._bytes(tensor.extent), tensor.extent.offset + int(tensor.offsets[5]) + 40
         data[at] ^= 1
         with pytest.raises(Corrupt):
             filled(unit, len(expected))

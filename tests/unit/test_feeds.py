@@ -25,7 +25,7 @@ from tpde.io.sources import FileSource  # noqa: E402
 from tpde.loading import budgeted, feeds  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
-from tpde.loading.feeds import Supplies  # noqa: E402
+from tpde.loading.feeds import Feeds  # noqa: E402
 from tpde.memory import allowance  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
 
@@ -33,7 +33,7 @@ SPEC = TensorSpec("BF16", (64, 128))
 SECOND = torch.device("cuda", 1)
 
 
-class Supply:
+class Feed:
     """One that is made for some arguments."""
 
     def __init__(self, log: list[Any], name: str, ahead: int, given: tuple[Any, ...]) -> None:
@@ -48,7 +48,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
-        self.kept: tuple[Any, ...] = ()
+        self.retained: tuple[Any, ...] = ()
         self.ring = 0
         self.put: list[str] = []
         world = self
@@ -62,11 +62,11 @@ class World:
             def own(self, *things: Any) -> None:
                 self.owned[:0] = things
 
-        def memory(extents: Any, device: int, *, progress: Any = None) -> Supply:
-            return Supply(self.log, "memory", 0, ([it.name for it in extents], device, progress))
+        def memory(extents: Any, device: int, *, progress: Any = None) -> Feed:
+            return Feed(self.log, "memory", 0, ([it.name for it in extents], device, progress))
 
-        def kept(*args: Any) -> None:
-            world.kept = args
+        def retained(*args: Any) -> None:
+            world.retained = args
 
         def device(device: Any, ring: int) -> Any:
             assert device == SECOND
@@ -86,8 +86,8 @@ class World:
                 super().close()
 
         monkeypatch.setattr(feeds, "HostMemory", memory)
-        monkeypatch.setattr(feeds, "ReadAhead", lambda *given: Supply(self.log, "disk", 1, given))
-        monkeypatch.setattr(feeds, "Kept", kept)
+        monkeypatch.setattr(feeds, "ReadAhead", lambda *given: Feed(self.log, "disk", 1, given))
+        monkeypatch.setattr(feeds, "Retained", retained)
         monkeypatch.setattr(feeds, "CudaDevice", device)
         monkeypatch.setattr(feeds, "Streamer", Streamer)
         monkeypatch.setattr(feeds, "put_on_device", put)
@@ -110,7 +110,7 @@ def world(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 PLAN: Any = SimpleNamespace(
-    staging=48, piece=10, ring=1000, kept=70, slots=5, work=SimpleNamespace(disk=300, copied=400)
+    staging=48, piece=10, ring=1000, retained=70, slots=5, work=SimpleNamespace(disk=300, copied=400)
 )
 
 
@@ -121,32 +121,32 @@ def stored(checkpoint: Checkpoint, names: str) -> list[Any]:
 @pytest.mark.parametrize(("host", "disk"), [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")])
 def test_what_is_opened_for_a_device(host: str, disk: str, world: World, checkpoint: Checkpoint) -> None:
     told = object()
-    made = Supplies(SECOND, PLAN, stored(checkpoint, host), stored(checkpoint, disk), progress=told)  # type: ignore[arg-type]
-    supplies = {it.name: it for it in made.supplies}  # type: ignore[attr-defined]
-    assert list(supplies) == ["memory"] * bool(host) + ["disk"] * bool(disk)
+    made = Feeds(SECOND, PLAN, stored(checkpoint, host), stored(checkpoint, disk), progress=told)  # type: ignore[arg-type]
+    opened = {it.name: it for it in made.feeds}  # type: ignore[attr-defined]
+    assert list(opened) == ["memory"] * bool(host) + ["disk"] * bool(disk)
     if host:
-        assert supplies["memory"].given == (list(host), 1, told)
+        assert opened["memory"].given == (list(host), 1, told)
     if disk:
-        assert supplies["disk"].given == (4, 10, feeds.READERS, 1)
+        assert opened["disk"].given == (4, 10, feeds.READERS, 1)
     assert world.put == ["a", "b", "c"], "all tables and maps, at once"
     streamer, tensors = made.open()
     assert sorted(tensors) == ["a", "b", "c"]
     for name, it in tensors.items():
-        assert it.supply is supplies["memory" if name in host else "disk"]
+        assert it.feed is opened["memory" if name in host else "disk"]
         assert it._streams is streamer
     # What takes longest is kept first.
-    assert world.kept == (1000, 70, 70 + (300 if disk else 400), supplies.get("disk"))
+    assert world.retained == (1000, 70, 70 + (300 if disk else 400), opened.get("disk"))
     assert world.ring == 1070
     assert streamer.given == (5, 10)  # type: ignore[attr-defined]
     # Memory may still be read to where files lie: it is closed first.
-    names = [it.name if isinstance(it, Supply) else Path(it.name).name for it in streamer.owned]  # type: ignore[attr-defined]
+    names = [it.name if isinstance(it, Feed) else Path(it.name).name for it in streamer.owned]  # type: ignore[attr-defined]
     assert names == [*(["disk"] if disk else []), *(["memory"] if host else []), "one", "two"]
     made.close()
     assert not world.log, "they are the streamer's"
 
 
 def test_what_no_streamer_owns_is_closed(world: World, checkpoint: Checkpoint) -> None:
-    made = Supplies(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
+    made = Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
     made.close()
     assert world.log == ["disk closed", "memory closed", "one", "two"]
     made.close()
@@ -155,7 +155,7 @@ def test_what_no_streamer_owns_is_closed(world: World, checkpoint: Checkpoint) -
 
 def test_a_streamer_that_is_dropped_leaves_nothing_open(world: World, checkpoint: Checkpoint) -> None:
     """Copies may still read the host's memory: the device is waited for, and all is closed."""
-    made = Supplies(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
+    made = Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
     streamer: Any = made.open()[0]
 
     def fail() -> None:
@@ -181,8 +181,8 @@ def test_nothing_runs_when_the_process_ends(
             made.append(self)
 
     monkeypatch.setattr(weakref, "finalize", Noted)
-    supplies = Supplies(SECOND, PLAN, stored(checkpoint, "a"), [])
-    streamer = supplies.open()[0]
+    opened = Feeds(SECOND, PLAN, stored(checkpoint, "a"), [])
+    streamer = opened.open()[0]
     monkeypatch.setattr(allowance, "_budgets", {})
     Card(monkeypatch)
     streaming = Streaming(Budget(4 * GIB))
@@ -196,7 +196,7 @@ def test_nothing_runs_when_the_process_ends(
 def test_a_file_that_is_too_short_is_not_opened(world: World, checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "two").write_bytes((tmp_path / "two").read_bytes()[:600])
     with pytest.raises(Truncated):
-        Supplies(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
+        Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
     assert world.log == ["one", "two"]
 
 
@@ -310,8 +310,8 @@ class Told:
 def test_what_is_recorded_is_told_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     streaming: Any = Streaming(Budget(GIB))
     streaming.streamers = {DEVICE: Told(), SECOND: Told()}
-    supplies = {it: [SimpleNamespace(trace=None), SimpleNamespace(trace=None)] for it in (DEVICE, SECOND)}
-    streaming._supplies = supplies
+    told = {it: [SimpleNamespace(trace=None), SimpleNamespace(trace=None)] for it in (DEVICE, SECOND)}
+    streaming._feeds = told
     assert streaming.stats() == {"cuda:0": {"copied_bytes": 7}, "cuda:1": {"copied_bytes": 7}}
     monkeypatch.setattr(budgeted, "start_trace", lambda it: SimpleNamespace(spans=lambda: [it]))
     dropped: list[Any] = []
@@ -324,7 +324,7 @@ def test_what_is_recorded_is_told_of_each_device(monkeypatch: pytest.MonkeyPatch
     streaming.record()
     for device, it in streaming.streamers.items():
         (trace,) = it.traces
-        assert all(supply.trace is trace for supply in supplies[device])
+        assert all(feed.trace is trace for feed in told[device])
         it.dropped_pieces += 2
     both = {"copied_bytes": 7, "hidden": 0.5}
     assert streaming.stats() == {"cuda:0": both, "cuda:1": both}

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from benchmarks.data.shapes import SHAPES, forward_inputs, model_of  # noqa: E402
 from tpde.integrations.transformers import recurrent  # noqa: E402
 from tpde.integrations.transformers.activations import Activations, activations_of  # noqa: E402
-from tpde.integrations.transformers.model_footprint import cache_bytes, demand_of, state_bytes  # noqa: E402
+from tpde.integrations.transformers.model_footprint import cache_bytes, footprint_of, state_bytes  # noqa: E402
 
 TEXT = ["llama", "gemma3", "qwen3-moe", "mixtral", "gpt-oss", "phi3", "falcon-h1"]
 EXPERTS = {"qwen3-moe": 8 * 3 * 768 * 2048, "mixtral": 2 * 3 * 14336 * 4096, "gpt-oss": 4 * 3 * 2880 * 2880}
@@ -73,19 +73,19 @@ def alive(model: Any, took: dict[str, Any], **more: Any) -> tuple[int, Any]:
 def test_forward_passes_are_covered(name: str, batch: int) -> None:
     """With as many tokens as may be, their keys and values, and the logits of all of them."""
     tokens, shape = SHAPES[name].max_tokens, meta(name)
-    demand = demand_of(shape, (), tokens, BATCH, torch.bfloat16)
+    footprint = footprint_of(shape, (), tokens, BATCH, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         peak, _ = alive(model_of(SHAPES[name], False), inputs(name, batch))
-    assert peak <= demand.activations + demand.cache
+    assert peak <= footprint.activations + footprint.cache
     if batch == 1 and name == "gemma3":
         assert peak >= 2048 * 2 * 262_144  # logits of the whole vocabulary
-        assert demand.activations + demand.cache <= 1.2 * peak
+        assert footprint.activations + footprint.cache <= 1.2 * peak
 
 
 @pytest.mark.parametrize("name", TEXT)
 def test_generation_is_covered(name: str) -> None:
     """A prompt of all tokens, and then one token of each sequence, with copies of their experts."""
-    demand = demand_of(meta(name), (), 2048, BATCH, torch.bfloat16)
+    footprint = footprint_of(meta(name), (), 2048, BATCH, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(SHAPES[name], False)
         took = inputs(name, BATCH)
@@ -95,8 +95,8 @@ def test_generation_is_covered(name: str) -> None:
         if name in EXPERTS:
             model.set_experts_implementation("batched_mm")
         peak, _ = alive(model, one, attention_mask=torch.ones(BATCH, 257, dtype=torch.long))
-    assert first <= demand.activations + demand.cache
-    assert peak <= demand.activations + demand.cache
+    assert first <= footprint.activations + footprint.cache
+    assert peak <= footprint.activations + footprint.cache
     if name in EXPERTS:
         assert peak >= BATCH * 2 * EXPERTS[name]
 
@@ -122,7 +122,7 @@ def test_copies_of_experts(name: str) -> None:
 def test_pictures_are_covered() -> None:
     """Of eight, with their places in the text: the tower takes less than the text does."""
     shape = SHAPES["llava"]
-    demand = demand_of(meta("llava"), (), shape.max_tokens, BATCH, torch.bfloat16)
+    footprint = footprint_of(meta("llava"), (), shape.max_tokens, BATCH, torch.bfloat16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model_of(shape, False)
         took = inputs("llava", BATCH)
@@ -130,7 +130,7 @@ def test_pictures_are_covered() -> None:
         hidden = torch.zeros(BATCH, 640, 4096, dtype=torch.bfloat16)
         text, _ = alive(model, {"inputs_embeds": hidden})
     features = 8 * 576 * 4096 * 2
-    assert max(tower, text + hidden.nbytes + features) <= demand.activations + demand.cache
+    assert max(tower, text + hidden.nbytes + features) <= footprint.activations + footprint.cache
 
 
 @pytest.mark.skipif(
