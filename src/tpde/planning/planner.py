@@ -54,11 +54,11 @@ class StreamPlan:
         Bytes of units in page-locked host memory.
     parts : mapping of str to int
         What the device memory is for: `plain`, `cache`, `activations`, `fixed`, as in `Footprint`;
-        `workspace`; `strips` (rows of weights in the window layout, decoded for many rows of inputs); `tiles`
-        `workspace`; `strips` (rows of weights in the window layout, for many rows of inputs); `tiles`
-        once) and `experts`, if units are streamed; `pages`, tables of the driver for host memory that is
-        page-locked; `index`, of streamed units; `packed`, `windows` and `decoded`, of the units on the
-        device.
+        `workspace`; `strips` (rows of weights in the window layout, decoded for many rows of inputs);
+        `tiles` (what multiplying by a part of a weight gives); `ring`, `kept` (parts of streamed units that
+        are copied once) and `experts`, if units are streamed; `pages`, tables of the driver for host memory
+        that is page-locked; `index`, of streamed units; `packed`, `windows` and `decoded`, of the units on
+        the device.
     vram, ram : int
         The budgets; `ram` is None if there is none.
     work : Work
