@@ -1,0 +1,52 @@
+"""vLLM serves packed models: a plugin that it finds by itself, with no change to vLLM.
+
+How it fits together:
+
+- `register` is the entry point. vLLM calls it in each of its processes. It names a quantization method and a
+  load format, both `tpde`, and imports what they need once they are used.
+- `config.TpdeConfig` is what vLLM makes of `--quantization tpde` or of a packed model's `config.json`. It gives
+  each linear layer, embedding and mixture of experts a method: `linear`, `embedding`, `experts`.
+- A method creates weights on the `meta` device, in the shapes that plain vLLM has. vLLM's own loaders then
+  shard and merge what comes from the files, layer by layer, so that tensor parallelism and merged projections
+  need nothing here. When a layer is complete, `process_weights_after_loading` packs it (`weights.hold`).
+- What is at rest is a `weights.Weight`: packed, or plain where it would not shrink. Its module has the blob as
+  its `weight`, and a handle, a buffer of 16 bytes. Compiled code sees the handle alone (`operators`): graphs
+  depend on no number, size or form of a weight, so that all layers share them, vLLM's cache of compiled code
+  holds for the next process, and CUDA graphs keep addresses that stay.
+- What is computed from decoded weights goes through the method that the plain layer would have, with its
+  kernels and bits. Only products from the window layout (`kernels="fused"`, on GPUs) are ours.
+- Decoded weights are in fresh memory each time. vLLM runs layers on several streams, which one workspace
+  would have to keep apart; PyTorch's allocator does. Profiling sees that memory, and graphs share a pool.
+- `loader` decodes packed files tensor by tensor, before vLLM looks at names: by the mapper of checkpoint
+  names, which vLLM asks the configuration for, or by the load format `tpde`.
+- `refusals` names what does not work, `report` says what was gained.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tpde.format.constants import METHOD
+
+log = logging.getLogger("vllm.tpde")  # below vLLM's own, whose handlers and level it has
+
+_registered = False
+
+
+def register() -> None:
+    """Name tpde's quantization method and load format to vLLM: its entry point, called in every process."""
+    global _registered  # noqa: PLW0603 - vLLM warns of a load format that comes a second time
+    if _registered:
+        return
+    _registered = True
+    try:
+        from vllm.model_executor.layers.quantization import register_quantization_config
+        from vllm.model_executor.model_loader import register_model_loader
+
+        from tpde.integrations.vllm.config import TpdeConfig
+        from tpde.integrations.vllm.loader import TpdeModelLoader
+    except ImportError as error:  # of a vLLM that is another inside: it goes on without
+        log.warning("tpde: this vLLM cannot use the plugin (%s); models that are not packed run", error)
+        return
+    register_quantization_config(METHOD)(TpdeConfig)
+    register_model_loader(METHOD)(TpdeModelLoader)

@@ -1,0 +1,169 @@
+"""Mixtures of experts with packed weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.utils import replace_parameter
+
+from tpde.integrations.vllm import refusals
+from tpde.integrations.vllm.weights import hold
+from tpde.weights.launch import capturing
+from tpde.weights.span import ALIGN, Span
+
+if TYPE_CHECKING:
+    from tpde.integrations.vllm.config import TpdeConfig
+    from tpde.weights.tensor import PackedTensor
+
+NAMES = ("w13_weight", "w2_weight")
+
+
+class Stack:
+    """The matrices of all experts for one of the two products, packed as one tall matrix.
+
+    Parameters
+    ----------
+    packed : PackedTensor
+        Of two dimensions: the experts' matrices, one below the other.
+    shape : torch.Size
+        That the kernels of plain vLLM take: experts first.
+    """
+
+    def __init__(self, packed: PackedTensor, shape: torch.Size) -> None:
+        self.packed, self.shape = packed, shape
+        packed.prepare()
+
+    def decoded(self, experts: list[int] | None) -> Tensor:
+        """The matrices in the form that plain vLLM takes.
+
+        Parameters
+        ----------
+        experts : list of int or None
+            Which are needed; of others, what is there is undefined. All of them by default.
+        """
+        size = self.packed.nbytes
+        if experts is None:
+            flat = self.packed.decoded().view(-1)
+            return flat.view(self.shape)
+        step = size // self.shape[0]
+        with torch.inference_mode(False), torch.no_grad():
+            room = torch.empty(size + ALIGN, dtype=torch.uint8, device=self.packed.device)
+            for first, last in _runs(experts):
+                part = room[first * step : (last + 1) * step].view(self.packed.dtype)
+                Span(self.packed, first * step, (last + 1) * step).decode_to(part)
+            return room[:size].view(self.packed.dtype).view(self.shape)
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs: first and last of each."""
+    found: list[tuple[int, int]] = []
+    for it in numbers:
+        if found and found[-1][1] + 1 == it:
+            found[-1] = found[-1][0], it
+        else:
+            found.append((it, it))
+    return found
+
+
+class _Decoded:
+    """A layer as plain vLLM's method takes it: with weights that are there for one call."""
+
+    def __init__(self, layer: nn.Module, weights: dict[str, Tensor]) -> None:
+        self._layer = layer
+        self.__dict__.update(weights)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """Holds experts packed. The experts that are used are decoded, and vLLM's own kernels multiply.
+
+    What is packed is what these kernels take, in the order of their words: vLLM's method prepares plain
+    weights for them first.
+
+    Parameters
+    ----------
+    config : TpdeConfig
+        How.
+    moe : FusedMoEConfig
+        vLLM's description of the experts.
+    name : str
+        What errors call the layer.
+    """
+
+    uses_meta_device = True
+
+    def __init__(self, config: TpdeConfig, moe: Any, name: str) -> None:
+        super().__init__(moe)
+        self._config, self._name = config, name
+        self._plain = UnquantizedFusedMoEMethod(moe)
+        self.experts_cls = self._plain.experts_cls
+        self._stacks: dict[str, Stack] | None = None
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Give the layer the weights that a plain one has, without memory, until all of them were read."""
+        with torch.device("meta"):
+            self._plain.create_weights(layer, *args, **kwargs)
+        self._config.report.expect()
+        initialize_online_processing(layer)
+
+    def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> Any:
+        """As for plain weights."""
+        return self._plain.maybe_roundup_sizes(*args, **kwargs)
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:
+        """As for plain weights."""
+        return self._plain.get_fused_moe_quant_config(layer)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
+        if self._stacks is not None:
+            if any(layer.get_parameter(name).dtype != torch.uint8 for name in self._stacks):
+                raise refusals.no_reload(self._name)
+            return
+        self._plain.process_weights_after_loading(layer)
+        self.moe_kernel = self._plain.moe_kernel
+        self.moe_quant_config = self._plain.moe_quant_config
+        self._stacks = {}
+        for name in NAMES:
+            weight = layer.get_parameter(name).detach()
+            if not weight.is_contiguous() or weight.dim() < 2:
+                self._config.report.stays("experts that their kernels take in a layout with gaps")
+                continue
+            packed = hold(self._config, weight.view(-1, weight.shape[-1]), f"{self._name}.{name}")
+            if packed is not None:
+                self._stacks[name] = Stack(packed, weight.shape)
+                replace_parameter(layer, name, packed.sources[0].memory)
+        self._config.report.done()
+
+    def _weights(self, layer: nn.Module, topk_ids: Tensor | None) -> Any:
+        """The layer with its experts decoded: the seam for products straight from packed ones."""
+        assert self._stacks is not None
+        experts = None if topk_ids is None else self._used(layer, topk_ids)
+        return _Decoded(layer, {name: it.decoded(experts) for name, it in self._stacks.items()})
+
+    def _used(self, layer: nn.Module, topk_ids: Tensor) -> list[int] | None:
+        """Which experts are routed to; None for all.
+
+        The host has to know, so that it waits for the device; while a CUDA graph is recorded, it cannot.
+        """
+        if capturing(topk_ids.device) or topk_ids.numel() >= layer.local_num_experts:
+            return None
+        ids = topk_ids.unique()
+        if layer.expert_map is not None:
+            ids = layer.expert_map[ids.long()].unique()
+        return [it for it in ids.tolist() if it >= 0]
+
+    def apply(self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **rest: Any) -> Any:
+        """The experts' outputs, weighted and added up."""
+        return self._plain.apply(self._weights(layer, topk_ids), x, topk_weights, topk_ids, **rest)
+
+    def apply_monolithic(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The same, of kernels that route by themselves: all experts are decoded."""
+        return self._plain.apply_monolithic(self._weights(layer, None), *args, **kwargs)

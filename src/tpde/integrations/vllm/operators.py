@@ -1,0 +1,33 @@
+"""Custom operators over packed weights, for code that vLLM compiles: see `tpde.integrations.vllm`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from tpde.integrations.vllm.weights import weight_of
+
+
+def _linear(x: Tensor, handle: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    return weight_of(handle).product(x, bias)
+
+
+def _linear_like(x: Tensor, handle: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], width))
+
+
+def _embedding(ids: Tensor, handle: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    return weight_of(handle).rows(ids)
+
+
+def _embedding_like(ids: Tensor, handle: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    return ids.new_empty((*ids.shape, width), dtype=dtype)
+
+
+_TAGS = (torch.Tag.needs_fixed_stride_order,)
+direct_register_custom_op("tpde_linear", _linear, fake_impl=_linear_like, tags=_TAGS)
+direct_register_custom_op("tpde_embedding", _embedding, fake_impl=_embedding_like, tags=_TAGS)
+
+linear = torch.ops.vllm.tpde_linear
+embedding = torch.ops.vllm.tpde_embedding

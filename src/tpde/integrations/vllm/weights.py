@@ -1,0 +1,114 @@
+"""A layer's weight at rest, and what is computed from it."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tpde.errors import InvalidInput
+from tpde.nn.api import MIN_BYTES
+from tpde.nn.kernels import MOST_SHARE
+from tpde.weights.pack import pack_tensor
+from tpde.weights.tensor import PackedTensor
+from tpde.weights.windowed import Windowed
+
+if TYPE_CHECKING:
+    from tpde.integrations.vllm.config import TpdeConfig
+
+HANDLE = "tpde_handle"  # a buffer of each module with such a weight
+_HANDLE_BYTES = 16
+
+_weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+
+
+def hold(config: TpdeConfig, plain: Tensor, name: str) -> PackedTensor | None:
+    """A contiguous tensor, packed on its device; None if it stays plain, which is told.
+
+    With fused kernels, bf16 matrices go to the window layout, where that pays, and others to prefix codes.
+    """
+    packed, kind = None, ""
+    if not plain.is_floating_point():
+        config.report.stays(f"{str(plain.dtype).removeprefix('torch.')}, which is packed already")
+    elif plain.nbytes < MIN_BYTES:
+        config.report.stays(f"smaller than {MIN_BYTES} bytes")
+    else:
+        if config.kernels == "fused" and plain.dtype is torch.bfloat16 and plain.dim() == 2:
+            windowed = Windowed.of_plain(plain, name, MOST_SHARE)
+            packed = None if windowed is None else PackedTensor(windowed)
+            kind = "in windows"
+        if packed is None:
+            packed, kind = pack_tensor(plain, name), "in prefix codes"
+        if packed is None:
+            config.report.stays("does not shrink")
+    held = plain.nbytes if packed is None else packed.packed_bytes
+    config.report.held(plain.nbytes, held, "plain" if packed is None else kind)
+    return packed
+
+
+class Weight:
+    """The weight of a linear layer or an embedding, as its module holds it.
+
+    Parameters
+    ----------
+    layer : nn.Module
+        Whose `weight` it is. It gets the blob in its place, and a handle for compiled code.
+    packed : PackedTensor or None
+        The weight, packed; None if it stays plain.
+    method : object
+        vLLM's own for plain weights of such a layer.
+    """
+
+    def __init__(self, layer: nn.Module, packed: PackedTensor | None, method: Any) -> None:
+        self._layer, self._method, self.packed = weakref.ref(layer), method, packed
+        weight: Tensor = layer.weight
+        handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8, device=weight.device)
+        if packed is None:
+            method.process_weights_after_loading(layer)
+        else:
+            layer.weight = nn.Parameter(packed.sources[0].memory, requires_grad=False)
+            packed.prepare()
+        layer.register_buffer(HANDLE, handle, persistent=False)
+        _weights[handle.data_ptr()] = self
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ W.T + bias`."""
+        if self.packed is None:
+            return self._method.apply(self._layer(), x, bias)  # type: ignore[no-any-return]
+        if self.packed.multiplies and x.is_cuda:
+            return self.packed.product(x, bias, False)
+        # As the plain layer computes it, which on the CPU prepares its weight for the matrix library.
+        plain = SimpleNamespace(weight=_parameter(self.packed.decoded()))
+        plain.bias = None if bias is None else _parameter(bias)
+        self._method.process_weights_after_loading(plain)
+        return self._method.apply(plain, x, plain.bias)  # type: ignore[no-any-return]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix: a tensor of shape `(*ids.shape, columns)`."""
+        if self.packed is not None:
+            return self.packed.rows(ids)
+        return self._method.embedding(self._layer(), ids)  # type: ignore[no-any-return]
+
+
+def weight_of(handle: Tensor) -> Weight:
+    """What a handle stands for.
+
+    Raises
+    ------
+    InvalidInput
+        If its module was moved or copied since the weight was packed.
+    """
+    found = _weights.get(handle.data_ptr())
+    if found is None:
+        raise InvalidInput(
+            "a layer's packed weight is not where it was when the model was loaded",
+            hint="do not move or offload layers of a model with packed weights",
+        )
+    return found
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
