@@ -95,7 +95,9 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
             )
         return cls(**{key: value for key, value in config.items() if key != "quant_method"})
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
         """Do not tie a head to the embeddings where packed files have one of its own.
 
         vLLM does so for plain files; packed ones have other names.
@@ -138,6 +140,6 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
             return TpdeLinearMethod(self, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             return TpdeEmbeddingMethod(self, prefix)
-        if isinstance(layer, RoutedExperts) and refusals.can_pack_experts(self):
+        if isinstance(layer, RoutedExperts) and refusals.can_pack_experts():
             return TpdeExpertsMethod(self, layer.moe_config, prefix)
         return None

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import replace_parameter
 
-from tpde.integrations.vllm import refusals
-from tpde.integrations.vllm.weights import hold
+from tpde.integrations.vllm import operators, refusals
+from tpde.integrations.vllm.weights import give_handle, hold
 from tpde.weights.launch import capturing
-from tpde.weights.span import ALIGN, Span
+from tpde.weights.span import Span
 
 if TYPE_CHECKING:
     from tpde.integrations.vllm.config import TpdeConfig
@@ -28,35 +29,47 @@ class Stack:
 
     Parameters
     ----------
+    layer : nn.Module
+        Whose they are. It gets the blob in their place.
+    name : str
+        Of its parameter.
     packed : PackedTensor
         Of two dimensions: the experts' matrices, one below the other.
-    shape : torch.Size
-        That the kernels of plain vLLM take: experts first.
     """
 
-    def __init__(self, packed: PackedTensor, shape: torch.Size) -> None:
-        self.packed, self.shape = packed, shape
+    def __init__(self, layer: Any, name: str, packed: PackedTensor) -> None:
+        self._layer, self.packed = weakref.ref(layer), packed
+        self.handle, self.shape = f"tpde_{name}", list(layer.get_parameter(name).shape)
         packed.prepare()
+        replace_parameter(layer, name, packed.sources[0].memory)
+        give_handle(self, layer, self.handle, packed.device)
+
+    def decoded_for(self, ids: Tensor | None) -> Tensor:
+        """The matrices as plain vLLM takes them, for what a router chose; of others, anything. None is all.
+
+        The host has to know which these are, so that it waits for the device. While a CUDA graph is recorded
+        it cannot, and all are decoded.
+        """
+        if ids is None or ids.numel() >= self.shape[0] or capturing(ids.device):
+            return self.decoded(None)
+        numbers = torch.unique(ids)
+        layer: Any = self._layer()
+        if layer.expert_map is not None:
+            numbers = torch.unique(layer.expert_map[numbers.long()])
+        return self.decoded([it for it in numbers.tolist() if it >= 0])
 
     def decoded(self, experts: list[int] | None) -> Tensor:
-        """The matrices in the form that plain vLLM takes.
-
-        Parameters
-        ----------
-        experts : list of int or None
-            Which are needed; of others, what is there is undefined. All of them by default.
-        """
-        size = self.packed.nbytes
+        """The matrices of some experts, in a tensor with room for all; None is all."""
         if experts is None:
-            flat = self.packed.decoded().view(-1)
-            return flat.view(self.shape)
+            return self.packed.decoded().view(self.shape)
+        size = self.packed.nbytes
         step = size // self.shape[0]
         with torch.inference_mode(False), torch.no_grad():
-            room = torch.empty(size + ALIGN, dtype=torch.uint8, device=self.packed.device)
+            room = torch.empty(size, dtype=torch.uint8, device=self.packed.device)
             for first, last in _runs(experts):
                 part = room[first * step : (last + 1) * step].view(self.packed.dtype)
                 Span(self.packed, first * step, (last + 1) * step).decode_to(part)
-            return room[:size].view(self.packed.dtype).view(self.shape)
+            return room.view(self.packed.dtype).view(self.shape)
 
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
@@ -73,9 +86,8 @@ def _runs(numbers: list[int]) -> list[tuple[int, int]]:
 class _Decoded:
     """A layer as plain vLLM's method takes it: with weights that are there for one call."""
 
-    def __init__(self, layer: nn.Module, weights: dict[str, Tensor]) -> None:
-        self._layer = layer
-        self.__dict__.update(weights)
+    def __init__(self, layer: Any, w13_weight: Tensor, w2_weight: Tensor) -> None:
+        self._layer, self.w13_weight, self.w2_weight = layer, w13_weight, w2_weight
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -106,22 +118,21 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.experts_cls = self._plain.experts_cls
         self._stacks: dict[str, Stack] | None = None
 
-    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """Give the layer the weights that a plain one has, without memory, until all of them were read."""
         with torch.device("meta"):
             self._plain.create_weights(layer, *args, **kwargs)
-        self._config.report.expect()
         initialize_online_processing(layer)
 
     def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> Any:
         """As for plain weights."""
         return self._plain.maybe_roundup_sizes(*args, **kwargs)
 
-    def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """As for plain weights."""
         return self._plain.get_fused_moe_quant_config(layer)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
         if self._stacks is not None:
             if any(layer.get_parameter(name).dtype != torch.uint8 for name in self._stacks):
@@ -134,36 +145,26 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for name in NAMES:
             weight = layer.get_parameter(name).detach()
             if not weight.is_contiguous() or weight.dim() < 2:
-                self._config.report.stays("experts that their kernels take in a layout with gaps")
+                self._config.report.plain(weight.nbytes, "experts whose kernels take a layout with gaps")
                 continue
             packed = hold(self._config, weight.view(-1, weight.shape[-1]), f"{self._name}.{name}")
             if packed is not None:
-                self._stacks[name] = Stack(packed, weight.shape)
-                replace_parameter(layer, name, packed.sources[0].memory)
-        self._config.report.done()
+                self._stacks[name] = Stack(layer, name, packed)
 
-    def _weights(self, layer: nn.Module, topk_ids: Tensor | None) -> Any:
+    def _with_weights(self, layer: Any, ids: Tensor | None) -> Any:
         """The layer with its experts decoded: the seam for products straight from packed ones."""
         assert self._stacks is not None
-        experts = None if topk_ids is None else self._used(layer, topk_ids)
-        return _Decoded(layer, {name: it.decoded(experts) for name, it in self._stacks.items()})
+        weights = [getattr(layer, name) for name in NAMES]
+        for number, name in enumerate(NAMES):
+            if (stack := self._stacks.get(name)) is not None:
+                handle = getattr(layer, stack.handle)
+                weights[number] = operators.experts(ids, handle, stack.shape, stack.packed.dtype)
+        return _Decoded(layer, *weights)
 
-    def _used(self, layer: nn.Module, topk_ids: Tensor) -> list[int] | None:
-        """Which experts are routed to; None for all.
-
-        The host has to know, so that it waits for the device; while a CUDA graph is recorded, it cannot.
-        """
-        if capturing(topk_ids.device) or topk_ids.numel() >= layer.local_num_experts:
-            return None
-        ids = topk_ids.unique()
-        if layer.expert_map is not None:
-            ids = layer.expert_map[ids.long()].unique()
-        return [it for it in ids.tolist() if it >= 0]
-
-    def apply(self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **rest: Any) -> Any:
+    def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **rest: Any) -> Any:
         """The experts' outputs, weighted and added up."""
-        return self._plain.apply(self._weights(layer, topk_ids), x, topk_weights, topk_ids, **rest)
+        return self._plain.apply(self._with_weights(layer, topk_ids), x, topk_weights, topk_ids, **rest)
 
-    def apply_monolithic(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def apply_monolithic(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """The same, of kernels that route by themselves: all experts are decoded."""
-        return self._plain.apply_monolithic(self._weights(layer, None), *args, **kwargs)
+        return self._plain.apply_monolithic(self._with_weights(layer, None), *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config
@@ -10,6 +11,8 @@ from tpde.errors import InvalidInput, PackedWeight
 
 if TYPE_CHECKING:
     from tpde.integrations.vllm.config import TpdeConfig
+
+log = logging.getLogger("vllm.tpde")
 
 
 def check(config: TpdeConfig) -> None:
@@ -31,8 +34,8 @@ def check(config: TpdeConfig) -> None:
     if offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0):
         raise InvalidInput(
             "vLLM is to keep weights in host memory, and packed ones stay on the device",
-            hint="leave `--cpu-offload-gb` and `--offload-group-size` out, or spread the model over more GPUs "
-            "with `--tensor-parallel-size`; `tpde.from_pretrained(vram=...)` streams what does not fit",
+            hint="leave `--cpu-offload-gb` and `--offload-group-size` out, and spread the model over more "
+            "GPUs with `--tensor-parallel-size`; `tpde.from_pretrained(vram=...)` streams what does not fit",
             where="offload_config",
         )
     if now.load_config.load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
@@ -45,11 +48,11 @@ def check(config: TpdeConfig) -> None:
         )
 
 
-def can_pack_experts(config: TpdeConfig) -> bool:
-    """Whether experts may be packed: adapters on them take plain weights, which is told."""
+def can_pack_experts() -> bool:
+    """Whether experts may be packed: adapters on them take plain weights."""
     if get_current_vllm_config().lora_config is None:
         return True
-    config.report.stays("experts, which adapters (`--enable-lora`) take plain")
+    log.warning("tpde: experts stay plain, as adapters (`--enable-lora`) take them")
     return False
 
 

@@ -1,4 +1,4 @@
-"""What a user is told: bytes saved, kernels, and how many more tokens the KV cache has."""
+"""What a user is told: bytes saved, kernels, and how many more tokens the KV cache has room for."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import logging
 from collections import Counter
 from typing import Any
 
-from tpde.memory import gib
-
-log = logging.getLogger("vllm.tpde")
+log = logging.getLogger("vllm.tpde")  # below vLLM's own, whose handlers and level it has
 
 
 class Report:
-    """Counts weights while they are loaded, and says what came of them when all are.
+    """Counts weights while they are loaded, and says what came of them.
 
     Parameters
     ----------
@@ -21,56 +19,47 @@ class Report:
 
     Attributes
     ----------
-    plain_bytes, packed_bytes : int
-        Of all weights that were looked at so far: plain, and as they are held.
+    plain_bytes, held_bytes : int
+        Of all weights so far: plain, and as they are held.
     """
 
     def __init__(self, kernels: str) -> None:
         self._kernels = kernels
-        self._waiting = self.plain_bytes = self.packed_bytes = 0
+        self.plain_bytes = self.held_bytes = self._told = 0
         self._kinds: Counter[str] = Counter()
         self._plain: Counter[str] = Counter()
 
-    def expect(self) -> None:
-        """Count a layer that will be loaded."""
-        self._waiting += 1
-
-    def drop(self) -> None:
-        """Count a layer no more: it is tied to another one."""
-        self._waiting -= 1
-
-    def held(self, plain_bytes: int, packed_bytes: int, kind: str) -> None:
-        """Count a weight as it is held from now on; `kind` says how."""
+    def packed(self, plain_bytes: int, held_bytes: int, kind: str) -> None:
+        """Count a weight that is packed from now on; `kind` says how."""
         self.plain_bytes += plain_bytes
-        self.packed_bytes += packed_bytes
+        self.held_bytes += held_bytes
         self._kinds[kind] += 1
 
-    def stays(self, what: str) -> None:
+    def plain(self, nbytes: int, why: str) -> None:
         """Count a weight that stays plain, and why."""
-        self._plain[what] += 1
+        self.plain_bytes += nbytes
+        self.held_bytes += nbytes
+        self._plain[why] += 1
 
-    def done(self) -> None:
-        """Count a layer that is loaded; after the last one, say what was gained."""
-        self._waiting -= 1
-        if self._waiting == 0 and self.plain_bytes:
-            self._tell()
-
-    def _tell(self) -> None:
-        saved = self.plain_bytes - self.packed_bytes
-        kinds = ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common())
+    def tell(self) -> None:
+        """Say what was gained, once for all that was counted: when all layers are loaded."""
+        if self._told == self.plain_bytes:
+            return
+        self._told = self.plain_bytes
+        saved = self.plain_bytes - self.held_bytes
         log.info(
-            "tpde: weights take %s instead of %s (%.1f %% less), every bit kept; kernels=%s: %s",
-            gib(self.packed_bytes),
-            gib(self.plain_bytes),
+            "tpde: weights take %.1f MiB instead of %.1f (%.1f %% less), every bit kept; kernels=%s: %s",
+            self.held_bytes / 2**20,
+            self.plain_bytes / 2**20,
             100 * saved / self.plain_bytes,
             self._kernels,
-            kinds,
+            ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common()) or "none",
         )
-        for what, count in self._plain.items():
-            log.info("tpde: plain: %d x %s", count, what)
+        for why, count in self._plain.items():
+            log.info("tpde: %d stay plain: %s", count, why)
         token = token_bytes()
         if token and saved > 0:
-            log.info("tpde: that is room for %d more tokens in the KV cache", saved // token)
+            log.info("tpde: saved is room for %d tokens in the KV cache", saved // token)
 
 
 def token_bytes() -> int:

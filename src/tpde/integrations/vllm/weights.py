@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HANDLE = "tpde_handle"  # a buffer of each module with such a weight
 _HANDLE_BYTES = 16
 
-_weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+_held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by addresses of handles
 
 
 def hold(config: TpdeConfig, plain: Tensor, name: str) -> PackedTensor | None:
@@ -30,22 +30,23 @@ def hold(config: TpdeConfig, plain: Tensor, name: str) -> PackedTensor | None:
 
     With fused kernels, bf16 matrices go to the window layout, where that pays, and others to prefix codes.
     """
-    packed, kind = None, ""
     if not plain.is_floating_point():
-        config.report.stays(f"{str(plain.dtype).removeprefix('torch.')}, which is packed already")
-    elif plain.nbytes < MIN_BYTES:
-        config.report.stays(f"smaller than {MIN_BYTES} bytes")
-    else:
-        if config.kernels == "fused" and plain.dtype is torch.bfloat16 and plain.dim() == 2:
-            windowed = Windowed.of_plain(plain, name, MOST_SHARE)
-            packed = None if windowed is None else PackedTensor(windowed)
-            kind = "in windows"
-        if packed is None:
-            packed, kind = pack_tensor(plain, name), "in prefix codes"
-        if packed is None:
-            config.report.stays("does not shrink")
-    held = plain.nbytes if packed is None else packed.packed_bytes
-    config.report.held(plain.nbytes, held, "plain" if packed is None else kind)
+        config.report.plain(plain.nbytes, f"{str(plain.dtype).removeprefix('torch.')} is no floating point")
+        return None
+    if plain.nbytes < MIN_BYTES:
+        config.report.plain(plain.nbytes, f"smaller than {MIN_BYTES} bytes")
+        return None
+    packed, kind = None, "in prefix codes"
+    if config.kernels == "fused" and plain.dtype is torch.bfloat16 and plain.dim() == 2:
+        windowed = Windowed.of_plain(plain, name, MOST_SHARE)
+        if windowed is not None:
+            packed, kind = PackedTensor(windowed), "in windows"
+    if packed is None:
+        packed = pack_tensor(plain, name)
+    if packed is None:
+        config.report.plain(plain.nbytes, "packing makes them no smaller")
+        return None
+    config.report.packed(plain.nbytes, packed.packed_bytes, kind)
     return packed
 
 
@@ -62,17 +63,14 @@ class Weight:
         vLLM's own for plain weights of such a layer.
     """
 
-    def __init__(self, layer: nn.Module, packed: PackedTensor | None, method: Any) -> None:
+    def __init__(self, layer: Any, packed: PackedTensor | None, method: Any) -> None:
         self._layer, self._method, self.packed = weakref.ref(layer), method, packed
-        weight: Tensor = layer.weight
-        handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8, device=weight.device)
+        give_handle(self, layer, HANDLE, layer.weight.device)
         if packed is None:
             method.process_weights_after_loading(layer)
         else:
             layer.weight = nn.Parameter(packed.sources[0].memory, requires_grad=False)
             packed.prepare()
-        layer.register_buffer(HANDLE, handle, persistent=False)
-        _weights[handle.data_ptr()] = self
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ W.T + bias`."""
@@ -93,15 +91,22 @@ class Weight:
         return self._method.embedding(self._layer(), ids)  # type: ignore[no-any-return]
 
 
-def weight_of(handle: Tensor) -> Weight:
+def give_handle(held: Any, layer: nn.Module, name: str, device: torch.device) -> None:
+    """Give a layer a buffer that stands for something held, as long as both live."""
+    handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8, device=device)
+    layer.register_buffer(name, handle, persistent=False)
+    _held[handle.data_ptr()] = held
+
+
+def held_by(handle: Tensor) -> Any:
     """What a handle stands for.
 
     Raises
     ------
     InvalidInput
-        If its module was moved or copied since the weight was packed.
+        If its layer was moved or copied since.
     """
-    found = _weights.get(handle.data_ptr())
+    found = _held.get(handle.data_ptr())
     if found is None:
         raise InvalidInput(
             "a layer's packed weight is not where it was when the model was loaded",

@@ -1,0 +1,172 @@
+"""vLLM with packed weights generates what plain vLLM does, bit by bit on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
+
+from support.vllm import Generated, close, engine, generate, generated, kernels, layers
+
+Models = dict[str, Path]
+TPDE = {"quantization": "tpde"}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "as it comes": ("", TPDE),
+    "as it comes, exact": ("", kernels("exact")),
+    "packed files": ("-packed", {}),
+    "packed files, exact": ("-packed", kernels("exact")),
+    "packed files, loader": ("-packed", {"load_format": "tpde"}),
+}
+
+
+@pytest.fixture(scope="session")
+def plain(models: Models) -> dict[str, list[Generated]]:
+    return {name: generated(models[name]) for name in ("llama", "tied", "experts")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "tied", "experts"])
+def test_tokens_and_probabilities(
+    models: Models, plain: dict[str, list[Generated]], name: str, way: str
+) -> None:
+    suffix, options = WAYS[way]
+    assert generated(models[name + suffix], **options) == plain[name]
+    assert len({tuple(it.tokens) for it in plain[name]}) == len(plain[name])
+
+
+def assert_same_tokens(found: list[Generated], wanted: list[Generated]) -> None:
+    """Of compiled code: what it fuses with a plain weight's operations is rounded otherwise."""
+    assert [it.tokens for it in found] == [it.tokens for it in wanted]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_compiled(models: Models, name: str) -> None:
+    wanted = generated(models[name], enforce_eager=False)
+    found = [generated(models[name], enforce_eager=False, **how) for how in (TPDE, kernels("exact"))]
+    assert_same_tokens(found[0], wanted)
+    assert found[1] == found[0]
+    assert generated(models[f"{name}-packed"], enforce_eager=False) == found[0]
+
+
+def test_float32(models: Models) -> None:
+    wanted = generated(models["llama"], dtype="float32")
+    assert generated(models["llama-packed"], dtype="float32") == wanted
+
+
+def test_two_workers(models: Models) -> None:
+    wanted = generated(models["experts"], tensor_parallel_size=2)
+    assert generated(models["experts-packed"], tensor_parallel_size=2) == wanted
+
+
+def test_dummy_weights(models: Models) -> None:
+    found = generated(models["llama"], load_format="dummy", **TPDE)
+    assert found == generated(models["llama"], load_format="dummy")
+
+
+def test_layers_hold_packed_weights(models: Models) -> None:
+    import torch
+
+    from tpde.torch import load_file
+
+    files = load_file(models["llama-packed"] / "model.safetensors")
+    for how in ("fused", "exact"):
+        llm = engine(models["llama"], **kernels(how))
+        found = layers(llm)
+        for name, parts in {
+            "model.layers.1.self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            "model.layers.1.mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+            "model.layers.1.mlp.down_proj": ["mlp.down_proj"],
+        }.items():
+            layer = found[name]
+            assert layer.weight.dtype is torch.uint8
+            wanted = torch.cat([files[f"model.layers.1.{part}.weight"] for part in parts])
+            assert layer.weight.nbytes < 0.72 * wanted.nbytes
+            assert torch.equal(layer.tpde.packed.decoded().view(torch.int16), wanted.view(torch.int16))
+            assert layer.tpde.packed.multiplies == (how == "fused")
+        close(llm)
+
+
+def test_experts_that_are_used_are_decoded(models: Models) -> None:
+    import torch
+
+    llm = engine(models["experts"], **TPDE)
+    name = next(it for it, layer in layers(llm).items() if type(layer).__name__ == "RoutedExperts")
+    stacks = layers(llm)[name].quant_method._stacks
+    assert set(stacks) == {"w13_weight", "w2_weight"}
+    for stack in stacks.values():
+        everything = stack.decoded(None).view(torch.int16)
+        some = stack.decoded([1, 2, 5]).view(torch.int16)
+        assert len(everything) == 8
+        for expert in (1, 2, 5):
+            assert torch.equal(everything[expert], some[expert])
+    close(llm)
+
+
+def test_adapters(models: Models, tmp_path: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from vllm.lora.request import LoRARequest
+
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(models["llama"])
+    tuned = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for adapter_weight in (it for name, it in tuned.named_parameters() if "lora_B" in name):
+        adapter_weight.data.normal_(0, 0.2)
+    tuned.save_pretrained(tmp_path)
+    found = {}
+    for name, options in {"llama": {}, "llama-packed": {}, "tpde": TPDE}.items():
+        llm = engine(models.get(name, models["llama"]), enable_lora=True, max_lora_rank=8, **options)
+        found[name] = generate(llm, lora_request=LoRARequest("tuned", 1, str(tmp_path))), generate(llm)
+        close(llm)
+    assert found["llama-packed"] == found["tpde"] == found["llama"]
+    assert found["llama"][0] != found["llama"][1]
+
+
+def test_compiled_code_is_kept_for_other_weights(tmp_path: Path, models: Models) -> None:
+    """The same directory, whose weights are others: blobs have other sizes, and compiled code is reused."""
+    from support.vllm import save_llama
+
+    at = tmp_path / "model"
+    save_llama(at)
+    generated(at, enforce_eager=False, **TPDE)
+    save_llama(at, seed=5, scale=1.7)
+    wanted = generated(at, enforce_eager=False)
+    assert_same_tokens(generated(at, enforce_eager=False, **TPDE), wanted)
+
+
+def test_a_head_of_its_own(tmp_path: Path) -> None:
+    """`config.json` says that the head is tied, the packed files have another one."""
+    import json
+
+    from support.vllm import save_llama
+
+    import tpde
+
+    at = save_llama(tmp_path / "plain")
+    config = json.loads((at / "config.json").read_text())
+    (at / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tpde.pack(at, tmp_path / "packed")
+    assert generated(tmp_path / "packed") == generated(at)
+
+
+def test_layers_that_stay_plain(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run beside packed ones."""
+    from tpde.integrations.vllm import linear, weights
+
+    def some(config: Any, plain: Any, name: str) -> Any:
+        return None if "layers.0" in name else weights.hold(config, plain, name)
+
+    wanted = generated(models["llama"])
+    monkeypatch.setattr(linear, "hold", some)
+    llm = engine(models["llama"], **TPDE)
+    assert layers(llm)["model.layers.0.mlp.down_proj"].tpde.packed is None
+    assert layers(llm)["model.layers.1.mlp.down_proj"].tpde.packed is not None
+    found = generate(llm)
+    close(llm)
+    assert found == wanted
