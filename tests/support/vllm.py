@@ -100,16 +100,21 @@ def kernels(name: str) -> dict[str, Any]:
 def engine(model: Path, **options: Any) -> Any:
     """A `vllm.LLM` of a tiny model, by default without compiling."""
     from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
 
     options = {"enforce_eager": True, **options}
-    return LLM(
-        model=str(model),
-        max_model_len=128,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=KV_CACHE_BYTES,
-        disable_log_stats=True,
-        **options,
-    )
+    try:
+        return LLM(
+            model=str(model),
+            max_model_len=128,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=KV_CACHE_BYTES,
+            disable_log_stats=True,
+            **options,
+        )
+    except Exception:
+        cleanup_dist_env_and_memory()  # which the next engine would take for its own
+        raise
 
 
 def generate(llm: Any, **options: Any) -> list[Generated]:

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
-
 from support.vllm import close, engine, generated, kernels
 
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, UnsupportedVersion
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
 
 Models = dict[str, Path]
 TPDE = {"quantization": "tpde"}

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.vllm import Generated, close, engine, generate, generated, kernels, layers
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
-
-from support.vllm import Generated, close, engine, generate, generated, kernels, layers
 
 Models = dict[str, Path]
 TPDE = {"quantization": "tpde"}
@@ -18,7 +17,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "as it comes, exact": ("", kernels("exact")),
     "packed files": ("-packed", {}),
     "packed files, exact": ("-packed", kernels("exact")),
-    "packed files, loader": ("-packed", {"load_format": "tpde"}),
 }
 
 
@@ -53,9 +51,26 @@ def test_compiled(models: Models, name: str) -> None:
     assert generated(models[f"{name}-packed"], enforce_eager=False) == found[0]
 
 
-def test_float32(models: Models) -> None:
-    wanted = generated(models["llama"], dtype="float32")
-    assert generated(models["llama-packed"], dtype="float32") == wanted
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_dtypes(models: Models, dtype: str) -> None:
+    """The weights are cast before they are packed."""
+    wanted = generated(models["llama"], dtype=dtype)
+    assert generated(models["llama-packed"], dtype=dtype) == wanted
+
+
+def test_load_format(
+    models: Models, plain: dict[str, list[Generated]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For models that do not ask the configuration how names are mapped."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from tpde.integrations.vllm.config import TpdeConfig
+
+    monkeypatch.setattr(TpdeConfig, "get_checkpoint_weight_mapper", WeightsMapper)
+    with pytest.raises(ValueError, match=r"no module or parameter named '.*_tpde'"):
+        engine(models["llama-packed"])
+    assert generated(models["llama-packed"], load_format="tpde") == plain["llama"]
+    assert generated(models["llama"], load_format="tpde", **TPDE) == plain["llama"]
 
 
 def test_two_workers(models: Models) -> None:
