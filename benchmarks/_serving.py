@@ -170,9 +170,11 @@ class Server:
     def reason(self) -> str:
         """The error that it ended with: the first that a line names after what vLLM puts before it."""
         names = r"(?:\w+\.)*(?:\w*Error|\w*Exception|InvalidInput|UnsupportedDevice|MissingDependency)"
-        for line in self.lines():
+        lines = self.lines()
+        for line, after in zip(lines, [*lines[1:], ""], strict=True):
             if found := re.search(rf"(?:^|\] |\) )({names}: .*)", line):
-                return found.group(1)[:160]
+                more = f" {after.strip()}" if "validation error" in line else ""
+                return f"{found.group(1)}{more}"[:160]
         return "it ended, and named no error"
 
     def figure(self, pattern: str) -> str:

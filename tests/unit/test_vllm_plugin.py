@@ -28,9 +28,20 @@ def test_entry_point_costs_nothing() -> None:
 def test_a_vllm_that_is_another_inside_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:
     from tpde.integrations import vllm
 
-    vllm._registered = False
     vllm.register()
     assert "cannot use the plugin" in caplog.text
-    caplog.clear()
-    vllm.register()  # vLLM calls it in every process, and may twice
-    assert not caplog.text
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_it_takes_no_time_where_no_model_is_packed() -> None:
+    """vLLM's main process has most of what it needs by then, and never the loaders of weights."""
+    code = (
+        "from vllm.engine.arg_utils import EngineArgs\n"
+        "import sys\n"
+        "before = len(sys.modules)\n"
+        "from tpde.integrations.vllm import register\n"
+        "register(), register()\n"
+        "assert 'vllm.model_executor.model_loader' not in sys.modules\n"
+        "assert len(sys.modules) - before < 20, len(sys.modules) - before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,8 +2,8 @@
 
 How it fits together:
 
-- `register` is the entry point. vLLM calls it in each of its processes. It names a quantization method and a
-  load format, both `tpde`; what they need is imported once they are used.
+- `register` is the entry point. vLLM calls it in each of its processes. It names the quantization method
+  `tpde`, and imports next to nothing: what else there is, is imported where a model uses it.
 - `config.TpdeConfig` is what vLLM makes of `--quantization tpde` or of a packed model's `config.json`. It
   gives each linear layer, embedding and mixture of experts a method: `linear`, `embedding`, `experts`.
 - A method creates weights on the `meta` device, in the shapes that plain vLLM has. vLLM's own loaders then
@@ -30,23 +30,14 @@ from tpde.format.constants import METHOD
 
 log = logging.getLogger("vllm.tpde")  # below vLLM's own, whose handlers and level it has
 
-_registered = False
-
 
 def register() -> None:
-    """Name tpde's quantization method and load format to vLLM: its entry point, called in every process."""
-    global _registered  # noqa: PLW0603 - vLLM warns of a load format that comes a second time
-    if _registered:
-        return
-    _registered = True
+    """Name tpde's quantization method to vLLM: its entry point, called in every process, maybe twice."""
     try:
         from vllm.model_executor.layers.quantization import register_quantization_config
-        from vllm.model_executor.model_loader import register_model_loader
 
         from tpde.integrations.vllm.config import TpdeConfig
-        from tpde.integrations.vllm.loader import TpdeModelLoader
     except ImportError as error:  # of a vLLM that is another inside: it goes on without
         log.warning("tpde: this vLLM cannot use the plugin (%s); models that are not packed run", error)
         return
     register_quantization_config(METHOD)(TpdeConfig)
-    register_model_loader(METHOD)(TpdeModelLoader)

@@ -47,11 +47,19 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
 
     def __init__(self, kernels: str = "fused", version: int = VERSION, source: Any = None) -> None:
         super().__init__()
+        from tpde.integrations.vllm import loader
         from tpde.nn.kernels import check_kernels
 
         PackedConfig(version, source)
         self.kernels = check_kernels(kernels)
         self.report = Report(self.kernels)
+        loader.register()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from tpde.integrations.vllm import loader
+
+        self.__dict__.update(state)
+        loader.register()  # in a worker, which gets its configuration so, before it asks for a loader
 
     def __repr__(self) -> str:
         return f"TpdeConfig(kernels={self.kernels!r})"

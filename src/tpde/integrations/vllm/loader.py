@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import LoadConfig
-from vllm.model_executor.model_loader import DefaultModelLoader
+from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.models.utils import WeightsMapper
 
-from tpde.format.constants import SUFFIX
+from tpde.format.constants import METHOD, SUFFIX
 from tpde.weights.resident import Resident
 from tpde.weights.tensor import PackedTensor
+
+_registered = False
 
 
 def unpacked(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -55,6 +57,14 @@ class Unpacking(WeightsMapper):  # type: ignore[misc]
 
 def _joined(mapper: WeightsMapper) -> Unpacking:
     return Unpacking(**{it.name: getattr(mapper, it.name) for it in dataclasses.fields(mapper)})
+
+
+def register() -> None:
+    """Name the load format to vLLM, in this process."""
+    global _registered  # noqa: PLW0603 - vLLM warns of a load format that comes a second time
+    if not _registered:
+        _registered = True
+        register_model_loader(METHOD)(TpdeModelLoader)
 
 
 class TpdeModelLoader(DefaultModelLoader):  # type: ignore[misc]
