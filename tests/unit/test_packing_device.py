@@ -243,7 +243,7 @@ def test_a_blob_is_written_whole_and_in_its_turn(tmp_path: Any) -> None:
     blob = packed.sources[0].blob.numpy()
     writer = FileWriter(tmp_path / "it.safetensors", {it: torch_spec(it, weights(64)) for it in "vw"})
     writer.write("v", np.zeros(7, np.uint8))
-    with pytest.raises(ValueError, match="complete before `w` begins"):
+    with pytest.raises(ValueError, match="complete it before `w` begins"):
         writer.write_blob("w", blob)
     writer.abort()
     assert not list(tmp_path.iterdir())
