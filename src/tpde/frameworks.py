@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tpde.errors import InvalidArgument, InvalidInput, MissingDependency, UnsupportedDtype
 
@@ -224,7 +224,7 @@ def piece_bytes(name: str, data: object, spec: TensorSpec) -> Bytes:
     Raises
     ------
     InvalidArgument
-        If it has another dtype.
+        If it has another dtype, or is not contiguous bytes.
     """
     import numpy as np
 
@@ -242,7 +242,22 @@ def piece_bytes(name: str, data: object, spec: TensorSpec) -> Bytes:
         if not bits and numpy_dtype_name(data.dtype) != spec.dtype:
             raise _other_dtype(name, str(data.dtype), spec)
         return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return as_bytes(data)
+    try:
+        view = memoryview(cast(memoryview, data))  # or whatever has its protocol
+    except TypeError:
+        raise InvalidArgument(
+            f"tensor `{name}` is given a {type(data).__name__}",
+            hint="give a tensor, an array or bytes",
+            where=name,
+            found=type(data).__name__,
+        ) from None
+    if not view.c_contiguous:
+        raise InvalidArgument(
+            f"tensor `{name}` is given a view with gaps",
+            hint="give contiguous bytes, or an array",
+            where=name,
+        )
+    return as_bytes(view)
 
 
 def _other_dtype(name: str, found: str, spec: TensorSpec) -> InvalidArgument:
