@@ -17,7 +17,7 @@ from tpde.nn.routed import projections, why_not
 from tpde.nn.routing import fused as of_experts
 from tpde.nn.slot import Slot
 from tpde.weights.active_delta import ALWAYS
-from tpde.weights.experts import can_be_experts, experts_in_windows
+from tpde.weights.experts_in_windows import can_be_experts, experts_in_windows
 from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident

@@ -15,7 +15,6 @@ from tpde.nn.moving import ask_first, ask_no_more
 from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
-from tpde.weights.experts import is_experts
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
 
@@ -162,7 +161,7 @@ def finish(model: nn.Module) -> nn.Module:
                     slot.packed.prepare_rows()
                 continue
             block = whole
-            if is_experts(slot.packed):  # decoded by themselves, where they are not multiplied as they are
+            if slot.packed.of_experts:  # decoded by themselves, where they are not multiplied as they are
                 block = None
             elif slot.packed.multiplies:  # on the device as it is multiplied
                 slot.leave()

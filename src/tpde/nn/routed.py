@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tpde.nn.routing import CHOICE, KNOWN
-from tpde.weights.experts import is_experts
 from tpde.weights.launch import capturing
 from tpde.weights.transforms import refuse_trace, transformed
 
@@ -80,7 +79,7 @@ def routed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed
     """
     slots = module.tpde_slots
     up, down = (slots.get(name) for name in projections(module))
-    if up is None or down is None or not (is_experts(up.packed) and is_experts(down.packed)):
+    if up is None or down is None or not (up.packed.of_experts and down.packed.of_experts):
         return None
     if not is_compiling():
         refuse_trace(up.packed.name)

@@ -13,10 +13,9 @@ from torch.nn import functional
 from tpde.nn.routing import ExpertSource, FromWindows
 from tpde.nn.tiles import RowTiles
 from tpde.weights import operators as ops
-from tpde.weights.experts import is_experts
 from tpde.weights.frozen import as_weight, formatted
 from tpde.weights.parameter import PackedParameter
-from tpde.weights.span import ALIGN
+from tpde.weights.source import ALIGN
 
 if TYPE_CHECKING:
     from tpde.nn.group import Group
@@ -93,7 +92,7 @@ class Slot:
         self.view: Tensor | None = None
         self.view_of: Tensor | None = None
         self.key = ops.register(self)
-        if is_experts(self.packed):
+        if self.packed.of_experts:
             self.experts = FromWindows(self)
         elif isinstance(self.experts, FromWindows):
             self.experts = None

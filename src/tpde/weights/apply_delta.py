@@ -18,7 +18,7 @@ from tpde.weights.active_delta import ALWAYS, UNNAMED
 from tpde.weights.changed import Changed, Variant, part_of
 from tpde.weights.coded import Coded
 from tpde.weights.delta_sources import SPARSE_SHARE, Delta, DeltaLike, entries_of, only_source, variants_of
-from tpde.weights.pack_tensor import pack_tensor
+from tpde.weights.pack_source import pack_source
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
@@ -183,10 +183,10 @@ def _updated(source: Source, variant: Variant) -> Source:
     now = Variant(before.start, before.changes + variant.changes)
     if len(now.changes) > _UPDATES or _bytes(now.changes) > SPARSE_SHARE * source.nbytes:
         plain = part_of(now, 0, source.nbytes).view(source.dtype).view(source.shape)
-        made = pack_tensor(plain.cpu(), source.name)
+        made = pack_source(plain.cpu(), source.name)
         if made is not None:
             made.apply(lambda blob: blob.to(source.device))
-            return made.sources[0]
+            return made
     return Changed(now.start, {UNNAMED: now}, ALWAYS)
 
 

@@ -18,7 +18,7 @@ from tpde.weights.active_delta import ALWAYS, UNNAMED, ActiveDelta
 from tpde.weights.changed_rows import ChangedRows, RowChanges, different_words
 from tpde.weights.coded import Coded, CodedPiece, by_kernels, changing
 from tpde.weights.launch import capturing
-from tpde.weights.pack_tensor import packed_again
+from tpde.weights.pack_source import packed_again
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.rows import RowReader
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder

@@ -497,7 +497,7 @@ MUTANTS = (
     mutant(
         "experts-are-decoded-with-their-block",
         "nn/replace.py",
-        "            if is_experts(slot.packed):",
+        "            if slot.packed.of_experts:",
         "            if False:",
         "all experts are decoded for each token",
         "nn/test_fused_experts.py",
