@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput, PackedWeight
+from tpde.nn.group import GroupSlot
 from tpde.nn.owner import Owner
 from tpde.nn.parts import Parts
 from tpde.nn.passes import AroundModel, Passes
@@ -257,7 +258,7 @@ class Deltas:
             self._parts.remove()
         self._parts = None
 
-    def _slots(self) -> list[Slot]:
+    def _slots(self) -> list[GroupSlot]:
         return [it for tensor in self._tensors for it in tensor.users() if isinstance(it, Slot)]
 
     def put(self, model: nn.Module, variants: Mapping[Source, Mapping[str, Variant]]) -> None:
@@ -303,7 +304,7 @@ class Deltas:
         )
 
 
-def _slots_of(model: nn.Module) -> list[Slot]:
+def _slots_of(model: nn.Module) -> list[GroupSlot]:
     return [slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()]
 
 

@@ -7,22 +7,20 @@ formulas do the rest, so that gradients have the bits that they have with plain 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpde.nn.slot import Slot
+from tpde.nn.workspace import Workspace
 from tpde.weights.active_delta import ActiveDelta
-
-if TYPE_CHECKING:
-    from tpde.nn.group import Workspace
 
 
 class _Again(NamedTuple):
     """A saved view of a weight: where it lies in it."""
 
-    slot: Slot
+    slot: Slot[Any]
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
