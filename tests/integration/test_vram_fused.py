@@ -29,7 +29,8 @@ from tpde.integrations.transformers.streamed import ModelStreaming  # noqa: E402
 from tpde.loading import budgeted as loading_under  # noqa: E402
 from tpde.loading.model_units import header_of, is_routed, unit_of, units_of  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.planning.planner import MIB, Placement  # noqa: E402
+from tpde.planning.layout import MIB  # noqa: E402
+from tpde.planning.units import Placement  # noqa: E402
 
 MIXED = ("windows", "host", "packed", "windows", "disk", "plain")
 

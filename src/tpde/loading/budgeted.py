@@ -29,7 +29,7 @@ from tpde.memory.device_memory import gib
 from tpde.nn.modules import PackedModule
 from tpde.nn.replace import prepare_rows
 from tpde.planning.budget import Budget
-from tpde.planning.planner import StreamPlan
+from tpde.planning.stream_plan import StreamPlan
 from tpde.planning.units import Placement
 from tpde.streaming.stats import StreamingTimes, summarize_spans
 from tpde.streaming.streamer import Streamer

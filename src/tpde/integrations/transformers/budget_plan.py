@@ -12,7 +12,7 @@ from tpde.integrations.transformers.weight_map import Plan
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.loading.model_plan import place_units
 from tpde.planning.budget import Budget
-from tpde.planning.planner import StreamPlan
+from tpde.planning.stream_plan import StreamPlan
 
 
 def plan_streaming(

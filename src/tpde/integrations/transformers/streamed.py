@@ -21,7 +21,8 @@ from tpde.loading.checkpoint_files import Checkpoint
 from tpde.nn import route_experts
 from tpde.nn.routing import fused
 from tpde.planning.budget import Budget
-from tpde.planning.planner import StreamPlan, too_little_ram
+from tpde.planning.shortages import too_little_ram
+from tpde.planning.stream_plan import StreamPlan
 from tpde.streaming.cuda_device import CudaDevice
 from tpde.streaming.experts import ExpertStore
 
