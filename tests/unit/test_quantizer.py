@@ -17,9 +17,10 @@ transformers = pytest.importorskip("transformers", minversion="5.13", reason="ne
 
 import tpde  # noqa: E402
 from tpde.errors import InvalidInput, MissingDependency, NotPacked, PackedWeight  # noqa: E402
-from tpde.integrations.transformers import load_model, quantizer  # noqa: E402
+from tpde.integrations.transformers import load_model, packed_parameters, quantizer  # noqa: E402
 from tpde.integrations.transformers.config import TpdeConfig  # noqa: E402
-from tpde.integrations.transformers.quantizer import TpdeHfQuantizer, loading_to  # noqa: E402
+from tpde.integrations.transformers.load_target import load_target, loading_to  # noqa: E402
+from tpde.integrations.transformers.quantizer import TpdeHfQuantizer  # noqa: E402
 from tpde.loading import live_models  # noqa: E402
 from tpde.nn import pack_module as nn_pack_module  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
@@ -310,8 +311,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     class Kind:
         @staticmethod
         def from_pretrained(folder: Path, **options: Any) -> Any:
-            target = quantizer._target.get()
-            assert target is not None
+            target = load_target()
             found.append((folder, options, target.device, target.budget, target.progress))
             return SimpleNamespace()
 
@@ -575,13 +575,12 @@ def test_tied_weights_that_are_both_in_the_files(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(quantizer, "same_bytes", lambda a, b: same)
-    it: Any = made()
-    it._model = SimpleNamespace(all_tied_weights_keys={HEAD: EMBED})
-    it._plan, it._parts = SimpleNamespace(runs={name: name for name in runs}), {name: name for name in parts}
-    it._untie()
-    assert it._parts == left
-    assert it._model.all_tied_weights_keys == ({HEAD: EMBED} if tied else {})
+    monkeypatch.setattr(packed_parameters, "same_bytes", lambda a, b: same)
+    model = SimpleNamespace(all_tied_weights_keys={HEAD: EMBED})
+    found: dict[str, Any] = {name: name for name in parts}
+    packed_parameters.tie(model, {name: name for name in runs}, found)  # type: ignore[misc]
+    assert found == left
+    assert model.all_tied_weights_keys == ({HEAD: EMBED} if tied else {})
     assert ("they are not tied" in caplog.text) == (not tied)
 
 
@@ -599,12 +598,10 @@ def test_weights_are_installed_under_all_of_their_names(monkeypatch: pytest.Monk
         path, _, leaf = name.rpartition(".")
         del model.get_submodule(path)._parameters[leaf]  # as packed ones are elsewhere
 
-    monkeypatch.setattr(quantizer, "replace_parameter", replace)
-    monkeypatch.setattr(quantizer, "PackedParameter", lambda packed, grad: (packed, grad))
-    it: Any = made()
-    it._model = model
-    it._parts = {"a.weight": "one", "b.weight": "one", "c.weight": "other"}
-    it._install()
+    monkeypatch.setattr(packed_parameters, "replace_parameter", replace)
+    monkeypatch.setattr(packed_parameters, "PackedParameter", lambda packed, grad: (packed, grad))
+    parts: Any = {"a.weight": "one", "b.weight": "one", "c.weight": "other"}
+    packed_parameters.install(model, parts)
     assert installed == [
         ("a.weight", ("one", True)),
         ("b.weight", ("one", True)),

@@ -568,7 +568,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-that-fails-keeps-all",
-        "integrations/transformers/quantizer.py",
+        "integrations/transformers/load_target.py",
         "            target.streaming.close()\n",
         "            pass\n",
         "a load that fails keeps ring, host memory and budget",

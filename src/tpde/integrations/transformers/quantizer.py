@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,70 +23,25 @@ from tpde.integrations.transformers.internals import (
     forget_quantized,
     give_conversions,
     take_conversions,
-    tied_weights,
 )
+from tpde.integrations.transformers.load_target import LoadTarget, load_target
+from tpde.integrations.transformers.packed_parameters import install, tie
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.run_memory import MemoryFootprintMethod
 from tpde.integrations.transformers.save import state_to_save
 from tpde.integrations.transformers.streamed import ModelStreaming
 from tpde.integrations.transformers.unpacked import load_plain, report_decoded, some
 from tpde.integrations.transformers.warmup import Warmup
-from tpde.integrations.transformers.weight_map import Plan, expected_dtypes, make_plan, same_bytes
+from tpde.integrations.transformers.weight_map import Plan, expected_dtypes, make_plan
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.loading.devices import checked_device
 from tpde.loading.quantized import PackedQuantizer
 from tpde.memory.device_memory import require
-from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
+from tpde.nn import PackedTensor, finish, packed_modules
 from tpde.nn.attached_deltas import attach
-from tpde.nn.kernels import Kernels, tell_if_none
-from tpde.planning.budget import Budget
-from tpde.weights.delta_sources import DeltaLike
+from tpde.nn.kernels import tell_if_none
 
 log = logging.getLogger("tpde")
-
-
-@dataclass
-class _Target:
-    """Where `tpde.from_pretrained` wants the model: `device_map` would need the package `accelerate`."""
-
-    device: torch.device | None = None
-    budget: Budget | None = None
-    progress: Callable[[int], None] | None = None  # told what is read under it
-    deltas: Mapping[str, DeltaLike] | None = None  # states beside the files' own
-    kernels: Kernels = "exact"
-    pack: bool = False  # plain files, too
-    streaming: ModelStreaming | None = None  # what has been opened so far
-    warmup: Warmup | None = None
-
-
-_target: contextvars.ContextVar[_Target | None] = contextvars.ContextVar("tpde_target", default=None)
-
-
-@contextmanager
-def loading_to(
-    device: torch.device,
-    budget: Budget | None = None,
-    progress: Callable[[int], None] | None = None,
-    deltas: Mapping[str, DeltaLike] | None = None,
-    kernels: Kernels = "exact",
-    pack: bool = False,
-) -> Iterator[None]:
-    """Load models to a device within this context, under a budget or with deltas if there are any."""
-    target = _Target(device, budget, progress, deltas, kernels, pack)
-    token = _target.set(target)
-    try:
-        yield
-    except BaseException:
-        if target.streaming is not None:
-            target.streaming.close()
-        if target.warmup is not None:
-            target.warmup.abandon()
-        raise
-    else:
-        if target.warmup is not None:
-            target.warmup.wait()
-    finally:
-        _target.reset(token)
 
 
 class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
@@ -103,7 +55,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     requires_calibration = False
 
     def __init__(self, quantization_config: TpdeConfig, **kwargs: Any) -> None:
-        self._target = _target.get() or _Target()
+        self._target = load_target()
         self._comes_plain = self._target.pack and not kwargs.get("pre_quantized", True)
         if self._comes_plain:
             kwargs["pre_quantized"] = True  # from here on it is as if it were
@@ -248,7 +200,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                 self._parts = streaming.load(model, checkpoint, plan.runs, where)
                 self.streamed = bool(streaming.streamers)
             names = [*plan.runs, *decoded]
-            self._untie()
+            tie(model, plan.runs, self._parts)
             if target.deltas is not None:
                 expected = expected_dtypes(model, self._dtype)
                 base = os.path.dirname(self._files[0])
@@ -291,43 +243,8 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self.decoded = report_decoded(plan, checkpoint)
         return names
 
-    def _untie(self) -> None:
-        """Where the files have two tied weights that differ, do as transformers does: keep both."""
-        assert self._plan is not None
-        runs, tied = self._plan.runs, tied_weights(self._model)
-        for target, source in list(tied.items()):
-            if target in runs and source in runs:
-                if same_bytes(runs[target], runs[source]):
-                    self._parts.pop(target, None)
-                    if source in self._parts:  # else it is plain, and tied as plain ones are
-                        self._parts[target] = self._parts[source]
-                else:
-                    log.warning(
-                        "`%s` and `%s` are tied by the model, but differ in the files: they are not tied",
-                        target,
-                        source,
-                    )
-                    del tied[target]
-
     def _install(self) -> None:
-        """Turn the placeholders into packed parameters, those that were tied into the same one."""
-        model = self._model
-        uses: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            uses.setdefault(id(parameter), []).append(name)
-        done = set[str]()
-        made: dict[int, PackedParameter] = {}  # by packed weights
-        for name, packed in self._parts.items():
-            path, _, leaf = name.rpartition(".")
-            if name in done:
-                continue
-            held = getattr(model.get_submodule(path), leaf)
-            parameter = made.setdefault(id(packed), PackedParameter(packed, held.requires_grad))
-            for use in uses[id(held)]:
-                owner, _, key = use.rpartition(".")
-                if key in model.get_submodule(owner)._parameters:  # not a second path to the same module
-                    replace_parameter(model, use, parameter)
-                done.add(use)
+        install(self._model, self._parts)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._placeholders is not None:
@@ -340,7 +257,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self._model = self._checkpoint = self._plan = self._placeholders = None
         self._parts, self._files = {}, []
         kernels, streaming, fused = self._target.kernels, self._target.streaming, bool(self._fused)
-        self._target, self._fused = _Target(), set()
+        self._target, self._fused = LoadTarget(), set()
         if streaming is not None:
             streaming.cut(model)
             streaming.route(model)
