@@ -268,7 +268,7 @@ def _require_free(packed: PackedTensor) -> None:
         why = "is kept under a VRAM budget, which has room for it as it is", "load the model again"
     elif not packed.settled:
         why = "is streamed under a VRAM budget", "load the model without `vram=`"
-    elif packed.choice not in (None, ALWAYS):
+    elif packed.active_delta not in (None, ALWAYS):
         why = "has deltas on it", "load the target itself, or the model without `deltas=`"
     elif any(user.recorded for user in packed.users()):
         why = "was recorded in a CUDA graph, which would go on with it", "load the model again"

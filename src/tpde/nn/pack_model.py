@@ -84,8 +84,8 @@ def unpack_module(model: nn.Module) -> nn.Module:
                 "would no longer be tied",
                 hint="unpack a model that holds both",
             )
-    choices = {slot.packed.choice for slot in slots} - {None}
-    leave_deltas(model, {it for it in choices if it is not None})
+    active = {slot.packed.active_delta for slot in slots}
+    leave_deltas(model, {it for it in active if it is not None})
     ungroup(model)
     made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights share them
 

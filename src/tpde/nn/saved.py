@@ -27,7 +27,7 @@ class _Again(NamedTuple):
     offset: int  # in elements
     conjugated: bool  # by a bit of the tensor, not in memory; the next one is another
     negated: bool
-    choice: ActiveDelta | None  # by whose name then the weight is decoded
+    active_delta: ActiveDelta | None  # by whose name then the weight is decoded
     name: str | None
     updates: int  # of the weight until then
 
@@ -39,9 +39,9 @@ class _Again(NamedTuple):
                 f"`{packed.name}`, a packed weight that the backward pass needs, was updated since: compute "
                 "the forward pass again"
             )
-        if self.choice is None:
+        if self.active_delta is None:
             return self._again()
-        with self.choice.at(self.name):
+        with self.active_delta.at(self.name):
             return self._again()
 
     def _again(self) -> Tensor:
@@ -103,10 +103,10 @@ class Saver:
                 slot = space.group.at(address)
                 if slot is not None:
                     offset = (address - space.start - slot.offset) // tensor.dtype.itemsize
-                    bits, choice = (tensor.is_conj(), tensor.is_neg()), slot.packed.choice
-                    name = None if choice is None else choice.now()
+                    bits, active_delta = (tensor.is_conj(), tensor.is_neg()), slot.packed.active_delta
+                    name = None if active_delta is None else active_delta.now()
                     where = tensor.dtype, tensor.shape, tensor.stride(), offset
-                    return _Again(slot, *where, *bits, choice, name, slot.packed.updates)
+                    return _Again(slot, *where, *bits, active_delta, name, slot.packed.updates)
         if self._before is not None:
             return _Passed(self._before[0](tensor), self._before[1])
         # Not the tensor itself: an operator that saves its result would be in a cycle that nothing breaks.

@@ -24,7 +24,7 @@ from tpde.store.delta_state import other_base
 from tpde.store.device_deltas import is_resident
 from tpde.store.device_update import SparseChange, SparseChanges
 from tpde.weights.changed import Variant
-from tpde.weights.coded import Coded, Coding
+from tpde.weights.coded import CodedChange, Coding
 from tpde.weights.pack_source import pack_source
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Source, decoded
@@ -138,7 +138,9 @@ class Delta:
         if it.codec == SPARSE and it.size <= it.spec.nbytes * SPARSE_SHARE:
             data = self.file.payload(it)
             if self._checked_there(it, plain, data, base) or self._checked_here(it, plain, base):
-                change = Coded.on(plain.device, self._codings[it.model], Sparse(data, it.changes, it.sizes))
+                change = CodedChange.on(
+                    plain.device, self._codings[it.model], Sparse(data, it.changes, it.sizes)
+                )
                 return Variant(source, (change,))
             return None
         new = self.target(it, _on_host(plain), base)

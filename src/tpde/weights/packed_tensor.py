@@ -51,7 +51,7 @@ class PackedTensor:
     tile_bytes : int
         Room for tiles of its rows, if it is a matrix larger than any buffer; 0 if it is decoded whole.
         Whoever loads a model sets it.
-    choice : ActiveDelta or None
+    active_delta : ActiveDelta or None
         By which name it is decoded, if it has several.
     multiplies : bool
         Whether products are computed from it, without its being decoded before: a linear layer's, or of
@@ -78,7 +78,7 @@ class PackedTensor:
         self.dtype = first.dtype
         self.shape = torch.Size(first.shape if shape is None else tuple(shape))
         self.parts: list[tuple[Source, int]] = []
-        self.choice: ActiveDelta | None = None
+        self.active_delta: ActiveDelta | None = None
         self.nbytes = self.tile_bytes = self.updates = 0
         for source in found:
             if source.dtype != self.dtype:
@@ -229,7 +229,9 @@ class PackedTensor:
         self.multiplies = whole and all(source.multiplies for source, _ in self.parts)
         self._experts: Experts | None = None
         self._versions = [source.version for source, _ in self.parts]
-        self.choice = next((source.choice for source, _ in self.parts if source.choice is not None), None)
+        self.active_delta = next(
+            (source.active_delta for source, _ in self.parts if source.active_delta is not None), None
+        )
         self._decoder: Decoder | None = None
         self._rows: RowsDecoder | None = None
 

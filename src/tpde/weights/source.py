@@ -59,7 +59,7 @@ class Source(ABC):
         Whether its bytes are on the device by now, and stay as they are there.
     travels : bool
         Whether it has chunks that are brought to the device each time.
-    choice : ActiveDelta or None
+    active_delta : ActiveDelta or None
         By which name it is decoded, if it has several.
     multiplies : bool
         Whether a linear layer's product is computed from it, without its being decoded before: it has a
@@ -75,7 +75,7 @@ class Source(ABC):
     lead = 0
     settled = True
     travels = False
-    choice: ActiveDelta | None = None
+    active_delta: ActiveDelta | None = None
     multiplies = False
     recorded = False
     _section: bytes

@@ -10,7 +10,7 @@ MUTANTS = (
     mutant(
         "gradients-of-the-delta-in-use-by-then",
         "nn/saved.py",
-        "        if self.choice is None:\n            return self._again()\n",
+        "        if self.active_delta is None:\n            return self._again()\n",
         "        if True:\n            return self._again()\n",
         "gradients are computed with the weights of another fine-tune",
         "nn/test_deltas.py",
@@ -34,7 +34,7 @@ MUTANTS = (
     mutant(
         "graphs-go-on-with-another-delta",
         "nn/model_deltas.py",
-        "        if self.choice.recorded:\n",
+        "        if self.active_delta.recorded:\n",
         "        if False:\n",
         "a recorded graph computes with the fine-tune before",
         "nn/test_deltas.py",
@@ -58,7 +58,7 @@ MUTANTS = (
     mutant(
         "interrupted-switches-are-left",
         "nn/model_deltas.py",
-        "            if chosen == self.active and self.choice.settled:\n",
+        "            if chosen == self.active and self.active_delta.settled:\n",
         "            if chosen == self.active:\n",
         "after Ctrl-C plain parameters stay those of another fine-tune",
         "nn/test_requests.py",

@@ -108,7 +108,7 @@ MUTANTS = (
         "a-copy-goes-by-the-model-s-name",
         "weights/changed.py",
         "        return Changed(start, {UNNAMED: Variant(start, changes)}, ALWAYS)\n\n    def require",
-        "        return Changed(start, self.variants, self.choice)\n\n    def require",
+        "        return Changed(start, self.variants, self.active_delta)\n\n    def require",
         "a copied block changes when the model it was copied from is told to",
         "nn/test_deltas.py",
     ),

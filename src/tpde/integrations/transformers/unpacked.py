@@ -11,7 +11,7 @@ import torch
 
 from tpde.errors import InvalidInput, TpdeError, printable
 from tpde.integrations.transformers.weight_map import Plan, Source
-from tpde.loading.assignment import place
+from tpde.loading.assignment import assign
 from tpde.loading.checkpoint_files import Checkpoint
 
 log = logging.getLogger("tpde")
@@ -56,7 +56,7 @@ def load_plain(
             hint="fetch the model again",
         ) from error
     for name, tensor in made.items():
-        place(model, name, tensor)
+        assign(model, name, tensor)
     return list(made)
 
 
