@@ -32,7 +32,7 @@ from tpde.integrations.transformers.save import state_to_save
 from tpde.integrations.transformers.streamed import ModelStreaming
 from tpde.integrations.transformers.unpacked import load_plain, report_decoded, some
 from tpde.integrations.transformers.warmup import Warmup
-from tpde.integrations.transformers.weight_map import Plan, expected_dtypes, make_plan
+from tpde.integrations.transformers.weight_map import WeightMap, expected_dtypes, map_weights
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.loading.devices import checked_device
 from tpde.loading.quantized import PackedQuantizer
@@ -67,7 +67,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self._dtype = torch.float32
         self._device_map: Any = None
         self._checkpoint: Checkpoint | None = None
-        self._plan: Plan | None = None
+        self._weights: WeightMap | None = None
         self._placeholders: Placeholders | None = None
         self._parts: dict[str, PackedTensor] = {}
         self._fused: set[str] = set()  # which of them go to the window layout
@@ -109,13 +109,13 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Load the packed weights when the last of what that needs is known: where each goes."""
         device_map = kwargs.get("device_map")
-        if self._plan is not None and isinstance(device_map, dict):
+        if self._weights is not None and isinstance(device_map, dict):
             self._device_map = device_map
             self._load()
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes that an element takes on a device: fewer if it is packed."""
-        run = self._plan.runs.get(param_name) if self._plan is not None else None
+        run = self._weights.runs.get(param_name) if self._weights is not None else None
         if run is None:
             return float(param.element_size())
         if param_name in self._fused:
@@ -125,11 +125,11 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
         """Leave room for one plain block on each GPU."""
-        if self._plan is None:
+        if self._weights is None:
             return max_memory
         if self._target.budget is not None:
             return spread(max_memory, self._model, self.param_element_size)
-        room = largest_block({name: run.nbytes for name, run in self._plan.runs.items()})
+        room = largest_block({name: run.nbytes for name, run in self._weights.runs.items()})
         return {
             key: max(value - room, 0) if isinstance(key, int) and isinstance(value, int) else value
             for key, value in max_memory.items()
@@ -150,7 +150,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Load the packed weights, now that transformers' conversions are known."""
-        if self._plan is None and self._files and self._model is not None:
+        if self._weights is None and self._files and self._model is not None:
             self._checkpoint = Checkpoint(self._files, pack=self._target.pack)
             try:
                 if not (self._checkpoint.is_packed or self._target.pack):
@@ -159,14 +159,14 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                         "`config.json` says so",
                         hint=MAKE_PLAIN,
                     )
-                self._plan = make_plan(self._model, self._checkpoint, weight_conversions, self._dtype)
+                self._weights = map_weights(self._model, self._checkpoint, weight_conversions, self._dtype)
                 if not self._checkpoint.is_packed:  # transformers loads what cannot be packed
-                    report_decoded(self._plan, self._checkpoint)
-                    self._plan = self._plan._replace(decoded=[], unexpected=[])
+                    report_decoded(self._weights, self._checkpoint)
+                    self._weights = self._weights._replace(decoded=[], unexpected=[])
                 if self._target.kernels == "fused":
                     # Under a budget, experts are fetched as they are routed to.
                     alone = self._target.budget is None
-                    self._fused = fused_names(self._model, self._plan.runs, experts=alone)
+                    self._fused = fused_names(self._model, self._weights.runs, experts=alone)
                 if not isinstance(self._device_map, str):
                     self._load()
             except BaseException:
@@ -177,50 +177,53 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     def _load(self) -> None:
         """Read every blob to its device, decode what must be, and hide it all from transformers."""
         assert self._checkpoint is not None
-        assert self._plan is not None
-        model, plan, checkpoint = self._model, self._plan, self._checkpoint
+        assert self._weights is not None
+        model, weights, checkpoint = self._model, self._weights, self._checkpoint
         try:
             where = devices_of(model, self._device_map)
-            where |= {name: device_of(name, self._device_map) for name in plan.runs}
+            where |= {name: device_of(name, self._device_map) for name in weights.runs}
             for device in set(where.values()):
                 checked_device(device)
             target = self._target
             if target.budget is None:
-                for device in {where[name] for name in plan.runs}:
-                    self._require(plan, device)
-                self._parts = open_some_fused(model, checkpoint, plan.runs, where, self._fused)
-                decoded = self._decode(plan, checkpoint)
+                for device in {where[name] for name in weights.runs}:
+                    self._require(weights, device)
+                self._parts = open_some_fused(model, checkpoint, weights.runs, where, self._fused)
+                decoded = self._decode(weights, checkpoint)
             else:
                 streaming = ModelStreaming(
                     target.budget, target.progress, warmup=target.warmup, fused=self._fused
                 )
                 target.streaming = streaming
-                streaming.plan(model, checkpoint, plan, where)
-                decoded = self._decode(plan, checkpoint)  # first, since for a moment it needs the blobs, too
-                self._parts = streaming.load(model, checkpoint, plan.runs, where)
+                streaming.plan(model, checkpoint, weights, where)
+                # First, since for a moment it needs the blobs, too.
+                decoded = self._decode(weights, checkpoint)
+                self._parts = streaming.load(model, checkpoint, weights.runs, where)
                 self.streamed = bool(streaming.streamers)
-            names = [*plan.runs, *decoded]
-            tie(model, plan.runs, self._parts)
+            names = [*weights.runs, *decoded]
+            tie(model, weights.runs, self._parts)
             if target.deltas is not None:
                 expected = expected_dtypes(model, self._dtype)
                 base = os.path.dirname(self._files[0])
                 self._states = read_states(
-                    target.deltas, model, checkpoint, plan, self._parts, expected, base
+                    target.deltas, model, checkpoint, weights, self._parts, expected, base
                 )
         finally:
             checkpoint.close()
-        if plan.unexpected:
+        if weights.unexpected:
             log.warning(
                 "packed tensors that have no place in %s are left out: %s",
                 type(model).__name__,
-                some(plan.unexpected),
+                some(weights.unexpected),
             )
-        seen = [*plan.halves(checkpoint), *plan.of_plain()]
+        seen = [*weights.halves(checkpoint), *weights.of_plain()]
         self._placeholders = Placeholders(model, names, seen, self._install)
 
-    def _require(self, plan: Plan, device: torch.device) -> None:
+    def _require(self, weights: WeightMap, device: torch.device) -> None:
         """Refuse before anything is read if a device has too little free memory."""
-        here = {name: run for name, run in plan.runs.items() if device_of(name, self._device_map) == device}
+        here = {
+            name: run for name, run in weights.runs.items() if device_of(name, self._device_map) == device
+        }
         packed = {part.name: part.packed_bytes for run in here.values() for part in run.parts}
         for name in self._fused.intersection(here):
             packed |= {part.name: int(SHARE * part.nbytes) for part in here[name].parts}
@@ -228,19 +231,19 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         plain = sum(
             tensor.numel() * tensor.element_size()
             for name, tensor in self._model.state_dict().items()
-            if name not in plan.runs and device_of(name, self._device_map) == device
+            if name not in weights.runs and device_of(name, self._device_map) == device
         )
         need = sum(packed.values()) + room + plain
         require(need, device, f"{type(self._model).__name__}, packed, with one block plain,")
 
-    def _decode(self, plan: Plan, checkpoint: Checkpoint) -> list[str]:
+    def _decode(self, weights: WeightMap, checkpoint: Checkpoint) -> list[str]:
         """Put what cannot stay packed into the model as it would be without packing; returns its names."""
         expected = expected_dtypes(self._model, self._dtype)
         names = []
-        for source, _ in plan.decoded:
+        for source, _ in weights.decoded:
             device = device_of(source.target, self._device_map)
             names += load_plain(self._model, source, checkpoint, device, expected(source.target))
-        self.decoded = report_decoded(plan, checkpoint)
+        self.decoded = report_decoded(weights, checkpoint)
         return names
 
     def _install(self) -> None:
@@ -254,7 +257,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self.conversions = take_conversions(model)
         forget_quantized(model)
         model.get_memory_footprint = MemoryFootprintMethod(model)
-        self._model = self._checkpoint = self._plan = self._placeholders = None
+        self._model = self._checkpoint = self._weights = self._placeholders = None
         self._parts, self._files = {}, []
         kernels, streaming, fused = self._target.kernels, self._target.streaming, bool(self._fused)
         self._target, self._fused = LoadTarget(), set()
