@@ -65,6 +65,7 @@ lint: $(VENV)/.extra-test $(VENV)/.extra-lint $(VENV)/.package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pylint src/tpde
 	$(BIN)/lint-imports
 
 # The site, into build/site: warnings, such as broken links and anchors, are errors.

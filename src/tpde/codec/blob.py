@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tpde.codec import core_chunks
@@ -18,6 +18,7 @@ from tpde.errors import Corrupt
 from tpde.format.blob_header import MAX_FIXED_BYTES, BlobHeader, parse_blob_header, with_results
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
+from tpde.io.buffers import Buffer, byte_view
 from tpde.io.sinks import Sink
 from tpde.io.sources import Source, read
 
@@ -209,7 +210,7 @@ class BlobReader:
         self.offsets = np.append(starts, header.blob_bytes)
 
     @property
-    def records(self) -> Any:
+    def records(self) -> npt.NDArray[np.void]:
         """The index map as a structured array: offset, checksum, modes, table, fill."""
         return self.index.view(RECORD)
 
@@ -324,6 +325,6 @@ class BlobReader:
                 yield error
 
 
-def digest(data: Any) -> bytes:
+def digest(data: Buffer) -> bytes:
     """XXH3-128 of some bytes, as docs/format.md 2 stores it."""
-    return xxhash.xxh3_128_digest(data)
+    return xxhash.xxh3_128_digest(byte_view(data))

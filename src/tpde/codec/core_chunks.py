@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tpde.codec.native import Bytes, CoreLayout, Error, address, as_bytes, check, core
 from tpde.format.constants import RECORD_BYTES
+from tpde.io.buffers import Buffer
 
 
 class EncodedChunks(NamedTuple):
@@ -25,13 +26,13 @@ def chunk_count(layout: CoreLayout) -> int:
     return int(core().tpde_chunk_count(layout))
 
 
-def checksum(words: Any) -> int:
+def checksum(words: Buffer) -> int:
     """Checksum of a chunk's decoded bytes (format.md 4.5)."""
     data = as_bytes(words)
     return int(core().tpde_checksum(address(data), data.size))
 
 
-def split(layout: CoreLayout, words: Any) -> Bytes:
+def split(layout: CoreLayout, words: Buffer) -> Bytes:
     """Split words into byte planes (format.md 2.3).
 
     Returns
@@ -54,7 +55,7 @@ def merge(layout: CoreLayout, planes: Bytes, out: Bytes) -> None:
 
 
 def index_check(
-    layout: CoreLayout, index: Any, first_offset: int, blob_bytes: int, max_chunk_bytes: int
+    layout: CoreLayout, index: Buffer, first_offset: int, blob_bytes: int, max_chunk_bytes: int
 ) -> None:
     """Check an index map of all chunks of a layout (format.md 4.3).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tpde.codec import native
 from tpde.codec.native import Bytes, Error, address, as_bytes, check, core
 from tpde.errors import Corrupt, NativeError
+from tpde.io.buffers import Buffer
 
 CHUNK_WORDS = 65536  # delta.md 3.1
 MAX_CLASSES = 16  # delta.md 2.1
@@ -54,7 +55,7 @@ class Listed(NamedTuple):
     """Changes of a tensor: numbers of words, ascending, what they become, and their check (delta.md 4)."""
 
     positions: npt.NDArray[np.uint64]
-    targets: npt.NDArray[Any]
+    targets: npt.NDArray[np.uint8 | np.uint16 | np.uint32 | np.uint64]
     check: int
 
 
@@ -97,7 +98,7 @@ class ChangeModel:
         self.data = bytes(data)
         self.word_bytes, self.rotate, self.classes, self.folded = data[:4]
 
-    def encode(self, base: Any, target: Any, threads: int = 1) -> Sparse | None:
+    def encode(self, base: Buffer, target: Buffer, threads: int = 1) -> Sparse | None:
         """Encode what changed.
 
         Parameters
@@ -170,7 +171,7 @@ class ChangeModel:
         """
         self._call("tpde_delta_apply", sparse, words, int(dry), threads)
 
-    def _call(self, name: str, sparse: Sparse, words: Bytes, *how: Any) -> None:
+    def _call(self, name: str, sparse: Sparse, words: Bytes, *how: object) -> None:
         count, error = words.size // self.word_bytes, Error()
         chunks = chunk_count(count)
         if words.size % self.word_bytes or sparse.changes.size != chunks or sparse.sizes.size != chunks:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 from tpde.codec.native import address, as_bytes, core
+from tpde.io.buffers import Buffer
 
 
-def fingerprint(data: Any, offset: int = 0) -> bytes:
+def fingerprint(data: Buffer, offset: int = 0) -> bytes:
     """The fingerprint of a tensor's bytes, or the share that some of them have in it (delta.md 4).
 
     Parameters

@@ -11,12 +11,12 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tpde.errors import Corrupt, NativeError, Truncated, UnsupportedVersion
+from tpde.io.buffers import Buffer
 
 ABI = 6
 NO_CHUNK = (1 << 64) - 1
@@ -81,7 +81,7 @@ _u64, _u32, _int, _ptr = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int, ctypes.
 _layout, _error = ctypes.POINTER(CoreLayout), ctypes.POINTER(Error)
 _window = ctypes.POINTER(CoreWindow)
 
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+_SIGNATURES: dict[str, tuple[type[object] | None, list[type[object]]]] = {
     "tpde_abi": (_int, []),
     "tpde_simd": (ctypes.c_char_p, []),
     "tpde_simd_available": (ctypes.c_char_p, []),
@@ -133,8 +133,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "tpde_delta_encode": (
         _int,
         [
-            *[_ptr, _ptr, _ptr, _u64, _u8p, _u64, ctypes.POINTER(_u64), _ptr, _ptr],
-            *[_u64, ctypes.POINTER(_u64), _int, _error],
+            *(_ptr, _ptr, _ptr, _u64, _u8p, _u64, ctypes.POINTER(_u64), _ptr, _ptr),
+            *(_u64, ctypes.POINTER(_u64), _int, _error),
         ],
     ),
     "tpde_delta_list": (
@@ -219,7 +219,7 @@ def check(code: int, error: Error) -> None:
     raise NativeError(f"the native core refused a call: {what}")
 
 
-def as_bytes(buffer: Any) -> Bytes:
+def as_bytes(buffer: Buffer) -> Bytes:
     """View a contiguous buffer as bytes, without a copy.
 
     Parameters

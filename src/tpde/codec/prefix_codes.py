@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,12 @@ from tpde.codec.core_chunks import EncodedChunks
 from tpde.codec.native import Bytes, CoreLayout, Error, address, as_bytes, check, core
 from tpde.errors import NativeError
 from tpde.format.constants import RECORD_BYTES
+from tpde.io.buffers import Buffer
 
 MAX_TABLE_SECTION = 20480
 
 
-def plan(layout: CoreLayout, sample: Any, max_variants: int = 4) -> tuple[bytes, int]:
+def plan(layout: CoreLayout, sample: Buffer, max_variants: int = 4) -> tuple[bytes, int]:
     """Choose planes and tables for a tensor from a sample of its chunks.
 
     Parameters
@@ -79,7 +80,7 @@ class PrefixCodec:
         If a table is damaged.
     """
 
-    def __init__(self, layout: CoreLayout, section: Any, *, encode: bool = False) -> None:
+    def __init__(self, layout: CoreLayout, section: Buffer, *, encode: bool = False) -> None:
         self._handle = ctypes.c_void_p()
         data, error = as_bytes(section), Error()
         code = core().tpde_codec_open(

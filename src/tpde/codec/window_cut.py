@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tpde.codec.native import Bytes, Error, address, as_bytes, check, core
 from tpde.codec.windows import COLUMNS_AT, ROWS_AT, encoded_size, header, room_for, sections
+from tpde.io.buffers import Buffer
 
 _Starts = npt.NDArray[np.uint64]
 
 
 def cut(
-    blob: Any, rows: tuple[int, int], columns: tuple[int, int], *, out: Bytes | None = None, threads: int = 1
+    blob: Buffer,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    *,
+    out: Bytes | None = None,
+    threads: int = 1,
 ) -> Bytes:
     """Cut a part out of a blob, without decoding it.
 
@@ -73,11 +78,11 @@ def _check_cut(what: str, part: tuple[int, int], size: int, unit: int) -> None:
         )
 
 
-def cut_rows(blob: Any, first: int, end: int, threads: int = 1) -> Bytes:
+def cut_rows(blob: Buffer, first: int, end: int, threads: int = 1) -> Bytes:
     """Cut rows out of a blob: `cut` with all columns."""
     return cut(blob, (first, end), (0, header(blob).columns), threads=threads)
 
 
-def cut_columns(blob: Any, first: int, end: int, threads: int = 1) -> Bytes:
+def cut_columns(blob: Buffer, first: int, end: int, threads: int = 1) -> Bytes:
     """Cut columns out of a blob: `cut` with all rows."""
     return cut(blob, (0, header(blob).rows), (first, end), threads=threads)

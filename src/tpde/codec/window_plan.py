@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +83,7 @@ class WindowPlan:
         If the matrix has no window layout (windows.md 8).
     """
 
-    def __init__(self, words: npt.NDArray[Any], threads: int = 1) -> None:
+    def __init__(self, words: npt.NDArray[np.generic[object]], threads: int = 1) -> None:
         if words.ndim != 2 or words.itemsize != 2:
             raise ValueError(f"an array of shape {words.shape} and dtype {words.dtype} is no bf16 matrix")
         rows, columns = words.shape
@@ -134,7 +133,7 @@ class WindowPlan:
         return made
 
 
-def encode(words: npt.NDArray[Any], threads: int = 1) -> Bytes:
+def encode(words: npt.NDArray[np.generic[object]], threads: int = 1) -> Bytes:
     """Encode a matrix.
 
     Parameters

@@ -6,7 +6,7 @@ A stack is the experts of a weight of three dimensions, as it is on a device, an
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from tpde.codec import windows
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.windows import Window
 from tpde.errors import Corrupt, InvalidInput, Truncated, UnsupportedVersion
+from tpde.io.buffers import Buffer
 
 MAGIC = bytes.fromhex("89 54 50 44 58 0D 0A 1A")  # windows.md 11
 HEAD_BYTES = 128
@@ -67,7 +68,7 @@ def stacked(found: list[Window], turned: bool) -> Stack:
     return Stack(turned, tuple(found), tuple(int(it) for it in ends[:-1]))
 
 
-def validate(blob: Any, threads: int = 1) -> Stack:
+def validate(blob: Buffer, threads: int = 1) -> Stack:
     """Check all of a stack but the bodies of its blobs, which may hold any bytes.
 
     Parameters

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tpde.codec.native import Bytes, CoreWindow, Error, address, as_bytes, check, core
 from tpde.errors import InvalidInput
+from tpde.io.buffers import Buffer
 
 ROWS_AT = 16  # windows.md 7.1: where rows can be cut
 COLUMNS_AT = 64  # windows.md 7.1: where columns can be cut
@@ -121,7 +122,7 @@ def room_for(out: Bytes | None, nbytes: int) -> Bytes:
     return as_bytes(out)
 
 
-def header(blob: Any) -> Window:
+def header(blob: Buffer) -> Window:
     """What a blob's header says, which is checked against its size; the rest is not looked at.
 
     Parameters
@@ -140,7 +141,7 @@ def header(blob: Any) -> Window:
     return from_core(found)
 
 
-def validate(blob: Any, threads: int = 1) -> Window:
+def validate(blob: Buffer, threads: int = 1) -> Window:
     """Check all of a blob but its bodies, which may hold any bytes.
 
     Parameters
@@ -164,7 +165,7 @@ def validate(blob: Any, threads: int = 1) -> Window:
 
 
 def decode(
-    blob: Any, first: int = 0, end: int | None = None, *, out: Words | None = None, threads: int = 1
+    blob: Buffer, first: int = 0, end: int | None = None, *, out: Words | None = None, threads: int = 1
 ) -> Words:
     """Decode a blob, or some of its rows.
 

@@ -29,6 +29,7 @@ from tpde.format.constants import (
 )
 from tpde.format.container import Container, TensorSpec
 from tpde.format.container_writer import entry_json, join_header
+from tpde.io.buffers import Buffer
 from tpde.io.sinks import FileSink, Sink
 from tpde.io.small_writes import Gathered
 
@@ -116,7 +117,7 @@ class FileWriter:
         """Whether a tensor's name allows it to be packed (format.md 1.2)."""
         return not name.endswith(SUFFIX) and name + SUFFIX not in self._specs
 
-    def plan(self, name: str, sample: object) -> bool:
+    def plan(self, name: str, sample: Buffer) -> bool:
         """Decide how to store a tensor before its bytes come; returns whether it will be packed.
 
         Without this, its first bytes are the sample.
@@ -137,7 +138,7 @@ class FileWriter:
         self._plans[name] = plan_tensor(spec, data, self.codec)
         return self._plans[name] is not None
 
-    def write(self, name: str, data: object) -> None:
+    def write(self, name: str, data: Buffer) -> None:
         """Write a tensor's next bytes.
 
         Tensors may come in any order, but each must be complete before the next begins.

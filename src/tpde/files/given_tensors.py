@@ -12,11 +12,11 @@ from tpde.errors import InvalidArgument, InvalidInput
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.frameworks import numpy_dtype_name, spec_of, torch_bytes, torch_spec
+from tpde.io.buffers import Buffer
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
-
     import torch
+    from typing_extensions import TypeIs
 
 
 def spec_like(name: str, tensor: object) -> TensorSpec:
@@ -43,13 +43,13 @@ def spec_like(name: str, tensor: object) -> TensorSpec:
     )
 
 
-def _is_torch(value: object) -> TypeGuard[torch.Tensor]:
+def _is_torch(value: object) -> TypeIs[torch.Tensor]:
     """Whether a value is a tensor of PyTorch, which is not imported for that."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def piece_bytes(name: str, data: object, spec: TensorSpec) -> Bytes:
+def piece_bytes(name: str, data: torch.Tensor | Buffer, spec: TensorSpec) -> Bytes:
     """The bytes of a part of a tensor.
 
     Parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -107,7 +107,11 @@ def read_pieces(source: TensorSource, name: str) -> Iterator[Bytes]:
         yield piece
 
 
-def resolve(source: str | os.PathLike[str], **hub: Any) -> Path:
+class _Download(Protocol):
+    def __call__(self, repo_id: str, /, **options: object) -> str: ...
+
+
+def resolve(source: str | os.PathLike[str], **hub: object) -> Path:
     """Find a source: a path, or the id of a model on the Hugging Face hub, which is downloaded.
 
     Parameters
@@ -139,7 +143,8 @@ def resolve(source: str | os.PathLike[str], **hub: Any) -> Path:
             hint='if it is a model on the Hugging Face hub, run `pip install "tpde[hub]"` first',
         ) from None
     try:
-        return Path(snapshot_download(os.fspath(source), **hub))
+        download = cast(_Download, snapshot_download)  # which says itself what it does not take
+        return Path(download(os.fspath(source), **hub))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first = str(error).strip().splitlines()[0]
         raise InvalidInput(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from tpde.errors import InvalidArgument, UnsupportedDtype
 from tpde.format.constants import (
@@ -143,10 +143,11 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _are_names(names: Collection[Any]) -> bool:
+def _are_names(names: Collection[object]) -> bool:
     """Whether all names are what a tensor may be called, told by all of them at once."""
     try:
-        return METADATA not in names and _is_unicode("".join(names))
+        texts = cast("Collection[str]", names)  # or else `join` says so
+        return METADATA not in texts and _is_unicode("".join(texts))
     except TypeError:  # not texts
         return False
 

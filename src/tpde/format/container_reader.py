@@ -13,7 +13,6 @@ import re
 import struct
 from collections.abc import Mapping
 from itertools import repeat
-from typing import Any
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
 from tpde.format.constants import (
@@ -37,7 +36,7 @@ _METADATA_LEAD = re.compile(rf'\{{ ?"{METADATA}": ?')
 _BLOCK = 1 << 20  # characters whose entries are found at once: what is made meanwhile stays small
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """What an object of the JSON holds, none of whose names may occur twice."""
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -54,7 +53,7 @@ class _Entries:
     def __init__(self, where: str) -> None:
         self._where, self._sound = where, True
 
-    def of_object(self, pairs: list[tuple[str, Any]]) -> Entry | dict[str, Any]:
+    def of_object(self, pairs: list[tuple[str, object]]) -> Entry | dict[str, object]:
         """What an object of the JSON is: an entry if it is a sound one, which spares many objects.
 
         Anything else is a dictionary, for `read` to say what is wrong with it, and by name.
@@ -67,7 +66,7 @@ class _Entries:
                 self._sound = False  # all is in vain then: errors for a million entries would take seconds
         return result
 
-    def read(self, name: str, info: Any) -> Entry:
+    def read(self, name: str, info: object) -> Entry:
         """An entry that `of_object` left. Unknown keys are passed over, as the stock library does."""
         if not isinstance(info, dict) or not info.keys() >= _KEYS:
             raise self._corrupt(name, "lacks one of dtype, shape, data_offsets")
@@ -86,7 +85,7 @@ class _Entries:
             )
         return Entry(spec, begin, end)
 
-    def _spec(self, name: str, dtype: Any, shape: Any) -> TensorSpec:
+    def _spec(self, name: str, dtype: object, shape: object) -> TensorSpec:
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise UnsupportedDtype(
                 f"{self._where}: tensor `{name}` has dtype `{_short(dtype)}`, which this version does not "
@@ -115,7 +114,7 @@ def _short(value: object) -> str:
     return str(value)[:200]
 
 
-def _are_sizes(values: list[Any]) -> bool:
+def _are_sizes(values: list[object]) -> bool:
     return all([type(n) is int and n >= 0 for n in values])  # noqa: C419 - half the time, for short lists
 
 

@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -130,7 +130,7 @@ def is_plain(model: bytes) -> bool:
     return model[2:3] == b"\1"
 
 
-def _file_json(file: WeightsEntry | OtherEntry) -> dict[str, Any]:
+def _file_json(file: WeightsEntry | OtherEntry) -> dict[str, object]:
     if isinstance(file, OtherEntry):
         return {"name": file.name, "hash": file.hash, "bytes": file.size}
     header = None

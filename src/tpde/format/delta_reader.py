@@ -7,7 +7,7 @@ import binascii
 import itertools
 import json
 import struct
-from typing import Any
+from typing import cast
 
 import numpy as np
 import xxhash
@@ -42,6 +42,9 @@ from tpde.format.delta_head import (
 )
 from tpde.io.sources import Source, read
 
+# A tensor's entry: name, dtype, shape, codec, size; and its model, where changes are sparse.
+_Fields = tuple[str, str, list[int], str, int, int]
+
 
 def is_delta(source: Source) -> bool:
     """Whether a file begins as a delta does."""
@@ -56,9 +59,12 @@ class _Reader:
 
     def check(self, holds: bool, message: str) -> None:
         if not holds:
-            raise Corrupt(
-                f"`{self.name}`: {message}", hint="the file is damaged, fetch it again", where=self.name
-            )
+            raise self._damaged(message)
+
+    def _damaged(self, message: str) -> Corrupt:
+        return Corrupt(
+            f"`{self.name}`: {message}", hint="the file is damaged, fetch it again", where=self.name
+        )
 
     def head(self) -> Head:
         source = self.source
@@ -147,8 +153,9 @@ class _Reader:
         self._records(head, plain[len(plain) - records :])
         return head
 
-    def _file(self, file: Any) -> WeightsEntry | OtherEntry:
-        self.check(isinstance(file, dict) and _is_text(file.get("name")), "a file without a name")
+    def _file(self, file: object) -> WeightsEntry | OtherEntry:
+        if not (isinstance(file, dict) and _is_text(file.get("name"))):
+            raise self._damaged("a file without a name")
         name = file["name"]
         if set(file) == {"name", "hash", "bytes"}:
             self.check(_is_hash(file["hash"]) and _is_size(file["bytes"]), f"the entry of `{name}`")
@@ -164,22 +171,25 @@ class _Reader:
             check_header(entry, entry.header, f"`{self.name}`")
         return entry
 
-    def _tensor(self, it: Any) -> TensorEntry:
+    def _tensor(self, it: object) -> TensorEntry:
         fault = _fault_of(it)
         if fault is not None:
-            self.check(False, fault)
-        name, dtype, shape, codec, size = it[:5]
+            raise self._damaged(fault)
+        fields = cast(_Fields, it)  # since it has no fault
+        name, dtype, shape, codec, size = fields[:5]
         try:
             spec = tensor_spec(dtype, tuple(shape))
         except ValueError as error:
             raise Corrupt(f"`{self.name}`: tensor `{name}`: {error}", tensor=name, where=self.name) from None
         if codec == PLAIN:
             self.check(size == spec.nbytes, f"tensor `{name}`: {size} bytes")
-        return TensorEntry(name, spec, codec, size, it[5] if codec == SPARSE else 0)
+        return TensorEntry(name, spec, codec, size, fields[5] if codec == SPARSE else 0)
 
-    def _header(self, text: Any, name: str) -> bytes:
+    def _header(self, text: object, name: str) -> bytes:
         """A header that differs from the base's (5.2)."""
         try:
+            if not isinstance(text, str):
+                raise TypeError(f"a {type(text).__name__} is no text")
             frame = base64.b64decode(text, validate=True)
             size = zstandard.frame_content_size(frame)
             if not 0 <= size <= min(MAX_CONTAINER_HEADER, CONTENTS_BYTES + CONTENTS_TIMES * len(frame)):
@@ -258,7 +268,7 @@ def read_head(source: Source) -> Head:
     return _Reader(source).head()
 
 
-def _fault_of(it: Any) -> str | None:
+def _fault_of(it: object) -> str | None:
     """What cannot be in a tensor's entry, but for what its dtype and shape say."""
     if not (isinstance(it, list) and len(it) in (5, 6) and _is_text(it[0])):
         return "a tensor without a name"

@@ -13,7 +13,7 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tpde.codec import native
 from tpde.errors import Truncated
 from tpde.host import page_lock
 from tpde.host.ranges import Range, read_error
-from tpde.io.sources import FileSource
+from tpde.io.sources import FileSource, Source
 
 THREADS = 8  # that populate; the driver faults pages in one by one, on one thread
 _PIECE_BYTES = 8 << 20
@@ -61,11 +61,11 @@ class Mapping:
 
     def __init__(self, ranges: Sequence[Range], device: int) -> None:
         self._ranges, self._device = ranges, device
-        self._maps = list[Any]()
+        self._maps = list[mmap.mmap]()
         self._locked: dict[int, list[int]] = {}  # addresses, by the range's number
         self.starts = list[int]()
         try:
-            files: dict[Any, list[Range]] = {}
+            files: dict[Source, list[Range]] = {}
             for it in ranges:
                 files.setdefault(it.source, []).append(it)
             for source, of in files.items():
@@ -74,7 +74,7 @@ class Mapping:
             self.close()
             raise
 
-    def _map(self, source: Any, ranges: Sequence[Range]) -> list[int]:
+    def _map(self, source: Source, ranges: Sequence[Range]) -> list[int]:
         """Map a file once, from its first range to its last: what lies between costs addresses only."""
         if not isinstance(source, FileSource):
             raise page_lock.Refused(f"`{source.name}` is not a file")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
 
 from tpde.cuda.capability import bindings, call
 
@@ -31,7 +31,7 @@ class Refused(Exception):
 
 
 @functools.cache
-def _primary(device: int) -> Any:
+def _primary(device: int) -> object:
     """The device's primary context, which torch uses too. Kept: giving it back could destroy it."""
     driver, _ = bindings()
     call(driver.cuInit(0), "starting the CUDA driver")
@@ -40,7 +40,7 @@ def _primary(device: int) -> Any:
 
 
 @contextlib.contextmanager
-def _current(device: int) -> Iterator[Any]:
+def _current(device: int) -> Iterator[ModuleType]:
     driver, _ = bindings()
     call(driver.cuCtxPushCurrent(_primary(device)), f"using CUDA device {device}")
     try:

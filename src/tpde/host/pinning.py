@@ -6,7 +6,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from tpde.errors import ReadError, UnsupportedDevice
 from tpde.host import page_lock
@@ -31,6 +31,13 @@ def not_there_any_more() -> ReadError:
 class _Memory(Protocol):
     def close(self) -> None:
         """Unlock it and give it back."""
+
+
+class _Piece(Protocol):
+    """What is brought into memory at a time."""
+
+    @property
+    def size(self) -> int: ...
 
 
 class _PinnedRange:
@@ -253,11 +260,11 @@ class Pinning:
             if self._progress is not None:
                 self._progress(more)
 
-    def _counter(self, first: int) -> Callable[[Any], None]:
+    def _counter(self, first: int) -> Callable[[_Piece], None]:
         """What reports pieces of the ranges from one on."""
         done = sum(it.size for it in self._ranges[:first])
 
-        def count(piece: Any) -> None:
+        def count(piece: _Piece) -> None:
             nonlocal done
             done += piece.size
             self._report(done)

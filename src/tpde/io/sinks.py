@@ -9,12 +9,13 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tpde.errors import DestinationExists, InvalidDestination
+from tpde.io.buffers import Buffer, byte_view
 from tpde.io.rename import rename_new
 from tpde.io.temporary import clear_files, create
 
@@ -36,10 +37,10 @@ class Sink(Protocol):
 
     name: str
 
-    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write buffers one after the other from `offset` on. What is skipped is zero."""
 
-    def room(self, offset: int, size: int) -> Any:
+    def room(self, offset: int, size: int) -> npt.NDArray[np.uint8] | None:
         """Memory that these bytes live in, to be written directly and then given to `write`; or None."""
 
     def commit(self) -> None:
@@ -171,9 +172,9 @@ class FileSink:
         except OSError as error:
             raise unwritable(self.path, error) from error
 
-    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write buffers one after the other from `offset` on."""
-        views = [view for b in buffers if (view := memoryview(b).cast("B")).nbytes]
+        views = [view for it in buffers if (view := byte_view(it)).nbytes]
         try:
             while views:
                 done = os.pwritev(self._fd, views[:_MAX_BUFFERS], offset)
@@ -289,7 +290,7 @@ class BytesSink:
         """The bytes written so far."""
         return self._buffer.data[: self._size]
 
-    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write buffers one after the other from `offset` on."""
         for buffer in buffers:
             piece = np.frombuffer(buffer, np.uint8)
@@ -299,7 +300,7 @@ class BytesSink:
                 place[:] = piece
             offset, self._size = end, max(self._size, end)
 
-    def room(self, offset: int, size: int) -> Any:
+    def room(self, offset: int, size: int) -> npt.NDArray[np.uint8]:
         """The bytes' place. What lies between them and those written so far becomes zero."""
         if offset + size > self._buffer.size:
             grown = np.empty(max(offset + size, 2 * self._buffer.size), np.uint8)
@@ -327,11 +328,11 @@ class ValueSink:
         """The bytes written. What lies between them is zero."""
         return self._buffer.getvalue()
 
-    def write(self, offset: int, buffers: Sequence[Any]) -> None:
+    def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write buffers one after the other from `offset` on."""
         self._buffer.seek(offset)
         for buffer in buffers:
-            self._buffer.write(buffer)
+            self._buffer.write(byte_view(buffer))
 
     def room(self, offset: int, size: int) -> None:
         """None: the place would be in the way of growing."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
+from typing import BinaryIO, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
 from tpde.errors import InvalidInput, Truncated
+from tpde.io.buffers import Buffer, byte_view
 
 _LARGE = 1 << 20  # bytes whose copy takes longer than NumPy takes to begin
 
@@ -162,8 +163,8 @@ class BytesSource:
         What messages call it.
     """
 
-    def __init__(self, data: Any, name: str = "<bytes>") -> None:
-        self._data = memoryview(data).cast("B")
+    def __init__(self, data: Buffer, name: str = "<bytes>") -> None:
+        self._data = byte_view(data)
         self.name = name
         self.size = self._data.nbytes
 

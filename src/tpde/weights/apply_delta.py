@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import nn
 
@@ -100,7 +100,7 @@ def apply_delta(
     if check not in ("all", "changed"):
         raise InvalidInput(f"`check` is {check!r}", hint='say "all" or "changed"', found=check)
     count = check_threads(threads)
-    found: Any = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
+    found = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     packed = {
         name: it
         for name, it in (found.items() if isinstance(found, Mapping) else ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -248,8 +248,8 @@ def changing(pieces: Sequence[CodedPiece], device: torch.device) -> list[Decoder
     return made
 
 
-def _by_coding(pieces: Sequence[CodedPiece]) -> dict[Any, list[CodedPiece]]:
-    groups: dict[Any, list[CodedPiece]] = {}
+def _by_coding(pieces: Sequence[CodedPiece]) -> dict[int, list[CodedPiece]]:
+    groups: dict[int, list[CodedPiece]] = {}
     for it in pieces:
         groups.setdefault(id(it.change.coding), []).append(it)
     return groups

@@ -9,7 +9,7 @@ gradient, and autograd finds no edge to follow.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -65,12 +65,12 @@ class _Given(torch.autograd.Function):
     """Values that depend on nothing, and say that they do."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, values: list[Tensor]) -> Tensor:
+    def forward(ctx: object, leaf: Tensor, values: list[Tensor]) -> Tensor:
         # Neither an argument nor a view, as rows in a larger buffer are: autograd refuses to change these.
         return values[0].data
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
+    def backward(ctx: object, *grads: object) -> tuple[None, None]:
         return None, None
 
 

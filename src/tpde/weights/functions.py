@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,16 @@ from tpde.weights import moves, product, queries
 from tpde.weights.packed_memory import Address, Storage, no_memory
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.queries import QUERIES
-from tpde.weights.readonly import changes_first, function_name, guarded, refuse_change
+from tpde.weights.readonly import Function, changes_first, function_name, guarded, refuse_change
 from tpde.weights.transforms import transformed
+
+T = TypeVar("T")
+
+
+class Operator(Function[object], Protocol):
+    """What `__torch_dispatch__` gets."""
+
+    _schema: torch._C.FunctionSchema
 
 
 class Packed(nn.Parameter):
@@ -52,7 +59,7 @@ class Packed(nn.Parameter):
         raise NotImplementedError
 
 
-def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(func: Function[object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Call a function of PyTorch, of whose arguments some are packed."""
     if func in QUERIES:
         with torch._C.DisableTorchFunctionSubclass():
@@ -63,12 +70,13 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _compute(func, args, kwargs)
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(func: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """The same for an operator that code in C++ calls, which does not ask `__torch_function__`."""
-    if func is torch.ops.aten.detach.default:
-        return args[0].detached()
-    if func is torch.ops.aten.copy_.default and isinstance(args[0], Packed):
-        return _copy(func, *args)
+    first = args[0] if args else None
+    if func is torch.ops.aten.detach.default and isinstance(first, Packed):
+        return first.detached()
+    if func is torch.ops.aten.copy_.default and isinstance(first, Packed):
+        return _SPECIAL[_T.copy_](func, *args)
     for place, argument in enumerate(func._schema.arguments):
         written = argument.alias_info is not None and argument.alias_info.is_write
         value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -80,20 +88,21 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: T) -> T | Tensor:
     return value.plain() if isinstance(value, Packed) else value
 
 
-def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compute(func: Function[object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Run a function on decoded copies."""
     first = next(iter((*args, *kwargs.values())), None)  # some pass all they got by name
     if isinstance(first, Packed) and changes_first(func):
         raise refuse_change(first.packed.name, function_name(func))
-    if isinstance(kwargs.get("out"), Packed):
-        raise refuse_change(kwargs["out"].packed.name, function_name(func))
+    out = kwargs.get("out")
+    if isinstance(out, Packed):
+        raise refuse_change(out.packed.name, function_name(func))
     copies: dict[int, tuple[str, Tensor, int]] = {}
 
-    def decoded(value: Any) -> Any:
+    def decoded(value: object) -> object:
         if not isinstance(value, Packed):
             return value
         if id(value) not in copies:
@@ -109,14 +118,14 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _embedding(
-    func: Any,
-    input: Any,
-    weight: Any,
+    func: Function[object],
+    input: Tensor,
+    weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Rows, as looked up: the others are not decoded."""
     if (
         isinstance(weight, Packed)
@@ -129,7 +138,7 @@ def _embedding(
     return _compute(func, (input, weight, padding_idx, max_norm, *args), kwargs)
 
 
-def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(func: Function[object], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> object:
     """A product, of a weight that is multiplied as it is without decoding it."""
     if isinstance(weight, Packed) and weight.packed.multiplies:
         made = product.linear(weight.packed, input, bias, weight.plain_requires_grad)
@@ -138,17 +147,17 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     return _compute(func, (input, weight, bias), {})
 
 
-def _same(func: Any, weight: Packed, *args: Any, **kwargs: Any) -> Packed:
+def _same(func: object, weight: Packed, *args: object, **kwargs: object) -> Packed:
     """The weight itself."""
     return weight
 
 
-def _detach(func: Any, weight: Packed) -> Packed:
+def _detach(func: object, weight: Packed) -> Packed:
     """The same weight in another parameter, which was never to be trained."""
     return weight.detached()
 
 
-def _freeze(func: Any, weight: Packed, requires_grad: bool = True) -> Packed:
+def _freeze(func: object, weight: Packed, requires_grad: bool = True) -> Packed:
     """Refuse to train it; note that the plain one would be frozen."""
     if requires_grad:
         raise PackedWeight(
@@ -161,13 +170,13 @@ def _freeze(func: Any, weight: Packed, requires_grad: bool = True) -> Packed:
     return weight
 
 
-def _set_data(func: Any, weight: Packed, value: Any) -> None:
+def _set_data(func: object, weight: Packed, value: object) -> None:
     """Take what it has already, and nothing else."""
     if not (isinstance(value, Packed) and value.packed is weight.packed):
         raise refuse_change(weight.packed.name, "data =")
 
 
-def _copy(func: Any, target: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy(func: object, target: Tensor, values: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy to a packed weight what is packed, or what it holds already; from one, what it decodes to."""
     if not isinstance(target, Packed):
         return target.copy_(_decoded(values), non_blocking)
@@ -183,74 +192,84 @@ def _copy(func: Any, target: Tensor, values: Tensor, non_blocking: bool = False)
     )
 
 
-def _type(func: Any, weight: Packed, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _type(
+    func: Function[object],
+    weight: Packed,
+    dtype: torch.dtype | str | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
     if dtype is None:
         return f"torch.{'cuda.' if weight.device.type == 'cuda' else ''}{queries.TYPES[weight.dtype]}"
     return _compute(func, (weight, dtype, *args), kwargs)
 
 
-def _share(func: Any, weight: Packed) -> Packed:
+def _share(func: object, weight: Packed) -> Packed:
     """The blobs in shared memory."""
     weight.packed.apply(lambda blob: blob.share_memory_())  # type: ignore[no-untyped-call]
     return weight
 
 
-def _is_shared(func: Any, weight: Packed) -> bool:
+def _is_shared(func: object, weight: Packed) -> bool:
     return all(source.memory.untyped_storage().is_shared() for source in weight.packed.sources)
 
 
-def _storage(func: Any, weight: Packed) -> Any:
+def _storage(func: object, weight: Packed) -> Storage:
     return Storage(weight.packed)
 
 
-def _refuse_memory(func: Any, weight: Packed, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_memory(func: object, weight: Packed, *args: object, **kwargs: object) -> NoReturn:
     raise no_memory(weight.packed.name, function_name(func))
 
 
-def _data_ptr(func: Any, weight: Packed) -> int:
+def _data_ptr(func: object, weight: Packed) -> int:
     return Address.of(weight.packed)
 
 
 _T = torch.Tensor
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    functional.embedding: _embedding,
-    functional.linear: _linear,
-    _T.detach: _detach,
-    torch.detach: _detach,
-    _T.data.__get__: _detach,  # type: ignore[attr-defined]
-    _T.data.__set__: _set_data,  # type: ignore[attr-defined]
-    _T.requires_grad_: _freeze,
-    _T.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
-    _T.detach_: _same,
-    _T.contiguous: _same,
-    _T.copy_: _copy,
-    _T.to: moves.to,
-    _T.cpu: moves.cpu,
-    _T.cuda: moves.cuda,
-    _T.type: _type,
-    _T.share_memory_: _share,
-    _T.is_shared: _is_shared,
-    _T.untyped_storage: _storage,
-    _T.storage: _refuse_memory,
-    _T.__dlpack__: _refuse_memory,
-    _T.data_ptr: _data_ptr,
-    torch.empty_like: queries.empty_like,
-    **{getattr(_T, f"new_{name}"): queries.new for name in ("empty", "zeros", "ones", "full", "tensor")},
-    **{
-        getattr(_T, name): functools.partial(
-            lambda dtype, func, weight, **_: moves.moved(weight, None, dtype), dtype
-        )
-        for name, dtype in (
-            ("float", torch.float32),
-            ("double", torch.float64),
-            ("half", torch.float16),
-            ("bfloat16", torch.bfloat16),
-        )
+# Each is called with what the function takes that it is for.
+_SPECIAL = cast(
+    dict[object, Function[object]],
+    {
+        functional.embedding: _embedding,
+        functional.linear: _linear,
+        _T.detach: _detach,
+        torch.detach: _detach,
+        _T.data.__get__: _detach,  # type: ignore[attr-defined]
+        _T.data.__set__: _set_data,  # type: ignore[attr-defined]
+        _T.requires_grad_: _freeze,
+        _T.requires_grad.__set__: _freeze,  # type: ignore[attr-defined]
+        _T.detach_: _same,
+        _T.contiguous: _same,
+        _T.copy_: _copy,
+        _T.to: moves.to,
+        _T.cpu: moves.cpu,
+        _T.cuda: moves.cuda,
+        _T.type: _type,
+        _T.share_memory_: _share,
+        _T.is_shared: _is_shared,
+        _T.untyped_storage: _storage,
+        _T.storage: _refuse_memory,
+        _T.__dlpack__: _refuse_memory,
+        _T.data_ptr: _data_ptr,
+        torch.empty_like: queries.empty_like,
+        **{getattr(_T, f"new_{name}"): queries.new for name in ("empty", "zeros", "ones", "full", "tensor")},
+        **{
+            getattr(_T, name): functools.partial(
+                lambda dtype, func, weight, **_: moves.moved(weight, None, dtype), dtype
+            )
+            for name, dtype in (
+                ("float", torch.float32),
+                ("double", torch.float64),
+                ("half", torch.float16),
+                ("bfloat16", torch.bfloat16),
+            )
+        },
     },
-}
+)
 
 
-_OTHERS_FIRST = {
+_OTHERS_FIRST: set[object] = {
     functional.embedding,
     functional.linear,
     _T.copy_,

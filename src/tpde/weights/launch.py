@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def stream_handle(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make a device the current one: the default stream, whose handle is 0, is the current device's."""
     if torch._C._cuda_getDevice() == device.index:
         return _HERE

@@ -7,10 +7,10 @@ between, and what is computed, views included, is ordinary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NoReturn, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,26 +35,27 @@ class Lent(Tensor):
         return ReadOnly.of(self.detach(), self.tpde_name)
 
     @data.setter
-    def data(self, value: Any) -> None:
+    def data(self, value: object) -> None:
         raise refuse_change(self.tpde_name, "data =")
 
-    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+    def numpy(self, *, force: bool = False) -> npt.NDArray[np.generic[object]]:
         """The memory as a read-only array."""
         array = super().numpy(force=force)
         array.flags.writeable = False
         return array
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         """A copy is an ordinary tensor."""
         return self.detach().clone()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """What is saved is an ordinary tensor."""
-        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        made: str | tuple[object, ...] = self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return made
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(self: Lent, *_: Any, **__: Any) -> Any:
+def _refusing(name: str) -> object:
+    def refuse(self: Lent, *_: object, **__: object) -> NoReturn:
         raise refuse_change(self.tpde_name, name)
 
     return refuse

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from tpde.weights.packed_tensor import PackedTensor
+from tpde.weights.readonly import Function
 
 
 class Movable(Protocol):
@@ -23,14 +24,18 @@ class Movable(Protocol):
         """Another packed weight, in a parameter that says the same of gradients and memory format."""
 
 
-def to(func: Any, weight: Movable, *args: Any, **kwargs: Any) -> Tensor:
+# Device, dtype, whether to wait, and memory format, of what `tensor.to` is called with.
+_Parsed = tuple[torch.device | None, torch.dtype | None, bool, torch.memory_format | None]
+_parse_to = cast(Function[_Parsed], torch._C._nn._parse_to)  # it says itself what it does not take
+
+
+def to(func: object, weight: Movable, *args: object, copy: bool = False, **kwargs: object) -> Tensor:
     """Elsewhere, the weight stays packed; in another dtype, it is an ordinary tensor."""
-    copies = kwargs.pop("copy", False)
     with torch._C.DisableTorchFunctionSubclass():
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = _parse_to(*args, **kwargs)
     if memory_format not in (None, torch.preserve_format, weight.memory_format):
         return weight.plain().to(device=device, dtype=dtype, memory_format=memory_format)
-    return moved(weight, device, dtype, copies)
+    return moved(weight, device, dtype, copy)
 
 
 def moved(
@@ -51,12 +56,18 @@ def moved(
     return weight.like(made)
 
 
-def cpu(func: Any, weight: Movable, **kwargs: Any) -> Tensor:
+def cpu(func: object, weight: Movable, **kwargs: object) -> Tensor:
     """`tensor.cpu`."""
     return moved(weight, torch.device("cpu"), None)
 
 
-def cuda(func: Any, weight: Movable, device: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+def cuda(
+    func: object,
+    weight: Movable,
+    device: torch.device | str | int | None = None,
+    *args: object,
+    **kwargs: object,
+) -> Tensor:
     """`tensor.cuda`."""
     there = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
     return moved(weight, there, None)

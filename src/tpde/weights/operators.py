@@ -33,8 +33,8 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ from torch.library import Library, register_autograd
 from torch.utils.flop_counter import register_flop_formula
 
 from tpde.errors import InvalidInput, PackedWeight
+
+P = ParamSpec("P")
 
 
 class KeyedWeights(Protocol):
@@ -54,47 +56,75 @@ class KeyedWeights(Protocol):
         """Give the model's workspace up, whose memory the next buffer may then take."""
 
 
+class KeyedWeight(Protocol):
+    """One weight, with what the operators need that are called with its key."""
+
+    def instead(self) -> Tensor:
+        """The matrix, decoded."""
+
+    def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
+        """`x @ W.T + bias`."""
+
+    def tiles(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Rows of the matrix, a few at a time: the first, the one after the last, and they."""
+
+    def experts_product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
+        """Rows of x, times the experts that they are for."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix."""
+
+
+class _Kept(Protocol):
+    """What a product keeps for its backward pass."""
+
+    key: int
+    width: int
+    transposed: bool
+    needs_input_grad: tuple[bool, ...]
+
+
 # Not `torch.library.custom_op`: it looks for the module that calls it, twice an operator, among all that were
 # imported. Beside transformers that takes 0.07 to 0.25 s, of the time to the first token.
 _library = Library("tpde", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 
-def _operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def _operator(schema: str) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
     """Define an operator; gives what calls it by way of PyTorch's dispatcher."""
 
-    def define(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def define(work: Callable[P, Tensor]) -> Callable[P, Tensor]:
         name = _library.define(schema, tags=_TAGS)  # type: ignore[no-untyped-call]
         _library.impl(name, work, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        operator: Callable[..., Tensor] = getattr(torch.ops.tpde, name).default
+        operator: Callable[P, Tensor] = getattr(torch.ops.tpde, name).default
         return operator
 
     return define
 
 
-def _meta(name: str) -> Callable[[Callable[..., Tensor]], None]:
+def _meta(name: str) -> Callable[[Callable[P, Tensor]], None]:
     """Say what an operator's results look like, to whatever traces programs: but for those that are kept."""
 
-    def define(work: Callable[..., Tensor]) -> None:
+    def define(work: Callable[P, Tensor]) -> None:
         @functools.wraps(work)
-        def like(*args: Any) -> Tensor:
+        def like(*args: P.args, **kwargs: P.kwargs) -> Tensor:
             if torch.compiler.is_exporting():
                 raise PackedWeight(
                     "the model's weights are packed, and would not be in what `torch.export` makes",
                     hint="call `tpde.unpack_module(model)` first",
                 )
-            return work(*args)
+            return work(*args, **kwargs)
 
         _library.impl(name, like, "Meta")  # type: ignore[no-untyped-call]
 
     return define
 
 
-def _no_gradient(ctx: Any, grad: Tensor) -> Tensor:
+def _no_gradient(ctx: object, grad: Tensor) -> Tensor:
     raise NotImplementedError("gradients of gradients do not flow through packed weights")
 
 
-_units: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_units: weakref.WeakValueDictionary[int, KeyedWeights] = weakref.WeakValueDictionary()
 _numbers = itertools.count(2)  # the compiler makes no inputs of 0 and 1
 
 
@@ -111,7 +141,7 @@ def renew(unit: KeyedWeights, key: int) -> int:
     return register(unit)
 
 
-def _unit(key: int) -> Any:
+def _unit(key: int) -> KeyedWeights:
     unit = _units.get(int(key))
     if unit is None:
         raise InvalidInput(
@@ -120,6 +150,10 @@ def _unit(key: int) -> Any:
             hint="compute the forward pass anew, or compile the model again",
         )
     return unit
+
+
+# An operator of one weight is called with the key of such a one.
+_weight = cast(Callable[[int], KeyedWeight], _unit)
 
 
 @_operator("materialize(Tensor after, SymInt key, SymInt count, ScalarType dtype) -> Tensor")
@@ -139,7 +173,7 @@ def _(after: Tensor, key: int, count: int, dtype: torch.dtype) -> Tensor:
 
 def _matrix(key: int, transposed: bool) -> Tensor:
     """The weight as `F.linear` takes it."""
-    weight: Tensor = _unit(key).instead()
+    weight = _weight(key).instead()
     return weight.t() if transposed else weight
 
 
@@ -152,8 +186,7 @@ def linear(
     """Multiply by a packed weight."""
     if transposed:
         return torch.nn.functional.linear(x, _matrix(key, transposed), bias)
-    made: Tensor = _unit(key).product(x, bias, trained)
-    return made
+    return _weight(key).product(x, bias, trained)
 
 
 @_meta("linear")
@@ -175,12 +208,12 @@ def _(grad: Tensor, key: int, width: int, transposed: bool) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], width))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: _Kept, inputs: tuple[Tensor, Tensor | None, int, int, bool, bool], output: Tensor) -> None:
     x, _, ctx.key, _, ctx.transposed, _ = inputs
     ctx.width = x.shape[-1]
 
 
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _linear_backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor | None, ...]:
     x = linear_backward(grad, ctx.key, ctx.width, ctx.transposed) if ctx.needs_input_grad[0] else None
     bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
     return x, bias, None, None, None, None
@@ -189,12 +222,12 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 register_autograd("tpde::linear", _linear_backward, setup_context=_keep, lib=_library)
 
 
-def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_backward(ctx: _Kept, inputs: tuple[Tensor, int, int, bool], output: Tensor) -> None:
     grad, ctx.key, _, ctx.transposed = inputs
     ctx.width = grad.shape[-1]
 
 
-def _twice_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _twice_backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of gradients: the product again, without a bias."""
     return linear(grad, None, ctx.key, ctx.width, ctx.transposed), None, None, None
 
@@ -203,13 +236,13 @@ register_autograd("tpde::linear_backward", _twice_backward, setup_context=_keep_
 
 
 @register_flop_formula(torch.ops.tpde.linear)
-def _(x: torch.Size, bias: Any, key: int, width: int, *args: Any, **kwargs: Any) -> int:
+def _(x: torch.Size, bias: torch.Size | None, key: int, width: int, *args: object, **kwargs: object) -> int:
     """Counted as the plain product is."""
     return 2 * x.numel() * width
 
 
 @register_flop_formula(torch.ops.tpde.linear_backward)
-def _(grad: torch.Size, key: int, width: int, *args: Any, **kwargs: Any) -> int:
+def _(grad: torch.Size, key: int, width: int, *args: object, **kwargs: object) -> int:
     return 2 * grad.numel() * width
 
 
@@ -217,7 +250,7 @@ def _(grad: torch.Size, key: int, width: int, *args: Any, **kwargs: Any) -> int:
 def tiled_linear(x: Tensor, bias: Tensor | None, key: int, width: int, cast: bool) -> Tensor:
     """Multiply by a packed weight, tile by tile."""
     out = x.new_empty((*x.shape[:-1], width))
-    for begin, end, tile in _unit(key).tiles():
+    for begin, end, tile in _weight(key).tiles():
         rows = tile.to(x.dtype) if cast else tile
         out[..., begin:end] = torch.nn.functional.linear(x, rows, None if bias is None else bias[begin:end])
     return out
@@ -232,7 +265,7 @@ def _(x: Tensor, bias: Tensor | None, key: int, width: int, cast: bool) -> Tenso
 def tiled_linear_backward(grad: Tensor, key: int, width: int) -> Tensor:
     """Gradient of `tpde::tiled_linear` with respect to `x`: the sum over tiles, in their order."""
     flat, total = grad.reshape(-1, grad.shape[-1]), None
-    for begin, end, tile in _unit(key).tiles():
+    for begin, end, tile in _weight(key).tiles():
         part = flat[:, begin:end].mm(tile.to(grad.dtype))  # autocast multiplied in this dtype
         total = part if total is None else total.add_(part)
     assert total is not None
@@ -244,11 +277,11 @@ def _(grad: Tensor, key: int, width: int) -> Tensor:
     return grad.new_empty((*grad.shape[:-1], width))
 
 
-def _keep_tiled(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_tiled(ctx: _Kept, inputs: tuple[Tensor, Tensor | None, int, int, bool], output: Tensor) -> None:
     ctx.key, ctx.width = inputs[2], inputs[0].shape[-1]
 
 
-def _tiled_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _tiled_backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor | None, ...]:
     x = tiled_linear_backward(grad, ctx.key, ctx.width) if ctx.needs_input_grad[0] else None
     bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
     return x, bias, None, None, None
@@ -262,8 +295,7 @@ register_autograd("tpde::tiled_linear", _tiled_backward, setup_context=_keep_til
 )
 def experts_linear(x: Tensor, ids: Tensor, bias: Tensor | None, key: int, width: int, per: int) -> Tensor:
     """Multiply rows by the experts that they are for."""
-    made: Tensor = _unit(key).experts_product(x, ids, per, bias)
-    return made
+    return _weight(key).experts_product(x, ids, per, bias)
 
 
 @_meta("experts_linear")
@@ -271,7 +303,7 @@ def _(x: Tensor, ids: Tensor, bias: Tensor | None, key: int, width: int, per: in
     return x.new_empty((ids.shape[0], width))
 
 
-def _no_gradient_of_experts(ctx: Any, grad: Tensor) -> Tensor:
+def _no_gradient_of_experts(ctx: object, grad: Tensor) -> Tensor:
     raise NotImplementedError("gradients do not flow through products with experts in the window layout")
 
 
@@ -279,15 +311,22 @@ register_autograd("tpde::experts_linear", _no_gradient_of_experts, lib=_library)
 
 
 @register_flop_formula(torch.ops.tpde.experts_linear)
-def _(x: torch.Size, ids: torch.Size, bias: Any, key: int, width: int, *args: Any, **kwargs: Any) -> int:
+def _(
+    x: torch.Size,
+    ids: torch.Size,
+    bias: torch.Size | None,
+    key: int,
+    width: int,
+    *args: object,
+    **kwargs: object,
+) -> int:
     return 2 * ids[0] * x[1] * width
 
 
 @_operator("embedding(Tensor ids, SymInt key, SymInt width, ScalarType dtype) -> Tensor")
 def embedding(ids: Tensor, key: int, width: int, dtype: torch.dtype) -> Tensor:
     """Rows of a packed matrix."""
-    rows: Tensor = _unit(key).rows(ids)
-    return rows
+    return _weight(key).rows(ids)
 
 
 @_meta("embedding")

@@ -5,7 +5,7 @@ Libraries tell weights apart by these, and some then read from there: that is re
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tpde.errors import PackedWeight
 from tpde.weights.packed_tensor import PackedTensor
@@ -39,7 +39,7 @@ class Address(int):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise no_bytes(self.tpde_name)
 
     __int__ = __bool__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -65,7 +65,7 @@ class Storage:
     def __init__(self, packed: PackedTensor) -> None:
         self._packed, self._blob = packed, packed.sources[0].memory.untyped_storage()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in _OF_STORAGES:
             return getattr(self._blob, name)
         if name.startswith("_") or not hasattr(self._blob, name):
@@ -75,7 +75,7 @@ class Storage:
     def __len__(self) -> int:
         return len(self._blob)
 
-    def __getitem__(self, index: Any) -> NoReturn:
+    def __getitem__(self, index: object) -> NoReturn:
         raise no_bytes(self._packed.name)
 
     def __iter__(self) -> NoReturn:

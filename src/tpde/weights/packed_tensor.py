@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class PackedTensor:
             )
         if len(found) == 1 and first.shape != tuple(self.shape):
             raise InvalidInput(f"`{first.name}` has shape {list(first.shape)}, {list(self.shape)} is needed")
-        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._users: weakref.WeakSet[User] = weakref.WeakSet()
         self._forget()
 
     # ---- what it is ----
@@ -241,11 +241,11 @@ class PackedTensor:
         made.tile_bytes = self.tile_bytes
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedTensor:
         made = memo[id(self)] = self.clone()
         return made
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Of plain types, so that `torch.load(weights_only=True)` takes it.
         blobs = [source.pickled() for source in self.sources]
         names = [source.name for source in self.sources]

@@ -7,16 +7,17 @@ it has already.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor
 
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.weights.frozen import CONTIGUOUS, as_looked_up, as_weight, formatted
-from tpde.weights.functions import Packed, call, dispatch
+from tpde.weights.functions import Operator, Packed, call, dispatch
 from tpde.weights.packed_memory import no_memory
 from tpde.weights.packed_tensor import PackedTensor, rebuild_tensor
+from tpde.weights.readonly import Function
 from tpde.weights.transforms import untransformed
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,7 +61,10 @@ class PackedParameter(Packed):
     """
 
     def __new__(
-        cls, packed: Any, requires_grad: bool = False, memory_format: torch.memory_format = CONTIGUOUS
+        cls,
+        packed: PackedTensor | Tensor,
+        requires_grad: bool = False,
+        memory_format: torch.memory_format = CONTIGUOUS,
     ) -> PackedParameter:
         """A parameter for a packed weight."""
         if isinstance(packed, PackedParameter):  # accelerate makes parameters anew
@@ -152,17 +156,17 @@ class PackedParameter(Packed):
 
     # ---- copying ----
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedParameter:
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedParameter:
         found = memo.get(id(self))
         if found is None:
             packed = memo.get(id(self.packed)) or self.packed.__deepcopy__(memo)
-            found = memo[id(self)] = self.like(packed)
+            found = memo[id(self)] = self.like(cast(PackedTensor, packed))  # a copy of one
         return cast(PackedParameter, found)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return rebuild_parameter, (self.packed, self.plain_requires_grad, str(self.memory_format))
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         ratio = self.packed.packed_bytes / max(self.packed.nbytes, 1)
         return (
             f"PackedParameter({list(self.packed.shape)}, {self.packed.dtype}, device={self.packed.device}, "
@@ -173,15 +177,23 @@ class PackedParameter(Packed):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Function[object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Answer what needs no values, refuse what changes them, and compute the rest from a decoded copy."""
         return call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Operator,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """The same for code in C++, which does not ask `__torch_function__`."""
         return dispatch(func, args, kwargs or {})
 

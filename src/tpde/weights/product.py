@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -15,7 +15,7 @@ from tpde.weights.transforms import refuse_trace, transformed
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def linear(packed: PackedTensor, x: Any, bias: Any, trained: bool) -> Tensor | None:
+def linear(packed: PackedTensor, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor | None:
     """`x @ W.T + bias`, as `torch.nn.functional.linear` would be called.
 
     Parameters

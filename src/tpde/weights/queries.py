@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
+
+from tpde.weights.readonly import Function
 
 _T = torch.Tensor
 _PROPERTIES = (
@@ -36,7 +38,7 @@ _METHODS = (
     ),
 )
 # What is answered without values.
-QUERIES: set[Any] = {
+QUERIES: set[object] = {
     *(getattr(_T, name).__get__ for name in _PROPERTIES if hasattr(_T, name)),
     *(getattr(_T, name) for name in _METHODS if hasattr(_T, name)),
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size),
@@ -52,13 +54,13 @@ TYPES = {
 }
 
 
-def new(func: Any, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+def new(func: Function[Tensor], weight: Tensor, *args: object, **kwargs: object) -> Tensor:
     """A tensor like it, without its values."""
     return func(torch.empty(0, dtype=weight.dtype, device=weight.device), *args, **kwargs)
 
 
-def empty_like(func: Any, weight: Tensor, **kwargs: Any) -> Tensor:
+def empty_like(func: object, weight: Tensor, **kwargs: object) -> Tensor:
     """Memory like its plain value's."""
     kwargs.pop("memory_format", None)
-    facts: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, **kwargs}
-    return torch.empty(weight.shape, **facts)
+    empty = cast("Function[Tensor]", torch.empty)  # which says itself what it does not take
+    return empty(weight.shape, **{"dtype": weight.dtype, "device": weight.device, **kwargs})

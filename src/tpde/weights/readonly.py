@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol, SupportsIndex, TypeVar, cast
 
 import numpy as np
 import torch
@@ -11,6 +11,15 @@ from torch.utils._pytree import tree_leaves
 
 from tpde.errors import PackedWeight
 from tpde.weights.transforms import is_transformed
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Function(Protocol[R_co]):
+    """A function of PyTorch, as `__torch_function__` gets it: called with whatever it was called with."""
+
+    def __call__(self, *args: object, **kwargs: object) -> R_co:
+        """Call it."""
 
 
 def refuse_change(name: str, how: str) -> PackedWeight:
@@ -21,14 +30,14 @@ def refuse_change(name: str, how: str) -> PackedWeight:
     )
 
 
-def function_name(func: Any) -> str:
+def function_name(func: object) -> str:
     """What a function is called, for errors and rules."""
     owner = getattr(func, "__self__", None)
     name = str(getattr(func, "__name__", func))
     return f"{getattr(owner, '__name__', '')} =".strip() if name == "__set__" else name
 
 
-def changes_first(func: Any) -> bool:
+def changes_first(func: object) -> bool:
     """Whether a function changes its first argument, by PyTorch's convention for names."""
     name = str(getattr(func, "__name__", ""))
     in_place = name.endswith("_") and not name.endswith("__")
@@ -53,15 +62,17 @@ class ReadOnly(Tensor):
 
     tpde_name: str
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         """A copy is an ordinary tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).detach().clone()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """What is saved is an ordinary tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            plain = self.as_subclass(Tensor).detach().clone()
+            made: str | tuple[object, ...] = plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            return made
 
     @classmethod
     def of(cls, tensor: Tensor, name: str) -> ReadOnly:
@@ -72,16 +83,21 @@ class ReadOnly(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        cls,
+        func: Function[object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Run what does not change the copy, on the tensor beneath."""
         kwargs = kwargs or {}
         ours = [it for it in tree_leaves((args, kwargs)) if isinstance(it, cls)]
         first = next(iter((*args, *kwargs.values())), None)
         if isinstance(first, cls) and changes_first(func) and func not in HARMLESS:
             raise refuse_change(first.tpde_name, function_name(func))
-        if isinstance(kwargs.get("out"), cls):
-            raise refuse_change(kwargs["out"].tpde_name, function_name(func))
+        out = kwargs.get("out")
+        if isinstance(out, cls):
+            raise refuse_change(out.tpde_name, function_name(func))
         with torch._C.DisableTorchFunctionSubclass():
             memory = {it.untyped_storage().data_ptr(): it.tpde_name for it in ours}
             versions = [] if func in HARMLESS else [it._version for it in ours]
@@ -92,7 +108,7 @@ class ReadOnly(Tensor):
             return guarded(result, memory)
 
 
-def guarded(result: Any, memory: dict[int, str]) -> Any:
+def guarded(result: object, memory: dict[int, str]) -> object:
     """Results, those of them read-only that lie in memory of decoded copies, by address and name.
 
     Arrays of `numpy` that have no memory of their own can only be of such.
@@ -100,7 +116,8 @@ def guarded(result: Any, memory: dict[int, str]) -> Any:
     if isinstance(result, (tuple, list)):
         made = [guarded(it, memory) for it in result]
         if isinstance(result, tuple):
-            return type(result)(*made) if hasattr(result, "_fields") else type(result)(made)
+            kind = cast("Function[object]", type(result))  # which says itself what it is made of
+            return kind(*made) if hasattr(result, "_fields") else kind(made)
         return made
     if isinstance(result, np.ndarray) and not result.flags.owndata:
         result.flags.writeable = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tpde.codec.native import Bytes
@@ -120,14 +121,14 @@ class RowReader:
         repeat(self.packed, out)
         return out
 
-    def _check(self, ids: Any) -> None:
+    def _check(self, ids: npt.NDArray[np.int64]) -> None:
         if ids.size and not 0 <= ids.min() <= ids.max() < self._count:
             bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise IndexError(
                 f"index out of range: row {bad} of `{self.packed.name}`, which has {self._count}"
             )
 
-    def _on_host(self, ids: Any) -> Bytes:
+    def _on_host(self, ids: npt.NDArray[np.int64]) -> Bytes:
         """Decode runs of adjacent chunks that hold the rows, each once."""
         self._check(ids)
         header, size = self.packed.header, self._row_bytes

@@ -300,8 +300,8 @@ MUTANTS = (
     mutant(
         "lent-weights-are-copied-as-they-are",
         "weights/lent.py",
-        "    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:\n",
-        "    def _deepcopy(self, memo: dict[int, Any]) -> Tensor:\n",
+        "    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:\n",
+        "    def _deepcopy(self, memo: dict[int, object]) -> Tensor:\n",
         "a copy of a weight that was read in a forward pass cannot be changed",
         "nn/test_changes_within.py",
     ),
@@ -316,8 +316,8 @@ MUTANTS = (
     mutant(
         "out-is-a-packed-weight",
         "weights/functions.py",
-        '    if isinstance(kwargs.get("out"), Packed):\n',
-        '    if isinstance(kwargs.get("out_"), Packed):\n',
+        '    out = kwargs.get("out")\n',
+        '    out = kwargs.get("out_")\n',
         "`out=weight` writes to a copy that is lost",
         "nn/test_parameters.py",
     ),
