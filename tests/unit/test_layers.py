@@ -1,10 +1,11 @@
-"""What a reader may count on before opening a module: its name is its own, and it is not long.
+"""What a reader may count on: names of modules and classes are their own, and no module is long.
 
 That no module imports itself by a detour is a contract of import-linter, in `pyproject.toml`.
 """
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "tpde"
@@ -33,6 +34,19 @@ def test_no_two_modules_have_one_name() -> None:
     assert not [paths for paths in found.values() if len(paths) > 1]
     outside = {name for name, where in found if not where}
     assert not [name for name, where in found if where and name in outside]
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """But those for one library each, which are one thing: `TpdeConfig` is in the `config` of each."""
+    found: dict[str, list[Path]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for it in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(it, ast.ClassDef) and not it.name.startswith("_"):
+                found.setdefault(it.name, []).append(path)
+    assert len(found) > 200
+    several = {name: paths for name, paths in found.items() if len(paths) > 1}
+    parts = {name: {(scope(path)[:1], path.name) for path in paths} for name, paths in several.items()}
+    assert parts == {"TpdeConfig": {(("integrations",), "config.py")}}
 
 
 def test_no_module_is_long() -> None:

@@ -9,7 +9,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from tpde.errors import InvalidInput
 from tpde.format.constants import METHOD, SUFFIX, VERSION
-from tpde.integrations.vllm.report import Report
+from tpde.integrations.vllm.report import LoadReport
 from tpde.loading.quantized import PackedConfig
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
 
     Attributes
     ----------
-    report : Report
+    report : LoadReport
         What was gained so far, in this process.
     """
 
@@ -52,7 +52,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
 
         PackedConfig(version, source)
         self.kernels = check_kernels(kernels)
-        self.report = Report(self.kernels)
+        self.report = LoadReport(self.kernels)
         loader.register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

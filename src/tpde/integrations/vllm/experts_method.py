@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.utils import replace_parameter
 
 from tpde.integrations.vllm import handle_operators, refusals
-from tpde.integrations.vllm.report import Report
+from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import give_handle, hold
 from tpde.weights.launch import capturing
 from tpde.weights.span import Span
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NAMES = ("w13_weight", "w2_weight")
 
 
-class Stack:
+class ExpertStack:
     """The matrices of all experts for one of the two products, packed as one tall matrix.
 
     Parameters
@@ -101,7 +101,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     Parameters
     ----------
-    report : Report
+    report : LoadReport
         Which kernels are wanted, and where it is counted what becomes of the weights.
     moe : FusedMoEConfig
         vLLM's description of the experts.
@@ -111,12 +111,12 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     uses_meta_device = True
 
-    def __init__(self, report: Report, moe: Any, name: str) -> None:
+    def __init__(self, report: LoadReport, moe: Any, name: str) -> None:
         super().__init__(moe)
         self._report, self._name = report, name
         self._plain = UnquantizedFusedMoEMethod(moe)
         self.experts_cls = self._plain.experts_cls
-        self._stacks: dict[str, Stack] | None = None
+        self._stacks: dict[str, ExpertStack] | None = None
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """Give the layer the weights that a plain one has, without memory, until all of them were read."""
@@ -149,7 +149,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 continue
             packed = hold(self._report, weight.view(-1, weight.shape[-1]), f"{self._name}.{name}")
             if packed is not None:
-                self._stacks[name] = Stack(layer, name, packed)
+                self._stacks[name] = ExpertStack(layer, name, packed)
 
     def _with_weights(self, layer: Any, ids: Tensor | None) -> Any:
         """The layer with its experts decoded: the seam for products straight from packed ones."""

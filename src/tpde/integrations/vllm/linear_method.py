@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
 from tpde.integrations.vllm import handle_operators, refusals
-from tpde.integrations.vllm.report import Report
+from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import HANDLE, Weight, hold
 
 
@@ -19,7 +19,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     Parameters
     ----------
-    report : Report
+    report : LoadReport
         Which kernels are wanted, and where it is counted what becomes of the weight.
     name : str
         What errors call the layer.
@@ -27,7 +27,7 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     uses_meta_device = True
 
-    def __init__(self, report: Report, name: str) -> None:
+    def __init__(self, report: LoadReport, name: str) -> None:
         self._report, self._name = report, name
         self._plain = self._plain_method()
 

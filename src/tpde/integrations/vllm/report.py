@@ -9,7 +9,7 @@ from typing import Any
 log = logging.getLogger("vllm.tpde")  # below vLLM's own, whose handlers and level it has
 
 
-class Report:
+class LoadReport:
     """Counts weights while they are loaded, and says what came of them.
 
     Parameters

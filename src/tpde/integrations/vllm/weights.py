@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput
-from tpde.integrations.vllm.report import Report
+from tpde.integrations.vllm.report import LoadReport
 from tpde.nn.kernels import MOST_SHARE
 from tpde.nn.pack_model import MIN_BYTES
 from tpde.weights.pack_tensor import pack_tensor
@@ -23,7 +23,7 @@ _HANDLE_BYTES = 16
 _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by addresses of handles
 
 
-def hold(report: Report, plain: Tensor, name: str) -> PackedTensor | None:
+def hold(report: LoadReport, plain: Tensor, name: str) -> PackedTensor | None:
     """A contiguous tensor, packed on its device; None if it stays plain, which is told.
 
     With fused kernels, bf16 matrices go to the window layout, where that pays, and others to prefix codes.
