@@ -72,6 +72,19 @@ def test_other_dtypes_are_refused(piece: Any, tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == (tmp_path / "saved").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("piece", "words"),
+    [([1, 2], "given a list"), (3, "given a int"), (memoryview(bytes(16))[::2], "a view with gaps")],
+)
+def test_what_is_no_bytes_is_refused(piece: Any, words: str, tmp_path: Path) -> None:
+    writer = tpde.PackedWriter(tmp_path / "out", {"a": np.zeros(8, np.uint8)})
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        writer.write("a", piece)
+    assert caught.value.where == "a"
+    writer.write("a", memoryview(bytes(8)))
+    writer.close()
+
+
 def test_what_is_announced(tmp_path: Path) -> None:
     arrays = {
         "a": np.arange(6, dtype=np.int64).reshape(2, 3),

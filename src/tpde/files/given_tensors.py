@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from tpde.errors import InvalidArgument, InvalidInput
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.frameworks import numpy_dtype_name, spec_of, torch_bytes, torch_spec
-from tpde.io.buffers import Buffer
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +48,7 @@ def _is_torch(value: object) -> TypeIs[torch.Tensor]:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def piece_bytes(name: str, data: torch.Tensor | Buffer, spec: TensorSpec) -> Bytes:
+def piece_bytes(name: str, data: object, spec: TensorSpec) -> Bytes:
     """The bytes of a part of a tensor.
 
     Parameters
@@ -64,7 +63,7 @@ def piece_bytes(name: str, data: torch.Tensor | Buffer, spec: TensorSpec) -> Byt
     Raises
     ------
     InvalidArgument
-        If it has another dtype.
+        If it has another dtype, or is not contiguous bytes.
     """
     if _is_torch(data):
         if torch_spec(name, data).dtype not in (spec.dtype, "U8"):
@@ -77,7 +76,22 @@ def piece_bytes(name: str, data: torch.Tensor | Buffer, spec: TensorSpec) -> Byt
         if not bits and numpy_dtype_name(data.dtype) != spec.dtype:
             raise _other_dtype(name, str(data.dtype), spec)
         return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return as_bytes(data)
+    try:
+        view = memoryview(cast(memoryview, data))  # or whatever has its protocol
+    except TypeError:
+        raise InvalidArgument(
+            f"tensor `{name}` is given a {type(data).__name__}",
+            hint="give a tensor, an array or bytes",
+            where=name,
+            found=type(data).__name__,
+        ) from None
+    if not view.c_contiguous:
+        raise InvalidArgument(
+            f"tensor `{name}` is given a view with gaps",
+            hint="give contiguous bytes, or an array",
+            where=name,
+        )
+    return as_bytes(view)
 
 
 def _other_dtype(name: str, found: str, spec: TensorSpec) -> InvalidArgument:

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from tpde.codec.native import Bytes
 from tpde.codec.selection import CodecName, sample_ranges
 from tpde.errors import UnknownTensor
 from tpde.files.file_writer import FileWriter
 from tpde.files.given_tensors import piece_bytes, spec_like
 from tpde.format.container import TensorSpec
-from tpde.io.buffers import Buffer
 
 if TYPE_CHECKING:
-    import torch
     from typing_extensions import Self
 
 
@@ -79,7 +78,7 @@ class PackedWriter:
         """Which bytes of a tensor `plan` takes: begins and ends."""
         return sample_ranges(self._spec(name))
 
-    def plan(self, name: str, sample: Buffer) -> bool:
+    def plan(self, name: str, sample: bytes | bytearray | memoryview | Bytes) -> bool:
         """Decide how to store a tensor before its bytes come; returns whether it will be packed.
 
         Without this, its first bytes are the sample.
@@ -94,7 +93,7 @@ class PackedWriter:
         self._spec(name)
         return self._file.plan(name, sample)
 
-    def write(self, name: str, data: torch.Tensor | Buffer) -> None:
+    def write(self, name: str, data: object) -> None:
         """Write a tensor's next elements.
 
         Tensors may come in any order, but each must be complete before the next begins.
