@@ -62,8 +62,8 @@ class ExpertWeight:
     def __init__(self, shape: tuple[int, int, int], parts: int, draw: Any) -> None:
         import torch
 
-        from tpde.weights.experts import Experts as Held
-        from tpde.weights.experts import parts_in_windows
+        from tpde.weights.expert_products import Experts as Held
+        from tpde.weights.experts_in_windows import parts_in_windows
         from tpde.weights.packed_tensor import PackedTensor
         from tpde.weights.windowed_experts import WindowedExperts
 

@@ -159,7 +159,7 @@ def load_ours(given: dict[str, Any], shape: Shape) -> Any:
         return load(class_of(shape), packed, where, **options)
     if where == "cuda":
         return tpde.from_pretrained(packed, vram=given["budget"], max_tokens=given["max_tokens"])
-    from tpde.integrations.transformers.quantizer import loading_to
+    from tpde.integrations.transformers.load_target import loading_to
     from tpde.loading.collection import collecting_later
     from tpde.planning.budget import Budget
 

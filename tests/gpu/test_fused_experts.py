@@ -13,7 +13,7 @@ from support.models import VOCAB
 from tpde.cuda.window_products import MOST_ROWS
 from tpde.nn import PackedTensor, pack_module, packed_modules, set_kernels
 from tpde.weights import windowing
-from tpde.weights.experts import parts_in_windows
+from tpde.weights.experts_in_windows import parts_in_windows
 from tpde.weights.windowed import Windowed
 from tpde.weights.windowed_experts import WindowedExperts
 

@@ -22,7 +22,7 @@ from support.models import NAMES, VOCAB, assert_same_bits, inputs, make, outputs
 
 import tpde
 from tpde.errors import OutOfMemory, PackedWeight
-from tpde.nn.group import Workspace
+from tpde.nn.workspace import Workspace
 from tpde.streaming.cuda_device import CudaDevice
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")

@@ -23,6 +23,7 @@ from tpde.streaming.experts import expert_room
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.loading import budgeted as loading_under  # noqa: E402
+from tpde.loading import homes  # noqa: E402
 
 
 @pytest.fixture(params=[("host",), ("disk",), MIXED], ids=["host", "disk", "mixed"])
@@ -103,13 +104,13 @@ def test_plain_weights_are_decoded_in_what_the_rest_leaves(
     monkeypatch: pytest.MonkeyPatch, llama: Pair
 ) -> None:
     """Beside them, other plain weights, libraries, page tables and index maps are there by then, or come."""
-    decode, rooms = loading_under.decode_runs, []
+    decode, rooms = homes.decode_runs, []
 
     def decoded(*args: Any) -> None:
         rooms.append(args[4])
         decode(*args)
 
-    monkeypatch.setattr(loading_under, "decode_runs", decoded)
+    monkeypatch.setattr(homes, "decode_runs", decoded)
     sizes = {"plain": 1, "fixed": 20, "pages": 300, "index": 4000, "decoded": 50000}
     parts = sizes | {"ring": 600000, "kept": 600000, "cache": 600000}  # these come later
     with simulated(monkeypatch, every("plain"), parts=parts):

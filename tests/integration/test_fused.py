@@ -21,7 +21,7 @@ import tpde
 from tpde.errors import InvalidInput
 from tpde.loading import checkpoint_files as checkpoint_module
 from tpde.nn import packed_modules, set_kernels
-from tpde.weights import experts as experts_module
+from tpde.weights import experts_in_windows
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
@@ -185,7 +185,7 @@ def test_experts_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pair = write(tmp_path, moe("qwen3_moe"))
     whole = tpde.from_pretrained(pair.packed, kernels="fused")
     monkeypatch.setattr(checkpoint_module, "GROUP_BYTES", 1)
-    monkeypatch.setattr(experts_module, "_TOGETHER_BYTES", 1)
+    monkeypatch.setattr(experts_in_windows, "_TOGETHER_BYTES", 1)
     few = tpde.from_pretrained(pair.packed, kernels="fused")
     again = set_kernels(tpde.from_pretrained(pair.packed), "fused")
     mine = {it.name: it for it in experts_of(whole)}

@@ -27,7 +27,9 @@ from tpde.loading.footprint import FIXED_BYTES, TYPICAL  # noqa: E402
 from tpde.loading.model_units import unit_of, units_of  # noqa: E402
 from tpde.nn.replace import block_path  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.planning.planner import MIB, Footprint, Placement, Unit, make_plan  # noqa: E402
+from tpde.planning.layout import MIB  # noqa: E402
+from tpde.planning.planner import make_plan  # noqa: E402
+from tpde.planning.units import Footprint, Placement, Unit  # noqa: E402
 from tpde.streaming.rates import CALL_SECONDS, disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
 
 RATES = ("--copy-rate", "55", "--memory-rate", "4200")

@@ -295,7 +295,7 @@ def test_errors_within_a_generation_leave_the_choice(llama: Tunes) -> None:
     calls = []
 
     def fail(*_: Any) -> None:
-        calls.append(llama.packed.tpde_deltas.choice.now())
+        calls.append(llama.packed.tpde_deltas.active_delta.now())
         if len(calls) == 8:
             raise KeyError("in the second generation")
 

@@ -27,9 +27,11 @@ from tpde.integrations.transformers.fused import fused_names  # noqa: E402
 from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
 from tpde.integrations.transformers.streamed import ModelStreaming  # noqa: E402
 from tpde.loading import budgeted as loading_under  # noqa: E402
+from tpde.loading import homes  # noqa: E402
 from tpde.loading.model_units import header_of, is_routed, unit_of, units_of  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.planning.planner import MIB, Placement  # noqa: E402
+from tpde.planning.layout import MIB  # noqa: E402
+from tpde.planning.units import Placement  # noqa: E402
 
 MIXED = ("windows", "host", "packed", "windows", "disk", "plain")
 
@@ -210,13 +212,13 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def test_a_plan_is_loaded_as_it_is(larger: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the room that it keeps for windows all is taken, and they are in it; the least budget works."""
     rooms: list[tuple[int, int]] = []
-    bring = loading_under.bring_windows
+    bring = homes.bring_windows
 
     def brought(sizes: Any, device: Any, room: int, *more: Any) -> Any:
         rooms.append((sum(sizes.values()), room))
         return bring(sizes, device, room, *more)
 
-    monkeypatch.setattr(loading_under, "bring_windows", brought)
+    monkeypatch.setattr(homes, "bring_windows", brought)
     with simulated(monkeypatch):
         with pytest.raises(OutOfMemory) as caught:
             load(larger.packed, kernels="fused", vram=MIB, max_tokens=128)

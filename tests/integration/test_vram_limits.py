@@ -225,7 +225,7 @@ def test_a_budget_for_a_model_none_of_whose_weights_stays_packed(
 def test_too_little_ram_beside_what_is_allocated(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the process has allocated on the device counts towards `vram`, not towards `ram`."""
     from tpde.memory import allowance
-    from tpde.planning.planner import too_little_ram
+    from tpde.planning.shortages import too_little_ram
 
     monkeypatch.setattr(allowance, "_budgets", {})
     card.reserved = 3 * GIB
@@ -259,7 +259,7 @@ def test_too_little_ram_for_several_devices(monkeypatch: pytest.MonkeyPatch, lla
     """Each that has packed weights has a share of `ram`; what would do is that of all."""
     from tpde.integrations.transformers import streamed
     from tpde.integrations.transformers.shape import opened_shape
-    from tpde.planning.planner import too_little_ram
+    from tpde.planning.shortages import too_little_ram
 
     def plan(_: Any, __: Any, ___: Any, budget: Budget, **____: Any) -> Any:
         assert budget.ram == 256 << 20

@@ -29,7 +29,8 @@ from tpde.nn import (
     unpack_module,
 )
 from tpde.nn import routed as routed_module
-from tpde.weights.experts import Experts, can_be_experts
+from tpde.weights.expert_products import Experts
+from tpde.weights.experts_in_windows import can_be_experts
 from tpde.weights.packed_tensor import rebuild_tensor
 from tpde.weights.windowed_experts import WindowedExperts
 

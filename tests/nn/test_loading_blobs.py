@@ -56,7 +56,7 @@ class _Rows(rows_of.RowReader):
 @pytest.fixture
 def addressed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "Materializer", _Addressed)
-    monkeypatch.setattr(rows_of, "RowReader", _Rows)
+    monkeypatch.setattr(resident, "RowReader", _Rows)
 
 
 @pytest.mark.usefixtures("addressed")

@@ -31,9 +31,9 @@ from tpde.nn import (
     supports,
     unpack_module,
 )
-from tpde.nn.group import Workspace
 from tpde.nn.modules import is_conv1d
 from tpde.nn.replace import prepare_rows
+from tpde.nn.workspace import Workspace
 
 
 def test_what_is_packed(pair: tuple[Model, Model]) -> None:
@@ -152,7 +152,7 @@ def test_no_room_for_the_workspace_at_first(
     group.pool = copy.copy(group.pool)
     group.changed()
     with monkeypatch.context() as there_is_none:
-        there_is_none.setattr("tpde.nn.group.allocate", full)
+        there_is_none.setattr("tpde.nn.workspace.allocate", full)
         with pytest.raises(OutOfMemory):
             packed(IDS)
     assert_same_bits(packed(IDS), plain(IDS))
@@ -630,12 +630,12 @@ def test_a_workspace_is_not_given_back_before_another_stream_is_done(monkeypatch
             self.recorded.append(stream)
 
     loading, computing = Stream(), Stream()
-    monkeypatch.setattr("tpde.nn.group.allocate", Buffer)
+    monkeypatch.setattr("tpde.nn.workspace.allocate", Buffer)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def enter(stream: Stream) -> None:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-        monkeypatch.setattr("tpde.nn.group.stream_handle", lambda _: id(stream))
+        monkeypatch.setattr("tpde.nn.workspace.stream_handle", lambda _: id(stream))
 
     enter(loading)
     space = Workspace(torch.device("cuda", 0))

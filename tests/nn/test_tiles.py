@@ -26,8 +26,8 @@ from tpde.nn import (
     plain_state_dict,
     unpack_module,
 )
-from tpde.nn.group import Workspace
 from tpde.nn.tiles import RowTiles, row_tiles
+from tpde.nn.workspace import Workspace
 from tpde.streaming.streamer import Streamer
 
 CHUNK = 8192

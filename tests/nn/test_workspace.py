@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn import PackedTensor, Resident, finish, group, pack_module, pack_tensor, replace_parameter
-from tpde.nn.group import Pool, Workspace
+from tpde.nn import PackedTensor, Resident, finish, pack_module, pack_tensor, replace_parameter, workspace
 from tpde.nn.scope import Scope
+from tpde.nn.workspace import Pool, Workspace
 from tpde.weights.source import Source
 
 WITHIN = 50  # seconds; what hangs fails
@@ -275,7 +275,7 @@ def test_two_of_them_need_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         beside.append(space.buffer)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(group, "allocate", allocate)
+    monkeypatch.setattr(workspace, "allocate", allocate)
     space.reserve(4096)
     space.reserve(8192)
     assert beside == [None, None]
@@ -360,7 +360,7 @@ def test_one_that_a_graph_writes_to_is_kept(graph: bool, monkeypatch: pytest.Mon
     space = one.workspace
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(group, "stream_handle", lambda _: 1)
+    monkeypatch.setattr(workspace, "stream_handle", lambda _: 1)
     space._on_gpu = True
     space.order()
     buffer, kept = space.buffer, []
@@ -378,7 +378,7 @@ def test_it_is_not_released_while_a_graph_is_recorded(monkeypatch: pytest.Monkey
     space = Workspace(CPU)
     space.reserve(4096)
     with monkeypatch.context() as recording:
-        recording.setattr(group, "capturing", lambda _: True)
+        recording.setattr(workspace, "capturing", lambda _: True)
         assert space.release() == 0
     assert space.buffer is not None
     assert is_free(space.lock)

@@ -119,7 +119,7 @@ def load(
 ) -> Any:
     """Load a packed model as `tpde.from_pretrained` would to a GPU with a budget."""
     from tpde.integrations.transformers.load_model import model_class_of
-    from tpde.integrations.transformers.quantizer import loading_to
+    from tpde.integrations.transformers.load_target import loading_to
     from tpde.loading.collection import collecting_later
     from tpde.planning.budget import Budget
 

@@ -56,11 +56,11 @@ def experts_of(model: Any) -> list[Any]:
 def as_on_gpu(windows_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that has a model's experts multiplied by kernels, which run on the CPU."""
     from tpde.cuda.window_experts import DeviceExperts
-    from tpde.weights import experts
+    from tpde.weights import expert_products
     from tpde.weights.windowed_experts import WindowedExperts
 
-    monkeypatch.setattr(experts, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(experts, "stream_handle", lambda device: 0)
+    monkeypatch.setattr(expert_products, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(expert_products, "stream_handle", lambda device: 0)
     kept: list[Any] = []
 
     def place(model: Any) -> Any:

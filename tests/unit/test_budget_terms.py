@@ -8,10 +8,11 @@ import pytest
 
 from tpde.errors import OutOfMemory
 from tpde.planning import candidates as chosen
-from tpde.planning import planner as plans
+from tpde.planning import shortages, token_work
 from tpde.planning.budget import Budget
 from tpde.planning.candidates import STAGING_LEAST, STAGING_STEP, Candidate, Tally, candidates, tally
-from tpde.planning.planner import MIB, make_plan, page_tables
+from tpde.planning.layout import MIB, Layout, page_tables, parts_of, workspaces
+from tpde.planning.planner import make_plan
 from tpde.planning.prediction import Work, predict
 from tpde.planning.units import Footprint, Placement, Rates, Unit
 
@@ -223,7 +224,7 @@ def test_which_units_may_be_where(odd: Unit, found: str) -> None:
 def test_sizes_of_a_workspace(sizes: tuple[tuple[int, int], ...], tiled: int, found: list[int]) -> None:
     """Of one that holds all units but those that are tiled, and a row of these at least."""
     units = [Unit(str(i), 1, size * MIB, 0, tile=tile * MIB) for i, (size, tile) in enumerate(sizes)]
-    assert [it // MIB for it in plans._workspaces(units, tiled)] == found
+    assert [it // MIB for it in workspaces(units, tiled)] == found
 
 
 NEEDS = Footprint(
@@ -237,14 +238,14 @@ NEEDS = Footprint(
 )
 
 
-def layout(found: Tally, slots: int = 4, tiled: int = 0, workspace: int = 17 * MIB) -> plans._Layout:
-    return plans._Layout(found, tiled=tiled, workspace=workspace, slots=slots, piece=32 * MIB)
+def layout(found: Tally, slots: int = 4, tiled: int = 0, workspace: int = 17 * MIB) -> Layout:
+    return Layout(found, tiled=tiled, workspace=workspace, slots=slots, piece=32 * MIB)
 
 
 def test_every_part_of_a_budget() -> None:
     big = dataclasses.replace(STREAMED, plain=64 * MIB, tile=16 * MIB, row=8192)
     found = counted(PLAIN, PACKED, big, plain="a", packed="b")._replace(host=3 << 30, staging=1 << 30)
-    parts = plans._parts(layout(found, tiled=1), NEEDS, retained=19 * MIB)
+    parts = parts_of(layout(found, tiled=1), NEEDS, retained=19 * MIB)
     assert parts == {
         "plain": 3 * MIB,
         "cache": 5 * MIB,
@@ -262,8 +263,8 @@ def test_every_part_of_a_budget() -> None:
         "windows": 0,
         "decoded": 1024,
     }
-    assert plans._parts(layout(found, slots=0), NEEDS)["experts"] == 0, "experts come with their blocks then"
-    assert plans._parts(layout(found), NEEDS)["tiles"] == 0, "nothing is tiled"
+    assert parts_of(layout(found, slots=0), NEEDS)["experts"] == 0, "experts come with their blocks then"
+    assert parts_of(layout(found), NEEDS)["tiles"] == 0, "nothing is tiled"
 
 
 def test_page_tables_are_whole_pages() -> None:
@@ -273,19 +274,19 @@ def test_page_tables_are_whole_pages() -> None:
 def test_loading_may_need_more_than_running() -> None:
     big = Unit("big", 280 * MIB, 416 * MIB, MIB)
     found = counted(big, STREAMED, plain="big")
-    running = sum(plans._parts(layout(found, 0, workspace=0), NEEDS).values())
+    running = sum(parts_of(layout(found, 0, workspace=0), NEEDS).values())
     loading = (3 + 11) * MIB + 6 * MIB + 512 + big.plain + big.packed + big.index
     assert loading > running
     assert layout(found, 0, workspace=0).used(NEEDS) == loading
     slots = layout(found, 10)
-    assert slots.used(NEEDS) == sum(plans._parts(slots, NEEDS).values()) > loading
+    assert slots.used(NEEDS) == sum(parts_of(slots, NEEDS).values()) > loading
 
 
 BLOCKS = [Unit(f"layers.{i}", 100 * MIB + 7, 150 * MIB, MIB) for i in range(12)]
 
 
 def worked(found: Tally, workspace: int, slots: int = 4) -> Work:
-    return plans._work(layout(found, slots, workspace=workspace), read=5, calls=6)
+    return token_work.work_of(layout(found, slots, workspace=workspace), read=5, calls=6)
 
 
 def test_what_a_token_does() -> None:
@@ -318,28 +319,28 @@ def test_tiles_take_turns() -> None:
 
 def test_what_is_kept_is_copied_once() -> None:
     work = NOTHING._replace(copied=100, disk=40, passing=200)
-    assert plans._without(work, 0) == work
+    assert token_work.work_without(work, 0) == work
     # Those of the disk first, for they take longest.
-    assert plans._without(work, 30) == work._replace(copied=70, disk=10, passing=140)
-    assert plans._without(work, 60) == work._replace(copied=60, disk=0, passing=120)
-    assert plans._without(work._replace(disk=0), 60) == work._replace(copied=40, disk=0, passing=80)
+    assert token_work.work_without(work, 30) == work._replace(copied=70, disk=10, passing=140)
+    assert token_work.work_without(work, 60) == work._replace(copied=60, disk=0, passing=120)
+    assert token_work.work_without(work._replace(disk=0), 60) == work._replace(copied=40, disk=0, passing=80)
 
 
 def test_how_much_is_kept() -> None:
     found, needs = counted(*BLOCKS), dataclasses.replace(NEEDS, experts=0)
     here = layout(found, workspace=150 * MIB)
     work, used = worked(found, 150 * MIB), here.used(needs)
-    left = plans.LEFT_FREE
+    left = token_work.LEFT_FREE
 
     def kept(spare: int, footprint: Footprint = needs) -> int:
-        return plans._retained(here, work, footprint, used + left + spare)
+        return token_work.retained_bytes(here, work, footprint, used + left + spare)
 
     assert kept(64 * MIB) == 64 * MIB
     assert kept(64 * MIB - 1) == 0, "too little to be worth it"
     assert kept(67 * MIB) == 66 * MIB, "whole pages"
     assert kept(1 << 40) == (work.copied + 512 * work.pieces) // (2 * MIB) * 2 * MIB, "all there is"
-    assert plans._retained(here, work, NEEDS, 1 << 40) == 0, "experts have what is left over"
-    assert plans._retained(here._replace(slots=0), work, needs, 1 << 40) == 0
+    assert token_work.retained_bytes(here, work, NEEDS, 1 << 40) == 0, "experts have what is left over"
+    assert token_work.retained_bytes(here._replace(slots=0), work, needs, 1 << 40) == 0
 
 
 @pytest.mark.parametrize(("cache", "activations"), [(0, 0), (MIB, 0), (0, MIB)])
@@ -360,7 +361,7 @@ def test_what_is_too_little_says_what_would_be_less(cache: int, activations: int
 
 
 def test_too_little_host_memory_is_named() -> None:
-    error = plans.too_little_ram(3 * MIB + 1, 2 * MIB - 1)
+    error = shortages.too_little_ram(3 * MIB + 1, 2 * MIB - 1)
     assert "`ram` is 1 MiB, the least that works is 4 MiB" in str(error)
     assert "use `4MiB` or more" in str(error)
     assert (error.where, error.found, error.needed, error.least) == (
@@ -370,7 +371,7 @@ def test_too_little_host_memory_is_named() -> None:
         3 * MIB + 1,
     )
     assert error.budget == "ram"
-    assert [plans._given(it) for it in (MIB - 1, MIB, 2 * MIB - 1)] == ["1048575 bytes", "1 MiB", "1 MiB"]
+    assert [shortages._given(it) for it in (MIB - 1, MIB, 2 * MIB - 1)] == ["1048575 bytes", "1 MiB", "1 MiB"]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from tpde.store import device_copies
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from tpde.weights.changed_rows import RowChanges, different_words  # noqa: E402
-from tpde.weights.coded import Coded, CodedPiece, Coding, changing  # noqa: E402
+from tpde.weights.coded import CodedChange, CodedPiece, Coding, changing  # noqa: E402
 
 
-def changed(words: int, share: float, *seed: Any) -> tuple[np.ndarray, np.ndarray, Coded]:
+def changed(words: int, share: float, *seed: Any) -> tuple[np.ndarray, np.ndarray, CodedChange]:
     draw = rng("coded", words, share, *seed)
     old = (draw.standard_normal(words).astype(np.float32).view(np.uint32) >> 16).astype("<u2")
     new = old.copy()
@@ -31,7 +31,7 @@ def changed(words: int, share: float, *seed: Any) -> tuple[np.ndarray, np.ndarra
     model = ChangeModel(plan([(before, after)], 2, 1), encode=True)
     sparse = model.encode(before, after)
     assert sparse is not None
-    return before, after, Coded.on(torch.device("cpu"), Coding(model), sparse)
+    return before, after, CodedChange.on(torch.device("cpu"), Coding(model), sparse)
 
 
 @pytest.mark.parametrize("words", [5, CHUNK_WORDS, 3 * CHUNK_WORDS + 7])

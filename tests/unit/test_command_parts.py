@@ -553,8 +553,7 @@ def test_no_gpu_is_no_hindrance_where_a_device_is_named(
 
 def test_a_plan_as_json_and_as_text_has_all_of_it() -> None:
     from tpde.cli.plan import as_dict, render
-    from tpde.planning.planner import Placement
-    from tpde.planning.units import Rates, Unit
+    from tpde.planning.units import Placement, Rates, Unit
 
     units = [Unit("embed", 10, 20, 1), Unit("layers.0", 30, 40, 1), Unit("layers.1", 50, 60, 1)]
     plan = SimpleNamespace(

@@ -14,7 +14,7 @@ from support.card import DEVICE, GIB, Card  # noqa: E402
 from tpde.errors import OutOfMemory  # noqa: E402
 from tpde.memory import device_memory  # noqa: E402
 from tpde.memory.device_memory import allocate, free_bytes, require  # noqa: E402
-from tpde.nn.group import Workspace  # noqa: E402
+from tpde.nn.workspace import Workspace  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
 
 CPU = torch.device("cpu")

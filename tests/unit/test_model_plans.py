@@ -22,7 +22,7 @@ from tpde.integrations.transformers import weight_map as plans  # noqa: E402
 from tpde.integrations.transformers.folder import stored_dtype, weight_files  # noqa: E402
 from tpde.integrations.transformers.placeholders import Placeholders  # noqa: E402
 from tpde.integrations.transformers.unpacked import LOUD_BYTES, load_plain, report_decoded, some  # noqa: E402
-from tpde.integrations.transformers.weight_map import Plan, Source  # noqa: E402
+from tpde.integrations.transformers.weight_map import WeightMap, WeightSource  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -142,9 +142,9 @@ def test_what_is_tied_to_a_plain_weight_is_plain(
     ties: dict[str, str], packed: list[str], there: list[str], said: str | None
 ) -> None:
     """With all that comes of the same tensors."""
-    sources = {name: Source(name, None, {}) for name in packed}
+    sources = {name: WeightSource(name, None, {}) for name in packed}
     runs, decoded = dict.fromkeys([*packed, "other"], run(1)), list[Any]()
-    origin = dict(sources) | {"other": Source("other", None, {})}
+    origin = dict(sources) | {"other": WeightSource("other", None, {})}
     if packed:
         runs["more"], origin["more"] = run(1), sources[packed[0]]
     plans._loosen_ties(Tied(ties), runs, origin, decoded, there)
@@ -170,12 +170,12 @@ def write(path: Path, **tensors: Any) -> Path:
 def test_what_is_only_partly_packed(tmp_path: Path) -> None:
     with Checkpoint([write(tmp_path / "x", a=PACKED, b=PACKED, c=PLAIN)]) as checkpoint:
         sources = [
-            Source("one", None, {"p": ["a"], "q": ["b"]}),
-            Source("two", None, {"p": ["a"], "q": ["c"]}),
-            Source("three", None, {"p": ["b", "c"]}),
+            WeightSource("one", None, {"p": ["a"], "q": ["b"]}),
+            WeightSource("two", None, {"p": ["a"], "q": ["c"]}),
+            WeightSource("three", None, {"p": ["b", "c"]}),
         ]
         assert [it.stored(checkpoint) for it in sources] == [["a", "b"], ["a"], ["b"]]
-        assert Plan({}, [(it, "") for it in sources], [], []).halves(checkpoint) == ["two", "three"]
+        assert WeightMap({}, [(it, "") for it in sources], [], []).halves(checkpoint) == ["two", "three"]
 
 
 @pytest.mark.parametrize(("more", "level"), [(-1, logging.INFO), (0, logging.WARNING)])
@@ -184,10 +184,10 @@ def test_only_what_is_large_is_worth_a_warning(
 ) -> None:
     packed = {"a": SimpleNamespace(nbytes=LOUD_BYTES - 5), "b": SimpleNamespace(nbytes=5 + more)}
     checkpoint: Any = SimpleNamespace(packed=packed, is_packed=True)
-    decoded = [(Source(it, None, {"": [it, "plain"]}), "is odd") for it in packed]
+    decoded = [(WeightSource(it, None, {"": [it, "plain"]}), "is odd") for it in packed]
     with caplog.at_level(logging.INFO, "tpde"):
-        assert report_decoded(Plan({}, decoded, [], []), checkpoint) == 2
-        assert report_decoded(Plan({}, [], [], []), checkpoint) == 0
+        assert report_decoded(WeightMap({}, decoded, [], []), checkpoint) == 2
+        assert report_decoded(WeightMap({}, [], [], []), checkpoint) == 0
     (record,) = caplog.records
     assert record.levelno == level
     said = f"2 of 2 packed tensors ({LOUD_BYTES + more} bytes) are decoded and stay plain in memory, because"
@@ -207,7 +207,7 @@ def test_tensors_that_do_not_go_together(tmp_path: Path) -> None:
         raise error
 
     with Checkpoint([write(tmp_path / "x", a=PACKED, c=PLAIN)]) as checkpoint:
-        source = type("Odd", (Source,), {"convert": convert})("w", None, {"p": ["a"], "q": ["c"]})
+        source = type("Odd", (WeightSource,), {"convert": convert})("w", None, {"p": ["a"], "q": ["c"]})
         args = torch.nn.Module(), source, checkpoint, torch.device("cpu"), BF16
         error: Exception = RuntimeError("sizes differ")
         with pytest.raises(InvalidInput, match=r"`a`, `c` cannot become `w` .*RuntimeError: sizes differ"):
@@ -351,7 +351,7 @@ def test_all_that_is_decoded_is_cast(tmp_path: Path) -> None:
     plain = (TensorSpec("BF16", (64, 128)), bytes(2 * 64 * 128))
     (tmp_path / "y").write_bytes(safetensors_bytes({"b": plain}))
     with Checkpoint([write(tmp_path / "x", a=PACKED), tmp_path / "y"]) as checkpoint:
-        source = type("Sum", (Source,), {"convert": convert})("weight", None, {"p": ["a"], "q": ["b"]})
+        source = type("Sum", (WeightSource,), {"convert": convert})("weight", None, {"p": ["a"], "q": ["b"]})
         model = torch.nn.Linear(128, 64, bias=False)
         assert load_plain(model, source, checkpoint, torch.device("cpu"), torch.float64) == ["weight"]
     assert {name: it.dtype for name, it in given.items()} == dict.fromkeys("ab", torch.float64)

@@ -15,7 +15,7 @@ from tpde.integrations.transformers import expert_modules, streamed  # noqa: E40
 from tpde.integrations.transformers.streamed import ModelStreaming  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.planning.planner import too_little_ram  # noqa: E402
+from tpde.planning.shortages import too_little_ram  # noqa: E402
 
 ONE, TWO, THREE = (torch.device("cuda", it) for it in range(3))
 

@@ -46,7 +46,7 @@ from tpde.loading import (  # noqa: E402
     model_units,
     reading,
 )
-from tpde.loading.assignment import place  # noqa: E402
+from tpde.loading.assignment import assign  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.loading.footprint import FIXED_BYTES, module_calls, plain_bytes  # noqa: E402
@@ -279,12 +279,12 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_frozen_stays_so_where_that_is_asked_for(before: int, frozen: int, after: int) -> None:
     layer = torch.nn.Linear(4, 3)
     layer.weight.requires_grad_(bool(before))
-    place(layer, "weight", torch.ones(3, 4), frozen=bool(frozen))
+    assign(layer, "weight", torch.ones(3, 4), frozen=bool(frozen))
     assert layer.weight.requires_grad == bool(after)
     with pytest.raises(
         InvalidInput, match=r"has shape \[4, 3\] in the packed files, the model needs \[3, 4\]"
     ):
-        place(layer, "weight", torch.ones(4, 3))
+        assign(layer, "weight", torch.ones(4, 3))
 
 
 def test_configurations_that_cannot_run() -> None:
@@ -727,7 +727,7 @@ def test_each_device_is_read_to_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_buffers_have_their_places_too() -> None:
     norm = torch.nn.BatchNorm1d(3)
-    place(norm, "running_mean", torch.full((3,), 7.0))
+    assign(norm, "running_mean", torch.full((3,), 7.0))
     assert norm.running_mean.tolist() == [7.0] * 3
     assert "running_mean" in dict(norm.named_buffers())
     for name, shape, needed in (
@@ -736,9 +736,9 @@ def test_buffers_have_their_places_too() -> None:
         ("weight", (4,), r"\[3\]"),
     ):
         with pytest.raises(InvalidInput, match=rf"has shape .* the model needs {needed}") as caught:
-            place(norm, name, torch.zeros(shape))
+            assign(norm, name, torch.zeros(shape))
         assert caught.value.where == name
     whole = torch.nn.Linear(2, 2)
     whole.weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
-    place(whole, "weight", torch.ones(2, 2, dtype=torch.int8))
+    assign(whole, "weight", torch.ones(2, 2, dtype=torch.int8))
     assert not whole.weight.requires_grad, "integers have none"

@@ -17,9 +17,10 @@ transformers = pytest.importorskip("transformers", minversion="5.13", reason="ne
 
 import tpde  # noqa: E402
 from tpde.errors import InvalidInput, MissingDependency, NotPacked, PackedWeight  # noqa: E402
-from tpde.integrations.transformers import load_model, quantizer  # noqa: E402
+from tpde.integrations.transformers import load_model, packed_parameters, quantizer  # noqa: E402
 from tpde.integrations.transformers.config import TpdeConfig  # noqa: E402
-from tpde.integrations.transformers.quantizer import TpdeHfQuantizer, loading_to  # noqa: E402
+from tpde.integrations.transformers.load_target import load_target, loading_to  # noqa: E402
+from tpde.integrations.transformers.quantizer import TpdeHfQuantizer  # noqa: E402
 from tpde.loading import live_models  # noqa: E402
 from tpde.nn import pack_module as nn_pack_module  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
@@ -157,7 +158,7 @@ def test_a_map_that_is_chosen_late_loads_what_is_planned(monkeypatch: pytest.Mon
     it = made()
     it.validate_environment(device_map={"": 0})
     assert not loaded, "nothing is planned"
-    it._plan = planned()
+    it._weights = planned()
     it.validate_environment(device_map="auto")
     it.validate_environment()
     assert not loaded
@@ -168,7 +169,7 @@ def test_a_map_that_is_chosen_late_loads_what_is_planned(monkeypatch: pytest.Mon
 def test_elements_of_packed_weights_take_less() -> None:
     it, weight = made(), torch.zeros(10, dtype=torch.float32)
     assert it.param_element_size(None, "a", weight) == 4
-    it._plan = planned(a=(40, [part("x", 10), part("y", 15)]))
+    it._weights = planned(a=(40, [part("x", 10), part("y", 15)]))
     assert it.param_element_size(None, "a", weight) == 2.5
     assert it.param_element_size(None, "b", weight) == 4
     assert it.param_element_size(None, "a", torch.zeros(0)) == 25
@@ -178,13 +179,13 @@ def test_gpus_keep_room_for_a_plain_block() -> None:
     limits = {0: 1000, 1: 50, "cpu": 70, 2: "1GiB"}
     it = made()
     assert it.adjust_max_memory(limits) == limits, "nothing is planned"
-    it._plan = planned(layers_0_a=(100, []), layers_0_b=(200, []), head=(250, []))
+    it._weights = planned(layers_0_a=(100, []), layers_0_b=(200, []), head=(250, []))
     assert it.adjust_max_memory(limits) == {0: 700, 1: 0, "cpu": 70, 2: "1GiB"}
 
 
 def test_under_a_budget_a_model_is_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     it = made(GPU, BUDGET)
-    it._plan, it._model = planned(), "the model"
+    it._weights, it._model = planned(), "the model"
     seen: list[Any] = []
     monkeypatch.setattr(quantizer, "spread", lambda *given: seen.append(given) or {0: 7})
     assert it.adjust_max_memory({0: 5}) == {0: 7}
@@ -221,7 +222,7 @@ def test_weights_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     loads: list[int] = []
     monkeypatch.setattr(quantizer, "Checkpoint", Files)
-    monkeypatch.setattr(quantizer, "make_plan", lambda *given: planned())
+    monkeypatch.setattr(quantizer, "map_weights", lambda *given: planned())
     monkeypatch.setattr(TpdeHfQuantizer, "_load", lambda self: loads.append(1))
     it, conversions, model = made(), [1, 2], object()
     assert it.update_weight_conversions(conversions) is conversions
@@ -241,7 +242,7 @@ def test_weights_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loads == [1], "it is not known yet where they go"
 
 
-@pytest.mark.parametrize("fails", ["make_plan", "_load"])
+@pytest.mark.parametrize("fails", ["map_weights", "_load"])
 def test_files_are_closed_where_planning_fails(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
     files = SimpleNamespace(is_packed=True, close=lambda: closed.append(1))
@@ -250,7 +251,7 @@ def test_files_are_closed_where_planning_fails(fails: str, monkeypatch: pytest.M
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantizer, "make_plan", fail if fails == "make_plan" else lambda *_: planned())
+    monkeypatch.setattr(quantizer, "map_weights", fail if fails == "map_weights" else lambda *_: planned())
     monkeypatch.setattr(TpdeHfQuantizer, "_load", fail)
     it = made()
     it._process_model_before_weight_loading(object(), ["a"])
@@ -275,7 +276,7 @@ def test_files_are_closed_after_loading(fails: str | None, monkeypatch: pytest.M
     it._model = torch.nn.Linear(2, 2)
     it._model.all_tied_weights_keys = {}
     it._checkpoint = files
-    it._plan = SimpleNamespace(runs={}, unexpected=[], halves=lambda _: [], of_plain=list)
+    it._weights = SimpleNamespace(runs={}, unexpected=[], halves=lambda _: [], of_plain=list)
     with nullcontext() if fails is None else pytest.raises(KeyboardInterrupt):
         it._load()
     assert closed == [1]
@@ -289,7 +290,7 @@ def test_what_has_no_place_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     it._checkpoint = SimpleNamespace(close=lambda: None, open=lambda *_: {}, packed={})
     monkeypatch.setattr(TpdeHfQuantizer, "_decode", lambda *_: ["decoded"])
     plan = SimpleNamespace(runs={}, unexpected=[], halves=lambda _: ["half"], of_plain=lambda: ["come"])
-    it._plan = plan
+    it._weights = plan
     it._load()
     assert not caplog.records
     model, names, seen, done = it._placeholders
@@ -310,8 +311,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     class Kind:
         @staticmethod
         def from_pretrained(folder: Path, **options: Any) -> Any:
-            target = quantizer._target.get()
-            assert target is not None
+            target = load_target()
             found.append((folder, options, target.device, target.budget, target.progress))
             return SimpleNamespace()
 
@@ -575,13 +575,12 @@ def test_tied_weights_that_are_both_in_the_files(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(quantizer, "same_bytes", lambda a, b: same)
-    it: Any = made()
-    it._model = SimpleNamespace(all_tied_weights_keys={HEAD: EMBED})
-    it._plan, it._parts = SimpleNamespace(runs={name: name for name in runs}), {name: name for name in parts}
-    it._untie()
-    assert it._parts == left
-    assert it._model.all_tied_weights_keys == ({HEAD: EMBED} if tied else {})
+    monkeypatch.setattr(packed_parameters, "same_bytes", lambda a, b: same)
+    model = SimpleNamespace(all_tied_weights_keys={HEAD: EMBED})
+    found: dict[str, Any] = {name: name for name in parts}
+    packed_parameters.tie(model, {name: name for name in runs}, found)  # type: ignore[misc]
+    assert found == left
+    assert model.all_tied_weights_keys == ({HEAD: EMBED} if tied else {})
     assert ("they are not tied" in caplog.text) == (not tied)
 
 
@@ -599,12 +598,10 @@ def test_weights_are_installed_under_all_of_their_names(monkeypatch: pytest.Monk
         path, _, leaf = name.rpartition(".")
         del model.get_submodule(path)._parameters[leaf]  # as packed ones are elsewhere
 
-    monkeypatch.setattr(quantizer, "replace_parameter", replace)
-    monkeypatch.setattr(quantizer, "PackedParameter", lambda packed, grad: (packed, grad))
-    it: Any = made()
-    it._model = model
-    it._parts = {"a.weight": "one", "b.weight": "one", "c.weight": "other"}
-    it._install()
+    monkeypatch.setattr(packed_parameters, "replace_parameter", replace)
+    monkeypatch.setattr(packed_parameters, "PackedParameter", lambda packed, grad: (packed, grad))
+    parts: Any = {"a.weight": "one", "b.weight": "one", "c.weight": "other"}
+    packed_parameters.install(model, parts)
     assert installed == [
         ("a.weight", ("one", True)),
         ("b.weight", ("one", True)),
@@ -622,7 +619,9 @@ def test_each_device_is_asked_for_room_before_anything_is_read(monkeypatch: pyte
     it._model, it._device_map = torch.nn.Linear(2, 2), {"weight": 1, "bias": 0}
     it._model.all_tied_weights_keys = {}
     it._checkpoint = SimpleNamespace(close=lambda: None, open=lambda *_: log.append("read") or {})
-    it._plan = SimpleNamespace(runs={"weight": object()}, unexpected=[], halves=lambda _: [], of_plain=list)
+    it._weights = SimpleNamespace(
+        runs={"weight": object()}, unexpected=[], halves=lambda _: [], of_plain=list
+    )
     it._load()
     one, two = torch.device("cuda", 0), torch.device("cuda", 1)
     assert set(log[:2]) == {("checked", one), ("checked", two)}

@@ -27,7 +27,8 @@ from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.weights.launch import upload  # noqa: E402
 from tpde.weights.packed_tensor import PackedTensor  # noqa: E402
 from tpde.weights.resident import Resident  # noqa: E402
-from tpde.weights.span import ALIGN, Span, joined  # noqa: E402
+from tpde.weights.source import ALIGN  # noqa: E402
+from tpde.weights.span import Span, joined  # noqa: E402
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 24, 2000  # words: 5.9 chunks of 8192

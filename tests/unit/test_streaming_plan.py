@@ -10,10 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tpde.errors import InvalidInput, OutOfMemory
-from tpde.planning import planner as plans
 from tpde.planning.candidates import STAGING_LEAST, Candidate, evenly, tally
-from tpde.planning.planner import MIB, Footprint, Placement, Rates, StreamPlan, Unit, make_plan
+from tpde.planning.layout import MIB, Layout
+from tpde.planning.planner import make_plan
 from tpde.planning.sizes import mib, parse_size
+from tpde.planning.stream_plan import StreamPlan
+from tpde.planning.units import Footprint, Placement, Rates, Unit
 
 RATES = Rates(copy=55e9, disk=6e9, memory=4.2e12, decode=2.0e12, launch=37e-6, windows=4.2e12)
 DEVICE = (Placement.PLAIN, Placement.PACKED)
@@ -303,7 +305,7 @@ def test_loading_has_room_for_index_maps():
     chosen = tally(Candidate(frozenset({"near"}), frozenset()), [near, far], None)
     assert chosen.loading == near.plain + near.packed + near.index
     needs = Footprint(plain=MIB, cache=0, activations=0, fixed=MIB)
-    layout = plans._Layout(chosen, tiled=0, workspace=0, slots=0, piece=0)
+    layout = Layout(chosen, tiled=0, workspace=0, slots=0, piece=0)
     pages = 2 * MIB  # of what is streamed: PyTorch cannot have them while it loads either
     assert layout.used(needs) == 2 * MIB + near.plain + near.packed + near.index + chosen.maps + pages
     assert chosen.maps >= far.index

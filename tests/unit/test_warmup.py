@@ -13,7 +13,8 @@ import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig, MambaConfig, Qwen2Config, T5Config
 
 from tpde.errors import OutOfMemory
-from tpde.integrations.transformers import quantizer, warmup
+from tpde.integrations.transformers import warmup
+from tpde.integrations.transformers.load_target import load_target, loading_to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -86,9 +87,8 @@ def test_no_thread_is_left_however_loading_ends(
     monkeypatch.setattr(warmup.Warmup, "wait", wait)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     device = torch.device("cuda", 0)
-    with nullcontext() if error is None else pytest.raises(type(error)), quantizer.loading_to(device):
-        target = quantizer._target.get()
-        assert target is not None
+    with nullcontext() if error is None else pytest.raises(type(error)), loading_to(device):
+        target = load_target()
         target.warmup = warmup.Warmup(LlamaConfig(), device, torch.bfloat16)
         if error is not None:
             raise error
@@ -113,9 +113,8 @@ def test_what_a_load_in_vain_leaves_is_for_the_next(
 
     def refused() -> None:
         nonlocal reserved
-        with quantizer.loading_to(device):
-            target = quantizer._target.get()
-            assert target is not None
+        with loading_to(device):
+            target = load_target()
             target.warmup = begin()
             assert target.warmup.reserved == 1 << 30
             reserved += grown

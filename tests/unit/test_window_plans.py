@@ -10,11 +10,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tpde.errors import OutOfMemory
-from tpde.planning import planner as plans
 from tpde.planning.candidates import Candidate, tally, window_choices
-from tpde.planning.planner import MIB, Footprint, Placement, Rates, StreamPlan, Unit, make_plan
+from tpde.planning.layout import MIB, Layout
+from tpde.planning.planner import make_plan
 from tpde.planning.prediction import predict
-from tpde.planning.units import Windows
+from tpde.planning.stream_plan import StreamPlan
+from tpde.planning.token_work import work_of
+from tpde.planning.units import Footprint, Placement, Rates, Unit, Windows
 
 RATES = Rates(copy=55e9, disk=6e9, memory=4.2e12, decode=2.0e12, launch=37e-6, windows=4.3e12)
 ON_DEVICE = (Placement.PLAIN, Placement.PACKED, Placement.WINDOWS)
@@ -255,11 +257,11 @@ def test_windows_are_read_at_their_own_rate() -> None:
 def test_what_a_unit_has_beside_is_decoded() -> None:
     units = [unit(f"layers.{i}", 100, beside=16) for i in range(4)]
     found = tally(Candidate(frozenset(), frozenset(), frozenset({"layers.1"})), units[:2], None)
-    layout = plans._Layout(found, 0, 100 * MIB, 4, 32 * MIB)
+    layout = Layout(found, 0, 100 * MIB, 4, 32 * MIB)
     assert layout.tally.least_workspace == (16 + 64) * MIB
     assert layout.tally.placement(units[1]) is Placement.WINDOWS
     less = layout._replace(tally=found._replace(windowed=()))
-    work, other = (plans._work(it, 200 * MIB, 7) for it in (layout, less))
+    work, other = (work_of(it, 200 * MIB, 7) for it in (layout, less))
     assert work.units == other.units + 1
     assert work.launches == other.launches + 1
     assert work.decoded == other.decoded + 16 * MIB

@@ -121,9 +121,9 @@ def test_what_does_not_shrink_stays_plain() -> None:
     config = TpdeConfig()
     draw = torch.Generator().manual_seed(0)
     noise = torch.randint(-(2**15), 2**15, (128, 256), generator=draw, dtype=torch.int16)
-    assert hold(config, noise.view(torch.bfloat16), "noise") is None
-    assert hold(config, torch.zeros(64, 4, dtype=torch.bfloat16), "small") is None
-    assert hold(config, torch.zeros(256, 256, dtype=torch.int8), "codes") is None
+    assert hold(config.report, noise.view(torch.bfloat16), "noise") is None
+    assert hold(config.report, torch.zeros(64, 4, dtype=torch.bfloat16), "small") is None
+    assert hold(config.report, torch.zeros(256, 256, dtype=torch.int8), "codes") is None
     assert config.report.held_bytes == config.report.plain_bytes == noise.nbytes + 512 + 65536
     assert set(config.report._plain) == {
         "packing makes them no smaller",

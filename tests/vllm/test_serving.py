@@ -118,13 +118,13 @@ def test_a_head_of_its_own(tmp_path: Path) -> None:
 
 def test_layers_that_stay_plain(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """They run beside packed ones."""
-    from tpde.integrations.vllm import linear, weights
+    from tpde.integrations.vllm import linear_method, weights
 
-    def some(config: Any, plain: Any, name: str) -> Any:
-        return None if "layers.0" in name else weights.hold(config, plain, name)
+    def some(report: Any, plain: Any, name: str) -> Any:
+        return None if "layers.0" in name else weights.hold(report, plain, name)
 
     wanted = generated(models["llama"])
-    monkeypatch.setattr(linear, "hold", some)
+    monkeypatch.setattr(linear_method, "hold", some)
     llm = engine(models["llama"], **TPDE)
     assert layers(llm)["model.layers.0.mlp.down_proj"].tpde.packed is None
     assert layers(llm)["model.layers.1.mlp.down_proj"].tpde.packed is not None

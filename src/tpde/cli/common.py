@@ -23,6 +23,7 @@ from tpde import errors
 from tpde.errors import bounded, printable
 
 if TYPE_CHECKING:
+    from tpde.files.progress import Progress
     from tpde.files.walk import LeftOut
 
 OK, DAMAGE, USAGE, DAMAGED_INPUT, IO_ERROR, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -38,7 +39,6 @@ EXIT_CODES = """Exit codes:
   130  interrupted (Ctrl-C); no half-written file is left"""
 
 P = ParamSpec("P")
-Progress = Callable[[int], None]
 
 # Hints for errors that bring none of their own.
 _HINTS: dict[type[BaseException], str] = {

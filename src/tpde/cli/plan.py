@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tpde.planning.budget import Budget
-    from tpde.planning.planner import StreamPlan
+    from tpde.planning.stream_plan import StreamPlan
     from tpde.planning.units import Rates, Unit
 
 _GB = 1e9

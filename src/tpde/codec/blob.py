@@ -19,8 +19,8 @@ from tpde.format.blob_header import MAX_FIXED_BYTES, BlobHeader, parse_blob_head
 from tpde.format.constants import RECORD_BYTES
 from tpde.format.container import TensorSpec
 from tpde.io.buffers import Buffer, byte_view
-from tpde.io.sinks import Sink
-from tpde.io.sources import Source, read
+from tpde.io.sinks import ByteSink
+from tpde.io.sources import ByteSource, read
 
 PIECE_BYTES = 8 << 20  # of words at a time: more is no faster, and no longer fits a cache
 MAX_PIECES = 4  # in one call of several threads, which starts them anew and waits for the last of them
@@ -50,7 +50,7 @@ class BlobWriter:
     ----------
     plan : TensorPlan
         How to store it.
-    sink : Sink
+    sink : ByteSink
         Where it goes.
     offset : int
         Where in the sink.
@@ -61,7 +61,7 @@ class BlobWriter:
     """
 
     def __init__(
-        self, plan: TensorPlan, sink: Sink, offset: int, threads: int, background: Executor | None = None
+        self, plan: TensorPlan, sink: ByteSink, offset: int, threads: int, background: Executor | None = None
     ) -> None:
         self._header, self._section = plan.header, plan.section
         self._sink, self._offset, self._threads = sink, offset, threads
@@ -142,7 +142,7 @@ class BlobWriter:
         return self._at
 
 
-def write_constant(spec: TensorSpec, word: bytes, digest: bytes, sink: Sink, offset: int) -> int:
+def write_constant(spec: TensorSpec, word: bytes, digest: bytes, sink: ByteSink, offset: int) -> int:
     """Write the blob of a tensor whose words are all equal; returns its size in bytes."""
     header = base_header(spec, CONSTANT.number)
     header = BlobHeader(
@@ -164,7 +164,7 @@ class BlobReader:
 
     Parameters
     ----------
-    source : Source
+    source : ByteSource
         What holds the blob.
     offset, size : int
         Where in it, in bytes.
@@ -186,7 +186,7 @@ class BlobReader:
         Where in the blob each chunk starts, and where the last one ends.
     """
 
-    def __init__(self, source: Source, offset: int, size: int) -> None:
+    def __init__(self, source: ByteSource, offset: int, size: int) -> None:
         self._source, self._offset = source, offset
         head = read(source, offset, min(size, MAX_FIXED_BYTES))
         self.header = header = parse_blob_header(head, size)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from tpde.codec import native
 from tpde.codec.native import Bytes, Error, address, as_bytes, check, core
 from tpde.errors import Corrupt, NativeError
+from tpde.format.delta_head import Numbers
 from tpde.io.buffers import Buffer
 
 CHUNK_WORDS = 65536  # delta.md 3.1
@@ -21,8 +22,6 @@ TOKENS = 1 << 14  # delta.md 1.3
 _ROOM = 9 / 8
 _TOGETHER = 256  # chunks that are encoded at a time
 _ROOM_LEFT = 64  # bytes of a chunk beside, more than the core keeps free: `MOST_BYTES` and 16, and a change
-
-Numbers = npt.NDArray[np.uint32]
 
 
 def chunk_count(words: int) -> int:

@@ -35,7 +35,7 @@ UNIT_LOG2 = range(4, 13)  # format.md 2
 MAX_UNITS = 1 << 32  # format.md 7
 
 
-class Dtype(NamedTuple):
+class DtypeRow(NamedTuple):
     """A row of the table of dtypes (2.1)."""
 
     code: int
@@ -45,18 +45,18 @@ class Dtype(NamedTuple):
 
 
 # fmt: off
-DTYPES: dict[str, Dtype] = {  # format.md 2.1
-    "BOOL": Dtype(1, 1, 0, 8),            "F4": Dtype(2, 1, 0, 4),
-    "F6_E2M3": Dtype(3, 1, 0, 6),         "F6_E3M2": Dtype(4, 1, 0, 6),
-    "U8": Dtype(5, 1, 0, 8),              "I8": Dtype(6, 1, 0, 8),
-    "F8_E5M2": Dtype(7, 1, 1, 8),         "F8_E4M3": Dtype(8, 1, 1, 8),
-    "F8_E8M0": Dtype(9, 1, 0, 8),         "F8_E4M3FNUZ": Dtype(10, 1, 1, 8),
-    "F8_E5M2FNUZ": Dtype(12, 1, 1, 8),    "I16": Dtype(13, 2, 0, 16),
-    "U16": Dtype(14, 2, 0, 16),           "F16": Dtype(15, 2, 1, 16),
-    "BF16": Dtype(16, 2, 1, 16),          "I32": Dtype(17, 4, 0, 32),
-    "U32": Dtype(18, 4, 0, 32),           "F32": Dtype(19, 4, 1, 32),
-    "C64": Dtype(20, 4, 1, 64),           "F64": Dtype(21, 8, 1, 64),
-    "I64": Dtype(22, 8, 0, 64),           "U64": Dtype(23, 8, 0, 64),
+DTYPES: dict[str, DtypeRow] = {  # format.md 2.1
+    "BOOL": DtypeRow(1, 1, 0, 8),            "F4": DtypeRow(2, 1, 0, 4),
+    "F6_E2M3": DtypeRow(3, 1, 0, 6),         "F6_E3M2": DtypeRow(4, 1, 0, 6),
+    "U8": DtypeRow(5, 1, 0, 8),              "I8": DtypeRow(6, 1, 0, 8),
+    "F8_E5M2": DtypeRow(7, 1, 1, 8),         "F8_E4M3": DtypeRow(8, 1, 1, 8),
+    "F8_E8M0": DtypeRow(9, 1, 0, 8),         "F8_E4M3FNUZ": DtypeRow(10, 1, 1, 8),
+    "F8_E5M2FNUZ": DtypeRow(12, 1, 1, 8),    "I16": DtypeRow(13, 2, 0, 16),
+    "U16": DtypeRow(14, 2, 0, 16),           "F16": DtypeRow(15, 2, 1, 16),
+    "BF16": DtypeRow(16, 2, 1, 16),          "I32": DtypeRow(17, 4, 0, 32),
+    "U32": DtypeRow(18, 4, 0, 32),           "F32": DtypeRow(19, 4, 1, 32),
+    "C64": DtypeRow(20, 4, 1, 64),           "F64": DtypeRow(21, 8, 1, 64),
+    "I64": DtypeRow(22, 8, 0, 64),           "U64": DtypeRow(23, 8, 0, 64),
 }
 # fmt: on
 DTYPE_OF_CODE = {dtype.code: dtype for dtype in DTYPES.values()}

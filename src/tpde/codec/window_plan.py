@@ -12,7 +12,7 @@ from tpde.codec.native import Bytes, CoreWindow, Error, address, as_bytes, check
 from tpde.codec.windows import Window, Words, encoded_size, from_core, room_for, sections
 from tpde.errors import InvalidInput
 
-Counts = npt.NDArray[np.uint64]
+_Counts = npt.NDArray[np.uint64]
 _Starts = npt.NDArray[np.uint64]
 
 
@@ -26,7 +26,7 @@ def _check_plan(code: int, error: Error, rows: int, columns: int) -> None:
     check(code, error)
 
 
-def choose(rows: int, columns: int, counts: Counts) -> tuple[Window, Words]:
+def choose(rows: int, columns: int, counts: _Counts) -> tuple[Window, Words]:
     """Choose the table and the flag of a blob that is encoded elsewhere (windows.md 6.2 to 6.4).
 
     Parameters

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpde.codec.delta import MAX_CLASSES, ChangeModel, Numbers, chunk_count
+from tpde.codec.delta import MAX_CLASSES, ChangeModel, chunk_count
 from tpde.codec.native import Bytes
 from tpde.cuda import compile as nvrtc
+from tpde.format.delta_head import Numbers
 
 SOURCE = "delta.cu"
 THREADS = 256

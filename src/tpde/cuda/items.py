@@ -27,7 +27,7 @@ _ITEM = np.dtype(
     ]
 )
 DESCRIPTOR_BYTES = _ITEM.itemsize
-Numbers = npt.NDArray[Any]
+_Numbers = npt.NDArray[Any]
 
 
 class Tables(NamedTuple):
@@ -109,7 +109,7 @@ def lookup_tables(header: BlobHeader, section: bytes) -> Tables | None:
     return Tables(image.view(np.uint8), bits, pairs)
 
 
-def _look_values_up(found: Numbers, entries: Numbers, raw_bits: int, shift: int) -> None:
+def _look_values_up(found: _Numbers, entries: _Numbers, raw_bits: int, shift: int) -> None:
     """Put symbols where a short escape and its value are what is looked up, as if both were a codeword.
 
     Weights of which half are zeros have planes in which half of the symbols are escapes, of one bit.

@@ -30,7 +30,7 @@ from tpde.format.constants import (
 from tpde.format.container import Container, TensorSpec
 from tpde.format.container_writer import entry_json, join_header
 from tpde.io.buffers import Buffer
-from tpde.io.sinks import FileSink, Sink
+from tpde.io.sinks import ByteSink, FileSink
 from tpde.io.small_writes import Gathered
 
 
@@ -42,7 +42,7 @@ class FileWriter:
 
     Parameters
     ----------
-    destination : path-like or Sink
+    destination : path-like or ByteSink
         Where the file goes.
     tensors : mapping of str to TensorSpec
         All tensors that will be written: their dtypes (names of safetensors) and shapes.
@@ -76,7 +76,7 @@ class FileWriter:
 
     def __init__(
         self,
-        destination: str | os.PathLike[str] | Sink,
+        destination: str | os.PathLike[str] | ByteSink,
         tensors: Mapping[str, TensorSpec],
         *,
         metadata: Mapping[str, str] | None = None,
@@ -106,7 +106,7 @@ class FileWriter:
         self._at = 0
         # One thread may do everything; with more, hashing and writing go on beside encoding.
         self._background = ThreadPoolExecutor(1, "tpde") if self._threads > 1 else None
-        self._sink: Sink = (
+        self._sink: ByteSink = (
             FileSink(destination, force=force, mode=mode)
             if isinstance(destination, (str, os.PathLike))
             else destination

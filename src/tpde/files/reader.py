@@ -19,7 +19,7 @@ from tpde.format.container import Container, Entry, TensorSpec
 from tpde.format.container_reader import read_container
 from tpde.format.container_writer import canonical_header
 from tpde.io.small_reads import read_together
-from tpde.io.sources import BytesSource, FileSource, Source, read
+from tpde.io.sources import ByteSource, BytesSource, FileSource, read
 
 _DIGITS = re.compile("[0-9a-fA-F]*")  # `bytes.fromhex` passes over white space
 _HASH = struct.Struct("16s")
@@ -30,7 +30,7 @@ class PackedFile:
 
     Parameters
     ----------
-    source : path-like or bytes-like or Source
+    source : path-like or bytes-like or ByteSource
         The file.
 
     Attributes
@@ -49,10 +49,10 @@ class PackedFile:
     """
 
     def __init__(
-        self, source: str | os.PathLike[str] | bytes | bytearray | memoryview | Bytes | Source
+        self, source: str | os.PathLike[str] | bytes | bytearray | memoryview | Bytes | ByteSource
     ) -> None:
         if isinstance(source, (str, os.PathLike)):
-            self.source: Source = FileSource(source)
+            self.source: ByteSource = FileSource(source)
         elif isinstance(source, (bytes, bytearray, memoryview, np.ndarray)):
             self.source = BytesSource(source)
         else:

@@ -9,7 +9,7 @@ from tpde.codec.blob import PIECE_BYTES, BlobReader
 from tpde.codec.native import Bytes
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.format.container import Entry
-from tpde.io.sources import Source
+from tpde.io.sources import ByteSource
 
 
 class PlainTensor:
@@ -17,7 +17,7 @@ class PlainTensor:
 
     __slots__ = ("_offset", "_source", "digest", "spec", "stored_bytes")
 
-    def __init__(self, source: Source, offset: int, entry: Entry, digest: bytes | None) -> None:
+    def __init__(self, source: ByteSource, offset: int, entry: Entry, digest: bytes | None) -> None:
         self._source, self._offset = source, offset
         self.spec, self.stored_bytes, self.digest = entry.spec, entry.end - entry.begin, digest
 
@@ -34,7 +34,7 @@ class PlainTensor:
 class BlobTensor:
     """A packed tensor: a `BlobReader` whose errors name the tensor."""
 
-    def __init__(self, name: str, source: Source, offset: int, size: int) -> None:
+    def __init__(self, name: str, source: ByteSource, offset: int, size: int) -> None:
         self.name, self.stored_bytes = name, size
         with self._named():
             self.blob = BlobReader(source, offset, size)

@@ -23,7 +23,7 @@ from tpde.codec.selection import (
 )
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
-from tpde.io.sinks import Sink
+from tpde.io.sinks import ByteSink
 
 HASH_APART = 1 << 20  # bytes from which hashing on a thread of its own pays
 _BLOCK = 64 << 10  # bytes that are compared at a time
@@ -58,7 +58,7 @@ class WrittenTensor(NamedTuple):
 class _Plain:
     """A tensor stored as it is."""
 
-    def __init__(self, sink: Sink, offset: int) -> None:
+    def __init__(self, sink: ByteSink, offset: int) -> None:
         self._sink, self._offset, self._size = sink, offset, 0
 
     def write(self, data: Bytes) -> None:
@@ -76,7 +76,7 @@ class TensorWriter:
     ----------
     spec : TensorSpec
         What it is.
-    sink : Sink
+    sink : ByteSink
         Where it goes.
     offset : int
         Where in the sink.
@@ -93,7 +93,7 @@ class TensorWriter:
     def __init__(
         self,
         spec: TensorSpec,
-        sink: Sink,
+        sink: ByteSink,
         offset: int,
         *,
         threads: int,

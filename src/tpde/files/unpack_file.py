@@ -14,7 +14,7 @@ from tpde.files.reader import PackedFile
 from tpde.files.result import Result
 from tpde.format.container_reader import parse_header
 from tpde.io.committed import committed
-from tpde.io.sinks import FileSink, Sink
+from tpde.io.sinks import ByteSink, FileSink
 from tpde.io.small_reads import batches
 from tpde.io.small_writes import Gathered
 
@@ -42,7 +42,7 @@ def unpack_file(
         )
 
 
-def unpack_to(packed: PackedFile, sink: Sink, threads: int, progress: Progress = no_progress) -> int:
+def unpack_to(packed: PackedFile, sink: ByteSink, threads: int, progress: Progress = no_progress) -> int:
     """Write the source file of a packed one; returns its size in bytes."""
     header, out = packed.source_header(), Gathered(sink)
     sink.write(0, [len(header).to_bytes(8, "little") + header])

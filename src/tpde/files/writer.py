@@ -11,8 +11,8 @@ from tpde.codec.native import Bytes
 from tpde.codec.selection import CodecName, sample_ranges
 from tpde.errors import UnknownTensor
 from tpde.files.file_writer import FileWriter
+from tpde.files.given_tensors import piece_bytes, spec_like
 from tpde.format.container import TensorSpec
-from tpde.frameworks import piece_bytes, spec_like
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -23,7 +23,7 @@ from tpde.format.constants import (
     SOURCE_HEADER_TIMES,
 )
 from tpde.format.container import METADATA, Container, Entry, TensorSpec, check_texts, tensor_spec
-from tpde.io.sources import Source, read
+from tpde.io.sources import ByteSource, read
 from tpde.memory.garbage import collecting_later
 
 _KEYS = {"dtype", "shape", "data_offsets"}
@@ -236,7 +236,7 @@ def parse_header(header: bytes, where: str) -> Container:
     return Container(header, entries, metadata)
 
 
-def read_container(source: Source) -> Container:
+def read_container(source: ByteSource) -> Container:
     """Read and check the header of a safetensors file.
 
     Raises

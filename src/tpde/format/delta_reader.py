@@ -40,13 +40,13 @@ from tpde.format.delta_head import (
     is_plain,
     merge_planes,
 )
-from tpde.io.sources import Source, read
+from tpde.io.sources import ByteSource, read
 
 # A tensor's entry: name, dtype, shape, codec, size; and its model, where changes are sparse.
 _Fields = tuple[str, str, list[int], str, int, int]
 
 
-def is_delta(source: Source) -> bool:
+def is_delta(source: ByteSource) -> bool:
     """Whether a file begins as a delta does."""
     return source.size >= len(MAGIC) and read(source, 0, len(MAGIC)) == MAGIC
 
@@ -54,7 +54,7 @@ def is_delta(source: Source) -> bool:
 class _Reader:
     """Checks what a delta says; its errors name the file."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self.source, self.name = source, source.name
 
     def check(self, holds: bool, message: str) -> None:
@@ -257,7 +257,7 @@ def check_header(entry: WeightsEntry, header: bytes, where: str) -> Container:
     return container
 
 
-def read_head(source: Source) -> Head:
+def read_head(source: ByteSource) -> Head:
     """Read and check what a delta is, but for its payloads.
 
     Raises

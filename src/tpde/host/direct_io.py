@@ -10,7 +10,7 @@ import threading
 
 from tpde.errors import Truncated
 from tpde.host.ranges import PAGE
-from tpde.io.sources import FileSource, Source
+from tpde.io.sources import ByteSource, FileSource
 
 BLOCK = max(PAGE, 4096)  # what O_DIRECT asks of offsets, sizes and addresses, on any disk
 
@@ -20,15 +20,15 @@ class Files:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._direct: dict[Source, int | None] = {}
+        self._direct: dict[ByteSource, int | None] = {}
         self._opened: list[int] = []
 
-    def read(self, source: Source, offset: int, out: memoryview, size: int) -> None:
+    def read(self, source: ByteSource, offset: int, out: memoryview, size: int) -> None:
         """Read `size` bytes.
 
         Parameters
         ----------
-        source : Source
+        source : ByteSource
             The file.
         offset : int
             Where in it, a multiple of `BLOCK`.
@@ -49,7 +49,7 @@ class Files:
             self._direct[source] = None
             _read_cached(source, offset, out[:size])
 
-    def direct(self, source: Source) -> bool:
+    def direct(self, source: ByteSource) -> bool:
         """Whether a file is read past the page cache: some file systems tell only when it is read.
 
         Raises
@@ -63,7 +63,7 @@ class Files:
         self.read(source, 0, memoryview(block), min(source.size, BLOCK))
         return self._direct[source] is not None
 
-    def _open(self, source: Source) -> int | None:
+    def _open(self, source: ByteSource) -> int | None:
         """A descriptor that reads past the page cache; None if the file system has no such."""
         with self._lock:
             if source not in self._direct:
@@ -109,7 +109,7 @@ def _read_direct(descriptor: int, name: str, offset: int, out: memoryview, size:
     return True
 
 
-def _read_cached(source: Source, offset: int, out: memoryview) -> None:
+def _read_cached(source: ByteSource, offset: int, out: memoryview) -> None:
     """Read through the page cache, and drop from it what this brought there."""
     source.read_into(offset, out)
     if isinstance(source, FileSource) and hasattr(os, "posix_fadvise"):

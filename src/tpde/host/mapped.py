@@ -21,7 +21,7 @@ from tpde.codec import native
 from tpde.errors import Truncated
 from tpde.host import page_lock
 from tpde.host.ranges import Range, read_error
-from tpde.io.sources import FileSource, Source
+from tpde.io.sources import ByteSource, FileSource
 
 THREADS = 8  # that populate; the driver faults pages in one by one, on one thread
 _PIECE_BYTES = 8 << 20
@@ -65,7 +65,7 @@ class Mapping:
         self._locked: dict[int, list[int]] = {}  # addresses, by the range's number
         self.starts = list[int]()
         try:
-            files: dict[Source, list[Range]] = {}
+            files: dict[ByteSource, list[Range]] = {}
             for it in ranges:
                 files.setdefault(it.source, []).append(it)
             for source, of in files.items():
@@ -74,7 +74,7 @@ class Mapping:
             self.close()
             raise
 
-    def _map(self, source: Source, ranges: Sequence[Range]) -> list[int]:
+    def _map(self, source: ByteSource, ranges: Sequence[Range]) -> list[int]:
         """Map a file once, from its first range to its last: what lies between costs addresses only."""
         if not isinstance(source, FileSource):
             raise page_lock.Refused(f"`{source.name}` is not a file")

@@ -11,7 +11,7 @@ from tpde.host.feed import Event, ReadLog, Ticket
 from tpde.host.locking import forced_mode
 from tpde.host.pinning import Pinning, not_there_any_more
 from tpde.host.ranges import merge, require
-from tpde.io.sources import Extent, Source
+from tpde.io.sources import ByteSource, Extent
 
 
 class _Ticket(NamedTuple):
@@ -70,7 +70,7 @@ class HostMemory:
     ) -> None:
         require(extents)
         self._ranges = merge(extents)
-        self._files: dict[Source, tuple[list[int], int]] = {}
+        self._files: dict[ByteSource, tuple[list[int], int]] = {}
         for i, it in enumerate(self._ranges):
             self._files.setdefault(it.source, ([], i))[0].append(it.first)
         total, self._progress = sum(it.size for it in extents), progress

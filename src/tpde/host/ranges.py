@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tpde.errors import ReadError, Truncated
-from tpde.io.sources import Extent, FileSource, Source
+from tpde.io.sources import ByteSource, Extent, FileSource
 
 PAGE = mmap.PAGESIZE
 # Between two tensors lie header, tables and index map of the second, 0.2 % of it. Copying more than this in
@@ -20,7 +20,7 @@ GAP_BYTES = 1 << 20
 class Range(NamedTuple):
     """Bytes `first` to `last` of a file, and the pages `begin` to `end` that hold them."""
 
-    source: Source
+    source: ByteSource
     first: int
     last: int
 
@@ -45,7 +45,7 @@ def merge(extents: Sequence[Extent]) -> list[Range]:
 
     What lies between two extents is included where a piece may reach over it (`GAP_BYTES`).
     """
-    files: dict[Source, list[Extent]] = {}
+    files: dict[ByteSource, list[Extent]] = {}
     for extent in extents:
         files.setdefault(extent.source, []).append(extent)
     found: list[Range] = []
@@ -69,7 +69,7 @@ def require(extents: Sequence[Extent]) -> None:
     Truncated
         Naming file and tensor.
     """
-    sizes: dict[Source, int] = {}
+    sizes: dict[ByteSource, int] = {}
     for extent in extents:
         source = extent.source
         if source not in sizes:

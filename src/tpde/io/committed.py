@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import TypeVar
 
-from tpde.io.sinks import Sink
+from tpde.io.sinks import ByteSink
 
-_S = TypeVar("_S", bound=Sink)
+_S = TypeVar("_S", bound=ByteSink)
 
 
 @contextlib.contextmanager

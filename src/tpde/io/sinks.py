@@ -32,7 +32,7 @@ _UNSYNCED = (
 )
 
 
-class Sink(Protocol):
+class ByteSink(Protocol):
     """A place for bytes."""
 
     name: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tpde.io.sources import Source
+from tpde.io.sources import ByteSource
 
 _MOST = 1024  # small tensors at a time, of less than 1 MiB together
 
@@ -17,7 +17,7 @@ def batches(names: Iterable[str], is_small: Callable[[str], bool]) -> Iterator[t
             yield small, some
 
 
-def read_together(source: Source, places: Sequence[tuple[int, int]]) -> list[memoryview]:
+def read_together(source: ByteSource, places: Sequence[tuple[int, int]]) -> list[memoryview]:
     """Read what lies at some offsets, each with its size; what lies side by side is read at once.
 
     A call of the system takes as long as copying some kilobytes.

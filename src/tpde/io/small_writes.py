@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tpde.io.sinks import Sink
+from tpde.io.sinks import ByteSink
 
 _MOST = 64 << 10  # bytes that are held: a call of the system takes as long as copying some kilobytes
 
@@ -12,11 +12,11 @@ class Gathered:
 
     Parameters
     ----------
-    sink : Sink
+    sink : ByteSink
         Where everything goes.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: ByteSink) -> None:
         self._sink, self._begin, self._held = sink, 0, bytearray()
 
     def write(self, offset: int, piece: memoryview) -> None:

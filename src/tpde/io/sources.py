@@ -17,7 +17,7 @@ from tpde.io.buffers import Buffer, byte_view
 _LARGE = 1 << 20  # bytes whose copy takes longer than NumPy takes to begin
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Bytes with a name and a size."""
 
     name: str
@@ -38,7 +38,7 @@ class Extent(NamedTuple):
 
     Attributes
     ----------
-    source : Source
+    source : ByteSource
         The file.
     offset, size : int
         Where in it.
@@ -46,7 +46,7 @@ class Extent(NamedTuple):
         What errors call them.
     """
 
-    source: Source
+    source: ByteSource
     offset: int
     size: int
     name: str
@@ -188,7 +188,7 @@ class BytesSource:
         self._data.release()
 
 
-def read(source: Source, offset: int, size: int) -> bytes:
+def read(source: ByteSource, offset: int, size: int) -> bytes:
     """Read `size` bytes, refusing before allocating if the source has fewer.
 
     Raises

@@ -22,7 +22,7 @@ def misshapen(name: str, found: Sequence[int], needed: Sequence[int] | None, als
     )
 
 
-def place(model: nn.Module, name: str, tensor: torch.Tensor, *, frozen: bool = False) -> None:
+def assign(model: nn.Module, name: str, tensor: torch.Tensor, *, frozen: bool = False) -> None:
     """Put a tensor in the place of a parameter or buffer.
 
     Parameters

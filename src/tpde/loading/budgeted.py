@@ -13,23 +13,21 @@ from typing import Any
 import torch
 
 from tpde.errors import OutOfMemory, PackedWeight
-from tpde.files.forward_order import forward_order
 from tpde.host.feed import Feed
 from tpde.host.pinned import HostMemory
 from tpde.loading.checkpoint_files import Checkpoint, Stored
 from tpde.loading.collection import collect_first
 from tpde.loading.feeds import Feeds
 from tpde.loading.footprint import OUTSIDE_BYTES
-from tpde.loading.model_units import header_of, unit_of
-from tpde.loading.plain_weights import decode_runs
+from tpde.loading.homes import homes_of
 from tpde.loading.runs import Run
-from tpde.loading.window_weights import bring_windows, settle, strip_room, window_room
+from tpde.loading.window_weights import settle, strip_room
 from tpde.memory.allowance import Allowance, describe
 from tpde.memory.device_memory import gib
 from tpde.nn.modules import PackedModule
 from tpde.nn.replace import prepare_rows
 from tpde.planning.budget import Budget
-from tpde.planning.planner import StreamPlan
+from tpde.planning.stream_plan import StreamPlan
 from tpde.planning.units import Placement
 from tpde.streaming.stats import StreamingTimes, summarize_spans
 from tpde.streaming.streamer import Streamer
@@ -38,29 +36,6 @@ from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Source
 
 log = logging.getLogger("tpde")
-
-
-class _Homes:
-    """What goes to one device.
-
-    Attributes
-    ----------
-    runs, plain : dict of str to Run
-        Its parameters, and those of them that it keeps plain.
-    stored : dict of Placement to dict of str to Stored
-        The tensors that they are made of, by where these stay.
-    windows : dict of str to Stored
-        Those of parameters that go to the window layout.
-    found : dict of str to Source
-        Those that have been opened.
-    """
-
-    def __init__(self) -> None:
-        self.runs: dict[str, Run[Stored]] = {}
-        self.plain: dict[str, Run[Stored]] = {}
-        self.stored: dict[Placement, dict[str, Stored]] = {it: {} for it in Placement}
-        self.windows: dict[str, Stored] = {}
-        self.found: dict[str, Source] = {}
 
 
 def _one_at_a_time(progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
@@ -173,10 +148,7 @@ class Streaming:
     ) -> dict[str, PackedTensor]:
         """Bring all weights to where they were planned to be.
 
-        All but what stays in host memory, which comes from `begin` on. Of what a device keeps, plain weights
-        come first, the largest of them at the start: while they are decoded, their packed form is on the
-        device as well, and then there is room for it. Those in the window layout are next, for the same
-        reason.
+        All but what stays in host memory, which comes from `begin` on.
 
         Parameters
         ----------
@@ -195,20 +167,7 @@ class Streaming:
             Those parameters that are packed. The others are plain parameters of the model now.
         """
         parts: dict[str, PackedTensor] = {}
-        homes: dict[torch.device, _Homes] = {}
-        for name in forward_order(runs):  # the first forward pass waits for files that come to host memory
-            run, home = runs[name], homes.setdefault(where[name], _Homes())
-            kept = self.plans[where[name]].placements[unit_of(model, name)]
-            home.runs[name] = run
-            if kept is Placement.WINDOWS:
-                part = run.parts[0]
-                if name in self._fused and window_room(part, header_of(part)):
-                    home.windows[name] = part
-                    continue
-                kept = Placement.PACKED  # beside those of its unit that can be there
-            home.stored[kept] |= {part.name: part for part in run.parts}
-            if kept is Placement.PLAIN:
-                home.plain[name] = run
+        homes = homes_of(model, runs, where, self.plans, self._fused)
         with ExitStack() as undo:
             opened: dict[torch.device, Feeds] = {}
             for device, home in homes.items():
@@ -217,18 +176,7 @@ class Streaming:
                     made = Feeds(device, self.plans[device], host, disk, progress=self._progress)
                     opened[device] = undo.enter_context(closing(made))
             for device, home in homes.items():
-                # What the plan keeps for all that is not there yet.
-                plan = self.plans[device]
-                room = plan.vram - sum(
-                    plan.parts[it] for it in ("plain", "fixed", "pages", "index", "decoded")
-                )
-                decode_runs(model, home.plain, device, self._progress, room)
-                rooms = {it: window_room(it, header_of(it)) for it in home.windows.values()}
-                home.found |= bring_windows(rooms, device, room - plan.parts["windows"], self._read)
-                resident = list(home.stored[Placement.PACKED].values())
-                for tensor, it in zip(checkpoint.read(resident, device), resident, strict=True):
-                    home.found[it.name] = tensor
-                    self._read(it.extent.size)
+                home.bring(model, checkpoint, device, self.plans[device], self._progress)
             for device, feeds in opened.items():
                 homes[device].found.update(self._open(device, feeds))
             for home in homes.values():
@@ -253,10 +201,6 @@ class Streaming:
         """Belong to a model that is loaded: while it lives, so does this."""
         model.tpde_streamer = self
         weakref.finalize(self, collect_first).atexit = False
-
-    def _read(self, nbytes: int) -> None:
-        if self._progress is not None:
-            self._progress(nbytes)
 
     def _open(self, device: torch.device, feeds: Feeds) -> Mapping[str, Source]:
         self.streamers[device], tensors = feeds.open()

@@ -23,7 +23,7 @@ from tpde.io.sources import Extent
 from tpde.loading.reading import read_extents, read_in_turn
 from tpde.loading.runs import Run, decoded
 from tpde.streaming.streamed_source import Streamed
-from tpde.weights.pack_tensor import hold_raw, pack_tensors
+from tpde.weights.pack_source import hold_raw, pack_sources
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
 from tpde.weights.source import Source
@@ -235,8 +235,8 @@ class Checkpoint:
         def use(read: Sequence[torch.Tensor]) -> None:
             group = next(coming)
             tensors = [(it.name, it.plain(data)) for it, data in zip(group, read, strict=True)]
-            for it, (name, tensor), made in zip(group, tensors, pack_tensors(tensors), strict=True):
-                opened[it] = (hold_raw(tensor, name) if made is None else made).sources[0]
+            for it, (name, tensor), made in zip(group, tensors, pack_sources(tensors), strict=True):
+                opened[it] = hold_raw(tensor, name) if made is None else made
 
         read_in_turn(([it.extent for it in group] for group in groups), device, use)
 

@@ -13,7 +13,7 @@ from tpde.host.feed import Feed
 from tpde.host.pinned import HostMemory
 from tpde.io.sources import FileSource
 from tpde.loading.checkpoint_files import Stored
-from tpde.planning.planner import StreamPlan
+from tpde.planning.stream_plan import StreamPlan
 from tpde.streaming.cuda_device import CudaDevice, Device
 from tpde.streaming.damage import DecodedPieces
 from tpde.streaming.retained import Retained

@@ -10,7 +10,8 @@ from tpde.loading.checkpoint_files import Stored
 from tpde.loading.footprint import TYPICAL, module_calls
 from tpde.loading.model_units import TABLES_BYTES, units_of
 from tpde.loading.runs import Run
-from tpde.planning.planner import StreamPlan, make_plan
+from tpde.planning.planner import make_plan
+from tpde.planning.stream_plan import StreamPlan
 from tpde.planning.units import Footprint
 
 

@@ -17,7 +17,7 @@ from tpde.loading.checkpoint_files import Stored
 from tpde.loading.footprint import ALIGN
 from tpde.loading.runs import Run
 from tpde.loading.window_weights import windows_of
-from tpde.nn.modules import gathers
+from tpde.nn.embedding import gathers
 from tpde.nn.replace import block_path
 from tpde.nn.routing import routes
 from tpde.nn.tiles import least_tile_bytes

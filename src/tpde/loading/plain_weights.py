@@ -12,7 +12,7 @@ from torch import nn
 
 from tpde.format.blob_header import align
 from tpde.format.constants import ALIGN_BLOB
-from tpde.loading.assignment import place
+from tpde.loading.assignment import assign
 from tpde.loading.checkpoint_files import Stored
 from tpde.loading.reading import Reader, Reading
 from tpde.loading.runs import Run
@@ -143,7 +143,7 @@ class _Decoder:
             self._flat = allocate(size, self._device, f"`{it.name}`, decoded,")
         flat = self._flat
         if it.last:
-            place(self._model, it.name, flat[: run.nbytes].view(run.dtype).view(run.shape))
+            assign(self._model, it.name, flat[: run.nbytes].view(run.dtype).view(run.shape))
         return flat[it.at :]
 
     def _launch(

@@ -23,7 +23,7 @@ from tpde.nn.tiles import least_tile_bytes, whole_tile_bytes
 from tpde.planning.units import Windows
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
-from tpde.weights.source import Source
+from tpde.weights.source import Source, decoded
 from tpde.weights.windowed import Windowed
 
 log = logging.getLogger("tpde")
@@ -111,7 +111,7 @@ class _Arena:
         """A weight in the window layout; as it is packed, if its share and what others left is too little."""
         self._end += self._rooms[part]
         room = self._memory[self._used : self._end]
-        made: Source | None = Windowed.of_plain(PackedTensor(packed).decoded(), part.name, MOST_SHARE, room)
+        made: Source | None = Windowed.of_plain(decoded(packed), part.name, MOST_SHARE, room)
         if made is None:
             blob = packed.blob
             made = Resident(room[: blob.numel()].copy_(blob), part.name)

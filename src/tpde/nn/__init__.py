@@ -5,7 +5,8 @@ from tpde.nn.modules import PackedModule
 from tpde.nn.named_deltas import add_deltas
 from tpde.nn.pack_model import pack_module, plain_state_dict, unpack_module
 from tpde.nn.replace import finish, packed_modules, replace_parameter, supports
-from tpde.nn.routing import ExpertSource, route_experts
+from tpde.nn.routing import route_experts
+from tpde.nn.slot import ExpertSource
 from tpde.weights.pack_tensor import pack_tensor
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter

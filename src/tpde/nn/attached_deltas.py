@@ -71,7 +71,7 @@ def leave_deltas(model: nn.Module, choices: Collection[ActiveDelta]) -> None:
     """
     own = deltas_of(model)
     for it in choices:
-        if it is not ALWAYS and (own is None or own.choice is not it):
+        if it is not ALWAYS and (own is None or own.active_delta is not it):
             raise PackedWeight(
                 "the weights are a part of a model with deltas, and would no longer go by its `use`",
                 hint="unpack that model",

@@ -11,13 +11,14 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn.modules import PackedEmbedding, PackedLinear, PackedModule, gathers
+from tpde.nn.embedding import PackedEmbedding, gathers
+from tpde.nn.group import GroupSlot
+from tpde.nn.modules import PackedLinear, PackedModule
 from tpde.nn.replace import finish, packed_modules
 from tpde.nn.routed import projections, why_not
 from tpde.nn.routing import fused as of_experts
-from tpde.nn.slot import Slot
 from tpde.weights.active_delta import ALWAYS
-from tpde.weights.experts import can_be_experts, experts_in_windows
+from tpde.weights.experts_in_windows import can_be_experts, experts_in_windows
 from tpde.weights.frozen import CONTIGUOUS
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
@@ -99,7 +100,7 @@ def set_kernels(model: nn.Module, kernels: Kernels) -> nn.Module:
     >>> tpde.nn.set_kernels(model, "fused")  # doctest: +SKIP
     """
     check_kernels(kernels)
-    uses: dict[PackedTensor, list[tuple[PackedModule, Slot]]] = {}
+    uses: dict[PackedTensor, list[tuple[PackedModule, GroupSlot]]] = {}
     for _, module in packed_modules(model):
         for slot in module.tpde_slots.values():
             uses.setdefault(slot.packed, []).append((module, slot))
@@ -145,7 +146,7 @@ class _Work(NamedTuple):
 
 
 def _experts(
-    model: nn.Module, uses: Mapping[PackedTensor, Sequence[tuple[PackedModule, Slot]]]
+    model: nn.Module, uses: Mapping[PackedTensor, Sequence[tuple[PackedModule, GroupSlot]]]
 ) -> list[_Work]:
     """What of experts goes to windows: both weights of a module, or none, and then it is told why."""
     found: list[_Work] = []
@@ -240,7 +241,7 @@ def taken_by_others(model: nn.Module) -> set[nn.Module]:
     return {linear for it in layers for linear in (it.linear1, it.linear2)}
 
 
-def _is_misplaced(module: PackedModule, slot: Slot) -> bool:
+def _is_misplaced(module: PackedModule, slot: GroupSlot) -> bool:
     """Whether a weight is decoded with a block and should not be, or the other way round."""
     group = slot.group
     if slot.experts is not None or (group is not None and slot in group.routed):
@@ -249,7 +250,7 @@ def _is_misplaced(module: PackedModule, slot: Slot) -> bool:
 
 
 def _fits(
-    packed: PackedTensor, places: list[tuple[PackedModule, Slot]], taken: Collection[nn.Module]
+    packed: PackedTensor, places: list[tuple[PackedModule, GroupSlot]], taken: Collection[nn.Module]
 ) -> bool:
     """Whether all modules that share a weight can do with windows, one of them a linear layer."""
     return (
@@ -267,7 +268,7 @@ def _require_free(packed: PackedTensor) -> None:
         why = "is kept under a VRAM budget, which has room for it as it is", "load the model again"
     elif not packed.settled:
         why = "is streamed under a VRAM budget", "load the model without `vram=`"
-    elif packed.choice not in (None, ALWAYS):
+    elif packed.active_delta not in (None, ALWAYS):
         why = "has deltas on it", "load the target itself, or the model without `deltas=`"
     elif any(user.recorded for user in packed.users()):
         why = "was recorded in a CUDA graph, which would go on with it", "load the model again"

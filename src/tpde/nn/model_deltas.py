@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput, PackedWeight
+from tpde.nn.group import GroupSlot
 from tpde.nn.owner import Owner
 from tpde.nn.parts import Parts
 from tpde.nn.passes import AroundModel, Passes
@@ -42,14 +43,14 @@ class Deltas:
     ----------
     names : tuple of str
         What they are called.
-    choice : ActiveDelta
+    active_delta : ActiveDelta
         Which one is in use.
     passes : Passes
         The model's, which `use` waits for.
     """
 
-    def __init__(self, names: Sequence[str], choice: ActiveDelta, owner: Owner) -> None:
-        self.names, self.choice, self.passes = tuple(names), choice, Passes()
+    def __init__(self, names: Sequence[str], active_delta: ActiveDelta, owner: Owner) -> None:
+        self.names, self.active_delta, self.passes = tuple(names), active_delta, Passes()
         self._owner = owner
         self._copies: list[Copies] = []
         self._tensors: list[PackedTensor] = []
@@ -62,7 +63,7 @@ class Deltas:
     @property
     def active(self) -> Chosen:
         """The one in use; None for the base; a tuple, if each row of a batch has its own."""
-        return self.choice.active
+        return self.active_delta.active
 
     @property
     def model(self) -> nn.Module:
@@ -110,7 +111,7 @@ class Deltas:
         """
         chosen = self._chosen(name)
         with self.passes.none():
-            if chosen == self.active and self.choice.settled:
+            if chosen == self.active and self.active_delta.settled:
                 return
             self._require_unrecorded()
             if isinstance(chosen, tuple):
@@ -119,17 +120,17 @@ class Deltas:
                 self._begin_requests()
             else:
                 self._require_own(chosen)
-            self.choice.settled = False  # until all is done: Ctrl-C may come at any time
+            self.active_delta.settled = False  # until all is done: Ctrl-C may come at any time
             if isinstance(chosen, tuple):
                 for copy in self._copies:
                     copy.note()
             else:
                 self._set(chosen)
                 self._end_requests()
-            self.choice.active = chosen
+            self.active_delta.active = chosen
             for slot in self._slots():
                 slot.updated()
-            self.choice.settled = True
+            self.active_delta.settled = True
 
     def require_settled(self) -> None:
         """Refuse weights that `use` was interrupted at.
@@ -139,7 +140,7 @@ class Deltas:
         PackedWeight
             If it was.
         """
-        self.choice.require_settled()
+        self.active_delta.require_settled()
 
     def _chosen(self, name: object) -> Chosen:
         """What `use` was given, if there is that."""
@@ -164,7 +165,7 @@ class Deltas:
         )
 
     def _require_unrecorded(self) -> None:
-        if self.choice.recorded:
+        if self.active_delta.recorded:
             raise PackedWeight(
                 f"a CUDA graph was recorded with the weights of {self._plain or 'the base'!r}, and would go "
                 "on with them",
@@ -228,18 +229,18 @@ class Deltas:
             self._require_unrecorded()
         self._require_own(name, own=True)
         self._set(name)
-        with self.choice.at(name):
+        with self.active_delta.at(name):
             yield
 
     def _begin_requests(self) -> None:
         """Refuse parts of the model, and have other methods stand in their places: all, or none of it."""
-        if isinstance(self.active, tuple) and self.choice.settled:
+        if isinstance(self.active, tuple) and self.active_delta.settled:
             return
         self._end_requests()  # what was interrupted may have left a part of it
         model = self.model
         changed = {id(it) for it in self._tensors} | {id(it.tensor()) for it in self._copies}
         try:
-            self._parts = Parts(self.choice)
+            self._parts = Parts(self.active_delta)
             self._parts.refuse(model, changed)
             for name, make in METHODS.items():
                 if (made := make(self, model)) is not None:
@@ -257,12 +258,12 @@ class Deltas:
             self._parts.remove()
         self._parts = None
 
-    def _slots(self) -> list[Slot]:
+    def _slots(self) -> list[GroupSlot]:
         return [it for tensor in self._tensors for it in tensor.users() if isinstance(it, Slot)]
 
     def put(self, model: nn.Module, variants: Mapping[Source, Mapping[str, Variant]]) -> None:
         """Put packed weights in the place of those of a model that deltas change."""
-        made = {it: Changed(it, found, self.choice) for it, found in variants.items() if found}
+        made = {it: Changed(it, found, self.active_delta) for it, found in variants.items() if found}
         packed = {id(slot.packed): slot.packed for slot in _slots_of(model)}
         for tensor in packed.values():
             if not made.keys().isdisjoint(tensor.sources):
@@ -303,7 +304,7 @@ class Deltas:
         )
 
 
-def _slots_of(model: nn.Module) -> list[Slot]:
+def _slots_of(model: nn.Module) -> list[GroupSlot]:
     return [slot for _, module in packed_modules(model) for slot in module.tpde_slots.values()]
 
 

@@ -7,10 +7,7 @@ of the workspace; read from outside, it is the `PackedParameter`.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
@@ -18,26 +15,16 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tpde.errors import PackedWeight, TpdeError
-from tpde.nn.group import Group, Pool
+from tpde.nn.embedding import PackedEmbedding, gathers, uses_super
+from tpde.nn.group import Group
+from tpde.nn.module_state import PackedState
 from tpde.nn.routed import arguments_of, from_windows, routed
 from tpde.nn.routing import fused, needed
 from tpde.nn.scope import Scope, first_tensor, is_open
-from tpde.nn.slot import Slot
-from tpde.weights.frozen import CONTIGUOUS
+from tpde.nn.workspace import Pool
 from tpde.weights.launch import capturing
 from tpde.weights.lent import lend
-from tpde.weights.parameter import PackedParameter
 from tpde.weights.product import casts, linear
-from tpde.weights.transforms import transformed
-
-if TYPE_CHECKING:
-    _Base = nn.Module
-else:
-    _Base = object
-
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_conv1d(kind: type) -> bool:
@@ -45,30 +32,16 @@ def is_conv1d(kind: type) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
-def uses_super(function: Any) -> bool:
-    """Whether a method calls the same one of its parent class."""
-    return "__class__" in inspect.unwrap(function).__code__.co_freevars
-
-
-def gathers(kind: type) -> bool:
-    """Whether a class is an embedding that looks rows up as `nn.Embedding` does."""
-    if not issubclass(kind, nn.Embedding):
-        return False
-    before = kind.__mro__[: kind.__mro__.index(nn.Embedding)]
-    return all(uses_super(vars(it)["forward"]) for it in before if "forward" in vars(it))
-
-
-class PackedModule(_Base):
+class PackedModule(PackedState):
     """What all packed modules have in common; first among the bases of each.
 
     Attributes
     ----------
-    tpde_slots : dict of str to Slot
-        The packed weights by the names of their parameters.
+    tpde_base : type
+        The class that the module had.
     """
 
-    tpde_base: type[nn.Module]  # the class that the module had
-    tpde_slots: dict[str, Slot]
+    tpde_base: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the plain class: some code makes others of a module's class, as adapters do."""
@@ -166,194 +139,6 @@ class PackedModule(_Base):
         weight = slot.formatted(group.view(slot)) if here else slot.parameter.plain()
         return lend(weight, slot.packed.name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        slots = self.__dict__.get("tpde_slots", {})
-        if name == "qconfig" and slots:
-            raise PackedWeight(
-                f"`{next(iter(slots.values())).packed.name}` is packed, and cannot be quantized",
-                hint="call `tpde.unpack_module(model)` first",
-            )
-        slot = slots.get(name)
-        if slot is not None:
-            if isinstance(value, PackedParameter) and value.packed is slot.packed:
-                return  # tying what is tied
-            raise PackedWeight(
-                f"`{slot.packed.name}`, the `{name}` of a {type(self).__name__}, is packed and cannot be "
-                "replaced",
-                hint="call `tpde.unpack_module(module)` first",
-            )
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        slot = self.__dict__.get("tpde_slots", {}).get(name)
-        if slot is not None:
-            raise PackedWeight(
-                f"`{slot.packed.name}`, the `{name}` of a {type(self).__name__}, is packed and cannot be "
-                "removed, or parametrized",
-                hint="call `tpde.unpack_module(module)` first",
-            )
-        super().__delattr__(name)
-
-    def register_parameter(self, name: str, param: Any) -> None:
-        """As before, but for what is to take a packed weight's place: see `torch.nn.utils.weight_norm`.
-
-        Raises
-        ------
-        PackedWeight
-            If a packed weight was taken out, or is to be registered again. It is where it was then.
-        """
-        for leaf, slot in self.tpde_slots.items():
-            if name.startswith(f"{leaf}_") and (leaf not in self._parameters or param is slot.parameter):
-                self._put_back()
-                raise PackedWeight(
-                    f"`{slot.packed.name}`, the `{leaf}` of a {type(self).__name__}, is packed and cannot be "
-                    f"computed from a `{name}`",
-                    hint="call `tpde.unpack_module(module)` first to prune or to normalize it",
-                )
-        super().register_parameter(name, param)
-
-    def _put_back(self) -> None:
-        """Give the module the packed weights again that were taken out of it; they come first."""
-        held = self._parameters
-        both = {name: slot.parameter for name, slot in self.tpde_slots.items() if name not in held} | held
-        held.clear()
-        held.update(both)
-
-    @contextmanager
-    def _without_packed(self) -> Iterator[None]:
-        """PyTorch's own code passes over packed weights meanwhile."""
-        held = self._parameters  # maybe others by now: `register_parameter` replaces what is there
-        packed = {
-            name: it.parameter for name, it in self.tpde_slots.items() if held.get(name) is it.parameter
-        }
-        self._parameters.update(dict.fromkeys(packed))
-        try:
-            yield
-        finally:
-            self._parameters.update(packed)
-
-    def tpde_check(self, fn: Any) -> None:
-        """Refuse what would cast a packed weight, put it in another memory format, or lose its bytes.
-
-        Raises
-        ------
-        PackedWeight
-            Naming the weight.
-        """
-        for slot in self.tpde_slots.values():
-            found = fn(torch.empty(0, dtype=slot.dtype, device=slot.device)).dtype
-            if found is not slot.dtype:
-                raise PackedWeight(
-                    f"`{slot.packed.name}` is packed as {slot.dtype} and cannot be cast to {found}",
-                    hint="call `tpde.unpack_module(model)` first, cast, and pack again",
-                )
-            if self._tpde_format(slot, fn) is None:
-                raise PackedWeight(
-                    f"`{slot.packed.name}` is packed, and cannot be put in another memory format",
-                    hint="call `tpde.unpack_module(model)` first; inputs can be in any format",
-                )
-            slot.packed.check(fn)
-
-    def _tpde_format(self, slot: Slot, fn: Any) -> torch.memory_format | None:
-        """The memory format that a function puts a weight in; None if the weight cannot be in it."""
-        before, shape = slot.parameter.memory_format, [min(size, 2) for size in slot.shape]
-        small = torch.empty(shape, dtype=slot.dtype, device=slot.device).to(memory_format=before)
-        found = fn(small)
-        if found.stride() == small.stride():
-            return before
-        formats = {4: (CONTIGUOUS, torch.channels_last), 5: (CONTIGUOUS, torch.channels_last_3d)}
-        for it in formats.get(len(shape), ()) if isinstance(self, CONVOLUTIONS) else ():
-            # A streamed one is decoded under a budget, in which there is no room for a second copy.
-            if slot.packed.settled and found.stride() == torch.empty(shape).to(memory_format=it).stride():
-                return it
-        return None
-
-    def tpde_check_state(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Refuse other values for a packed weight.
-
-        Raises
-        ------
-        PackedWeight, InvalidInput
-            Naming the weight.
-        """
-        for name, slot in self.tpde_slots.items():
-            if prefix + name in state_dict and not slot.parameter.takes(state_dict[prefix + name]):
-                raise PackedWeight(
-                    f"`{slot.packed.name}` is packed, and the state dict has other values for it; nothing "
-                    "was loaded",
-                    hint="call `tpde.unpack_module(model)` first, load, and pack again",
-                )
-
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """As before, if it has no other values for packed weights."""
-        if not self._load_state_dict_pre_hooks:  # which may make another one of it
-            self.tpde_check_state(state_dict, "")
-        return super().load_state_dict(state_dict, *args, **kwargs)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move. Blobs move once for all modules that share them."""
-        self.tpde_check(fn)
-        formats = {slot: self._tpde_format(slot, fn) for slot in self.tpde_slots.values()}
-        with self._without_packed():
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for slot, memory_format in formats.items():
-            slot.packed.apply(fn)
-            slot.parameter.memory_format = memory_format or CONTIGUOUS
-            slot.parameter.sync()
-        for slot in self.tpde_slots.values():
-            if (group := slot.group) is not None:
-                group.prepare()
-            elif isinstance(self, PackedEmbedding):
-                slot.packed.prepare_rows()
-        return self
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Take other packed weights, whose sizes may differ, and plain ones that have the same values."""
-        with self._without_packed():
-            super()._load_from_state_dict(
-                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-            )
-        for name, slot in self.tpde_slots.items():
-            key = prefix + name
-            if key not in state_dict:
-                if strict:
-                    missing_keys.append(key)
-                continue
-            if key in unexpected_keys:
-                unexpected_keys.remove(key)
-            value = state_dict[key]
-            try:
-                if isinstance(value, PackedParameter) and local_metadata.get("assign_to_params_buffers"):
-                    slot.packed.load(value.packed, assign=True)
-                    slot.parameter.sync()
-                else:
-                    with torch.no_grad():
-                        slot.parameter.copy_(value)
-            except TpdeError as error:
-                error_msgs.append(f"{key}: {error}")
-
-    def __prepare_scriptable__(self) -> Any:
-        slot = next(iter(self.tpde_slots.values()))
-        raise PackedWeight(
-            f"`{slot.packed.name}` is packed, and `torch.jit.script` would compile modules without it",
-            hint="call `tpde.unpack_module(model)` first, or use `torch.compile`",
-        )
-
-    def extra_repr(self) -> str:
-        """As before, and how large the packed weights are."""
-        plain = sum(slot.nbytes for slot in self.tpde_slots.values())
-        packed = sum(slot.packed.packed_bytes for slot in self.tpde_slots.values())
-        return f"{super().extra_repr()}, packed={packed / max(plain, 1):.3f}".removeprefix(", ")
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
         return (_new, (self.tpde_base, tuple(self.tpde_slots)), *reduced[2:])
@@ -450,24 +235,6 @@ class _Twin:
     def __getattr__(self, name: str) -> Any:
         weights = self.__dict__["tpde_weights"]
         return weights[name] if name in weights else getattr(self.__dict__["tpde_module"], name)
-
-
-class PackedEmbedding(nn.Embedding):
-    """Decodes the rows asked for.
-
-    Last among the bases, so that classes that wrap `nn.Embedding.forward` keep what they do with its result.
-    """
-
-    tpde_slots: dict[str, Slot]
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Rows of the packed weight."""
-        slot = self.tpde_slots["weight"]
-        if is_compiling():
-            return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
-        if self._parameters.get("weight") is not slot.parameter or transformed():
-            return super().forward(input)
-        return slot.rows(input)
 
 
 def _weight(name: str) -> property:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tpde.errors import PackedWeight
 from tpde.nn.attached_deltas import leave_deltas
+from tpde.nn.group import GroupSlot
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
 from tpde.nn.slot import Slot
 from tpde.nn.unpackable import kept_plain
@@ -83,12 +84,12 @@ def unpack_module(model: nn.Module) -> nn.Module:
                 "would no longer be tied",
                 hint="unpack a model that holds both",
             )
-    choices = {slot.packed.choice for slot in slots} - {None}
-    leave_deltas(model, {it for it in choices if it is not None})
+    active = {slot.packed.active_delta for slot in slots}
+    leave_deltas(model, {it for it in active if it is not None})
     ungroup(model)
     made: dict[int, nn.Parameter] = {}  # by packed ones: tied weights share them
 
-    def plain(slot: Slot) -> nn.Parameter:
+    def plain(slot: GroupSlot) -> nn.Parameter:
         key = id(slot.packed)
         if key not in made:
             made[key] = nn.Parameter(_own(slot), requires_grad=slot.parameter.plain_requires_grad)
@@ -99,7 +100,7 @@ def unpack_module(model: nn.Module) -> nn.Module:
     return model
 
 
-def _own(slot: Slot) -> Tensor:
+def _own(slot: GroupSlot) -> Tensor:
     """A slot's weight in memory of exactly its size."""
     with torch.no_grad():
         return formatted(slot.packed.decoded().clone(), slot.parameter.memory_format)

@@ -27,7 +27,7 @@ class _Part:
     def __call__(self, *args: Any) -> None:
         """Before a module is called, or asked for its state."""
         # The compiler knows nothing of threads, and compiles for either.
-        refused = self._parts.closed if is_compiling() else self._parts.choice.rows() is not None
+        refused = self._parts.closed if is_compiling() else self._parts.active_delta.rows() is not None
         if refused:
             raise InvalidInput(
                 f"`{self._name}` {self._what}, and each row of a batch has a delta of its own",
@@ -53,19 +53,19 @@ class Parts:
 
     Parameters
     ----------
-    choice : ActiveDelta
+    active_delta : ActiveDelta
         Which says whether a thread computes rows of one delta.
 
     Attributes
     ----------
-    choice : ActiveDelta
+    active_delta : ActiveDelta
         As above.
     closed : bool
         No thread does.
     """
 
-    def __init__(self, choice: ActiveDelta) -> None:
-        self.choice, self.closed = choice, True
+    def __init__(self, active_delta: ActiveDelta) -> None:
+        self.active_delta, self.closed = active_delta, True
         self._handles: list[Any] = []
 
     def refuse(self, model: nn.Module, changed: Collection[int]) -> None:

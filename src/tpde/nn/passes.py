@@ -84,7 +84,7 @@ class Counted(Protocol):
     """The deltas of a model, as its forward passes take them: `tpde.nn.model_deltas.Deltas`."""
 
     passes: Passes
-    choice: ActiveDelta
+    active_delta: ActiveDelta
 
     @property
     def model(self) -> nn.Module:
@@ -134,7 +134,7 @@ class ModelForward(AroundModel):
         """As before; nothing changes meanwhile."""
         if is_compiling():
             self.deltas.require_settled()
-            if isinstance(self.deltas.choice.active, tuple):
+            if isinstance(self.deltas.active_delta.active, tuple):
                 raise InvalidInput(
                     "each row of a batch has a delta of its own, and the model was to be compiled for that",
                     hint=ONCE,
@@ -142,7 +142,7 @@ class ModelForward(AroundModel):
             return self.run(args, kwargs)
         with self.deltas.passes.one():
             self.deltas.require_settled()
-            names = self.deltas.choice.rows()
+            names = self.deltas.active_delta.rows()
             if names is None:
                 return self.run(args, kwargs)
             return self._by_requests(BatchRows(names), args, kwargs)

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from tpde.errors import InvalidInput
-from tpde.nn.group import Group, Pool
-from tpde.nn.modules import CONVOLUTIONS, PackedEmbedding, PackedModule, is_conv1d, packed_class
+from tpde.nn.embedding import PackedEmbedding
+from tpde.nn.group import Group, GroupSlot
+from tpde.nn.module_state import CONVOLUTIONS
+from tpde.nn.modules import PackedModule, is_conv1d, packed_class
 from tpde.nn.moving import ask_first, ask_no_more
 from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
-from tpde.weights.experts import is_experts
+from tpde.nn.workspace import Pool
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
 
@@ -152,7 +154,7 @@ def finish(model: nn.Module) -> nn.Module:
     ask_first(model)
     model.__dict__["__reduce_ex__"] = CopiedModule(Owner(model))
     pool = Pool()
-    members: dict[str, list[Slot]] = {}
+    members: dict[str, list[GroupSlot]] = {}
     blocks: dict[str, str] = {}
     for name, module in packed_modules(model):
         whole = block_path(model, name)
@@ -162,7 +164,7 @@ def finish(model: nn.Module) -> nn.Module:
                     slot.packed.prepare_rows()
                 continue
             block = whole
-            if is_experts(slot.packed):  # decoded by themselves, where they are not multiplied as they are
+            if slot.packed.of_experts:  # decoded by themselves, where they are not multiplied as they are
                 block = None
             elif slot.packed.multiplies:  # on the device as it is multiplied
                 slot.leave()

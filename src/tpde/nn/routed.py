@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from tpde.nn.group import GroupSlot
 from tpde.nn.routing import CHOICE, KNOWN
-from tpde.weights.experts import is_experts
 from tpde.weights.launch import capturing
 from tpde.weights.transforms import refuse_trace, transformed
-
-if TYPE_CHECKING:
-    from tpde.nn.slot import Slot
 
 _MODULE = "transformers.integrations.moe"  # whose decorator such classes have
 _PLAIN = (Tensor, nn.Parameter)
@@ -65,8 +62,8 @@ def _is_ours(module: Any) -> bool:
 class Routed(NamedTuple):
     """A call of an experts module that is computed from windows."""
 
-    up: Slot
-    down: Slot
+    up: GroupSlot
+    down: GroupSlot
     x: Tensor
     chosen: Tensor
     scores: Tensor
@@ -80,7 +77,7 @@ def routed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Routed
     """
     slots = module.tpde_slots
     up, down = (slots.get(name) for name in projections(module))
-    if up is None or down is None or not (is_experts(up.packed) and is_experts(down.packed)):
+    if up is None or down is None or not (up.packed.of_experts and down.packed.of_experts):
         return None
     if not is_compiling():
         refuse_trace(up.packed.name)
@@ -143,7 +140,7 @@ def from_windows(module: Any, call: Routed) -> Tensor:
     return weighted.view(tokens, each, -1).sum(1).to(call.x.dtype)
 
 
-def _product(slot: Slot, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
+def _product(slot: GroupSlot, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:
     if is_compiling() or torch._C._len_torch_dispatch_stack():  # somebody counts operators, or records them
         width = slot.packed.experts.width
         return cast(Tensor, torch.ops.tpde.experts_linear(x, ids, bias, slot.key, width, per))

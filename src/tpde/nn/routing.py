@@ -9,18 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from tpde.nn.modules import PackedModule
-    from tpde.nn.slot import Slot
+from tpde.nn.group import GroupSlot
+from tpde.nn.slot import ExpertSource
 
 log = logging.getLogger("tpde")
 
@@ -31,43 +27,22 @@ CHOICE = ("top_k_index", "router_indices")
 KNOWN = (None, "eager", "batched_mm", "grouped_mm")
 
 
-class ExpertSource(Protocol):
-    """What decodes some experts of a module: see `tpde.streaming.experts`."""
+class HoldsExperts(Protocol):
+    """A module whose fused weights are packed: `tpde.nn.modules.PackedModule` is one.
 
-    def fetch(self, numbers: Sequence[int], out: Tensor) -> None:
-        """Decode these experts, of all the module's fused weights that it is set for, on the current stream.
-
-        Parameters
-        ----------
-        numbers : sequence of int
-            Ascending.
-        out : torch.Tensor
-            The workspace: each expert goes to its place in its slot, which starts at the slot's `offset`.
-        """
-
-
-class FromWindows:
-    """Decodes experts of one weight that is in the window layout, and on the device as it is multiplied.
-
-    Parameters
+    Attributes
     ----------
-    slot : Slot
-        The weight's, which holds this.
+    tpde_base : type
+        The class that it had.
+    tpde_slots : dict of str to Slot
+        Its packed weights by the names of their parameters.
     """
 
-    __slots__ = ("_slot",)
-
-    def __init__(self, slot: Slot) -> None:
-        self._slot = weakref.ref(slot)
-
-    def fetch(self, numbers: Sequence[int], out: Tensor) -> None:
-        """See `ExpertSource`."""
-        slot = self._slot()
-        assert slot is not None
-        slot.packed.experts.decode_some(numbers, out[slot.offset : slot.offset + slot.nbytes])
+    tpde_base: type[nn.Module]
+    tpde_slots: dict[str, GroupSlot]
 
 
-def route_experts(module: PackedModule, source: ExpertSource) -> None:
+def route_experts(module: HoldsExperts, source: ExpertSource) -> None:
     """Have the fused weights of a module decoded expert by expert, as routed to. Call `finish` afterwards.
 
     Raises
@@ -86,7 +61,7 @@ def route_experts(module: PackedModule, source: ExpertSource) -> None:
         slot.experts = source
 
 
-def fused(module: PackedModule) -> list[Slot]:
+def fused(module: HoldsExperts) -> list[GroupSlot]:
     """The fused weights of a module: those of three dimensions, the first of which counts experts."""
     return [slot for slot in module.tpde_slots.values() if len(slot.shape) == 3]
 
@@ -105,7 +80,7 @@ def routes(kind: type[nn.Module]) -> bool:
     return _place(kind) is not None  # type: ignore[arg-type]
 
 
-def chosen(module: PackedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
+def chosen(module: HoldsExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
     """The experts that a call needs, ascending; None if that is not known. Waits for the router."""
     place = _place(module.tpde_base)  # type: ignore[arg-type]
     config = getattr(module, "config", None)
@@ -126,7 +101,7 @@ def chosen(module: PackedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 _told: set[type] = set()
 
 
-def needed(module: PackedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+def needed(module: HoldsExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """The experts that a call of a module needs: all, after one line in the log, if that is not known."""
     found = chosen(module, args, kwargs)
     if found is not None:

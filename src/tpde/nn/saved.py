@@ -7,29 +7,27 @@ formulas do the rest, so that gradients have the bits that they have with plain 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpde.nn.slot import Slot
+from tpde.nn.workspace import Workspace
 from tpde.weights.active_delta import ActiveDelta
-
-if TYPE_CHECKING:
-    from tpde.nn.group import Workspace
 
 
 class _Again(NamedTuple):
     """A saved view of a weight: where it lies in it."""
 
-    slot: Slot
+    slot: Slot[Any]
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int  # in elements
     conjugated: bool  # by a bit of the tensor, not in memory; the next one is another
     negated: bool
-    choice: ActiveDelta | None  # by whose name then the weight is decoded
+    active_delta: ActiveDelta | None  # by whose name then the weight is decoded
     name: str | None
     updates: int  # of the weight until then
 
@@ -41,9 +39,9 @@ class _Again(NamedTuple):
                 f"`{packed.name}`, a packed weight that the backward pass needs, was updated since: compute "
                 "the forward pass again"
             )
-        if self.choice is None:
+        if self.active_delta is None:
             return self._again()
-        with self.choice.at(self.name):
+        with self.active_delta.at(self.name):
             return self._again()
 
     def _again(self) -> Tensor:
@@ -105,10 +103,10 @@ class Saver:
                 slot = space.group.at(address)
                 if slot is not None:
                     offset = (address - space.start - slot.offset) // tensor.dtype.itemsize
-                    bits, choice = (tensor.is_conj(), tensor.is_neg()), slot.packed.choice
-                    name = None if choice is None else choice.now()
+                    bits, active_delta = (tensor.is_conj(), tensor.is_neg()), slot.packed.active_delta
+                    name = None if active_delta is None else active_delta.now()
                     where = tensor.dtype, tensor.shape, tensor.stride(), offset
-                    return _Again(slot, *where, *bits, choice, name, slot.packed.updates)
+                    return _Again(slot, *where, *bits, active_delta, name, slot.packed.updates)
         if self._before is not None:
             return _Passed(self._before[0](tensor), self._before[1])
         # Not the tensor itself: an operator that saves its result would be in a cycle that nothing breaks.

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpde.nn.routing import ExpertSource, FromWindows
 from tpde.nn.tiles import RowTiles
 from tpde.weights import operators as ops
-from tpde.weights.experts import is_experts
 from tpde.weights.frozen import as_weight, formatted
 from tpde.weights.parameter import PackedParameter
-from tpde.weights.span import ALIGN
+from tpde.weights.source import ALIGN
+from tpde.weights.user import User
 
-if TYPE_CHECKING:
-    from tpde.nn.group import Group
+__all__ = ["ALIGN", "ExpertSource", "FromWindows", "Slot", "SlotGroup"]
 
-__all__ = ["ALIGN", "Slot"]
+
+class ExpertSource(Protocol):
+    """What decodes some experts of a module: see `tpde.streaming.experts`."""
+
+    def fetch(self, numbers: Sequence[int], out: Tensor) -> None:
+        """Decode these experts, of all the module's fused weights that it is set for, on the current stream.
+
+        Parameters
+        ----------
+        numbers : sequence of int
+            Ascending.
+        out : torch.Tensor
+            The workspace: each expert goes to its place in its slot, which starts at the slot's `offset`.
+        """
+
+
+class SlotGroup(User, Protocol):
+    """What a weight tells the group that it is in, and asks it for: room to be decoded to."""
+
+    def release(self) -> int:
+        """Give the workspace up for a moment, and say how large it is."""
+
+    def tile_room(self) -> Tensor | None:
+        """Where tiles go in the workspace, if this thread has it."""
+
+
+G = TypeVar("G", bound=SlotGroup)
 
 
 def _no_group() -> None:
     """What a weight without a group is given for a reference to it."""
 
 
-class Slot:
+class Slot(Generic[G]):
     """One packed weight of a module, and where it goes in its group's buffer.
 
     Parameters
@@ -59,17 +83,17 @@ class Slot:
     def _take(self, parameter: PackedParameter) -> None:
         self.parameter, self.packed = parameter, parameter.packed
         self.dtype, self.shape, self.nbytes = self.packed.dtype, self.packed.shape, self.packed.nbytes
-        self._group: Callable[[], Group | None] = _no_group
+        self._group: Callable[[], G | None] = _no_group
         self.packed.watch(self)
         self.changed()
 
     @property
-    def group(self) -> Group | None:
+    def group(self) -> G | None:
         """See `Slot`."""
         return self._group()
 
     @group.setter
-    def group(self, group: Group) -> None:
+    def group(self, group: G) -> None:
         self._group = weakref.ref(group)
 
     def leave(self) -> None:
@@ -93,7 +117,7 @@ class Slot:
         self.view: Tensor | None = None
         self.view_of: Tensor | None = None
         self.key = ops.register(self)
-        if is_experts(self.packed):
+        if self.packed.of_experts:
             self.experts = FromWindows(self)
         elif isinstance(self.experts, FromWindows):
             self.experts = None
@@ -110,13 +134,13 @@ class Slot:
         """Be another weight to compiled code: it has other values, or is under another delta."""
         self.key = ops.renew(self, self.key)
         if (group := self.group) is not None:
-            group.key = ops.renew(group, group.key)
+            group.updated()
 
     def frozen(self) -> None:
         """Forget the view, which says that the weight requires a gradient."""
         self.view = self.view_of = None
         if (group := self.group) is not None:
-            group.forget_views()
+            group.frozen()
 
     def decode_into(self, out: Tensor) -> None:
         """Decode the weight to the start of a buffer of bytes."""
@@ -190,3 +214,24 @@ class Slot:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.name, self.offset, self.experts = state["name"], state["offset"], None
         self._take(state["parameter"])
+
+
+class FromWindows:
+    """Decodes experts of one weight that is in the window layout, and on the device as it is multiplied.
+
+    Parameters
+    ----------
+    slot : Slot
+        The weight's, which holds this.
+    """
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, slot: Slot[Any]) -> None:
+        self._slot = weakref.ref(slot)
+
+    def fetch(self, numbers: Sequence[int], out: Tensor) -> None:
+        """See `ExpertSource`."""
+        slot = self._slot()
+        assert slot is not None
+        slot.packed.experts.decode_some(numbers, out[slot.offset : slot.offset + slot.nbytes])

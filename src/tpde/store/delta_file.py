@@ -29,7 +29,7 @@ from tpde.format.delta_head import (
     payloads,
 )
 from tpde.format.delta_reader import is_delta, read_head
-from tpde.io.sources import BytesSource, FileSource, Source
+from tpde.io.sources import ByteSource, BytesSource, FileSource
 from tpde.store.payloads import add_differences, difference_spec, read_blob
 
 MAX_OTHER_BYTES = 1 << 32  # of a file that holds no weights, which is read as a whole
@@ -40,7 +40,7 @@ class DeltaFile:
 
     Parameters
     ----------
-    source : Source
+    source : ByteSource
         The file, or its bytes in memory. It is closed with this, or if this fails.
 
     Attributes
@@ -56,7 +56,7 @@ class DeltaFile:
         If it cannot be read.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self.name = source.name
         self._source = source
         try:
@@ -205,7 +205,7 @@ class DeltaFile:
         self,
         it: TensorEntry,
         old: Bytes | None,
-        blob: tuple[Source, int],
+        blob: tuple[ByteSource, int],
         part: tuple[int, int],
         threads: int,
     ) -> Bytes:

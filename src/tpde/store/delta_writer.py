@@ -27,7 +27,7 @@ from tpde.format.delta_head import (
     serialize,
 )
 from tpde.io.committed import committed
-from tpde.io.sinks import FileSink, Sink
+from tpde.io.sinks import ByteSink, FileSink
 from tpde.store.comparer import Comparer, HostComparer, Kind, Wanted, kind_of
 from tpde.store.states import BaseTensors, Key, State
 
@@ -40,7 +40,7 @@ class _Pair(NamedTuple):
 class _Writer:
     """Payloads to the sink, one after the other."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: ByteSink) -> None:
         self._sink, self._at = sink, HEADER.size
 
     def write(self, data: Bytes) -> int:
@@ -107,7 +107,7 @@ def _other_files(base: State, target: State) -> Iterator[tuple[OtherEntry, Bytes
 def write_delta(
     base: State,
     target: State,
-    sink: Sink,
+    sink: ByteSink,
     *,
     hint: str | None,
     fast: bool,
@@ -121,7 +121,7 @@ def write_delta(
     ----------
     base, target : State
         The states.
-    sink : Sink
+    sink : ByteSink
         Where it goes. Not committed.
     hint : str or None
         Where the base is, relative to the delta.

@@ -14,7 +14,7 @@ from tpde.codec.native import Bytes
 if TYPE_CHECKING:
     import torch
 
-Numbers = np.ndarray[Any, Any]
+HostArray = np.ndarray[Any, Any]
 """Of any dtype."""
 
 
@@ -107,7 +107,7 @@ class Upload:
         return there, [there.data_ptr() + at for at, _ in self._places]
 
 
-def send(arrays: Sequence[Numbers], device: torch.device) -> tuple[torch.Tensor, list[int]]:
+def send(arrays: Sequence[HostArray], device: torch.device) -> tuple[torch.Tensor, list[int]]:
     """Arrays on a device, by one copy: what holds them, and their addresses there."""
     upload = Upload([it.nbytes for it in arrays], device)
     for i, it in enumerate(arrays):
@@ -140,7 +140,7 @@ def fetch(tensor: torch.Tensor) -> Callable[[], Bytes]:
     return wait
 
 
-def starts(sizes: Numbers) -> Numbers:
+def starts(sizes: HostArray) -> HostArray:
     """Where each of some things begins that lie one after the other."""
-    ends: Numbers = np.cumsum(sizes, dtype=np.uint64)
+    ends: HostArray = np.cumsum(sizes, dtype=np.uint64)
     return ends - sizes.astype(np.uint64)

@@ -89,7 +89,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     return found
 
 
-def _download(tensor: torch.Tensor, dtype: str) -> gpu.Numbers:
+def _download(tensor: torch.Tensor, dtype: str) -> gpu.HostArray:
     return gpu.fetch(tensor)().view(dtype)
 
 

@@ -21,7 +21,7 @@ from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SAME, SPARSE, TensorEntry
 from tpde.store import device_copies as gpu
 from tpde.store.comparer import Comparer, Kind, Wanted, kind_of
-from tpde.store.device_copies import Numbers
+from tpde.store.device_copies import HostArray
 from tpde.store.device_deltas import DeviceGroup, batches, by
 from tpde.store.payloads import TensorPayload, is_clear
 from tpde.store.states import Key
@@ -49,7 +49,7 @@ class _Prints:
             group.batch.prints(*group.arrays, sums, counts, varied, gpu.stream_of(group.device))
             self._wait = gpu.fetch(made)
 
-    def wait(self) -> tuple[list[tuple[bytes, bytes]], Numbers, Numbers]:
+    def wait(self) -> tuple[list[tuple[bytes, bytes]], HostArray, HostArray]:
         """Both fingerprints of each tensor, changes of each chunk, and which targets vary."""
         sums, counts, varied = np.split(self._wait(), self._ends[:2])
         pairs = [(row[:2].tobytes(), row[2:].tobytes()) for row in sums.view("<u8").reshape(-1, 4)]
@@ -60,7 +60,7 @@ class _Compared(NamedTuple):
     """A tensor of a group: its changes in all chunks, fingerprints, and whether its target varies."""
 
     name: str
-    counts: Numbers
+    counts: HostArray
     changes: int
     base: bytes
     target: bytes
@@ -71,9 +71,9 @@ class _Encoded(NamedTuple):
     """The bytes of all chunks of a group, how many each has, which have changed meanwhile, and checks."""
 
     data: Bytes
-    sizes: Numbers
-    wrong: Numbers
-    checks: Numbers
+    sizes: HostArray
+    wrong: HostArray
+    checks: HostArray
 
 
 class DeviceComparer:
@@ -213,7 +213,7 @@ class DeviceComparer:
                 yield it.name, (self._entry(it), TensorPayload(SPARSE, sparse.data, sparse))
 
 
-def _encoding(group: DeviceGroup, image: int, counts: Numbers, most: int) -> Callable[[], _Encoded | None]:
+def _encoding(group: DeviceGroup, image: int, counts: HostArray, most: int) -> Callable[[], _Encoded | None]:
     """Start encoding a group; what is returned waits for it, and gives None if the device has no memory."""
     import torch
 
@@ -229,7 +229,7 @@ def _encoding(group: DeviceGroup, image: int, counts: Numbers, most: int) -> Cal
     return wait
 
 
-def _encoded(group: DeviceGroup, image: int, counts: Numbers, most: int) -> Iterator[_Encoded | None]:
+def _encoded(group: DeviceGroup, image: int, counts: HostArray, most: int) -> Iterator[_Encoded | None]:
     """Start encoding a group and give None, then the result."""
     import torch
 
@@ -259,7 +259,7 @@ def _encoded(group: DeviceGroup, image: int, counts: Numbers, most: int) -> Iter
     # Beside what is encoded next, which would be waited for otherwise.
     with gpu.current(device), gpu.beside(device, encoded):
         result = wait()
-        found: Numbers = result[checks:].view("<u4")
+        found: HostArray = result[checks:].view("<u4")
         wrong = found == CHANGED
         found = np.where(wrong, np.uint32(0), found)
         data = torch.empty(int(found.sum(dtype=np.uint64)), dtype=torch.uint8, device=device)

@@ -17,7 +17,7 @@ from tpde.format.constants import DTYPES
 from tpde.format.delta_head import TensorEntry
 from tpde.store import device_copies as gpu
 from tpde.store.comparer import kind_of
-from tpde.store.device_copies import Numbers
+from tpde.store.device_copies import HostArray
 from tpde.store.device_deltas import DeviceGroup, batches
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class _Decoding(NamedTuple):
 
     members: range
     group: DeviceGroup
-    counts: Numbers
+    counts: HostArray
     lists: Lists
     changes: Changes
     held: list[torch.Tensor]
@@ -50,9 +50,9 @@ class _Decoding(NamedTuple):
 class _Records(NamedTuple):
     """Records of all chunks of some changes, one change after the other."""
 
-    counts: Numbers
+    counts: HostArray
     """How many words of each chunk change."""
-    sizes: Numbers
+    sizes: HostArray
     """How many bytes say so."""
 
     @classmethod

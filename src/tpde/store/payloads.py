@@ -16,7 +16,7 @@ from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import DENSE, FULL, PLAIN, SPARSE
 from tpde.io.sinks import BytesSink
-from tpde.io.sources import Source
+from tpde.io.sources import ByteSource
 
 # Sparse changes of less than this share of a tensor of floats are taken without a look at the other codecs,
 # which have never done better there.
@@ -126,7 +126,7 @@ def _bytes(stored: TensorPayload) -> int:
 
 
 def read_blob(
-    spec: TensorSpec, source: Source, offset: int, size: int, part: tuple[int, int], threads: int
+    spec: TensorSpec, source: ByteSource, offset: int, size: int, part: tuple[int, int], threads: int
 ) -> Bytes:
     """Decode some bytes of a blob that must hold a tensor of this dtype and shape.
 
@@ -134,7 +134,7 @@ def read_blob(
     ----------
     spec : TensorSpec
         What it must hold.
-    source : Source
+    source : ByteSource
         What has the blob.
     offset, size : int
         Where in it.

@@ -18,7 +18,8 @@ from tpde.host.feed import Feed
 from tpde.io.sources import Extent
 from tpde.memory.device_memory import allocate
 from tpde.weights.decoder import ChunkDecoder
-from tpde.weights.source import Decoder, Source, Watched
+from tpde.weights.rows import RowReader
+from tpde.weights.source import Decoder, RowsDecoder, Source, Watched
 
 if TYPE_CHECKING:
     from tpde.cuda.items import Item, StagedChunks, Tables
@@ -179,6 +180,10 @@ class Streamed(Source):
         if self._streams is None or not self.travels:
             return ChunkDecoder(self, first, last, offset)
         return self._streams.chunks(self, first, last, offset)
+
+    def row_reader(self) -> RowsDecoder:
+        """What rebuilds rows of it, which a GPU reads over the bus."""
+        return RowReader(self)
 
     def device_tables(self) -> tuple[Tables, torch.Tensor] | None:
         """Expanded tables, and their image on the device; None if the kernels cannot decode the blob."""

@@ -16,9 +16,9 @@ from tpde.store.live_update import Update
 from tpde.store.states import MEMORY
 from tpde.weights.active_delta import ALWAYS, UNNAMED
 from tpde.weights.changed import Changed, Variant, part_of
-from tpde.weights.coded import Coded
+from tpde.weights.coded import CodedChange
 from tpde.weights.delta_sources import SPARSE_SHARE, Delta, DeltaLike, entries_of, only_source, variants_of
-from tpde.weights.pack_tensor import pack_tensor
+from tpde.weights.pack_source import pack_source
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.parameter import PackedParameter
 from tpde.weights.source import Source
@@ -132,8 +132,8 @@ def _changes(packed: Mapping[str, PackedParameter], delta: Delta, progress: Prog
     """What a delta makes of packed weights."""
     uses: dict[int, list[str]] = {}  # of tied ones, each is there once
     for name, parameter in packed.items():
-        choice = parameter.packed.choice
-        if choice not in (None, ALWAYS):
+        active_delta = parameter.packed.active_delta
+        if active_delta not in (None, ALWAYS):
             raise PackedWeight(
                 f"`{name}` has deltas that `use` chooses among; nothing was changed",
                 hint="load the model without `deltas=`, or the target itself",
@@ -183,12 +183,12 @@ def _updated(source: Source, variant: Variant) -> Source:
     now = Variant(before.start, before.changes + variant.changes)
     if len(now.changes) > _UPDATES or _bytes(now.changes) > SPARSE_SHARE * source.nbytes:
         plain = part_of(now, 0, source.nbytes).view(source.dtype).view(source.shape)
-        made = pack_tensor(plain.cpu(), source.name)
+        made = pack_source(plain.cpu(), source.name)
         if made is not None:
             made.apply(lambda blob: blob.to(source.device))
-            return made.sources[0]
+            return made
     return Changed(now.start, {UNNAMED: now}, ALWAYS)
 
 
-def _bytes(changes: Sequence[Coded]) -> int:
+def _bytes(changes: Sequence[CodedChange]) -> int:
     return sum(it.nbytes for it in changes)

@@ -16,9 +16,9 @@ from tpde.errors import PackedWeight
 from tpde.format.blob_header import align
 from tpde.weights.active_delta import ALWAYS, UNNAMED, ActiveDelta
 from tpde.weights.changed_rows import ChangedRows, RowChanges, different_words
-from tpde.weights.coded import Coded, CodedPiece, by_kernels, changing
+from tpde.weights.coded import CodedChange, CodedPiece, by_kernels, changing
 from tpde.weights.launch import capturing
-from tpde.weights.pack_tensor import packed_again
+from tpde.weights.pack_source import packed_again
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.rows import RowReader
 from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
@@ -34,12 +34,12 @@ class Variant(NamedTuple):
     ----------
     start : Source
         What it is decoded from: the base, or a source of its own.
-    changes : tuple of Coded
+    changes : tuple of CodedChange
         What changed in it since, one after the other.
     """
 
     start: Source
-    changes: tuple[Coded, ...] = ()
+    changes: tuple[CodedChange, ...] = ()
 
 
 class Changed(Source):
@@ -51,22 +51,22 @@ class Changed(Source):
         What all of them are on the device of.
     variants : mapping of str to Variant
         By name; what is not named is as the base has it.
-    choice : ActiveDelta
+    active_delta : ActiveDelta
         Which of them is decoded.
 
     Attributes
     ----------
     base : Source
         As above.
-    choice : ActiveDelta
+    active_delta : ActiveDelta
         As above.
     """
 
     lead = 2  # has all others decoded that are decoded with it
-    choice: ActiveDelta
+    active_delta: ActiveDelta
 
-    def __init__(self, base: Source, variants: Mapping[str, Variant], choice: ActiveDelta) -> None:
-        self.base, self.variants, self.choice = base, dict(variants), choice
+    def __init__(self, base: Source, variants: Mapping[str, Variant], active_delta: ActiveDelta) -> None:
+        self.base, self.variants, self.active_delta = base, dict(variants), active_delta
         self.name, self.header, self.version = base.name, base.header, base.version + 1
         self.settled, self._section = base.settled, base._section
         self._row_bytes = 0  # of what rows are rebuilt with
@@ -95,7 +95,7 @@ class Changed(Source):
 
     def now(self) -> Variant:
         """What is decoded."""
-        name = self.choice.now()
+        name = self.active_delta.now()
         found = None if name is None else self.variants.get(name)
         return Variant(self.base) if found is None else found
 
@@ -140,7 +140,7 @@ class Changed(Source):
 
     def check_load(self, other: Source) -> None:
         """Raise what `load` would: deltas to choose from are on this blob, and on no other."""
-        if self.choice is not ALWAYS:
+        if self.active_delta is not ALWAYS:
             raise PackedWeight(
                 f"`{self.name}` is a base with deltas on it, and another packed weight would be loaded "
                 "beneath them",
@@ -213,7 +213,7 @@ class Changed(Source):
             reader = base if it.start is self.base else it.start.row_reader()
             readers[name] = reader, RowChanges(self.shape, self._differences(it)) if it.changes else None
         self._row_bytes = sum(changes.nbytes for _, changes in readers.values() if changes is not None)
-        return ChangedRows(base, readers, self.choice)
+        return ChangedRows(base, readers, self.active_delta)
 
     def _differences(self, variant: Variant) -> Iterator[tuple[Tensor, Tensor]]:
         """Where a variant differs from what it is decoded from, strip by strip."""
@@ -262,9 +262,9 @@ class ChangedDecoder:
     """
 
     def __init__(self, items: Sequence[tuple[Source, int]]) -> None:
-        # A base may be `Changed` itself, by another choice: the decoder of all bases sees to that.
-        self._choice = next(it.choice for it, _ in items if isinstance(it, Changed))
-        mine = [it for it, _ in items if isinstance(it, Changed) and it.choice is self._choice]
+        # A base may be `Changed` itself, by another one: the decoder of all bases sees to that.
+        self._active_delta = next(it.active_delta for it, _ in items if isinstance(it, Changed))
+        mine = [it for it, _ in items if isinstance(it, Changed) and it.active_delta is self._active_delta]
         self._device = mine[0].device
         bases = [(self._as(it, None).start, at) for it, at in items]
         self._base = decoder(bases)
@@ -277,16 +277,16 @@ class ChangedDecoder:
 
     def _as(self, source: Source, name: str | None) -> Variant:
         """What a source is under a name."""
-        if not isinstance(source, Changed) or source.choice is not self._choice:
+        if not isinstance(source, Changed) or source.active_delta is not self._active_delta:
             return Variant(source)
         found = None if name is None else source.variants.get(name)
         return Variant(source.base) if found is None else found
 
     def __call__(self, out: Tensor) -> None:
         """Decode everything into a buffer, on the current stream."""
-        name = self._choice.now()
+        name = self._active_delta.now()
         if capturing(self._device):
-            self._choice.recorded = True
+            self._active_delta.recorded = True
         found = None if name is None else self._named.get(name)
         if found is None:
             self._base(out)

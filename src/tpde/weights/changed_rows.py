@@ -116,7 +116,7 @@ class ChangedRows:
         What rebuilds rows of the base.
     named : mapping of str to (callable, RowChanges or None)
         For each name, what rebuilds the rows that it is on, and what differs.
-    choice : ActiveDelta
+    active_delta : ActiveDelta
         Which of them is chosen.
     """
 
@@ -124,15 +124,15 @@ class ChangedRows:
         self,
         base: RowsDecoder,
         named: Mapping[str, tuple[RowsDecoder, RowChanges | None]],
-        choice: ActiveDelta,
+        active_delta: ActiveDelta,
     ) -> None:
-        self._base, self._named, self._choice = base, named, choice
+        self._base, self._named, self._active_delta = base, named, active_delta
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Rows `ids`: see `RowReader`."""
         if capturing(ids.device):
-            self._choice.recorded = True
-        name = self._choice.now()
+            self._active_delta.recorded = True
+        name = self._active_delta.now()
         reader, changes = (self._base, None) if name is None else self._named.get(name, (self._base, None))
         rows = reader(ids)
         if changes is not None:

@@ -54,7 +54,7 @@ class Coding:
         return self._images[device]
 
 
-class Coded:
+class CodedChange:
     """A sparse change of one tensor, checked before: nothing of it is compared when it is decoded.
 
     Parameters
@@ -74,7 +74,7 @@ class Coded:
         self.starts = ends - self.sizes  # in the data
 
     @classmethod
-    def on(cls, device: torch.device, coding: Coding, sparse: Sparse) -> Coded:
+    def on(cls, device: torch.device, coding: Coding, sparse: Sparse) -> CodedChange:
         """A change whose bytes are brought to a device."""
         from tpde.cuda.delta_kernels import AHEAD
 
@@ -93,12 +93,12 @@ class Coded:
         # counted of the words beneath.
         return self.data.numel() + 2 * (24 + _COUNTED) * self.changes.size
 
-    def moved(self, fn: Callable[[Tensor], Tensor]) -> Coded:
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> CodedChange:
         """The same where a function moves its bytes; itself where they stay."""
         data = fn(self.data)
         if data is self.data and data.data_ptr() == self._address:
             return self
-        return Coded(self.coding, Sparse(np.empty(0, np.uint8), self.changes, self.sizes), data)
+        return CodedChange(self.coding, Sparse(np.empty(0, np.uint8), self.changes, self.sizes), data)
 
     def apply_on_host(self, words: Bytes, first: int = 0) -> None:
         """Change words of whole chunks, from chunk `first` on, in host memory."""
@@ -116,14 +116,14 @@ class CodedPiece(NamedTuple):
     `words` is how many they have.
     """
 
-    change: Coded
+    change: CodedChange
     first: int
     last: int
     at: int
     words: int
 
     @classmethod
-    def whole(cls, change: Coded, nbytes: int, at: int) -> CodedPiece:
+    def whole(cls, change: CodedChange, nbytes: int, at: int) -> CodedPiece:
         """All of a tensor's chunks."""
         return cls(change, 0, change.changes.size, at, nbytes // change.word_bytes)
 

@@ -24,10 +24,10 @@ from tpde.store.delta_state import other_base
 from tpde.store.device_deltas import is_resident
 from tpde.store.device_update import SparseChange, SparseChanges
 from tpde.weights.changed import Variant
-from tpde.weights.coded import Coded, Coding
-from tpde.weights.pack_tensor import pack_tensor
+from tpde.weights.coded import CodedChange, Coding
+from tpde.weights.pack_source import pack_source
 from tpde.weights.packed_tensor import PackedTensor
-from tpde.weights.source import Source
+from tpde.weights.source import Source, decoded
 
 # Of a tensor's bytes, what a sparse change may take: with more, some 30 % of words of bf16, the weight as a
 # whole, at 0.67, is decoded in far less time than what changed.
@@ -138,13 +138,15 @@ class Delta:
         if it.codec == SPARSE and it.size <= it.spec.nbytes * SPARSE_SHARE:
             data = self.file.payload(it)
             if self._checked_there(it, plain, data, base) or self._checked_here(it, plain, base):
-                change = Coded.on(plain.device, self._codings[it.model], Sparse(data, it.changes, it.sizes))
+                change = CodedChange.on(
+                    plain.device, self._codings[it.model], Sparse(data, it.changes, it.sizes)
+                )
                 return Variant(source, (change,))
             return None
         new = self.target(it, _on_host(plain), base)
         if new is None:
             return None
-        made = pack_tensor(to_torch(new, it.spec), source.name)
+        made = pack_source(to_torch(new, it.spec), source.name)
         if made is None:
             raise PackedWeight(
                 f"`{source.name}` becomes another in `{self.name}`, which does not shrink: it cannot be kept "
@@ -153,7 +155,7 @@ class Delta:
                 where=source.name,
             )
         made.apply(lambda blob: blob.to(plain.device))
-        return Variant(made.sources[0])
+        return Variant(made)
 
     def _checked_there(self, it: TensorEntry, plain: Tensor, data: Bytes, base: str) -> bool:
         """Whether a change is one, checked by kernels; False also where there are none."""
@@ -240,7 +242,7 @@ def variants_of(
     """
     if not entries:
         return {}
-    plain = PackedTensor(source).decoded().view(-1).view(torch.uint8)
+    plain = decoded(source).view(-1).view(torch.uint8)
     made = {name: deltas[name].variant(it, source, plain, base) for name, it in entries.items()}
     return {name: it for name, it in made.items() if it is not None}
 

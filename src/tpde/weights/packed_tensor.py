@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,30 +13,12 @@ from torch import Tensor
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.format.blob_header import align
 from tpde.weights.active_delta import ActiveDelta
-from tpde.weights.resident import Resident
-from tpde.weights.source import Decoder, RowsDecoder, Source, decoder
-from tpde.weights.span import ALIGN, Span
-
-if TYPE_CHECKING:
-    from tpde.weights.experts import Experts
-    from tpde.weights.windowed import Windowed
-
-
-class User(Protocol):
-    """What keeps something that was derived from a packed weight."""
-
-    def changed(self) -> None:
-        """Forget it: the weight's blobs are others, or elsewhere."""
-
-    def updated(self) -> None:
-        """Have what was begun with it refused: it has other values, or may have soon."""
-
-    @property
-    def recorded(self) -> bool:
-        """Whether a CUDA graph was recorded with it."""
-
-    def frozen(self) -> None:
-        """Forget what says that the weight requires a gradient: it does not any more."""
+from tpde.weights.expert_products import Experts
+from tpde.weights.pickled import pickled_sources
+from tpde.weights.source import ALIGN, Decoder, RowsDecoder, Source, decoder
+from tpde.weights.span import Span
+from tpde.weights.user import User
+from tpde.weights.windowed import Windowed
 
 
 class PackedTensor:
@@ -69,7 +51,7 @@ class PackedTensor:
     tile_bytes : int
         Room for tiles of its rows, if it is a matrix larger than any buffer; 0 if it is decoded whole.
         Whoever loads a model sets it.
-    choice : ActiveDelta or None
+    active_delta : ActiveDelta or None
         By which name it is decoded, if it has several.
     multiplies : bool
         Whether products are computed from it, without its being decoded before: a linear layer's, or of
@@ -96,7 +78,7 @@ class PackedTensor:
         self.dtype = first.dtype
         self.shape = torch.Size(first.shape if shape is None else tuple(shape))
         self.parts: list[tuple[Source, int]] = []
-        self.choice: ActiveDelta | None = None
+        self.active_delta: ActiveDelta | None = None
         self.nbytes = self.tile_bytes = self.updates = 0
         for source in found:
             if source.dtype != self.dtype:
@@ -137,6 +119,11 @@ class PackedTensor:
     def settled(self) -> bool:
         """Whether all bytes are on the device by now, and stay as they are there."""
         return all(source.settled for source, _ in self.parts)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is one of experts that are multiplied as they are."""
+        return self.multiplies and len(self.shape) == 3
 
     @property
     def packed_bytes(self) -> int:
@@ -242,7 +229,9 @@ class PackedTensor:
         self.multiplies = whole and all(source.multiplies for source, _ in self.parts)
         self._experts: Experts | None = None
         self._versions = [source.version for source, _ in self.parts]
-        self.choice = next((source.choice for source, _ in self.parts if source.choice is not None), None)
+        self.active_delta = next(
+            (source.active_delta for source, _ in self.parts if source.active_delta is not None), None
+        )
         self._decoder: Decoder | None = None
         self._rows: RowsDecoder | None = None
 
@@ -280,8 +269,7 @@ class PackedTensor:
                 hint="load the model with more `vram`",
             )
         if self._decoder is None:
-            of_experts = self.multiplies and len(self.shape) == 3
-            self._decoder = self.experts.decode_into if of_experts else decoder(self.parts)
+            self._decoder = self.experts.decode_into if self.of_experts else decoder(self.parts)
 
     def decode_into(self, out: Tensor) -> None:
         """Decode the weight to the start of a buffer of bytes, on the current stream.
@@ -317,19 +305,17 @@ class PackedTensor:
     @property
     def key(self) -> int:
         """What operators call it by, where `multiplies` says that they can."""
-        return cast("Windowed", self.parts[0][0]).key
+        return cast(Windowed, self.parts[0][0]).key
 
     def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x @ W.T + bias`, where `multiplies` says that it can be: see `Windowed.product`."""
-        return cast("Windowed", self.parts[0][0]).product(x, bias, trained)
+        return cast(Windowed, self.parts[0][0]).product(x, bias, trained)
 
     @property
     def experts(self) -> Experts:
-        """Its experts, where `multiplies` says of a weight of three dimensions that they are multiplied."""
+        """Its experts, where `of_experts` says that they are multiplied."""
         if self._experts is None:
-            from tpde.weights.experts import Experts
-
-            self._experts = Experts(self)
+            self._experts = Experts(self.parts, self.shape, self.name)
         return self._experts
 
     def opened(self) -> AbstractContextManager[None]:
@@ -347,35 +333,6 @@ def rebuild_tensor(
     InvalidInput, Truncated, UnsupportedVersion, Corrupt
         If they are not valid.
     """
-    known = (
-        isinstance(blobs, list)
-        and isinstance(names, list)
-        and len(blobs) == len(names)
-        and all(isinstance(blob, Tensor) for blob in blobs)
-        and all(isinstance(it, str) for it in (*names, name))
-        and isinstance(shape, tuple)
-        and all(isinstance(n, int) and 0 <= n < 1 << 62 for n in (*shape, tile_bytes))
-    )
-    if not known:
-        raise InvalidInput(
-            "what was pickled is no packed weight", hint="fetch it again", where=str(name)[:200]
-        )
-    part = len(blobs) > 1
-    made = PackedTensor([_source(blob, it, part) for blob, it in zip(blobs, names, strict=True)], shape, name)
+    made = PackedTensor(pickled_sources(blobs, names, shape, name, tile_bytes), shape, name)
     made.tile_bytes = tile_bytes
     return made
-
-
-def _source(blob: Tensor, name: str, part: bool) -> Source:
-    """A blob of any kind: they begin with different bytes."""
-    from tpde.codec import window_stacks
-    from tpde.weights.windowed import MAGIC, Windowed
-    from tpde.weights.windowed_experts import WindowedExperts
-
-    if blob.dtype is torch.uint8 and blob.dim() == 1 and not blob.is_meta:
-        magic = bytes(blob[: len(MAGIC)].tolist())
-        if magic == MAGIC:
-            return Windowed(blob.contiguous(), name, part=part)
-        if magic == window_stacks.MAGIC:
-            return WindowedExperts(blob.contiguous(), name)
-    return Resident(blob, name)

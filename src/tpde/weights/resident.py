@@ -13,7 +13,8 @@ from tpde.errors import Corrupt, InvalidInput, PackedWeight, Truncated, Unsuppor
 from tpde.format.blob_header import MAX_FIXED_BYTES, parse_blob_header
 from tpde.io.sources import BytesSource
 from tpde.weights.decoder import ChunkDecoder, Materializer
-from tpde.weights.source import Decoder, Source
+from tpde.weights.rows import RowReader
+from tpde.weights.source import Decoder, RowsDecoder, Source
 
 if TYPE_CHECKING:
     from tpde.cuda.items import Item, StagedChunks
@@ -143,6 +144,10 @@ class Resident(Source):
     def chunks(self, first: int, last: int, offset: int) -> Decoder:
         """What rebuilds some chunks."""
         return ChunkDecoder(self, first, last, offset)
+
+    def row_reader(self) -> RowsDecoder:
+        """What rebuilds rows of it."""
+        return RowReader(self)
 
     def host_reader(self) -> BlobReader:
         """A reader of the blob in host memory; the bytes of one on a GPU are copied once and kept."""

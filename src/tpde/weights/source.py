@@ -18,7 +18,7 @@ from tpde.codec.native import Bytes
 from tpde.codec.registry import Codec, codec_of
 from tpde.errors import Corrupt
 from tpde.files.thread_count import default_threads
-from tpde.format.blob_header import BlobHeader
+from tpde.format.blob_header import BlobHeader, align
 from tpde.frameworks import torch_dtype, torch_shape
 from tpde.weights.launch import upload
 
@@ -31,6 +31,7 @@ RowsDecoder = Callable[
     [torch.Tensor], torch.Tensor
 ]  # rebuilds the rows of a matrix whose numbers it is given
 
+ALIGN = 512  # the allocator's own: matrix libraries choose other kernels for addresses that are less round
 _HERE = contextlib.nullcontext()
 
 
@@ -58,7 +59,7 @@ class Source(ABC):
         Whether its bytes are on the device by now, and stay as they are there.
     travels : bool
         Whether it has chunks that are brought to the device each time.
-    choice : ActiveDelta or None
+    active_delta : ActiveDelta or None
         By which name it is decoded, if it has several.
     multiplies : bool
         Whether a linear layer's product is computed from it, without its being decoded before: it has a
@@ -74,7 +75,7 @@ class Source(ABC):
     lead = 0
     settled = True
     travels = False
-    choice: ActiveDelta | None = None
+    active_delta: ActiveDelta | None = None
     multiplies = False
     recorded = False
     _section: bytes
@@ -240,11 +241,9 @@ class Source(ABC):
     def chunks(self, first: int, last: int, offset: int) -> Decoder:
         """What rebuilds chunks `first` to `last` into a buffer, from byte `offset` on."""
 
+    @abstractmethod
     def row_reader(self) -> RowsDecoder:
         """What rebuilds the rows that are asked for, of a matrix."""
-        from tpde.weights.rows import RowReader
-
-        return RowReader(self)
 
     def host_reader(self) -> BlobReader:
         """A reader of the blob in host memory."""
@@ -290,3 +289,18 @@ def decoder(items: Sequence[tuple[Source, int]]) -> Decoder:
     """
     lead = max((source for source, _ in items), key=lambda source: source.lead)
     return lead.together(items)
+
+
+def decoded(source: Source) -> torch.Tensor:
+    """A source's tensor, in memory of its own.
+
+    Raises
+    ------
+    Corrupt
+        Naming tensor and chunk.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        size = max(align(source.nbytes, ALIGN), 1)
+        flat = torch.empty(size, dtype=torch.uint8, device=source.device)
+        decoder([(source, 0)])(flat)
+        return flat[: source.nbytes].view(source.dtype).view(source.shape)

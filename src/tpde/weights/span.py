@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tpde.codec.native import Bytes
 from tpde.format.blob_header import align
-from tpde.weights.source import Decoder, Source
+from tpde.weights.source import ALIGN, Decoder, Source
 
-ALIGN = 512  # the allocator's own: matrix libraries choose other kernels for addresses that are less round
 PIECE_BYTES = 16 << 20  # decoded at a time on the way elsewhere; malloc keeps up to 32 MiB for the next
 
 

@@ -19,8 +19,7 @@ from tpde.weights import operators as ops
 from tpde.weights import windowing
 from tpde.weights.frozen import as_weight
 from tpde.weights.launch import on_device, stream_handle
-from tpde.weights.packed_tensor import PackedTensor
-from tpde.weights.source import RowsDecoder, Source
+from tpde.weights.source import RowsDecoder, Source, decoded
 from tpde.weights.windows_source import WindowSource
 
 MAGIC = bytes.fromhex("89 54 50 44 57 0D 0A 1A")  # windows.md 5.1
@@ -100,7 +99,7 @@ class Windowed(WindowSource):
         """
         if not _can_be(source):
             return None
-        return cls.of_plain(PackedTensor(source).decoded(), source.name, most)
+        return cls.of_plain(decoded(source), source.name, most)
 
     @classmethod
     def of_plain(cls, matrix: Tensor, name: str, most: float, room: Tensor | None = None) -> Windowed | None:
@@ -187,7 +186,7 @@ class Windowed(WindowSource):
 
     def instead(self) -> Tensor:
         """The matrix, decoded."""
-        return PackedTensor(self).decoded()
+        return decoded(self)
 
     def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x W^T + bias` (docs/windows.md 9), on the current stream.

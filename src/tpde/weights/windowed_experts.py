@@ -17,8 +17,7 @@ from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
 from tpde.weights import window_stacking
 from tpde.weights.launch import on_device, stream_handle, upload
-from tpde.weights.packed_tensor import PackedTensor
-from tpde.weights.source import Source
+from tpde.weights.source import Source, decoded
 from tpde.weights.windows_source import WindowSource
 
 
@@ -76,7 +75,7 @@ class WindowedExperts(WindowSource):
         """
         if source.dtype is not torch.bfloat16 or len(source.shape) != 3 or 0 in source.shape:
             return None
-        return cls.of_plain(PackedTensor(source).decoded(), source.name, most, turned)
+        return cls.of_plain(decoded(source), source.name, most, turned)
 
     @classmethod
     def of_plain(cls, weight: Tensor, name: str, most: float, turned: bool) -> WindowedExperts | None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tpde.codec.registry import Codec, Gpu
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.weights.pack_tensor import packed_again
-from tpde.weights.packed_tensor import PackedTensor
+from tpde.weights.pack_source import packed_again
 from tpde.weights.resident import check_load, require_bytes_kept
-from tpde.weights.source import Decoder, Source, decoder
+from tpde.weights.rows import RowReader
+from tpde.weights.source import Decoder, RowsDecoder, Source, decoded, decoder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,7 +112,7 @@ class WindowSource(Source):
         if isinstance(other, type(self)):
             made = other if assign else other._like(other._blob.to(self.device, copy=True))
         else:
-            made = self.anew(PackedTensor(other).decoded().to(other.device if assign else self.device))
+            made = self.anew(decoded(other).to(other.device if assign else self.device))
         self._become(made)
 
     @abstractmethod
@@ -177,6 +177,10 @@ class WindowSource(Source):
             self._decode(out[offset : offset + end - begin], first, last + 1)
 
         return decode
+
+    def row_reader(self) -> RowsDecoder:
+        """What rebuilds the rows that are asked for, on the host."""
+        return RowReader(self)
 
     def _extent(self, first: int, end: int) -> tuple[int, int]:
         """Which bytes of the tensor some chunks are."""

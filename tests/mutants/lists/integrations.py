@@ -226,7 +226,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-has-room-for-what-is-there",
-        "loading/budgeted.py",
+        "loading/homes.py",
         'plan.parts[it] for it in ("plain", "fixed", "pages", "index", "decoded")',
         'plan.parts[it] for it in ("plain", "fixed", "pages", "index")',
         "plain weights are decoded with room that they have themselves",
@@ -234,9 +234,9 @@ MUTANTS = (
     ),
     mutant(
         "windows-are-encoded-in-their-own-room",
-        "loading/budgeted.py",
-        'room - plan.parts["windows"], self._read',
-        "room, self._read",
+        "loading/homes.py",
+        'room - plan.parts["windows"], read',
+        "room, read",
         "what windows are encoded from has the room that they have themselves",
         _FUSED,
     ),
@@ -568,7 +568,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-that-fails-keeps-all",
-        "integrations/transformers/quantizer.py",
+        "integrations/transformers/load_target.py",
         "            target.streaming.close()\n",
         "            pass\n",
         "a load that fails keeps ring, host memory and budget",

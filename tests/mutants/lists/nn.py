@@ -10,7 +10,7 @@ MUTANTS = (
     mutant(
         "gradients-of-the-delta-in-use-by-then",
         "nn/saved.py",
-        "        if self.choice is None:\n            return self._again()\n",
+        "        if self.active_delta is None:\n            return self._again()\n",
         "        if True:\n            return self._again()\n",
         "gradients are computed with the weights of another fine-tune",
         "nn/test_deltas.py",
@@ -34,7 +34,7 @@ MUTANTS = (
     mutant(
         "graphs-go-on-with-another-delta",
         "nn/model_deltas.py",
-        "        if self.choice.recorded:\n",
+        "        if self.active_delta.recorded:\n",
         "        if False:\n",
         "a recorded graph computes with the fine-tune before",
         "nn/test_deltas.py",
@@ -58,7 +58,7 @@ MUTANTS = (
     mutant(
         "interrupted-switches-are-left",
         "nn/model_deltas.py",
-        "            if chosen == self.active and self.choice.settled:\n",
+        "            if chosen == self.active and self.active_delta.settled:\n",
         "            if chosen == self.active:\n",
         "after Ctrl-C plain parameters stay those of another fine-tune",
         "nn/test_requests.py",
@@ -204,7 +204,7 @@ MUTANTS = (
     ),
     mutant(
         "a-workspace-is-released-while-it-is-used",
-        "nn/group.py",
+        "nn/workspace.py",
         "            if self.depth or capturing(self.device):\n                return 0\n",
         "            if capturing(self.device):\n                return 0\n",
         "a block's weights are given back while it computes",
@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     mutant(
         "kept-weights-are-overwritten",
-        "nn/group.py",
+        "nn/workspace.py",
         "        if self._storage is None or self.recorded or self._uses() <= self._known:\n            return\n",
         "        if self._storage is not None:\n            return\n",
         "a weight that somebody keeps becomes that of the next block",
@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     mutant(
         "another-stream-is-not-waited-for",
-        "nn/group.py",
+        "nn/workspace.py",
         "                stream.wait_stream(self._stream)\n",
         "                pass\n",
         "two streams decode to the workspace at a time",
@@ -231,7 +231,7 @@ MUTANTS = (
     ),
     mutant(
         "a-workspace-goes-back-too-soon",
-        "nn/group.py",
+        "nn/workspace.py",
         "            self.buffer.record_stream(self._stream)\n",
         "            pass\n",
         "memory is given to others while a stream still reads weights there",
@@ -239,7 +239,7 @@ MUTANTS = (
     ),
     mutant(
         "casts-are-done-to-the-rest",
-        "nn/modules.py",
+        "nn/module_state.py",
         "            if found is not slot.dtype:\n                raise PackedWeight(",
         "            if found is slot.dtype and not found.is_floating_point:\n                raise PackedWeight(",
         "`model.half()` casts all but the packed weights",
@@ -248,7 +248,7 @@ MUTANTS = (
     ),
     mutant(
         "missing-keys-are-not-told",
-        "nn/modules.py",
+        "nn/module_state.py",
         "                if strict:\n                    missing_keys.append(key)\n",
         "                pass\n",
         "a state dict without a packed weight is loaded as if it were complete",
@@ -256,7 +256,7 @@ MUTANTS = (
     ),
     mutant(
         "packed-keys-are-unexpected",
-        "nn/modules.py",
+        "nn/module_state.py",
         "            if key in unexpected_keys:\n                unexpected_keys.remove(key)\n",
         "",
         "the state dict of a packed model is refused",
@@ -264,7 +264,7 @@ MUTANTS = (
     ),
     mutant(
         "moving-leaves-the-parameter-behind",
-        "nn/modules.py",
+        "nn/module_state.py",
         "            slot.parameter.memory_format = memory_format or CONTIGUOUS\n            slot.parameter.sync()\n",
         "            slot.parameter.memory_format = memory_format or CONTIGUOUS\n",
         "a parameter says that it is where it was",
@@ -273,7 +273,7 @@ MUTANTS = (
     ),
     mutant(
         "assigned-blobs-leave-the-parameter-behind",
-        "nn/modules.py",
+        "nn/module_state.py",
         "                    slot.packed.load(value.packed, assign=True)\n                    slot.parameter.sync()\n",
         "                    slot.packed.load(value.packed, assign=True)\n",
         "after loading with `assign`, a parameter says that it is where it was",
@@ -282,7 +282,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-copies-what-should-be-assigned",
-        "nn/modules.py",
+        "nn/module_state.py",
         "slot.packed.load(value.packed, assign=True)",
         "slot.packed.load(value.packed)",
         "loading with `assign=True` keeps the model where it was",
@@ -299,7 +299,7 @@ MUTANTS = (
     ),
     mutant(
         "parametrized-weights",
-        "nn/modules.py",
+        "nn/module_state.py",
         'if name.startswith(f"{leaf}_") and (leaf not in self._parameters or param is slot.parameter):',
         "if name == leaf and (leaf not in self._parameters or param is slot.parameter):",
         "a packed layer that refuses to be pruned is half pruned",
@@ -497,7 +497,7 @@ MUTANTS = (
     mutant(
         "experts-are-decoded-with-their-block",
         "nn/replace.py",
-        "            if is_experts(slot.packed):",
+        "            if slot.packed.of_experts:",
         "            if False:",
         "all experts are decoded for each token",
         "nn/test_fused_experts.py",

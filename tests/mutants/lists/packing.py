@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     mutant(
         "blobs-of-inference",
-        "weights/pack_tensor.py",
+        "weights/pack_source.py",
         "    with torch.inference_mode(False):\n        blob = torch.zeros",
         "    with torch.inference_mode(torch.is_inference_mode_enabled()):\n        blob = torch.zeros",
         "blobs that were packed in inference mode cannot be changed later",

@@ -506,7 +506,7 @@ MUTANTS = (
     # ---- budgets ----
     mutant(
         "a-budget-without-products-of-tiles",
-        "planning/planner.py",
+        "planning/layout.py",
         '        "tiles": layout.products(footprint.column),\n',
         '        "tiles": 0,\n',
         "what a tile gives has no room",
@@ -514,7 +514,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-experts",
-        "planning/planner.py",
+        "planning/layout.py",
         '        "experts": footprint.experts if layout.slots else 0,\n',
         '        "experts": 0,\n',
         "two experts have no room",
@@ -522,7 +522,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-other-devices-pages",
-        "planning/planner.py",
+        "planning/layout.py",
         " + page_tables(footprint.elsewhere),\n",
         ",\n",
         "page tables of what other devices lock have no room",
@@ -530,7 +530,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-the-stagings-pages",
-        "planning/planner.py",
+        "planning/layout.py",
         "page_tables(layout.tally.host + layout.tally.staging)",
         "page_tables(layout.tally.host)",
         "page tables of the memory that files are read to have no room",
@@ -538,7 +538,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-index-maps",
-        "planning/planner.py",
+        "planning/layout.py",
         '        "index": layout.tally.maps,\n',
         '        "index": 0,\n',
         "index maps of streamed weights have no room",
@@ -546,7 +546,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-a-cache",
-        "planning/planner.py",
+        "planning/layout.py",
         '        "cache": footprint.cache,\n',
         '        "cache": 0,\n',
         "keys and values have no room",
@@ -554,7 +554,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-has-no-room",
-        "planning/planner.py",
+        "planning/layout.py",
         "        return max(sum(parts.values()), loading)\n",
         "        return sum(parts.values())\n",
         "a plain unit has no room beside its packed form",
@@ -562,7 +562,7 @@ MUTANTS = (
     ),
     mutant(
         "loading-without-page-tables",
-        "planning/planner.py",
+        "planning/layout.py",
         '+ parts["pages"] + self.tally.maps + self.tally.loading',
         "+ self.tally.maps + self.tally.loading",
         "page tables have no room while weights are loaded",
@@ -570,7 +570,7 @@ MUTANTS = (
     ),
     mutant(
         "nothing-is-left-free",
-        "planning/planner.py",
+        "planning/token_work.py",
         "vram - layout.used(footprint) - LEFT_FREE, wanted",
         "vram - layout.used(footprint), wanted",
         "what is retained takes the last byte of the budget",
@@ -578,7 +578,7 @@ MUTANTS = (
     ),
     mutant(
         "little-is-retained",
-        "planning/planner.py",
+        "planning/token_work.py",
         "return left // GRAIN * GRAIN if left >= RETAINED_LEAST else 0",
         "return left // GRAIN * GRAIN if left > 0 else 0",
         "pieces are retained where that saves nothing",
@@ -586,7 +586,7 @@ MUTANTS = (
     ),
     mutant(
         "turns-are-not-counted",
-        "planning/planner.py",
+        "planning/token_work.py",
         "turns = -(-unit.plain // layout.workspace) if unit.plain > layout.workspace else 1",
         "turns = 1",
         "tiles are predicted to cost one launch",
@@ -594,7 +594,7 @@ MUTANTS = (
     ),
     mutant(
         "the-disk-is-not-counted",
-        "planning/planner.py",
+        "planning/token_work.py",
         "        disk += size if where is Placement.DISK else 0\n",
         "",
         "reading from a disk is predicted to take no time",
@@ -602,7 +602,7 @@ MUTANTS = (
     ),
     mutant(
         "index-maps-are-copied",
-        "planning/planner.py",
+        "planning/token_work.py",
         "        size = unit.packed - unit.index\n",
         "        size = unit.packed\n",
         "copies are predicted that are not made",
@@ -610,7 +610,7 @@ MUTANTS = (
     ),
     mutant(
         "what-is-retained-is-copied",
-        "planning/planner.py",
+        "planning/token_work.py",
         "        copied=work.copied - once,\n",
         "        copied=work.copied,\n",
         "what is retained is predicted to be copied each time",
@@ -659,7 +659,7 @@ MUTANTS = (
     # ---- the window layout ----
     mutant(
         "a-budget-without-windows",
-        "planning/planner.py",
+        "planning/layout.py",
         '        "windows": layout.tally.windows,\n',
         '        "windows": 0,\n',
         "weights in the window layout have no room",
@@ -667,7 +667,7 @@ MUTANTS = (
     ),
     mutant(
         "a-budget-without-strips",
-        "planning/planner.py",
+        "planning/layout.py",
         "max((windows.strip for _, windows in layout.tally.windowed), default=0)",
         "0",
         "rows that are decoded for a long prompt have no room",
@@ -675,7 +675,7 @@ MUTANTS = (
     ),
     mutant(
         "strips-give-nothing",
-        "planning/planner.py",
+        "planning/layout.py",
         "        rows += [windows.rows for _, windows in self.tally.windowed]\n",
         "",
         "what a strip gives has no room",
@@ -683,9 +683,9 @@ MUTANTS = (
     ),
     mutant(
         "windows-need-no-workspace",
-        "planning/planner.py",
-        "_workspaces(made.decoded, tiled, made.least_workspace)",
-        "_workspaces(made.decoded, tiled)",
+        "planning/layout.py",
+        "workspaces(made.decoded, tiled, made.least_workspace)",
+        "workspaces(made.decoded, tiled)",
         "what stays packed beside windows has no room to be decoded to",
         _WINDOWS,
     ),
@@ -699,7 +699,7 @@ MUTANTS = (
     ),
     mutant(
         "windows-are-read-as-plain",
-        "planning/planner.py",
+        "planning/token_work.py",
         "read, multiplied = read - windows.matrices, multiplied + windows.read",
         "multiplied = multiplied + windows.read",
         "weights in the window layout are predicted to be read twice",

@@ -108,7 +108,7 @@ MUTANTS = (
         "a-copy-goes-by-the-model-s-name",
         "weights/changed.py",
         "        return Changed(start, {UNNAMED: Variant(start, changes)}, ALWAYS)\n\n    def require",
-        "        return Changed(start, self.variants, self.choice)\n\n    def require",
+        "        return Changed(start, self.variants, self.active_delta)\n\n    def require",
         "a copied block changes when the model it was copied from is told to",
         "nn/test_deltas.py",
     ),
@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     mutant(
         "pickles-of-any-size",
-        "weights/packed_tensor.py",
+        "weights/pickled.py",
         "all(isinstance(n, int) and 0 <= n < 1 << 62 for n in (*shape, tile_bytes))",
         "all(isinstance(n, int) for n in (*shape, tile_bytes))",
         "a hostile pickle makes a weight of a negative size",
@@ -475,7 +475,7 @@ MUTANTS = (
     ),
     mutant(
         "experts-of-any-number-of-tokens",
-        "weights/experts.py",
+        "weights/expert_products.py",
         "0 < tokens <= MOST_ROWS and",
         "0 < tokens and",
         "prompts are multiplied eight rows at a time",
@@ -483,7 +483,7 @@ MUTANTS = (
     ),
     mutant(
         "experts-take-x-as-it-lies",
-        "weights/experts.py",
+        "weights/expert_products.py",
         "step % _X_WORDS or at % X_AT or",
         "step % _X_WORDS or",
         "rows of x at an odd address are refused",

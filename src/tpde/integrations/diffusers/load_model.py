@@ -18,7 +18,7 @@ from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_dtype
 from tpde.integrations.diffusers.dtypes import expected_dtype
 from tpde.integrations.diffusers.streamed import planned
-from tpde.loading.assignment import place
+from tpde.loading.assignment import assign
 from tpde.loading.checkpoint_files import Checkpoint, Stored
 from tpde.loading.collection import collecting_later
 from tpde.loading.devices import check_gpu, checked_device
@@ -179,9 +179,9 @@ def load(
             for name, wanted in plain.items():
                 stored = checkpoint.packed.get(name)
                 if stored is None:
-                    place(model, name, checkpoint.plain_tensor(name, target).to(wanted), frozen=True)
+                    assign(model, name, checkpoint.plain_tensor(name, target).to(wanted), frozen=True)
                 else:
-                    place(model, name, checkpoint.decode([stored.run], target, wanted)[0], frozen=True)
+                    assign(model, name, checkpoint.decode([stored.run], target, wanted)[0], frozen=True)
             if streaming is None:
                 parts = checkpoint.open(packed, dict.fromkeys(packed, target))
             else:
@@ -264,5 +264,5 @@ def _sort(
             packed[name] = stored.run
         else:
             plain[name] = wanted
-        place(model, name, torch.empty(spec.shape, dtype=wanted, device="meta"), frozen=True)
+        assign(model, name, torch.empty(spec.shape, dtype=wanted, device="meta"), frozen=True)
     return packed, plain

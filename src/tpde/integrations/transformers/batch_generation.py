@@ -30,11 +30,11 @@ class Generate(AroundModel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As before, or each row under its own delta; nothing changes meanwhile."""
-        if self.deltas.choice.rows() is None:
+        if self.deltas.active_delta.rows() is None:
             return self.run(args, kwargs)
         with self.deltas.passes.one():
             self.deltas.require_settled()
-            names = self.deltas.choice.rows()
+            names = self.deltas.active_delta.rows()
             if names is None:  # by now
                 return self.run(args, kwargs)
             return self._by_requests(BatchRows(names), args, kwargs)

@@ -8,17 +8,17 @@ from typing import Any
 
 from tpde.integrations.transformers.expert_modules import cache_least
 from tpde.integrations.transformers.model_footprint import activation_dtype, footprint_of
-from tpde.integrations.transformers.weight_map import Plan
+from tpde.integrations.transformers.weight_map import WeightMap
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.loading.model_plan import place_units
 from tpde.planning.budget import Budget
-from tpde.planning.planner import StreamPlan
+from tpde.planning.stream_plan import StreamPlan
 
 
 def plan_streaming(
     model: Any,
     checkpoint: Checkpoint,
-    plan: Plan,
+    weights: WeightMap,
     budget: Budget,
     *,
     only: Collection[str] | None = None,
@@ -32,7 +32,7 @@ def plan_streaming(
         On the `meta` device.
     checkpoint : Checkpoint
         Its files.
-    plan : Plan
+    weights : WeightMap
         Which of their tensors make up its parameters.
     budget : Budget
         Of the device, and of the host for what goes there; without `ram`, it is as much as is needed.
@@ -50,14 +50,14 @@ def plan_streaming(
         If the header of a packed tensor is damaged.
     """
     dtype = activation_dtype(model.parameters())
-    footprint = footprint_of(model, plan.runs, budget.max_tokens, budget.max_batch, dtype, only)
-    sizes = {part.name: part.extent.size for run in plan.runs.values() for part in run.parts}
+    footprint = footprint_of(model, weights.runs, budget.max_tokens, budget.max_batch, dtype, only)
+    sizes = {part.name: part.extent.size for run in weights.runs.values() for part in run.parts}
     here = {
-        part.name for name, run in plan.runs.items() if only is None or name in only for part in run.parts
+        part.name for name, run in weights.runs.items() if only is None or name in only for part in run.parts
     }
     footprint = replace(
         footprint,
-        experts=cache_least(model, plan.runs, only),
+        experts=cache_least(model, weights.runs, only),
         elsewhere=sum(size for name, size in sizes.items() if name not in here),
     )
-    return place_units(model, plan.runs, footprint, budget.vram, budget.ram, only, fused)
+    return place_units(model, weights.runs, footprint, budget.vram, budget.ram, only, fused)

@@ -14,8 +14,7 @@ from tpde.errors import InvalidInput
 from tpde.files.documents import NotJson, parse_object
 from tpde.format.delta_head import OtherEntry
 from tpde.integrations.transformers.internals import tied_weights
-from tpde.integrations.transformers.weight_map import Plan
-from tpde.integrations.transformers.weight_map import Source as Converted
+from tpde.integrations.transformers.weight_map import WeightMap, WeightSource
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.nn.named_deltas import require_known
 from tpde.weights.changed import Variant
@@ -49,7 +48,7 @@ def read_states(
     deltas: Mapping[str, DeltaLike],
     model: Any,
     checkpoint: Checkpoint,
-    plan: Plan,
+    weights: WeightMap,
     parts: Mapping[str, PackedTensor],
     expected: Callable[[str], torch.dtype],
     base: str,
@@ -64,7 +63,7 @@ def read_states(
         Which is being loaded.
     checkpoint : Checkpoint
         Its files.
-    plan : Plan
+    weights : WeightMap
         What becomes of their tensors.
     parts : mapping of str to PackedTensor
         Its packed weights, by their names in it.
@@ -87,31 +86,31 @@ def read_states(
         for delta in opened.values():
             require_known(delta, {**checkpoint.packed, **checkpoint.plain}, base)
             _require_config(model, delta)
-        tied = _tied_names(model, plan, parts)
+        tied = _tied_names(model, weights, parts)
         variants: dict[Source, dict[str, Variant]] = {}
         for source in {it for packed in parts.values() for it in packed.sources}:
             names = tied.get(source.name, [source.name])
             entries = entries_of(names, source.header.spec, opened, base)
             variants[source] = variants_of(source, entries, opened, base)
         plain: dict[str, dict[str, Tensor]] = {}
-        for it in (*plan.plain, *(found for found, _ in plan.decoded)):
+        for it in (*weights.plain, *(found for found, _ in weights.decoded)):
             for name, tensors in _plain(it, model, checkpoint, opened, expected(it.target), base).items():
                 plain.setdefault(name, {}).update(tensors)
     return States(list(deltas), variants, plain)
 
 
-def _tied_names(model: Any, plan: Plan, parts: Mapping[str, PackedTensor]) -> dict[str, list[str]]:
+def _tied_names(model: Any, weights: WeightMap, parts: Mapping[str, PackedTensor]) -> dict[str, list[str]]:
     """By the name of each tensor that is there once, all that the files have of it."""
     found: dict[str, list[str]] = {}
     for target, source in tied_weights(model).items():
-        if target in plan.runs and source in plan.runs and parts.get(target) is parts.get(source):
-            for mine, theirs in zip(plan.runs[source].parts, plan.runs[target].parts, strict=True):
+        if target in weights.runs and source in weights.runs and parts.get(target) is parts.get(source):
+            for mine, theirs in zip(weights.runs[source].parts, weights.runs[target].parts, strict=True):
                 found.setdefault(mine.name, [mine.name]).append(theirs.name)
     return found
 
 
 def _plain(
-    source: Converted,
+    source: WeightSource,
     model: Any,
     checkpoint: Checkpoint,
     deltas: Mapping[str, Delta],

@@ -13,11 +13,11 @@ from tpde.integrations.transformers.internals import tied_weights
 from tpde.loading.checkpoint_files import GROUP_BYTES, Checkpoint, Stored, in_groups
 from tpde.loading.runs import Run
 from tpde.nn.kernels import MOST_SHARE, TOO_LARGE, can_fuse, taken_by_others, tell_experts, why_no_experts
-from tpde.weights.experts import parts_in_windows
-from tpde.weights.pack_tensor import hold_raw, pack_tensor
+from tpde.weights.experts_in_windows import parts_in_windows
+from tpde.weights.pack_source import hold_raw, pack_source
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
-from tpde.weights.source import Source
+from tpde.weights.source import Source, decoded
 from tpde.weights.windowed import Windowed
 from tpde.weights.windowed_experts import WindowedExperts
 
@@ -131,7 +131,7 @@ def _windowed(part: Stored, data: Tensor, turned: bool) -> Source:
         plain = part.plain(data)
         return _in_windows(plain, part.name, turned) or _packed(plain, part.name)
     source = part.checked(Resident(data, part.name))
-    return _in_windows(PackedTensor(source).decoded(), part.name, turned) or source
+    return _in_windows(decoded(source), part.name, turned) or source
 
 
 def _in_windows(plain: Tensor, name: str, turned: bool) -> Source | None:
@@ -141,14 +141,13 @@ def _in_windows(plain: Tensor, name: str, turned: bool) -> Source | None:
 
 
 def _packed(plain: Tensor, name: str) -> Source:
-    made = pack_tensor(plain, name) or hold_raw(plain, name)
-    return made.sources[0]
+    return pack_source(plain, name) or hold_raw(plain, name)
 
 
 def _together(parts: Sequence[Stored], read: Sequence[Tensor]) -> list[Source]:
     """Experts in the window layout, whatever that takes."""
     plain = [
-        part.plain(data) if part.is_plain else PackedTensor(part.checked(Resident(data, part.name))).decoded()
+        part.plain(data) if part.is_plain else decoded(part.checked(Resident(data, part.name)))
         for part, data in zip(parts, read, strict=True)
     ]
     names = [part.name for part in parts]
@@ -171,7 +170,7 @@ def _settle(model: nn.Module, parts: Mapping[str, PackedTensor]) -> None:
         told.setdefault(type(model.get_submodule(path)).__name__, TOO_LARGE)
         for packed in weights:
             wide = [it for it in packed.sources if it.multiplies]
-            packed.replace({it: _packed(PackedTensor(it).decoded(), it.name) for it in wide})
+            packed.replace({it: _packed(decoded(it), it.name) for it in wide})
     tell_experts(told)
 
 

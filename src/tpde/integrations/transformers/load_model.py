@@ -223,7 +223,7 @@ def load_model(
 ) -> PreTrainedModel:
     """`from_pretrained`, with a budget that was read before."""
     from tpde.integrations.transformers.config import TpdeConfig
-    from tpde.integrations.transformers.quantizer import loading_to
+    from tpde.integrations.transformers.load_target import loading_to
 
     if deltas is not None:
         check_names(deltas)

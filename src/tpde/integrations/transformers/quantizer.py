@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,70 +23,25 @@ from tpde.integrations.transformers.internals import (
     forget_quantized,
     give_conversions,
     take_conversions,
-    tied_weights,
 )
+from tpde.integrations.transformers.load_target import LoadTarget, load_target
+from tpde.integrations.transformers.packed_parameters import install, tie
 from tpde.integrations.transformers.placeholders import Placeholders
 from tpde.integrations.transformers.run_memory import MemoryFootprintMethod
 from tpde.integrations.transformers.save import state_to_save
 from tpde.integrations.transformers.streamed import ModelStreaming
 from tpde.integrations.transformers.unpacked import load_plain, report_decoded, some
 from tpde.integrations.transformers.warmup import Warmup
-from tpde.integrations.transformers.weight_map import Plan, expected_dtypes, make_plan, same_bytes
+from tpde.integrations.transformers.weight_map import WeightMap, expected_dtypes, map_weights
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.loading.devices import checked_device
 from tpde.loading.quantized import PackedQuantizer
 from tpde.memory.device_memory import require
-from tpde.nn import PackedParameter, PackedTensor, finish, packed_modules, replace_parameter
+from tpde.nn import PackedTensor, finish, packed_modules
 from tpde.nn.attached_deltas import attach
-from tpde.nn.kernels import Kernels, tell_if_none
-from tpde.planning.budget import Budget
-from tpde.weights.delta_sources import DeltaLike
+from tpde.nn.kernels import tell_if_none
 
 log = logging.getLogger("tpde")
-
-
-@dataclass
-class _Target:
-    """Where `tpde.from_pretrained` wants the model: `device_map` would need the package `accelerate`."""
-
-    device: torch.device | None = None
-    budget: Budget | None = None
-    progress: Callable[[int], None] | None = None  # told what is read under it
-    deltas: Mapping[str, DeltaLike] | None = None  # states beside the files' own
-    kernels: Kernels = "exact"
-    pack: bool = False  # plain files, too
-    streaming: ModelStreaming | None = None  # what has been opened so far
-    warmup: Warmup | None = None
-
-
-_target: contextvars.ContextVar[_Target | None] = contextvars.ContextVar("tpde_target", default=None)
-
-
-@contextmanager
-def loading_to(
-    device: torch.device,
-    budget: Budget | None = None,
-    progress: Callable[[int], None] | None = None,
-    deltas: Mapping[str, DeltaLike] | None = None,
-    kernels: Kernels = "exact",
-    pack: bool = False,
-) -> Iterator[None]:
-    """Load models to a device within this context, under a budget or with deltas if there are any."""
-    target = _Target(device, budget, progress, deltas, kernels, pack)
-    token = _target.set(target)
-    try:
-        yield
-    except BaseException:
-        if target.streaming is not None:
-            target.streaming.close()
-        if target.warmup is not None:
-            target.warmup.abandon()
-        raise
-    else:
-        if target.warmup is not None:
-            target.warmup.wait()
-    finally:
-        _target.reset(token)
 
 
 class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
@@ -103,7 +55,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     requires_calibration = False
 
     def __init__(self, quantization_config: TpdeConfig, **kwargs: Any) -> None:
-        self._target = _target.get() or _Target()
+        self._target = load_target()
         self._comes_plain = self._target.pack and not kwargs.get("pre_quantized", True)
         if self._comes_plain:
             kwargs["pre_quantized"] = True  # from here on it is as if it were
@@ -115,7 +67,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self._dtype = torch.float32
         self._device_map: Any = None
         self._checkpoint: Checkpoint | None = None
-        self._plan: Plan | None = None
+        self._weights: WeightMap | None = None
         self._placeholders: Placeholders | None = None
         self._parts: dict[str, PackedTensor] = {}
         self._fused: set[str] = set()  # which of them go to the window layout
@@ -157,13 +109,13 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Load the packed weights when the last of what that needs is known: where each goes."""
         device_map = kwargs.get("device_map")
-        if self._plan is not None and isinstance(device_map, dict):
+        if self._weights is not None and isinstance(device_map, dict):
             self._device_map = device_map
             self._load()
 
     def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
         """Bytes that an element takes on a device: fewer if it is packed."""
-        run = self._plan.runs.get(param_name) if self._plan is not None else None
+        run = self._weights.runs.get(param_name) if self._weights is not None else None
         if run is None:
             return float(param.element_size())
         if param_name in self._fused:
@@ -173,11 +125,11 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
         """Leave room for one plain block on each GPU."""
-        if self._plan is None:
+        if self._weights is None:
             return max_memory
         if self._target.budget is not None:
             return spread(max_memory, self._model, self.param_element_size)
-        room = largest_block({name: run.nbytes for name, run in self._plan.runs.items()})
+        room = largest_block({name: run.nbytes for name, run in self._weights.runs.items()})
         return {
             key: max(value - room, 0) if isinstance(key, int) and isinstance(value, int) else value
             for key, value in max_memory.items()
@@ -198,7 +150,7 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Load the packed weights, now that transformers' conversions are known."""
-        if self._plan is None and self._files and self._model is not None:
+        if self._weights is None and self._files and self._model is not None:
             self._checkpoint = Checkpoint(self._files, pack=self._target.pack)
             try:
                 if not (self._checkpoint.is_packed or self._target.pack):
@@ -207,14 +159,14 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
                         "`config.json` says so",
                         hint=MAKE_PLAIN,
                     )
-                self._plan = make_plan(self._model, self._checkpoint, weight_conversions, self._dtype)
+                self._weights = map_weights(self._model, self._checkpoint, weight_conversions, self._dtype)
                 if not self._checkpoint.is_packed:  # transformers loads what cannot be packed
-                    report_decoded(self._plan, self._checkpoint)
-                    self._plan = self._plan._replace(decoded=[], unexpected=[])
+                    report_decoded(self._weights, self._checkpoint)
+                    self._weights = self._weights._replace(decoded=[], unexpected=[])
                 if self._target.kernels == "fused":
                     # Under a budget, experts are fetched as they are routed to.
                     alone = self._target.budget is None
-                    self._fused = fused_names(self._model, self._plan.runs, experts=alone)
+                    self._fused = fused_names(self._model, self._weights.runs, experts=alone)
                 if not isinstance(self._device_map, str):
                     self._load()
             except BaseException:
@@ -225,50 +177,53 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
     def _load(self) -> None:
         """Read every blob to its device, decode what must be, and hide it all from transformers."""
         assert self._checkpoint is not None
-        assert self._plan is not None
-        model, plan, checkpoint = self._model, self._plan, self._checkpoint
+        assert self._weights is not None
+        model, weights, checkpoint = self._model, self._weights, self._checkpoint
         try:
             where = devices_of(model, self._device_map)
-            where |= {name: device_of(name, self._device_map) for name in plan.runs}
+            where |= {name: device_of(name, self._device_map) for name in weights.runs}
             for device in set(where.values()):
                 checked_device(device)
             target = self._target
             if target.budget is None:
-                for device in {where[name] for name in plan.runs}:
-                    self._require(plan, device)
-                self._parts = open_some_fused(model, checkpoint, plan.runs, where, self._fused)
-                decoded = self._decode(plan, checkpoint)
+                for device in {where[name] for name in weights.runs}:
+                    self._require(weights, device)
+                self._parts = open_some_fused(model, checkpoint, weights.runs, where, self._fused)
+                decoded = self._decode(weights, checkpoint)
             else:
                 streaming = ModelStreaming(
                     target.budget, target.progress, warmup=target.warmup, fused=self._fused
                 )
                 target.streaming = streaming
-                streaming.plan(model, checkpoint, plan, where)
-                decoded = self._decode(plan, checkpoint)  # first, since for a moment it needs the blobs, too
-                self._parts = streaming.load(model, checkpoint, plan.runs, where)
+                streaming.plan(model, checkpoint, weights, where)
+                # First, since for a moment it needs the blobs, too.
+                decoded = self._decode(weights, checkpoint)
+                self._parts = streaming.load(model, checkpoint, weights.runs, where)
                 self.streamed = bool(streaming.streamers)
-            names = [*plan.runs, *decoded]
-            self._untie()
+            names = [*weights.runs, *decoded]
+            tie(model, weights.runs, self._parts)
             if target.deltas is not None:
                 expected = expected_dtypes(model, self._dtype)
                 base = os.path.dirname(self._files[0])
                 self._states = read_states(
-                    target.deltas, model, checkpoint, plan, self._parts, expected, base
+                    target.deltas, model, checkpoint, weights, self._parts, expected, base
                 )
         finally:
             checkpoint.close()
-        if plan.unexpected:
+        if weights.unexpected:
             log.warning(
                 "packed tensors that have no place in %s are left out: %s",
                 type(model).__name__,
-                some(plan.unexpected),
+                some(weights.unexpected),
             )
-        seen = [*plan.halves(checkpoint), *plan.of_plain()]
+        seen = [*weights.halves(checkpoint), *weights.of_plain()]
         self._placeholders = Placeholders(model, names, seen, self._install)
 
-    def _require(self, plan: Plan, device: torch.device) -> None:
+    def _require(self, weights: WeightMap, device: torch.device) -> None:
         """Refuse before anything is read if a device has too little free memory."""
-        here = {name: run for name, run in plan.runs.items() if device_of(name, self._device_map) == device}
+        here = {
+            name: run for name, run in weights.runs.items() if device_of(name, self._device_map) == device
+        }
         packed = {part.name: part.packed_bytes for run in here.values() for part in run.parts}
         for name in self._fused.intersection(here):
             packed |= {part.name: int(SHARE * part.nbytes) for part in here[name].parts}
@@ -276,58 +231,23 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         plain = sum(
             tensor.numel() * tensor.element_size()
             for name, tensor in self._model.state_dict().items()
-            if name not in plan.runs and device_of(name, self._device_map) == device
+            if name not in weights.runs and device_of(name, self._device_map) == device
         )
         need = sum(packed.values()) + room + plain
         require(need, device, f"{type(self._model).__name__}, packed, with one block plain,")
 
-    def _decode(self, plan: Plan, checkpoint: Checkpoint) -> list[str]:
+    def _decode(self, weights: WeightMap, checkpoint: Checkpoint) -> list[str]:
         """Put what cannot stay packed into the model as it would be without packing; returns its names."""
         expected = expected_dtypes(self._model, self._dtype)
         names = []
-        for source, _ in plan.decoded:
+        for source, _ in weights.decoded:
             device = device_of(source.target, self._device_map)
             names += load_plain(self._model, source, checkpoint, device, expected(source.target))
-        self.decoded = report_decoded(plan, checkpoint)
+        self.decoded = report_decoded(weights, checkpoint)
         return names
 
-    def _untie(self) -> None:
-        """Where the files have two tied weights that differ, do as transformers does: keep both."""
-        assert self._plan is not None
-        runs, tied = self._plan.runs, tied_weights(self._model)
-        for target, source in list(tied.items()):
-            if target in runs and source in runs:
-                if same_bytes(runs[target], runs[source]):
-                    self._parts.pop(target, None)
-                    if source in self._parts:  # else it is plain, and tied as plain ones are
-                        self._parts[target] = self._parts[source]
-                else:
-                    log.warning(
-                        "`%s` and `%s` are tied by the model, but differ in the files: they are not tied",
-                        target,
-                        source,
-                    )
-                    del tied[target]
-
     def _install(self) -> None:
-        """Turn the placeholders into packed parameters, those that were tied into the same one."""
-        model = self._model
-        uses: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            uses.setdefault(id(parameter), []).append(name)
-        done = set[str]()
-        made: dict[int, PackedParameter] = {}  # by packed weights
-        for name, packed in self._parts.items():
-            path, _, leaf = name.rpartition(".")
-            if name in done:
-                continue
-            held = getattr(model.get_submodule(path), leaf)
-            parameter = made.setdefault(id(packed), PackedParameter(packed, held.requires_grad))
-            for use in uses[id(held)]:
-                owner, _, key = use.rpartition(".")
-                if key in model.get_submodule(owner)._parameters:  # not a second path to the same module
-                    replace_parameter(model, use, parameter)
-                done.add(use)
+        install(self._model, self._parts)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self._placeholders is not None:
@@ -337,10 +257,10 @@ class TpdeHfQuantizer(PackedQuantizer, HfQuantizer):
         self.conversions = take_conversions(model)
         forget_quantized(model)
         model.get_memory_footprint = MemoryFootprintMethod(model)
-        self._model = self._checkpoint = self._plan = self._placeholders = None
+        self._model = self._checkpoint = self._weights = self._placeholders = None
         self._parts, self._files = {}, []
         kernels, streaming, fused = self._target.kernels, self._target.streaming, bool(self._fused)
-        self._target, self._fused = _Target(), set()
+        self._target, self._fused = LoadTarget(), set()
         if streaming is not None:
             streaming.cut(model)
             streaming.route(model)

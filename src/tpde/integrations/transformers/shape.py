@@ -13,12 +13,12 @@ from tpde.errors import InvalidInput, TpdeError
 from tpde.integrations.transformers.folder import require_files, stored_dtype, weight_files
 from tpde.integrations.transformers.internals import conversion_mapping, on_meta
 from tpde.integrations.transformers.load_model import model_class_of
-from tpde.integrations.transformers.weight_map import Plan, make_plan
+from tpde.integrations.transformers.weight_map import WeightMap, map_weights
 from tpde.loading.checkpoint_files import Checkpoint
 
 
 @contextmanager
-def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, Plan]]:
+def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, WeightMap]]:
     """A packed model on the `meta` device, its files, and which of their tensors make up its parameters.
 
     Nothing but the files' headers is read.
@@ -49,4 +49,4 @@ def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, Plan]]:
             hint="mend it, or fetch it again",
         ) from error
     with Checkpoint(weight_files(folder)) as checkpoint:
-        yield model, checkpoint, make_plan(model, checkpoint, conversion_mapping(model), dtype)
+        yield model, checkpoint, map_weights(model, checkpoint, conversion_mapping(model), dtype)

@@ -15,13 +15,14 @@ from tpde.integrations.transformers.expert_modules import cache_size, routed_mod
 from tpde.integrations.transformers.model_footprint import activation_dtype
 from tpde.integrations.transformers.tokens import limit_tokens
 from tpde.integrations.transformers.warmup import Warmup
-from tpde.integrations.transformers.weight_map import Plan
+from tpde.integrations.transformers.weight_map import WeightMap
 from tpde.loading.budgeted import Streaming
 from tpde.loading.checkpoint_files import Checkpoint
 from tpde.nn import route_experts
 from tpde.nn.routing import fused
 from tpde.planning.budget import Budget
-from tpde.planning.planner import StreamPlan, too_little_ram
+from tpde.planning.shortages import too_little_ram
+from tpde.planning.stream_plan import StreamPlan
 from tpde.streaming.cuda_device import CudaDevice
 from tpde.streaming.experts import ExpertStore
 
@@ -59,7 +60,9 @@ class ModelStreaming(Streaming):
         self._activations: Activations | None = None  # until it is planned with
         self._warmup = warmup
 
-    def plan(self, model: Any, checkpoint: Checkpoint, plan: Plan, where: Mapping[str, torch.device]) -> None:
+    def plan(
+        self, model: Any, checkpoint: Checkpoint, weights: WeightMap, where: Mapping[str, torch.device]
+    ) -> None:
         """Take the budget of each device, and decide where its weights go. Nothing is read.
 
         Parameters
@@ -68,7 +71,7 @@ class ModelStreaming(Streaming):
             On the `meta` device.
         checkpoint : Checkpoint
             Its files.
-        plan : Plan
+        weights : WeightMap
             Which of their tensors make up its parameters.
         where : mapping of str to torch.device
             The devices of parameters and buffers, packed or not. What is not named may be on any.
@@ -84,14 +87,14 @@ class ModelStreaming(Streaming):
         names = [
             name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
         ]
-        shares = max(len({where[name] for name in plan.runs}), 1)  # others need no host memory
+        shares = max(len({where[name] for name in weights.runs}), 1)  # others need no host memory
         ram = None if budget.ram is None else budget.ram // shares
         for device in devices:
             only = {name for name in names if where.get(name, device) == device}
 
             def decide(vram: int, only: set[str] = only) -> StreamPlan:
                 share = replace(budget, vram=vram, ram=ram)
-                return plan_streaming(model, checkpoint, plan, share, only=only, fused=self._fused)
+                return plan_streaming(model, checkpoint, weights, share, only=only, fused=self._fused)
 
             warmup = self._warmup if self._warmup is not None and self._warmup.device == device else None
             try:

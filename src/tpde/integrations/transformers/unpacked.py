@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tpde.errors import InvalidInput, TpdeError, printable
-from tpde.integrations.transformers.weight_map import Plan, Source
-from tpde.loading.assignment import place
+from tpde.integrations.transformers.weight_map import WeightMap, WeightSource
+from tpde.loading.assignment import assign
 from tpde.loading.checkpoint_files import Checkpoint
 
 log = logging.getLogger("tpde")
@@ -26,7 +26,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def load_plain(
-    model: Any, source: Source, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    model: Any, source: WeightSource, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
     """Decode tensors, cast and convert them as transformers would, and put them into a model.
 
@@ -56,14 +56,14 @@ def load_plain(
             hint="fetch the model again",
         ) from error
     for name, tensor in made.items():
-        place(model, name, tensor)
+        assign(model, name, tensor)
     return list(made)
 
 
-def report_decoded(plan: Plan, checkpoint: Checkpoint) -> int:
+def report_decoded(weights: WeightMap, checkpoint: Checkpoint) -> int:
     """Log what is decoded, or left plain, a line for each reason; returns how many tensors that were."""
     reasons: dict[str, list[str]] = {}
-    for source, reason in plan.decoded:
+    for source, reason in weights.decoded:
         reasons.setdefault(reason, []).extend(source.stored(checkpoint))
     for reason, names in reasons.items():
         nbytes = sum(checkpoint.packed[name].nbytes for name in names)

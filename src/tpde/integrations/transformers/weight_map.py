@@ -34,7 +34,7 @@ from tpde.nn.unpackable import kept_plain
 _BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 
 
-class Source(NamedTuple):
+class WeightSource(NamedTuple):
     """Tensors of the checkpoint that become one or several of the model.
 
     Attributes
@@ -75,25 +75,25 @@ class Source(NamedTuple):
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-class Plan(NamedTuple):
+class WeightMap(NamedTuple):
     """What becomes of a checkpoint's packed tensors.
 
     Attributes
     ----------
     runs : dict of str to Run
         Parameters that stay packed, by their names in the model, as runs of `Stored`.
-    decoded : list of (Source, str)
+    decoded : list of (WeightSource, str)
         What must be decoded, and why.
     unexpected : list of str
         Packed tensors that the model has no place for.
-    plain : list of Source
+    plain : list of WeightSource
         What is stored plain, all of it.
     """
 
     runs: dict[str, Run[Stored]]
-    decoded: list[tuple[Source, str]]
+    decoded: list[tuple[WeightSource, str]]
     unexpected: list[str]
-    plain: list[Source]
+    plain: list[WeightSource]
 
     def halves(self, checkpoint: Checkpoint) -> list[str]:
         """First names in the model of what is decoded because only some of it is packed."""
@@ -110,12 +110,12 @@ class Plan(NamedTuple):
 
 def _sources(
     model: Any, checkpoint: Checkpoint, conversions: Sequence[Any]
-) -> tuple[dict[str, Source], list[str]]:
+) -> tuple[dict[str, WeightSource], list[str]]:
     renamings = [it for it in conversions if isinstance(it, WeightRenaming)]
     converters = [it for it in conversions if isinstance(it, WeightConverter)]
     by_pattern = {pattern: it for it in converters for pattern in it.source_patterns}
     prefix, state = model.base_model_prefix, model.state_dict()
-    sources: dict[str, Source] = {}
+    sources: dict[str, WeightSource] = {}
     unexpected = []
     try:
         names = sorted([*checkpoint.packed, *checkpoint.plain], key=dot_natural_key)
@@ -131,7 +131,7 @@ def _sources(
             unexpected.append(name)
             continue
         converter = None if pattern is None else by_pattern[pattern]
-        found = sources.setdefault(target, Source(target, converter, {}))
+        found = sources.setdefault(target, WeightSource(target, converter, {}))
         found.names.setdefault(name if pattern is None else pattern, []).append(name)
     known = [*ignored_keys(model), *_BUFFERS]
     return sources, [
@@ -180,7 +180,9 @@ def _refusal(
     return None if made.whole else "is cut by transformers into weights that are not packed on their own"
 
 
-def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dtype: torch.dtype) -> Plan:
+def map_weights(
+    model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dtype: torch.dtype
+) -> WeightMap:
     """Decide for every packed tensor of a checkpoint.
 
     Parameters
@@ -202,9 +204,9 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
     sources, unexpected = _sources(model, checkpoint, conversions)
     expected = expected_dtypes(model, dtype)
     runs: dict[str, Run[Stored]] = {}
-    origin: dict[str, Source] = {}
-    decoded: list[tuple[Source, str]] = []
-    plain: list[Source] = []
+    origin: dict[str, WeightSource] = {}
+    decoded: list[tuple[WeightSource, str]] = []
+    plain: list[WeightSource] = []
     kept = kept_plain(model)
 
     for source in sources.values():
@@ -228,14 +230,14 @@ def make_plan(model: Any, checkpoint: Checkpoint, conversions: Sequence[Any], dt
         else:
             decoded.append((source, reason))
     _loosen_ties(model, runs, origin, decoded, sources)
-    return Plan(runs, decoded, unexpected, plain)
+    return WeightMap(runs, decoded, unexpected, plain)
 
 
 def _loosen_ties(
     model: Any,
     runs: dict[str, Run[Stored]],
-    origin: Mapping[str, Source],
-    decoded: list[tuple[Source, str]],
+    origin: Mapping[str, WeightSource],
+    decoded: list[tuple[WeightSource, str]],
     there: Container[str],
 ) -> None:
     """Decode what is tied to a parameter that cannot be packed, or that is `there` and is not."""

@@ -5,14 +5,15 @@ How it fits together:
 - `register` is the entry point. vLLM calls it in each of its processes. It names the quantization method
   `tpde`, and imports next to nothing: what else there is, is imported where a model uses it.
 - `config.TpdeConfig` is what vLLM makes of `--quantization tpde` or of a packed model's `config.json`. It
-  gives each linear layer, embedding and mixture of experts a method: `linear`, `embedding`, `experts`.
+  gives each linear layer, embedding and mixture of experts a method: `linear_method`, `embedding_method`,
+  `experts_method`.
 - A method creates weights on the `meta` device, in the shapes that plain vLLM has. vLLM's own loaders then
   shard and merge what comes from the files, layer by layer, so that tensor parallelism and merged projections
   need nothing here. When a layer is complete, `process_weights_after_loading` packs it (`weights.hold`).
 - What is at rest is a `weights.Weight`: packed, or plain where it would not shrink. Its module has the blob
-  as its `weight`, and a handle, a buffer of 16 bytes. Compiled code sees the handle alone (`operators`), and
-  depends on no number, size or form of a weight: all layers share it, vLLM's cache of compiled code holds for
-  the next process, and CUDA graphs keep addresses that stay.
+  as its `weight`, and a handle, a buffer of 16 bytes. Compiled code sees the handle alone
+  (`handle_operators`), and depends on no number, size or form of a weight: all layers share it, vLLM's cache
+  of compiled code holds for the next process, and CUDA graphs keep addresses that stay.
 - What is computed from decoded weights goes through the method that the plain layer would have, with its
   kernels and bits. Only products from the window layout (`kernels="fused"`, on GPUs) are ours.
 - Decoded weights are in fresh memory each time. vLLM runs layers on several streams, which one workspace

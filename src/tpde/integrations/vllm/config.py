@@ -9,7 +9,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from tpde.errors import InvalidInput
 from tpde.format.constants import METHOD, SUFFIX, VERSION
-from tpde.integrations.vllm.report import Report
+from tpde.integrations.vllm.report import LoadReport
 from tpde.loading.quantized import PackedConfig
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
 
     Attributes
     ----------
-    report : Report
+    report : LoadReport
         What was gained so far, in this process.
     """
 
@@ -52,7 +52,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
 
         PackedConfig(version, source)
         self.kernels = check_kernels(kernels)
-        self.report = Report(self.kernels)
+        self.report = LoadReport(self.kernels)
         loader.register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -139,15 +139,15 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         from tpde.integrations.vllm import refusals
-        from tpde.integrations.vllm.embedding import TpdeEmbeddingMethod
-        from tpde.integrations.vllm.experts import TpdeExpertsMethod
-        from tpde.integrations.vllm.linear import TpdeLinearMethod
+        from tpde.integrations.vllm.embedding_method import TpdeEmbeddingMethod
+        from tpde.integrations.vllm.experts_method import TpdeExpertsMethod
+        from tpde.integrations.vllm.linear_method import TpdeLinearMethod
 
-        refusals.check(self)
+        refusals.check(self.online_quantization_config)
         if isinstance(layer, LinearBase):
-            return TpdeLinearMethod(self, prefix)
+            return TpdeLinearMethod(self.report, prefix)
         if isinstance(layer, VocabParallelEmbedding):
-            return TpdeEmbeddingMethod(self, prefix)
+            return TpdeEmbeddingMethod(self.report, prefix)
         if isinstance(layer, RoutedExperts) and refusals.can_pack_experts():
-            return TpdeExpertsMethod(self, layer.moe_config, prefix)
+            return TpdeExpertsMethod(self.report, layer.moe_config, prefix)
         return None

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import get_current_vllm_config
 
 from tpde.errors import InvalidInput, PackedWeight
 
-if TYPE_CHECKING:
-    from tpde.integrations.vllm.config import TpdeConfig
-
 log = logging.getLogger("vllm.tpde")
 
 
-def check(config: TpdeConfig) -> None:
+def check(online: object) -> None:
     """Refuse what vLLM was asked for beside packed weights and does not work.
+
+    Parameters
+    ----------
+    online : object
+        The quantization that `--quantization-config` asks for; None if there is none.
 
     Raises
     ------
     InvalidInput
         Naming it.
     """
-    if config.online_quantization_config is not None:
+    if online is not None:
         raise InvalidInput(
             "`--quantization-config` asks for another quantization on top of packed weights",
             hint="leave one of the two out",

@@ -9,7 +9,7 @@ from typing import Any
 log = logging.getLogger("vllm.tpde")  # below vLLM's own, whose handlers and level it has
 
 
-class Report:
+class LoadReport:
     """Counts weights while they are loaded, and says what came of them.
 
     Parameters
@@ -19,12 +19,14 @@ class Report:
 
     Attributes
     ----------
+    kernels : str
+        As given.
     plain_bytes, held_bytes : int
         Of all weights so far: plain, and as they are held.
     """
 
     def __init__(self, kernels: str) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self.plain_bytes = self.held_bytes = self._told = 0
         self._kinds: Counter[str] = Counter()
         self._plain: Counter[str] = Counter()
@@ -52,7 +54,7 @@ class Report:
             self.held_bytes / 2**20,
             self.plain_bytes / 2**20,
             100 * saved / self.plain_bytes,
-            self._kernels,
+            self.kernels,
             ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common()) or "none",
         )
         for why, count in self._plain.items():

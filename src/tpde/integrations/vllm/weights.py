@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import weakref
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput
+from tpde.integrations.vllm.report import LoadReport
 from tpde.nn.kernels import MOST_SHARE
 from tpde.nn.pack_model import MIN_BYTES
 from tpde.weights.pack_tensor import pack_tensor
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.windowed import Windowed
-
-if TYPE_CHECKING:
-    from tpde.integrations.vllm.config import TpdeConfig
 
 HANDLE = "tpde_handle"  # a buffer of each module with such a weight
 _HANDLE_BYTES = 16
@@ -25,28 +23,28 @@ _HANDLE_BYTES = 16
 _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by addresses of handles
 
 
-def hold(config: TpdeConfig, plain: Tensor, name: str) -> PackedTensor | None:
+def hold(report: LoadReport, plain: Tensor, name: str) -> PackedTensor | None:
     """A contiguous tensor, packed on its device; None if it stays plain, which is told.
 
     With fused kernels, bf16 matrices go to the window layout, where that pays, and others to prefix codes.
     """
     if not plain.is_floating_point():
-        config.report.plain(plain.nbytes, f"{str(plain.dtype).removeprefix('torch.')} is no floating point")
+        report.plain(plain.nbytes, f"{str(plain.dtype).removeprefix('torch.')} is no floating point")
         return None
     if plain.nbytes < MIN_BYTES:
-        config.report.plain(plain.nbytes, f"smaller than {MIN_BYTES} bytes")
+        report.plain(plain.nbytes, f"smaller than {MIN_BYTES} bytes")
         return None
     packed, kind = None, "in prefix codes"
-    if config.kernels == "fused" and plain.dtype is torch.bfloat16 and plain.dim() == 2:
+    if report.kernels == "fused" and plain.dtype is torch.bfloat16 and plain.dim() == 2:
         windowed = Windowed.of_plain(plain, name, MOST_SHARE)
         if windowed is not None:
             packed, kind = PackedTensor(windowed), "in windows"
     if packed is None:
         packed = pack_tensor(plain, name)
     if packed is None:
-        config.report.plain(plain.nbytes, "packing makes them no smaller")
+        report.plain(plain.nbytes, "packing makes them no smaller")
         return None
-    config.report.packed(plain.nbytes, packed.packed_bytes, kind)
+    report.packed(plain.nbytes, packed.packed_bytes, kind)
     return packed
 
 

@@ -12,16 +12,13 @@ from torch.nn import functional
 from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, DeviceExperts
 from tpde.cuda.window_products import MOST_ROWS, X_AT
 from tpde.errors import InvalidInput
-from tpde.weights import window_stacking
 from tpde.weights.launch import on_device, stream_handle, upload
-from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Source
 from tpde.weights.span import Span
 from tpde.weights.windowed import Windowed
 from tpde.weights.windowed_experts import WindowedExperts
 
 _X_WORDS = X_AT // 2
-_TOGETHER_BYTES = 256 << 20  # of plain matrices that are encoded at a time
 
 
 class Experts:
@@ -29,37 +26,37 @@ class Experts:
 
     Parameters
     ----------
-    packed : PackedTensor
-        The weight: one `WindowedExperts`, or for each expert as many `Windowed`, below each other.
+    parts : list of (Source, int)
+        What the weight is made of, each with its byte offset in it: one `WindowedExperts`, or for each expert
+        as many `Windowed`, below each other.
+    shape : torch.Size
+        Of the weight.
+    name : str
+        What errors call it.
 
     Attributes
     ----------
-    parts, nbytes, dtype, device
-        As of the weight, which holds this, and is not held by it.
+    nbytes, dtype, device
+        Of the weight.
     turned : bool
         Whether rows of x are multiplied by `weight[i]`, not by its transpose.
     width, columns : int
         Of y and of x.
     """
 
-    def __init__(self, packed: PackedTensor) -> None:
-        sources = packed.sources
-        self.parts, self.nbytes, self.dtype, self.device = (
-            packed.parts,
-            packed.nbytes,
-            packed.dtype,
-            packed.device,
-        )
-        self._name, self._shape = packed.name, packed.shape
-        self._count, rows, columns = packed.shape
-        first = sources[0]
+    def __init__(self, parts: list[tuple[Source, int]], shape: torch.Size, name: str) -> None:
+        first = parts[0][0]
+        self.parts, self.dtype, self.device = parts, first.dtype, first.device
+        self.nbytes = sum(source.nbytes for source, _ in parts)
+        self._name, self._shape = name, shape
+        self._count, rows, columns = shape
         self.turned = isinstance(first, WindowedExperts) and first.stack.turned
         self.width, self.columns = (columns, rows) if self.turned else (rows, columns)
         self._there: DeviceExperts | None = None
         if isinstance(first, WindowedExperts):
             self._there = first.there
         elif self.device.type == "cuda":
-            matrices = [(it.window, it.memory.data_ptr()) for it in sources if isinstance(it, Windowed)]
+            matrices = [(it.window, it.memory.data_ptr()) for it, _ in parts if isinstance(it, Windowed)]
             self._there = DeviceExperts(matrices, self._count, False, self.device.index)
             self._table = upload(self._there.table.view(np.uint8).reshape(-1), self.device)
             self._there.table_at = self._table.data_ptr()
@@ -156,75 +153,3 @@ class Experts:
             taken = weight.t() if self.turned else weight
             out[rows] = functional.linear(x[rows // per], taken, None if bias is None else bias[number])
         return out
-
-
-def is_experts(packed: PackedTensor) -> bool:
-    """Whether a weight is one of experts that are multiplied as they are."""
-    return packed.multiplies and len(packed.shape) == 3
-
-
-def can_be_experts(shape: Sequence[int], parts: Sequence[Sequence[int]], turned: bool) -> bool:
-    """Whether tensors that make up a weight of three dimensions can be its experts in the window layout.
-
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the weight.
-    parts : sequence of sequence of int
-        Shapes of what it is made of, in the order of its memory.
-    turned : bool
-        Whether it is multiplied from the left.
-    """
-    if len(shape) != 3 or 0 in shape:
-        return False
-    if len(parts) == 1:
-        return tuple(parts[0]) == tuple(shape)
-    each, rest = divmod(len(parts), shape[0])
-    one = (shape[1] // max(each, 1), shape[2])
-    return not turned and not rest and each * one[0] == shape[1] and all(tuple(it) == one for it in parts)
-
-
-def parts_in_windows(plain: Sequence[Tensor], names: Sequence[str]) -> list[Windowed] | None:
-    """Contiguous bf16 matrices of one shape in the window layout, in one memory; None if one has none."""
-    made = window_stacking.encode_together(plain)
-    if made is None:
-        return None
-    windows, starts = made.stack.windows, made.stack.starts
-    return [
-        Windowed(made.blob[at : at + it.nbytes], name, it, part=True)
-        for name, it, at in zip(names, windows, starts, strict=True)
-    ]
-
-
-def experts_in_windows(packed: PackedTensor, most: float, turned: bool) -> dict[Source, Source] | None:
-    """What takes the places of a weight's sources in the window layout, on its device.
-
-    Parameters
-    ----------
-    packed : PackedTensor
-        One that `can_be_experts`, whose bytes are there.
-    most : float
-        What share of the plain weight's bytes it may take.
-    turned : bool
-        Whether it is multiplied from the left.
-
-    Returns
-    -------
-    dict of Source to Source, or None
-        None if it would take more, or is not in bf16.
-    """
-    sources = packed.sources
-    if packed.dtype is not torch.bfloat16:
-        return None
-    if len(sources) == 1:
-        one = WindowedExperts.of(sources[0], most, turned)
-        return None if one is None else {sources[0]: one}
-    made: dict[Source, Source] = {}
-    step = max(_TOGETHER_BYTES // sources[0].nbytes, 1)
-    for first in range(0, len(sources), step):
-        some = sources[first : first + step]
-        found = parts_in_windows([PackedTensor(it).decoded() for it in some], [it.name for it in some])
-        if found is None:
-            return None
-        made |= dict(zip(some, found, strict=True))
-    return made if sum(it.packed_bytes for it in made.values()) <= most * packed.nbytes else None

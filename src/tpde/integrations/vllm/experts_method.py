@@ -12,19 +12,19 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import replace_parameter
 
-from tpde.integrations.vllm import operators, refusals
+from tpde.integrations.vllm import handle_operators, refusals
+from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import give_handle, hold
 from tpde.weights.launch import capturing
 from tpde.weights.span import Span
 
 if TYPE_CHECKING:
-    from tpde.integrations.vllm.config import TpdeConfig
     from tpde.weights.packed_tensor import PackedTensor
 
 NAMES = ("w13_weight", "w2_weight")
 
 
-class Stack:
+class ExpertStack:
     """The matrices of all experts for one of the two products, packed as one tall matrix.
 
     Parameters
@@ -101,8 +101,8 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     Parameters
     ----------
-    config : TpdeConfig
-        How.
+    report : LoadReport
+        Which kernels are wanted, and where it is counted what becomes of the weights.
     moe : FusedMoEConfig
         vLLM's description of the experts.
     name : str
@@ -111,12 +111,12 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     uses_meta_device = True
 
-    def __init__(self, config: TpdeConfig, moe: Any, name: str) -> None:
+    def __init__(self, report: LoadReport, moe: Any, name: str) -> None:
         super().__init__(moe)
-        self._config, self._name = config, name
+        self._report, self._name = report, name
         self._plain = UnquantizedFusedMoEMethod(moe)
         self.experts_cls = self._plain.experts_cls
-        self._stacks: dict[str, Stack] | None = None
+        self._stacks: dict[str, ExpertStack] | None = None
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """Give the layer the weights that a plain one has, without memory, until all of them were read."""
@@ -145,11 +145,11 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for name in NAMES:
             weight = layer.get_parameter(name).detach()
             if not weight.is_contiguous() or weight.dim() < 2:
-                self._config.report.plain(weight.nbytes, "experts whose kernels take a layout with gaps")
+                self._report.plain(weight.nbytes, "experts whose kernels take a layout with gaps")
                 continue
-            packed = hold(self._config, weight.view(-1, weight.shape[-1]), f"{self._name}.{name}")
+            packed = hold(self._report, weight.view(-1, weight.shape[-1]), f"{self._name}.{name}")
             if packed is not None:
-                self._stacks[name] = Stack(layer, name, packed)
+                self._stacks[name] = ExpertStack(layer, name, packed)
 
     def _with_weights(self, layer: Any, ids: Tensor | None) -> Any:
         """The layer with its experts decoded: the seam for products straight from packed ones."""
@@ -158,7 +158,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for number, name in enumerate(NAMES):
             if (stack := self._stacks.get(name)) is not None:
                 handle = getattr(layer, stack.handle)
-                weights[number] = operators.experts(ids, handle, stack.shape, stack.packed.dtype)
+                weights[number] = handle_operators.experts(ids, handle, stack.shape, stack.packed.dtype)
         return _Decoded(layer, *weights)
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **rest: Any) -> Any:

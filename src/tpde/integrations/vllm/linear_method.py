@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from tpde.integrations.vllm import operators, refusals
+from tpde.integrations.vllm import handle_operators, refusals
+from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import HANDLE, Weight, hold
-
-if TYPE_CHECKING:
-    from tpde.integrations.vllm.config import TpdeConfig
 
 
 class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -21,16 +19,16 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     Parameters
     ----------
-    config : TpdeConfig
-        How.
+    report : LoadReport
+        Which kernels are wanted, and where it is counted what becomes of the weight.
     name : str
         What errors call the layer.
     """
 
     uses_meta_device = True
 
-    def __init__(self, config: TpdeConfig, name: str) -> None:
-        self._config, self._name = config, name
+    def __init__(self, report: LoadReport, name: str) -> None:
+        self._report, self._name = report, name
         self._plain = self._plain_method()
 
     def _plain_method(self) -> Any:
@@ -50,13 +48,13 @@ class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
                 before.packed is not None and layer.weight.dtype != torch.uint8
             ):
                 raise refusals.no_reload(self._name)
-            self._config.report.tell()
+            self._report.tell()
             return
         weight: Tensor = layer.weight
         layer.tpde_width = weight.shape[0]
-        packed = hold(self._config, weight.detach().contiguous(), self._name)
+        packed = hold(self._report, weight.detach().contiguous(), self._name)
         layer.__dict__["tpde"] = Weight(layer, packed, self._plain)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ W.T + bias`."""
-        return operators.linear(x, layer.tpde_handle, bias, layer.tpde_width)  # type: ignore[no-any-return]
+        return handle_operators.linear(x, layer.tpde_handle, bias, layer.tpde_width)  # type: ignore[no-any-return]

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from tpde.integrations.vllm import operators
-from tpde.integrations.vllm.linear import TpdeLinearMethod
+from tpde.integrations.vllm import handle_operators
+from tpde.integrations.vllm.linear_method import TpdeLinearMethod
 
 
 class TpdeEmbeddingMethod(TpdeLinearMethod):
@@ -19,7 +19,7 @@ class TpdeEmbeddingMethod(TpdeLinearMethod):
 
     def embedding(self, layer: Any, ids: Tensor) -> Tensor:
         """Rows of the matrix."""
-        return operators.embedding(  # type: ignore[no-any-return]
+        return handle_operators.embedding(  # type: ignore[no-any-return]
             ids, layer.tpde_handle, layer.embedding_dim, layer.params_dtype
         )
 

@@ -1,0 +1,44 @@
+"""Embeddings with packed weights, of which only those rows are decoded that are asked for."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from tpde.nn.group import GroupSlot
+from tpde.weights.transforms import transformed
+
+
+def uses_super(function: Any) -> bool:
+    """Whether a method calls the same one of its parent class."""
+    return "__class__" in inspect.unwrap(function).__code__.co_freevars
+
+
+def gathers(kind: type) -> bool:
+    """Whether a class is an embedding that looks rows up as `nn.Embedding` does."""
+    if not issubclass(kind, nn.Embedding):
+        return False
+    before = kind.__mro__[: kind.__mro__.index(nn.Embedding)]
+    return all(uses_super(vars(it)["forward"]) for it in before if "forward" in vars(it))
+
+
+class PackedEmbedding(nn.Embedding):
+    """Decodes the rows asked for.
+
+    Last among the bases, so that classes that wrap `nn.Embedding.forward` keep what they do with its result.
+    """
+
+    tpde_slots: dict[str, GroupSlot]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows of the packed weight."""
+        slot = self.tpde_slots["weight"]
+        if is_compiling():
+            return cast(Tensor, torch.ops.tpde.embedding(input, slot.key, slot.shape[1], slot.dtype))
+        if self._parameters.get("weight") is not slot.parameter or transformed():
+            return super().forward(input)
+        return slot.rows(input)
