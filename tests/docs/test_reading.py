@@ -13,7 +13,7 @@ import pytest
 from .conftest import DOCS, ROOT
 
 SOURCES = ROOT / "src" / "tpde"
-# What follows a heading, and how many files it may take; under a budget all that stays resident is loaded, too.
+# How many files follow a heading at most; under a budget what stays resident is loaded, too.
 MOST = {
     "Load a model": 20,
     "Run a block": 8,
@@ -65,21 +65,23 @@ from tokenizers import Tokenizer, models
 import tpde
 from tpde.cli import app
 
-LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-    vocab_size=256)).bfloat16().save_pretrained("plain")
+config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+LlamaForCausalLM(config).bfloat16().save_pretrained("plain")
 words = {f"w{i}": i for i in range(255)} | {"?": 255}
-PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "?")), unk_token="?").save_pretrained("plain")
+tokenizer = Tokenizer(models.WordLevel(words, "?"))
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained("plain")
 tpde.pack("plain", "packed")
 seen = set()
 
 def note(frame, event, argument):
     if event == "call":
-        seen.add(frame.f_code.co_filename.replace("\\\\", "/").rpartition("/tpde/")[2] + " " + frame.f_code.co_name)
+        code = frame.f_code
+        seen.add(code.co_filename.replace("\\\\", "/").rpartition("/tpde/")[2] + " " + code.co_name)
 
 threading.setprofile(note)
 sys.setprofile(note)
-result = typer.testing.CliRunner().invoke(
-    app, ["run", "packed", "--prompt", "w1 w2", "--device", "cpu", "--max-new-tokens", "2"], catch_exceptions=False)
+arguments = ["run", "packed", "--prompt", "w1 w2", "--device", "cpu", "--max-new-tokens", "2"]
+result = typer.testing.CliRunner().invoke(app, arguments, catch_exceptions=False)
 sys.setprofile(None)
 assert result.exit_code == 0, result.output
 print("\\n".join("RAN " + it for it in seen))
