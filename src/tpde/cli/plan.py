@@ -57,7 +57,11 @@ def plan(
     vram: Annotated[str, typer.Option(metavar="SIZE", help="Device memory to use, such as `16GiB`.")],
     ram: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Host memory for weights.", show_default="as much as is needed"),
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory for weights, such as `32GiB`.",
+            show_default="as much as is needed",
+        ),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Sequences times length that there is to be memory for.")
@@ -79,14 +83,25 @@ def plan(
     ] = None,
     copy_rate: Annotated[
         float | None,
-        typer.Option(metavar="GB/S", min=0.001, help="From host memory to the device, instead of measuring."),
+        typer.Option(
+            metavar="GB/S",
+            min=0.001,
+            help="From host memory to the device, instead of measuring: some 25 on PCIe 4, 55 on PCIe 5.",
+        ),
     ] = None,
     memory_rate: Annotated[
         float | None,
-        typer.Option(metavar="GB/S", min=0.001, help="Of the device's memory, instead of measuring."),
+        typer.Option(
+            metavar="GB/S",
+            min=0.001,
+            help="Of the device's memory, instead of measuring: 1000 on an RTX 4090, 3350 on an H100.",
+        ),
     ] = None,
     disk_rate: Annotated[
-        float | None, typer.Option(metavar="GB/S", min=0.001, help="Of the disk, instead of measuring.")
+        float | None,
+        typer.Option(
+            metavar="GB/S", min=0.001, help="Of the disk, instead of measuring: 3 to 7 for one on NVMe."
+        ),
     ] = None,
     call_time: Annotated[
         float | None,

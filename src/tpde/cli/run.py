@@ -39,7 +39,10 @@ def run(
     embed: Annotated[bool, typer.Option("--embed", help="Print a vector for each TEXT.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token; more draws, the higher the wilder.")
+        float,
+        typer.Option(
+            min=0.0, help="0 takes the likeliest token; more draws, the higher the wilder: 0.7 is usual."
+        ),
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of the draws.")] = 0,
     device: Annotated[
@@ -63,12 +66,16 @@ def run(
     vram: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Device memory to use, such as `16GiB`: what exceeds it is streamed."
+            metavar="SIZE",
+            help="Device memory to use, such as `16GiB`: what exceeds it is streamed. Needs a GPU.",
         ),
     ] = None,
     ram: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Host memory to lock; what exceeds it is read from the files."),
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory to lock, such as `32GiB`; what exceeds it is read from the files.",
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None,
