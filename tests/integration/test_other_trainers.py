@@ -224,6 +224,25 @@ def test_lightning_loads_what_is_still_being_written(
     made.teardown()
 
 
+def test_lightning_shares_its_folder_with_small_files_of_others(tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+    from tpde.integrations.lightning import StoredCheckpointIO
+
+    others = {"writer.lock": b"", "notes.txt": b"by hand\n", "list.json": b"[1]", "odd.bin": b"\xff\xfe"}
+    for name, data in others.items():
+        (tmp_path / name).write_bytes(data)
+    stored = StoredCheckpointIO()
+    for step in (1, 2):
+        stored.save_checkpoint({"global_step": step, "w": torch.zeros(8)}, tmp_path / f"{step}.ckpt")
+    stored.remove_checkpoint(tmp_path / "1.ckpt")
+    assert stored.load_checkpoint(tmp_path / "2.ckpt")["global_step"] == 2
+    assert {name: (tmp_path / name).read_bytes() for name in others} == others
+    (tmp_path / "2.ckpt").write_text('{"tpde_step": "two"}')  # a link, and damaged
+    with pytest.raises(InvalidInput, match="does not name a step"):
+        stored.remove_checkpoint(tmp_path / "1.ckpt")
+    stored.teardown()
+
+
 def test_lightning_takes_no_storage_options(lightning: Any, tmp_path: Path) -> None:
     from tpde.integrations.lightning import StoredCheckpointIO
 

@@ -17,6 +17,7 @@ from tpde.store.checkpoints import CheckpointStore
 STORE = "tpde-store"  # beside checkpoints; not `checkpoint-...`, which trainers remove
 LINK = "tpde.json"  # in a checkpoint that is a folder
 _KEY = "tpde_step"
+_BEGIN = f'{{"{_KEY}"'.encode()  # of a link
 _MAX_LINK = 100  # bytes
 
 
@@ -73,12 +74,17 @@ class LinkedSteps:
         InvalidInput
             If a link is damaged: nothing is removed.
         """
-        links = [it for it in self.folder.glob(self._pattern) if it.is_file()]
-        # A trainer's own checkpoints, which may lie among them, are larger.
-        linked = {step_of(it) for it in links if it.stat().st_size <= _MAX_LINK}
+        linked = {step_of(it) for it in self.folder.glob(self._pattern) if _is_link(it)}
         gone = [it for it in self.store.steps if it not in linked]
         if gone:
             self.store.prune(drop=gone, rewrite=False)
+
+
+def _is_link(file: Path) -> bool:
+    """Whether a file is a link, if perhaps a damaged one: others may lie beside."""
+    if not file.is_file() or file.stat().st_size > _MAX_LINK:
+        return False
+    return file.name == LINK or file.read_bytes().startswith(_BEGIN)
 
 
 def step_of(link: Path) -> int:
