@@ -6,9 +6,14 @@ import ast
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.budgets import every, load, simulated
+from support.checkpoints import checkpoint
+from support.models import outputs, torch
 
 from .conftest import DOCS, ROOT
 
@@ -21,6 +26,11 @@ MOST = {
     "Run a streamed block": 12,
 }
 ON_GPUS = {"weights/launch.py", "cuda/decode.py", "cuda/kernels/decode.cu"}
+SIMULATED = {
+    "host/pinned.py",
+    "streaming/cuda_device.py",
+    "planning/budget.py",
+}  # `support.budgets` has its own
 
 
 def _ways() -> dict[str, list[tuple[str, str]]]:
@@ -95,9 +105,40 @@ def test_a_resident_model_goes_this_way(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     calls = re.findall(r"^RAN (\S+) (\S+)$", done.stdout, re.MULTILINE)
-    ran = {
-        file for file, name in calls if name[0] != "<" and not name.lstrip("_")[0].isupper()
-    }  # not imports
+    ran = {file for file, name in calls if _is_function(name)}
     ways = _ways()
     for file, _ in ways["Load a model"] + ways["Run a block"]:
         assert file in ran or file in ON_GPUS, file
+
+
+def _is_function(name: str) -> bool:
+    """And not the body of a module or a class, which runs when it is imported."""
+    return name[0] != "<" and not name.lstrip("_")[0].isupper()
+
+
+def test_a_streamed_model_goes_this_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a device and host memory that are simulated."""
+    pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+    ran: set[str] = set()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and _is_function(frame.f_code.co_name):
+            ran.add(frame.f_code.co_filename.replace("\\", "/").rpartition("/tpde/")[2])
+
+    pair = checkpoint(tmp_path, "llama")
+    ways = _ways()
+    with simulated(monkeypatch, every("host")):
+        threading.setprofile(note)
+        sys.setprofile(note)
+        try:
+            model = load(pair.packed)
+            loaded = ran.copy()
+            ran.clear()
+            with torch.no_grad():
+                outputs("llama", model, 2)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+    for found, heading in ((loaded, "Load a model under a budget"), (ran, "Run a streamed block")):
+        missed = {file for file, _ in ways[heading]} - found - ON_GPUS - SIMULATED
+        assert not missed, (heading, missed)

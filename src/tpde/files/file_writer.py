@@ -113,6 +113,20 @@ class FileWriter:
         )
         self._small = Gathered(self._sink)
 
+    def spec(self, name: str) -> TensorSpec:
+        """What a tensor was announced as.
+
+        Raises
+        ------
+        UnknownTensor
+            If it was not.
+        """
+        if name not in self._specs:
+            raise UnknownTensor(
+                f"tensor `{name}` was not announced", hint="name it in the writer's `tensors`", where=name
+            )
+        return self._specs[name]
+
     def may_pack(self, name: str) -> bool:
         """Whether a tensor's name allows it to be packed (format.md 1.2)."""
         return not name.endswith(SUFFIX) and name + SUFFIX not in self._specs
@@ -129,7 +143,7 @@ class FileWriter:
         sample : bytes-like
             The bytes that `sample_ranges` of its spec name.
         """
-        data, spec = as_bytes(sample), self._specs[name]
+        data, spec = as_bytes(sample), self.spec(name)
         if not self.may_pack(name) or spec.nbytes < MIN_BYTES:
             self._plans[name] = None
             return False
@@ -162,6 +176,7 @@ class FileWriter:
         if tensor.size + piece.size > tensor.spec.nbytes:
             raise InvalidArgument(
                 f"tensor `{name}` has {tensor.spec.nbytes} bytes, {tensor.size + piece.size} were given",
+                hint="announce the shape that it has",
                 where=name,
                 found=tensor.size + piece.size,
                 needed=tensor.spec.nbytes,
@@ -201,13 +216,10 @@ class FileWriter:
                 found=tensor.size,
                 needed=tensor.spec.nbytes,
             )
-        if name not in self._specs:
-            raise UnknownTensor(
-                f"tensor `{name}` was not announced", hint="name it in the writer's `tensors`", where=name
-            )
+        spec = self.spec(name)
         if name in self._done:
-            raise InvalidArgument(f"tensor `{name}` was written already", where=name)
-        return self._specs[name]
+            raise InvalidArgument(f"tensor `{name}` was written already", hint="write it once", where=name)
+        return spec
 
     def _begin(self, name: str, spec: TensorSpec) -> TensorWriter:
         self._small.flush()
@@ -281,7 +293,9 @@ class FileWriter:
         missing = [name for name in self._specs if name not in self._done]
         if missing:
             raise InvalidArgument(
-                f"tensor `{missing[0]}` is not complete ({len(missing)} are not)", where=missing[0]
+                f"tensor `{missing[0]}` is not complete ({len(missing)} are not)",
+                hint="write all that was announced, or call `abort`",
+                where=missing[0],
             )
         if self._plain:
             # Texts compare by code points, in the order of their UTF-8 bytes.

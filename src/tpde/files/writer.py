@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 from tpde.codec.native import Bytes
 from tpde.codec.selection import CodecName, sample_ranges
-from tpde.errors import UnknownTensor
 from tpde.files.file_writer import FileWriter
 from tpde.files.given_tensors import piece_bytes, spec_like
-from tpde.format.container import TensorSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -64,10 +62,9 @@ class PackedWriter:
         codec: CodecName = "auto",
         force: bool = False,
     ) -> None:
-        self._specs = {name: spec_like(name, it) for name, it in tensors.items()}
         self._file = FileWriter(
             os.fspath(destination),
-            self._specs,
+            {name: spec_like(name, it) for name, it in tensors.items()},
             metadata=metadata,
             threads=threads,
             codec=codec,
@@ -76,7 +73,7 @@ class PackedWriter:
 
     def sample_ranges(self, name: str) -> list[tuple[int, int]]:
         """Which bytes of a tensor `plan` takes: begins and ends."""
-        return sample_ranges(self._spec(name))
+        return sample_ranges(self._file.spec(name))
 
     def plan(self, name: str, sample: bytes | bytearray | memoryview | Bytes) -> bool:
         """Decide how to store a tensor before its bytes come; returns whether it will be packed.
@@ -90,7 +87,6 @@ class PackedWriter:
         sample : bytes-like
             The bytes that `sample_ranges` names, one range after the other.
         """
-        self._spec(name)
         return self._file.plan(name, sample)
 
     def write(self, name: str, data: object) -> None:
@@ -113,14 +109,7 @@ class PackedWriter:
         UnknownTensor
             If no such tensor was announced.
         """
-        self._file.write(name, piece_bytes(name, data, self._spec(name)))
-
-    def _spec(self, name: str) -> TensorSpec:
-        if name not in self._specs:
-            raise UnknownTensor(
-                f"tensor `{name}` was not announced", hint="name it in the writer's `tensors`", where=name
-            )
-        return self._specs[name]
+        self._file.write(name, piece_bytes(name, data, self._file.spec(name)))
 
     def close(self) -> None:
         """Complete the file. Where that fails, nothing of it is left.

@@ -72,7 +72,7 @@ class LinkedSteps:
         Raises
         ------
         InvalidInput
-            If a link is damaged: nothing is removed.
+            If a link is damaged: nothing is removed. What does not begin as a link counts as another's file.
         """
         linked = {step_of(it) for it in self.folder.glob(self._pattern) if _is_link(it)}
         gone = [it for it in self.store.steps if it not in linked]
