@@ -28,9 +28,10 @@ _TURNS = 2  # of partial sums, which are written while those before are read
 # one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
 _SHARED_X = 16 << 10
 # Of `group_product`: warps that multiply, by how many rows x has, the fastest first on an H200; what else a
-# block has; chunks of x that are in shared memory; and the compute capability that it is made for.
-_GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
-_CLUSTER, _OTHER_WARPS, _STAGES = 8, 4, 2
+# block has; chunks of x that are in shared memory at a time if not all are: at most, and the fewest with which
+# copying x keeps up; and the compute capability that it is made for.
+_GROUPS = {16: (12, 8), 32: (12, 8), 64: (8, 12)}
+_CLUSTER, _OTHER_WARPS, _MOST_STAGES, _FEW_STAGES = 8, 4, 4, 3
 _WGMMA = (9, 0)
 
 
@@ -92,7 +93,7 @@ def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> 
     if count > 8 and groups and window.stripe_chunks >= PARTS:
         first = next(rows for rows in _GROUPS if rows >= count)
         for rows in (it for it in reversed(_GROUPS) if it <= first):  # at least, in several launches
-            made += [_grouped(window, rows, warps) for warps in _GROUPS[rows]]
+            made += [how for warps in _GROUPS[rows] for how in _grouped(window, rows, warps, shared_bytes)]
     made.append(_narrow(window, min(count, _FEW_ROWS), shared_bytes))
     return [it for it in made if it.shared <= shared_bytes]
 
@@ -109,18 +110,29 @@ def _narrow(window: Window, count: int, shared_bytes: int) -> Product:
     return Product(rows, SOURCE, "product", defines, least + shared * copied, blocks=blocks)
 
 
-def _grouped(window: Window, rows: int, warps: int) -> Product:
-    """The blocks of a cluster share x, and the groups of warps of a block."""
-    streams = -(-window.stripe_chunks // PARTS) > _STAGES
-    ended = -(-warps // _CLUSTER)  # stripes, by a block
-    shared = (
-        _STAGES * rows * 512  # x
-        + (ended * PARTS + warps) * rows * 64  # partial sums that come and go
-        + warps * WARP_BYTES
-        + 8 * (2 + warps)  # barriers
-    )
-    defines = _defines(window) | {"NB": rows, "WIDE": warps, "STREAMS": int(streams)}
-    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps)
+def _grouped(window: Window, rows: int, warps: int, shared_bytes: int) -> list[Product]:
+    """The blocks of a cluster share x, and the groups of warps of a block. None if there is no room for it.
+
+    With room for two turns' partial sums no warp waits for those of the turn before. Where x has to be copied
+    again and again, its room comes first.
+    """
+    own = -(-window.stripe_chunks // PARTS)  # chunks of a part, at most
+    turn, chunk = warps * rows * 64, rows * 512  # bytes of a turn's partial sums, of a chunk of x
+    for inboxes, stages in (
+        (2, own),
+        (1, own),
+        (2, _MOST_STAGES),
+        (2, _FEW_STAGES),
+        (1, _MOST_STAGES),
+        (1, _FEW_STAGES),
+    ):
+        barriers = 8 * (2 * inboxes + warps + 2 * stages)
+        shared = stages * chunk + inboxes * turn + warps * WARP_BYTES + barriers
+        if stages <= own and shared <= shared_bytes:
+            streams = {"STAGES": stages, "STREAMS": int(stages < own), "INBOXES": inboxes}
+            defines = _defines(window) | {"NB": rows, "WIDE": warps} | streams
+            return [Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps)]
+    return []
 
 
 def _defines(window: Window) -> dict[str, int]:

@@ -2,32 +2,32 @@
 //
 // Eight blocks, a cluster, take some stripes together, each of them one part of their columns, so that a block keeps but
 // an eighth of x in shared memory. A group of four warps takes four stripes: `wgmma` multiplies the words in their
-// registers by x in shared memory, and adds 16 products at a time to the bits that `mma.m16n8k16` gives. Partial sums
-// go to the block of the cluster that ends a stripe.
+// registers by x in shared memory, and adds 16 products at a time to the bits that `mma.m16n8k16` gives. The eight partial
+// sums of a stripe and eight rows of x go to one block of the cluster, which ends them.
 //
 // A block has WIDE warps that multiply, and four more, which add partial sums up, store y, and copy what x lacks: of
-// long rows two chunks are there at a time. All wait for each other by barriers in shared memory ("mbarrier"), whose phases
-// are a turn, a step or a chunk; none waits for what a turn stores.
+// long rows STAGES chunks are there at a time. All wait for each other by barriers in shared memory ("mbarrier"), whose
+// phases are a turn, a step or a chunk; none waits for what a turn stores.
 //
-// Macros: those of window.cuh; NB, the most rows of x: 16, 32 or 64; WIDE, 8 or 12; STREAMS, whether a part has more
-// than STAGES chunks.
+// Macros: those of window.cuh; NB, the most rows of x: 16, 32 or 64; WIDE, 8 or 12; STAGES, how many chunks of x are in
+// shared memory; STREAMS, whether a part has more; INBOXES, how many turns' partial sums there is room for.
 
 #include "window.cuh"
 
 #define CLUSTER 8u         // blocks, one for each part
-#define STAGES 2u          // chunks of x in shared memory
 #define OTHERS 4u          // warps that do not multiply
 #define ALL_WARPS (WIDE + OTHERS)
 #define TILES (NB / 8u)
-#define SUMS (TILES * 512u)      // bytes of a warp's partial sums
-#define BESIDE ((WIDE + 7) / 8)  // stripes of a turn that a block ends, at most
+#define SUMS 512u                       // bytes of a part's sums of a stripe and eight rows of x
+#define SLOTS (WIDE * TILES / CLUSTER)  // of those that a block ends in a turn
+#define INBOX (SLOTS * PARTS * SUMS)
 #define X_STEP (NB * 16u)        // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
 #define X_TILE (4 * X_STEP)
 #define X_CHUNK (8 * X_TILE)
 #define DEPTH (WIDE == 8 ? 4 : 2)  // tiles that are decoded before they are multiplied
 // Registers of threads that multiply, and of others. All have 168 or 128 at first, and 64 Ki are there.
-#define REGISTERS (WIDE == 8 ? 200 : STREAMS ? 144 : 152)
-#define OTHER_REGISTERS (WIDE == 8 ? 104 : STREAMS ? 80 : 56)
+#define REGISTERS (WIDE == 8 ? 200 : 152)
+#define OTHER_REGISTERS (WIDE == 8 ? 104 : 56)
 
 // ---- barriers ----
 
@@ -52,6 +52,10 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
 __device__ __forceinline__ void wait_on(u32 barrier, u32 parity) {
   asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
                :: "r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void arrive_in(u32 barrier, u32 rank) {
@@ -79,10 +83,10 @@ __device__ __forceinline__ void bring(u32 to, u32 barrier, const Matrix& m, u32 
                :: "r"(to), "l"(body_of(m, stripe, chunk)), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Send bytes of shared memory to another block.
-__device__ __forceinline__ void send(u32 to, u32 barrier, u32 from, u32 bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+// Store 16 bytes in another block, meanwhile, and tell a barrier there.
+__device__ __forceinline__ void send(u32 to, u32 barrier, const float* v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+               :: "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
 }
 
 // Rows of x, where they lie, and how many columns can be read.
@@ -165,15 +169,6 @@ __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync
 template <int LEFT>
 __device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT)); }
 
-// Words `k` to `k + 3` of a row of the matrix, as far as there are rows of x.
-__device__ __forceinline__ void store4(u16* y, u64 stride, u32 k, u32 n, u32 row, float4 s, const u16* bias) {
-  u16* const to = y + k * stride + row;
-  to[0] = ended(s.x, bias, row);
-  if (k + 1 < n) to[stride] = ended(s.y, bias, row);
-  if (k + 2 < n) to[2 * stride] = ended(s.z, bias, row);
-  if (k + 3 < n) to[3 * stride] = ended(s.w, bias, row);
-}
-
 // As `product` of window.cu.
 extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, 1)
 group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __restrict__ y, u64 y_stride,
@@ -188,21 +183,20 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
   const u32 own = (m.chunks - part + PARTS - 1) / PARTS;
   const u32 step = gridDim.x / CLUSTER * WIDE, start = blockIdx.x / CLUSTER * WIDE;
   const u32 turns = (stripes - start + step - 1) / step;
-  u8* const xs = group_shared;                       // [STAGES] chunks of x
-  u8* const inbox = xs + STAGES * X_CHUNK;           // [BESIDE][PARTS] partial sums of the stripes that this block ends
-  u8* const outbox = inbox + BESIDE * PARTS * SUMS;  // [WIDE] those that it sends
-  u8* const planes = outbox + WIDE * SUMS;           // [WIDE] planes of escapes, and chunks
+  u8* const xs = group_shared;             // [STAGES] chunks of x
+  u8* const inbox = xs + STAGES * X_CHUNK;  // [INBOXES][SLOTS][PARTS] partial sums that this block adds up, 16 bytes a lane
+  u8* const planes = inbox + INBOXES * INBOX;  // [WIDE] planes of escapes, and chunks
   u8 *const plane = planes + warp * (PLANE + CHUNK_BYTES), *const held = plane + PLANE;
-  // Barriers: the inbox is full, what was sent has been read everywhere, a warp's chunk has come.
-  const u32 full = address(planes + WIDE * (PLANE + CHUNK_BYTES)), read = full + 8, come = full + 16 + 8 * warp;
-  const u32 ends = (WIDE - part + CLUSTER - 1) / CLUSTER;  // stripes of a turn
+  // Barriers: an inbox is full, all have read theirs, a warp's chunk has come, a stage is filled, nobody reads it.
+  const u32 full = address(planes + WIDE * (PLANE + CHUNK_BYTES)), read = full + 8 * INBOXES;
+  const u32 come = read + 8 * INBOXES + 8 * warp, filled = read + 8 * (INBOXES + WIDE), emptied = filled + 8 * STAGES;
   const auto stripe_of = [&](u32 turn) { return min(start + turn * step + warp, stripes - 1); };  // or the last again
   const auto chunk_of = [&](u32 i) { return part + PARTS * i; };
   if (threadIdx.x == 0) {
-    make_barrier(full, 1);
-    make_barrier(read, CLUSTER);
+    for (u32 i = 0; i < INBOXES; i++) make_barrier(full + 8 * i, 1), make_barrier(read + 8 * i, CLUSTER);
+    for (u32 i = 0; i < STAGES; i++) make_barrier(filled + 8 * i, OTHERS), make_barrier(emptied + 8 * i, WIDE);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    expect(full, ends * PARTS * SUMS);
+    for (u32 i = 0; i < INBOXES; i++) expect(full + 8 * i, INBOX);
   }
   Entries coming = {0, 0, 0, 0};
   Range after = {0, 0};
@@ -223,6 +217,15 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
   arrive();
   asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the last kernel's; the weights are not
   asm volatile("griddepcontrol.launch_dependents;");
+#if PREFETCH
+  {
+    const u32 lines = own * 4, all = gridDim.x / CLUSTER * 32 * ALL_WARPS;
+    for (u32 i = blockIdx.x / CLUSTER * 32 * ALL_WARPS + threadIdx.x; i < n * lines; i += all) {
+      const u32 row = i / lines, at = i % lines, column = 256 * chunk_of(at / 4) + at % 4 * 64;
+      if (column < x.columns) asm volatile("prefetch.global.L2 [%0];" :: "l"(x.at + row * x.stride + column));
+    }
+  }
+#endif
   for (u32 i = 0; i < min(own, STAGES); i++) copy_x<4>(xs + i * X_CHUNK, x, chunk_of(i), warp, ALL_WARPS, lane);
   wait_for_cluster();  // all have their barriers
   __syncthreads();
@@ -231,37 +234,45 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
     const u32 thread = threadIdx.x - 32 * WIDE;
     // Add up a turn's partial sums, and store y.
     const auto end = [&](u32 turn) {
-      wait_on(full, turn % 2);
+      const u32 box = turn % INBOXES;
+      wait_on(full + 8 * box, turn / INBOXES % 2);
 #pragma unroll 1
-      for (u32 i = thread; i < ends * TILES * 32; i += 32 * OTHERS) {
-        const u32 row = i % 16, t = i / 32 % TILES, k = 8 * t + i / 16 % 2 * 4, beside = i / (32 * TILES);
-        const u32 number = 16 * (start + turn * step + beside * CLUSTER + part) + row;
-        if (k >= n || number >= m.rows) continue;
-        const float* const p = (const float*)inbox + (beside * PARTS * TILES + t) * 128 + row * 8 + k % 8;
+      for (u32 i = thread; i < SLOTS * 32; i += 32 * OTHERS) {
+        // Of slot i / 32: a stripe of the turn, and eight rows of x.
+        const u32 pair = i / 32 * CLUSTER + part, k = pair % TILES * 8 + lane % 4 * 2;
+        const u32 row = 16 * (start + turn * step + pair / TILES) + lane / 4;
+        if (k >= n || row >= m.rows) continue;
+        const float4* const p = (const float4*)(inbox + box * INBOX) + i / 32 * PARTS * 32 + lane;
         float4 v[PARTS];
 #pragma unroll
-        for (u32 j = 0; j < PARTS; j++) v[j] = *(const float4*)(p + j * TILES * 128);
-        store4(y, y_stride, k, n, number, pairwise(v), bias);
+        for (u32 j = 0; j < PARTS; j++) v[j] = p[32 * j];
+        const float4 s = pairwise(v);
+        u16* const to = y + k * y_stride + row;
+        to[0] = ended(s.x, bias, row);
+        if (k + 1 < n) to[y_stride] = ended(s.y, bias, row);
+        if (row + 8 >= m.rows) continue;
+        to[8] = ended(s.z, bias, row + 8);
+        if (k + 1 < n) to[y_stride + 8] = ended(s.w, bias, row + 8);
       }
-      meet<2, 32 * OTHERS>();
-      if (turn + 1 == turns) return;
-      if (thread == 0) expect(full, ends * PARTS * SUMS);
-      meet<2, 32 * OTHERS>();
-      if (thread < CLUSTER) arrive_in(read, thread);
+      if (turn + INBOXES >= turns) return;
+      meet<1, 32 * OTHERS>();
+      if (thread == 0) expect(full + 8 * box, INBOX);
+      __syncwarp();
+      if (thread < CLUSTER) arrive_in(read + 8 * box, thread);
     };
 #if STREAMS
-    // Copy a chunk of x to the stage of the step before. Stripes end a step later than they could: x does not wait.
-    const u32 steps = turns * own;
-    u32 copied = STAGES, chunk = STAGES % own, stage = 0;
-    for (u32 s = 0, i = 0, turn = 0; s < steps; s++) {
-      meet<1, 32 * ALL_WARPS>();
-      if (s) {
-        if (copied < steps) copy_x<NB / OTHERS>(xs + stage * X_CHUNK, x, chunk_of(chunk), warp - WIDE, OTHERS, lane);
-        copied++;
-        if (++chunk == own) chunk = 0;
-        if (++stage == STAGES) stage = 0;
-      }
-      if (i == 1 && turn) end(turn - 1);
+    // Copy a chunk of x to a stage that nobody reads. A turn ends when all have begun the next one: x does not wait.
+    for (u32 i = 0; i < STAGES; i++)
+      if (lane == 0) arrive_at(filled + 8 * i);
+    const u32 ends_at = min(STAGES, own - 1);
+    u32 i = STAGES % own, turn = STAGES / own, stage = 0, parity = 0;
+    for (u32 s = STAGES; s < turns * own; s++) {
+      wait_on(emptied + 8 * stage, parity);
+      copy_x<NB / OTHERS>(xs + stage * X_CHUNK, x, chunk_of(i), warp - WIDE, OTHERS, lane);
+      __syncwarp();
+      if (lane == 0) arrive_at(filled + 8 * stage);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+      if (i == ends_at && turn) end(turn - 1);
       if (++i == own) i = 0, turn++;
     }
     end(turns - 1);
@@ -271,10 +282,10 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
     const uint2* const escapes = (const uint2*)plane + lane;
-    float* const mine = (float*)(outbox + warp * SUMS);
-    const u32 to = in_block(address(inbox) + (warp / CLUSTER * PARTS + part) * SUMS, warp % CLUSTER);
-    const u32 full_there = in_block(full, warp % CLUSTER);
-    u32 stage = 0, parity = 0;
+    u32 parity = 0;
+#if STREAMS
+    u32 stage = 0, round = 0;
+#endif
     for (u32 turn = 0; turn < turns; turn++) {
       float sum[TILES * 4];
 #pragma unroll
@@ -285,10 +296,9 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
       for (u32 i = 0; i < own; i++) {
         const u32 pairs = pairs_of(m, chunk_of(i));
 #if STREAMS
-        wait_for_products<0>();  // x of the step before is not read any longer
-        meet<1, 32 * ALL_WARPS>();
+        wait_on(filled + 8 * stage, round);
 #else
-        stage = i;
+        const u32 stage = i;
 #endif
         const Entries e = coming;
         Chunk c;
@@ -308,6 +318,9 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
         for (u32 first = 0; first < 8; first += DEPTH) {
           u32 w[DEPTH][8];
           wait_for_products<1>();  // the registers of those before the last are free
+#if STREAMS
+          if (first == DEPTH && turn + i && lane == 0) arrive_at(emptied + 8 * ((stage ? stage : STAGES) - 1));
+#endif
 #pragma unroll
           for (u32 j = 0; j < DEPTH; j++) {
             tile(c, first + j, r, escapes, w[j]);
@@ -326,22 +339,19 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
         }
         wipe(e, plane, m, lane);
 #if STREAMS
-        if (++stage == STAGES) stage = 0;
+        if (++stage == STAGES) stage = 0, round ^= 1;
 #endif
       }
       wait_for_products<0>();
 #pragma unroll
       for (u32 t = 0; t < TILES * 4; t++) asm volatile("" : "+f"(sum[t]) :: "memory");  // they are read below, not above
-      if (turn) wait_on(read, (turn - 1) % 2);
-      const u32 g = lane / 4, q = lane % 4 * 2;
+      const u32 box = turn % INBOXES, to = address(inbox) + box * INBOX + part * SUMS + 16 * lane;
+      if (turn >= INBOXES) wait_on(read + 8 * box, (turn / INBOXES - 1) % 2);
 #pragma unroll
       for (u32 t = 0; t < TILES; t++) {
-        *(float2*)(mine + t * 128 + g * 8 + q) = make_float2(sum[4 * t], sum[4 * t + 1]);
-        *(float2*)(mine + t * 128 + (g + 8) * 8 + q) = make_float2(sum[4 * t + 2], sum[4 * t + 3]);
+        const u32 pair = warp * TILES + t, block = pair % CLUSTER;
+        send(in_block(to + pair / CLUSTER * PARTS * SUMS, block), in_block(full + 8 * box, block), sum + 4 * t);
       }
-      fence_shared();
-      __syncwarp();
-      if (lane == 0) send(to, full_there, address(mine), SUMS);
     }
   }
   __syncwarp();
