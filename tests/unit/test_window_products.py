@@ -77,11 +77,22 @@ class Launches(list[tuple[Any, ...]]):
 
 
 def test_parts_of_a_few_chunks_keep_all_of_x() -> None:
-    found = {
-        columns: products_of(sections(64, columns), 32, H200, True)[0].defines["STREAMS"]
-        for columns in (2048, 4096, 4097, 14336)
-    }
-    assert found == {2048: 0, 4096: 0, 4097: 1, 14336: 1}
+    shapes = [(16, 14336), (16, 28672), (32, 8192), (32, 14336), (64, 6144), (64, 6145)]
+    found = [products_of(sections(64, columns), rows, H200, True)[0].defines for rows, columns in shapes]
+    assert [it["STREAMS"] for it in found] == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("chunks", [8, 9, 16, 17, 24, 25, 56, 112, 1000])
+def test_room_for_x_and_for_partial_sums(rows: int, chunks: int) -> None:
+    """A warp's stripes in one pass over x wait for room only where another pass makes it."""
+    ways = [it.defines for it in products_of(sections(64, 256 * chunks), rows, H200, True) if it.grouped]
+    assert ways
+    for it in ways:
+        most = -(-chunks // 8)
+        assert it["STREAMS"] == (it["STAGES"] < most)
+        assert it["STAGES"] <= most
+        assert it["EACH"] <= it["INBOXES"]
 
 
 def there(matrix: Window) -> DeviceWindow:

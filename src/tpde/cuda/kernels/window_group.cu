@@ -9,8 +9,9 @@
 // long rows STAGES chunks are there at a time. All wait for each other by barriers in shared memory ("mbarrier"), whose
 // phases are a turn, a step or a chunk; none waits for what a turn stores.
 //
-// Macros: those of window.cuh; NB, the most rows of x: 16, 32 or 64; WIDE, 8 or 12; STAGES, how many chunks of x are in
-// shared memory; STREAMS, whether a part has more; INBOXES, how many turns' partial sums there is room for.
+// Macros: those of window.cuh; NB, the most rows of x: 16, 32 or 64; WIDE, 8 or 12; EACH, how many stripes a warp takes
+// beside each other, 1 or 2; STAGES, how many chunks of x are in shared memory; STREAMS, whether a part has more; INBOXES,
+// how many turns' partial sums there is room for.
 
 #include "window.cuh"
 
@@ -24,7 +25,7 @@
 #define X_STEP (NB * 16u)        // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
 #define X_TILE (4 * X_STEP)
 #define X_CHUNK (8 * X_TILE)
-#define DEPTH (WIDE == 8 ? 4 : 2)  // tiles that are decoded before they are multiplied
+#define DEPTH (WIDE == 8 && EACH == 1 ? 4 : 2)  // tiles that are decoded before they are multiplied
 // Registers of threads that multiply, and of others. All have 168 or 128 at first, and 64 Ki are there.
 #define REGISTERS (WIDE == 8 ? 200 : 152)
 #define OTHER_REGISTERS (WIDE == 8 ? 104 : 56)
@@ -96,32 +97,41 @@ struct X {
   u32 rows, columns;
 };
 
-// Copy a chunk's columns of x as wgmma takes them, by `warps` warps of which this is number `warp`. A warp takes eight
-// rows of a tile at a time, lane / 4 the row, lane % 4 = q eight columns: elements 0 to 3 of an octet are columns 2q,
-// 2q + 1, 2q + 8, 2q + 9 of the first product, 4 to 7 those of the second one (windows.md 2.2).
-template <u32 BATCH>
+// What a warp copies of a chunk's columns of x, as one of `warps` warps: of one tile eight rows at a time, lane / 4 the row,
+// lane % 4 = q eight columns. wgmma takes elements 0 to 3 of an octet as columns 2q, 2q + 1, 2q + 8, 2q + 9 of the first
+// product, 4 to 7 as those of the second one (windows.md 2.2).
+template <u32 COUNT>
+__device__ __forceinline__ void load_x(uint4* v, const X& x, u32 chunk, u32 first, u32 warps, u32 lane) {
+#pragma unroll
+  for (u32 i = 0; i < COUNT; i++) {
+    const u32 k = first + i * warps, row = k / 8 * 8 + lane / 4, column = 256 * chunk + k % 8 * 32 + lane % 4 * 8;
+    v[i] = make_uint4(0, 0, 0, 0);
+    if (row < x.rows && column < x.columns) v[i] = *(const uint4*)(x.at + row * x.stride + column);
+  }
+}
+
+template <u32 COUNT>
+__device__ __forceinline__ void store_x(u8* to, const uint4* v, u32 first, u32 warps, u32 lane) {
+#pragma unroll
+  for (u32 i = 0; i < COUNT; i++) {
+    const u32 k = first + i * warps;
+    if (k >= NB) break;
+    u8* const p = to + k % 8 * X_TILE + k / 8 * 128 + 4 * lane;
+    *(u32*)p = v[i].x;
+    *(u32*)(p + X_STEP) = v[i].y;
+    *(u32*)(p + 2 * X_STEP) = v[i].z;
+    *(u32*)(p + 3 * X_STEP) = v[i].w;
+  }
+}
+
+// Copy a chunk, four loads at a time.
 __device__ __forceinline__ void copy_x(u8* to, const X& x, u32 chunk, u32 warp, u32 warps, u32 lane) {
 #pragma unroll 1
-  for (u32 first = warp; first < NB; first += BATCH * warps) {
-    uint4 v[BATCH];
-#pragma unroll
-    for (u32 i = 0; i < BATCH; i++) {
-      const u32 k = first + i * warps, row = k / 8 * 8 + lane / 4, column = 256 * chunk + k % 8 * 32 + lane % 4 * 8;
-      v[i] = make_uint4(0, 0, 0, 0);
-      if (row < x.rows && column < x.columns) v[i] = *(const uint4*)(x.at + row * x.stride + column);
-    }
-#pragma unroll
-    for (u32 i = 0; i < BATCH; i++) {
-      const u32 k = first + i * warps;
-      if (k >= NB) break;
-      u8* const p = to + k % 8 * X_TILE + k / 8 * 128 + 4 * lane;
-      *(u32*)p = v[i].x;
-      *(u32*)(p + X_STEP) = v[i].y;
-      *(u32*)(p + 2 * X_STEP) = v[i].z;
-      *(u32*)(p + 3 * X_STEP) = v[i].w;
-    }
+  for (u32 first = warp; first < NB; first += 4 * warps) {
+    uint4 v[4];
+    load_x<4>(v, x, chunk, first, warps, lane);
+    store_x<4>(to, v, first, warps, lane);
   }
-  fence_shared();
 }
 
 // ---- products ----
@@ -179,7 +189,8 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, stripes = (m.rows + 15) / 16;
   u32 part;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(part));
-  // This block's chunks of a stripe are `part`, `part + PARTS`, ... A turn takes WIDE stripes, the first one from `start` on.
+  // This block's chunks of a stripe are `part`, `part + PARTS`, ... A turn takes WIDE stripes, the first one from `start`
+  // on; EACH turns are a round, which passes over x once.
   const u32 own = (m.chunks - part + PARTS - 1) / PARTS;
   const u32 step = gridDim.x / CLUSTER * WIDE, start = blockIdx.x / CLUSTER * WIDE;
   const u32 turns = (stripes - start + step - 1) / step;
@@ -200,33 +211,33 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
   }
   Entries coming = {0, 0, 0, 0};
   Range after = {0, 0};
-  Records ahead = {0, 0};
-  u32 next_turn = 0, next = 0;
+  Records ahead[EACH];
+  u32 next_round = 0, next = 0, next_beside = 0;
+  // To a warp's next chunk: of the stripe beside, or of its part, or of the next round.
+  const auto advance = [&] {
+    if (++next_beside < EACH && next_round + next_beside < turns) return;
+    next_beside = 0;
+    if (++next == own) next = 0, next_round += EACH;
+  };
+  const auto range_ahead = [&] { return range_of(m, stripe_of(next_round + next_beside), chunk_of(next)); };
   if (warp < WIDE) {
     if (lane == 0) {
       make_barrier(come, 1);
       fence_shared();
     }
     clear(plane, lane);
-    ahead = records_of(m, stripe_of(0), lane);
+#pragma unroll
+    for (u32 h = 0; h < EACH; h++) ahead[h] = records_of(m, stripe_of(h), lane);
     coming = load_entries(m, range_of(m, stripe_of(0), part), lane);
     bring(address(held), come, m, stripe_of(0), part, lane);
-    if (++next == own) next = 0, next_turn++;
-    if (next_turn < turns) after = range_of(m, stripe_of(next_turn), chunk_of(next));
+    advance();
+    if (next_round < turns) after = range_ahead();
   }
   arrive();
   asm volatile("griddepcontrol.wait;" ::: "memory");  // x is the last kernel's; the weights are not
   asm volatile("griddepcontrol.launch_dependents;");
-#if PREFETCH
-  {
-    const u32 lines = own * 4, all = gridDim.x / CLUSTER * 32 * ALL_WARPS;
-    for (u32 i = blockIdx.x / CLUSTER * 32 * ALL_WARPS + threadIdx.x; i < n * lines; i += all) {
-      const u32 row = i / lines, at = i % lines, column = 256 * chunk_of(at / 4) + at % 4 * 64;
-      if (column < x.columns) asm volatile("prefetch.global.L2 [%0];" :: "l"(x.at + row * x.stride + column));
-    }
-  }
-#endif
-  for (u32 i = 0; i < min(own, STAGES); i++) copy_x<4>(xs + i * X_CHUNK, x, chunk_of(i), warp, ALL_WARPS, lane);
+  for (u32 i = 0; i < min(own, STAGES); i++) copy_x(xs + i * X_CHUNK, x, chunk_of(i), warp, ALL_WARPS, lane);
+  fence_shared();
   wait_for_cluster();  // all have their barriers
   __syncthreads();
   if (warp >= WIDE) {
@@ -261,21 +272,26 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
       if (thread < CLUSTER) arrive_in(read + 8 * box, thread);
     };
 #if STREAMS
-    // Copy a chunk of x to a stage that nobody reads. A turn ends when all have begun the next one: x does not wait.
+    // Copy chunks of x to stages that nobody reads; one comes while its stage is read. A round ends when all have begun the
+    // next one: x does not wait.
     for (u32 i = 0; i < STAGES; i++)
       if (lane == 0) arrive_at(filled + 8 * i);
-    const u32 ends_at = min(STAGES, own - 1);
-    u32 i = STAGES % own, turn = STAGES / own, stage = 0, parity = 0;
-    for (u32 s = STAGES; s < turns * own; s++) {
+    const u32 steps = (turns + EACH - 1) / EACH * own, ends_at = min(STAGES, own - 1);
+    u32 i = STAGES % own, round = STAGES / own * EACH, stage = 0, parity = 0, over = 0;
+    for (u32 s = STAGES; s < steps; s++) {
+      uint4 v[NB / OTHERS];
+      load_x<NB / OTHERS>(v, x, chunk_of(i), warp - WIDE, OTHERS, lane);
       wait_on(emptied + 8 * stage, parity);
-      copy_x<NB / OTHERS>(xs + stage * X_CHUNK, x, chunk_of(i), warp - WIDE, OTHERS, lane);
+      store_x<NB / OTHERS>(xs + stage * X_CHUNK, v, warp - WIDE, OTHERS, lane);
+      fence_shared();
       __syncwarp();
       if (lane == 0) arrive_at(filled + 8 * stage);
       if (++stage == STAGES) stage = 0, parity ^= 1;
-      if (i == ends_at && turn) end(turn - 1);
-      if (++i == own) i = 0, turn++;
+      if (i == ends_at)
+        while (over < round) end(over++);
+      if (++i == own) i = 0, round += EACH;
     }
-    end(turns - 1);
+    while (over < turns) end(over++);
 #else
     for (u32 turn = 0; turn < turns; turn++) end(turn);
 #endif
@@ -284,73 +300,87 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
     const uint2* const escapes = (const uint2*)plane + lane;
     u32 parity = 0;
 #if STREAMS
-    u32 stage = 0, round = 0;
+    u32 stage = 0, again = 0;
 #endif
-    for (u32 turn = 0; turn < turns; turn++) {
-      float sum[TILES * 4];
+    for (u32 round = 0; round < turns; round += EACH) {
+      float sum[EACH][TILES * 4];
+      Rows r[EACH];
 #pragma unroll
-      for (u32 t = 0; t < TILES * 4; t++) sum[t] = 0;
-      const Rows r = rows_of(ahead, m.zero);
-      if (turn + 1 < turns) ahead = records_of(m, stripe_of(turn + 1), lane);
+      for (u32 h = 0; h < EACH; h++) {
+#pragma unroll
+        for (u32 t = 0; t < TILES * 4; t++) sum[h][t] = 0;
+        r[h] = rows_of(ahead[h], m.zero);
+        if (round + EACH < turns) ahead[h] = records_of(m, stripe_of(round + EACH + h), lane);
+      }
 #pragma unroll 1
       for (u32 i = 0; i < own; i++) {
         const u32 pairs = pairs_of(m, chunk_of(i));
 #if STREAMS
-        wait_on(filled + 8 * stage, round);
+        wait_on(filled + 8 * stage, again);
 #else
         const u32 stage = i;
 #endif
-        const Entries e = coming;
-        Chunk c;
-        wait_on(come, parity);
-        parity ^= 1;
-        take(c, held, pairs, lane);
-        fence_shared();  // the next chunk comes there
-        scatter(e, plane, m, lane);
-        if (next_turn < turns) {
-          coming = load_entries(m, after, lane);
-          bring(address(held), come, m, stripe_of(next_turn), chunk_of(next), lane);
-          if (++next == own) next = 0, next_turn++;
-          if (next_turn < turns) after = range_of(m, stripe_of(next_turn), chunk_of(next));
-        }
         const u32 at = address(xs + stage * X_CHUNK);
 #pragma unroll
-        for (u32 first = 0; first < 8; first += DEPTH) {
-          u32 w[DEPTH][8];
-          wait_for_products<1>();  // the registers of those before the last are free
+        for (u32 h = 0; h < EACH; h++) {
+          if (h && round + h >= turns) break;
+          const Entries e = coming;
+          Chunk c;
+          scatter(e, plane, m, lane);
+          wait_on(come, parity);
+          parity ^= 1;
+          take(c, held, pairs, lane);
+          fence_shared();  // the next chunk comes there
+          __syncwarp();
+          if (next_round < turns) {
+            coming = load_entries(m, after, lane);
+            bring(address(held), come, m, stripe_of(next_round + next_beside), chunk_of(next), lane);
+            advance();
+            if (next_round < turns) after = range_ahead();
+          }
+#pragma unroll
+          for (u32 first = 0; first < 8; first += DEPTH) {
+            u32 w[DEPTH][8];
+            wait_for_products<1>();  // the registers of those before the last are free
 #if STREAMS
-          if (first == DEPTH && turn + i && lane == 0) arrive_at(emptied + 8 * ((stage ? stage : STAGES) - 1));
+            if (h == 0 && first == DEPTH && round + i && lane == 0)  // all products of the step before have ended
+              arrive_at(emptied + 8 * ((stage ? stage : STAGES) - 1));
 #endif
 #pragma unroll
-          for (u32 j = 0; j < DEPTH; j++) {
-            tile(c, first + j, r, escapes, w[j]);
-            if (TAIL && first + j >= 2 * pairs)
+            for (u32 j = 0; j < DEPTH; j++) {
+              tile(c, first + j, r[h], escapes, w[j]);
+              if (TAIL && first + j >= 2 * pairs)
 #pragma unroll
-              for (u32 k = 0; k < 8; k++) w[j][k] = 0;  // all warps of a group multiply together
-          }
-          registers_are_set();
+                for (u32 k = 0; k < 8; k++) w[j][k] = 0;  // all warps of a group multiply together
+            }
+            registers_are_set();
 #pragma unroll
-          for (u32 j = 0; j < DEPTH; j++) {
-            const u64 there = descriptor(at + (first + j) * X_TILE);
-            wgmma(sum, w[j][0], w[j][4], w[j][1], w[j][5], there);
-            wgmma(sum, w[j][2], w[j][6], w[j][3], w[j][7], there + (2 * X_STEP >> 4));
+            for (u32 j = 0; j < DEPTH; j++) {
+              const u64 there = descriptor(at + (first + j) * X_TILE);
+              wgmma(sum[h], w[j][0], w[j][4], w[j][1], w[j][5], there);
+              wgmma(sum[h], w[j][2], w[j][6], w[j][3], w[j][7], there + (2 * X_STEP >> 4));
+            }
+            commit();
           }
-          commit();
+          wipe(e, plane, m, lane);
         }
-        wipe(e, plane, m, lane);
 #if STREAMS
-        if (++stage == STAGES) stage = 0, round ^= 1;
+        if (++stage == STAGES) stage = 0, again ^= 1;
 #endif
       }
       wait_for_products<0>();
 #pragma unroll
-      for (u32 t = 0; t < TILES * 4; t++) asm volatile("" : "+f"(sum[t]) :: "memory");  // they are read below, not above
-      const u32 box = turn % INBOXES, to = address(inbox) + box * INBOX + part * SUMS + 16 * lane;
-      if (turn >= INBOXES) wait_on(read + 8 * box, (turn / INBOXES - 1) % 2);
+      for (u32 h = 0; h < EACH; h++) {
+        const u32 turn = round + h, box = turn % INBOXES, to = address(inbox) + box * INBOX + part * SUMS + 16 * lane;
+        if (turn >= turns) break;
 #pragma unroll
-      for (u32 t = 0; t < TILES; t++) {
-        const u32 pair = warp * TILES + t, block = pair % CLUSTER;
-        send(in_block(to + pair / CLUSTER * PARTS * SUMS, block), in_block(full + 8 * box, block), sum + 4 * t);
+        for (u32 t = 0; t < TILES * 4; t++) asm volatile("" : "+f"(sum[h][t]) :: "memory");  // they are read below, not above
+        if (turn >= INBOXES) wait_on(read + 8 * box, (turn / INBOXES - 1) % 2);
+#pragma unroll
+        for (u32 t = 0; t < TILES; t++) {
+          const u32 pair = warp * TILES + t, block = pair % CLUSTER;
+          send(in_block(to + pair / CLUSTER * PARTS * SUMS, block), in_block(full + 8 * box, block), sum[h] + 4 * t);
+        }
       }
     }
   }
