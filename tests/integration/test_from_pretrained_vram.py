@@ -264,7 +264,6 @@ def test_experts_read_from_files_come_with_their_blocks(
 def test_the_cache_is_traced_and_given_back(
     monkeypatch: pytest.MonkeyPatch, hosted: Opened, experts: tuple[str, Pair]
 ) -> None:
-    monkeypatch.setattr(loading_under, "start_trace", lambda _: object())
     name, pair = experts
     model = load(pair.packed)
     model.tpde_streamer.record()

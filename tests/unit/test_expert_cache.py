@@ -475,7 +475,7 @@ def test_a_new_expert_is_waited_for_beside_known_ones(tmp_path: Path) -> None:
     try:
         it.experts.fetch([0], it.out)
         of: Any = it.slots[1].packed.sources[1]
-        it.feed._bytes(of.extent)[of.extent.offset + int(of.offsets[0]) + 40] ^= 1
+        it.feed.whole(of.extent)[of.extent.offset + int(of.offsets[0]) + 40] ^= 1
         with pytest.raises(Corrupt, match=r"`e3`, chunk 0: .* is damaged"):
             it.experts.fetch([0, 1], it.out)
         assert not it.store._asked
@@ -573,7 +573,7 @@ def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:
         it.experts.fetch([0, 1], it.out)
         it.store.check()
         extent = it.slots[0].packed.sources[1].extent
-        whole = it.feed._bytes(extent)
+        whole = it.feed.whole(extent)
         whole[extent.offset + int(it.slots[0].packed.sources[1].offsets[1]) + 40] ^= 1
         it.experts.fetch([0], it.out)
         it.store.check()

@@ -41,7 +41,6 @@ from tpde.integrations.transformers.recurrent import NONE, Recurrent, Scan  # no
 from tpde.io.sources import Extent  # noqa: E402
 from tpde.loading import (  # noqa: E402
     devices,
-    feeds,
     model_plan,
     model_units,
     reading,
@@ -49,6 +48,7 @@ from tpde.loading import (  # noqa: E402
 from tpde.loading.assignment import place  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
+from tpde.loading.feeds import Feeds  # noqa: E402
 from tpde.loading.footprint import FIXED_BYTES, module_calls, plain_bytes  # noqa: E402
 from tpde.loading.model_units import TABLES_BYTES, units_of  # noqa: E402
 from tpde.loading.quantized import PackedConfig  # noqa: E402
@@ -364,28 +364,21 @@ def test_what_streams_a_model_is_not_copied() -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_feeds_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feeds_that_cannot_be_opened_are_closed(tmp_path: Path) -> None:
     """At once: whoever has the error may keep it, and with it all that was opened."""
     closed: list[str] = []
-
-    class Memory:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            return
-
-        def close(self) -> None:
-            closed.append("memory")
 
     def refuse(*_: Any) -> None:
         raise OutOfMemory("no buffers")
 
-    monkeypatch.setattr(feeds, "HostMemory", Memory)
-    monkeypatch.setattr(feeds, "ReadAhead", refuse)
+    memory = SimpleNamespace(close=lambda: closed.append("memory"))
+    machine: Any = SimpleNamespace(memory=lambda *_: memory, disk=refuse)
     weight = (SPEC, fill("normal", SPEC))
     with Checkpoint(_write(tmp_path, {"a": weight}, {"b": weight})) as found:
         host, disk = [found.packed["a"]], [found.packed["b"]]
         plan: Any = SimpleNamespace(staging=1 << 20, piece=1 << 20)
         with pytest.raises(OutOfMemory, match="no buffers") as caught:
-            feeds.Feeds(torch.device("cpu"), plan, host, disk)
+            Feeds(torch.device("cpu"), plan, host, disk, machine)
         assert closed == ["memory"]
         assert _open_files(tmp_path) == 2, "the checkpoint's own"
         assert caught.value.message == "no buffers"

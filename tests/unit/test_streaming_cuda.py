@@ -15,7 +15,7 @@ from support.cuda import DECODE_NS, HOST_BYTES, Cuda  # noqa: E402
 from support.ring import ROOM, SIZES, Fixture  # noqa: E402
 
 from tpde.errors import Corrupt  # noqa: E402
-from tpde.host import page_lock  # noqa: E402
+from tpde.host.page_lock import STEP  # noqa: E402
 from tpde.streaming import cuda_device as devices  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
 from tpde.streaming.streamer import StreamedUnit  # noqa: E402
@@ -24,8 +24,11 @@ from tpde.streaming.trace import Trace, start_trace  # noqa: E402
 pytestmark = pytest.mark.usefixtures("bounded")
 
 
-def fixture(cuda: Cuda, folder: Path, **options: Any) -> Fixture:
-    made = Fixture(folder, SIZES, **{"kind": lambda ring: CudaDevice(cuda, ring), **options})
+SMALL = 16 << 10  # of a step
+
+
+def fixture(cuda: Cuda, folder: Path, *, step: int = STEP, **options: Any) -> Fixture:
+    made = Fixture(folder, SIZES, kind=lambda ring: CudaDevice(cuda, ring, step=step), **options)
     cuda.tensors += made.tensors
     return made
 
@@ -42,9 +45,8 @@ def test_the_bytes_are_right_in_whatever_order_streams_run(
     eager: str, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is done before all is queued: only events keep places from being overwritten, or read early."""
-    monkeypatch.setattr(page_lock, "STEP", 16 << 10)
     cuda = Cuda(monkeypatch, eager)
-    with fixture(cuda, tmp_path, places=3, keep=keep, offset=8, apart=8) as made:
+    with fixture(cuda, tmp_path, step=SMALL, places=3, keep=keep, offset=8, apart=8) as made:
         units = made.units((0, 1), (2,), (4, 5))
         for unit, _ in units:
             unit.verified = True  # the first use would wait for everything
@@ -77,7 +79,7 @@ def test_places_are_not_written_before_what_used_their_memory_is_done(
     cuda.streams[1].put(lambda: done.append("copy"))
     cuda.run()
     assert done == ["before", "copy"]
-    assert device._ring is not None
+    assert device.memory is not None
 
 
 def one(made: Fixture) -> StreamedUnit:
@@ -85,22 +87,21 @@ def one(made: Fixture) -> StreamedUnit:
 
 
 def test_copies_are_cut_where_memory_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_lock, "STEP", 16 << 10)
     cuda = Cuda(monkeypatch)
-    with fixture(cuda, tmp_path) as made:
+    with fixture(cuda, tmp_path, step=SMALL) as made:
         piece = one(made).pieces[1]
         address = made.feed.wait(piece.extent)
         event: Any = made.device.copy(ROOM, address, piece)
         assert sum(size for *_, size in cuda.copied) == piece.extent.size
         assert len(cuda.copied) > 1
-        base = made.device._ring.data_ptr() + ROOM
+        base = made.device.memory.data_ptr() + ROOM
         for to, begin, size in cuda.copied:
             assert to - base == begin - address
-            assert begin // page_lock.STEP == (begin + size - 1) // page_lock.STEP
+            assert begin // SMALL == (begin + size - 1) // SMALL
         assert not event.query()
         event.synchronize()
-        whole = made.device._ring.numpy()[ROOM:][: piece.extent.size]
-        assert whole.tobytes() == bytes(made.feed._bytes(piece.extent)[piece.extent.offset :][: len(whole)])
+        whole = made.device.memory.numpy()[ROOM:][: piece.extent.size]
+        assert whole.tobytes() == bytes(made.feed.whole(piece.extent)[piece.extent.offset :][: len(whole)])
 
 
 def test_a_copy_that_the_driver_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,7 @@ def test_damage_is_told_of_the_piece_that_has_it(tmp_path: Path, monkeypatch: py
         units = made.units((0,), (2,))
         out = torch.empty(600_000, dtype=torch.uint8)
         extent, offsets = made.tensors[2].extent, made.tensors[2].offsets
-        made.feed._bytes(extent)[extent.offset + int(offsets[20]) + 40] ^= 1
+        made.feed.whole(extent)[extent.offset + int(offsets[20]) + 40] ^= 1
         (locked,) = cuda.locked
         for unit, _ in units:
             there = unit.handle.launch._reports.untyped_storage().data_ptr()  # type: ignore[attr-defined]
@@ -148,7 +149,7 @@ def test_closing_waits_and_frees_the_places(monkeypatch: pytest.MonkeyPatch) -> 
     cuda.streams[1].put(lambda: done.append(1))
     device.close()
     assert done == [1]
-    assert device._ring is None
+    assert device.memory is None
     device.close()
 
 
@@ -161,7 +162,7 @@ def test_closing_frees_the_places_of_a_device_that_has_crashed(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "synchronize", crashed)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         device.close()
-    assert device._ring is None
+    assert device.memory is None
 
 
 def test_a_graph_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
