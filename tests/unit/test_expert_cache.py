@@ -540,10 +540,10 @@ def test_what_was_closed_is_not_fetched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eager", ["copies", "computes"])
 def test_the_bytes_are_right_in_whatever_order_streams_run(
-    eager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    eager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
-    cuda = Cuda(monkeypatch, eager)
+    cuda = Cuda(monkeypatch, launch_on, eager)
     it = Fixture(tmp_path, 6, 2, kind=lambda ring: CudaDevice(cuda, ring))  # type: ignore[arg-type]
     try:
         cuda.tensors += [source for slot in it.slots for source in slot.packed.sources]  # type: ignore[misc]

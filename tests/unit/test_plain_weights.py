@@ -227,9 +227,9 @@ def test_decoding_that_fails(
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+def card(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> Card:
     """A GPU whose memory is the host's."""
-    made, empty, reader = Card(monkeypatch), torch.empty, plain_weights.Reader
+    made, empty, reader = Card(monkeypatch, launch_on), torch.empty, plain_weights.Reader
 
     def placed(*args: Any, device: Any = None, **options: Any) -> Any:
         return empty(*args, device=CPU if device is made else device, **options)

@@ -42,10 +42,10 @@ def wrong(out: Any, expected: bytes) -> bool:
 @pytest.mark.parametrize("eager", ["copies", "computes", "any"])
 @pytest.mark.parametrize("keep", [0, 500_000])
 def test_the_bytes_are_right_in_whatever_order_streams_run(
-    eager: str, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    eager: str, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
     """Nothing is done before all is queued: only events keep places from being overwritten, or read early."""
-    cuda = Cuda(monkeypatch, eager)
+    cuda = Cuda(monkeypatch, launch_on, eager)
     with fixture(cuda, tmp_path, step=SMALL, places=3, keep=keep, offset=8, apart=8) as made:
         units = made.units((0, 1), (2,), (4, 5))
         for unit, _ in units:
@@ -70,8 +70,9 @@ def test_the_bytes_are_right_in_whatever_order_streams_run(
 
 def test_places_are_not_written_before_what_used_their_memory_is_done(
     monkeypatch: pytest.MonkeyPatch,
+    launch_on: Any,
 ) -> None:
-    cuda = Cuda(monkeypatch, "copies")
+    cuda = Cuda(monkeypatch, launch_on, "copies")
     done: list[str] = []
     cuda.current = 1
     cuda.streams[0].put(lambda: done.append("before"))
@@ -86,8 +87,10 @@ def one(made: Fixture) -> StreamedUnit:
     return made.units((2,))[0][0]
 
 
-def test_copies_are_cut_where_memory_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
+def test_copies_are_cut_where_memory_was_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
     with fixture(cuda, tmp_path, step=SMALL) as made:
         piece = one(made).pieces[1]
         address = made.feed.wait(piece.extent)
@@ -104,8 +107,10 @@ def test_copies_are_cut_where_memory_was_locked(tmp_path: Path, monkeypatch: pyt
         assert whole.tobytes() == bytes(made.feed.whole(piece.extent)[piece.extent.offset :][: len(whole)])
 
 
-def test_a_copy_that_the_driver_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
+def test_a_copy_that_the_driver_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
     with fixture(cuda, tmp_path) as made:
         unit = one(made)
         cuda.code = cuda.driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
@@ -113,8 +118,10 @@ def test_a_copy_that_the_driver_refuses(tmp_path: Path, monkeypatch: pytest.Monk
             unit(torch.empty(600_000, dtype=torch.uint8))
 
 
-def test_damage_is_told_of_the_piece_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
+def test_damage_is_told_of_the_piece_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
     with fixture(cuda, tmp_path) as made:
         units = made.units((0,), (2,))
         out = torch.empty(600_000, dtype=torch.uint8)
@@ -131,8 +138,10 @@ def test_damage_is_told_of_the_piece_that_has_it(tmp_path: Path, monkeypatch: py
         made.streamer.check()
 
 
-def test_waiting_for_decoding_waits_for_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch, "computes")
+def test_waiting_for_decoding_waits_for_no_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    cuda = Cuda(monkeypatch, launch_on, "computes")
     with fixture(cuda, tmp_path) as made:
         done: list[str] = []
         cuda.streams[0].put(lambda: done.append("computed"))
@@ -143,8 +152,8 @@ def test_waiting_for_decoding_waits_for_no_copies(tmp_path: Path, monkeypatch: p
         assert done == ["computed", "copied"]
 
 
-def test_closing_waits_and_frees_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, done = Cuda(monkeypatch), list[int]()
+def test_closing_waits_and_frees_the_places(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda, done = Cuda(monkeypatch, launch_on), list[int]()
     device = CudaDevice(cuda, 1024)
     cuda.streams[1].put(lambda: done.append(1))
     device.close()
@@ -153,8 +162,10 @@ def test_closing_waits_and_frees_the_places(monkeypatch: pytest.MonkeyPatch) -> 
     device.close()
 
 
-def test_closing_frees_the_places_of_a_device_that_has_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CudaDevice(Cuda(monkeypatch), 1024)
+def test_closing_frees_the_places_of_a_device_that_has_crashed(
+    monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    device = CudaDevice(Cuda(monkeypatch, launch_on), 1024)
 
     def crashed(_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -165,16 +176,16 @@ def test_closing_frees_the_places_of_a_device_that_has_crashed(monkeypatch: pyte
     assert device.memory is None
 
 
-def test_a_graph_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
+def test_a_graph_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
     device = CudaDevice(cuda, 1024)
     assert not device.recording()
     cuda.recording = True
     assert device.recording()
 
 
-def test_reports_are_of_one_piece_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
+def test_reports_are_of_one_piece_each(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
     monkeypatch.setattr(devices, "_REPORTS", 8)
     reports = devices._Reports()
     taken = [reports.take(count) for count in (3, 5, 1, 20, 7, 1)]
@@ -188,8 +199,8 @@ def test_reports_are_of_one_piece_each(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- traces ----
 
 
-def test_a_trace_starts_with_the_device_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, done = Cuda(monkeypatch, "computes"), list[int]()
+def test_a_trace_starts_with_the_device_idle(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda, done = Cuda(monkeypatch, launch_on, "computes"), list[int]()
     CudaDevice(cuda, 1024)
     cuda.streams[1].put(lambda: done.append(1))
     trace = start_trace(cuda, 7)
@@ -200,9 +211,9 @@ def test_a_trace_starts_with_the_device_idle(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_trace_tells_what_was_copied_decoded_and_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
-    cuda = Cuda(monkeypatch, "computes")
+    cuda = Cuda(monkeypatch, launch_on, "computes")
     with fixture(cuda, tmp_path, places=8) as made:
         units = made.units((2,), (0, 4), (5,))
         for unit, _ in units:
@@ -235,9 +246,9 @@ def test_a_trace_tells_what_was_copied_decoded_and_computed(
 
 
 def test_what_was_not_decoded_to_its_end_computes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
-    cuda = Cuda(monkeypatch)
+    cuda = Cuda(monkeypatch, launch_on)
     with fixture(cuda, tmp_path) as made:
         (large, _), (small, _) = made.units((2,), (3,))
         out = torch.empty(600_000, dtype=torch.uint8)
@@ -251,10 +262,10 @@ def test_what_was_not_decoded_to_its_end_computes_nothing(
 
 
 def test_two_devices_beside_each_other_note_what_is_computed_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
     """The experts' weights follow those of their block: what that has computed ends there."""
-    cuda = Cuda(monkeypatch)
+    cuda = Cuda(monkeypatch, launch_on)
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from support.backends import MadeBackend  # noqa: E402
 from support.cuda import HOST_BYTES, Cuda  # noqa: E402
 
 from tpde.errors import InvalidInput, ReadError, UnsupportedDevice  # noqa: E402
@@ -38,8 +39,8 @@ class Measured(Cuda):
         The call that does.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        super().__init__(patch)
+    def __init__(self, patch: pytest.MonkeyPatch, launch_on: Any) -> None:
+        super().__init__(patch, launch_on)
         self.there: dict[int, int] = {}
         self.asked: list[str] = []
         self.fails = ""
@@ -78,8 +79,8 @@ class Measured(Cuda):
         return self._said(name)
 
 
-def test_a_device_copies_and_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Measured(monkeypatch)
+def test_a_device_copies_and_reads_and_writes(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda = Measured(monkeypatch, launch_on)
     cuda.current = 1
     copy, memory = rates.copy_rates(cuda)
     assert copy == pytest.approx(HOST_BYTES * 1e9)
@@ -90,17 +91,16 @@ def test_a_device_copies_and_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostAlloc", "cuMemcpyHtoDAsync", "cuMemcpyDtoDAsync"])
-def test_what_a_driver_refuses_to_measure(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Measured(monkeypatch)
+def test_what_a_driver_refuses_to_measure(call: str, monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda = Measured(monkeypatch, launch_on)
     cuda.fails = call
     with pytest.raises(UnsupportedDevice, match=r"refused what measuring needs \(CUDA_ERROR_OUT_OF_MEMORY\)"):
         rates.copy_rates(cuda)
     assert not cuda.there, "what was allocated before is given back"
 
 
-def test_all_rates_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(rates, "facts", asked.append)
+def test_all_rates_of_a_machine(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    there = launch_on(MadeBackend())
     monkeypatch.setattr(rates, "copy_rates", lambda device: (50e9, 4e12))
     monkeypatch.setattr(rates, "launch_seconds", lambda device: 3e-5)
     monkeypatch.setattr(rates, "disk_rate", lambda files: 6e9 if files == ["file"] else None)
@@ -109,7 +109,7 @@ def test_all_rates_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         copy=50e9, disk=6e9, memory=4e12, decode=0.48 * 4e12, launch=3e-5, windows=1.02 * 4e12
     )
     assert rates.measure_rates(torch.device("cuda")).disk == float("inf")
-    assert asked == [1, 0]
+    assert there.asked == [1, 0]
 
 
 def test_rates_of_a_machine_that_is_not_here() -> None:
@@ -117,11 +117,8 @@ def test_rates_of_a_machine_that_is_not_here() -> None:
     assert rates.given_rates(50e9, 4e12).disk == float("inf")
 
 
-def test_a_device_that_cannot_decode_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: int) -> None:
-        raise UnsupportedDevice("too old")
-
-    monkeypatch.setattr(rates, "facts", refuse)
+def test_a_device_that_cannot_decode_is_not_measured(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    launch_on(MadeBackend(facts=UnsupportedDevice("too old")))
     monkeypatch.setattr(rates, "launch_seconds", lambda device: pytest.fail("it is measured"))
     with pytest.raises(UnsupportedDevice, match="too old"):
         rates.measure_rates(torch.device("cuda", 0))

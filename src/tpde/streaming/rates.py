@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tpde.cuda.capability import facts
+from tpde.cuda.backend import current
 from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.host.direct_io import Files
 from tpde.host.disk import READERS, ReadAhead
@@ -62,7 +62,7 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
             f"rates are measured on CUDA devices, not on `{device}`",
             hint="name one, or name the rates (`--copy-rate` and `--memory-rate` of `tpde plan`)",
         )
-    facts(device.index or 0)  # says what is missing, if anything is
+    current().facts(device.index or 0)  # says what is missing, if anything is
     before = launch_seconds(device)
     copy, memory = copy_rates(device)
     between = launch_seconds(device)
