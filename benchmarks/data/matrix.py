@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.data.synthetic import weight
 from benchmarks.harness.report import note
+from tpde.files.file_writer import FileWriter
 
 NAME = "linear.weight"
 TILE_BYTES = 1 << 30  # of the weight that is made at a time
@@ -132,7 +133,7 @@ def pack(file: Path, rows: int, columns: int, seed: int) -> None:
     staging = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     spec = tpde.TensorSpec("BF16", (rows, columns))
     sink = MemorySink(file, 2 * rows * columns + (64 << 20))
-    with tpde.PackedWriter(sink, {NAME: spec}, metadata={"format": "pt"}) as writer:
+    with FileWriter(sink, {NAME: spec}, metadata={"format": "pt"}) as writer:
         for number in range(tiles(rows, columns)):
             made = tile(number, rows, columns, seed).reshape(-1).view(torch.uint8)
             piece = staging[: made.numel()]

@@ -115,10 +115,10 @@ def shards_of(shapes: Mapping[str, tuple[int, ...]], limit: int = SHARD_BYTES) -
 
 def write_packed(directory: Path, config: Any, seed: int) -> dict[str, Any]:
     """Make and pack a model; returns what the report needs."""
+    from tpde.files.file_writer import FileWriter
     from tpde.files.forward_order import block_of
     from tpde.files.pack_file import pack_tensors
     from tpde.files.reader import PackedFile
-    from tpde.files.writer import PackedWriter
     from tpde.format.constants import SUFFIX, VERSION
 
     shapes, start = tensors_of(config), time.perf_counter()
@@ -128,7 +128,7 @@ def write_packed(directory: Path, config: Any, seed: int) -> dict[str, Any]:
         file = f"model-{number:05}-of-{len(files):05}.safetensors"
         source = Source({name: shapes[name] for name in names}, lambda name, shape: weight(name, shape, seed))
         if not (directory / file).exists():
-            with PackedWriter(
+            with FileWriter(
                 directory / file, source.specs, metadata=source.metadata, source_header=source.header
             ) as writer:
                 pack_tensors(source, writer)

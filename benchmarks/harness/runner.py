@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _choose(sys.argv[1:] if arguments is None else arguments)
     if chosen.list:
         for name, about in names().items():
-            print(f"{name:14}{about}")
+            print(f"{name:16}{about}")
         return 0
     module = importlib.import_module(f"benchmarks.{chosen.name}")
     parser = argparse.ArgumentParser(

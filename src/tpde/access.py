@@ -208,7 +208,7 @@ def _normalise(index: Index | tuple[Index, ...], shape: tuple[int, ...]) -> list
         if isinstance(part, slice):
             start, stop, step = part.indices(size)
             if step < 1:
-                raise InvalidIndex(f"a step of {step}; steps start at 1", found=step, needed=1)
+                raise InvalidIndex(f"a step of {step}", hint="steps start at 1", found=step, needed=1)
             result.append(slice(start, max(stop, start), step))
         elif isinstance(part, int) and not isinstance(part, bool):
             if not -size <= part < size:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
-from tpde.errors import InvalidInput, MissingDependency, UnsupportedDtype
+from tpde.errors import InvalidArgument, InvalidInput, MissingDependency, UnsupportedDtype
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     import torch
 
     from tpde.codec.native import Bytes
@@ -170,6 +173,86 @@ def spec_of(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
         return tensor_spec(dtype, shape)
     except ValueError as error:
         raise InvalidInput(f"tensor `{name}`: {error}", hint="save a part of it", where=name) from None
+
+
+def spec_like(name: str, tensor: object) -> TensorSpec:
+    """What a tensor of PyTorch, or an array, is for files; a `TensorSpec` is taken as it is.
+
+    Raises
+    ------
+    InvalidInput
+        If it is none of these, or none that a file can hold.
+    UnsupportedDtype
+        If safetensors has no name for its dtype.
+    """
+    from tpde.format.container import TensorSpec
+
+    if isinstance(tensor, TensorSpec):
+        return tensor
+    if _is_torch(tensor):
+        return torch_spec(name, tensor)
+    if hasattr(tensor, "__array_interface__"):
+        import numpy as np
+
+        array = np.asarray(tensor)
+        return spec_of(name, numpy_dtype_name(array.dtype), tuple(array.shape))
+    raise InvalidInput(
+        f"`{name}` is a {type(tensor).__name__}",
+        hint="announce a `TensorSpec`, a tensor or an array",
+        where=name,
+    )
+
+
+def _is_torch(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor of PyTorch, which is not imported for that."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def piece_bytes(name: str, data: object, spec: TensorSpec) -> Bytes:
+    """The bytes of a part of a tensor.
+
+    Parameters
+    ----------
+    name : str
+        What errors call the tensor.
+    data : torch.Tensor, ndarray or bytes-like
+        See `tpde.PackedWriter.write`.
+    spec : TensorSpec
+        What the whole is.
+
+    Raises
+    ------
+    InvalidArgument
+        If it has another dtype.
+    """
+    import numpy as np
+
+    from tpde.codec.native import as_bytes
+    from tpde.format.constants import DTYPES
+
+    if _is_torch(data):
+        if torch_spec(name, data).dtype not in (spec.dtype, "U8"):
+            raise _other_dtype(name, str(data.dtype), spec)
+        return torch_bytes(data.contiguous())
+    if isinstance(data, np.ndarray):
+        if not data.dtype.isnative:
+            data = data.astype(data.dtype.newbyteorder("="))
+        bits = data.dtype.kind == "u" and 8 * data.dtype.itemsize in (8, DTYPES[spec.dtype].bits)
+        if not bits and numpy_dtype_name(data.dtype) != spec.dtype:
+            raise _other_dtype(name, str(data.dtype), spec)
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return as_bytes(data)
+
+
+def _other_dtype(name: str, found: str, spec: TensorSpec) -> InvalidArgument:
+    return InvalidArgument(
+        f"tensor `{name}` was announced as {spec.dtype}, and is given {found}",
+        hint="announce the dtype that it has, or cast it",
+        where=name,
+        found=found,
+        needed=spec.dtype,
+    )
 
 
 def refuse_expanded(name: str, nbytes: int, reach: int) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tpde.access import safe_open
 from tpde.errors import InvalidInput
+from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
-from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
 from tpde.frameworks import numpy_dtype_name, refuse_expanded, spec_of
 from tpde.io.sinks import BytesSink
@@ -42,7 +42,7 @@ def _prepare(tensors: Mapping[str, Array]) -> tuple[dict[str, TensorSpec], dict[
     return specs, arrays
 
 
-def _write(arrays: Mapping[str, Any], writer: PackedWriter) -> None:
+def _write(arrays: Mapping[str, Any], writer: FileWriter) -> None:
     import numpy as np
 
     with writer:
@@ -82,7 +82,7 @@ def save_file(
     >>> save_file({"weight": np.zeros((3, 4), np.float32)}, "model.safetensors")  # doctest: +SKIP
     """
     specs, arrays = _prepare(tensors)
-    _write(arrays, PackedWriter(filename, specs, metadata=metadata, threads=threads, force=True))
+    _write(arrays, FileWriter(filename, specs, metadata=metadata, threads=threads, force=True))
 
 
 def save(
@@ -94,7 +94,7 @@ def save(
     """Pack arrays into bytes; see `save_file`."""
     specs, arrays = _prepare(tensors)
     sink = BytesSink(sum(spec.nbytes for spec in specs.values()) + (1 << 20))
-    _write(arrays, PackedWriter(sink, specs, metadata=metadata, threads=threads))
+    _write(arrays, FileWriter(sink, specs, metadata=metadata, threads=threads))
     return bytes(sink.data)
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from tpde.access import safe_open
 from tpde.errors import InvalidInput
+from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_order
-from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
 from tpde.frameworks import torch_bytes, torch_spec
 from tpde.io.sinks import BytesSink
@@ -55,7 +55,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr() + begin, min(tensor.numel() * size, storage.nbytes() - begin)
 
 
-def _write(tensors: Mapping[str, torch.Tensor], writer: PackedWriter) -> None:
+def _write(tensors: Mapping[str, torch.Tensor], writer: FileWriter) -> None:
     from tpde.files.gpu_packing import packed_there
 
     names = forward_order(tensors)
@@ -98,7 +98,7 @@ def save_file(
     >>> from tpde.torch import save_file
     >>> save_file({"weight": torch.zeros(3, 4)}, "model.safetensors")  # doctest: +SKIP
     """
-    _write(tensors, PackedWriter(filename, _specs(tensors), metadata=metadata, threads=threads, force=True))
+    _write(tensors, FileWriter(filename, _specs(tensors), metadata=metadata, threads=threads, force=True))
 
 
 def save(
@@ -110,7 +110,7 @@ def save(
     """Pack tensors into bytes; see `save_file`."""
     specs = _specs(tensors)
     sink = BytesSink(sum(spec.nbytes for spec in specs.values()) + (1 << 20))
-    _write(tensors, PackedWriter(sink, specs, metadata=metadata, threads=threads))
+    _write(tensors, FileWriter(sink, specs, metadata=metadata, threads=threads))
     return bytes(sink.data)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.contents import CONTENTS, rng
 
+from tpde.files.file_writer import FileWriter, TensorSpec
 from tpde.files.operations import verify
 from tpde.files.reader import PackedFile
-from tpde.files.writer import PackedWriter, TensorSpec
 
 ELEMENTS = (1 << 31) + 12_345
 PIECE = 24 << 20
@@ -48,7 +48,7 @@ def test_more_than_2_to_the_31_elements(
     block = np.frombuffer(CONTENTS[content](dtype, PIECE >> 3), np.uint8)
     base = np.concatenate([np.roll(block, 131 * i) for i in range(8)])
     path, before = tmp_path / "large.safetensors", _peak()
-    with PackedWriter(path, {name: TensorSpec(dtype, (ELEMENTS,))}, codec=codec) as writer:
+    with FileWriter(path, {name: TensorSpec(dtype, (ELEMENTS,))}, codec=codec) as writer:
         for piece in _pieces(base):
             writer.write(name, piece)
     with PackedFile(path) as file:

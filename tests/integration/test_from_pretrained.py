@@ -22,8 +22,8 @@ import tpde
 import tpde.torch
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, InvalidInput, NotPacked, Truncated, UnsupportedDevice, UnsupportedVersion
+from tpde.files.file_writer import FileWriter
 from tpde.files.reader import PackedFile
-from tpde.files.writer import PackedWriter
 from tpde.format.constants import SUFFIX
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
@@ -445,8 +445,8 @@ def test_experts_some_of_which_are_plain(
 ) -> None:
     """A fused weight of which one part did not shrink is decoded, the other fused weights are not."""
     plain = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
-    may_pack = PackedWriter.may_pack
-    monkeypatch.setattr(PackedWriter, "may_pack", lambda self, name: name != plain and may_pack(self, name))
+    may_pack = FileWriter.may_pack
+    monkeypatch.setattr(FileWriter, "may_pack", lambda self, name: name != plain and may_pack(self, name))
     pair = checkpoint(tmp_path, "mixtral")
     monkeypatch.undo()
     with PackedFile(pair.packed / "model.safetensors") as file:

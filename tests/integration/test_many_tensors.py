@@ -18,8 +18,8 @@ from support.files import safetensors_bytes
 import tpde
 from tpde.cli.common import print_json
 from tpde.cli.inspect import render
+from tpde.files.file_writer import FileWriter
 from tpde.files.inspection import inspect
-from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
 from tpde.format.container_reader import parse_header
 from tpde.io.sinks import BytesSink
@@ -105,7 +105,7 @@ class _Counting(BytesSink):
 
 def test_small_tensors_are_written_together() -> None:
     sink, spec = _Counting(), TensorSpec("BF16", (100,))
-    with PackedWriter(sink, {str(i): spec for i in range(2000)}, threads=1) as writer:
+    with FileWriter(sink, {str(i): spec for i in range(2000)}, threads=1) as writer:
         for i in range(2000):
             writer.write(str(i), rng(i).bytes(spec.nbytes))
     assert sum(sink.sizes[:-1]) == 2000 * spec.nbytes

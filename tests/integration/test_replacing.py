@@ -20,8 +20,8 @@ from support.files import safetensors_bytes
 
 from tpde.errors import DestinationExists, InvalidDestination
 from tpde.files import folder_swap
+from tpde.files.file_writer import FileWriter
 from tpde.files.operations import pack, unpack
-from tpde.files.writer import PackedWriter
 from tpde.io import rename, sinks, temporary
 from tpde.io.sinks import FileSink
 
@@ -565,7 +565,7 @@ def test_two_packs_to_one_place_never_replace_each_other(
 def test_a_close_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, failed = os.close, []
 
-    writer = PackedWriter(tmp_path / "x", {"w": SPEC}, threads=1)
+    writer = FileWriter(tmp_path / "x", {"w": SPEC}, threads=1)
     writer.write("w", fill("normal", SPEC))
     written = writer._sink._fd  # type: ignore[attr-defined]
 
@@ -585,7 +585,7 @@ def test_a_close_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_close_that_is_not_complete_leaves_nothing(tmp_path: Path) -> None:
-    writer = PackedWriter(tmp_path / "x", {"w": SPEC})
+    writer = FileWriter(tmp_path / "x", {"w": SPEC})
     with pytest.raises(ValueError, match="not complete"):
         writer.close()
     assert not list(tmp_path.iterdir())
@@ -682,6 +682,6 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
     for mode, force in ((0o600, True), (0o640, True)):
         path.touch()
         path.chmod(mode)
-        with PackedWriter(path, {"w": SPEC}, force=force) as writer:
+        with FileWriter(path, {"w": SPEC}, force=force) as writer:
             writer.write("w", fill("normal", SPEC))
         assert stat.S_IMODE(path.stat().st_mode) == mode

@@ -22,9 +22,9 @@ from tpde.errors import (
     UnsupportedDtype,
     UnsupportedVersion,
 )
+from tpde.files.file_writer import FileWriter
 from tpde.files.inputs import open_source
 from tpde.files.reader import PackedFile
-from tpde.files.writer import PackedWriter
 from tpde.format.constants import MAX_CONTAINER_HEADER
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
@@ -252,7 +252,7 @@ def test_a13_a_source_with_a_tensor_that_is_a_blob(tmp_path) -> None:
         open_source(path)
     # The writer, given such bytes under such a name, must not write what reads as something else.
     sink = BytesSink()
-    with PackedWriter(sink, {n: s for n, (s, _) in tensor.items()}) as writer:
+    with FileWriter(sink, {n: s for n, (s, _) in tensor.items()}) as writer:
         writer.write("x_tpde", blob)
     with PackedFile(bytes(sink.data)) as file:
         assert file.packed_names() == []

@@ -10,7 +10,7 @@ from support.contents import CONTENTS, fill, shapes
 from support.files import Tensors
 from tpde.codec import selection
 from tpde.codec.selection import CodecName
-from tpde.files import tensor_writer, writer
+from tpde.files import file_writer, tensor_writer
 from tpde.format.constants import CODEC_CONSTANT, CODEC_PREFIX, CODEC_ZSTD
 
 ZSTD_CHUNK_WORDS = 4096  # instead of 65536, so that small tensors have several chunks
@@ -49,6 +49,6 @@ every_codec = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def pack_everything(patch: pytest.MonkeyPatch) -> None:
     """Let the planner pack tensors that do not shrink, and the smallest."""
     patch.setattr(selection, "WORTH", 10**9)
-    for module in (selection, tensor_writer, writer):
+    for module in (selection, tensor_writer, file_writer):
         patch.setattr(module, "MIN_BYTES", 1)
     patch.setattr(selection, "ZSTD_CHUNK_WORDS", ZSTD_CHUNK_WORDS)

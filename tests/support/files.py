@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpde.codec.selection import CodecName
+from tpde.files.file_writer import FileWriter
 from tpde.files.pack_file import pack_tensors
 from tpde.files.problem import Problem
 from tpde.files.reader import PackedFile
 from tpde.files.unpack_file import unpack_to
 from tpde.files.verify_file import verify_file
-from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
 from tpde.io.sources import BytesSource
@@ -63,7 +63,7 @@ class MemorySource:
 def pack_bytes(source: bytes, *, threads: int = 1, codec: CodecName = "auto") -> bytes:
     """Pack a safetensors file in memory."""
     opened, sink = MemorySource(source), BytesSink()
-    with PackedWriter(
+    with FileWriter(
         sink,
         opened.specs,
         metadata=opened.container.metadata,

@@ -10,9 +10,9 @@ from support.craft import bounded
 
 from tpde.codec.blob import repeat_word
 from tpde.files import tensor_writer as tensors
+from tpde.files.file_writer import FileWriter
 from tpde.files.reader import PackedFile
 from tpde.files.tensor_writer import repeats
-from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
 from tpde.io.sinks import BytesSink
 
@@ -25,7 +25,7 @@ def test_reading_takes_little_more_than_what_is_read(dtype: str, begin: int) -> 
     b = {"U8": 1, "BF16": 2, "F64": 8}[dtype]
     word = np.arange(0x81, 0x81 + b, dtype=np.uint8)
     sink, data = BytesSink(), np.tile(word, PIECE // b)
-    with PackedWriter(sink, {"x": TensorSpec(dtype, (PIECE // b,))}) as writer:
+    with FileWriter(sink, {"x": TensorSpec(dtype, (PIECE // b,))}) as writer:
         writer.write("x", data)
     assert len(sink.data) < 8192
     out = np.empty(PIECE - begin - 3, np.uint8)
@@ -40,7 +40,7 @@ def test_a_late_other_word_costs_little_more_than_its_piece(dtype: str) -> None:
     data = np.full(PIECE, 0x42, np.uint8)
     data[-1] = 0x43
     sink = BytesSink()
-    writer = PackedWriter(sink, {"x": TensorSpec(dtype, (PIECE // b,))}, threads=1)
+    writer = FileWriter(sink, {"x": TensorSpec(dtype, (PIECE // b,))}, threads=1)
     with bounded(6 * PIECE / (1 << 20)), writer:
         writer.write("x", data[: PIECE // 2])
         writer.write("x", data[PIECE // 2 :])
@@ -71,7 +71,7 @@ def test_no_pattern_is_made_for_a_tensor_that_is_not_constant(monkeypatch: pytes
     monkeypatch.setattr(tensors, "_repeat", lambda *_: pytest.fail("its first word is repeated"))
     data = np.random.default_rng(1).normal(size=1 << 18).astype(np.float16)
     sink = BytesSink()
-    with PackedWriter(sink, {"x": TensorSpec("F16", data.shape)}) as writer:
+    with FileWriter(sink, {"x": TensorSpec("F16", data.shape)}) as writer:
         writer.write("x", data.view(np.uint8))
     with PackedFile(bytes(sink.data)) as file:
         assert file.packed_names() == ["x"]

@@ -9,10 +9,10 @@ from support.contents import fill
 from support.files import pack_bytes, safetensors_bytes, unpack_bytes, verify_bytes
 
 from tpde.errors import TpdeError
-from tpde.files import packed_header, writer
+from tpde.files import file_writer, packed_header
+from tpde.files.file_writer import FileWriter
 from tpde.files.reader import PackedFile
 from tpde.files.thread_count import default_threads
-from tpde.files.writer import PackedWriter
 from tpde.format.blob_header import align
 from tpde.format.constants import ALIGN_BLOB, ALIGN_LARGE, LARGE_BYTES
 from tpde.format.container import TensorSpec
@@ -65,7 +65,7 @@ BOUND = 4 * ALIGN_LARGE
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> int:
     """Let what is large begin at 16 KiB."""
-    for module in (packed_header, writer):
+    for module in (packed_header, file_writer):
         monkeypatch.setattr(module, "LARGE_BYTES", BOUND)
     return BOUND
 
@@ -160,7 +160,7 @@ def test_a_packed_tensor_ends_its_block_and_what_is_small_comes_last(bound: int)
 def test_a_block_whose_last_tensor_is_plain_is_not_aligned(bound: int) -> None:
     tensors = {"x.0.a": _constant(), "x.0.b": _random(bound), "x.1.a": _random(ALIGN_BLOB)}
     sink = BytesSink()
-    with PackedWriter(sink, {name: spec for name, (spec, _) in tensors.items()}, threads=1) as made:
+    with FileWriter(sink, {name: spec for name, (spec, _) in tensors.items()}, threads=1) as made:
         for name, (_, data) in tensors.items():
             made.write(name, data)
             if name == "x.0.b":
@@ -187,7 +187,7 @@ def test_blobs_start_at_whole_units_in_the_one_block_of_a_file_too(block: str) -
 def test_what_is_smaller_than_a_kibibyte_stays_plain(planned: bool) -> None:
     tensors = {"x.0.a": _constant(1024), "x.1.b": _constant(1023)}
     sink = BytesSink()
-    with PackedWriter(sink, {name: spec for name, (spec, _) in tensors.items()}, threads=1) as made:
+    with FileWriter(sink, {name: spec for name, (spec, _) in tensors.items()}, threads=1) as made:
         for name, (_, data) in tensors.items():
             if planned:
                 assert made.plan(name, data) is (name == "x.0.a")
@@ -200,15 +200,15 @@ def test_what_is_smaller_than_a_kibibyte_stays_plain(planned: bool) -> None:
 def test_a_header_may_have_as_many_bytes_as_readers_take(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = {f"{i}": TensorSpec("U8", (1,)) for i in range(50)}
     sink = BytesSink()
-    with PackedWriter(sink, specs) as made:
+    with FileWriter(sink, specs) as made:
         for name in specs:
             made.write(name, b"x")
     size = int.from_bytes(bytes(sink.data[:8]), "little")
     monkeypatch.setattr(packed_header, "MAX_CONTAINER_HEADER", size)
-    PackedWriter(BytesSink(), specs).abort()
+    FileWriter(BytesSink(), specs).abort()
     monkeypatch.setattr(packed_header, "MAX_CONTAINER_HEADER", size - 1)
     with pytest.raises(TpdeError, match=f"50 tensors need a header of {size} bytes") as told:
-        PackedWriter(BytesSink(), specs)
+        FileWriter(BytesSink(), specs)
     assert (told.value.found, told.value.needed) == (size, size - 1)
 
 

@@ -14,7 +14,7 @@ from support.emulated import on_cpu  # noqa: F401
 from tpde.cuda.encode import PackEncoder
 from tpde.errors import MissingDependency
 from tpde.files import gpu_packing
-from tpde.files.writer import PackedWriter
+from tpde.files.file_writer import FileWriter
 from tpde.frameworks import torch_bytes, torch_spec
 from tpde.torch import load, save, save_file
 from tpde.weights.pack_tensor import pack_tensor, pack_tensors
@@ -241,9 +241,9 @@ def test_a_blob_is_written_whole_and_in_its_turn(tmp_path: Any) -> None:
     packed = pack_tensor(weights(64), "w")
     assert packed is not None
     blob = packed.sources[0].blob.numpy()
-    writer = PackedWriter(tmp_path / "it.safetensors", {it: torch_spec(it, weights(64)) for it in "vw"})
+    writer = FileWriter(tmp_path / "it.safetensors", {it: torch_spec(it, weights(64)) for it in "vw"})
     writer.write("v", np.zeros(7, np.uint8))
-    with pytest.raises(ValueError, match="complete before `w` begins"):
+    with pytest.raises(ValueError, match="complete it before `w` begins"):
         writer.write_blob("w", blob)
     writer.abort()
     assert not list(tmp_path.iterdir())

@@ -17,8 +17,8 @@ from support.contents import fill, spec_of
 from support.files import safetensors_bytes
 
 from tpde.errors import DestinationExists, InvalidDestination
+from tpde.files.file_writer import FileWriter
 from tpde.files.operations import pack, unpack
-from tpde.files.writer import PackedWriter
 from tpde.io import sinks
 from tpde.io.sinks import (
     BytesSink,
@@ -92,7 +92,7 @@ def test_a_full_disk_leaves_what_was_there(
 
 
 def _write(path: Path, data: bytes, error: BaseException | None = None) -> None:
-    with PackedWriter(path, {"w": SPEC}) as writer:
+    with FileWriter(path, {"w": SPEC}) as writer:
         writer.write("w", data)
         if error is not None:
             raise error
@@ -111,7 +111,7 @@ def test_an_exception_between_pieces_leaves_nothing(tmp_path: Path) -> None:
 
 def test_nothing_is_visible_before_the_end(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    with PackedWriter(path, {"w": SPEC}) as writer:
+    with FileWriter(path, {"w": SPEC}) as writer:
         writer.write("w", DATA)
         assert not path.exists()
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]

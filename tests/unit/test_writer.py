@@ -20,9 +20,9 @@ from tpde.codec import blob, prefix_codes, selection
 from tpde.codec.selection import CodecName
 from tpde.errors import DestinationExists, InvalidDestination, TpdeError
 from tpde.files import tensor_writer
+from tpde.files.file_writer import FileWriter
 from tpde.files.reader import PackedFile
 from tpde.files.tensor_writer import TensorWriter
-from tpde.files.writer import PackedWriter
 from tpde.format.constants import DTYPES
 from tpde.format.container import TensorSpec
 from tpde.format.container_reader import parse_header
@@ -33,7 +33,7 @@ from tpde.io.sinks import BytesSink
 def _write(tensors: dict[str, tuple[TensorSpec, bytes]], cuts: list[int], **options: object) -> bytes:
     """Write tensors in pieces that end at these places of each tensor."""
     sink = BytesSink()
-    with PackedWriter(sink, {n: s for n, (s, _) in tensors.items()}, threads=1, **options) as writer:
+    with FileWriter(sink, {n: s for n, (s, _) in tensors.items()}, threads=1, **options) as writer:
         for name, (_, data) in tensors.items():
             ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
             for begin, end in zip([0, *ends], ends, strict=False):
@@ -115,7 +115,7 @@ def test_pieces_hashed_beside_encoding_are_hashed_in_order(
     monkeypatch.setattr(blob, "MAX_PIECES", 1)  # so that one call of `write` has several
     data = fill("normal", LARGE)
     sink = BytesSink()
-    with PackedWriter(sink, {"x": LARGE}, threads=2) as writer:
+    with FileWriter(sink, {"x": LARGE}, threads=2) as writer:
         for begin, end in itertools.pairwise([0, *cuts, len(data)]):
             writer.write("x", data[begin:end])
     assert bytes(sink.data) == _write({"x": (LARGE, data)}, [])
@@ -134,7 +134,7 @@ def test_a_piece_that_fails_leaves_no_thread_and_no_file(
         return encode(self, *given)
 
     def write(data: bytes) -> None:
-        with PackedWriter(tmp_path / "x", {"x": LARGE}, threads=2) as writer:
+        with FileWriter(tmp_path / "x", {"x": LARGE}, threads=2) as writer:
             for begin, end in itertools.pairwise([0, 9 << 20, 18 << 20, len(data)]):
                 writer.write("x", data[begin:end])
 
@@ -206,7 +206,7 @@ class _Sink(BytesSink):
 
 def test_a_sink_is_committed_once_or_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = _Sink()
-    with PackedWriter(sink, {"w": SPEC}) as writer:
+    with FileWriter(sink, {"w": SPEC}) as writer:
         writer.write("w", fill("normal", SPEC))
     assert sink.ended == "commit "
     for error in (OSError, KeyboardInterrupt, MemoryError):
@@ -215,7 +215,7 @@ def test_a_sink_is_committed_once_or_aborted(monkeypatch: pytest.MonkeyPatch) ->
         def fail(error: type[BaseException] = error) -> None:
             raise error
 
-        writer = PackedWriter(sink, {"w": SPEC})
+        writer = FileWriter(sink, {"w": SPEC})
         writer.write("w", fill("normal", SPEC))
         monkeypatch.setattr(sink, "commit", fail)
         with pytest.raises(error):
@@ -224,7 +224,7 @@ def test_a_sink_is_committed_once_or_aborted(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_file_goes_even_if_its_thread_does_not(tmp_path: Path) -> None:
-    writer = PackedWriter(tmp_path / "x", {"w": SPEC}, threads=2)
+    writer = FileWriter(tmp_path / "x", {"w": SPEC}, threads=2)
     pool = writer._background
     assert pool is not None
 
@@ -241,17 +241,17 @@ def test_a_file_goes_even_if_its_thread_does_not(tmp_path: Path) -> None:
 def test_arrays_of_any_dtype_and_shape_are_bytes() -> None:
     values = np.frombuffer(fill("normal", SPEC), np.uint16).reshape(100, 200)
     sink = BytesSink()
-    with PackedWriter(sink, {"weight": SPEC}) as writer:
+    with FileWriter(sink, {"weight": SPEC}) as writer:
         writer.write("weight", values[:50])
         writer.write("weight", values[50:])
     assert unpack_bytes(bytes(sink.data)) == _restored({"weight": MIXED["weight"]})
-    with pytest.raises(ValueError, match="contiguous"), PackedWriter(BytesSink(), {"weight": SPEC}) as writer:
+    with pytest.raises(ValueError, match="contiguous"), FileWriter(BytesSink(), {"weight": SPEC}) as writer:
         writer.write("weight", values.T)
 
 
 def test_empty_tensors_need_no_bytes() -> None:
     sink = BytesSink()
-    with PackedWriter(sink, {"a": TensorSpec("F32", (0, 3)), "b": TensorSpec("BF16", (0,))}):
+    with FileWriter(sink, {"a": TensorSpec("F32", (0, 3)), "b": TensorSpec("BF16", (0,))}):
         pass
     with PackedFile(bytes(sink.data)) as file:
         assert file.specs == {"b": TensorSpec("BF16", (0,)), "a": TensorSpec("F32", (0, 3))}
@@ -263,7 +263,7 @@ def _misuse(error: type[Exception], match: str, *writes: tuple[str, int], **opti
     specs = {"a": TensorSpec("U8", (10,)), "b": TensorSpec("U8", (10,))}
 
     def write_all() -> None:
-        with PackedWriter(sink, specs, **options) as writer:
+        with FileWriter(sink, specs, **options) as writer:
             for name, size in writes:
                 writer.write(name, bytes(size))
 
@@ -276,7 +276,7 @@ def test_misuse_is_refused_and_leaves_nothing() -> None:
     _misuse(KeyError, "`c` was not announced", ("c", 1))
     _misuse(ValueError, "has 10 bytes, 11 were given", ("a", 11))
     _misuse(ValueError, "has 10 bytes, 12 were given", ("a", 9), ("a", 3))
-    _misuse(ValueError, "must be complete before `b` begins", ("a", 9), ("b", 10))
+    _misuse(ValueError, "complete it before `b` begins", ("a", 9), ("b", 10))
     _misuse(ValueError, "was written already", ("a", 10), ("a", 1))
     _misuse(ValueError, "is not complete", ("a", 10))
     _misuse(ValueError, "is not complete", ("a", 10), ("b", 9))
@@ -304,7 +304,7 @@ def test_a_source_header_that_readers_would_take_for_a_bomb_is_refused() -> None
 def test_a_writer_says_what_it_will_pack_and_what_it_packed() -> None:
     few = TensorSpec("U8", (40,))
     specs = {"w": SPEC, "random": SPEC, "few": few, "x": SPEC, "x_tpde": SPEC}
-    writer = PackedWriter(BytesSink(), specs)
+    writer = FileWriter(BytesSink(), specs)
     assert [name for name in specs if writer.may_pack(name)] == ["w", "random", "few"]
     data = {name: fill("random" if name == "random" else "normal", spec) for name, spec in specs.items()}
     planned = set()
@@ -325,11 +325,11 @@ def test_places_where_no_file_can_be_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(DestinationExists, match="taken"):
-        PackedWriter(tmp_path / "taken", {"w": SPEC})
+        FileWriter(tmp_path / "taken", {"w": SPEC})
     for name in ("folder", "none/x", "taken/x"):
         for force in (False, True):
             with pytest.raises(InvalidDestination):
-                PackedWriter(tmp_path / name, {"w": SPEC}, force=force)
+                FileWriter(tmp_path / name, {"w": SPEC}, force=force)
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "taken").read_bytes() == b"theirs"
 
@@ -337,12 +337,12 @@ def test_places_where_no_file_can_be_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["abort", "exception", "incomplete"])
 def test_a_writer_that_does_not_end_well_leaves_no_trace(how: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"before")
-    writer = PackedWriter(tmp_path / "x", {"w": SPEC}, force=True)
+    writer = FileWriter(tmp_path / "x", {"w": SPEC}, force=True)
     writer.write("w", fill("normal", SPEC)[:-1])
     if how == "abort":
         writer.abort()
     elif how == "exception":
-        with pytest.raises(ValueError, match="complete before `other`"), writer:
+        with pytest.raises(ValueError, match="complete it before `other`"), writer:
             writer.write("other", b"")
     else:
         with pytest.raises(ValueError, match="is not complete"):

@@ -11,8 +11,8 @@ from support.craft import bounded
 
 import tpde.numpy
 from tpde.errors import InvalidInput
+from tpde.files.file_writer import FileWriter
 from tpde.files.thread_count import MAX_THREADS, check_threads
-from tpde.files.writer import PackedWriter
 from tpde.format.container import TensorSpec
 from tpde.format.container_writer import canonical_header
 from tpde.io.sinks import BytesSink
@@ -55,7 +55,7 @@ def test_a_header_of_other_tensors_is_refused() -> None:
     header = canonical_header({"b": TensorSpec("U8", (3,))}, {})
     for given in (header, header.replace(b"[3]", b"[4]"), b"{", canonical_header({}, {})):
         with pytest.raises(tpde.TpdeError):
-            PackedWriter(BytesSink(), specs, source_header=given)
+            FileWriter(BytesSink(), specs, source_header=given)
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1 << 31, (1 << 32) + 1, True, 1.0, "2"])

@@ -189,8 +189,8 @@ def _round_trip() -> str:
     """Pack and decode small tensors in memory; returns what differs."""
     import numpy as np
 
+    from tpde.files.file_writer import FileWriter
     from tpde.files.reader import PackedFile
-    from tpde.files.writer import PackedWriter
     from tpde.format.container import TensorSpec
     from tpde.io.sinks import BytesSink
 
@@ -204,7 +204,7 @@ def _round_trip() -> str:
         "i32": ("I32", random.integers(0, 50, n, np.int32)),
     }
     sink = BytesSink()
-    with PackedWriter(sink, {k: TensorSpec(d, a.shape) for k, (d, a) in arrays.items()}, threads=2) as writer:
+    with FileWriter(sink, {k: TensorSpec(d, a.shape) for k, (d, a) in arrays.items()}, threads=2) as writer:
         for name, (_, array) in arrays.items():
             writer.write(name, array)
     with PackedFile(bytes(sink.data)) as packed:

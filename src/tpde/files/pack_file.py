@@ -8,11 +8,11 @@ from pathlib import Path
 
 from tpde.codec.selection import MIN_BYTES, CodecName
 from tpde.files.copying import mode_of
+from tpde.files.file_writer import FileWriter
 from tpde.files.forward_order import forward_blocks
 from tpde.files.inputs import TensorSource, open_source, read_pieces, read_sample
 from tpde.files.progress import Progress, no_progress
 from tpde.files.result import Result
-from tpde.files.writer import PackedWriter
 from tpde.format.constants import ALIGN_BLOB
 from tpde.io.small_reads import batches
 
@@ -47,7 +47,7 @@ def pack_opened(
     progress: Progress = no_progress,
 ) -> tuple[Result, set[str]]:
     """Pack a file that is open, with its permissions; returns the names of the packed tensors, too."""
-    with PackedWriter(
+    with FileWriter(
         destination,
         opened.specs,
         metadata=opened.container.metadata,
@@ -63,7 +63,7 @@ def pack_opened(
     return Result(str(source), str(destination), *sizes, len(opened.specs), len(packed)), packed
 
 
-def pack_tensors(source: TensorSource, writer: PackedWriter, progress: Progress = no_progress) -> None:
+def pack_tensors(source: TensorSource, writer: FileWriter, progress: Progress = no_progress) -> None:
     """Write all tensors of a source.
 
     Every tensor that may be packed is sampled first, because what stays plain is stored last (format.md 1.6).

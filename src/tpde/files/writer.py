@@ -1,35 +1,21 @@
-"""Writing a packed file tensor by tensor, each piece by piece, in bounded memory."""
+"""`tpde.PackedWriter`: a packed file written by hand, from tensors in pieces."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-import xxhash
+from tpde.codec.native import Bytes
+from tpde.codec.selection import CodecName, sample_ranges
+from tpde.errors import UnknownTensor
+from tpde.files.file_writer import FileWriter
+from tpde.format.container import TensorSpec
+from tpde.frameworks import piece_bytes, spec_like
 
-from tpde.codec.native import Bytes, as_bytes
-from tpde.codec.selection import MIN_BYTES, CodecName, TensorPlan, plan_tensor
-from tpde.files.packed_header import checked_metadata, data_start
-from tpde.files.source_header import kept_header, restored_header
-from tpde.files.tensor_writer import TensorWriter, WrittenTensor, repeats
-from tpde.files.thread_count import check_threads
-from tpde.format.blob_header import MAX_FIXED_BYTES, align, parse_blob_header
-from tpde.format.constants import (
-    ALIGN_BLOB,
-    ALIGN_LARGE,
-    DTYPES,
-    KEY_PLAIN,
-    KEY_VERSION,
-    LARGE_BYTES,
-    SUFFIX,
-    VERSION,
-)
-from tpde.format.container import Container, TensorSpec
-from tpde.format.container_writer import entry_json, join_header
-from tpde.io.sinks import FileSink, Sink
-from tpde.io.small_writes import Gathered
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class PackedWriter:
@@ -40,34 +26,23 @@ class PackedWriter:
 
     Parameters
     ----------
-    destination : path-like or Sink
+    destination : path-like
         Where the file goes.
-    tensors : mapping of str to TensorSpec
-        All tensors that will be written: their dtypes (names of safetensors) and shapes.
+    tensors : mapping of str to TensorSpec, torch.Tensor or ndarray
+        All tensors that will be written. Of a tensor, its dtype and shape alone are taken.
     metadata : mapping of str to str, optional
-        The source's own `__metadata__`.
-    source_header : bytes or Container, optional
-        The header to restore when the file is unpacked, parsed or not. By default that which the stock
-        library would write for `tensors` and `metadata`.
+        Kept, and restored when the file is unpacked.
     threads : int, optional
         How many threads encode; by default one for each processor. The file does not depend on it.
     codec : {"auto", "prefix", "zstd"}
         Which codec to use where a tensor shrinks at all.
     force : bool
         Replace an existing file.
-    mode : int, optional
-        The file's permission bits. By default those of the file that it replaces, or of a new file.
-
-    Attributes
-    ----------
-    codec : str
-        As it was given.
 
     Raises
     ------
-    InvalidInput
-        If a name or the metadata is nothing that a reader would take, or `source_header` describes other
-        tensors. Nothing is written then.
+    InvalidInput, UnsupportedDtype
+        If a name, a tensor or the metadata is nothing that a file can hold. Nothing is written then.
     DestinationExists, InvalidDestination
         If the file cannot be written.
 
@@ -75,52 +50,35 @@ class PackedWriter:
     --------
     >>> spec = TensorSpec("BF16", (1 << 20, 4096))
     >>> with PackedWriter("big.safetensors", {"weight": spec}) as writer:  # doctest: +SKIP
-    ...     for piece in pieces:
-    ...         writer.write("weight", piece)
+    ...     for rows in pieces:  # tensors of PyTorch in bfloat16, on any device
+    ...         writer.write("weight", rows)
     """
 
     def __init__(
         self,
-        destination: str | os.PathLike[str] | Sink,
-        tensors: Mapping[str, TensorSpec],
+        destination: str | os.PathLike[str],
+        tensors: Mapping[str, object],
         *,
         metadata: Mapping[str, str] | None = None,
-        source_header: bytes | Container | None = None,
         threads: int | None = None,
         codec: CodecName = "auto",
         force: bool = False,
-        mode: int | None = None,
     ) -> None:
-        self._specs = dict(tensors)
-        self._metadata = checked_metadata(self._specs, metadata)
-        self._threads = check_threads(threads)
-        if codec not in ("auto", "prefix", "zstd"):
-            raise ValueError(f"no codec `{codec}`; there are auto, prefix, zstd")
-        self.codec = codec
-        header = restored_header(source_header, self._specs, self._metadata)
-        self._metadata[KEY_VERSION] = str(VERSION)
-        self._metadata |= kept_header(header)
-        self._written: dict[str, tuple[TensorSpec, int, int]] = {}  # stored name: spec, begin, end
-        self._plain: dict[str, str] = {}
-        self._plans: dict[str, TensorPlan | None] = {}
-        self._now: tuple[str, TensorWriter] | None = None
-        self._done: set[str] = set()
-        self._start = data_start(self._specs, self._metadata, header)
-        self._at = 0
-        # One thread may do everything; with more, hashing and writing go on beside encoding.
-        self._background = ThreadPoolExecutor(1, "tpde") if self._threads > 1 else None
-        self._sink: Sink = (
-            FileSink(destination, force=force, mode=mode)
-            if isinstance(destination, (str, os.PathLike))
-            else destination
+        self._specs = {name: spec_like(name, it) for name, it in tensors.items()}
+        self._file = FileWriter(
+            os.fspath(destination),
+            self._specs,
+            metadata=metadata,
+            threads=threads,
+            codec=codec,
+            force=force,
         )
-        self._small = Gathered(self._sink)
 
-    def may_pack(self, name: str) -> bool:
-        """Whether a tensor's name allows it to be packed (format.md 1.2)."""
-        return not name.endswith(SUFFIX) and name + SUFFIX not in self._specs
+    def sample_ranges(self, name: str) -> list[tuple[int, int]]:
+        """Which bytes of a tensor `plan` takes: begins and ends."""
+        return sample_ranges(self._spec(name))
 
-    def plan(self, name: str, sample: object) -> bool:
+    def plan(self, name: str, sample: bytes | bytearray | memoryview | Bytes) -> bool:
         """Decide how to store a tensor before its bytes come; returns whether it will be packed.
 
         Without this, its first bytes are the sample.
@@ -130,19 +88,13 @@ class PackedWriter:
         name : str
             The tensor.
         sample : bytes-like
-            The bytes that `sample_ranges` of its spec name.
+            The bytes that `sample_ranges` names, one range after the other.
         """
-        data, spec = as_bytes(sample), self._specs[name]
-        if not self.may_pack(name) or spec.nbytes < MIN_BYTES:
-            self._plans[name] = None
-            return False
-        if repeats(data, data[: DTYPES[spec.dtype].word_bytes]) == data.size:
-            return True  # perhaps all of it is: its bytes decide
-        self._plans[name] = plan_tensor(spec, data, self.codec)
-        return self._plans[name] is not None
+        self._spec(name)
+        return self._file.plan(name, sample)
 
     def write(self, name: str, data: object) -> None:
-        """Write a tensor's next bytes.
+        """Write a tensor's next elements.
 
         Tensors may come in any order, but each must be complete before the next begins.
 
@@ -150,153 +102,41 @@ class PackedWriter:
         ----------
         name : str
             The tensor.
-        data : bytes-like or ndarray
-            Contiguous; any number of bytes.
+        data : torch.Tensor, ndarray or bytes-like
+            Any number of elements. Tensors of PyTorch, on any device, and arrays have the dtype that was
+            announced; an array of bytes, or of unsigned integers as wide, is taken as the elements' bits.
+
+        Raises
+        ------
+        InvalidArgument
+            If it has another dtype, or more elements than are left; if another tensor is not complete.
+        UnknownTensor
+            If no such tensor was announced.
         """
-        piece = as_bytes(data)
-        if self._now is None or self._now[0] != name:
-            spec = self._next(name)
-            if piece.size == spec.nbytes < MIN_BYTES:  # as very many are: written together
-                self._small.write(self._start + self._at, piece.data)
-                self._end(name, spec, WrittenTensor(piece.size, False, xxhash.xxh3_128_digest(piece.data)))
-                return
-            self._now = name, self._begin(name, spec)
-        tensor = self._now[1]
-        if tensor.size + piece.size > tensor.spec.nbytes:
-            raise ValueError(
-                f"tensor `{name}` has {tensor.spec.nbytes} bytes, {tensor.size + piece.size} were given"
-            )
-        tensor.write(piece)
-        if tensor.size == tensor.spec.nbytes:
-            stored = tensor.finish()
-            if stored.packed:
-                padding = bytes(align(stored.size, ALIGN_BLOB) - stored.size)
-                self._sink.write(tensor.offset + stored.size, [padding])
-            self._end(name, tensor.spec, stored)
+        self._file.write(name, piece_bytes(name, data, self._spec(name)))
 
-    def write_blob(self, name: str, blob: Bytes) -> None:
-        """Write a whole tensor that was packed elsewhere, by the writer's codec.
-
-        Parameters
-        ----------
-        name : str
-            The tensor, whose name `may_pack`.
-        blob : ndarray of uint8
-            Its blob, with its hash, and zeros up to a multiple of 256 bytes.
-        """
-        spec = self._next(name)
-        self._small.flush()
-        header = parse_blob_header(blob[:MAX_FIXED_BYTES].tobytes(), blob.size)
-        self._sink.write(self._start + self._at, [blob.data])
-        self._end(name, spec, WrittenTensor(header.blob_bytes, True, header.hash))
-
-    def _next(self, name: str) -> TensorSpec:
-        """What a tensor is, which may begin now."""
-        if self._now is not None:
-            other, tensor = self._now
-            raise ValueError(
-                f"tensor `{other}` has {tensor.size} of {tensor.spec.nbytes} bytes so far; it must be "
-                f"complete before `{name}` begins"
-            )
+    def _spec(self, name: str) -> TensorSpec:
         if name not in self._specs:
-            raise KeyError(f"tensor `{name}` was not announced")
-        if name in self._done:
-            raise ValueError(f"tensor `{name}` was written already")
+            raise UnknownTensor(
+                f"tensor `{name}` was not announced", hint="name it in the writer's `tensors`", where=name
+            )
         return self._specs[name]
-
-    def _begin(self, name: str, spec: TensorSpec) -> TensorWriter:
-        self._small.flush()
-        tensor = TensorWriter(
-            spec,
-            self._sink,
-            self._start + self._at,
-            threads=self._threads,
-            codec=self.codec,
-            may_pack=self.may_pack(name),
-            background=self._background,
-        )
-        if name in self._plans:
-            tensor.decide(self._plans[name])
-        return tensor
-
-    def _end(self, name: str, spec: TensorSpec, stored: WrittenTensor) -> None:
-        size = stored.size
-        self._done.add(name)
-        self._now = None
-        if not stored.packed:
-            self._plain[name] = stored.digest.hex()
-        else:
-            size = align(size, ALIGN_BLOB)
-            name, spec = name + SUFFIX, TensorSpec("U8", (size,))
-        self._written[name] = spec, self._at, self._at + size
-        self._at += size
-
-    def packed_names(self) -> set[str]:
-        """Names of the tensors that have been written packed."""
-        return self._done - self._plain.keys()
-
-    def align_block(self, first: str, last: str) -> None:
-        """Let a block end at a multiple of 4096 if it is large and its last tensor is packed (1.6).
-
-        Parameters
-        ----------
-        first, last : str
-            Names of the block's first and last tensor, all of which have been written.
-        """
-        stored = last + SUFFIX
-        begin = self._written.get(first, self._written.get(first + SUFFIX))
-        if stored not in self._written or begin is None or self._at - begin[1] < LARGE_BYTES:
-            return
-        _, at, end = self._written[stored]
-        padded = align(end, ALIGN_LARGE)
-        self._sink.write(self._start + end, [bytes(padded - end)])
-        self._written[stored] = TensorSpec("U8", (padded - at,)), at, padded
-        self._at = padded
 
     def close(self) -> None:
         """Complete the file. Where that fails, nothing of it is left.
 
         Raises
         ------
-        ValueError
+        InvalidArgument
             If a tensor is missing or incomplete.
         """
-        try:
-            self._complete()
-        except BaseException:
-            self.abort()
-            raise
-
-    def _complete(self) -> None:
-        if self._now is None:
-            for name in [name for name, spec in self._specs.items() if not spec.nbytes]:
-                if name not in self._done:
-                    self.write(name, b"")
-        self._small.flush()
-        missing = [name for name in self._specs if name not in self._done]
-        if missing:
-            raise ValueError(f"tensor `{missing[0]}` is not complete ({len(missing)} are not)")
-        if self._plain:
-            # Texts compare by code points, in the order of their UTF-8 bytes.
-            self._metadata[KEY_PLAIN] = "".join(self._plain[name] for name in sorted(self._plain))
-        entries = (entry_json(name, *where) for name, where in self._written.items())
-        header = join_header(self._metadata, entries).ljust(self._start - 8, b" ")
-        self._sink.write(0, [(self._start - 8).to_bytes(8, "little") + header])
-        self._stop()
-        self._sink.commit()
+        self._file.close()
 
     def abort(self) -> None:
         """Leave no trace of the file."""
-        try:
-            self._stop()
-        finally:
-            self._sink.abort()
+        self._file.abort()
 
-    def _stop(self) -> None:
-        if self._background is not None:
-            self._background.shutdown()
-
-    def __enter__(self) -> PackedWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -305,7 +145,4 @@ class PackedWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+        self._file.__exit__(kind, error, trace)

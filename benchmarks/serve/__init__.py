@@ -1,0 +1,155 @@
+"""Serving with vLLM: bf16, FP8, tpde and Glyd, one after the other on the same model and machine.
+
+A model of random bf16 weights with a trained one's statistics is written to a folder; nothing is downloaded.
+Each way is served by a vLLM server of its own, and asked by vLLM's own `bench serve`. Needs vLLM (0.32 is
+tried), and of disk 16 GB for `llama-8b`, 61 GB for `qwen3-30b-a3b`, once more two thirds for packed files.
+A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.report import Page, note
+from benchmarks.serve.models import SHAPES, make
+from benchmarks.serve.server import Server, served
+
+TITLE = "Serving with vLLM"
+EXACT = json.dumps({"quantization_config": {"quant_method": "tpde", "kernels": "exact"}})
+# What vLLM is told, and whether of packed files.
+WAYS: dict[str, tuple[str, list[str], bool]] = {
+    "bf16": ("vLLM, bf16", [], False),
+    "fp8": ("vLLM, FP8 (other weights)", ["--quantization", "fp8_per_tensor"], False),
+    "tpde": ("tpde", ["--quantization", "tpde"], False),
+    "tpde-packed": ("tpde, packed files", [], True),
+    "tpde-exact": ("tpde, exact", ["--hf-overrides", EXACT], False),
+    "glyd": ("Glyd", ["--quantization", "glyd"], False),
+}
+FIGURES = (
+    ("output_throughput", "tokens generated a second, all requests together (times bf16)", 1),
+    ("mean_ttft_ms", "time to the first token, ms", 1),
+    ("mean_itl_ms", "time between what is streamed, ms", 2),
+    ("mean_tpot_ms", "time a token after the first, ms", 2),
+)
+Row = dict[str, Any]
+# Of the 8 B shape, beside bf16: tokens a second by requests at a time, and the time to a first token.
+BARS, FIRST_BAR = {1: 1.25, 8: 1.15, 32: 1.0, 128: 0.8}, 1.15
+
+
+def measure(server: Server, model: Path, concurrent: list[int], lengths: tuple[int, int], rounds: int) -> Row:
+    """What a way does with each number of requests at a time."""
+    found: Row = {
+        "load_s": server.load_s,
+        "kv": server.figure(r"KV cache size: ([\d,]+) tokens"),
+        "weights": server.figure(r"[Mm]odel loading took ([\d.]+ GiB)"),
+    }
+    if found["weights"] == "-":
+        found["weights"] = server.figure(r"weights take ([\d.]+ MiB)")
+    for count in concurrent:
+        note(f"  {count} at a time")
+        asked = server.bench(model, count, lengths, max(rounds * count, 4))
+        if asked["completed"] < max(rounds * count, 4):
+            raise RuntimeError(f"{asked['failed']} of the requests failed")
+        found[f"{count}"] = {key: asked[key] for key, *_ in FIGURES}
+    return found
+
+
+def report(page: Page, rows: dict[str, Row], concurrent: list[int], lengths: tuple[int, int]) -> None:
+    """The tables."""
+    first = [
+        [
+            WAYS[way][0],
+            row.get("problem") or f"{row['load_s']:.1f}",
+            row.get("weights", ""),
+            row.get("kv", ""),
+        ]
+        for way, row in rows.items()
+    ]
+    page.table(["way", "start, s", "weights", "KV cache, tokens"], first)
+    page.say(f"Prompts of {lengths[0]} tokens, {lengths[1]} are generated.")
+    plain = rows.get("bf16", {})
+    for key, title, digits in FIGURES:
+        lines = []
+        for way, row in rows.items():
+            if "problem" in row:
+                continue
+            cells = []
+            for count in concurrent:
+                value, base = row[f"{count}"][key], plain.get(f"{count}", {}).get(key)
+                times = f" ({value / base:.2f})" if base and key == "output_throughput" else ""
+                cells.append(f"{value:.{digits}f}{times}")
+            lines.append([WAYS[way][0], *cells])
+        if lines:
+            page.say(f"{title}, by requests at a time:")
+            page.table(["way", *map(str, concurrent)], lines)
+
+
+def judge(page: Page, ours: Row, plain: Row, concurrent: list[int]) -> None:
+    """Hold against the bars."""
+    speeds = [
+        (f"{count} at a time, tokens a second, of bf16's", _of(ours, plain, count, "output_throughput"), bar)
+        for count, bar in BARS.items()
+        if count in concurrent
+    ]
+    page.limits(speeds, least=True)
+    first = _of(ours, plain, min(concurrent), "mean_ttft_ms")
+    page.limits([("the first token, of bf16's time", first, FIRST_BAR)], least=False)
+
+
+def _of(ours: Row, plain: Row, count: int, key: str) -> float | None:
+    rows = [it.get(f"{count}") for it in (ours, plain)]
+    return None if None in rows else float(rows[0][key] / rows[1][key])
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--concurrent", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each")
+    parser.add_argument("--rounds", type=int, default=4, help="requests for each that runs at a time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, help="keep the model here, or use the one that is there")
+    parser.add_argument("--serve", default="", help="more options of the server, in one string")
+
+
+def run(options: argparse.Namespace, page: Page) -> None:
+    """One way after the other."""
+    lengths = options.prompt, options.tokens
+    page.title = f"{TITLE}: {options.shape}"
+    rows: dict[str, Row] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        at = options.dir or Path(scratch)
+        plain, packed = at / options.shape, at / f"{options.shape}-packed"
+        if not (plain / "config.json").exists():
+            make(plain, options.shape, options.seed)
+        for way in options.ways:
+            note(way)
+            _, more, of_packed = WAYS[way]
+            common = ["--max-model-len", str(sum(lengths) + 16), "--no-enable-prefix-caching"]
+            try:
+                if of_packed and not (packed / "config.json").exists():
+                    import tpde
+
+                    tpde.pack(plain, packed)
+                model = packed if of_packed else plain
+                log = Path(scratch) / f"{way}.log"
+                with served(model, [*common, *more, *options.serve.split()], log) as server:
+                    rows[way] = measure(server, model, options.concurrent, lengths, options.rounds)
+            except Exception as error:
+                traceback.print_exc()
+                rows[way] = {"problem": str(error)[:160]}
+            page.clear()
+            report(page, rows, options.concurrent, lengths)
+            page.save()
+    for way, row in rows.items():
+        if way.startswith("tpde"):
+            page.judge("problem" not in row, f"{way} serves")
+    if options.shape == "llama-8b" and {"bf16", "tpde"} <= rows.keys():
+        judge(page, rows["tpde"], rows["bf16"], options.concurrent)

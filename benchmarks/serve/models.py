@@ -1,0 +1,109 @@
+"""Models to serve: random weights with a trained model's statistics, and a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.data.synthetic import shards_of, weight
+from benchmarks.harness.report import note
+
+# hidden, intermediate, layers, heads, key-value heads, head size, vocabulary, experts, experts a token
+SHAPES = {
+    "tiny": (256, 512, 2, 4, 2, 64, 2048, 0, 0),
+    "tiny-experts": (128, 96, 2, 4, 2, 32, 2048, 8, 2),
+    "llama-8b": (4096, 14336, 32, 32, 8, 128, 128256, 0, 0),
+    "qwen3-30b-a3b": (2048, 768, 48, 32, 4, 128, 151936, 128, 8),
+}
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """The `config.json` of a shape."""
+    hidden, middle, layers, heads, key_heads, head, vocabulary, experts, chosen = SHAPES[shape]
+    common = {
+        "hidden_size": hidden,
+        "intermediate_size": middle,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": head,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if not experts:
+        return common | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    return common | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": middle,
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def shapes_of(shape: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a checkpoint."""
+    hidden, middle, layers, heads, key_heads, head, vocabulary, experts, _ = SHAPES[shape]
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for number in range(layers):
+        at = f"model.layers.{number}"
+        found[f"{at}.input_layernorm.weight"] = (hidden,)
+        for name, rows in (("q", heads * head), ("k", key_heads * head), ("v", key_heads * head)):
+            found[f"{at}.self_attn.{name}_proj.weight"] = (rows, hidden)
+        found[f"{at}.self_attn.o_proj.weight"] = (hidden, heads * head)
+        if experts:
+            found[f"{at}.self_attn.q_norm.weight"] = found[f"{at}.self_attn.k_norm.weight"] = (head,)
+            found[f"{at}.mlp.gate.weight"] = (experts, hidden)
+        found[f"{at}.post_attention_layernorm.weight"] = (hidden,)
+        for part in [f"experts.{it}." for it in range(experts)] or [""]:
+            found[f"{at}.mlp.{part}gate_proj.weight"] = (middle, hidden)
+            found[f"{at}.mlp.{part}up_proj.weight"] = (middle, hidden)
+            found[f"{at}.mlp.{part}down_proj.weight"] = (hidden, middle)
+    return found | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
+
+
+def make(directory: Path, shape: str, seed: int) -> int:
+    """Write a plain model whose weights have a trained one's statistics, and a tokenizer; gives its bytes."""
+    from safetensors.torch import save_file
+
+    shapes = shapes_of(shape)
+    files = shards_of(shapes)
+    directory.mkdir(parents=True, exist_ok=True)
+    places: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        made = {name: weight(name, shapes[name], seed).cpu().contiguous() for name in names}
+        total += sum(it.nbytes for it in made.values())
+        save_file(made, directory / file, {"format": "pt"})
+        places.update(dict.fromkeys(names, file))
+        note(f"wrote {file}")
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "config.json").write_text(json.dumps(config_of(shape)))
+    make_tokenizer(directory, SHAPES[shape][6])
+    return total
+
+
+def make_tokenizer(directory: Path, vocabulary: int) -> None:
+    """A tokenizer of words `t0`, `t1`, ..., so that prompts of random tokens keep their length."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, vocabulary)}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(directory)

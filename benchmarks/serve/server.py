@@ -1,0 +1,131 @@
+"""A vLLM server, and vLLM's own benchmark of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.report import note
+
+READY_SECONDS = 1800
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return int(it.getsockname()[1])
+
+
+class Server:
+    """A vLLM server of a model, in a process group of its own.
+
+    Attributes
+    ----------
+    load_s : float
+        Seconds from its start until it answers.
+    """
+
+    def __init__(self, model: Path, options: list[str], log: Path) -> None:
+        self.port, self._log = free_port(), log
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port), *options]
+        start = time.perf_counter()
+        with log.open("w") as out:
+            self._process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            self._wait(start)
+        except BaseException:
+            self.close()
+            raise
+        self.load_s = time.perf_counter() - start
+
+    def _wait(self, start: float) -> None:
+        while time.perf_counter() - start < READY_SECONDS:
+            if self._process.poll() is not None:
+                raise RuntimeError(self.reason())
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                return
+            time.sleep(0.2)
+        raise RuntimeError(f"it does not answer after {READY_SECONDS} s")
+
+    def lines(self) -> list[str]:
+        """What it logged so far."""
+        return self._log.read_text(errors="replace").splitlines()
+
+    def reason(self) -> str:
+        """The error that it ended with: the first that a line names after what vLLM puts before it."""
+        names = r"(?:\w+\.)*(?:\w*Error|\w*Exception|InvalidInput|UnsupportedDevice|MissingDependency)"
+        lines = self.lines()
+        for line, after in zip(lines, [*lines[1:], ""], strict=True):
+            if found := re.search(rf"(?:^|\] |\) )({names}: .*)", line):
+                more = f" {after.strip()}" if "validation error" in line else ""
+                return f"{found.group(1)}{more}"[:160]
+        return "it ended, and named no error"
+
+    def figure(self, pattern: str) -> str:
+        """What its log says, by a pattern with a group; `-` if nothing."""
+        for line in self.lines():
+            if found := re.search(pattern, line):
+                return found.group(1)
+        return "-"
+
+    def bench(self, model: Path, concurrent: int, lengths: tuple[int, int], requests: int) -> dict[str, Any]:
+        """What `vllm bench serve` measures with so many requests at a time."""
+        out = self._log.with_suffix(f".{concurrent}.json")
+        given = [
+            *("--backend", "openai", "--base-url", f"http://127.0.0.1:{self.port}", "--model", "model"),
+            *("--tokenizer", str(model), "--dataset-name", "random", "--ignore-eos", "--disable-tqdm"),
+            *("--random-input-len", str(lengths[0]), "--random-output-len", str(lengths[1])),
+            *("--num-prompts", str(requests), "--max-concurrency", str(concurrent)),
+            *("--num-warmups", str(min(concurrent, 8)), "--save-result", "--result-dir", str(out.parent)),
+            *("--result-filename", out.name, "--temperature", "0"),
+        ]
+        # The command `vllm bench serve` runs this; not every distribution of vLLM has a working command.
+        code = (
+            "from vllm.utils.argparse_utils import FlexibleArgumentParser as P\n"
+            "from vllm.benchmarks.serve import add_cli_args, main\n"
+            "p = P(); add_cli_args(p); main(p.parse_args())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *given], capture_output=True, text=True, check=False
+        )
+        if done.returncode or not out.exists():
+            note(done.stderr[-2000:])
+            raise RuntimeError(done.stderr.strip().splitlines()[-1][:160] if done.stderr else "no result")
+        return dict(json.loads(out.read_text()))
+
+    def close(self) -> None:
+        """End it and its workers."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def served(model: Path, options: list[str], log: Path) -> Iterator[Server]:
+    """A server while the context is open."""
+    server = Server(model, options, log)
+    try:
+        yield server
+    finally:
+        server.close()

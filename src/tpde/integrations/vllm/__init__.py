@@ -1,0 +1,43 @@
+"""vLLM serves packed models: a plugin that it finds by itself, with no change to vLLM.
+
+How it fits together:
+
+- `register` is the entry point. vLLM calls it in each of its processes. It names the quantization method
+  `tpde`, and imports next to nothing: what else there is, is imported where a model uses it.
+- `config.TpdeConfig` is what vLLM makes of `--quantization tpde` or of a packed model's `config.json`. It
+  gives each linear layer, embedding and mixture of experts a method: `linear`, `embedding`, `experts`.
+- A method creates weights on the `meta` device, in the shapes that plain vLLM has. vLLM's own loaders then
+  shard and merge what comes from the files, layer by layer, so that tensor parallelism and merged projections
+  need nothing here. When a layer is complete, `process_weights_after_loading` packs it (`weights.hold`).
+- What is at rest is a `weights.Weight`: packed, or plain where it would not shrink. Its module has the blob
+  as its `weight`, and a handle, a buffer of 16 bytes. Compiled code sees the handle alone (`operators`), and
+  depends on no number, size or form of a weight: all layers share it, vLLM's cache of compiled code holds for
+  the next process, and CUDA graphs keep addresses that stay.
+- What is computed from decoded weights goes through the method that the plain layer would have, with its
+  kernels and bits. Only products from the window layout (`kernels="fused"`, on GPUs) are ours.
+- Decoded weights are in fresh memory each time. vLLM runs layers on several streams, which one workspace
+  would have to keep apart; PyTorch's allocator does. Profiling sees that memory, and graphs share a pool.
+- `loader` decodes packed files tensor by tensor, before vLLM looks at names: by the mapper of checkpoint
+  names, which vLLM asks the configuration for, or by the load format `tpde`.
+- `refusals` names what does not work, `report` says what was gained.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tpde.format.constants import METHOD
+
+log = logging.getLogger("vllm.tpde")  # below vLLM's own, whose handlers and level it has
+
+
+def register() -> None:
+    """Name tpde's quantization method to vLLM: its entry point, called in every process, maybe twice."""
+    try:
+        from vllm.model_executor.layers.quantization import register_quantization_config
+
+        from tpde.integrations.vllm.config import TpdeConfig
+    except ImportError as error:  # of a vLLM that is another inside: it goes on without
+        log.warning("tpde: this vLLM cannot use the plugin (%s); models that are not packed run", error)
+        return
+    register_quantization_config(METHOD)(TpdeConfig)

@@ -1,0 +1,153 @@
+"""What vLLM takes packed models for: quantized ones, by a configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from tpde.errors import InvalidInput
+from tpde.format.constants import METHOD, SUFFIX, VERSION
+from tpde.integrations.vllm.report import Report
+from tpde.loading.quantized import PackedConfig
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.models.utils import WeightsMapper
+
+_KNOWN = ("kernels", "quant_method", "source", "version")
+_LM_HEAD = "lm_head.weight"
+
+
+class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
+    """The `quantization_config` of a model whose weights are to be packed, or are packed in its files.
+
+    Parameters
+    ----------
+    kernels : {"fused", "exact"}
+        How linear layers are computed: see `tpde.nn.set_kernels`.
+    version : int
+        Of the format of packed files.
+    source : dict, optional
+        The `quantization_config` of the model that was packed.
+
+    Raises
+    ------
+    InvalidInput
+        If `kernels` is something else, or the model was quantized otherwise before it was packed.
+    UnsupportedVersion
+        If the weights were packed by a newer tpde.
+
+    Attributes
+    ----------
+    report : Report
+        What was gained so far, in this process.
+    """
+
+    def __init__(self, kernels: str = "fused", version: int = VERSION, source: Any = None) -> None:
+        super().__init__()
+        from tpde.integrations.vllm import loader
+        from tpde.nn.kernels import check_kernels
+
+        PackedConfig(version, source)
+        self.kernels = check_kernels(kernels)
+        self.report = Report(self.kernels)
+        loader.register()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from tpde.integrations.vllm import loader
+
+        self.__dict__.update(state)
+        loader.register()  # in a worker, which gets its configuration so, before it asks for a loader
+
+    def __repr__(self) -> str:
+        return f"TpdeConfig(kernels={self.kernels!r})"
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name of the method."""
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Dtypes of models."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Compute capability that the kernels need."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: all is in `config.json`, and a plain model needs nothing."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> TpdeConfig:
+        """Of a `quantization_config` in `config.json` or `--hf-overrides`.
+
+        Raises
+        ------
+        InvalidInput
+            If it has keys that nobody reads.
+        """
+        unknown = sorted(set(config) - set(_KNOWN))
+        if unknown:
+            raise InvalidInput(
+                f"`quantization_config` has `{unknown[0]}`, which tpde does not know",
+                hint='leave it out; what can be said is `"kernels": "fused"` or `"exact"`',
+                where="quantization_config",
+                found=unknown[0],
+            )
+        return cls(**{key: value for key, value in config.items() if key != "quant_method"})
+
+    def maybe_update_config(
+        self, model_name: str, hf_config: Any = None, revision: str | None = None
+    ) -> None:
+        """Do not tie a head to the embeddings where packed files have one of its own.
+
+        vLLM does so for plain files; packed ones have other names.
+        """
+        if not getattr(hf_config, "tie_word_embeddings", False):
+            return
+        from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+        names = get_safetensors_params_metadata(model_name, revision=revision) or {}
+        if any(name.endswith(_LM_HEAD + SUFFIX) for name in names):
+            hf_config.tie_word_embeddings = False
+            hf_config.get_text_config().tie_word_embeddings = False
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> WeightsMapper:
+        """What decodes packed tensors on their way from files to layers."""
+        from tpde.integrations.vllm.loader import Unpacking
+
+        return Unpacking()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """How a layer's weights are held; None if as without tpde.
+
+        Raises
+        ------
+        InvalidInput
+            If the model is to be run in a way that does not work with packed weights.
+        """
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
+        from vllm.model_executor.layers.linear import LinearBase
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+        from tpde.integrations.vllm import refusals
+        from tpde.integrations.vllm.embedding import TpdeEmbeddingMethod
+        from tpde.integrations.vllm.experts import TpdeExpertsMethod
+        from tpde.integrations.vllm.linear import TpdeLinearMethod
+
+        refusals.check(self)
+        if isinstance(layer, LinearBase):
+            return TpdeLinearMethod(self, prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            return TpdeEmbeddingMethod(self, prefix)
+        if isinstance(layer, RoutedExperts) and refusals.can_pack_experts():
+            return TpdeExpertsMethod(self, layer.moe_config, prefix)
+        return None

@@ -1,0 +1,28 @@
+"""Embeddings and heads with packed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from tpde.integrations.vllm import operators
+from tpde.integrations.vllm.linear import TpdeLinearMethod
+
+
+class TpdeEmbeddingMethod(TpdeLinearMethod):
+    """Holds the matrix of an embedding or a head packed."""
+
+    def _plain_method(self) -> Any:
+        return UnquantizedEmbeddingMethod()
+
+    def embedding(self, layer: Any, ids: Tensor) -> Tensor:
+        """Rows of the matrix."""
+        return operators.embedding(  # type: ignore[no-any-return]
+            ids, layer.tpde_handle, layer.embedding_dim, layer.params_dtype
+        )
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
+        """The embedding itself is the head: it multiplies, too."""
+        return embed_tokens

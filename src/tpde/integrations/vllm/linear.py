@@ -1,0 +1,62 @@
+"""Linear layers with packed weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+
+from tpde.integrations.vllm import operators, refusals
+from tpde.integrations.vllm.weights import HANDLE, Weight, hold
+
+if TYPE_CHECKING:
+    from tpde.integrations.vllm.config import TpdeConfig
+
+
+class TpdeLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """Holds a linear layer's weight packed.
+
+    Parameters
+    ----------
+    config : TpdeConfig
+        How.
+    name : str
+        What errors call the layer.
+    """
+
+    uses_meta_device = True
+
+    def __init__(self, config: TpdeConfig, name: str) -> None:
+        self._config, self._name = config, name
+        self._plain = self._plain_method()
+
+    def _plain_method(self) -> Any:
+        """What vLLM has for plain weights of such a layer."""
+        return UnquantizedLinearMethod()
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Give the layer the weight that a plain one has, without memory, until all of it was read."""
+        with torch.device("meta"):
+            self._plain.create_weights(layer, *args, **kwargs)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack what was loaded. vLLM calls this for each layer, and once more for all."""
+        if (before := layer.__dict__.get("tpde")) is not None:
+            if HANDLE not in layer._buffers or (
+                before.packed is not None and layer.weight.dtype != torch.uint8
+            ):
+                raise refusals.no_reload(self._name)
+            self._config.report.tell()
+            return
+        weight: Tensor = layer.weight
+        layer.tpde_width = weight.shape[0]
+        packed = hold(self._config, weight.detach().contiguous(), self._name)
+        layer.__dict__["tpde"] = Weight(layer, packed, self._plain)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ W.T + bias`."""
+        return operators.linear(x, layer.tpde_handle, bias, layer.tpde_width)  # type: ignore[no-any-return]

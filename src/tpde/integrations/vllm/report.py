@@ -1,0 +1,78 @@
+"""What a user is told: bytes saved, kernels, and how many more tokens the KV cache has room for."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+log = logging.getLogger("vllm.tpde")  # below vLLM's own, whose handlers and level it has
+
+
+class Report:
+    """Counts weights while they are loaded, and says what came of them.
+
+    Parameters
+    ----------
+    kernels : str
+        Which were asked for.
+
+    Attributes
+    ----------
+    plain_bytes, held_bytes : int
+        Of all weights so far: plain, and as they are held.
+    """
+
+    def __init__(self, kernels: str) -> None:
+        self._kernels = kernels
+        self.plain_bytes = self.held_bytes = self._told = 0
+        self._kinds: Counter[str] = Counter()
+        self._plain: Counter[str] = Counter()
+
+    def packed(self, plain_bytes: int, held_bytes: int, kind: str) -> None:
+        """Count a weight that is packed from now on; `kind` says how."""
+        self.plain_bytes += plain_bytes
+        self.held_bytes += held_bytes
+        self._kinds[kind] += 1
+
+    def plain(self, nbytes: int, why: str) -> None:
+        """Count a weight that stays plain, and why."""
+        self.plain_bytes += nbytes
+        self.held_bytes += nbytes
+        self._plain[why] += 1
+
+    def tell(self) -> None:
+        """Say what was gained, once for all that was counted: when all layers are loaded."""
+        if self._told == self.plain_bytes:
+            return
+        self._told = self.plain_bytes
+        saved = self.plain_bytes - self.held_bytes
+        log.info(
+            "tpde: weights take %.1f MiB instead of %.1f (%.1f %% less), every bit kept; kernels=%s: %s",
+            self.held_bytes / 2**20,
+            self.plain_bytes / 2**20,
+            100 * saved / self.plain_bytes,
+            self._kernels,
+            ", ".join(f"{count} {kind}" for kind, count in self._kinds.most_common()) or "none",
+        )
+        for why, count in self._plain.items():
+            log.info("tpde: %d stay plain: %s", count, why)
+        token = token_bytes()
+        if token and saved > 0:
+            log.info("tpde: saved is room for %d tokens in the KV cache", saved // token)
+
+
+def token_bytes() -> int:
+    """Bytes that a token takes in the KV cache of this process; 0 if that cannot be told."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config: Any = get_current_vllm_config_or_none()
+    if config is None:
+        return 0
+    total = 0.0
+    for layer in config.compilation_config.static_forward_context.values():
+        ask = getattr(layer, "get_kv_cache_spec", None)
+        spec = None if ask is None else ask(config)
+        if spec is not None:
+            total += spec.page_size_bytes / spec.block_size
+    return int(total)

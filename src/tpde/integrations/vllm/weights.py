@@ -1,0 +1,119 @@
+"""A layer's weight at rest, and what is computed from it."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tpde.errors import InvalidInput
+from tpde.nn.kernels import MOST_SHARE
+from tpde.nn.pack_model import MIN_BYTES
+from tpde.weights.pack_tensor import pack_tensor
+from tpde.weights.packed_tensor import PackedTensor
+from tpde.weights.windowed import Windowed
+
+if TYPE_CHECKING:
+    from tpde.integrations.vllm.config import TpdeConfig
+
+HANDLE = "tpde_handle"  # a buffer of each module with such a weight
+_HANDLE_BYTES = 16
+
+_held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by addresses of handles
+
+
+def hold(config: TpdeConfig, plain: Tensor, name: str) -> PackedTensor | None:
+    """A contiguous tensor, packed on its device; None if it stays plain, which is told.
+
+    With fused kernels, bf16 matrices go to the window layout, where that pays, and others to prefix codes.
+    """
+    if not plain.is_floating_point():
+        config.report.plain(plain.nbytes, f"{str(plain.dtype).removeprefix('torch.')} is no floating point")
+        return None
+    if plain.nbytes < MIN_BYTES:
+        config.report.plain(plain.nbytes, f"smaller than {MIN_BYTES} bytes")
+        return None
+    packed, kind = None, "in prefix codes"
+    if config.kernels == "fused" and plain.dtype is torch.bfloat16 and plain.dim() == 2:
+        windowed = Windowed.of_plain(plain, name, MOST_SHARE)
+        if windowed is not None:
+            packed, kind = PackedTensor(windowed), "in windows"
+    if packed is None:
+        packed = pack_tensor(plain, name)
+    if packed is None:
+        config.report.plain(plain.nbytes, "packing makes them no smaller")
+        return None
+    config.report.packed(plain.nbytes, packed.packed_bytes, kind)
+    return packed
+
+
+class Weight:
+    """The weight of a linear layer or an embedding, as its module holds it.
+
+    Parameters
+    ----------
+    layer : nn.Module
+        Whose `weight` it is. It gets the blob in its place, and a handle for compiled code.
+    packed : PackedTensor or None
+        The weight, packed; None if it stays plain.
+    method : object
+        vLLM's own for plain weights of such a layer.
+    """
+
+    def __init__(self, layer: Any, packed: PackedTensor | None, method: Any) -> None:
+        self._layer, self._method, self.packed = weakref.ref(layer), method, packed
+        give_handle(self, layer, HANDLE, layer.weight.device)
+        if packed is None:
+            method.process_weights_after_loading(layer)
+        else:
+            layer.weight = nn.Parameter(packed.sources[0].memory, requires_grad=False)
+            packed.prepare()
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ W.T + bias`."""
+        if self.packed is None:
+            return self._method.apply(self._layer(), x, bias)  # type: ignore[no-any-return]
+        if self.packed.multiplies and x.is_cuda:
+            return self.packed.product(x, bias, False)
+        # As the plain layer computes it, which on the CPU prepares its weight for the matrix library.
+        plain = SimpleNamespace(weight=_parameter(self.packed.decoded()))
+        plain.bias = None if bias is None else _parameter(bias)
+        self._method.process_weights_after_loading(plain)
+        return self._method.apply(plain, x, plain.bias)  # type: ignore[no-any-return]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix: a tensor of shape `(*ids.shape, columns)`."""
+        if self.packed is not None:
+            return self.packed.rows(ids)
+        return self._method.embedding(self._layer(), ids)  # type: ignore[no-any-return]
+
+
+def give_handle(held: Any, layer: nn.Module, name: str, device: torch.device) -> None:
+    """Give a layer a buffer that stands for something held, as long as both live."""
+    handle = torch.zeros(_HANDLE_BYTES, dtype=torch.uint8, device=device)
+    layer.register_buffer(name, handle, persistent=False)
+    _held[handle.data_ptr()] = held
+
+
+def held_by(handle: Tensor) -> Any:
+    """What a handle stands for.
+
+    Raises
+    ------
+    InvalidInput
+        If its layer was moved or copied since.
+    """
+    found = _held.get(handle.data_ptr())
+    if found is None:
+        raise InvalidInput(
+            "a layer's packed weight is not where it was when the model was loaded",
+            hint="do not move or offload layers of a model with packed weights",
+        )
+    return found
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,132 @@
+"""`tpde.PackedWriter`: what it takes for a tensor, and for a part of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+import tpde  # noqa: E402
+from tpde.errors import InvalidArgument, InvalidInput, UnknownTensor, UnsupportedDtype  # noqa: E402
+
+ROWS, COLUMNS = 64, 512
+WEIGHT = (0.02 * torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3))).to(torch.bfloat16)
+BITS = WEIGHT.view(torch.uint8).numpy().reshape(-1)
+PIECES: dict[str, Any] = {
+    "tensors": WEIGHT,
+    "tensors of bytes": WEIGHT.view(torch.uint8),
+    "turned tensors": WEIGHT.T.contiguous().T,
+    "what requires gradients": torch.nn.Parameter(WEIGHT),
+    "bytes": BITS.reshape(ROWS, -1),
+    "words": WEIGHT.view(torch.int16).numpy().view(np.uint16),
+    "words of the other end": WEIGHT.view(torch.int16).numpy().view(np.uint16).astype(">u2"),
+    "turned words": np.asfortranarray(WEIGHT.view(torch.int16).numpy().view(np.uint16)),
+}
+
+
+@pytest.mark.parametrize("announced", ["spec", "tensor"])
+@pytest.mark.parametrize("kind", PIECES)
+def test_parts_of_all_kinds_give_the_same_file(kind: str, announced: str, tmp_path: Path) -> None:
+    spec: Any = tpde.TensorSpec("BF16", (ROWS, COLUMNS)) if announced == "spec" else WEIGHT
+    with tpde.PackedWriter(tmp_path / "out", {"weight": spec}, metadata={"a": "b"}) as writer:
+        for begin in range(0, ROWS, 24):
+            writer.write("weight", PIECES[kind][begin : begin + 24])
+    tpde.torch.save_file({"weight": WEIGHT}, tmp_path / "saved", {"a": "b"})
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "saved").read_bytes()
+
+
+def test_bytes_are_taken_as_they_are(tmp_path: Path) -> None:
+    with tpde.PackedWriter(tmp_path / "out", {"weight": WEIGHT}) as writer:
+        writer.write("weight", bytes(BITS[:1001]))  # which end inside a word
+        writer.write("weight", memoryview(BITS)[1001:])
+    with tpde.safe_open(tmp_path / "out") as file:
+        assert torch.equal(file.get_tensor("weight").view(torch.int16), WEIGHT.view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        WEIGHT.float(),
+        WEIGHT.half(),
+        WEIGHT.view(torch.int16),
+        np.zeros(4, np.float16),
+        np.zeros(4, np.float32),
+        np.zeros(4, np.uint32),
+        np.zeros(4, np.int16),
+    ],
+    ids=lambda it: str(it.dtype),
+)
+def test_other_dtypes_are_refused(piece: Any, tmp_path: Path) -> None:
+    """Their bits would be taken for those of other numbers."""
+    writer = tpde.PackedWriter(tmp_path / "out", {"weight": WEIGHT})
+    with pytest.raises(InvalidArgument, match=r"`weight` was announced as BF16, and is given") as caught:
+        writer.write("weight", piece)
+    assert (caught.value.where, caught.value.needed) == ("weight", "BF16")
+    writer.write("weight", WEIGHT)  # nothing of the other was written
+    writer.close()
+    tpde.torch.save_file({"weight": WEIGHT}, tmp_path / "saved")
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "saved").read_bytes()
+
+
+def test_what_is_announced(tmp_path: Path) -> None:
+    arrays = {
+        "a": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "b": np.float32(2.5),
+        "c": torch.tensor([True]),
+    }
+    with tpde.PackedWriter(tmp_path / "out", arrays) as writer:
+        writer.write("c", arrays["c"])
+        writer.write("a", arrays["a"])
+        writer.write("b", np.asarray(arrays["b"]))
+    found = tpde.torch.load_file(tmp_path / "out")
+    assert found["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (found["b"].shape, found["b"].item(), found["c"].tolist()) == (torch.Size([]), 2.5, [True])
+    for wrong, error in (
+        ("BF16", InvalidInput),
+        (np.array(["a"]), UnsupportedDtype),
+        (torch.zeros(3, device="meta"), InvalidInput),
+    ):
+        with pytest.raises(error):
+            tpde.PackedWriter(tmp_path / "other", {"x": wrong})
+    assert [it.name for it in tmp_path.iterdir()] == ["out"]
+
+
+def test_tensors_that_were_not_announced(tmp_path: Path) -> None:
+    writer = tpde.PackedWriter(tmp_path / "out", {"weight": WEIGHT})
+    for call in (
+        lambda: writer.write("other", WEIGHT),
+        lambda: writer.plan("other", b""),
+        lambda: writer.sample_ranges("other"),
+    ):
+        with pytest.raises(UnknownTensor, match="`other` was not announced"):
+            call()
+    writer.abort()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sample_decides(tmp_path: Path) -> None:
+    """Of a tensor whose first bytes are not typical."""
+    rows = torch.cat([torch.randint(-(2**15), 2**15, (256, 8192), dtype=torch.int16)] * 2)
+    odd = rows.view(torch.bfloat16).clone()
+    odd[64:] = (0.02 * torch.randn(448, 8192)).to(torch.bfloat16)
+    data = odd.view(torch.uint8).reshape(-1)
+    sizes = []
+    for planned in (False, True):
+        with tpde.PackedWriter(tmp_path / f"{planned}", {"w": odd}) as writer:
+            if planned:
+                sample = torch.cat([data[begin:end] for begin, end in writer.sample_ranges("w")])
+                assert writer.plan("w", sample.numpy())
+            for begin in range(0, 512, 32):
+                writer.write("w", odd[begin : begin + 32])
+        sizes.append((tmp_path / f"{planned}").stat().st_size)
+    assert sizes[1] < 0.8 * odd.nbytes
+    assert sizes[1] < sizes[0]
+
+
+def test_its_surface() -> None:
+    names = {it for it in dir(tpde.PackedWriter) if not it.startswith("_")}
+    assert names == {"abort", "close", "plan", "sample_ranges", "write"}

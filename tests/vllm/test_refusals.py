@@ -1,0 +1,152 @@
+"""What does not work with packed weights in vLLM is refused by name, and what stays plain is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.vllm import close, engine, generated, kernels
+
+from tpde.errors import Corrupt, InvalidInput, PackedWeight, UnsupportedVersion
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
+
+Models = dict[str, Path]
+TPDE = {"quantization": "tpde"}
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What the plugin logs."""
+    import vllm.config  # noqa: F401 - which sets logging up, and takes other handlers away
+
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    log, handler = logging.getLogger("vllm.tpde"), Keep()
+    log.addHandler(handler)
+    yield found
+    log.removeHandler(handler)
+
+
+def overrides(**said: Any) -> dict[str, Any]:
+    return {"hf_overrides": {"quantization_config": {"quant_method": "tpde", **said}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (kernels("fast"), InvalidInput, "`kernels` is 'fast'"),
+        (overrides(kernel="exact"), InvalidInput, "has `kernel`"),
+        (overrides(version=99), UnsupportedVersion, "version 99"),
+        (overrides(source={"quant_method": "gptq"}), InvalidInput, "quantized with `gptq`"),
+        (TPDE | {"cpu_offload_gb": 1}, InvalidInput, "--cpu-offload-gb"),
+        (TPDE | {"offload_group_size": 2}, InvalidInput, "--offload-group-size"),
+        (TPDE | {"load_format": "sharded_state"}, InvalidInput, "sharded_state"),
+        (TPDE | {"quantization_config": {"linear": "fp8_per_tensor"}}, InvalidInput, "--quantization-config"),
+    ],
+)
+def test_refused(models: Models, options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text.replace("(", r"\(")):
+        engine(models["llama"], **options)
+
+
+def test_another_quantization_of_a_packed_model(models: Models) -> None:
+    with pytest.raises(ValueError, match="does not match"):  # vLLM's own
+        engine(models["llama-packed"], quantization="fp8")
+
+
+def test_reloading(models: Models) -> None:
+    """Other weights cannot be put in the place of packed ones that serve."""
+    llm = engine(models["llama"], **TPDE)
+    with pytest.raises(PackedWeight, match="is packed, and serves"):
+        llm.collective_rpc("reload_weights")
+    close(llm)
+
+
+def test_damaged_files(models: Models, tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors import safe_open
+
+    at = tmp_path / "damaged"
+    shutil.copytree(models["llama-packed"], at)
+    path, name = at / "model.safetensors", "model.layers.1.mlp.up_proj.weight_tpde"
+    with safe_open(path, "pt") as file:
+        blob = bytes(file.get_tensor(name).numpy())
+    data = bytearray(path.read_bytes())
+    data[data.index(blob) + len(blob) - 200] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Corrupt, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        engine(at)
+
+
+def test_what_is_told(models: Models, lines: list[str]) -> None:
+    generated(models["experts-packed"])
+    text = "\n".join(lines)
+    assert "% less), every bit kept; kernels=fused: " in text
+    assert "2 stay plain: smaller than 16384 bytes" in text
+    saved = float(text.split("take ")[1].split(" MiB")[0]), float(text.split("instead of ")[1].split(" ")[0])
+    # Of two layers, with keys and values of two heads of 32 elements of two bytes: 512 bytes a token.
+    tokens = int(text.split("room for ")[1].split(" ")[0])
+    assert tokens == pytest.approx((saved[1] - saved[0]) * 2**20 / 512, rel=0.1)
+    assert sum("every bit kept" in line for line in lines) == 1
+
+
+def test_experts_under_adapters_stay_plain(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    from tpde.integrations.vllm import refusals
+
+    config = SimpleNamespace(lora_config=object())
+    monkeypatch.setattr(refusals, "get_current_vllm_config", lambda: config)
+    assert not refusals.can_pack_experts()
+    assert "experts stay plain" in lines[0]
+    config.lora_config = None
+    assert refusals.can_pack_experts()
+
+
+def test_what_does_not_shrink_stays_plain() -> None:
+    import torch
+
+    from tpde.integrations.vllm.config import TpdeConfig
+    from tpde.integrations.vllm.weights import hold
+
+    config = TpdeConfig()
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randint(-(2**15), 2**15, (128, 256), generator=draw, dtype=torch.int16)
+    assert hold(config, noise.view(torch.bfloat16), "noise") is None
+    assert hold(config, torch.zeros(64, 4, dtype=torch.bfloat16), "small") is None
+    assert hold(config, torch.zeros(256, 256, dtype=torch.int8), "codes") is None
+    assert config.report.held_bytes == config.report.plain_bytes == noise.nbytes + 512 + 65536
+    assert set(config.report._plain) == {
+        "packing makes them no smaller",
+        "smaller than 16384 bytes",
+        "int8 is no floating point",
+    }
+
+
+def test_a_layer_that_was_moved() -> None:
+    import torch
+
+    from tpde.integrations.vllm.weights import held_by
+
+    with pytest.raises(InvalidInput, match="not where it was"):
+        held_by(torch.zeros(16, dtype=torch.uint8))
+
+
+def test_configuration_travels_to_workers(models: Models) -> None:
+    import copy
+    import pickle
+
+    from tpde.integrations.vllm.config import TpdeConfig
+
+    config = TpdeConfig.from_config(json.loads('{"quant_method": "tpde", "version": 1, "kernels": "exact"}'))
+    for made in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert made.kernels == "exact"

@@ -1,0 +1,133 @@
+"""vLLM with packed weights generates what plain vLLM does, bit by bit on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.vllm import Generated, close, engine, generate, generated, kernels, layers
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
+
+Models = dict[str, Path]
+TPDE = {"quantization": "tpde"}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "as it comes": ("", TPDE),
+    "as it comes, exact": ("", kernels("exact")),
+    "packed files": ("-packed", {}),
+    "packed files, exact": ("-packed", kernels("exact")),
+}
+
+
+@pytest.fixture(scope="session")
+def plain(models: Models) -> dict[str, list[Generated]]:
+    return {name: generated(models[name]) for name in ("llama", "tied", "experts")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "tied", "experts"])
+def test_tokens_and_probabilities(
+    models: Models, plain: dict[str, list[Generated]], name: str, way: str
+) -> None:
+    suffix, options = WAYS[way]
+    assert generated(models[name + suffix], **options) == plain[name]
+    assert len({tuple(it.tokens) for it in plain[name]}) == len(plain[name])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_dtypes(models: Models, dtype: str) -> None:
+    """The weights are cast before they are packed."""
+    wanted = generated(models["llama"], dtype=dtype)
+    assert generated(models["llama-packed"], dtype=dtype) == wanted
+
+
+def test_load_format(
+    models: Models, plain: dict[str, list[Generated]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For models that do not ask the configuration how names are mapped."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from tpde.integrations.vllm.config import TpdeConfig
+
+    monkeypatch.setattr(TpdeConfig, "get_checkpoint_weight_mapper", WeightsMapper)
+    with pytest.raises(ValueError, match=r"no module or parameter named '.*_tpde'"):
+        engine(models["llama-packed"])
+    assert generated(models["llama-packed"], load_format="tpde") == plain["llama"]
+    assert generated(models["llama"], load_format="tpde", **TPDE) == plain["llama"]
+
+
+def test_dummy_weights(models: Models) -> None:
+    found = generated(models["llama"], load_format="dummy", **TPDE)
+    assert found == generated(models["llama"], load_format="dummy")
+
+
+def test_layers_hold_packed_weights(models: Models) -> None:
+    import torch
+
+    from tpde.torch import load_file
+
+    files = load_file(models["llama-packed"] / "model.safetensors")
+    for how in ("fused", "exact"):
+        llm = engine(models["llama"], **kernels(how))
+        found = layers(llm)
+        for name, parts in {
+            "model.layers.1.self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            "model.layers.1.mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+            "model.layers.1.mlp.down_proj": ["mlp.down_proj"],
+        }.items():
+            layer = found[name]
+            assert layer.weight.dtype is torch.uint8
+            wanted = torch.cat([files[f"model.layers.1.{part}.weight"] for part in parts])
+            assert layer.weight.nbytes < 0.72 * wanted.nbytes
+            assert torch.equal(layer.tpde.packed.decoded().view(torch.int16), wanted.view(torch.int16))
+            assert layer.tpde.packed.multiplies == (how == "fused")
+        close(llm)
+
+
+def test_experts_that_are_used_are_decoded(models: Models) -> None:
+    import torch
+
+    llm = engine(models["experts"], **TPDE)
+    name = next(it for it, layer in layers(llm).items() if type(layer).__name__ == "RoutedExperts")
+    stacks = layers(llm)[name].quant_method._stacks
+    assert set(stacks) == {"w13_weight", "w2_weight"}
+    for stack in stacks.values():
+        everything = stack.decoded(None).view(torch.int16)
+        some = stack.decoded([1, 2, 5]).view(torch.int16)
+        assert len(everything) == 8
+        for expert in (1, 2, 5):
+            assert torch.equal(everything[expert], some[expert])
+    close(llm)
+
+
+def test_a_head_of_its_own(tmp_path: Path) -> None:
+    """`config.json` says that the head is tied, the packed files have another one."""
+    import json
+
+    from support.vllm import save_llama
+
+    import tpde
+
+    at = save_llama(tmp_path / "plain")
+    config = json.loads((at / "config.json").read_text())
+    (at / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tpde.pack(at, tmp_path / "packed")
+    assert generated(tmp_path / "packed") == generated(at)
+
+
+def test_layers_that_stay_plain(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run beside packed ones."""
+    from tpde.integrations.vllm import linear, weights
+
+    def some(config: Any, plain: Any, name: str) -> Any:
+        return None if "layers.0" in name else weights.hold(config, plain, name)
+
+    wanted = generated(models["llama"])
+    monkeypatch.setattr(linear, "hold", some)
+    llm = engine(models["llama"], **TPDE)
+    assert layers(llm)["model.layers.0.mlp.down_proj"].tpde.packed is None
+    assert layers(llm)["model.layers.1.mlp.down_proj"].tpde.packed is not None
+    found = generate(llm)
+    close(llm)
+    assert found == wanted

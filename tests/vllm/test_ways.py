@@ -1,0 +1,67 @@
+"""Packed weights in compiled code, in two workers, and under adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.vllm import Generated, close, engine, generate, generated, kernels
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
+
+Models = dict[str, Path]
+TPDE = {"quantization": "tpde"}
+
+
+def assert_same_tokens(found: list[Generated], wanted: list[Generated]) -> None:
+    """Of compiled code: what it fuses with a plain weight's operations is rounded otherwise."""
+    assert [it.tokens for it in found] == [it.tokens for it in wanted]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_compiled(models: Models, name: str) -> None:
+    wanted = generated(models[name], enforce_eager=False)
+    found = [generated(models[name], enforce_eager=False, **how) for how in (TPDE, kernels("exact"))]
+    assert_same_tokens(found[0], wanted)
+    assert found[1] == found[0]
+    assert generated(models[f"{name}-packed"], enforce_eager=False) == found[0]
+
+
+def test_compiled_code_is_kept_for_other_weights(tmp_path: Path) -> None:
+    """The same directory, whose weights are others: blobs have other sizes, and compiled code is reused."""
+    from support.vllm import save_llama
+
+    at = tmp_path / "model"
+    save_llama(at)
+    generated(at, enforce_eager=False, **TPDE)
+    save_llama(at, seed=5, scale=1.7)
+    wanted = generated(at, enforce_eager=False)
+    assert_same_tokens(generated(at, enforce_eager=False, **TPDE), wanted)
+
+
+def test_two_workers(models: Models) -> None:
+    wanted = generated(models["experts"], tensor_parallel_size=2)
+    assert generated(models["experts-packed"], tensor_parallel_size=2) == wanted
+
+
+def test_adapters(models: Models, tmp_path: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from vllm.lora.request import LoRARequest
+
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(models["llama"])
+    tuned = get_peft_model(base, LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"]))
+    for adapter_weight in (it for name, it in tuned.named_parameters() if "lora_B" in name):
+        adapter_weight.data.normal_(0, 0.2)
+    tuned.save_pretrained(tmp_path)
+    found = {}
+    for name, options in {"llama": {}, "llama-packed": {}, "tpde": TPDE}.items():
+        llm = engine(models.get(name, models["llama"]), enable_lora=True, max_lora_rank=8, **options)
+        found[name] = generate(llm, lora_request=LoRARequest("tuned", 1, str(tmp_path))), generate(llm)
+        close(llm)
+    assert found["llama-packed"] == found["tpde"] == found["llama"]
+    assert found["llama"][0] != found["llama"][1]
