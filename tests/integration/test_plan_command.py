@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 
 import pytest
+from support.backends import MadeBackend
 from support.checkpoints import checkpoint
 from support.commands import invoke, process
 from support.models import make, torch
@@ -321,12 +322,12 @@ def test_rates_of_a_disk_and_a_host(llama, tmp_path):
     assert 1e-6 < launch_seconds(torch.device("cpu"), 0.1) < 1e-2
 
 
-def test_the_fastest_of_three_times_counts(monkeypatch):
+def test_the_fastest_of_three_times_counts(monkeypatch, launch_on):
     """Hosts with other work are slow for a while."""
     from tpde.streaming import rates
 
     calls = iter([3e-5, 1e-5, 2e-5])
-    monkeypatch.setattr(rates, "facts", lambda device: None)
+    launch_on(MadeBackend())
     monkeypatch.setattr(rates, "copy_rates", lambda device: (1e9, 2e9))
     monkeypatch.setattr(rates, "launch_seconds", lambda device: next(calls))
     assert measure_rates(torch.device("cuda", 0)).launch == 1e-5

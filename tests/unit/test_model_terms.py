@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,9 +243,8 @@ def test_a_blob_of_another_shape_is_no_part_of_a_checkpoint(tmp_path: Path) -> N
         assert caught.value.tensor == "x"
 
 
-def test_others_read_no_more_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE_BYTES", 10)
-    monkeypatch.setattr(reading, "READERS", 1)
+def test_others_read_no_more_after_an_error() -> None:
+    one_by_one = partial(reading.Reader, piece=10, threads=1)
     reads: list[int] = []
 
     class Source:
@@ -256,7 +256,7 @@ def test_others_read_no_more_after_an_error(monkeypatch: pytest.MonkeyPatch) -> 
                 raise ReadError("the disk failed")
 
     with pytest.raises(ReadError, match="the disk failed"):
-        reading.read_extents([Extent(Source(), 0, 1000, "x")], torch.device("cpu"))  # type: ignore[arg-type]
+        reading.read_extents([Extent(Source(), 0, 1000, "x")], torch.device("cpu"), make_reader=one_by_one)
     assert len(reads) == 2
 
 
