@@ -29,7 +29,14 @@ from tpde.loading.model_units import unit_of, units_of  # noqa: E402
 from tpde.nn.replace import block_path  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
 from tpde.planning.planner import MIB, Footprint, Placement, Unit, make_plan  # noqa: E402
-from tpde.streaming.rates import CALL_SECONDS, disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
+from tpde.streaming.rates import (  # noqa: E402
+    CALL_SECONDS,
+    DiskSample,
+    disk_rate,
+    given_rates,
+    launch_seconds,
+    measure_rates,
+)
 
 RATES = ("--copy-rate", "55", "--memory-rate", "4200")
 
@@ -372,7 +379,6 @@ def test_a_disk_is_read_as_streaming_reads_it(tmp_path, monkeypatch):
     """By the same threads, in reads of the same size: until there is enough, and time is over."""
     from tpde.host import direct_io
     from tpde.host.disk import READ_BYTES
-    from tpde.streaming import rates
 
     read, sizes = direct_io.Files.read, []
 
@@ -382,18 +388,14 @@ def test_a_disk_is_read_as_streaming_reads_it(tmp_path, monkeypatch):
         read(self, source, offset, out, size)
 
     monkeypatch.setattr(direct_io.Files, "read", counted)
-    monkeypatch.setattr(rates, "DISK_PIECE", 3 * READ_BYTES)
     for name in "ab":
         (tmp_path / name).write_bytes(bytes(10 * READ_BYTES + 5))
     files = [tmp_path / "a", tmp_path / "b"]
-    disk_rate(files)
+    disk_rate(files, DiskSample(piece=3 * READ_BYTES))
     assert sum(sizes) == sum(it.stat().st_size for it in files)
     assert max(sizes) == READ_BYTES
     sizes.clear()
-    monkeypatch.setattr(rates, "DISK_LEAST", 3 * READ_BYTES)
-    monkeypatch.setattr(rates, "DISK_SECONDS", 0.0)
-    monkeypatch.setattr(rates, "DISK_BUFFERS", 1)
-    disk_rate(files)
+    disk_rate(files, DiskSample(least=3 * READ_BYTES, seconds=0.0, buffers=1, piece=3 * READ_BYTES))
     assert sum(sizes) == 3 * READ_BYTES
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,9 @@ from tpde.errors import InvalidInput, ReadError, UnsupportedDevice  # noqa: E402
 from tpde.io.sources import FileSource  # noqa: E402
 from tpde.planning.units import Rates  # noqa: E402
 from tpde.streaming import rates  # noqa: E402
+from tpde.streaming.rates import DiskSample  # noqa: E402
+
+CPU = torch.device("cpu")
 
 DEVICE_BYTES = 800  # that a device copies within its memory in a nanosecond
 
@@ -124,8 +128,8 @@ def test_a_device_that_cannot_decode_is_not_measured(monkeypatch: pytest.MonkeyP
         rates.measure_rates(torch.device("cuda", 0))
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, *took: float) -> None:
-    """Let intervals that are measured take so long, one after the other, and then as long as the last."""
+def clock(*took: float) -> Callable[[], float]:
+    """By which intervals that are measured take so long, in turn, and then as long as the last."""
     now = [0.0]
     steps = itertools.chain(took, itertools.repeat(took[-1]))
     begins = itertools.cycle([True, False])
@@ -134,20 +138,20 @@ def clock(monkeypatch: pytest.MonkeyPatch, *took: float) -> None:
         now[0] += 0.0 if next(begins) else next(steps)
         return now[0]
 
-    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=perf_counter))
+    return perf_counter
 
 
-def test_a_call_is_a_share_of_the_median_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_a_share_of_the_median_pass() -> None:
     """The first passes do not count, nor does one that was held up."""
-    clock(monkeypatch, *[9.0] * 5, 2e-3, 1e-3, 5.0, 1e-3, 1e-3)
+    steps = clock(*[9.0] * 5, 2e-3, 1e-3, 5.0, 1e-3, 1e-3)
     calls = rates.LAYERS * 13
-    assert rates.launch_seconds(torch.device("cpu"), 5.005) == pytest.approx(1.15 * 1e-3 / calls)
+    assert rates.launch_seconds(CPU, 5.005, clock=steps) == pytest.approx(1.15 * 1e-3 / calls)
 
 
-def test_at_least_one_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(monkeypatch, *[9.0] * 5, 2e-3, 1e-3)
+def test_at_least_one_pass_counts() -> None:
+    steps = clock(*[9.0] * 5, 2e-3, 1e-3)
     calls = rates.LAYERS * 13
-    assert rates.launch_seconds(torch.device("cpu"), 0.0) == pytest.approx(1.15 * 2e-3 / calls)
+    assert rates.launch_seconds(CPU, 0.0, clock=steps) == pytest.approx(1.15 * 2e-3 / calls)
 
 
 def test_a_gpu_is_waited_for_at_both_ends_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +163,7 @@ def test_a_gpu_is_waited_for_at_both_ends_of_a_pass(monkeypatch: pytest.MonkeyPa
     assert waits == [torch.device("cuda", 1)]
     log: list[str] = []
     monkeypatch.setattr(rates, "_synchronize", lambda device: log.append("wait"))
-    time = SimpleNamespace(perf_counter=lambda: log.append("time") or float(len(log)))
-    monkeypatch.setattr(rates, "time", time)
-    rates.launch_seconds(torch.device("cpu"), 0.0)
+    rates.launch_seconds(CPU, 0.0, clock=lambda: log.append("time") or float(len(log)))
     assert log == ["wait", "time"] * 2 * (rates.REPEATS + 1)
 
 
@@ -169,35 +171,33 @@ def test_a_gpu_is_waited_for_at_both_ends_of_a_pass(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_disks_rate_is_its_bytes_by_the_time_they_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(300_000))
-    clock(monkeypatch, 0.5)
-    assert rates.disk_rate([tmp_path / "file"]) == 600_000
+    assert rates.disk_rate([tmp_path / "file"], clock=clock(0.5)) == 600_000
 
 
 @pytest.mark.parametrize(
     ("seconds", "read"), [(0.4, 4), (2.0, 2)], ids=["until time is over", "at least so many"]
 )
 def test_a_disk_is_read_until_there_is_enough_and_time_is_over(
-    seconds: float, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float, read: int, tmp_path: Path
 ) -> None:
     """Each look at the clock takes so long: a second, and two pieces, are needed."""
     piece, now = 64 << 10, itertools.count()
-    monkeypatch.setattr(rates, "DISK_PIECE", piece)
-    monkeypatch.setattr(rates, "DISK_BUFFERS", 1)
-    monkeypatch.setattr(rates, "DISK_LEAST", 2 * piece)
-    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: next(now) * seconds))
+    sample = DiskSample(least=2 * piece, buffers=1, piece=piece)
     (tmp_path / "file").write_bytes(bytes(100 * piece))
     looks = {4: 1 + 3 + 1, 2: 1 + 1 + 1}[read]  # at the start, from the second piece on, at the end
-    assert rates.disk_rate([tmp_path / "file"]) == pytest.approx(read * piece / ((looks - 1) * seconds))
+    found = rates.disk_rate([tmp_path / "file"], sample, clock=lambda: next(now) * seconds)
+    assert found == pytest.approx(read * piece / ((looks - 1) * seconds))
 
 
-def test_no_more_than_4_gib_of_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "DISK_MOST", 1000)
-    monkeypatch.setattr(rates, "DISK_PIECE", 300)
+def test_no_more_of_files_is_read_than_is_asked_for() -> None:
     sources: Any = [SimpleNamespace(size=size, name=str(size)) for size in (400, 0, 500, 700)]
-    found = [(it.source.size, it.offset, it.size) for it in rates._pieces(sources)]
+    found = [
+        (it.source.size, it.offset, it.size)
+        for it in rates._pieces(sources, DiskSample(most=1000, piece=300))
+    ]
     assert found == [(400, 0, 300), (400, 300, 100), (500, 0, 300), (500, 300, 200), (700, 0, 100)]
 
 
