@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Protocol
 
 from tpde.codec import native
 from tpde.cuda.capability import bindings, call
@@ -91,15 +92,15 @@ class CudaPageLock:
         The same.
     """
 
-    def __init__(self, device: int, step: int = STEP, driver: Any = None) -> None:
+    def __init__(self, device: int, step: int = STEP, driver: ModuleType | None = None) -> None:
         self.step, self._device, self._given = step, device, driver
 
     @functools.cached_property
-    def _driver(self) -> Any:
+    def _driver(self) -> ModuleType:
         return bindings()[0] if self._given is None else self._given
 
     @functools.cached_property
-    def _primary(self) -> Any:
+    def _primary(self) -> object:
         """The device's primary context, which torch uses too. Kept: giving it back could destroy it."""
         driver, device = self._driver, self._device
         call(driver.cuInit(0), "starting the CUDA driver")
@@ -107,7 +108,7 @@ class CudaPageLock:
         return call(driver.cuDevicePrimaryCtxRetain(handle), f"opening CUDA device {device}")
 
     @contextlib.contextmanager
-    def _current(self) -> Iterator[Any]:
+    def _current(self) -> Iterator[ModuleType]:
         driver = self._driver
         call(driver.cuCtxPushCurrent(self._primary), f"using CUDA device {self._device}")
         try:
