@@ -9,11 +9,11 @@ import weakref
 from collections import deque
 
 from tpde.errors import InvalidInput, ReadError, TpdeError
-from tpde.host import page_lock
 from tpde.host.arena import Arena
-from tpde.host.direct_io import BLOCK, Files
+from tpde.host.direct_io import BLOCK, Files, Reader
 from tpde.host.feed import Event, ReadLog, Ticket
 from tpde.host.locking import forced_mode, not_locked
+from tpde.host.page_lock import PageLock, Refused
 from tpde.host.ranges import read_error
 from tpde.io.sources import Extent
 
@@ -24,12 +24,12 @@ READ_BYTES = 4 << 20
 READERS = 8  # threads: between the 4 and 16 at which disks reach their rate
 
 
-def _lock(arena: Arena, device: int | None, forced: str | None) -> None:
-    if device is None or forced == "pageable":
+def _lock(arena: Arena, page_lock: PageLock | None, forced: str | None) -> None:
+    if page_lock is None or forced == "pageable":
         return
     try:
-        arena.lock(device)
-    except page_lock.Refused as error:
+        arena.lock(page_lock)
+    except Refused as error:
         not_locked(error, arena.size, forced, "the memory that files are read to")
 
 
@@ -50,9 +50,13 @@ class ReadAhead:
         Bytes of a piece, at most.
     threads : int
         How many read.
-    device : int, optional
-        Number of the device that copies. The buffers are page-locked, unless that is refused, with a warning.
-        With None nothing copies, and they are not.
+    page_lock : PageLock or None
+        Of the device that copies. The buffers are page-locked, unless that is refused, with a warning. With
+        None nothing copies, and they are not.
+    files : Reader, optional
+        What reads, and is closed with this; by default, past the page cache.
+    read_bytes : int
+        Of a read, at most: threads share a piece.
 
     Raises
     ------
@@ -67,20 +71,31 @@ class ReadAhead:
         Of the buffers.
     """
 
-    def __init__(self, buffers: int, piece: int, threads: int, device: int | None) -> None:
+    def __init__(
+        self,
+        buffers: int,
+        piece: int,
+        threads: int,
+        page_lock: PageLock | None,
+        *,
+        files: Reader | None = None,
+        read_bytes: int = READ_BYTES,
+    ) -> None:
         if min(buffers, piece, threads) < 1:
             raise InvalidInput(f"{buffers} buffers of {piece} bytes and {threads} threads read nothing")
         self._room = -(-piece // BLOCK) * BLOCK + SLACK
         arena = Arena(buffers * self._room)
         try:
-            _lock(arena, device, forced_mode())
+            _lock(arena, page_lock, forced_mode())
         except BaseException:
             arena.close()
             raise
         self._piece, self.ahead = piece, buffers * piece
         self.locked_bytes, self.private_bytes = arena.size if arena.locked else 0, arena.size
         # Threads know the state, not this object: it can be collected while they wait.
-        self._state = _State(arena, self._room, buffers, device if arena.locked else None)
+        self._state = _State(
+            arena, self._room, buffers, page_lock if arena.locked else None, files or Files(), read_bytes
+        )
         self._close = weakref.finalize(self, self._state.stop)
         self._close.atexit = False  # the end of a process ends the threads, whatever they are at
         self._state.start(threads)
@@ -183,7 +198,15 @@ class _Ticket:
 class _State:
     """What the threads share. Everything but `start`, `stop` and `join` is called with `lock` held."""
 
-    def __init__(self, arena: Arena, room: int, buffers: int, device: int | None) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        room: int,
+        buffers: int,
+        page_lock: PageLock | None,
+        files: Reader,
+        read_bytes: int,
+    ) -> None:
         self.lock = threading.RLock()  # a finalizer may take it again, in the same thread
         self.work, self.there = threading.Condition(self.lock), threading.Condition(self.lock)
         self.waiting: deque[_Ticket] = deque()
@@ -191,11 +214,11 @@ class _State:
         self.stopped = False
         self.failed: BaseException | None = None  # what no read is to blame for
         self.trace: ReadLog | None = None
-        self._arena, self._room, self._device = arena, room, device
+        self._arena, self._room, self._page_lock = arena, room, page_lock
         self._free = list(range(buffers))
         self._reads: deque[tuple[_Ticket, int, int]] = deque()  # not begun: ticket, offset, size
         self._waits_for_copy = False
-        self._files = Files()
+        self._files, self._read_bytes = files, read_bytes
         self._threads: list[threading.Thread] = []
         self._alive = 0
 
@@ -226,8 +249,8 @@ class _State:
     def _run(self) -> None:
         with self.lock:
             try:
-                if self._device is not None:
-                    page_lock.bind(self._device)
+                if self._page_lock is not None:
+                    self._page_lock.bind()
                 while not self.stopped:
                     if not self._work():
                         self.work.wait()
@@ -278,7 +301,7 @@ class _State:
         ticket.buffer, ticket.began = self._free.pop(), time.perf_counter_ns()
         first = ticket.extent.offset // BLOCK * BLOCK
         last = ticket.extent.offset + ticket.extent.size
-        count = -(-(last - first) // READ_BYTES)
+        count = -(-(last - first) // self._read_bytes)
         size = -(-(last - first) // (count * BLOCK)) * BLOCK
         self._reads += [(ticket, at, min(size, last - at)) for at in range(first, last, size)]
         ticket.left = len(self._reads)

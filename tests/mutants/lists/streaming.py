@@ -329,7 +329,7 @@ MUTANTS = (
     mutant(
         "an-arena-stays-locked",
         "host/arena.py",
-        "        self._locked.append((self.address + at, device))\n",
+        "        self._locked.append((self.address + at, page_lock))\n",
         "",
         "memory is unmapped that the driver still has locked",
         *_HOST,
@@ -341,8 +341,7 @@ MUTANTS = (
         '    call(result, f"page-locking {size} bytes")\n',
         "",
         "a driver that fails is taken for one that has locked",
-        "unit/test_first_use.py",
-        *_HOST,
+        "unit/test_streaming_lock.py",
     ),
     mutant(
         "addresses-that-nobody-asked-for",
