@@ -16,7 +16,7 @@ from tpde.io.sources import ByteSource, FileSource
 BLOCK = max(PAGE, 4096)  # what O_DIRECT asks of offsets, sizes and addresses, on any disk
 
 
-class Reader(Protocol):
+class BlockReader(Protocol):
     """What reads files, in any thread."""
 
     def read(self, source: ByteSource, offset: int, out: memoryview, size: int) -> None:
@@ -54,7 +54,7 @@ class Files:
         self._opened: list[int] = []
 
     def read(self, source: ByteSource, offset: int, out: memoryview, size: int) -> None:
-        """Read bytes: see `Reader`."""
+        """Read bytes: see `BlockReader`."""
         descriptor = self._open(source)
         if descriptor is None or not _read_direct(descriptor, source.name, offset, out, size):
             self._direct[source] = None

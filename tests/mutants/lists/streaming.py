@@ -404,7 +404,7 @@ MUTANTS = (
     # ---- disks ----
     mutant(
         "buffers-are-read-to-while-they-are-copied",
-        "host/disk.py",
+        "host/read_queue.py",
         "        try:\n            event.synchronize()\n        finally:\n            self.lock.acquire()\n            self._waits_for_copy = False\n",
         "        self.lock.acquire()\n        self._waits_for_copy = False\n",
         "a piece is read into the buffer that the last one is copied from",
@@ -429,7 +429,7 @@ MUTANTS = (
     ),
     mutant(
         "failed-reads-keep-their-buffers",
-        "host/disk.py",
+        "host/read_queue.py",
         "        elif ticket.reading == 0 and (ticket.dropped or ticket.error is not None):\n            self._release(ticket)\n",
         "        elif ticket.reading == 0 and ticket.dropped:\n            self._release(ticket)\n",
         "each failed read loses a buffer",
@@ -437,7 +437,7 @@ MUTANTS = (
     ),
     mutant(
         "errors-of-reads-are-dropped",
-        "host/disk.py",
+        "host/read_queue.py",
         "            if self.error is not None:\n                raise self.error\n",
         "",
         "whoever waits for a piece that cannot be read is told of something else",
@@ -445,7 +445,7 @@ MUTANTS = (
     ),
     mutant(
         "readers-that-fail-say-nothing",
-        "host/disk.py",
+        "host/read_queue.py",
         "                self.failed = error\n                self.stop()\n",
         "                self.failed = error\n",
         "when the reading threads end, whoever waits waits for ever",
@@ -453,7 +453,7 @@ MUTANTS = (
     ),
     mutant(
         "the-arena-goes-before-the-copies",
-        "host/disk.py",
+        "host/read_queue.py",
         "                    with contextlib.suppress(Exception):  # a device that has crashed copies nothing\n                        event.synchronize()\n",
         "                    pass\n",
         "an arena is given back while a device copies from it",
@@ -462,7 +462,7 @@ MUTANTS = (
     ),
     mutant(
         "cancelled-reads-go-on",
-        "host/disk.py",
+        "host/read_queue.py",
         "        if ticket.buffer >= 0:\n            self._skip(ticket)\n",
         "        if ticket.buffer >= 0:\n",
         "what was cancelled is read all the same",
