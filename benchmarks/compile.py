@@ -25,22 +25,20 @@ def prepare() -> tuple[float, float]:
     import torch
 
     torch.zeros(1, device="cuda")
-    from tpde.cuda import compile as nvrtc
+    from tpde.cuda.backend import current
     from tpde.cuda.decode import SOURCE
     from tpde.cuda.geometry import max_warps
 
     start = time.perf_counter()
     import cuda.core  # noqa: F401
 
-    from tpde.cuda.capability import facts
-
-    facts(0)
+    current().facts(0)
     ready = time.perf_counter()
     for check in (False, True):
         for name in ("decode_items", "decode_rows"):
             threads = 32 * max_warps(DEFINES["WORD"], check)
             defines = {**DEFINES, "WINDOW": WINDOW, "PIECE": 0, "CHECK": int(check), "THREADS": threads}
-            nvrtc.kernel(SOURCE, name, defines, 0)
+            current().kernel(SOURCE, name, defines, 0)
     return ready - start, time.perf_counter() - ready
 
 

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import wall
 
@@ -48,20 +46,21 @@ class Libc:
 
 def mapped(source: Any, libc: Libc, *, ours: bool) -> tuple[Piece, int, Callable[[], None]]:
     """Pinning a piece of a mapping in, how large pieces are, and what undoes it all."""
-    from tpde.host import mapped as maps
+    from tpde.host.mapped import Mapping
+    from tpde.host.page_lock import CudaPageLock
     from tpde.host.ranges import Range
 
-    made = mmap.mmap(source.fileno(), source.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    base = int(np.frombuffer(made, np.uint8).ctypes.data)
-    of, size = Range(source, 0, source.size), maps._PIECE_BYTES
+    made = Mapping([Range(source, 0, source.size)], CudaPageLock(0))  # which locks nothing here
+    pieces = {it.offset: it for it in made.pieces(0, 0, source.size)}
 
     def bring(at: int) -> None:
+        it = pieces[at]
         if ours:
-            maps.populate(maps.Pages(of, at, base + at, size))
-        elif libc.madvise(base + at, size, POPULATE_READ):
+            made.populate(it)
+        elif libc.madvise(it.address, it.size, POPULATE_READ):
             raise OSError("MADV_POPULATE_READ, of Linux 5.14, is missing")
 
-    return bring, size, made.close
+    return bring, pieces[0].size, made.close
 
 
 def copied(source: Any, _: Libc, *, ours: bool) -> tuple[Piece, int, Callable[[], None]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -49,3 +51,17 @@ def simd_restored() -> Iterator[None]:
     before = native.simd()
     yield
     native.simd_select(before)
+
+
+@pytest.fixture
+def launch_on() -> Iterator[Callable[[Any], Any]]:
+    """Have another back end run kernels, until the test ends; gives it back."""
+    from tpde.cuda.backend import launching_on
+
+    with ExitStack() as stack:
+
+        def put(backend: Any) -> Any:
+            stack.enter_context(launching_on(backend))
+            return backend
+
+        yield put

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
+from support.backends import MadeBackend
 from support.codecs import pack_everything
 from support.contents import CONTENTS, fill, rng, shapes
 from support.gpu import Batch, needs_cuda, torch
@@ -13,20 +15,27 @@ from support.packed import opened, pack
 
 from tpde.codec import reference
 from tpde.codec.selection import PREFIX_CHUNK_WORDS
+from tpde.cuda.backend import current
 from tpde.format.constants import DTYPES, RECORD_BYTES
 from tpde.format.container import TensorSpec
 
 pytestmark = needs_cuda
 
 
+def with_little_shared_memory() -> MadeBackend:
+    """This card's kernels, launched as on one whose blocks have 99 KiB."""
+    here = current()
+    return MadeBackend(here.kernel, here.facts(0)._replace(shared_bytes=99 << 10))
+
+
 @pytest.fixture(params=["staged", "rings"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Decode as on this card; and as where shared memory is small, with rings wherever they fit."""
-    from tpde.cuda import decode, geometry
+    from tpde.cuda import geometry
 
     if request.param == "rings":
-        facts, staged = decode.facts, geometry.staged
-        monkeypatch.setattr(decode, "facts", lambda device: facts(device)._replace(shared_bytes=99 << 10))
+        staged = geometry.staged
+        launch_on(with_little_shared_memory())
         monkeypatch.setattr(geometry, "staged", lambda *wanted: staged(*wanted)._replace(most=1))
     return str(request.param)
 
@@ -222,12 +231,9 @@ def test_runs_of_escapes(dtype: str, kind: int) -> None:
     assert batch.status.tolist() == [0, 0, 0, 0]
 
 
-def test_as_on_a_card_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_on_a_card_with_little_shared_memory(launch_on: Any) -> None:
     """What 8.6, 8.9 and 12.0 get: staged planes where 24 warps hold them, rings otherwise."""
-    from tpde.cuda import decode
-
-    facts = decode.facts
-    monkeypatch.setattr(decode, "facts", lambda device: facts(device)._replace(shared_bytes=99 << 10))
+    launch_on(with_little_shared_memory())
     specs = [TensorSpec(dtype, (3000, 4096)) for dtype in ("BF16", "F16", "F32", "F8_E4M3")]
     batch = Batch([pack(spec, fill("normal", spec)) for spec in specs])
     assert {bool(it.geometry.piece) for it in batch.work._launches} == {False, True}

@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from tpde.errors import UnsupportedDevice  # noqa: E402
 from tpde.format.container import TensorSpec  # noqa: E402
-from tpde.host import page_lock  # noqa: E402
 from tpde.host.disk import ReadAhead  # noqa: E402
+from tpde.host.page_lock import STEP, CudaPageLock, steps  # noqa: E402
 from tpde.host.pinned import HostMemory  # noqa: E402
 from tpde.io.sources import Extent, FileSource  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
@@ -51,9 +51,9 @@ def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.init()
 
 
-def lock_in(mode: str, extents: list[Extent]) -> HostMemory:
+def lock_in(mode: str, extents: list[Extent], step: int = STEP) -> HostMemory:
     """Memory of a mode, complete; skips where locking in place is refused, which is not an error."""
-    memory = HostMemory(extents, 0, mode=mode)
+    memory = HostMemory(extents, CudaPageLock(0, step), mode=mode)
     try:
         memory.complete()
     except UnsupportedDevice as error:
@@ -73,7 +73,7 @@ def queue_copy(address: int, size: int, stream: Any) -> torch.Tensor:
     from cuda.bindings import driver
 
     out = torch.empty(size, dtype=torch.uint8, device="cuda:0")
-    for at, part in page_lock.steps(address, size):
+    for at, part in steps(address, size):
         (code,) = driver.cuMemcpyHtoDAsync(out.data_ptr() + at, address + at, part, stream.cuda_stream)
         assert int(code) == 0, code
     return out
@@ -104,7 +104,7 @@ def test_copies(mode: str, source: FileSource, data: np.ndarray) -> None:
 
 def test_by_itself(source: FileSource, data: np.ndarray) -> None:
     """Whatever this machine refuses, a mode is found; two memories over one file do not mind each other."""
-    one, two = HostMemory(extents(source), 0), HostMemory(extents(source)[1:], 0)
+    one, two = (HostMemory(it, CudaPageLock(0)) for it in (extents(source), extents(source)[1:]))
     assert one.kind == two.kind != "pageable"
     one.close()
     check(two, extents(source)[2], data)
@@ -112,24 +112,23 @@ def test_by_itself(source: FileSource, data: np.ndarray) -> None:
 
 
 def test_pieces_that_reach_over_what_was_locked_at_once(
-    source: FileSource, data: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: FileSource, data: np.ndarray, tmp_path: Path
 ) -> None:
     """As a streamer copies them: the driver refuses such a copy as one."""
-    monkeypatch.setattr(page_lock, "STEP", 1 * MIB)
     extent = Extent(source, 0, 9 * MIB + 5, "all")
-    memory, device = lock_in("arena", [extent]), CudaDevice(torch.device("cuda", 0), 16 * MIB)
+    memory = lock_in("arena", [extent], MIB)
+    device = CudaDevice(torch.device("cuda", 0), 16 * MIB, step=MIB)
     for offset in (0, 700_000, 3 * MIB - 8):
         size = 5 * MIB + 16
         piece = Piece(Extent(source, offset, size, "piece"), memory, ())
         device.copy(0, memory.request(piece.extent).wait(), piece).synchronize()
-        assert np.array_equal(device._ring[:size].cpu().numpy(), data[offset : offset + size])
+        assert np.array_equal(device.memory[:size].cpu().numpy(), data[offset : offset + size])
     device.close()
     memory.close()
 
 
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
-def test_kernels_read_it_in_place(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_lock, "STEP", 1 * MIB)
+def test_kernels_read_it_in_place(mode: str, tmp_path: Path) -> None:
     rows, columns = 3000, 512
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     packed = pack(TensorSpec("BF16", (rows, columns)), values.view(torch.uint8).numpy().tobytes())
@@ -137,7 +136,7 @@ def test_kernels_read_it_in_place(mode: str, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "blobs").write_bytes(bytes(256) + packed.blob.tobytes())
     source = FileSource(tmp_path / "blobs")
     extent = Extent(source, 256, packed.blob.size, "embedding")
-    memory, device = lock_in(mode, [extent]), torch.device("cuda", 0)
+    memory, device = lock_in(mode, [extent], MIB), torch.device("cuda", 0)
     streamer = Streamer(CudaDevice(device, 4 * MIB), 4, MIB)
     streamer.own(memory, source)
     reader = RowReader(Streamed(extent, streamer, device, memory))
@@ -191,7 +190,7 @@ def test_private_memory(mode: str, source: FileSource, data: np.ndarray) -> None
 def test_read_ahead(buffers: int, source: FileSource, data: np.ndarray) -> None:
     """Buffers are read to again while copies from them are queued behind slow work."""
     piece = 8 * MIB
-    feed = ReadAhead(buffers, piece, 4, 0)
+    feed = ReadAhead(buffers, piece, 4, CudaPageLock(0))
     assert feed.locked_bytes
     stream, out = torch.cuda.Stream(), []
     wanted = [Extent(source, at, min(piece - 5000, SIZE - at), "x") for at in range(0, SIZE, piece - 5000)]

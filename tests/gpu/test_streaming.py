@@ -38,7 +38,7 @@ ROOM = 256 << 10
 class PinnedFeed(MemoryFeed):
     """Files' bytes in page-locked memory."""
 
-    def _bytes(self, extent: Extent) -> np.ndarray:
+    def whole(self, extent: Extent) -> np.ndarray:
         found = self._whole.get(extent.source.name)
         if found is None:
             memory = torch.empty(extent.source.size, dtype=torch.uint8, pin_memory=True)
@@ -150,7 +150,7 @@ def test_closing_frees_the_places(tmp_path: Path) -> None:
 def test_chunks(tmp_path: Path) -> None:
     with Fixture(tmp_path, bf16(1_000_000)) as made:
         (tensor,), (data,) = made.tensors, made.data
-        blob = torch.from_numpy(made.feed._bytes(tensor.extent)[: tensor.extent.size].copy()).to(DEVICE)
+        blob = torch.from_numpy(made.feed.whole(tensor.extent)[: tensor.extent.size].copy()).to(DEVICE)
         resident = Resident(blob, "t0")
         last = tensor.header.chunks - 1
         for packed in (tensor, resident):
@@ -229,7 +229,7 @@ def test_graphs_are_refused(tmp_path: Path) -> None:
 def test_damage(tmp_path: Path) -> None:
     with Fixture(tmp_path, bf16(*SIZES)) as made:
         unit, expected, size = made.unit(1)
-        memory = made.feed._bytes(made.tensors[1].extent)
+        memory = made.feed.whole(made.tensors[1].extent)
         at = made.tensors[1].extent.offset + int(made.tensors[1].offsets[9]) + 50
         out = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         memory[at] ^= 4
@@ -246,7 +246,7 @@ def test_damage_after_the_first_use(tmp_path: Path) -> None:
     with Fixture(tmp_path, bf16(*SIZES)) as made:
         made.streamer.ring.prefetch = False  # what was copied ahead would be sound
         unit, expected, size = made.unit(1)
-        memory = made.feed._bytes(made.tensors[1].extent)
+        memory = made.feed.whole(made.tensors[1].extent)
         at = made.tensors[1].extent.offset + int(made.tensors[1].offsets[9]) + 50
         out = torch.empty(size, dtype=torch.uint8, device=DEVICE)
         unit(out)
@@ -271,7 +271,7 @@ def test_damaged_rows_after_the_first_use(tmp_path: Path) -> None:
         reader(ids)
         made.streamer.check()
         at = tensor.extent.offset + int(tensor.offsets[-2]) + 50  # of the last chunk, which has row 2999
-        made.feed._bytes(tensor.extent)[at] ^= 4
+        made.feed.whole(tensor.extent)[at] ^= 4
         reader(ids[:1])
         made.streamer.check()
         reader(ids)

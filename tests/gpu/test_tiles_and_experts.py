@@ -34,7 +34,7 @@ ROOM, PLACES, CACHE = 256 << 10, 4, 16 << 20
 class PinnedFeed(MemoryFeed):
     """Files' bytes in page-locked memory."""
 
-    def _bytes(self, extent: Extent) -> np.ndarray:
+    def whole(self, extent: Extent) -> np.ndarray:
         found = self._whole.get(extent.source.name)
         if found is None:
             memory = torch.empty(extent.source.size, dtype=torch.uint8, pin_memory=True)

@@ -22,7 +22,6 @@ from tpde.streaming.experts import expert_room
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.loading import budgeted as loading_under  # noqa: E402
 from tpde.loading import homes  # noqa: E402
 
 
@@ -265,7 +264,6 @@ def test_experts_read_from_files_come_with_their_blocks(
 def test_the_cache_is_traced_and_given_back(
     monkeypatch: pytest.MonkeyPatch, hosted: Opened, experts: tuple[str, Pair]
 ) -> None:
-    monkeypatch.setattr(loading_under, "start_trace", lambda _: object())
     name, pair = experts
     model = load(pair.packed)
     model.tpde_streamer.record()

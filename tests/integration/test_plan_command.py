@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 
 import pytest
+from support.backends import MadeBackend
 from support.checkpoints import checkpoint
 from support.commands import invoke, process
 from support.models import make, torch
@@ -30,7 +31,14 @@ from tpde.planning.budget import Budget  # noqa: E402
 from tpde.planning.layout import MIB  # noqa: E402
 from tpde.planning.planner import make_plan  # noqa: E402
 from tpde.planning.units import Footprint, Placement, Unit  # noqa: E402
-from tpde.streaming.rates import CALL_SECONDS, disk_rate, given_rates, launch_seconds, measure_rates  # noqa: E402
+from tpde.streaming.rates import (  # noqa: E402
+    CALL_SECONDS,
+    DiskSample,
+    disk_rate,
+    given_rates,
+    launch_seconds,
+    measure_rates,
+)
 
 RATES = ("--copy-rate", "55", "--memory-rate", "4200")
 
@@ -323,12 +331,12 @@ def test_rates_of_a_disk_and_a_host(llama, tmp_path):
     assert 1e-6 < launch_seconds(torch.device("cpu"), 0.1) < 1e-2
 
 
-def test_the_fastest_of_three_times_counts(monkeypatch):
+def test_the_fastest_of_three_times_counts(monkeypatch, launch_on):
     """Hosts with other work are slow for a while."""
     from tpde.streaming import rates
 
     calls = iter([3e-5, 1e-5, 2e-5])
-    monkeypatch.setattr(rates, "facts", lambda device: None)
+    launch_on(MadeBackend())
     monkeypatch.setattr(rates, "copy_rates", lambda device: (1e9, 2e9))
     monkeypatch.setattr(rates, "launch_seconds", lambda device: next(calls))
     assert measure_rates(torch.device("cuda", 0)).launch == 1e-5
@@ -373,7 +381,6 @@ def test_a_disk_is_read_as_streaming_reads_it(tmp_path, monkeypatch):
     """By the same threads, in reads of the same size: until there is enough, and time is over."""
     from tpde.host import direct_io
     from tpde.host.disk import READ_BYTES
-    from tpde.streaming import rates
 
     read, sizes = direct_io.Files.read, []
 
@@ -383,18 +390,14 @@ def test_a_disk_is_read_as_streaming_reads_it(tmp_path, monkeypatch):
         read(self, source, offset, out, size)
 
     monkeypatch.setattr(direct_io.Files, "read", counted)
-    monkeypatch.setattr(rates, "DISK_PIECE", 3 * READ_BYTES)
     for name in "ab":
         (tmp_path / name).write_bytes(bytes(10 * READ_BYTES + 5))
     files = [tmp_path / "a", tmp_path / "b"]
-    disk_rate(files)
+    disk_rate(files, DiskSample(piece=3 * READ_BYTES))
     assert sum(sizes) == sum(it.stat().st_size for it in files)
     assert max(sizes) == READ_BYTES
     sizes.clear()
-    monkeypatch.setattr(rates, "DISK_LEAST", 3 * READ_BYTES)
-    monkeypatch.setattr(rates, "DISK_SECONDS", 0.0)
-    monkeypatch.setattr(rates, "DISK_BUFFERS", 1)
-    disk_rate(files)
+    disk_rate(files, DiskSample(least=3 * READ_BYTES, seconds=0.0, buffers=1, piece=3 * READ_BYTES))
     assert sum(sizes) == 3 * READ_BYTES
 
 

@@ -18,15 +18,12 @@ from tpde.errors import Corrupt
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.loading import budgeted as loading_under
-
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Run the command with the simulated device for `cuda`."""
     from tpde.integrations.transformers import load_model
     from tpde.loading import devices
-    from tpde.streaming.trace import Trace
 
     def cpu(_: object) -> torch.device:
         return torch.device("cpu")
@@ -34,7 +31,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setattr(devices, "checked_device", cpu)
     monkeypatch.setattr(load_model, "checked_device", cpu)
     monkeypatch.setattr(load_model, "_check_gpus", lambda _: None)
-    monkeypatch.setattr(loading_under, "start_trace", lambda _: Trace(None, 0))  # type: ignore[arg-type]
     with simulated(monkeypatch, every(*MIXED)):
         yield lambda *args: invoke("run", *args)
 

@@ -26,7 +26,6 @@ from tpde.integrations.transformers.budget_plan import plan_streaming  # noqa: E
 from tpde.integrations.transformers.fused import fused_names  # noqa: E402
 from tpde.integrations.transformers.shape import opened_shape  # noqa: E402
 from tpde.integrations.transformers.streamed import ModelStreaming  # noqa: E402
-from tpde.loading import budgeted as loading_under  # noqa: E402
 from tpde.loading import homes  # noqa: E402
 from tpde.loading.model_units import header_of, is_routed, unit_of, units_of  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
@@ -287,14 +286,12 @@ def test_the_plan_command(larger: Pair) -> None:
 def test_the_run_command(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     from tpde.integrations.transformers import load_model
     from tpde.loading import devices
-    from tpde.streaming.trace import Trace
 
     args = (llama.packed, "--prompt", "Hello", "--max-new-tokens", "5")
     expected = json.loads(invoke("run", *args, "--device", "cpu", "--json").stdout)
     for module in (devices, load_model):
         monkeypatch.setattr(module, "checked_device", lambda _: torch.device("cpu"))
     monkeypatch.setattr(load_model, "_check_gpus", lambda _: None)
-    monkeypatch.setattr(loading_under, "start_trace", lambda _: Trace(None, 0))  # type: ignore[arg-type]
     with simulated(monkeypatch, every("host", "windows")):
         budget = ("--vram", "1GiB", "--max-tokens", "9", "--kernels", "fused")
         done = invoke("run", *args, *budget, "--json")

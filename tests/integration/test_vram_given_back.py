@@ -18,10 +18,8 @@ from tpde.nn.routing import fused
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
-from tpde.loading import budgeted as loading_under  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
-from tpde.streaming.trace import Trace  # noqa: E402
 
 # ---- damage ----
 
@@ -30,7 +28,7 @@ def _damage(model: Any, part: Any) -> None:
     """Change a byte of a streamed weight, where it waits on the host."""
     (streamer,) = model.tpde_streamer.streamers.values()
     streamer.ring.forget()  # what was copied ahead is sound
-    part.feed._bytes(part.extent)[part.extent.offset + int(part.offsets[0]) + 40] ^= 1
+    part.feed.whole(part.extent)[part.extent.offset + int(part.offsets[0]) + 40] ^= 1
 
 
 def test_damage_after_the_first_use_is_raised_by_a_check(hosted: Opened, llama: Pair) -> None:
@@ -191,7 +189,6 @@ def test_a_device_that_has_crashed_leaves_nothing_open(
 def test_what_was_dropped_before_recording_does_not_count(
     hosted: Opened, llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading_under, "start_trace", lambda _: Trace(None, 0))
     model = load(llama.packed)
     with torch.no_grad():
         for _ in range(3):

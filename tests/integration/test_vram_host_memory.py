@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,14 +18,10 @@ from support.simulated import MemoryFeed
 from tpde import nn as packed_nn
 from tpde.errors import Corrupt, OutOfMemory, UnsupportedDevice
 from tpde.files.forward_order import forward_order
-from tpde.host import page_lock
-from tpde.host.pinned import HostMemory
-from tpde.io.sources import Extent
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
 
 from tpde.integrations.transformers import quantizer
-from tpde.loading import budgeted as loading_under
 from tpde.loading import feeds
 
 
@@ -34,14 +29,11 @@ def _host_threads() -> list[str]:
     return [it.name for it in threading.enumerate() if it.name.startswith("tpde-host")]
 
 
-def _host_memory(monkeypatch: pytest.MonkeyPatch, lock_: Callable[..., None]) -> FakeLock:
-    """Let models load to real host memory, an arena; no device locks it."""
-    fake = FakeLock(monkeypatch)
-    monkeypatch.setattr(page_lock, "lock", lock_)
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
+    """Locks host memory, an arena, for no device."""
     monkeypatch.setenv("TPDE_HOST_MEMORY", "arena")
-    for module in (feeds, loading_under):
-        monkeypatch.setattr(module, "HostMemory", HostMemory)
-    return fake
+    return FakeLock()
 
 
 def test_host_memory_is_filled_in_the_order_of_a_forward_pass(
@@ -49,19 +41,12 @@ def test_host_memory_is_filled_in_the_order_of_a_forward_pass(
 ) -> None:
     """The first pass waits for it, file by file; by name, the head would come before the embedding."""
     packed = checkpoint(tmp_path, "llama", max_shard_size="60kB").packed
-    wanted: list[Extent] = []
-
-    def memory(extents: Sequence[Extent], *_: Any, **__: Any) -> MemoryFeed:
-        wanted.extend(extents)
-        return MemoryFeed()
-
-    with simulated(monkeypatch, every("host")):
-        monkeypatch.setattr(feeds, "HostMemory", memory)
+    with simulated(monkeypatch, every("host")) as opened:
         load(packed).tpde_streamer.close()
-    files = list(dict.fromkeys(Path(it.source.name).name for it in wanted))
+    files = list(dict.fromkeys(Path(it.source.name).name for it in opened.wanted))
     assert len(files) > 3
     assert files == sorted(files)
-    names = [it.name for it in wanted]
+    names = [it.name for it in opened.wanted]
     assert names == forward_order(names)
     assert (names[0], names[-1]) == ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -117,17 +102,18 @@ def test_host_memory_begins_when_all_else_is_there(monkeypatch: pytest.MonkeyPat
         assert log[first + 1] == ("abandoned" if fails else "rows")
 
 
-def test_a_model_is_there_before_its_host_memory_is(monkeypatch: pytest.MonkeyPatch, llama: Pair) -> None:
+def test_a_model_is_there_before_its_host_memory_is(
+    monkeypatch: pytest.MonkeyPatch, llama: Pair, fake: FakeLock
+) -> None:
     """Locking waits here until the model has been loaded; its first forward pass waits for that."""
     loaded, reached = threading.Event(), threading.Event()
 
-    def lock_(*args: Any, **kwargs: Any) -> None:
+    def wait() -> None:
         reached.set()
         assert loaded.wait(60), "loading waits for host memory"
-        fake.lock(*args, **kwargs)
 
-    with simulated(monkeypatch, every("host")):
-        fake = _host_memory(monkeypatch, lock_)
+    fake.first = wait
+    with simulated(monkeypatch, every("host"), page_lock=fake):
         model = load(llama.packed)
         assert reached.wait(60)
         assert not fake.locked
@@ -146,13 +132,10 @@ def test_a_model_is_there_before_its_host_memory_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_host_memory_that_fails_is_told_by_the_first_forward_pass(
-    monkeypatch: pytest.MonkeyPatch, llama: Pair
+    monkeypatch: pytest.MonkeyPatch, llama: Pair, fake: FakeLock
 ) -> None:
-    def lock_(*args: Any, **kwargs: Any) -> None:
-        raise UnsupportedDevice("page-locking failed: CUDA_ERROR_DEINITIALIZED")
-
-    with simulated(monkeypatch, every("host")):
-        _host_memory(monkeypatch, lock_)
+    fake.error = UnsupportedDevice("page-locking failed: CUDA_ERROR_DEINITIALIZED")
+    with simulated(monkeypatch, every("host"), page_lock=fake):
         model = load(llama.packed)
         for _ in range(2):
             with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):

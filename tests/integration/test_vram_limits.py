@@ -284,17 +284,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     return Card(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "where",
-    ["loading.feeds.CudaDevice", "integrations.transformers.streamed.CudaDevice"],
-    ids=["ring", "experts"],
-)
-def test_no_room_to_copy_to(where: str, monkeypatch: pytest.MonkeyPatch, experts: tuple[str, Pair]) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OutOfMemory("no room")
-
+@pytest.mark.parametrize("rooms", [0, 1], ids=["ring", "experts"])
+def test_no_room_to_copy_to(rooms: int, monkeypatch: pytest.MonkeyPatch, experts: tuple[str, Pair]) -> None:
     with simulated(monkeypatch, every("host")) as opened:
-        monkeypatch.setattr(f"tpde.{where}", fail)
+        opened.rooms = rooms
         with pytest.raises(OutOfMemory, match="no room"):
             load(experts[1].packed)
         (memory,) = opened.memory

@@ -291,7 +291,7 @@ def test_damage_is_named_and_not_kept(tmp_path: Path) -> None:
     with Routed(copy.deepcopy(plain), tmp_path, split=True) as ours, torch.no_grad():
         experts = ours.model.model.layers[0].mlp.experts
         packed = experts.down_proj.packed.sources[2]
-        whole = ours.feed._bytes(packed.extent)
+        whole = ours.feed.whole(packed.extent)
         at = packed.extent.offset + packed.header.chunks_at + 40
         whole[at] ^= 0x10
         index, weights = torch.tensor([[2, 1]]), torch.ones(1, 2, dtype=torch.bfloat16)

@@ -11,6 +11,13 @@ import pytest
 
 from support.models import torch
 from support.simulated import MemoryFeed, SimulatedDevice
+from tpde.errors import OutOfMemory
+from tpde.host.feed import Filled
+from tpde.host.page_lock import PageLock
+from tpde.host.pinned import HostMemory
+from tpde.io.sources import Extent
+from tpde.loading.machine import loading_on
+from tpde.streaming.trace import Trace
 
 PIECE = 64 << 10
 SLOTS = 4
@@ -32,17 +39,69 @@ class Device(SimulatedDevice):
 
 
 class Opened:
-    """What loading has opened so far."""
+    """What loading has opened so far.
+
+    Attributes
+    ----------
+    devices, memory, disks : list
+        In the order of their making.
+    wanted : list of Extent
+        What host memory was asked for.
+    rooms : int
+        How many devices have room; opening one more fails.
+    """
+
+    rooms = 1000
 
     def __init__(self) -> None:
         self.devices: list[SimulatedDevice] = []
         self.memory: list[MemoryFeed] = []
         self.disks: list[MemoryFeed] = []
+        self.wanted: list[Extent] = []
 
     def close(self) -> None:
         """End the threads of the devices."""
         for device in self.devices:
             device.close()
+
+
+class SimulatedMachine:
+    """A machine whose devices are simulated, and whose files are in memory.
+
+    Parameters
+    ----------
+    opened : Opened
+        Notes what is opened.
+    page_lock : PageLock, optional
+        Lets host memory be real; what locks it.
+    """
+
+    def __init__(self, opened: Opened, page_lock: PageLock | None = None) -> None:
+        self._opened, self._page_lock = opened, page_lock
+
+    def device(self, device: torch.device, size: int, beside: Any = None) -> Device:
+        if len(self._opened.devices) == self._opened.rooms:
+            raise OutOfMemory("no room")
+        self._opened.devices.append(Device(size))
+        return self._opened.devices[-1]
+
+    def memory(
+        self, extents: Sequence[Extent], device: torch.device, progress: Callable[[int], None] | None
+    ) -> Filled:
+        self._opened.wanted += extents
+        if self._page_lock is not None:
+            return HostMemory(extents, self._page_lock, progress=progress)
+        self._opened.memory.append(MemoryFeed())
+        if progress is not None:
+            progress(sum(it.size for it in extents))
+        return self._opened.memory[-1]
+
+    def disk(self, buffers: int, piece: int, device: torch.device) -> MemoryFeed:
+        self._opened.disks.append(MemoryFeed(ahead=4 * PIECE))
+        return self._opened.disks[-1]
+
+    def start_trace(self, device: torch.device) -> Trace:
+        return Trace(None, 0)  # type: ignore[arg-type]
 
 
 def every(*kinds: str) -> Callable[[Sequence[str]], dict[str, str]]:
@@ -73,37 +132,17 @@ def placed(
 def simulated(
     monkeypatch: pytest.MonkeyPatch,
     choose: Callable[[Sequence[str]], dict[str, str]] | None = None,
+    *,
+    page_lock: PageLock | None = None,
     **fields: Any,
 ) -> Iterator[Opened]:
     """Let models load under a budget to the CPU, which stands for a GPU; `fields` are those of plans."""
-    from tpde.integrations.transformers import streamed
-    from tpde.loading import budgeted, feeds
-
     opened = Opened()
-
-    def device(_: torch.device, ring: int, *, beside: Any = None) -> SimulatedDevice:
-        opened.devices.append(Device(ring))
-        return opened.devices[-1]
-
-    def memory(extents: Sequence[Any], device: int, *, progress: Any = None) -> MemoryFeed:
-        opened.memory.append(MemoryFeed())
-        if progress is not None:
-            progress(sum(it.size for it in extents))
-        return opened.memory[-1]
-
-    def disk(*_: Any) -> MemoryFeed:
-        opened.disks.append(MemoryFeed(ahead=4 * PIECE))
-        return opened.disks[-1]
-
-    monkeypatch.setattr(feeds, "CudaDevice", device)
-    monkeypatch.setattr(streamed, "CudaDevice", device)
-    monkeypatch.setattr(feeds, "HostMemory", memory)
-    monkeypatch.setattr(budgeted, "HostMemory", MemoryFeed)
-    monkeypatch.setattr(feeds, "ReadAhead", disk)
     if choose is not None:
         placed(monkeypatch, choose, **fields)
     try:
-        yield opened
+        with loading_on(SimulatedMachine(opened, page_lock)):
+            yield opened
     finally:
         opened.close()
 

@@ -6,15 +6,15 @@ import ctypes
 import random
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from support.backends import MadeKernel
 from support.kernels import Card, memory
-from tpde.cuda import decode, items
+from tpde.cuda import items
 from tpde.errors import Corrupt
 from tpde.streaming import cuda_device as devices
 from tpde.streaming.streamed_source import Streamed
@@ -109,8 +109,10 @@ class Cuda(Card):
         Nanoseconds.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, eager: str = "any", seed: int = 0) -> None:
-        super().__init__(patch)
+    def __init__(
+        self, patch: pytest.MonkeyPatch, launch_on: Callable[[Any], Any], eager: str = "any", seed: int = 0
+    ) -> None:
+        super().__init__(patch, launch_on)
         self.eager, self._random = eager, random.Random(seed)
         self.streams = [Stream(self, 70)]
         self.tensors: list[Streamed] = []
@@ -125,7 +127,6 @@ class Cuda(Card):
         patch.setattr(torch.cuda, "synchronize", lambda device=None: self.run())
         patch.setattr(devices, "allocate", lambda size, device, what: torch.full((size,), 0xEE).byte())
         patch.setattr(devices, "locked_reports", self._lock)
-        patch.setattr(decode.nvrtc, "kernel", self._compile)
         self.driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
         patch.setattr(self.driver, "cuMemcpyHtoDAsync", self._copy)
 
@@ -133,9 +134,10 @@ class Cuda(Card):
         self.locked.append(torch.zeros((count, 4), dtype=torch.int32))
         return self.locked[-1]
 
-    def _compile(self, source: str, name: str, defines: dict[str, int], device: int) -> dict[str, int]:
+    def kernel(self, source: str, name: str, defines: dict[str, int], device: int) -> MadeKernel:
+        """Count it."""
         self.compiled += 1
-        return defines
+        return super().kernel(source, name, defines, device)
 
     def _event(self) -> type[Event]:
         cuda = self
@@ -183,18 +185,9 @@ class Cuda(Card):
         next(it for it in self.streams if it.cuda_stream == stream).put(job)
         return (self.driver.CUresult.CUDA_SUCCESS,)
 
-    def _made(self, defines: dict[str, int], grid: int, block: int, shared: int) -> Any:
-        def bind(stream: int, *arguments: Any) -> Callable[[], None]:
-            def go() -> None:
-                assert self.current == self.index
-                self.launches.append({**defines, "stream": stream})
-                numbers = [int(it) for it in arguments]
-                made = next(it for it in self.streams if it.cuda_stream == stream)
-                made.put(lambda: self._decode(bool(defines["CHECK"]), *numbers))
-
-            return go
-
-        return SimpleNamespace(bind=bind)
+    def _decode_on(self, stream: int, check: bool, *arguments: int) -> None:
+        made = next(it for it in self.streams if it.cuda_stream == stream)
+        made.put(lambda: self._decode(check, *arguments))
 
     def _decode(self, check: bool, *arguments: int) -> None:
         """Do what `decode_items` does with chunks that were copied, their index map being elsewhere."""

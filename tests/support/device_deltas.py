@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import tpde
+from support.backends import MadeBackend
 from support.contents import rng
 from support.guarded import guarded
 from tpde.codec import fingerprints
-from tpde.cuda import compile as nvrtc
+from tpde.cuda.backend import current, launching_on
 from tpde.errors import NativeError
 from tpde.format.constants import DTYPES
 from tpde.format.delta_head import SAME, SPARSE
@@ -449,18 +450,17 @@ class DeviceDeltas:
                 allocations += 1
             assert allocations > least
 
-    def test_kernels_are_there_before_anything_is_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernels_are_there_before_anything_is_written(self) -> None:
         old, new = self.state(0.01, False, (66_000,))
         made, before = self.make(old, new), cpu(old)
-        real = nvrtc.kernel
+        real = current()
 
         def kernel(source: str, name: str, *rest: Any) -> Any:
             if name == "write":
                 raise tpde.errors.CompileError("no")
-            return real(source, name, *rest)
+            return real.kernel(source, name, *rest)
 
-        monkeypatch.setattr(nvrtc, "kernel", kernel)
-        with pytest.raises(tpde.errors.CompileError):
+        with launching_on(MadeBackend(kernel)), pytest.raises(tpde.errors.CompileError):
             tpde.apply_delta(old, made)
         assert same(old, before)
 

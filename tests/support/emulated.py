@@ -8,13 +8,14 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tpde.cuda import compile as nvrtc
+import tpde.cuda
+from support.backends import MadeBackend, MadeKernel
 from tpde.cuda.capability import DeviceFacts
 from tpde.frameworks import has_words
 from tpde.store import device_copies
@@ -22,6 +23,8 @@ from tpde.store import device_copies
 # An index beyond an array's end ends the process.
 _BOUNDS = ("-fsanitize=bounds", "-fsanitize-undefined-trap-on-error")
 _FLAGS = (*_BOUNDS, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", "-x", "c++")
+# What the kernels are told of the CPU: three multiprocessors without `wgmma`.
+CPU = DeviceFacts("CPU", (8, 0), 3, 163 << 10)
 _folder = tempfile.TemporaryDirectory(prefix="tpde-kernels-")
 
 
@@ -33,59 +36,38 @@ def compiled(source: str, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
         pytest.skip("needs a C++ compiler")
     out = Path(_folder.name) / f"{source}.{'.'.join(f'{k}{v}' for k, v in defines)}.so"
     macros = [f"-D{name}={value}" for name, value in defines]
-    shim, text = Path(__file__).with_name("emulated.h"), Path(nvrtc.__file__).parent / "kernels" / source
+    shim, text = Path(__file__).with_name("emulated.h"), Path(tpde.cuda.__file__).parent / "kernels" / source
     subprocess.run([compiler, *_FLAGS, *macros, "-include", shim, text, "-o", out], check=True)
     return ctypes.CDLL(str(out))
 
 
-def _kernel(source: str, name: str, defines: Mapping[str, int], device: int) -> Any:
+def kernel_on_cpu(
+    source: str, name: str, defines: Mapping[str, int], device: int, *, own: bool = False
+) -> MadeKernel:
+    """A kernel, run on the CPU by whoever launches it."""
     library = compiled(source, tuple(sorted(defines.items())))
-    return library, ctypes.cast(getattr(library, name), ctypes.c_void_p)
+    function = ctypes.cast(getattr(library, name), ctypes.c_void_p)
 
+    def make(grid: int, block: int, shared: int, **_: Any) -> Callable[..., None]:
+        def run(stream: int, *arguments: Any) -> None:
+            assert stream == 0
+            ctypes.c_uint.in_dll(library, "shared_bytes").value = shared
+            values = (ctypes.c_uint64 * len(arguments))(*map(int, arguments))
+            library.run(function, values, len(arguments), grid, block)
 
-def _launch(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
-    library, function = made
-    assert stream == 0
-    ctypes.c_uint.in_dll(library, "shared_bytes").value = shared
-    values = (ctypes.c_uint64 * len(arguments))(*map(int, arguments))
-    library.run(function, values, len(arguments), grid, block)
+        return run
 
-
-class Launch:
-    """What stands for `tpde.cuda.compile.Launch`."""
-
-    def __init__(self, made: Any, grid: int, block: int, shared: int, **_: Any) -> None:
-        self._how = made, grid, block, shared
-
-    def __call__(self, stream: int, *arguments: Any) -> None:
-        """Launch it once."""
-        _launch(*self._how, stream, *arguments)
+    return MadeKernel(make)
 
 
 @pytest.fixture
-def windows_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels of windows run on the CPU, as on a device of three multiprocessors without `wgmma`."""
-    from tpde.cuda import window_experts, window_products
-
-    have = DeviceFacts("CPU", (8, 0), 3, 163 << 10)
-    monkeypatch.setattr(
-        nvrtc,
-        "kernel",
-        lambda source, name, defines, device, own=False: _kernel(source, name, defines, device),
-    )
-    monkeypatch.setattr(nvrtc, "KernelLaunch", Launch)
-    for module in (window_products, window_experts):
-        monkeypatch.setattr(module, "facts", lambda device: have)
-    made = window_products._launch_of, window_experts._decoding, window_experts._product
-    for it in made:  # what other tests have made
-        it.cache_clear()
-    yield
-    for it in made:
-        it.cache_clear()
+def windows_on_cpu(launch_on: Callable[[Any], Any]) -> None:
+    """Kernels of windows run on the CPU."""
+    launch_on(MadeBackend(kernel_on_cpu, CPU))
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(launch_on: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of deltas run on the CPU, where contiguous tensors count as resident."""
     from tpde.cuda import delta_kernels
 
@@ -93,8 +75,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         return plain and has_words(tensor)
 
-    monkeypatch.setattr(nvrtc, "kernel", _kernel)
-    monkeypatch.setattr(nvrtc, "launch", _launch)
+    launch_on(MadeBackend(kernel_on_cpu, CPU))
     monkeypatch.setattr(delta_kernels, "THREADS", 64)
     monkeypatch.setattr(device_copies, "current", lambda where: contextlib.nullcontext())
     monkeypatch.setattr(device_copies, "stream_of", lambda where: 0)

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from support.locking import SHIFT, FakeLock
-from tpde.host import page_lock
 from tpde.host.pinned import HostMemory
 from tpde.host.ranges import PAGE
+from tpde.host.workers import NAME
 from tpde.io.sources import Extent
 
 MIB = 1 << 20
 
 
-def bring_in_vain(wanted: list[Extent], **options: Any) -> None:
+def bring_in_vain(wanted: list[Extent], fake: FakeLock, **options: Any) -> None:
     """Memory that cannot be brought; giving it back leaves nothing locked, and no thread."""
-    memory = HostMemory(wanted, 0, **options)
+    memory = HostMemory(wanted, fake, **options)
     try:
         memory.complete()
         pytest.fail("all of it came")
@@ -65,20 +65,27 @@ def covered(fake: FakeLock, address: int, size: int) -> bool:
     return True
 
 
-def threads() -> list[str]:
-    return [it.name for it in threading.enumerate() if it.name == "tpde-host"]
+def threads() -> list[threading.Thread]:
+    """What works for host memory."""
+    return [it for it in threading.enumerate() if it.name == NAME]
+
+
+def wait_for_threads() -> None:
+    """Until none works any more."""
+    for it in threads():
+        it.join(60)
+        assert not it.is_alive()
 
 
 class Gate:
-    """Lets locking go on when a test says so."""
+    """Lets locking go on when a test says so: what comes after so many attempts."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, fake: FakeLock, before: int) -> None:
+    def __init__(self, fake: FakeLock, after: int) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
 
-        def lock_(*args: Any, **kwargs: Any) -> None:
-            if fake.attempts == before:
+        def wait() -> None:
+            if fake.attempts == after:
                 self.reached.set()
                 assert self.open.wait(60)
-            fake.lock(*args, **kwargs)
 
-        patch.setattr(page_lock, "lock", lock_)
+        fake.first = wait

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from support.backends import MadeBackend, MadeKernel
 from tpde.codec.blob import BlobReader
-from tpde.cuda import decode, items
-from tpde.cuda.capability import DeviceFacts
+from tpde.cuda import items
 from tpde.errors import Corrupt
 from tpde.io.sources import BytesSource
 from tpde.weights import launch, source
 from tpde.weights.resident import Resident
-
-FACTS = DeviceFacts("simulated", (9, 0), 132, 227 << 10)
 
 
 def memory(address: int, size: int) -> np.ndarray:
@@ -44,16 +41,14 @@ class Card:
 
     type, index = "cuda", 0
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, launch_on: Callable[[Any], Any]) -> None:
         self.launches: list[dict[str, int]] = []
         self.uploads, self.current, self.recording = 0, 0, False
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
         patch.setattr(torch._C, "_cuda_getDevice", lambda: self.current, raising=False)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.recording)
         patch.setattr(torch.cuda, "device", self._switch)
-        patch.setattr(decode, "facts", lambda device: FACTS)
-        patch.setattr(decode.nvrtc, "kernel", lambda source, name, defines, device: defines)
-        patch.setattr(decode.nvrtc, "KernelLaunch", self._made)
+        launch_on(MadeBackend(self.kernel))
         upload = launch.upload
 
         def counted(data: Any, device: Any) -> torch.Tensor:
@@ -75,16 +70,18 @@ class Card:
 
         return Switch()
 
-    def _made(self, defines: dict[str, int], grid: int, block: int, shared: int) -> Any:
-        def bind(stream: int, *arguments: Any) -> Callable[[], None]:
-            def go() -> None:
-                assert self.current == self.index
-                self.launches.append({**defines, "stream": stream})
-                _decode(bool(defines["CHECK"]), *(int(it) for it in arguments))
+    def kernel(self, source: str, name: str, defines: dict[str, int], device: int) -> MadeKernel:
+        """What decodes."""
 
-            return go
+        def run(stream: int, *arguments: Any) -> None:
+            assert self.current == self.index
+            self.launches.append({**defines, "stream": stream})
+            self._decode_on(stream, bool(defines["CHECK"]), *(int(it) for it in arguments))
 
-        return SimpleNamespace(bind=bind)
+        return MadeKernel(lambda grid, block, shared: run)
+
+    def _decode_on(self, stream: int, check: bool, *arguments: int) -> None:
+        _decode(check, *arguments)
 
 
 def _decode(

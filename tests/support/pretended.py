@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from support.emulated import on_cpu  # noqa: F401
+from support.backends import MadeBackend
+from support.emulated import kernel_on_cpu, on_cpu  # noqa: F401
 from support.kernels import Card
 from tpde.codec import windows
-from tpde.cuda import compile as nvrtc
 from tpde.cuda import decode
 
 ALIGNED = 512  # bytes of which addresses on a GPU are multiples
@@ -91,17 +91,19 @@ def _memory(address: int, size: int) -> Any:
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch, on_cpu: None) -> Iterator[None]:  # noqa: F811
+def pretended(
+    monkeypatch: pytest.MonkeyPatch,
+    launch_on: Callable[[Any], Any],
+    on_cpu: None,  # noqa: F811
+) -> Iterator[None]:
     """All of it, for this thread."""
     cuda, patch, real = torch.cuda, monkeypatch.setattr, torch.Generator
-    emulated = nvrtc.kernel
-    Card(monkeypatch)  # which decodes
-    decoded = nvrtc.kernel
+    card = Card(monkeypatch, launch_on)  # which decodes
 
-    def kernel(source: str, *rest: Any) -> Any:
-        return (decoded if source == decode.SOURCE else emulated)(source, *rest)
+    def kernel(source: str, *rest: Any, **more: Any) -> Any:
+        return (card.kernel if source == decode.SOURCE else kernel_on_cpu)(source, *rest, **more)
 
-    patch(nvrtc, "kernel", kernel)
+    launch_on(MadeBackend(kernel))
     for name, value in {
         "is_available": lambda: True,
         "synchronize": lambda *_: None,

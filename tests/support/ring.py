@@ -10,9 +10,10 @@ import numpy as np
 
 from support.models import torch
 from support.packed import pack
-from support.simulated import MemoryFeed, SimulatedDevice
+from support.simulated import MemoryFeed, SimulatedDevice, probed
 from tpde.format.container import TensorSpec
 from tpde.io.sources import Extent, FileSource
+from tpde.streaming.damage import DecodedPieces
 from tpde.streaming.retained import Retained
 from tpde.streaming.streamed_source import Streamed
 from tpde.streaming.streamer import StreamedUnit, Streamer
@@ -28,7 +29,13 @@ def weights(words: int, seed: int) -> bytes:
 
 
 class Fixture:
-    """A file of packed tensors, and a streamer over it."""
+    """A file of packed tensors, and a streamer over it.
+
+    Attributes
+    ----------
+    probe : Probe
+        The streamer's lock.
+    """
 
     def __init__(
         self,
@@ -55,7 +62,8 @@ class Fixture:
         self.source = FileSource(self.path)
         self.feed = MemoryFeed()
         self.device = kind(places * ROOM + keep, **device)
-        self.streamer = Streamer(self.device, places, ROOM, Retained(places * ROOM, keep, self.source.size))
+        retained = Retained[DecodedPieces](places * ROOM, keep, self.source.size)
+        self.streamer, self.probe = probed(lambda: Streamer(self.device, places, ROOM, retained))
         self.streamer.own(self.feed, self.source)
         self.tensors = [
             Streamed(Extent(self.source, at, size, f"t{i}"), self.streamer, CPU, self.feed)

@@ -8,15 +8,18 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pytest
 import torch
 
 from tpde.errors import Corrupt
 from tpde.io.sources import Extent
 from tpde.streaming.pieces import Piece
 from tpde.weights.launch import Damage
+
+T = TypeVar("T")
 
 
 class Stream:
@@ -194,7 +197,8 @@ class MemoryFeed:
         self.cancelled = self.begun = self.closed = 0
         self._whole: dict[str, np.ndarray] = {}
 
-    def _bytes(self, extent: Extent) -> np.ndarray:
+    def whole(self, extent: Extent) -> np.ndarray:
+        """The bytes of an extent's file, for a test to change."""
         found = self._whole.get(extent.source.name)
         if found is None:
             found = np.empty(extent.source.size, np.uint8)
@@ -207,7 +211,7 @@ class MemoryFeed:
         return Ticket(self, extent)
 
     def wait(self, extent: Extent) -> int:
-        return int(self._bytes(extent).ctypes.data) + extent.offset
+        return int(self.whole(extent).ctypes.data) + extent.offset
 
     def ready(self, extent: Extent) -> bool:
         return not self.late
@@ -244,3 +248,14 @@ class Probe:
 
     def __exit__(self, *error: object) -> None:
         self.lock.release()
+
+
+def probed(make: Callable[[], T], kind: str = "RLock") -> tuple[T, Probe]:
+    """What a call makes, and the only lock that it makes: one that tells when a thread waits for it."""
+    probe = Probe(getattr(threading, kind)())
+    left = [probe]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, kind, left.pop)
+        made = make()
+    assert not left
+    return made, probe

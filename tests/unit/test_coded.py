@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.backends import MadeBackend, MadeKernel
 from support.contents import rng
-from support.emulated import on_cpu  # noqa: F401
+from support.emulated import kernel_on_cpu, on_cpu  # noqa: F401
 
 from tpde.codec.delta import CHUNK_WORDS, ChangeModel
 from tpde.codec.delta_planner import plan
-from tpde.cuda import compile as nvrtc
 from tpde.cuda import delta_kernels
 from tpde.store import device_copies
 
@@ -58,18 +58,19 @@ def test_pieces_are_all_of_it(words: int, most: int) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_words_beneath_are_counted_once_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_beneath_are_counted_once_a_stream(launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another stream does not wait for what the first one counted."""
     monkeypatch.setattr("tpde.weights.coded.by_kernels", lambda device: True)
     old, new, change = changed(CHUNK_WORDS + 9, 0.02)
     (decode,) = changing([CodedPiece.whole(change, old.size, 0)], torch.device("cpu"))
-    now, launched, launch = 0, list[str](), nvrtc.launch
+    now, launched = 0, list[str]()
 
-    def on_stream(made: Any, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
-        launch(made, grid, block, shared, 0, *arguments)
+    def on_any_stream(*which: Any) -> MadeKernel:
+        made = kernel_on_cpu(*which)
+        return MadeKernel(lambda *size: lambda stream, *given: made.launch(*size)(0, *given))
 
     survey = delta_kernels.DeltaBatch.survey
-    monkeypatch.setattr(nvrtc, "launch", on_stream)
+    launch_on(MadeBackend(on_any_stream))
     monkeypatch.setattr(device_copies, "stream_of", lambda where: now)
     monkeypatch.setattr(
         delta_kernels.DeltaBatch,

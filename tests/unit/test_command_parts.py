@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import typer
+from support.backends import MadeBackend
 
 from tpde import errors
 from tpde.cli import common, doctor
@@ -386,19 +387,13 @@ def test_an_old_python_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (python.command is None) is (status == "ok")
 
 
-def test_the_gpu_is_told_whatever_asking_for_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.cuda import capability
-
+def test_the_gpu_is_told_whatever_asking_for_it_raises(launch_on: Any) -> None:
     for error, status, detail in (
         (errors.MissingDependency("x"), "missing", "not asked: cuda-bindings is missing"),
         (errors.UnsupportedDevice("no driver", hint="y"), "missing", "no driver"),
         (RuntimeError("a\nb"), "broken", "a"),
     ):
-
-        def fail(_: int, error: Exception = error) -> Any:
-            raise error
-
-        monkeypatch.setattr(capability, "facts", fail)
+        launch_on(MadeBackend(facts=error))
         found = doctor._gpu()
         assert (found.status, found.detail, found.required) == (status, detail, False)
 

@@ -6,15 +6,16 @@ import hashlib
 import stat
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from support.backends import MadeBackend
 
-from tpde.cuda import compile as nvrtc
+from tpde.cuda.backend import CudaBackend, current, launching_on
 from tpde.cuda.capability import DeviceFacts
+from tpde.cuda.compile import Cubins, Nvrtc, cache_directory
 from tpde.errors import MissingDependency, UnsupportedDevice
 from tpde.io.sinks import FileSink
 
@@ -38,10 +39,15 @@ class Machine:
         What was asked of the driver and of cuda.core, in order.
     version, driver_version : tuple of int
         Of NVRTC, and of the driver.
+    text : str
+        Of all kernel files, behind their names.
+    cubins, backend : Cubins, CudaBackend
+        That work with them.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.compiled: list[Any] = []
+        self.text = "text"
         self.asked: list[Any] = []
         self.version, self.driver_version, self.current = (13, 1), (13, 0), 5
         self.during: Any = None  # called while a kernel is compiled
@@ -56,18 +62,23 @@ class Machine:
         package.core = core  # type: ignore[attr-defined]
         patch.setitem(sys.modules, "cuda", package)
         patch.setitem(sys.modules, "cuda.core", core)
-        driver = SimpleNamespace(
+        self.calls = SimpleNamespace(
             CUfunction_attribute=SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="room"),
             CUkernel=lambda handle: f"kernel {handle}",
             cuCtxGetCurrent=lambda: (Code(0), self.current),
             cuCtxSetCurrent=self._restore,
             cuKernelSetAttribute=self._attribute,
         )
-        patch.setattr(nvrtc, "bindings", lambda: (driver, None))
-        patch.setattr(nvrtc, "nvrtc_version", lambda: self.version)
-        patch.setattr(nvrtc, "driver_version", lambda: self.driver_version)
-        patch.setattr(nvrtc, "facts", lambda device: DeviceFacts("card", (8, 6), 84, 99 << 10))
-        patch.setattr(nvrtc, "cubin", self._compile)
+        driver = SimpleNamespace(
+            calls=self.calls,
+            version=lambda: self.driver_version,
+            facts=lambda device: DeviceFacts("card", (8, 6), 84, 99 << 10),
+        )
+        compiler = SimpleNamespace(
+            text=lambda source: f"{source} {self.text}", version=lambda: self.version, cubin=self._compile
+        )
+        self.cubins = Cubins(compiler)
+        self.backend = CudaBackend(driver, compiler)  # type: ignore[arg-type]
 
     def _compile(self, source: str, defines: Any, arch: str) -> tuple[bytes, str]:
         self.compiled.append((source, dict(defines), arch))
@@ -86,8 +97,16 @@ class Machine:
         self.asked.append(("load", code, name, self.current))
         if self.broken:
             raise RuntimeError("no kernel image is available")
-        kernel = SimpleNamespace(handle=7, attributes=SimpleNamespace(shared_size_bytes=144))
-        return SimpleNamespace(get_kernel=lambda name: self.asked.append(name) or kernel)
+        self.loaded = SimpleNamespace(
+            handle=7,
+            attributes=SimpleNamespace(shared_size_bytes=144),
+            occupancy=SimpleNamespace(max_active_clusters=self._clusters),
+        )
+        return SimpleNamespace(get_kernel=lambda name: self.asked.append(name) or self.loaded)
+
+    def _clusters(self, config: Any, stream: Any) -> int:
+        self.asked.append(("occupancy", config, stream))
+        return 15
 
     def _attribute(self, *given: Any) -> tuple[Any, ...]:
         self.asked.append(given)
@@ -95,14 +114,9 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine]:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setenv("TPDE_CACHE_DIR", str(tmp_path / "kept"))
-    caches = (nvrtc._kernel, nvrtc._stream, nvrtc._warn_once)
-    for cache in caches:
-        cache.cache_clear()
-    yield Machine(monkeypatch)
-    for cache in caches:
-        cache.cache_clear()
+    return Machine(monkeypatch)
 
 
 # ---- on disk ----
@@ -112,14 +126,14 @@ def test_the_place_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TPDE_CACHE_DIR", "/one")
     monkeypatch.setenv("XDG_CACHE_HOME", "/other")
-    assert nvrtc.cache_directory() == Path("/one")
+    assert cache_directory() == Path("/one")
     monkeypatch.setenv("TPDE_CACHE_DIR", "")
-    assert nvrtc.cache_directory() == Path("/other/tpde")
+    assert cache_directory() == Path("/other/tpde")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert nvrtc.cache_directory() == tmp_path / ".cache" / "tpde"
+    assert cache_directory() == tmp_path / ".cache" / "tpde"
     monkeypatch.delenv("TPDE_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert nvrtc.cache_directory() == tmp_path / ".cache" / "tpde"
+    assert cache_directory() == tmp_path / ".cache" / "tpde"
 
 
 def _kept(tmp_path: Path) -> list[Path]:
@@ -127,8 +141,8 @@ def _kept(tmp_path: Path) -> list[Path]:
 
 
 def test_an_entry_is_a_hash_and_a_kernel(machine: Machine, tmp_path: Path) -> None:
-    made = nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86")
-    assert nvrtc.cached_cubin("decode.cu", dict(reversed(DEFINES.items())), "sm_86") == made
+    made = machine.cubins.get("decode.cu", DEFINES, "sm_86")
+    assert machine.cubins.get("decode.cu", dict(reversed(DEFINES.items())), "sm_86") == made
     assert len(machine.compiled) == 1
     [entry] = _kept(tmp_path)
     assert entry.suffix == ".cubin"
@@ -138,10 +152,10 @@ def test_an_entry_is_a_hash_and_a_kernel(machine: Machine, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("what", ["source", "defines", "architecture", "compiler", "text"])
 def test_whatever_a_kernel_depends_on_makes_another_entry(
-    what: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, machine: Machine, tmp_path: Path
 ) -> None:
     source, defines, arch = "decode.cu", DEFINES, "sm_86"
-    nvrtc.cached_cubin(source, defines, arch)
+    machine.cubins.get(source, defines, arch)
     if what == "source":
         source = "merge.cu"
     elif what == "defines":
@@ -151,19 +165,19 @@ def test_whatever_a_kernel_depends_on_makes_another_entry(
     elif what == "compiler":
         machine.version = (13, 2)
     else:
-        monkeypatch.setattr(nvrtc, "source_text", lambda source: "other")
-    nvrtc.cached_cubin(source, defines, arch)
+        machine.text = "other"
+    machine.cubins.get(source, defines, arch)
     assert len(machine.compiled) == len(_kept(tmp_path)) == 2
 
 
 def test_a_damaged_entry_is_written_again(machine: Machine, tmp_path: Path) -> None:
-    made = nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86")
+    made = machine.cubins.get("decode.cu", DEFINES, "sm_86")
     [entry] = _kept(tmp_path)
     whole = entry.read_bytes()
     nothing = hashlib.sha256(b"").digest()  # the right hash of no kernel
     for number, damaged in enumerate((b"", whole[:31], nothing, whole[:-1], whole + b"\0", bytes(32) + made)):
         entry.write_bytes(damaged)
-        assert nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86") == made
+        assert machine.cubins.get("decode.cu", DEFINES, "sm_86") == made
         assert len(machine.compiled) == number + 2
         assert entry.read_bytes() == whole
     assert _kept(tmp_path) == [entry]
@@ -177,7 +191,7 @@ def test_a_write_that_fails_leaves_nothing(
 
     monkeypatch.setattr(FileSink, "write", full)
     with pytest.warns(RuntimeWarning, match="cannot be kept"):
-        assert nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86")
+        assert machine.cubins.get("decode.cu", DEFINES, "sm_86")
     assert _kept(tmp_path) == []
 
 
@@ -185,18 +199,18 @@ def test_a_write_that_fails_leaves_nothing(
 
 
 def test_a_kernel_is_prepared_once(machine: Machine) -> None:
-    made = nvrtc.kernel("decode.cu", "decode_rows", DEFINES, 2)
+    made = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 2)
     assert machine.compiled == [("decode.cu", DEFINES, "sm_86")]
     (load, code, name, on), function, attribute = machine.asked
     assert (load, name, on) == ("load", "decode.cu", 2)
-    assert code == nvrtc.cached_cubin("decode.cu", DEFINES, "sm_86")
+    assert code == machine.cubins.get("decode.cu", DEFINES, "sm_86")
     assert function == "decode_rows"
     assert attribute == ("room", (99 << 10) - 144, "kernel 7", 2), "what is static takes from the same memory"
     assert machine.current == 5, "the context that was current is so again"
-    assert nvrtc.kernel("decode.cu", "decode_rows", dict(reversed(DEFINES.items())), 2) is made
+    assert machine.backend.kernel("decode.cu", "decode_rows", dict(reversed(DEFINES.items())), 2) is made
     assert len(machine.asked) == 3
-    nvrtc.kernel("decode.cu", "decode_rows", DEFINES, 1)
-    nvrtc.kernel("decode.cu", "decode_items", DEFINES, 1)
+    machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 1)
+    machine.backend.kernel("decode.cu", "decode_items", DEFINES, 1)
     assert len(machine.asked) == 9
 
 
@@ -204,10 +218,10 @@ def test_a_kernel_that_cannot_be_loaded_restores_the_context(machine: Machine) -
     machine.broken = True
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no kernel image"):
-            nvrtc.kernel("decode.cu", "decode_items", DEFINES, 0)
+            machine.backend.kernel("decode.cu", "decode_items", DEFINES, 0)
         assert machine.current == 5
     machine.broken = False
-    assert nvrtc.kernel("decode.cu", "decode_items", DEFINES, 0)
+    assert machine.backend.kernel("decode.cu", "decode_items", DEFINES, 0)
 
 
 @pytest.mark.parametrize(
@@ -216,12 +230,12 @@ def test_a_kernel_that_cannot_be_loaded_restores_the_context(machine: Machine) -
 def test_a_driver_older_than_the_compiler(driver: tuple[int, int], good: bool, machine: Machine) -> None:
     machine.driver_version = driver
     if good:
-        assert nvrtc.kernel("decode.cu", "decode_items", DEFINES, 0)
+        assert machine.backend.kernel("decode.cu", "decode_items", DEFINES, 0)
         return
     with pytest.raises(
         UnsupportedDevice, match=r"supports CUDA 12.8, the installed NVRTC is of CUDA 13.1"
     ) as it:
-        nvrtc.kernel("decode.cu", "decode_items", DEFINES, 0)
+        machine.backend.kernel("decode.cu", "decode_items", DEFINES, 0)
     assert (it.value.found, it.value.needed) == ((12, 8), (13, 1))
     assert "cuda-bindings<13" in str(it.value.hint)
     assert not machine.compiled
@@ -229,7 +243,9 @@ def test_a_driver_older_than_the_compiler(driver: tuple[int, int], good: bool, m
 
 def test_two_threads_compile_a_kernel_once(machine: Machine) -> None:
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(nvrtc.kernel("merge.cu", "merge", DEFINES, 0)))
+    thread = threading.Thread(
+        target=lambda: found.append(machine.backend.kernel("merge.cu", "merge", DEFINES, 0))
+    )
 
     def during() -> None:
         machine.during = None
@@ -237,57 +253,66 @@ def test_two_threads_compile_a_kernel_once(machine: Machine) -> None:
         thread.join(0.05)  # it would be through by then, if it did not wait
 
     machine.during = during
-    made = nvrtc.kernel("merge.cu", "merge", DEFINES, 0)
+    made = machine.backend.kernel("merge.cu", "merge", DEFINES, 0)
     thread.join(20)
     assert found == [made]
     assert len(machine.compiled) == 1
 
 
 def test_launches(machine: Machine) -> None:
-    start = nvrtc.KernelLaunch("kernel", 3, 64, 1000)
+    made = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 0)
+    machine.asked.clear()
+    start = made.launch(3, 64, 1000)
     config = {"grid": 3, "block": 64, "shmem_size": 1000}
     go = start.bind(0, "a", "b")
     assert machine.asked == []
     go()
     go()
-    nvrtc.launch("kernel", 3, 64, 1000, 77, "c")
-    legacy = ("launch", "legacy", config, "kernel", "a", "b")
-    assert machine.asked == [legacy, legacy, ("launch", "stream 77", config, "kernel", "c")]
-    nvrtc.KernelLaunch("kernel", 3, 64, 1000, early=True).bind(0)()
-    assert machine.asked[-1] == (
-        "launch",
-        "legacy",
-        config | {"programmatic_stream_serialization": True},
-        "kernel",
-    )
+    start(77, "c")
+    legacy = ("launch", "legacy", config, machine.loaded, "a", "b")
+    assert machine.asked == [legacy, legacy, ("launch", "stream 77", config, machine.loaded, "c")]
+    made.launch(16, 64, 1000, cluster=8, early=True).bind(0)()
+    early = {"programmatic_stream_serialization": True}
+    in_clusters = {"grid": 2, "cluster": 8, "block": 64, "shmem_size": 1000}
+    assert machine.asked[-1] == ("launch", "legacy", in_clusters | early, machine.loaded)
+
+
+def test_clusters_that_run_at_a_time(machine: Machine) -> None:
+    made = machine.backend.kernel("decode.cu", "decode_rows", DEFINES, 0)
+    assert made.clusters_at_once(8, 64, 1000) == 15
+    given = {"grid": 1, "cluster": 8, "block": 64, "shmem_size": 1000}
+    assert machine.asked[-1] == ("occupancy", given, "legacy")
+
+
+# ---- which one ----
+
+
+def test_another_back_end_runs_kernels_within_a_context_only() -> None:
+    before, other = current(), MadeBackend()
+    with launching_on(other):
+        assert current() is other
+        with pytest.raises(RuntimeError, match="out"), launching_on(before):
+            raise RuntimeError("out" if current() is before else "not there")
+        assert current() is other
+    assert current() is before
 
 
 # ---- the compiler ----
 
 
-def _compiler(patch: pytest.MonkeyPatch, answer: Any) -> None:
+def _compiler(answer: Any) -> Nvrtc:
     def version() -> Any:
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    patch.setattr(nvrtc, "bindings", lambda: (None, SimpleNamespace(nvrtcVersion=version)))
+    return Nvrtc(SimpleNamespace(nvrtcVersion=version))
 
 
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    nvrtc.nvrtc_version.cache_clear()
-    yield
-    nvrtc.nvrtc_version.cache_clear()
-
-
-def test_the_compilers_version(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    _compiler(monkeypatch, RuntimeError("libnvrtc.so.13"))
+def test_the_compilers_version() -> None:
     with pytest.raises(MissingDependency, match=r"not found \(libnvrtc.so.13\)") as caught:
-        nvrtc.nvrtc_version()
+        _compiler(RuntimeError("libnvrtc.so.13")).version()
     assert "nvidia-cuda-nvrtc" in str(caught.value.hint)
-    _compiler(monkeypatch, (Code(5), 0, 0))
     with pytest.raises(MissingDependency, match="NVRTC does not work: SOME_ERROR"):
-        nvrtc.nvrtc_version()
-    _compiler(monkeypatch, (Code(0), 13, 2))
-    assert nvrtc.nvrtc_version() == (13, 2)
+        _compiler((Code(5), 0, 0)).version()
+    assert _compiler((Code(0), 13, 2)).version() == (13, 2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tpde.cuda import capability
+from tpde.cuda.capability import CudaDriver
 from tpde.errors import MissingDependency, UnsupportedDevice
 
 ATTRIBUTES = {
@@ -60,28 +61,23 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = Driver()
-    monkeypatch.setattr(capability, "bindings", lambda: (made, None))
-    capability.driver_version.cache_clear()
-    capability.facts.cache_clear()
-    yield made
-    capability.driver_version.cache_clear()
-    capability.facts.cache_clear()
+def driver() -> Driver:
+    return Driver()
 
 
 def test_facts_of_a_device(driver: Driver) -> None:
-    assert capability.driver_version() == (12, 8)
-    assert capability.facts(1) == capability.DeviceFacts("Card 1", (9, 0), 132, 227 << 10)
-    assert capability.facts(0).name == "Card 0"
-    assert capability.facts(1) is capability.facts(1)
+    there = CudaDriver(driver)
+    assert there.version() == (12, 8)
+    assert there.facts(1) == capability.DeviceFacts("Card 1", (9, 0), 132, 227 << 10)
+    assert there.facts(0).name == "Card 0"
+    assert there.facts(1) is there.facts(1)
     assert driver.started == 1
 
 
 @pytest.mark.parametrize("number", [-1, 2, 3])
 def test_devices_that_are_not_there(number: int, driver: Driver) -> None:
     with pytest.raises(UnsupportedDevice, match=f"no CUDA device {number}: 2 found") as caught:
-        capability.facts(number)
+        CudaDriver(driver).facts(number)
     assert caught.value.hint
     assert caught.value.found == 2
 
@@ -93,10 +89,10 @@ def test_capabilities(version: tuple[int, int], good: bool, driver: Driver) -> N
     major, minor = list(ATTRIBUTES)[:2]
     driver.attributes |= {major: version[0], minor: version[1]}
     if good:
-        assert capability.facts(0).capability == version
+        assert CudaDriver(driver).facts(0).capability == version
         return
     with pytest.raises(UnsupportedDevice, match=r"compute capability 7.5, tpde's kernels need 8.0") as caught:
-        capability.facts(0)
+        CudaDriver(driver).facts(0)
     assert (caught.value.found, caught.value.needed) == ((7, 5), (8, 0))
 
 
@@ -104,17 +100,17 @@ def test_capabilities(version: tuple[int, int], good: bool, driver: Driver) -> N
 def test_every_answer_of_the_driver_is_checked(what: str, driver: Driver) -> None:
     driver.fails = what
     with pytest.raises(UnsupportedDevice, match=r"failed: CUDA_ERROR_NO_DEVICE \(100\)"):
-        capability.facts(0)
+        CudaDriver(driver).facts(0)
 
 
 def test_a_driver_that_does_not_start(driver: Driver) -> None:
     driver.fails = "init"
     with pytest.raises(UnsupportedDevice, match=r"cannot be used: CUDA_ERROR_NO_DEVICE \(100\)") as caught:
-        capability.driver_version()
+        CudaDriver(driver).version()
     assert "nvidia-smi" in str(caught.value.hint)
     driver.missing = True
     with pytest.raises(UnsupportedDevice, match="no NVIDIA driver is installed") as caught:
-        capability.driver_version()
+        CudaDriver(driver).version()
     assert "device='cpu'" in str(caught.value.hint)
 
 

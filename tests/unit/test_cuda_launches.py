@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from support.backends import FACTS, MadeBackend, MadeKernel
 
 from tpde.codec.selection import base_header
-from tpde.cuda import decode
-from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.decode import Rows, WorkList
 from tpde.cuda.geometry import geometry, kernel_defines, max_warps, need, staged
 from tpde.cuda.items import _ITEM, DESCRIPTOR_BYTES, Item, StagedChunks, Tables, kind_defines
@@ -19,7 +18,6 @@ from tpde.format.blob_header import BlobHeader
 from tpde.format.constants import CODEC_PREFIX
 from tpde.format.container import TensorSpec
 
-FACTS = DeviceFacts("card", (9, 0), 132, 227 << 10)
 ONE_TABLE, TWO_TABLES = ((0, 0), (0, 1)), ((0, 0), (0, 2))
 
 
@@ -42,39 +40,34 @@ def _item(header: BlobHeader, pairs: int = 0, blob: int = 4096, **more: Any) -> 
     return Item(header, Tables(np.zeros(4096, np.uint8), 11, pairs), blob, 8192, 0, **more)
 
 
-class Noted:
+class Noted(MadeBackend):
     """What is compiled, made and launched."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
+        super().__init__(self._note)
         self.kernels: list[Any] = []
         self.made: list[Any] = []
         self.launched: list[Any] = []
-        patch.setattr(decode, "facts", lambda device: FACTS)
-        patch.setattr(decode.nvrtc, "kernel", self._kernel)
-        patch.setattr(decode.nvrtc, "KernelLaunch", self._launch)
-        patch.setattr(decode.nvrtc, "launch", self._once)
 
-    def _kernel(self, source: str, name: str, defines: Any, device: int) -> int:
-        self.kernels.append((source, name, defines, device))
-        return len(self.kernels) - 1
+    def _note(self, *given: Any) -> MadeKernel:
+        """Note a kernel, by its number from here on."""
+        self.kernels.append(given)
+        return MadeKernel(functools.partial(self._launch, len(self.kernels) - 1))
 
     def _launch(self, *given: Any) -> Any:
         self.made.append(given)
         number = len(self.made) - 1
 
-        def bind(stream: int, *arguments: np.generic) -> Any:
+        def run(stream: int, *arguments: np.generic) -> None:
             assert all(isinstance(it, (np.uint32, np.uint64)) for it in arguments), "else they are pointers"
-            return lambda: self.launched.append((number, stream, [int(it) for it in arguments]))
+            self.launched.append((number, stream, [int(it) for it in arguments]))
 
-        return SimpleNamespace(bind=bind)
-
-    def _once(self, kernel: int, grid: int, block: int, shared: int, stream: int, *arguments: Any) -> None:
-        self._launch(kernel, grid, block, shared).bind(stream, *arguments)()
+        return run
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
-    return Noted(monkeypatch)
+def noted(launch_on: Any) -> Noted:
+    return launch_on(Noted())
 
 
 # ---- blobs ----

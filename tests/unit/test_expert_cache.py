@@ -475,7 +475,7 @@ def test_a_new_expert_is_waited_for_beside_known_ones(tmp_path: Path) -> None:
     try:
         it.experts.fetch([0], it.out)
         of: Any = it.slots[1].packed.sources[1]
-        it.feed._bytes(of.extent)[of.extent.offset + int(of.offsets[0]) + 40] ^= 1
+        it.feed.whole(of.extent)[of.extent.offset + int(of.offsets[0]) + 40] ^= 1
         with pytest.raises(Corrupt, match=r"`e3`, chunk 0: .* is damaged"):
             it.experts.fetch([0, 1], it.out)
         assert not it.store._asked
@@ -540,10 +540,10 @@ def test_what_was_closed_is_not_fetched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eager", ["copies", "computes"])
 def test_the_bytes_are_right_in_whatever_order_streams_run(
-    eager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    eager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
-    cuda = Cuda(monkeypatch, eager)
+    cuda = Cuda(monkeypatch, launch_on, eager)
     it = Fixture(tmp_path, 6, 2, kind=lambda ring: CudaDevice(cuda, ring))  # type: ignore[arg-type]
     try:
         cuda.tensors += [source for slot in it.slots for source in slot.packed.sources]  # type: ignore[misc]
@@ -573,7 +573,7 @@ def test_checking_tells_of_damage_at_once(tmp_path: Path) -> None:
         it.experts.fetch([0, 1], it.out)
         it.store.check()
         extent = it.slots[0].packed.sources[1].extent
-        whole = it.feed._bytes(extent)
+        whole = it.feed.whole(extent)
         whole[extent.offset + int(it.slots[0].packed.sources[1].offsets[1]) + 40] ^= 1
         it.experts.fetch([0], it.out)
         it.store.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.simulated import Probe
+from support.simulated import MemoryFeed, Probe
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -26,8 +27,11 @@ from tpde.loading import budgeted, feeds  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.loading.feeds import Feeds  # noqa: E402
+from tpde.loading.machine import loading_on  # noqa: E402
 from tpde.memory import allowance  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
+from tpde.streaming.retained import Retained  # noqa: E402
+from tpde.streaming.trace import COPY, Trace, TraceSpan  # noqa: E402
 
 SPEC = TensorSpec("BF16", (64, 128))
 SECOND = torch.device("cuda", 1)
@@ -53,25 +57,9 @@ class World:
         self.put: list[str] = []
         world = self
 
-        class Streamer:
-            """Owns what it is given."""
-
-            def __init__(self, device: Any, slots: int, piece: int, kept: Any) -> None:
-                self.device, self.given, self.owned = device, (slots, piece), list[Any]()
-
-            def own(self, *things: Any) -> None:
-                self.owned[:0] = things
-
-        def memory(extents: Any, device: int, *, progress: Any = None) -> Feed:
-            return Feed(self.log, "memory", 0, ([it.name for it in extents], device, progress))
-
-        def retained(*args: Any) -> None:
+        def retained(*args: Any) -> Retained[Any]:
             world.retained = args
-
-        def device(device: Any, ring: int) -> Any:
-            assert device == SECOND
-            world.ring = ring
-            return SimpleNamespace(wait=lambda: world.log.append("waited"))
+            return Retained(*args)
 
         def put(tensors: Any) -> None:
             world.put = sorted(it.name for it in tensors)
@@ -85,13 +73,25 @@ class World:
                     world.log.append(name)
                 super().close()
 
-        monkeypatch.setattr(feeds, "HostMemory", memory)
-        monkeypatch.setattr(feeds, "ReadAhead", lambda *given: Feed(self.log, "disk", 1, given))
         monkeypatch.setattr(feeds, "Retained", retained)
-        monkeypatch.setattr(feeds, "CudaDevice", device)
-        monkeypatch.setattr(feeds, "Streamer", Streamer)
         monkeypatch.setattr(feeds, "put_on_device", put)
         monkeypatch.setattr(feeds, "FileSource", File)
+
+    # ---- a machine ----
+
+    def memory(self, extents: Any, device: Any, progress: Any) -> Any:
+        return Feed(self.log, "memory", 0, ([it.name for it in extents], device, progress))
+
+    def disk(self, *given: Any) -> Any:
+        return Feed(self.log, "disk", 1, given)
+
+    def device(self, device: Any, size: int, beside: Any = None) -> Any:
+        assert device == SECOND
+        self.ring = size
+        return SimpleNamespace(wait=lambda: self.log.append("waited"))
+
+    def start_trace(self, device: Any) -> Any:
+        return Traced(100 + device.index)
 
 
 @pytest.fixture
@@ -121,32 +121,35 @@ def stored(checkpoint: Checkpoint, names: str) -> list[Any]:
 @pytest.mark.parametrize(("host", "disk"), [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc")])
 def test_what_is_opened_for_a_device(host: str, disk: str, world: World, checkpoint: Checkpoint) -> None:
     told = object()
-    made = Feeds(SECOND, PLAN, stored(checkpoint, host), stored(checkpoint, disk), progress=told)  # type: ignore[arg-type]
+    made = Feeds(SECOND, PLAN, stored(checkpoint, host), stored(checkpoint, disk), world, progress=told)  # type: ignore[arg-type]
     opened = {it.name: it for it in made.feeds}  # type: ignore[attr-defined]
     assert list(opened) == ["memory"] * bool(host) + ["disk"] * bool(disk)
     if host:
-        assert opened["memory"].given == (list(host), 1, told)
+        assert opened["memory"].given == (list(host), SECOND, told)
     if disk:
-        assert opened["disk"].given == (4, 10, feeds.READERS, 1)
+        assert opened["disk"].given == (4, 10, SECOND)
     assert world.put == ["a", "b", "c"], "all tables and maps, at once"
     streamer, tensors = made.open()
     assert sorted(tensors) == ["a", "b", "c"]
     for name, it in tensors.items():
         assert it.feed is opened["memory" if name in host else "disk"]
-        assert it._streams is streamer
+        assert it.in_host_memory(streamer) == (name in host)
+    for feed in opened.values():
+        feed.ahead = 0
+    assert all(it.in_host_memory(streamer) for it in tensors.values()), "all are brought by it"
     # What takes longest is kept first.
     assert world.retained == (1000, 70, 70 + (300 if disk else 400), opened.get("disk"))
     assert world.ring == 1070
-    assert streamer.given == (5, 10)  # type: ignore[attr-defined]
+    assert (streamer.ring.places, streamer.ring.room) == (5, 10)
     # Memory may still be read to where files lie: it is closed first.
-    names = [it.name if isinstance(it, Feed) else Path(it.name).name for it in streamer.owned]  # type: ignore[attr-defined]
+    names = [it.name if isinstance(it, Feed) else Path(it.name).name for it in streamer.owned]
     assert names == [*(["disk"] if disk else []), *(["memory"] if host else []), "one", "two"]
     made.close()
     assert not world.log, "they are the streamer's"
 
 
 def test_what_no_streamer_owns_is_closed(world: World, checkpoint: Checkpoint) -> None:
-    made = Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
+    made = Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"), world)
     made.close()
     assert world.log == ["disk closed", "memory closed", "one", "two"]
     made.close()
@@ -155,7 +158,7 @@ def test_what_no_streamer_owns_is_closed(world: World, checkpoint: Checkpoint) -
 
 def test_a_streamer_that_is_dropped_leaves_nothing_open(world: World, checkpoint: Checkpoint) -> None:
     """Copies may still read the host's memory: the device is waited for, and all is closed."""
-    made = Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
+    made = Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"), world)
     streamer: Any = made.open()[0]
 
     def fail() -> None:
@@ -181,7 +184,7 @@ def test_nothing_runs_when_the_process_ends(
             made.append(self)
 
     monkeypatch.setattr(weakref, "finalize", Noted)
-    opened = Feeds(SECOND, PLAN, stored(checkpoint, "a"), [])
+    opened = Feeds(SECOND, PLAN, stored(checkpoint, "a"), [], world)
     streamer = opened.open()[0]
     monkeypatch.setattr(allowance, "_budgets", {})
     Card(monkeypatch)
@@ -196,7 +199,7 @@ def test_nothing_runs_when_the_process_ends(
 def test_a_file_that_is_too_short_is_not_opened(world: World, checkpoint: Checkpoint, tmp_path: Path) -> None:
     (tmp_path / "two").write_bytes((tmp_path / "two").read_bytes()[:600])
     with pytest.raises(Truncated):
-        Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"))
+        Feeds(SECOND, PLAN, stored(checkpoint, "a"), stored(checkpoint, "c"), world)
     assert world.log == ["one", "two"]
 
 
@@ -307,39 +310,44 @@ class Told:
         self.traces.append(trace)
 
 
-def test_what_is_recorded_is_told_of_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    streaming: Any = Streaming(Budget(GIB))
+class Traced(Trace):
+    """What has seen one copy."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(None, 0)  # type: ignore[arg-type]
+        self.nbytes = nbytes
+
+    def spans(self) -> list[TraceSpan]:
+        return [TraceSpan(COPY, "w", 0, 1000, self.nbytes, 0)]
+
+
+def test_what_is_recorded_is_told_of_each_device(world: World, tmp_path: Path) -> None:
+    with loading_on(world):
+        streaming: Any = Streaming(Budget(GIB))
     streaming.streamers = {DEVICE: Told(), SECOND: Told()}
     told = {it: [SimpleNamespace(trace=None), SimpleNamespace(trace=None)] for it in (DEVICE, SECOND)}
-    streaming._feeds = told
+    streaming.feeds = told
     assert streaming.stats() == {"cuda:0": {"copied_bytes": 7}, "cuda:1": {"copied_bytes": 7}}
-    monkeypatch.setattr(budgeted, "start_trace", lambda it: SimpleNamespace(spans=lambda: [it]))
-    dropped: list[Any] = []
-
-    def summarize(spans: Any, count: int) -> Any:
-        dropped.append((spans, count))
-        return SimpleNamespace(as_dict=lambda: {"hidden": 0.5})
-
-    monkeypatch.setattr(budgeted, "summarize_spans", summarize)
     streaming.record()
     for device, it in streaming.streamers.items():
         (trace,) = it.traces
         assert all(feed.trace is trace for feed in told[device])
         it.dropped_pieces += 2
-    both = {"copied_bytes": 7, "hidden": 0.5}
-    assert streaming.stats() == {"cuda:0": both, "cuda:1": both}
-    assert dropped == [([DEVICE], 2), ([SECOND], 2)], "since then"
-    written: list[Any] = []
-    monkeypatch.setattr(budgeted, "write_trace", lambda path, traces: written.append((path, len(traces))))
-    streaming.trace("x.json")
-    assert written == [("x.json", 2)]
+    for device, found in streaming.stats().items():
+        assert (found["copied_bytes"], found["pieces"], found["copying"]) == (7, 1, 1000)
+        assert found["bytes"] == 100 + torch.device(device).index, "its own"
+        assert found["dropped"] == 2, "since then"
+    streaming.trace(tmp_path / "x.json")
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert [it["args"]["bytes"] for it in events if it.get("name") == "w"] == [100, 101]
 
 
 def test_host_memory_is_waited_for_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
-    class Memory:
+    class Memory(MemoryFeed):
         def __init__(self, name: str) -> None:
+            super().__init__()
             self.name = name
 
         def begin(self) -> None:
@@ -348,7 +356,6 @@ def test_host_memory_is_waited_for_on_all_devices(monkeypatch: pytest.MonkeyPatc
         def complete(self) -> None:
             log.append(f"{self.name} is there")
 
-    monkeypatch.setattr(budgeted, "HostMemory", Memory)
     monkeypatch.setattr(budgeted, "prepare_rows", lambda _: log.append("rows"))
     streaming: Any = Streaming(Budget(GIB))
     streaming.streamers = {DEVICE: Told(object(), Memory("one")), SECOND: Told(Memory("two"))}

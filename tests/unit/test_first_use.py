@@ -8,36 +8,38 @@ import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.simulated import Probe
+from support.simulated import probed
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from support.kernels import memory  # noqa: E402
 from support.locking import FakeLock  # noqa: E402
 from support.ring import SIZES, Fixture, filled  # noqa: E402
 
 from tpde.cuda.items import StagedChunks  # noqa: E402
 from tpde.errors import Corrupt  # noqa: E402
-from tpde.host import arena as arenas  # noqa: E402
-from tpde.host import direct_io, disk, mapped, page_lock  # noqa: E402
+from tpde.host.arena import Arena  # noqa: E402
+from tpde.host.direct_io import BLOCK, Files  # noqa: E402
 from tpde.host.disk import ReadAhead  # noqa: E402
-from tpde.host.ranges import GAP_BYTES, Range  # noqa: E402
+from tpde.host.mapped import Mapping  # noqa: E402
+from tpde.host.page_lock import Refused  # noqa: E402
+from tpde.host.ranges import GAP_BYTES, PAGE, Range  # noqa: E402
 from tpde.io.sources import BytesSource, Extent, FileSource  # noqa: E402
 from tpde.streaming import ring  # noqa: E402
-from tpde.streaming import streamed_source as tensors  # noqa: E402
 from tpde.streaming.expert_cache import ExpertCache  # noqa: E402
 from tpde.streaming.pieces import TensorPart, cut  # noqa: E402
 from tpde.streaming.prefetch import PrefetchOrder  # noqa: E402
+from tpde.streaming.streamed_source import put_on_device  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
 
 def damage(made: Fixture, number: int, chunk: int = 5) -> None:
     extent, offsets = made.tensors[number].extent, made.tensors[number].offsets
-    made.feed._bytes(extent)[extent.offset + int(offsets[chunk]) + 40] ^= 1
+    made.feed.whole(extent)[extent.offset + int(offsets[chunk]) + 40] ^= 1
 
 
 def test_a_first_use_waits_for_its_decoding(tmp_path: Path) -> None:
@@ -71,9 +73,10 @@ def test_a_check_that_fails_asks_again_for_what_it_has_not_told(tmp_path: Path) 
     with Fixture(tmp_path, SIZES) as made:
         (unit, expected) = made.units((0,))[0]
         filled(unit, len(expected))
-        found = [Corrupt("one"), Corrupt("two")]
+        found, asked = [Corrupt("one"), Corrupt("two")], list[int]()
 
         def report() -> None:
+            asked.append(1)
             if found:
                 raise found.pop(0)
 
@@ -81,14 +84,15 @@ def test_a_check_that_fails_asks_again_for_what_it_has_not_told(tmp_path: Path) 
         for what in ("one", "two"):
             with pytest.raises(Corrupt, match=what):
                 made.streamer.check()
-        made.streamer.check()
-        assert not made.streamer._checks._open
+        for _ in range(2):
+            made.streamer.check()
+            assert len(asked) == 3, "what has told all is asked no more"
 
 
 def test_checking_waits_for_another_threads_fill(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         (unit, expected) = made.units((0,))[0]
-        probe = made.streamer._lock = Probe(made.streamer._lock)  # type: ignore[assignment]
+        probe = made.probe
         copy, checked, seen = made.device.copy, [], list[bool]()
 
         def check() -> None:
@@ -116,7 +120,7 @@ def test_checking_waits_for_another_threads_fill(tmp_path: Path) -> None:
 def test_filling_waits_for_another_threads_fill(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         (unit, expected), (other_unit, needed) = made.units((0,), (1,))
-        probe = made.streamer._lock = Probe(made.streamer._lock)  # type: ignore[assignment]
+        probe = made.probe
         copy, seen, results = made.device.copy, list[bool](), list[bytes]()
 
         def fill() -> None:
@@ -158,7 +162,15 @@ def test_after_an_error_places_are_free_when_the_device_is_done(tmp_path: Path) 
         with pytest.raises(KeyboardInterrupt):
             filled(unit, len(expected))
         assert gate.is_set(), "it was waited for"
-        assert [freed for _, freed in made.streamer.ring._free] == [None] * 4
+        before, held, hold = len(made.device.copied), list[int](), made.device.hold
+
+        def holding(event: Any) -> None:
+            held.append(len(made.device.copied) - before)
+            hold(event)
+
+        made.device.hold = holding  # type: ignore[method-assign]
+        assert filled(unit, len(expected)) == expected
+        assert held[0] == 4, "nothing holds what goes to the first places"
 
 
 def test_ctrl_c_between_asking_and_noting_gives_the_ticket_back(
@@ -221,76 +233,47 @@ def test_an_expert_is_held_by_all_who_hold_it() -> None:
 # ---- memory and files ----
 
 
-def test_an_arena_is_given_back_where_locking_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[arenas.Arena] = []
+@pytest.fixture
+def maps(monkeypatch: pytest.MonkeyPatch) -> list[mmap.mmap]:
+    """What is mapped from now on."""
+    made: list[mmap.mmap] = []
 
-    class Noted(arenas.Arena):
-        closed = False
-
-        def __init__(self, size: int) -> None:
-            super().__init__(size)
+    class Map(mmap.mmap):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             made.append(self)
 
-        def lock(self, *_: Any) -> None:
-            raise KeyboardInterrupt
+    monkeypatch.setattr(mmap, "mmap", Map)
+    return made
 
-        def close(self) -> None:
-            self.closed = True
-            super().close()
 
-    monkeypatch.setattr(disk, "Arena", Noted)
+def test_an_arena_is_given_back_where_locking_is_interrupted(maps: list[mmap.mmap]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    fake = FakeLock()
+    fake.first = interrupt
     with pytest.raises(KeyboardInterrupt):
-        ReadAhead(2, 4096, 1, 0)
-    assert [it.closed for it in made] == [True]
+        ReadAhead(2, 4096, 1, fake)
+    assert [it.closed for it in maps] == [True]
 
 
-def test_an_arena_unlocks_what_it_has_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeLock(monkeypatch)
-    made = arenas.Arena(8 * 4096)
-    made.lock(0, 0, 4096)
-    made.lock(0, 4096, 8192)
+def test_an_arena_unlocks_what_it_has_locked() -> None:
+    fake, made = FakeLock(), Arena(8 * PAGE)
+    made.lock(fake, 0, PAGE)
+    made.lock(fake, PAGE, 2 * PAGE)
     assert len(fake.locked) == 2
     made.close()
     assert not fake.locked
 
 
-def test_a_driver_that_fails_has_locked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What says that memory cannot be locked is `Refused`; everything else is an error of the device."""
-
-    class Code(int):
-        name = "CUDA_ERROR"
-
-    codes = iter([0, 2, 719])
-    driver = SimpleNamespace(
-        cuCtxPushCurrent=lambda _: (Code(0),),
-        cuCtxPopCurrent=lambda: None,
-        cuMemHostRegister=lambda *_: (Code(next(codes)),),
-    )
-    monkeypatch.setattr(page_lock, "bindings", lambda: (driver, None))
-    monkeypatch.setattr(page_lock, "_primary", lambda _: 0)
-    page_lock.lock(4096, 4096, 0, read_only=False)
-    with pytest.raises(page_lock.Refused, match="CUDA_ERROR"):
-        page_lock.lock(4096, 4096, 0, read_only=False)
-    with pytest.raises(Exception, match="page-locking 4096 bytes failed"):
-        page_lock.lock(4096, 4096, 0, read_only=False)
-
-
-def test_an_arena_outlives_the_copies_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_outlives_the_copies_from_it(tmp_path: Path, maps: list[mmap.mmap]) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(64 << 10))
-    source = FileSource(path)
-    synchronized, closed = list[bool](), threading.Event()
-    real = arenas.Arena.close
-
-    def close(self: arenas.Arena) -> None:
-        closed.set()
-        real(self)
-
-    monkeypatch.setattr(arenas.Arena, "close", close)
+    source, synchronized = FileSource(path), list[bool]()
 
     class Copying:
         def synchronize(self) -> None:
-            synchronized.append(closed.is_set())
+            synchronized.append(maps[0].closed)
 
     ahead = ReadAhead(1, 64 << 10, 1, None)
     ticket = ahead.request(Extent(source, 0, 64 << 10, "x"))
@@ -298,53 +281,55 @@ def test_an_arena_outlives_the_copies_from_it(tmp_path: Path, monkeypatch: pytes
     ticket.copied(Copying())
     ahead.close()
     assert synchronized == [False]
-    assert closed.is_set()
+    assert maps[0].closed
     source.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs direct reads")
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any file system reads past its cache: what is asked for is that it does not."""
+    if not hasattr(os, "O_DIRECT") or not os.path.isdir("/proc/self/fd"):
+        pytest.skip("needs direct reads, and /proc")
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+
+
+@pytest.mark.usefixtures("everywhere")
 def test_short_direct_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = os.urandom(8 * direct_io.BLOCK)
+    data = os.urandom(8 * BLOCK)
     path = tmp_path / "file"
     path.write_bytes(data)
-    real = os.preadv
+    source, files, real, out = FileSource(path), Files(), os.preadv, bytearray(len(data))
 
     def short(descriptor: int, buffers: Any, offset: int) -> int:
-        assert offset % direct_io.BLOCK == 0
-        return real(descriptor, [buffers[0][: 3 * direct_io.BLOCK // 2]], offset)
+        assert descriptor != source.fileno(), "it is read past the page cache"
+        assert offset % BLOCK == 0
+        return real(descriptor, [buffers[0][: 3 * BLOCK // 2]], offset)
 
-    monkeypatch.setattr(direct_io.os, "preadv", short)
-    out = bytearray(len(data))
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        assert direct_io._read_direct(descriptor, "file", 0, memoryview(out), len(data))
-    finally:
-        os.close(descriptor)
+    monkeypatch.setattr(os, "preadv", short)
+    files.read(source, 0, memoryview(out), len(data))
     assert bytes(out) == data
+    files.close()
+    source.close()
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+@pytest.mark.usefixtures("everywhere")
 def test_files_that_were_opened_for_direct_reads_are_closed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
-    source, files = FileSource(path), direct_io.Files()
+    source, files = FileSource(path), Files()
     before = len(os.listdir("/proc/self/fd"))
-    files.direct(source)
-    opened = list(files._opened)
+    assert files.direct(source)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
     files.close()
     assert len(os.listdir("/proc/self/fd")) == before
-    for descriptor in opened:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
     source.close()
 
 
 def test_two_threads_open_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
-    source, files, opened, real = FileSource(path), direct_io.Files(), list[str](), os.open
-    found: list[bool] = []
-    probe = files._lock = Probe(files._lock)  # type: ignore[arg-type,assignment]
+    source, opened, real, found = FileSource(path), list[str](), os.open, list[bool]()
+    files, probe = probed(Files, "Lock")
 
     def read() -> None:
         found.append(files.direct(source))
@@ -369,9 +354,9 @@ def test_two_threads_open_a_file_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_files_that_were_closed_are_opened_again(tmp_path: Path) -> None:
-    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, direct_io.BLOCK))
+    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, BLOCK))
     path.write_bytes(b"abc" * 4096)
-    source, files = FileSource(path), direct_io.Files()
+    source, files = FileSource(path), Files()
     for _ in range(2):
         files.read(source, 0, out, 100)
         assert bytes(out[:100]) == (b"abc" * 4096)[:100]
@@ -385,9 +370,9 @@ def test_file_systems_that_refuse_direct_reads(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read through the page cache from then on; a disk that fails is not tried again."""
-    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, direct_io.BLOCK))
+    path, out = tmp_path / "file", memoryview(mmap.mmap(-1, BLOCK))
     path.write_bytes(b"abc" * 4096)
-    source, files, real, tried = FileSource(path), direct_io.Files(), os.preadv, list[int]()
+    source, files, real, tried = FileSource(path), Files(), os.preadv, list[int]()
 
     def preadv(descriptor: int, *args: Any) -> int:
         if descriptor != source.fileno():
@@ -407,20 +392,13 @@ def test_file_systems_that_refuse_direct_reads(
 
 
 def test_what_was_mapped_is_unmapped_where_the_next_file_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, maps: list[mmap.mmap]
 ) -> None:
-    made: list[mmap.mmap] = []
-
-    class Map(mmap.mmap):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            made.append(self)
-
-    monkeypatch.setattr(mapped.mmap, "mmap", Map)
     (tmp_path / "file").write_bytes(bytes(8192))
     source = FileSource(tmp_path / "file")
-    with pytest.raises(page_lock.Refused, match="`bytes` is not a file"):
-        mapped.Mapping([Range(source, 0, 8192), Range(BytesSource(bytes(10), "bytes"), 0, 10)], 0)
-    assert [it.closed for it in made] == [True]
+    with pytest.raises(Refused, match="`bytes` is not a file"):
+        Mapping([Range(source, 0, 8192), Range(BytesSource(bytes(10), "bytes"), 0, 10)], FakeLock())
+    assert [it.closed for it in maps] == [True]
     source.close()
 
 
@@ -436,7 +414,8 @@ def test_what_kernels_take_to_read_over_the_bus(tmp_path: Path) -> None:
         tables, image = it.device_tables()  # type: ignore[misc]
         assert item.tables is tables
         assert item.tables_at == image.data_ptr()
-        assert item.index_at == it._device_index.data_ptr()  # type: ignore[union-attr]
+        index = it.host_reader().index
+        assert memory(item.index_at, index.nbytes).tobytes() == index.tobytes()
         assert item.header is it.header
         part = StagedChunks(1, 2, 3, 4)
         assert it.item(64, part).chunks == part  # type: ignore[union-attr]
@@ -466,20 +445,20 @@ def test_which_weights_lie_in_host_memory(tmp_path: Path) -> None:
 def test_two_threads_put_tables_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One must not replace what the other has launched a kernel with."""
     with Fixture(tmp_path, [50_000]) as made:
-        it, begun, allocate = made.tensors[0], threading.Event(), tensors.allocate
+        it, begun, empty = made.tensors[0], threading.Event(), torch.empty
         allocations: list[int] = []
 
-        def slow(*args: Any) -> Any:
+        def slow(*args: Any, **options: Any) -> Any:
             allocations.append(1)
             begun.set()
             if len(allocations) == 1:
                 other.start()
                 other.join(0.2)  # it waits for this one
-            return allocate(*args)
+            return empty(*args, **options)
 
-        monkeypatch.setattr(tensors, "allocate", slow)
-        other = threading.Thread(target=lambda: tensors.put_on_device([it]))
-        tensors.put_on_device([it])
+        monkeypatch.setattr(torch, "empty", slow)
+        other = threading.Thread(target=lambda: put_on_device([it]))
+        put_on_device([it])
         other.join()
         assert begun.is_set()
         assert allocations == [1]

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +22,6 @@ pytest.importorskip("cuda.core", reason="needs cuda-core, of `tpde[cuda]`")
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings, of `tpde[cuda]`")
 
 from tpde.codec.windows import FLAG_ZERO, sections
-from tpde.cuda import compile as nvrtc
 from tpde.cuda import (
     decode,
     delta_kernels,
@@ -35,6 +34,7 @@ from tpde.cuda import (
     window_experts,
     window_products,
 )
+from tpde.cuda.compile import Cubins, Nvrtc
 from tpde.errors import CompileError, MissingDependency
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -60,12 +60,13 @@ KINDS = {
 PIECES = {"F32": 8, "F64": 8}
 # Weights whose blobs, as the packer writes them, tell how large tables and coded planes are.
 LAYOUTS = ("BF16", "BF16 small", "F16", "F32", "BF16 in F32", "F64", "F8_E4M3", "F8_E5M2", "I8")
+NVRTC = Nvrtc()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
     try:
-        nvrtc.nvrtc_version()
+        NVRTC.version()
     except MissingDependency as error:
         pytest.skip(f"needs the library of NVRTC: {error}")
 
@@ -84,7 +85,7 @@ def assert_no_spills(log: str) -> None:
 def compiled(work: Sequence[tuple[dict[str, int], str]]) -> list[tuple[bytes, str]]:
     """Kernels for macros and an architecture each, on all processors."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda it: nvrtc.cubin(decode.SOURCE, *it), work))
+        return list(pool.map(lambda it: NVRTC.cubin(decode.SOURCE, *it), work))
 
 
 @functools.cache
@@ -126,7 +127,7 @@ def test_merging_and_deltas_compile_without_spills(word: int, arch: str) -> None
             (delta_kernels.SOURCE, {"WORD": word, "ROTATE": rotate, "THREADS": delta_kernels.THREADS})
         )
     for source, defines in kinds:
-        log = nvrtc.cubin(source, defines, arch)[1]
+        log = NVRTC.cubin(source, defines, arch)[1]
         assert_no_spills(log)
         assert max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0) <= 48 << 10  # static: no more
 
@@ -136,19 +137,19 @@ def test_merging_and_deltas_compile_without_spills(word: int, arch: str) -> None
 def test_encoding_compiles_without_spills(kind: str, arch: str) -> None:
     word, rotate, coded, pairs = KINDS[kind]
     defines = {"WORD": word, "ROTATE": rotate, "CODED": coded, "PAIRS": pairs}
-    log = nvrtc.cubin(encode.SOURCE, defines, arch)[1]
+    log = NVRTC.cubin(encode.SOURCE, defines, arch)[1]
     assert_no_spills(log)
     assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 48 << 10
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_hashing_compiles_without_spills(arch: str) -> None:
-    assert_no_spills(nvrtc.cubin(digest.SOURCE, {}, arch)[1])
+    assert_no_spills(NVRTC.cubin(digest.SOURCE, {}, arch)[1])
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_encoding_windows_compiles_without_spills(arch: str) -> None:
-    log = nvrtc.cubin(window_encode.SOURCE, {}, arch)[1]
+    log = NVRTC.cubin(window_encode.SOURCE, {}, arch)[1]
     assert_no_spills(log)
     assert registers(log) * 256 * 3 <= 65536  # three blocks, of the rarer kernel
     assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 48 << 10
@@ -174,7 +175,7 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
     )
     for how in found.values():
         if how.grouped or columns < 14336:  # those of others do not depend on how many there are
-            log = nvrtc.cubin(how.source, how.defines, arch + "a" * how.grouped)[1]
+            log = NVRTC.cubin(how.source, how.defines, arch + "a" * how.grouped)[1]
             assert_no_spills(log)
             warps = how.warps * how.blocks + 4 * how.grouped
             assert registers(log) * 32 * warps <= 65536
@@ -192,14 +193,14 @@ def test_experts_compile_without_spills(columns: int, arch: str) -> None:
     found = {tuple(it.defines.items()): it for it in ways}
     assert {it.rows for it in found.values()} == {8, 16}
     for how in found.values():
-        log = nvrtc.cubin(window_experts.SOURCE, how.defines, arch)[1]
+        log = NVRTC.cubin(window_experts.SOURCE, how.defines, arch)[1]
         assert_no_spills(log)
         taken = dict(
             zip(re.findall(r"function '(\w+)'", log), re.findall(r"Used (\d+) registers", log), strict=True)
         )
         assert int(taken["experts_product"]) * 256 * how.blocks <= 65536
         assert int(taken["experts_rows"]) * 256 * 2 <= 65536
-    assert_no_spills(nvrtc.cubin(window_experts.SOURCE, {"TAIL": int(columns % 256 != 0)}, arch)[1])
+    assert_no_spills(NVRTC.cubin(window_experts.SOURCE, {"TAIL": int(columns % 256 != 0)}, arch)[1])
 
 
 def item(packed: Packed) -> items.Item:
@@ -301,7 +302,14 @@ def test_tables_too_large_for_shared_memory_stay_outside() -> None:
 
 def test_errors_of_the_compiler_are_shown() -> None:
     with pytest.raises(CompileError, match="WORD"):
-        nvrtc.cubin(decode.SOURCE, {}, "sm_90")
+        NVRTC.cubin(decode.SOURCE, {}, "sm_90")
+
+
+class Never(Nvrtc):
+    """Compiles nothing."""
+
+    def cubin(self, *_: Any) -> Any:
+        pytest.fail("compiled again")
 
 
 class TestCache:
@@ -320,18 +328,15 @@ class TestCache:
     @pytest.fixture(autouse=True)
     def place(self, tmp_path, monkeypatch):
         monkeypatch.setenv("TPDE_CACHE_DIR", str(tmp_path))
-        self.root, self.patch = tmp_path, monkeypatch
+        self.root, self.patch, self.kept = tmp_path, monkeypatch, Cubins(NVRTC)
 
     def get(self) -> bytes:
-        return nvrtc.cached_cubin(decode.SOURCE, self.DEFINES, "sm_90")
+        return self.kept.get(decode.SOURCE, self.DEFINES, "sm_90")
 
     def test_hit_and_faults(self) -> None:
         code = self.get()
         [entry] = (self.root / "kernels").iterdir()
-        made = nvrtc.cubin
-        self.patch.setattr(nvrtc, "cubin", lambda *_: pytest.fail("compiled again"))
-        assert self.get() == code
-        self.patch.setattr(nvrtc, "cubin", made)
+        assert Cubins(Never()).get(decode.SOURCE, self.DEFINES, "sm_90") == code
         for damage in (b"", b"short", entry.read_bytes()[:-1], entry.read_bytes()[:100] + b"x" * 5000):
             entry.write_bytes(damage)
             assert self.get() == code
@@ -348,13 +353,12 @@ class TestCache:
 
     def test_another_architecture_is_another_entry(self) -> None:
         self.get()
-        nvrtc.cached_cubin(decode.SOURCE, self.DEFINES, "sm_80")
+        self.kept.get(decode.SOURCE, self.DEFINES, "sm_80")
         assert len(list((self.root / "kernels").iterdir())) == 2
 
     def test_a_place_that_cannot_be_written_costs_one_warning(self) -> None:
         (self.root / "file").touch()
         self.patch.setenv("TPDE_CACHE_DIR", str(self.root / "file"))
-        nvrtc._warn_once.cache_clear()
         with pytest.warns(RuntimeWarning, match="TPDE_CACHE_DIR") as caught:
             assert self.get() == self.get()
         assert len(caught) == 1

@@ -28,8 +28,8 @@ from tpde.weights.resident import Resident  # noqa: E402
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
-    return Card(monkeypatch)
+def card(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> Card:
+    return Card(monkeypatch, launch_on)
 
 
 class Work:

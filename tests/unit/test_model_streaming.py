@@ -14,6 +14,7 @@ from tpde.errors import OutOfMemory  # noqa: E402
 from tpde.integrations.transformers import expert_modules, streamed  # noqa: E402
 from tpde.integrations.transformers.streamed import ModelStreaming  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
+from tpde.loading.machine import loading_on  # noqa: E402
 from tpde.planning.budget import Budget  # noqa: E402
 from tpde.planning.shortages import too_little_ram  # noqa: E402
 
@@ -197,13 +198,13 @@ def test_a_cache_of_experts_takes_what_is_planned_and_left(monkeypatch: pytest.M
     monkeypatch.setattr(streamed, "cache_size", cache_size)
     monkeypatch.setattr(streamed, "fused", lambda it: it.slots)
     monkeypatch.setattr(streamed, "ExpertStore", Store)
-    monkeypatch.setattr(streamed, "CudaDevice", lambda device, size, beside: ("cache", device, size, beside))
     routes: list[Any] = []
     monkeypatch.setattr(streamed, "route_experts", lambda *it: routes.append(it))
-    monkeypatch.setattr("tpde.loading.budgeted.start_trace", lambda it: it)
-    streaming: Any = ModelStreaming(Budget(5000))
+    machine: Any = SimpleNamespace(device=lambda *given: ("cache", *given), start_trace=lambda it: it)
+    with loading_on(machine):
+        streaming: Any = ModelStreaming(Budget(5000))
     streaming.streamers = streamers
-    streaming._feeds = {it: [] for it in streamers}
+    streaming.feeds = {it: [] for it in streamers}
     streaming.plans = {
         it: SimpleNamespace(piece=piece, parts={"experts": 7}, vram=1000, used=900)
         for it, piece in ((ONE, 10), (TWO, 20), (THREE, 30))

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,6 @@ from tpde.integrations.transformers.recurrent import NONE, Recurrent, Scan  # no
 from tpde.io.sources import Extent  # noqa: E402
 from tpde.loading import (  # noqa: E402
     devices,
-    feeds,
     model_plan,
     model_units,
     reading,
@@ -49,6 +49,7 @@ from tpde.loading import (  # noqa: E402
 from tpde.loading.assignment import assign  # noqa: E402
 from tpde.loading.budgeted import Streaming  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
+from tpde.loading.feeds import Feeds  # noqa: E402
 from tpde.loading.footprint import FIXED_BYTES, module_calls, plain_bytes  # noqa: E402
 from tpde.loading.model_units import TABLES_BYTES, units_of  # noqa: E402
 from tpde.loading.quantized import PackedConfig  # noqa: E402
@@ -242,9 +243,8 @@ def test_a_blob_of_another_shape_is_no_part_of_a_checkpoint(tmp_path: Path) -> N
         assert caught.value.tensor == "x"
 
 
-def test_others_read_no_more_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE_BYTES", 10)
-    monkeypatch.setattr(reading, "READERS", 1)
+def test_others_read_no_more_after_an_error() -> None:
+    one_by_one = partial(reading.Reader, piece=10, threads=1)
     reads: list[int] = []
 
     class Source:
@@ -256,7 +256,7 @@ def test_others_read_no_more_after_an_error(monkeypatch: pytest.MonkeyPatch) -> 
                 raise ReadError("the disk failed")
 
     with pytest.raises(ReadError, match="the disk failed"):
-        reading.read_extents([Extent(Source(), 0, 1000, "x")], torch.device("cpu"))  # type: ignore[arg-type]
+        reading.read_extents([Extent(Source(), 0, 1000, "x")], torch.device("cpu"), make_reader=one_by_one)
     assert len(reads) == 2
 
 
@@ -364,28 +364,21 @@ def test_what_streams_a_model_is_not_copied() -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_feeds_that_cannot_be_opened_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feeds_that_cannot_be_opened_are_closed(tmp_path: Path) -> None:
     """At once: whoever has the error may keep it, and with it all that was opened."""
     closed: list[str] = []
-
-    class Memory:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            return
-
-        def close(self) -> None:
-            closed.append("memory")
 
     def refuse(*_: Any) -> None:
         raise OutOfMemory("no buffers")
 
-    monkeypatch.setattr(feeds, "HostMemory", Memory)
-    monkeypatch.setattr(feeds, "ReadAhead", refuse)
+    memory = SimpleNamespace(close=lambda: closed.append("memory"))
+    machine: Any = SimpleNamespace(memory=lambda *_: memory, disk=refuse)
     weight = (SPEC, fill("normal", SPEC))
     with Checkpoint(_write(tmp_path, {"a": weight}, {"b": weight})) as found:
         host, disk = [found.packed["a"]], [found.packed["b"]]
         plan: Any = SimpleNamespace(staging=1 << 20, piece=1 << 20)
         with pytest.raises(OutOfMemory, match="no buffers") as caught:
-            feeds.Feeds(torch.device("cpu"), plan, host, disk)
+            Feeds(torch.device("cpu"), plan, host, disk, machine)
         assert closed == ["memory"]
         assert _open_files(tmp_path) == 2, "the checkpoint's own"
         assert caught.value.message == "no buffers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 import warnings
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.backends import MadeBackend, MadeKernel
 from support.codecs import pack_everything
 from support.contents import CONTENTS, fill, shapes
 from support.nvcomp import FakeNvcomp, merge
@@ -50,16 +52,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.fixture
-def merged_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def merged_here(launch_on: Any) -> None:
     """Run the merge on host memory."""
 
-    def kernel(source: str, name: str, defines: dict[str, int], device: int) -> dict[str, int]:
+    def kernel(source: str, name: str, made: dict[str, int], device: int) -> MadeKernel:
         assert (source, name, device) == ("merge.cu", "merge", 0)
-        return defines
+        return MadeKernel(functools.partial(launch, made))
 
-    def launch(
-        made: dict[str, int], grid: int, block: int, shared: int, stream: int, *given: np.generic
-    ) -> None:
+    def launch(made: dict[str, int], grid: int, block: int, shared: int) -> Any:
         assert (block, shared) == (128, 0)
         layout = planning.CoreLayout(
             words=1,
@@ -69,10 +69,9 @@ def merged_here(monkeypatch: pytest.MonkeyPatch) -> None:
             rotate=made["ROTATE"],
             unit_log2=4,
         )
-        merge(layout, grid, *(int(value) for value in given))
+        return lambda stream, *given: merge(layout, grid, *(int(value) for value in given))
 
-    monkeypatch.setattr(nvcomp.nvrtc, "kernel", kernel)
-    monkeypatch.setattr(nvcomp.nvrtc, "launch", launch)
+    launch_on(MadeBackend(kernel))
 
 
 def _pack(spec: TensorSpec, data: bytes) -> tuple[BlobHeader, Bytes]:
@@ -248,14 +247,17 @@ def test_frames_of_another_size_than_their_plane_are_refused(
         nvcomp.ZstdBlob(header, blob, 0)
 
 
-def test_where_frames_lie(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_frames_lie(install: Install, launch_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are of as many chunks as there is room for, and of one at least; each plane has its place."""
     header, blob, starts = _coded()
     given: list[Any] = []
     monkeypatch.setattr(nvcomp, "decode_frames", lambda *it: given.append(it))
     launched: list[Any] = []
-    monkeypatch.setattr(nvcomp.nvrtc, "kernel", lambda *it: it)
-    monkeypatch.setattr(nvcomp.nvrtc, "launch", lambda *it: launched.append(it))
+
+    def kernel(*which: Any) -> MadeKernel:
+        return MadeKernel(lambda *size: lambda *it: launched.append((which, *size, *it)))
+
+    launch_on(MadeBackend(kernel))
     install(FakeNvcomp("6.0.0"))
     each = [(0, 1), (1, 2), (2, 3)]
     for planes, runs in ((6, [(0, 3)]), (5, [(0, 2), (2, 3)]), (4, [(0, 2), (2, 3)]), (3, each), (0, each)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tpde.io.sources import Extent, FileSource  # noqa: E402
 from tpde.loading import plain_weights, reading  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.loading.plain_weights import decode_runs  # noqa: E402
+from tpde.loading.reading import Reader, Reading  # noqa: E402
 from tpde.loading.runs import Run  # noqa: E402
 from tpde.streaming.streamed_source import Streamed  # noqa: E402
 
@@ -63,6 +65,18 @@ def threads() -> list[str]:
     return [it.name for it in threading.enumerate() if it.name.startswith("tpde-read")]
 
 
+class NotedReader(Reader):
+    """Tells what it is asked for."""
+
+    def __init__(self, device: Any, note: Callable[[Sequence[Any], Sequence[Extent]], None]) -> None:
+        super().__init__(device)
+        self._note = note
+
+    def begin(self, tensors: Sequence[Any], extents: Sequence[Extent]) -> Reading:
+        self._note(tensors, extents)
+        return super().begin(tensors, extents)
+
+
 class Watched:
     """Notes what is read and decoded, and where in the room for blobs."""
 
@@ -70,17 +84,7 @@ class Watched:
         self.log: list[tuple[str, str]] = []
         self.rooms: list[int] = []
         self._held: dict[str, tuple[int, int]] = {}
-        begin, decoder = plain_weights.Reader.begin, plain_weights.decoder
-
-        def begun(reader: Any, tensors: Sequence[Any], extents: Sequence[Extent]) -> Any:
-            for tensor, extent in zip(tensors, extents, strict=True):
-                first, size = tensor.data_ptr(), tensor.numel()
-                for other, (start, length) in self._held.items():
-                    assert first + size <= start or start + length <= first, f"{extent.name} over {other}"
-                self._held[extent.name] = first, size
-                self.log.append(("read", extent.name))
-                self.rooms.append(tensor.untyped_storage().nbytes())
-            return begin(reader, tensors, extents)
+        decoder = plain_weights.decoder
 
         def decoded(items: Any) -> Any:
             ((packed, _),) = items
@@ -93,8 +97,20 @@ class Watched:
 
             return decode
 
-        monkeypatch.setattr(plain_weights.Reader, "begin", begun)
         monkeypatch.setattr(plain_weights, "decoder", decoded)
+
+    def reader(self, device: Any) -> Reader:
+        """What reads."""
+        return NotedReader(device, self._read)
+
+    def _read(self, tensors: Sequence[Any], extents: Sequence[Extent]) -> None:
+        for tensor, extent in zip(tensors, extents, strict=True):
+            first, size = tensor.data_ptr(), tensor.numel()
+            for other, (start, length) in self._held.items():
+                assert first + size <= start or start + length <= first, f"{extent.name} over {other}"
+            self._held[extent.name] = first, size
+            self.log.append(("read", extent.name))
+            self.rooms.append(tensor.untyped_storage().nbytes())
 
     def ahead(self) -> int:
         """How many tensors were being read, at most, when one was decoded."""
@@ -105,9 +121,11 @@ class Watched:
         return most
 
 
-def decode(model: Any, checkpoint: Checkpoint, room: int) -> list[int]:
+def decode(
+    model: Any, checkpoint: Checkpoint, room: int, make_reader: Callable[[Any], Reader] = Reader
+) -> list[int]:
     told: list[int] = []
-    decode_runs(model, runs_of(checkpoint), CPU, told.append, room)
+    decode_runs(model, runs_of(checkpoint), CPU, told.append, room, make_reader)
     return told
 
 
@@ -120,7 +138,7 @@ def test_bits_and_room(
     sizes = {name: -(-it.extent.size // 256) * 256 for name, it in checkpoint.packed.items()}
     room = int(fit * max(sizes[name] for name in NAMES[3:]))
     watched, model = Watched(monkeypatch), model_of(weights)
-    told = decode(model, checkpoint, room)
+    told = decode(model, checkpoint, room, watched.reader)
     for name, it in model.named_parameters():
         assert torch.equal(it.detach().view(torch.int16), weights[name].view(torch.int16)), name
     for what in ("read", "decoded"):
@@ -172,7 +190,7 @@ def test_a_read_that_fails(
     watched = Watched(monkeypatch)
     room = 2 * max(it.extent.size + 256 for it in checkpoint.packed.values())
     with pytest.raises(Truncated, match="ends here"):
-        decode(model_of(weights), checkpoint, room)
+        decode(model_of(weights), checkpoint, room, watched.reader)
     assert not threads()
     assert ("decoded", name) not in watched.log
     assert {it for what, it in watched.log if what == "decoded"} <= set(NAMES[: NAMES.index(name)])
@@ -190,8 +208,6 @@ def test_decoding_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever ends it while others are read: no thread is left, and what nobody reads yet stays unread."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 512)
-    monkeypatch.setattr(reading, "READERS", 1)
     going, stopped, seen = threading.Event(), threading.Event(), list[int]()
     second, real = checkpoint.packed[NAMES[1]].extent, FileSource.read_into
     stop, stops = reading._Work.stop, list[Any]()
@@ -218,7 +234,7 @@ def test_decoding_that_fails(
     monkeypatch.setattr(plain_weights, "decoder", decoded)
     room = 2 * max(it.extent.size + 256 for it in checkpoint.packed.values())
     with pytest.raises(type(error)):
-        decode(model_of(weights), checkpoint, room)
+        decode(model_of(weights), checkpoint, room, partial(Reader, piece=512, threads=1))
     assert len(seen) == 1
     assert not threads()
 
@@ -227,21 +243,20 @@ def test_decoding_that_fails(
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+def card(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> Card:
     """A GPU whose memory is the host's."""
-    made, empty, reader = Card(monkeypatch), torch.empty, plain_weights.Reader
+    made, empty = Card(monkeypatch, launch_on), torch.empty
 
     def placed(*args: Any, device: Any = None, **options: Any) -> Any:
         return empty(*args, device=CPU if device is made else device, **options)
 
     monkeypatch.setattr(torch, "empty", placed)
-    monkeypatch.setattr(plain_weights, "Reader", lambda _: reader(CPU))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return made
 
 
 def on_card(card: Card, model: Any, checkpoint: Checkpoint, room: int) -> None:
-    decode_runs(model, runs_of(checkpoint), card, None, room)  # type: ignore[arg-type]
+    decode_runs(model, runs_of(checkpoint), card, None, room, lambda _: Reader(CPU))  # type: ignore[arg-type]
 
 
 def test_a_gpu_decodes_each_batch_with_one_launch(

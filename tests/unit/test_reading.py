@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,16 @@ from support.simulated import Probe  # noqa: E402
 from tpde.errors import OutOfMemory, Truncated  # noqa: E402
 from tpde.io.sources import FileSource  # noqa: E402
 from tpde.loading import reading  # noqa: E402
-from tpde.loading.reading import Extent, read_extents  # noqa: E402
+from tpde.loading.reading import Extent, Reader, read_extents  # noqa: E402
 
 CPU = torch.device("cpu")
+
+
+class Watched:
+    """A file whose reads are a function's, which may go on to the file's own."""
+
+    def __init__(self, source: FileSource, read_into: Callable[[int, memoryview], None]) -> None:
+        self.name, self.size, self.read_into = source.name, source.size, read_into
 
 
 @pytest.fixture
@@ -35,15 +43,16 @@ def source(tmp_path: Path) -> FileSource:
     return FileSource(path)
 
 
-def test_extents(source: FileSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
+def test_extents(source: FileSource, tmp_path: Path) -> None:
     data, draw = (tmp_path / "bytes").read_bytes(), random.Random(2)
     extents = []
     for _ in range(40):
         size = draw.choice([0, 1, 4095, 4096, 4097, 50_000])
         at = draw.randrange(300_000 - size)
         extents.append(Extent(source, at, size, "x"))
-    for tensor, extent in zip(read_extents(extents, CPU), extents, strict=True):
+    for tensor, extent in zip(
+        read_extents(extents, CPU, make_reader=partial(Reader, piece=4096)), extents, strict=True
+    ):
         assert tensor.numpy().tobytes() == data[extent.offset : extent.offset + extent.size]
         assert tensor.untyped_storage().nbytes() == extent.size
     assert read_extents([], CPU) == []
@@ -57,38 +66,31 @@ def test_a_file_that_is_too_short(source: FileSource, tmp_path: Path) -> None:
         read_extents([Extent(source, 0, 300_000, "w")], CPU)
 
 
-def test_what_is_complete_is_used_while_others_are_read(
-    source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_complete_is_used_while_others_are_read(source: FileSource) -> None:
     """The last group waits here until the first one was used."""
-    monkeypatch.setattr(reading, "GROUP_BYTES", 100_000)
-    used, numbers, real = threading.Event(), list[int](), FileSource.read_into
+    used, numbers = threading.Event(), list[int]()
 
-    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+    def read_into(offset: int, out: memoryview) -> None:
         assert offset < 200_000 or used.wait(60), "the first group is not used while the last is read"
-        real(source, offset, out)
+        source.read_into(offset, out)
 
     def use(number: int, tensor: Any) -> None:
         whole = torch.empty(100_000, dtype=torch.uint8)
-        real(source, extents[number].offset, whole.numpy().data)
+        source.read_into(extents[number].offset, whole.numpy().data)
         assert torch.equal(tensor, whole)
         numbers.append(number)
         used.set()
 
-    monkeypatch.setattr(FileSource, "read_into", read_into)
-    extents = [Extent(source, at, 100_000, "x") for at in (200_000, 0, 100_000)]
-    read_extents(extents, CPU, use)
+    extents = [Extent(Watched(source, read_into), at, 100_000, "x") for at in (200_000, 0, 100_000)]
+    read_extents(extents, CPU, use, group_bytes=100_000)
     assert numbers == [1, 2, 0]
 
 
-def test_after_a_failure_nobody_reads_the_rest(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_nobody_reads_the_rest(source: FileSource) -> None:
     """Two threads share what is read; the one that fails goes on to what is wanted next."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(reading, "GROUP_BYTES", 100_000)
-    monkeypatch.setattr(reading, "default_threads", lambda: 2)
     held, went_on, read = threading.Event(), threading.Event(), list[int]()
 
-    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+    def read_into(offset: int, out: memoryview) -> None:
         read.append(offset)
         if offset == 0:
             held.set()
@@ -99,20 +101,19 @@ def test_after_a_failure_nobody_reads_the_rest(source: FileSource, monkeypatch: 
         elif offset >= 100_000:
             went_on.set()
 
-    monkeypatch.setattr(FileSource, "read_into", read_into)
+    extents = [Extent(Watched(source, read_into), at, 100_000, "x") for at in (0, 100_000)]
     with pytest.raises(OSError, match="it failed"):
-        read_extents([Extent(source, at, 100_000, "x") for at in (0, 100_000)], CPU)
+        read_extents(extents, CPU, make_reader=partial(Reader, piece=1000, threads=2), group_bytes=100_000)
     assert sorted(it for it in read if it < 100_000) == [0, 1000]
 
 
-def test_using_that_fails(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "GROUP_BYTES", 1)
-
+def test_using_that_fails(source: FileSource) -> None:
     def use(number: int, tensor: Any) -> None:
         raise KeyboardInterrupt
 
+    extents = [Extent(source, at, 1000, "x") for at in range(0, 300_000, 1000)]
     with pytest.raises(KeyboardInterrupt):
-        read_extents([Extent(source, at, 1000, "x") for at in range(0, 300_000, 1000)], CPU, use)
+        read_extents(extents, CPU, use, group_bytes=1)
     assert not [it for it in threading.enumerate() if it.name.startswith("tpde-read")]
 
 
@@ -131,7 +132,7 @@ def test_running_out_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_complete_is_not_held(source: FileSource) -> None:
     """Whoever asked for it may give it back, though others are still being read."""
-    with reading.Reader(CPU) as reader:
+    with Reader(CPU) as reader:
         tensor = torch.empty(1000, dtype=torch.uint8)
         begun = reader.begin([tensor], [Extent(source, 0, 1000, "x")])
         begun.wait()
@@ -146,13 +147,12 @@ def test_no_more_threads_than_are_of_use(
     readers: int, processors: int, threads: int, source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them wait here until they have been counted; there are five pieces."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 1000)
     monkeypatch.setattr(reading, "READERS", readers)
     monkeypatch.setattr(reading, "default_threads", lambda: processors)
     counted = threading.Event()
-    monkeypatch.setattr(FileSource, "read_into", lambda *_: counted.wait(60) and None)
-    with reading.Reader(CPU) as reader:
-        begun = reader.begin([torch.empty(4001, dtype=torch.uint8)], [Extent(source, 0, 4001, "x")])
+    watched = Watched(source, lambda *_: counted.wait(60) and None)
+    with Reader(CPU, piece=1000) as reader:
+        begun = reader.begin([torch.empty(4001, dtype=torch.uint8)], [Extent(watched, 0, 4001, "x")])
         found = [it for it in threading.enumerate() if it.name.startswith("tpde-read")]
         counted.set()
         begun.wait()
@@ -161,7 +161,7 @@ def test_no_more_threads_than_are_of_use(
 
 @pytest.mark.parametrize("what", ["asks for a piece", "stops"])
 def test_pieces_are_handed_out_to_one_thread_at_a_time(what: str, source: FileSource) -> None:
-    work = reading._Work([torch.empty(10, dtype=torch.uint8)], [Extent(source, 0, 10, "x")])
+    work = reading._Work([torch.empty(10, dtype=torch.uint8)], [Extent(source, 0, 10, "x")], 10)
     probe, done = Probe(threading.RLock()), list[Any]()
     work._lock = probe  # type: ignore[assignment]
 
@@ -179,12 +179,11 @@ def test_pieces_are_handed_out_to_one_thread_at_a_time(what: str, source: FileSo
     assert list(itertools.islice(work, 9)) == []
 
 
-def test_each_piece_is_handed_out_once(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_piece_is_handed_out_once(source: FileSource) -> None:
     """In the order of files and offsets, whatever that of the extents."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 100)
     sizes, places = (250, 0, 100), (500, 300, 100)
     extents = [Extent(source, at, size, "x") for at, size in zip(places, sizes, strict=True)]
-    work = reading._Work([], extents)
+    work = reading._Work([], extents, 100)
     assert len(work) == 4
     wanted = [(2, 0, 100), (0, 0, 100), (0, 100, 100), (0, 200, 50)]
     assert list(itertools.islice(work, 9)) == wanted
@@ -392,12 +391,9 @@ def test_copies_to_a_gpu(
     readers: int, source: FileSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer is read to again when its copy is done; when reading is, all copies are."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(reading, "READERS", readers)
-    monkeypatch.setattr(reading, "default_threads", lambda: 8)
     streams, data = Streams(monkeypatch), (tmp_path / "bytes").read_bytes()
     extents = [Extent(source, at, 50_001, "x") for at in (150_000, 7, 60_000)]
-    with reading.Reader(DEVICE) as reader:
+    with Reader(DEVICE, piece=4096, threads=readers) as reader:
         for _ in range(2):
             tensors: list[Any] = [OnDevice(streams, it.size) for it in extents]
             reader.begin(tensors, extents).wait()
@@ -410,18 +406,15 @@ def test_copies_to_a_gpu(
 
 def test_two_copies_to_a_gpu_are_under_way(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one is copied, the next piece is read."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(reading, "READERS", 1)
-    streams, under_way, real = Streams(monkeypatch), list[int](), FileSource.read_into
+    streams, under_way = Streams(monkeypatch), list[int]()
 
-    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+    def read_into(offset: int, out: memoryview) -> None:
         under_way.append(sum(len(it.jobs) for it in streams.made))
-        real(source, offset, out)
+        source.read_into(offset, out)
 
-    monkeypatch.setattr(FileSource, "read_into", read_into)
-    with reading.Reader(DEVICE) as reader:
+    with Reader(DEVICE, piece=4096, threads=1) as reader:
         tensors: list[Any] = [OnDevice(streams, 40_000)]
-        reader.begin(tensors, [Extent(source, 0, 40_000, "x")]).wait()
+        reader.begin(tensors, [Extent(Watched(source, read_into), 0, 40_000, "x")]).wait()
     assert max(under_way) == 2, "a copy, and the event behind it"
 
 
@@ -429,18 +422,15 @@ def test_copies_that_were_begun_are_waited_for_after_an_error(
     source: FileSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They read a buffer that is given back."""
-    monkeypatch.setattr(reading, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(reading, "READERS", 1)
-    streams, real = Streams(monkeypatch), FileSource.read_into
+    streams = Streams(monkeypatch)
 
-    def read_into(source: FileSource, offset: int, out: memoryview) -> None:
+    def read_into(offset: int, out: memoryview) -> None:
         if offset == 8192:
             raise Truncated("the disk ends here")
-        real(source, offset, out)
+        source.read_into(offset, out)
 
-    monkeypatch.setattr(FileSource, "read_into", read_into)
-    with reading.Reader(DEVICE) as reader:
+    with Reader(DEVICE, piece=4096, threads=1) as reader:
         tensors: list[Any] = [OnDevice(streams, 40_000)]
         with pytest.raises(Truncated, match="ends here"):
-            reader.begin(tensors, [Extent(source, 0, 40_000, "x")]).wait()
+            reader.begin(tensors, [Extent(Watched(source, read_into), 0, 40_000, "x")]).wait()
     assert [len(it.jobs) for it in streams.made] == [0]

@@ -88,8 +88,8 @@ def test_a_new_codec_is_read(blob: Any) -> None:
     assert out.tobytes() == DATA
 
 
-def test_what_no_gpu_decodes_the_cpu_does(blob: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card(monkeypatch)
+def test_what_no_gpu_decodes_the_cpu_does(blob: Any, monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    card = Card(monkeypatch, launch_on)
     packed = OnCard(torch.from_numpy(blob), "w", card)
     out = torch.full((512 + SPEC.nbytes,), 0xA5, dtype=torch.uint8)
     Materializer([(packed, 512)], card)(out)

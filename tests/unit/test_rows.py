@@ -158,9 +158,9 @@ class Kernel:
 
 
 @pytest.fixture
-def on_card(monkeypatch: pytest.MonkeyPatch) -> Any:
+def on_card(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> Any:
     """What makes a reader on a device, and what happens there."""
-    card, events = Card(monkeypatch), list[Any]()
+    card, events = Card(monkeypatch, launch_on), list[Any]()
     monkeypatch.setattr(decode, "Rows", Kernel)
     monkeypatch.setattr(Kernel, "events", events, raising=False)
     monkeypatch.setattr(rows_of, "capturing", lambda _: card.recording)
@@ -254,8 +254,10 @@ def test_rows_of_the_hosts_memory_are_checked_each_time(settled: bool, on_card: 
 
 
 @pytest.mark.parametrize("codec", ["zstd", "constant"])
-def test_what_no_kernel_reads_is_looked_up_without(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    card, spec = Card(monkeypatch), TensorSpec("BF16", (300, 48))
+def test_what_no_kernel_reads_is_looked_up_without(
+    codec: str, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    card, spec = Card(monkeypatch, launch_on), TensorSpec("BF16", (300, 48))
     monkeypatch.setattr(decode, "Rows", None)
     data = b"\xf1\xf2" * (300 * 48) if codec == "constant" else fill("normal", spec)
     sink = BytesSink()

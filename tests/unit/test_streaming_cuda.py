@@ -15,7 +15,7 @@ from support.cuda import DECODE_NS, HOST_BYTES, Cuda  # noqa: E402
 from support.ring import ROOM, SIZES, Fixture  # noqa: E402
 
 from tpde.errors import Corrupt  # noqa: E402
-from tpde.host import page_lock  # noqa: E402
+from tpde.host.page_lock import STEP  # noqa: E402
 from tpde.streaming import cuda_device as devices  # noqa: E402
 from tpde.streaming.cuda_device import CudaDevice  # noqa: E402
 from tpde.streaming.streamer import StreamedUnit  # noqa: E402
@@ -24,8 +24,11 @@ from tpde.streaming.trace import Trace, start_trace  # noqa: E402
 pytestmark = pytest.mark.usefixtures("bounded")
 
 
-def fixture(cuda: Cuda, folder: Path, **options: Any) -> Fixture:
-    made = Fixture(folder, SIZES, **{"kind": lambda ring: CudaDevice(cuda, ring), **options})
+SMALL = 16 << 10  # of a step
+
+
+def fixture(cuda: Cuda, folder: Path, *, step: int = STEP, **options: Any) -> Fixture:
+    made = Fixture(folder, SIZES, kind=lambda ring: CudaDevice(cuda, ring, step=step), **options)
     cuda.tensors += made.tensors
     return made
 
@@ -39,12 +42,11 @@ def wrong(out: Any, expected: bytes) -> bool:
 @pytest.mark.parametrize("eager", ["copies", "computes", "any"])
 @pytest.mark.parametrize("keep", [0, 500_000])
 def test_the_bytes_are_right_in_whatever_order_streams_run(
-    eager: str, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    eager: str, keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
     """Nothing is done before all is queued: only events keep places from being overwritten, or read early."""
-    monkeypatch.setattr(page_lock, "STEP", 16 << 10)
-    cuda = Cuda(monkeypatch, eager)
-    with fixture(cuda, tmp_path, places=3, keep=keep, offset=8, apart=8) as made:
+    cuda = Cuda(monkeypatch, launch_on, eager)
+    with fixture(cuda, tmp_path, step=SMALL, places=3, keep=keep, offset=8, apart=8) as made:
         units = made.units((0, 1), (2,), (4, 5))
         for unit, _ in units:
             unit.verified = True  # the first use would wait for everything
@@ -68,8 +70,9 @@ def test_the_bytes_are_right_in_whatever_order_streams_run(
 
 def test_places_are_not_written_before_what_used_their_memory_is_done(
     monkeypatch: pytest.MonkeyPatch,
+    launch_on: Any,
 ) -> None:
-    cuda = Cuda(monkeypatch, "copies")
+    cuda = Cuda(monkeypatch, launch_on, "copies")
     done: list[str] = []
     cuda.current = 1
     cuda.streams[0].put(lambda: done.append("before"))
@@ -77,34 +80,37 @@ def test_places_are_not_written_before_what_used_their_memory_is_done(
     cuda.streams[1].put(lambda: done.append("copy"))
     cuda.run()
     assert done == ["before", "copy"]
-    assert device._ring is not None
+    assert device.memory is not None
 
 
 def one(made: Fixture) -> StreamedUnit:
     return made.units((2,))[0][0]
 
 
-def test_copies_are_cut_where_memory_was_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_lock, "STEP", 16 << 10)
-    cuda = Cuda(monkeypatch)
-    with fixture(cuda, tmp_path) as made:
+def test_copies_are_cut_where_memory_was_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
+    with fixture(cuda, tmp_path, step=SMALL) as made:
         piece = one(made).pieces[1]
         address = made.feed.wait(piece.extent)
         event: Any = made.device.copy(ROOM, address, piece)
         assert sum(size for *_, size in cuda.copied) == piece.extent.size
         assert len(cuda.copied) > 1
-        base = made.device._ring.data_ptr() + ROOM
+        base = made.device.memory.data_ptr() + ROOM
         for to, begin, size in cuda.copied:
             assert to - base == begin - address
-            assert begin // page_lock.STEP == (begin + size - 1) // page_lock.STEP
+            assert begin // SMALL == (begin + size - 1) // SMALL
         assert not event.query()
         event.synchronize()
-        whole = made.device._ring.numpy()[ROOM:][: piece.extent.size]
-        assert whole.tobytes() == bytes(made.feed._bytes(piece.extent)[piece.extent.offset :][: len(whole)])
+        whole = made.device.memory.numpy()[ROOM:][: piece.extent.size]
+        assert whole.tobytes() == bytes(made.feed.whole(piece.extent)[piece.extent.offset :][: len(whole)])
 
 
-def test_a_copy_that_the_driver_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
+def test_a_copy_that_the_driver_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
     with fixture(cuda, tmp_path) as made:
         unit = one(made)
         cuda.code = cuda.driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
@@ -112,13 +118,15 @@ def test_a_copy_that_the_driver_refuses(tmp_path: Path, monkeypatch: pytest.Monk
             unit(torch.empty(600_000, dtype=torch.uint8))
 
 
-def test_damage_is_told_of_the_piece_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
+def test_damage_is_told_of_the_piece_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
     with fixture(cuda, tmp_path) as made:
         units = made.units((0,), (2,))
         out = torch.empty(600_000, dtype=torch.uint8)
         extent, offsets = made.tensors[2].extent, made.tensors[2].offsets
-        made.feed._bytes(extent)[extent.offset + int(offsets[20]) + 40] ^= 1
+        made.feed.whole(extent)[extent.offset + int(offsets[20]) + 40] ^= 1
         (locked,) = cuda.locked
         for unit, _ in units:
             there = unit.handle.launch._reports.untyped_storage().data_ptr()  # type: ignore[attr-defined]
@@ -130,8 +138,10 @@ def test_damage_is_told_of_the_piece_that_has_it(tmp_path: Path, monkeypatch: py
         made.streamer.check()
 
 
-def test_waiting_for_decoding_waits_for_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch, "computes")
+def test_waiting_for_decoding_waits_for_no_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    cuda = Cuda(monkeypatch, launch_on, "computes")
     with fixture(cuda, tmp_path) as made:
         done: list[str] = []
         cuda.streams[0].put(lambda: done.append("computed"))
@@ -142,18 +152,20 @@ def test_waiting_for_decoding_waits_for_no_copies(tmp_path: Path, monkeypatch: p
         assert done == ["computed", "copied"]
 
 
-def test_closing_waits_and_frees_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, done = Cuda(monkeypatch), list[int]()
+def test_closing_waits_and_frees_the_places(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda, done = Cuda(monkeypatch, launch_on), list[int]()
     device = CudaDevice(cuda, 1024)
     cuda.streams[1].put(lambda: done.append(1))
     device.close()
     assert done == [1]
-    assert device._ring is None
+    assert device.memory is None
     device.close()
 
 
-def test_closing_frees_the_places_of_a_device_that_has_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CudaDevice(Cuda(monkeypatch), 1024)
+def test_closing_frees_the_places_of_a_device_that_has_crashed(
+    monkeypatch: pytest.MonkeyPatch, launch_on: Any
+) -> None:
+    device = CudaDevice(Cuda(monkeypatch, launch_on), 1024)
 
     def crashed(_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -161,19 +173,19 @@ def test_closing_frees_the_places_of_a_device_that_has_crashed(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "synchronize", crashed)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         device.close()
-    assert device._ring is None
+    assert device.memory is None
 
 
-def test_a_graph_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
+def test_a_graph_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
     device = CudaDevice(cuda, 1024)
     assert not device.recording()
     cuda.recording = True
     assert device.recording()
 
 
-def test_reports_are_of_one_piece_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
+def test_reports_are_of_one_piece_each(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda = Cuda(monkeypatch, launch_on)
     monkeypatch.setattr(devices, "_REPORTS", 8)
     reports = devices._Reports()
     taken = [reports.take(count) for count in (3, 5, 1, 20, 7, 1)]
@@ -187,8 +199,8 @@ def test_reports_are_of_one_piece_each(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- traces ----
 
 
-def test_a_trace_starts_with_the_device_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, done = Cuda(monkeypatch, "computes"), list[int]()
+def test_a_trace_starts_with_the_device_idle(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda, done = Cuda(monkeypatch, launch_on, "computes"), list[int]()
     CudaDevice(cuda, 1024)
     cuda.streams[1].put(lambda: done.append(1))
     trace = start_trace(cuda, 7)
@@ -199,9 +211,9 @@ def test_a_trace_starts_with_the_device_idle(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_trace_tells_what_was_copied_decoded_and_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
-    cuda = Cuda(monkeypatch, "computes")
+    cuda = Cuda(monkeypatch, launch_on, "computes")
     with fixture(cuda, tmp_path, places=8) as made:
         units = made.units((2,), (0, 4), (5,))
         for unit, _ in units:
@@ -234,9 +246,9 @@ def test_a_trace_tells_what_was_copied_decoded_and_computed(
 
 
 def test_what_was_not_decoded_to_its_end_computes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
-    cuda = Cuda(monkeypatch)
+    cuda = Cuda(monkeypatch, launch_on)
     with fixture(cuda, tmp_path) as made:
         (large, _), (small, _) = made.units((2,), (3,))
         out = torch.empty(600_000, dtype=torch.uint8)
@@ -250,10 +262,10 @@ def test_what_was_not_decoded_to_its_end_computes_nothing(
 
 
 def test_two_devices_beside_each_other_note_what_is_computed_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch_on: Any
 ) -> None:
     """The experts' weights follow those of their block: what that has computed ends there."""
-    cuda = Cuda(monkeypatch)
+    cuda = Cuda(monkeypatch, launch_on)
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()

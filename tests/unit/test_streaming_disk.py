@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import pytest
 from support.locking import FakeLock
 
 from tpde.errors import InvalidInput, ReadError, Truncated, UnsupportedDevice
-from tpde.host import direct_io, disk, page_lock
+from tpde.host.direct_io import Files
 from tpde.host.disk import SLACK, ReadAhead
-from tpde.io.sources import BytesSource, Extent, FileSource
+from tpde.io.sources import ByteSource, BytesSource, Extent, FileSource
 
 pytestmark = pytest.mark.usefixtures("bounded")
 
@@ -31,9 +32,9 @@ PIECE = 256 << 10
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLock]:
-    """Small reads, so that threads share a piece; afterwards nothing is locked, and no thread left."""
-    made = FakeLock(monkeypatch)
-    monkeypatch.setattr(disk, "READ_BYTES", 64 << 10)
+    """Afterwards nothing is locked, and no thread left."""
+    monkeypatch.delenv("TPDE_HOST_MEMORY", raising=False)
+    made = FakeLock()
     yield made
     gc.collect()
     soon(lambda: not threads(), "threads are left")
@@ -51,6 +52,11 @@ def source(tmp_path: Path, data: bytes) -> Iterator[FileSource]:
     made = FileSource(tmp_path / "blobs")
     yield made
     made.close()
+
+
+def reading(buffers: int, threads: int, page_lock: FakeLock | None, files: Any = None) -> ReadAhead:
+    """Small reads, so that threads share a piece."""
+    return ReadAhead(buffers, PIECE, threads, page_lock, files=files, read_bytes=64 << 10)
 
 
 def threads() -> list[str]:
@@ -108,19 +114,35 @@ class Copied:
         assert self.passed.wait(20)
 
 
-class Slow:
+class Slow(Files):
     """Holds reads back until they are let go, those from some offset on."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, begin: int = 0) -> None:
-        self.go, self.reading = threading.Event(), 0
-        self.begin, self._preadv = begin, os.preadv
-        patch.setattr(os, "preadv", self)
+    def __init__(self, begin: int = 0) -> None:
+        super().__init__()
+        self.go, self.reading, self.begin = threading.Event(), 0, begin
 
-    def __call__(self, descriptor: int, buffers: Any, offset: int) -> int:
+    def read(self, source: ByteSource, offset: int, out: memoryview, size: int) -> None:
         if offset >= self.begin:
             self.reading += 1
             assert self.go.wait(20)
-        return self._preadv(descriptor, buffers, offset)
+        super().read(source, offset, out, size)
+
+
+class Failing(Files):
+    """A disk that fails where it is read from some offset to another.
+
+    Attributes
+    ----------
+    broken : range
+        The offsets.
+    """
+
+    broken = range(0)
+
+    def read(self, source: ByteSource, offset: int, out: memoryview, size: int) -> None:
+        if offset in self.broken:
+            raise OSError(errno.EIO, "Input/output error")
+        super().read(source, offset, out, size)
 
 
 # ---- every byte ----
@@ -129,7 +151,7 @@ class Slow:
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("buffers", [1, 5])
 def test_a_whole_file(buffers: int, count: int, source: FileSource, data: bytes, fake: FakeLock) -> None:
-    feed = ReadAhead(buffers, PIECE, count, 0)
+    feed = reading(buffers, count, fake)
     assert feed.ahead == buffers * PIECE
     assert feed.locked_bytes == feed.private_bytes == fake.bytes == buffers * (PIECE + SLACK)
     tickets = [feed.request(piece(source, at, min(PIECE, SIZE - at))) for at in range(0, SIZE, PIECE)]
@@ -144,7 +166,7 @@ def test_a_whole_file(buffers: int, count: int, source: FileSource, data: bytes,
 @pytest.mark.parametrize("mode", ["direct", "cached", "direct refused when reading", "memory"])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order(
-    seed: int, mode: str, source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+    seed: int, mode: str, source: FileSource, data: bytes, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any offsets and sizes, cancelled at any time, copies of any length: nothing is overwritten in use."""
     reads, preadv = {"direct": 0, "cached": 0}, os.preadv
@@ -158,12 +180,10 @@ def test_any_order(
 
     monkeypatch.setattr(os, "preadv", counted)
     if mode == "cached":
-        monkeypatch.setattr(
-            direct_io.os, "O_DIRECT", os.O_DIRECTORY
-        )  # an error, as of file systems without it
+        monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)  # an error, as of file systems without it
     origin: Any = BytesSource(data) if mode == "memory" else source
     draw = random.Random(seed)
-    feed = ReadAhead(3, PIECE, 4, 0)
+    feed = reading(3, 4, fake)
     pending: list[Any] = []
     copying: list[tuple[Any, int, bytes, Copied]] = []
 
@@ -205,8 +225,8 @@ def test_any_order(
         assert not reads["cached" if mode == "direct" else "direct"]
 
 
-def test_a_buffer_waits_for_its_copy(source: FileSource, data: bytes) -> None:
-    feed = ReadAhead(1, PIECE, 3, 0)
+def test_a_buffer_waits_for_its_copy(source: FileSource, data: bytes, fake: FakeLock) -> None:
+    feed = reading(1, 3, fake)
     first, second = feed.request(piece(source, 0)), feed.request(piece(source, PIECE))
     address, event = first.wait(), Copied(None)
     first.copied(event)
@@ -219,10 +239,10 @@ def test_a_buffer_waits_for_its_copy(source: FileSource, data: bytes) -> None:
 
 
 def test_requests_never_block_and_are_served_in_order(
-    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+    source: FileSource, data: bytes, fake: FakeLock
 ) -> None:
-    slow = Slow(monkeypatch)
-    feed = ReadAhead(2, PIECE, 4, 0)
+    slow = Slow()
+    feed = reading(2, 4, fake, slow)
     tickets = [feed.request(piece(source, i * PIECE)) for i in range(8)]
     soon(lambda: slow.reading == 4, "all threads share the first piece")
     assert not any(ticket.ready() for ticket in tickets)
@@ -236,10 +256,10 @@ def test_requests_never_block_and_are_served_in_order(
     feed.close()
 
 
-def test_cancelled_while_it_is_read(source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_while_it_is_read(source: FileSource, data: bytes, fake: FakeLock) -> None:
     """Reads that are under way write to the buffer: nobody else gets it before they end."""
-    slow = Slow(monkeypatch)
-    feed = ReadAhead(1, PIECE, 2, 0)
+    slow = Slow()
+    feed = reading(1, 2, fake, slow)
     first, second = feed.request(piece(source, 0)), feed.request(piece(source, 3 * PIECE))
     soon(lambda: slow.reading == 2, "reading")
     first.cancel()
@@ -251,8 +271,8 @@ def test_cancelled_while_it_is_read(source: FileSource, data: bytes, monkeypatch
     feed.close()
 
 
-def test_too_large(source: FileSource) -> None:
-    feed = ReadAhead(2, PIECE, 1, 0)
+def test_too_large(source: FileSource, fake: FakeLock) -> None:
+    feed = reading(2, 1, fake)
     with pytest.raises(InvalidInput, match=r"`at 0`: 262145 bytes, but a piece has 1 to 262144"):
         feed.request(piece(source, 0, PIECE + 1))
     with pytest.raises(InvalidInput, match="0 bytes, but a piece has 1"):
@@ -263,13 +283,15 @@ def test_too_large(source: FileSource) -> None:
 @pytest.mark.parametrize(("buffers", "size", "count"), [(0, PIECE, 1), (1, 0, 1), (1, PIECE, 0)])
 def test_what_reads_nothing(buffers: int, size: int, count: int, fake: FakeLock) -> None:
     with pytest.raises(InvalidInput, match="read nothing"):
-        ReadAhead(buffers, size, count, 0)
+        ReadAhead(buffers, size, count, fake)
     assert not fake.attempts
 
 
 @pytest.mark.parametrize("how", ["cancelled", "copied"])
-def test_what_was_given_back_is_not_waited_for(how: str, source: FileSource, data: bytes) -> None:
-    feed = ReadAhead(1, PIECE, 1, 0)
+def test_what_was_given_back_is_not_waited_for(
+    how: str, source: FileSource, data: bytes, fake: FakeLock
+) -> None:
+    feed = reading(1, 1, fake)
     try:
         ticket = feed.request(piece(source, 0))
         check(feed, ticket, data)
@@ -285,11 +307,9 @@ def test_what_was_given_back_is_not_waited_for(how: str, source: FileSource, dat
         feed.close()
 
 
-def test_memory_stays_while_one_of_several_threads_reads_to_it(
-    source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = Slow(monkeypatch)
-    feed = ReadAhead(1, PIECE, 3, 0)
+def test_memory_stays_while_one_of_several_threads_reads_to_it(source: FileSource, fake: FakeLock) -> None:
+    slow = Slow()
+    feed = reading(1, 3, fake, slow)
     feed.request(piece(source, 0, 4096))
     soon(lambda: slow.reading == 1, "reading")
     closer = threading.Thread(target=feed.close)
@@ -302,10 +322,10 @@ def test_memory_stays_while_one_of_several_threads_reads_to_it(
 
 
 def test_a_single_read_that_was_cancelled_meanwhile_frees_its_buffer(
-    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+    source: FileSource, data: bytes, fake: FakeLock
 ) -> None:
-    slow = Slow(monkeypatch)
-    feed = ReadAhead(1, PIECE, 1, 0)
+    slow = Slow()
+    feed = reading(1, 1, fake, slow)
     first, second = feed.request(piece(source, 0, 4096)), feed.request(piece(source, 8192, 4096))
     soon(lambda: slow.reading == 1, "reading")
     first.cancel()
@@ -315,30 +335,24 @@ def test_a_single_read_that_was_cancelled_meanwhile_frees_its_buffer(
     feed.close()
 
 
-def test_a_single_read_that_fails_frees_its_buffer(
-    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    feed = ReadAhead(1, PIECE, 1, 0)
-    with monkeypatch.context() as patch:
-
-        def fail(*_: Any) -> int:
-            raise OSError(errno.EIO, "Input/output error")
-
-        patch.setattr(os, "preadv", fail)
-        for _ in range(2):
-            ticket = feed.request(piece(source, 0, 4096))
-            with pytest.raises(ReadError, match="the disk failed"):
-                waited(ticket)
-            assert not ticket.ready()
+def test_a_single_read_that_fails_frees_its_buffer(source: FileSource, data: bytes, fake: FakeLock) -> None:
+    files = Failing()
+    feed, files.broken = reading(1, 1, fake, files), range(SIZE)
+    for _ in range(2):
+        ticket = feed.request(piece(source, 0, 4096))
+        with pytest.raises(ReadError, match="the disk failed"):
+            waited(ticket)
+        assert not ticket.ready()
+    files.broken = range(0)
     check(feed, feed.request(piece(source, 0, 4096)), data)
     feed.close()
 
 
 def test_nobody_is_left_waiting_for_what_was_cancelled(
-    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+    source: FileSource, data: bytes, fake: FakeLock
 ) -> None:
-    slow = Slow(monkeypatch)
-    feed = ReadAhead(1, PIECE, 1, 0)
+    slow = Slow()
+    feed = reading(1, 1, fake, slow)
     ticket, found = feed.request(piece(source, 0)), list[BaseException]()
 
     def wait() -> None:
@@ -358,7 +372,7 @@ def test_nobody_is_left_waiting_for_what_was_cancelled(
 
 
 def test_memory_for_no_device_is_not_locked(source: FileSource, data: bytes, fake: FakeLock) -> None:
-    feed = ReadAhead(1, PIECE, 1, None)
+    feed = reading(1, 1, None)
     assert not fake.attempts
     assert (feed.locked_bytes, feed.private_bytes) == (0, PIECE + SLACK)
     check(feed, feed.request(piece(source, 0)), data)
@@ -369,34 +383,32 @@ def test_threads_use_the_device_whose_copies_they_wait_for(
     source: FileSource, data: bytes, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is locked there is nothing to bind to."""
-    bound: list[tuple[int, str]] = []
-    monkeypatch.setattr(
-        page_lock, "bind", lambda device: bound.append((device, threading.current_thread().name))
-    )
-    feed = ReadAhead(1, PIECE, 3, 5)
+    feed = reading(1, 3, fake)
     check(feed, feed.request(piece(source, 0)), data)
     feed.close()
-    assert bound == [(5, "tpde-disk")] * 3
-    ReadAhead(1, PIECE, 3, None).close()
+    assert fake.bound == ["tpde-disk"] * 3
+    reading(1, 3, None).close()
     monkeypatch.setenv("TPDE_HOST_MEMORY", "pageable")
-    ReadAhead(1, PIECE, 3, 5).close()
-    assert len(bound) == 3
+    reading(1, 3, fake).close()
+    assert len(fake.bound) == 3
 
 
-def test_the_page_cache_is_left_alone(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_cache_is_left_alone(
+    tmp_path: Path, data: bytes, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dropped: list[tuple[int, int]] = []
-    monkeypatch.setattr(direct_io.os, "O_DIRECT", os.O_DIRECTORY)
+    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, at, size, advice: dropped.append((at, size)))
     (tmp_path / "blobs").write_bytes(data)
     source = FileSource(tmp_path / "blobs")
-    feed = ReadAhead(1, PIECE, 1, 0)
+    feed = reading(1, 1, fake)
     check(feed, feed.request(piece(source, 4096, PIECE)), data)
     assert sum(size for _, size in dropped) == PIECE
     feed.close()
     source.close()
 
 
-def test_trace(source: FileSource, data: bytes) -> None:
+def test_trace(source: FileSource, data: bytes, fake: FakeLock) -> None:
     class Notes:
         def __init__(self) -> None:
             self.reads: list[tuple[str, int]] = []
@@ -405,7 +417,7 @@ def test_trace(source: FileSource, data: bytes) -> None:
             assert end > begin
             self.reads.append((name, nbytes))
 
-    feed = ReadAhead(2, PIECE, 2, 0)
+    feed = reading(2, 2, fake)
     assert feed.trace is None
     feed.trace = Notes()
     check(feed, feed.request(piece(source, 777)), data)
@@ -419,7 +431,7 @@ def test_trace(source: FileSource, data: bytes) -> None:
 def test_pageable_where_locking_is_refused(source: FileSource, data: bytes, fake: FakeLock) -> None:
     fake.refuse = lambda read_only, before: True
     with pytest.warns(RuntimeWarning, match="the memory that files are read to .*stays pageable") as caught:
-        feed = ReadAhead(2, PIECE, 2, 0)
+        feed = reading(2, 2, fake)
     assert caught[0].filename == __file__
     assert (feed.locked_bytes, feed.private_bytes) == (0, 2 * (PIECE + SLACK))
     check(feed, feed.request(piece(source, 0)), data)
@@ -430,10 +442,10 @@ def test_forced(source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TPDE_HOST_MEMORY", "arena")
     fake.refuse = lambda read_only, before: True
     with pytest.raises(UnsupportedDevice, match="cannot be page-locked"):
-        ReadAhead(2, PIECE, 2, 0)
+        reading(2, 2, fake)
     monkeypatch.setenv("TPDE_HOST_MEMORY", "pageable")
     attempts = fake.attempts
-    ReadAhead(2, PIECE, 2, 0).close()
+    reading(2, 2, fake).close()
     assert fake.attempts == attempts
 
 
@@ -442,11 +454,11 @@ def test_forced(source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_truncated_while_open(
-    cached: bool, source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
+    cached: bool, source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch, fake: FakeLock
 ) -> None:
     if cached:
-        monkeypatch.setattr(direct_io.os, "O_DIRECT", os.O_DIRECTORY)
-    feed = ReadAhead(2, PIECE, 2, 0)
+        monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)
+    feed = reading(2, 2, fake)
     check(feed, ticket := feed.request(piece(source, 4 * MIB)), data)
     ticket.cancel()
     os.truncate(source.name, 4 * MIB + 5000)
@@ -465,27 +477,20 @@ def test_truncated_while_open(
     feed.close()
 
 
-def test_replaced_while_open(source: FileSource, data: bytes, tmp_path: Path) -> None:
+def test_replaced_while_open(source: FileSource, data: bytes, tmp_path: Path, fake: FakeLock) -> None:
     """The file that was opened is read, also by a reader that opens it later."""
     (tmp_path / "other").write_bytes(bytes(SIZE))
     (tmp_path / "other").replace(source.name)
-    feed = ReadAhead(2, PIECE, 2, 0)
+    feed = reading(2, 2, fake)
     check(feed, feed.request(piece(source, 1000)), data)
     os.unlink(source.name)
     check(feed, feed.request(piece(source, MIB)), data)
     feed.close()
 
 
-def test_the_disk_fails(source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    preadv, failing = os.preadv, True
-
-    def wrapped(descriptor: int, buffers: Any, offset: int) -> int:
-        if failing and MIB <= offset < MIB + PIECE:
-            raise OSError(errno.EIO, "Input/output error")
-        return preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", wrapped)
-    feed = ReadAhead(2, PIECE, 4, 0)
+def test_the_disk_fails(source: FileSource, data: bytes, fake: FakeLock) -> None:
+    files = Failing()
+    feed, files.broken = reading(2, 4, fake, files), range(MIB, MIB + PIECE)
     for _ in range(4):  # more than there are buffers
         tickets = [feed.request(piece(source, at)) for at in (0, MIB, 2 * MIB)]
         check(feed, tickets[0], data)
@@ -497,23 +502,21 @@ def test_the_disk_fails(source: FileSource, data: bytes, monkeypatch: pytest.Mon
         check(feed, tickets[2], data)
         tickets[1].cancel()
         tickets[2].cancel()
-    failing = False
+    files.broken = range(0)
     check(feed, feed.request(piece(source, MIB)), data)
     feed.close()
 
 
 @pytest.mark.parametrize("where", ["event", "bind"])
-def test_the_device_fails(
-    where: str, source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_fails(where: str, source: FileSource, fake: FakeLock) -> None:
     """Whoever waits is told, instead of waiting for threads that have ended."""
 
     def broken(*args: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     if where == "bind":
-        monkeypatch.setattr(page_lock, "bind", broken)
-    feed = ReadAhead(1, PIECE, 2, 0)
+        fake.bind = broken  # type: ignore[method-assign]
+    feed = reading(1, 2, fake)
     first = feed.request(piece(source, 0))
     if where == "event":
         waited(first)
@@ -526,14 +529,12 @@ def test_the_device_fails(
     feed.close()
 
 
-def test_ctrl_c(
-    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_ctrl_c(source: FileSource, data: bytes, request: pytest.FixtureRequest, fake: FakeLock) -> None:
     # A job in the background ignores the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    slow = Slow(monkeypatch)
-    feed = ReadAhead(1, PIECE, 2, 0)
+    slow = Slow()
+    feed = reading(1, 2, fake, slow)
     ticket = feed.request(piece(source, 0))
     presser = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     presser.start()
@@ -548,41 +549,53 @@ def test_ctrl_c(
     feed.close()
 
 
-def test_ctrl_c_in_a_request_or_a_cancellation(
-    source: FileSource, data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody has the ticket then: its buffer is free all the same."""
+@contextmanager
+def interrupted(turn: int) -> Iterator[None]:
+    """Ctrl-C in this thread, when it wakes others up for the `turn`th time."""
+    left, notify_all = turn, threading.Condition.notify_all
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+    def notify(condition: threading.Condition) -> None:
+        nonlocal left
+        if threading.current_thread() is threading.main_thread():
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        notify_all(condition)
 
-    feed = ReadAhead(1, PIECE, 1, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Condition, "notify_all", notify)
+        yield
+
+
+def test_ctrl_c_in_a_request_or_a_cancellation(source: FileSource, data: bytes, fake: FakeLock) -> None:
+    """Nobody has the ticket then: its buffer is free all the same, and once."""
+    feed = reading(1, 1, fake)
     try:
-        state = feed._state
-        with monkeypatch.context() as patch:
-            patch.setattr(state.work, "notify_all", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                feed.request(piece(source, 0))
-        for where in ("there", "work"):
+        with interrupted(1), pytest.raises(KeyboardInterrupt):
+            feed.request(piece(source, 0))
+        for turn in (1, 2):
             ticket = feed.request(piece(source, 0))
             check(feed, ticket, data)
-            with monkeypatch.context() as patch:
-                patch.setattr(getattr(state, where), "notify_all", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    ticket.cancel()
+            with interrupted(turn), pytest.raises(KeyboardInterrupt):
+                ticket.cancel()
             ticket.cancel()
-            assert state._free == [0]
+            first, second = feed.request(piece(source, PIECE)), feed.request(piece(source, 0))
+            check(feed, first, data)
+            time.sleep(0.05)
+            assert not second.ready(), "there is one buffer"
+            check(feed, first, data)
+            first.cancel()
+            check(feed, second, data)
+            second.cancel()
     finally:
         feed.close()
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
-def test_the_end_while_reading(
-    how: str, source: FileSource, fake: FakeLock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_while_reading(how: str, source: FileSource, fake: FakeLock) -> None:
     """Memory stays until the last read, and the last copy, are done."""
-    slow = Slow(monkeypatch, MIB)
-    feed = ReadAhead(2, PIECE, 2, 0)
+    slow = Slow(MIB)
+    feed = reading(2, 2, fake, slow)
     first, second = feed.request(piece(source, 0)), feed.request(piece(source, MIB))
     event = Copied(None)
     first.wait()
@@ -619,16 +632,16 @@ def test_the_end_while_reading(
 
 
 def test_forgotten_while_idle(fake: FakeLock) -> None:
-    feed = ReadAhead(2, PIECE, 2, 0)
+    feed = reading(2, 2, fake)
     assert len(threads()) == 2
     del feed
     gc.collect()
     soon(lambda: not fake.locked and not threads(), "threads end")
 
 
-def test_closed_by_one_of_its_own_threads(source: FileSource, data: bytes) -> None:
+def test_closed_by_one_of_its_own_threads(source: FileSource, data: bytes, fake: FakeLock) -> None:
     """As when the garbage that a reader allocates has the model collected: it may hold the lock then."""
-    feed = ReadAhead(2, PIECE, 3, 0)
+    feed = reading(2, 3, fake)
     ended: list[bool] = []
 
     class Closing:

@@ -18,11 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.host import MIB, Gate, at, bring_in_vain, check, content, extents, threads
-from support.locking import FakeLock
+from support.locking import SHIFT, FakeLock
 
 from tpde.errors import Corrupt, InvalidInput, ReadError, Truncated, UnsupportedDevice
-from tpde.host import arena as arenas
-from tpde.host import page_lock
+from tpde.host.page_lock import STEP, steps
 from tpde.host.pinned import HostMemory
 from tpde.host.ranges import GAP_BYTES, PAGE, merge
 from tpde.io.sources import BytesSource, Extent, FileSource
@@ -32,18 +31,17 @@ pytestmark = pytest.mark.usefixtures("bounded")
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
-    """Whatever is locked is one step, at whichever address the system puts it."""
-    monkeypatch.setattr(page_lock, "STEP", 1 << 56)
-    return FakeLock(monkeypatch)
+    monkeypatch.delenv("TPDE_HOST_MEMORY", raising=False)
+    return FakeLock()
 
 
 @pytest.fixture
-def small_steps(fake: FakeLock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_lock, "STEP", 4 * PAGE)
+def small_steps(fake: FakeLock) -> None:
+    fake.step = 4 * PAGE
 
 
-def complete(wanted: list[Extent]) -> HostMemory:
-    memory = HostMemory(wanted, 0)
+def complete(wanted: list[Extent], fake: FakeLock) -> HostMemory:
+    memory = HostMemory(wanted, fake)
     memory.complete()
     return memory
 
@@ -58,7 +56,7 @@ def source(tmp_path: Path) -> Iterator[FileSource]:
 
 def test_locked_in_place(fake: FakeLock, source: FileSource) -> None:
     wanted = extents(source)
-    memory = HostMemory(wanted, 0)
+    memory = HostMemory(wanted, fake)
     assert (memory.kind, memory.private_bytes) == ("mapped", 0)
     assert all(read_only for _, read_only in fake.locked.values())
     # Pages 1 to 23, and from 4 MiB to the page in which the file ends.
@@ -84,7 +82,7 @@ def test_locked_in_place(fake: FakeLock, source: FileSource) -> None:
 def test_an_arena_where_locking_in_place_is_refused(fake: FakeLock, source: FileSource, before: int) -> None:
     """At once, or from the second range on."""
     fake.refuse = lambda read_only, locked: read_only and locked == before
-    memory = HostMemory(extents(source), 0)
+    memory = HostMemory(extents(source), fake)
     assert memory.kind == "arena"
     assert [read_only for _, read_only in fake.locked.values()] == [it < before for it in range(2)]
     assert memory.locked_bytes == fake.bytes == 23 * PAGE + MIB
@@ -98,7 +96,7 @@ def test_an_arena_where_locking_in_place_is_refused(fake: FakeLock, source: File
 def test_pageable_where_locking_is_refused(fake: FakeLock, source: FileSource, before: int) -> None:
     fake.refuse = lambda read_only, locked: read_only or locked == before
     with pytest.warns(RuntimeWarning, match=r"cannot be page-locked .*stays pageable.*ulimit -l") as caught:
-        memory = complete(extents(source))
+        memory = complete(extents(source), fake)
     assert len(caught) == 1
     assert (memory.kind, memory.private_bytes) == ("pageable", 23 * PAGE + MIB)
     assert memory.locked_bytes == fake.bytes == before * 22 * PAGE
@@ -115,7 +113,7 @@ def test_forced(
     if how == "environment":
         monkeypatch.setenv("TPDE_HOST_MEMORY", mode)
     argument = mode if how == "argument" else None
-    memory = HostMemory(extents(source), 0, mode=argument)
+    memory = HostMemory(extents(source), fake, mode=argument)
     assert memory.kind == mode
     assert fake.attempts == {"mapped": 2, "arena": 2, "pageable": 0}[mode]
     check(fake, memory, extents(source))
@@ -123,20 +121,20 @@ def test_forced(
     fake.refuse = lambda read_only, locked: True
     if mode != "pageable":
         with pytest.raises(UnsupportedDevice, match=r"cannot be page-locked.*CUDA_ERROR_NOT_SUPPORTED"):
-            bring_in_vain(extents(source), mode=argument)
+            bring_in_vain(extents(source), fake, mode=argument)
     assert not fake.locked
 
 
-def test_unknown_mode(source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_mode(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPDE_HOST_MEMORY", "fast")
     with pytest.raises(InvalidInput, match=r"`fast` is unknown; `TPDE_HOST_MEMORY` takes mapped, arena"):
-        HostMemory(extents(source), 0)
+        HostMemory(extents(source), fake)
 
 
 def test_other_failures_are_reported(fake: FakeLock, source: FileSource) -> None:
     fake.error = UnsupportedDevice("page-locking failed: CUDA_ERROR_DEINITIALIZED")
     with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
-        bring_in_vain(extents(source))
+        bring_in_vain(extents(source), fake)
     assert fake.attempts == 1
     assert not threads()
 
@@ -146,7 +144,7 @@ def test_other_failures_are_reported(fake: FakeLock, source: FileSource) -> None
 def test_steps(mode: str, fake: FakeLock, source: FileSource) -> None:
     """What is locked at once ends at multiples of the step, wherever the memory lies."""
     wanted = extents(source)
-    memory = HostMemory(wanted, 0, mode=mode)
+    memory = HostMemory(wanted, fake, mode=mode)
     assert memory.locked_bytes == fake.bytes == 23 * PAGE + MIB
     for address, (size, _) in fake.locked.items():
         assert address // (4 * PAGE) == (address + size - 1) // (4 * PAGE)
@@ -159,15 +157,13 @@ def test_steps(mode: str, fake: FakeLock, source: FileSource) -> None:
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("after", [3, 9])
-def test_refused_within_a_range(
-    after: int, used: bool, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_within_a_range(after: int, used: bool, fake: FakeLock, source: FileSource) -> None:
     """It is copied as a whole, as those after it; what of it was locked stays so only if it is used."""
-    gate, wanted = Gate(monkeypatch, fake, after), extents(source)
+    gate, wanted = Gate(fake, after), extents(source)
     fake.refuse = lambda read_only, locked: read_only and locked == after
 
     def bring() -> HostMemory:
-        memory = HostMemory(wanted, 0)
+        memory = HostMemory(wanted, fake)
         memory.begin()
         assert gate.reached.wait(60)
         if used:
@@ -183,7 +179,7 @@ def test_refused_within_a_range(
     assert memory.private_bytes == (23 * PAGE + MIB if first else MIB + PAGE)
     assert memory.locked_bytes == fake.bytes
     kept = sum(read_only for _, read_only in fake.locked.values())
-    whole = sum(1 for _ in page_lock.steps(memory.address(wanted[0]) // PAGE * PAGE, 22 * PAGE))
+    whole = sum(1 for _ in steps(memory.address(wanted[0]) // PAGE * PAGE, 22 * PAGE, fake.step))
     assert kept == (after if used else 0 if first else whole)
     check(fake, memory, wanted)
     memory.close()
@@ -195,7 +191,7 @@ def test_an_arena_that_is_locked_in_part(fake: FakeLock, source: FileSource) -> 
     """It is locked as far as it may be."""
     fake.refuse = lambda read_only, locked: read_only or locked == 4
     with pytest.warns(RuntimeWarning, match="cannot be page-locked") as caught:
-        memory = complete(extents(source))
+        memory = complete(extents(source), fake)
     assert f"({23 * PAGE + MIB - fake.bytes} bytes)" in str(caught[0].message), "what stays pageable"
     assert memory.kind == "pageable"
     assert memory.locked_bytes == fake.bytes
@@ -207,12 +203,10 @@ def test_an_arena_that_is_locked_in_part(fake: FakeLock, source: FileSource) -> 
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_kernels_find_nothing_where_the_device_sees_it_in_pieces(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_find_nothing_where_the_device_sees_it_in_pieces(fake: FakeLock, source: FileSource) -> None:
     far = iter(range(1 << 44, 1 << 60, 1 << 45))
-    monkeypatch.setattr(page_lock, "device_address", lambda address, device: next(far))
-    memory = HostMemory(extents(source), 0)
+    fake.there = lambda address: next(far)
+    memory = HostMemory(extents(source), fake)
     assert memory.device_address(Extent(source, 5000, 100, "in one")) == (1 << 44) + 5000 - PAGE
     assert memory.device_address(extents(source)[0]) is None
     assert at(memory.address(extents(source)[0]), 70_000) == content(source, extents(source)[0])
@@ -220,34 +214,30 @@ def test_kernels_find_nothing_where_the_device_sees_it_in_pieces(
 
 
 def test_kernels_read_no_further_than_to_what_the_device_sees_elsewhere(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+    fake: FakeLock, source: FileSource
 ) -> None:
     """Though what follows is where it would be if all were in one piece."""
-    monkeypatch.setattr(page_lock, "STEP", PAGE)
-    calls = iter(range(100))
-    shift = 1 << 44
-    monkeypatch.setattr(
-        page_lock, "device_address", lambda address, device: address + (2 if next(calls) == 2 else 1) * shift
-    )
-    memory = HostMemory([Extent(source, 0, 5 * PAGE, "t")], 0)
+    fake.step, calls = PAGE, iter(range(100))
+    fake.there = lambda address: address + (2 if next(calls) == 2 else 1) * SHIFT
+    memory = HostMemory([Extent(source, 0, 5 * PAGE, "t")], fake)
     memory.complete()
     for pages, there in ((1, True), (2, True), (3, False), (5, False)):
         extent = Extent(source, 0, pages * PAGE, "part")
-        assert memory.device_address(extent) == (memory.address(extent) + shift if there else None)
+        assert memory.device_address(extent) == (memory.address(extent) + SHIFT if there else None)
     memory.close()
 
 
 @given(st.integers(0, 1 << 48), st.integers(1, 1 << 30))
 def test_cutting_into_steps(address: int, size: int) -> None:
-    cuts = list(page_lock.steps(address, size))
+    cuts = list(steps(address, size))
     assert sum(n for _, n in cuts) == size
     for (begin, n), follows in zip(cuts, [*(it for it, _ in cuts[1:]), size], strict=True):
         assert 0 < n == follows - begin
-        assert (address + begin) // page_lock.STEP == (address + follows - 1) // page_lock.STEP
+        assert (address + begin) // STEP == (address + follows - 1) // STEP
 
 
 def test_what_was_not_asked_for(fake: FakeLock, source: FileSource) -> None:
-    memory = HostMemory(extents(source), 0)
+    memory = HostMemory(extents(source), fake)
     for offset, size in ((0, 10), (4999, 5), (94_200, 100), (2 * MIB, 5), (4 * MIB - 1, 5)):
         with pytest.raises(ValueError, match="were not asked for"):
             memory.address(Extent(source, offset, size, "x"))
@@ -259,14 +249,14 @@ def test_what_was_not_asked_for(fake: FakeLock, source: FileSource) -> None:
 def test_bytes_that_are_no_file(fake: FakeLock, source: FileSource) -> None:
     other = BytesSource(os.urandom(5 * MIB))
     wanted = [*extents(other), *extents(source)]
-    memory = HostMemory(wanted, 0)
+    memory = HostMemory(wanted, fake)
     assert memory.kind == "arena"
     check(fake, memory, wanted)
     memory.close()
 
 
 def test_nothing(fake: FakeLock) -> None:
-    memory = HostMemory([], 0)
+    memory = HostMemory([], fake)
     assert (memory.kind, memory.locked_bytes) == ("mapped", 0)
     memory.close()
 
@@ -276,7 +266,7 @@ def test_progress(fake: FakeLock, source: FileSource, refused: bool) -> None:
     """As many bytes as there are, also where they are brought in twice."""
     fake.refuse = lambda read_only, locked: refused and read_only and locked == 1
     seen: list[int] = []
-    memory = HostMemory(extents(source), 0, progress=seen.append)
+    memory = HostMemory(extents(source), fake, progress=seen.append)
     memory.complete()
     assert sum(seen) == sum(it.size for it in extents(source))
     assert min(seen) > 0
@@ -284,7 +274,7 @@ def test_progress(fake: FakeLock, source: FileSource, refused: bool) -> None:
 
 
 def test_given_back_with_the_last_reference(fake: FakeLock, source: FileSource) -> None:
-    memory = HostMemory(extents(source), 0)
+    memory = HostMemory(extents(source), fake)
     memory.complete()
     assert fake.locked
     del memory
@@ -295,9 +285,9 @@ def test_given_back_with_the_last_reference(fake: FakeLock, source: FileSource) 
 class _App:
     """Has memory, and is told of its progress."""
 
-    def __init__(self, source: FileSource, fails: bool) -> None:
+    def __init__(self, source: FileSource, fake: FakeLock, fails: bool) -> None:
         self.fails = fails
-        self.memory = HostMemory(extents(source), 0, mode="arena", progress=self.told)
+        self.memory = HostMemory(extents(source), fake, mode="arena", progress=self.told)
 
     def told(self, nbytes: int) -> None:
         if self.fails:
@@ -309,7 +299,7 @@ class _App:
 def test_progress_that_knows_the_memory_does_not_keep_it(
     fails: bool, wanted: bool, fake: FakeLock, source: FileSource
 ) -> None:
-    app = _App(source, fails)
+    app = _App(source, fake, fails)
     with pytest.raises(_Odd) if fails and wanted else nullcontext():
         if wanted:
             app.memory.complete()
@@ -346,7 +336,7 @@ def test_an_error_does_not_keep_the_memory(error: Exception, fake: FakeLock, sou
         assert str(caught.value.__cause__) == "why"
         assert "put" in [it.name for it in caught.traceback], "where it came from"
 
-    memory = HostMemory(extents(source), 0, mode="arena")
+    memory = HostMemory(extents(source), fake, mode="arena")
     for _ in range(2):
         ask(memory, extents(source)[3])
     assert fake.locked
@@ -365,9 +355,9 @@ def test_an_error_does_not_keep_the_bytes(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             made.append(self)
 
-    monkeypatch.setattr(arenas.mmap, "mmap", Map)
+    monkeypatch.setattr(mmap, "mmap", Map)
     monkeypatch.setattr(os, "preadv", lambda *args: 0)
-    memory = HostMemory(extents(source), 0, mode="arena")
+    memory = HostMemory(extents(source), fake, mode="arena")
     with pytest.raises(Truncated):
         memory.complete()
     memory.close()
@@ -390,10 +380,8 @@ _SPAN = 6 * MIB
     st.sampled_from([PAGE, 1 << 18, 1 << 26]),
 )
 def test_any_extents(places: list[tuple[int, int, int]], mode: str, step: int) -> None:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        fake = FakeLock(patch)
-        patch.setattr(page_lock, "STEP", step)
-        sources = []
+    with tempfile.TemporaryDirectory() as folder:
+        fake, sources = FakeLock(step), []
         for i in range(2):
             Path(folder, str(i)).write_bytes(os.urandom(1000) * (_SPAN // 1000) + os.urandom(i * 123))
             sources.append(FileSource(Path(folder, str(i))))
@@ -402,7 +390,7 @@ def test_any_extents(places: list[tuple[int, int, int]], mode: str, step: int) -
             for i, offset, size in places
             if offset < sources[i].size
         ]
-        memory = HostMemory(wanted, 0, mode=mode)
+        memory = HostMemory(wanted, fake, mode=mode)
         check(fake, memory, wanted)
         ranges = merge(wanted)
         assert memory.locked_bytes == fake.bytes == sum(it.size for it in ranges)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -14,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.host import MIB, Gate, at, bring_in_vain, check, content, extents, threads
+from support.host import MIB, Gate, at, bring_in_vain, check, content, extents, threads, wait_for_threads
 from support.locking import SHIFT, FakeLock
 
 from tpde.errors import OutOfMemory, ReadError, Truncated, UnsupportedDevice
-from tpde.host import arena as arenas
-from tpde.host import mapped, page_lock, pinning
 from tpde.host.pinned import HostMemory
-from tpde.host.ranges import PAGE, Range
+from tpde.host.ranges import PAGE
 from tpde.io.sources import Extent, FileSource
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -29,9 +28,8 @@ pytestmark = pytest.mark.usefixtures("bounded")
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLock:
-    """Whatever is locked is one step, at whichever address the system puts it."""
-    monkeypatch.setattr(page_lock, "STEP", 1 << 56)
-    return FakeLock(monkeypatch)
+    monkeypatch.delenv("TPDE_HOST_MEMORY", raising=False)
+    return FakeLock()
 
 
 @pytest.fixture
@@ -40,6 +38,14 @@ def source(tmp_path: Path) -> Iterator[FileSource]:
     made = FileSource(tmp_path / "blobs")
     yield made
     made.close()
+
+
+def given_back(memory: HostMemory, extent: Extent) -> bool:
+    try:
+        memory.there(extent)
+    except ReadError:
+        return True
+    return False
 
 
 def assert_prints(code: str, expected: str) -> None:
@@ -55,31 +61,29 @@ def assert_prints(code: str, expected: str) -> None:
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
 def test_nothing_is_brought_before_it_is_wanted(mode: str, fake: FakeLock, source: FileSource) -> None:
     wanted = extents(source)
-    with_begin, asked, given_back = (HostMemory(wanted, 0, mode=mode) for _ in range(3))
+    with_begin, asked, given_back = (HostMemory(wanted, fake, mode=mode) for _ in range(3))
     assert not any(it.there(wanted[0]) for it in (with_begin, asked, given_back))
     assert not threads()
     with_begin.begin()
     with_begin.begin()  # as often as anybody likes
-    with_begin._pinning._thread.join(60)
+    wait_for_threads()
     assert with_begin.there(wanted[3])
     check(fake, asked, wanted)
-    pinning_ = given_back._pinning
+    wait_for_threads()
     given_back.close()
     given_back.begin()
     with pytest.raises(ReadError, match="was given back; load the model again"):
         given_back.complete()
-    assert pinning_._thread.ident is None
+    assert not threads()
     with_begin.close()
     asked.close()
     assert not fake.locked
 
 
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
-def test_a_range_is_used_before_the_next_is_there(
-    mode: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, wanted = Gate(monkeypatch, fake, 1), extents(source)
-    memory = HostMemory(wanted, 0, mode=mode)
+def test_a_range_is_used_before_the_next_is_there(mode: str, fake: FakeLock, source: FileSource) -> None:
+    gate, wanted = Gate(fake, 1), extents(source)
+    memory = HostMemory(wanted, fake, mode=mode)
     check(fake, memory, wanted[:3])
     assert gate.reached.wait(60)
     assert not memory.there(wanted[3])
@@ -104,7 +108,7 @@ def test_what_fails_later_leaves_what_is_there(mode: str, fake: FakeLock, source
 
     fake.refuse = fail
     wanted = extents(source)
-    memory = HostMemory(wanted, 0, mode=mode)
+    memory = HostMemory(wanted, fake, mode=mode)
     with pytest.raises(UnsupportedDevice, match="DEINITIALIZED"):
         memory.complete()
     check(fake, memory, wanted[:3])
@@ -127,7 +131,7 @@ def test_closed_by_its_progress(mode: str, fake: FakeLock, source: FileSource) -
         seen.append(nbytes)
         made[0].close()
 
-    made.append(HostMemory(extents(source), 0, mode=mode, progress=told))
+    made.append(HostMemory(extents(source), fake, mode=mode, progress=told))
     handed.set()
     with pytest.raises(ReadError, match="was given back; load the model again"):
         made[0].complete()
@@ -137,31 +141,26 @@ def test_closed_by_its_progress(mode: str, fake: FakeLock, source: FileSource) -
     assert not fake.locked
 
 
-def test_whoever_closes_it_second_waits_too(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_closes_it_second_waits_too(fake: FakeLock, source: FileSource) -> None:
     """Files are closed after that, which the thread may still read."""
-    gate, memory = Gate(monkeypatch, fake, 1), HostMemory(extents(source), 0)
+    gate, memory = Gate(fake, 1), HostMemory(extents(source), fake)
     memory.begin()
     assert gate.reached.wait(60)
-    thread = memory._pinning._thread
     first = threading.Thread(target=memory.close)
     first.start()
-    while memory._close.alive:  # it has begun
+    while not given_back(memory, extents(source)[0]):  # until it has begun
         first.join(0.001)
     threading.Timer(0.1, gate.open.set).start()
     memory.close()
-    assert not thread.is_alive()
+    assert not threads()
     first.join()
     assert not fake.locked
 
 
-def test_what_is_there_in_part_is_there_up_to_its_last_byte(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_in_part_is_there_up_to_its_last_byte(fake: FakeLock, source: FileSource) -> None:
     """In steps of pages: what ends with one is there, and what has a byte more is not."""
-    monkeypatch.setattr(page_lock, "STEP", PAGE)
-    gate, memory = Gate(monkeypatch, fake, 2), HostMemory([Extent(source, 0, 4 * PAGE, "t")], 0)
+    fake.step = PAGE
+    gate, memory = Gate(fake, 2), HostMemory([Extent(source, 0, 4 * PAGE, "t")], fake)
     memory.begin()
     assert gate.reached.wait(60)
     inside, across = Extent(source, PAGE, PAGE, "inside"), Extent(source, PAGE, PAGE + 1, "across")
@@ -174,25 +173,16 @@ def test_what_is_there_in_part_is_there_up_to_its_last_byte(
     memory.close()
 
 
-def test_garbage_that_one_of_its_own_threads_collects(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_garbage_that_one_of_its_own_threads_collects(fake: FakeLock, source: FileSource) -> None:
     """Waiting for itself would never end: it is given back when its thread ends."""
     made: list[HostMemory] = []
     handed = threading.Event()
 
-    def lock_(*args: Any, **kwargs: Any) -> None:
-        assert handed.wait(60)
-        fake.lock(*args, **kwargs)
-        made.clear()  # the last reference
-
-    monkeypatch.setattr(page_lock, "lock", lock_)
-    made.append(HostMemory(extents(source), 0))
+    fake.first, fake.then = lambda: handed.wait(60), made.clear  # the last reference
+    made.append(HostMemory(extents(source), fake))
     made[0].begin()
-    thread = made[0]._pinning._thread
     handed.set()
-    thread.join(60)
-    assert not thread.is_alive()
+    wait_for_threads()
     assert not made
     assert fake.attempts
     assert not fake.locked
@@ -201,7 +191,7 @@ def test_garbage_that_one_of_its_own_threads_collects(
 _EXIT = """
 import atexit, threading, time
 from tpde.io.sources import Extent
-from tpde.host import arena
+from tpde.host.page_lock import CudaPageLock
 from tpde.host.pinned import HostMemory
 
 class Endless:
@@ -212,12 +202,12 @@ class Endless:
         time.sleep(0.01)  # all of it would take minutes, however late the main thread goes on
 
 def look():
-    print(source.reads < source.size // arena.PIECE_BYTES, [it.name for it in threading.enumerate()][1:])
+    print(source.reads < source.size // 4096, [it.name for it in threading.enumerate()][1:])
 
 source = Endless()
-arena.PIECE_BYTES = 4096
 atexit.register(look)  # called last
-memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="pageable")
+small = CudaPageLock(0, step=4096)
+memory = HostMemory([Extent(source, 0, source.size, "all")], small, mode="pageable")
 memory.begin()
 assert source.begun.wait(60)
 """
@@ -230,7 +220,6 @@ def test_the_end_of_a_process_does_not_wait_for_the_rest() -> None:
 _LOCKED_AT_EXIT = """
 import atexit, threading, time
 from tpde.io.sources import Extent
-from tpde.host import page_lock
 from tpde.host.pinned import HostMemory
 
 class Zeros:
@@ -238,13 +227,18 @@ class Zeros:
     def read_into(self, offset, out):
         pass
 
+class Lock:
+    step = 1 << 20
+    def lock(self, address, size, *, read_only):
+        locked.set()
+    def unlock(self, address):
+        print("unlocked")
+    def device_address(self, address):
+        return None
+
 atexit.register(lambda: print("end"))  # called last
-page_lock.lock = lambda *args, **kwargs: locked.set()
-page_lock.unlock = lambda *args: print("unlocked")
-page_lock.device_address = lambda *args: None
-page_lock.STEP = 1 << 20
 locked, source = threading.Event(), Zeros()
-memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="arena")
+memory = HostMemory([Extent(source, 0, source.size, "all")], Lock(), mode="arena")
 memory.begin()
 assert locked.wait(60)
 """
@@ -257,6 +251,7 @@ def test_the_end_of_a_process_leaves_unlocking_to_the_system() -> None:
 _END_OF_MAIN = """
 import threading
 from tpde.io.sources import Extent
+from tpde.host.page_lock import CudaPageLock
 from tpde.host.pinned import HostMemory
 
 class Late:
@@ -271,7 +266,7 @@ def use():
     print("complete")
 
 main_has_ended, source = threading.Event(), Late()
-memory = HostMemory([Extent(source, 0, source.size, "all")], 0, mode="pageable")
+memory = HostMemory([Extent(source, 0, source.size, "all")], CudaPageLock(0), mode="pageable")
 memory.begin()
 threading.Thread(target=use).start()
 """
@@ -290,39 +285,33 @@ def test_truncated_before(mode: str, fake: FakeLock, source: FileSource) -> None
     with pytest.raises(
         Truncated, match=r"blobs` has 4194313 bytes, but `t3` ends at 5242957.*fetch the rest"
     ):
-        HostMemory(extents(source), 0, mode=mode)
+        HostMemory(extents(source), fake, mode=mode)
     assert not fake.attempts
 
 
 @pytest.mark.parametrize("mode", ["mapped", "arena"])
-def test_truncated_between_check_and_use(
-    mode: str, fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tpde.host.pinned.require", lambda extents: os.truncate(source.name, 4 * MIB + 9))
+def test_truncated_between_check_and_use(mode: str, fake: FakeLock, source: FileSource) -> None:
+    memory = HostMemory(extents(source), fake, mode=mode)
+    os.truncate(source.name, 4 * MIB + 9)
     with pytest.raises(Truncated, match="ends at byte 4194313"):
-        bring_in_vain(extents(source), mode=mode)
+        memory.complete()
+    memory.close()
     assert not fake.locked
     assert not threads()
 
 
-def test_truncated_after_mapping(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_after_mapping(fake: FakeLock, source: FileSource) -> None:
     """Pages that are gone are an error of the call that brings them in, not a signal that kills."""
-    populate = mapped.populate
-
-    def late(piece: Any) -> None:
-        os.truncate(source.name, 4 * MIB + 9)
-        populate(piece)
-
-    monkeypatch.setattr(pinning, "populate", late)
+    fake.populating = lambda: os.truncate(source.name, 4 * MIB + 9)
     with pytest.raises(Truncated, match="ends at byte 4194313"):
-        bring_in_vain(extents(source))
+        bring_in_vain(extents(source), fake)
     assert not fake.locked
 
 
 def test_an_arena_outlives_its_file(fake: FakeLock, source: FileSource) -> None:
     wanted = extents(source)
     before = [content(source, it) for it in wanted]
-    memory = HostMemory(wanted, 0, mode="arena")
+    memory = HostMemory(wanted, fake, mode="arena")
     memory.complete()
     os.truncate(source.name, 0)
     os.unlink(source.name)
@@ -336,7 +325,7 @@ def test_a_mapping_outlives_its_name(fake: FakeLock, source: FileSource) -> None
     before = [content(source, it) for it in wanted]
     other.write_bytes(bytes(source.size))
     other.replace(source.name)
-    memory = HostMemory(wanted, 0)
+    memory = HostMemory(wanted, fake)
     assert [at(memory.address(it), it.size) for it in wanted] == before
     memory.close()
 
@@ -355,22 +344,22 @@ def test_the_disk_fails(
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", failing)
-    monkeypatch.setattr(arenas, "PIECE_BYTES", MIB // 4)
+    fake.step = MIB // 4
     with pytest.raises(ReadError, match=rf"bytes \d+ to \d+ of `.*blobs` cannot be read.*{words}"):
-        bring_in_vain(extents(source), mode="arena")
+        bring_in_vain(extents(source), fake, mode="arena")
     assert not fake.locked
     assert not threads()
 
 
-def test_ctrl_c(fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "PIECE_BYTES", 64 << 10)
+def test_ctrl_c(fake: FakeLock, source: FileSource) -> None:
+    fake.step = 64 << 10
 
     def interrupt(nbytes: int) -> None:
         raise KeyboardInterrupt
 
     for mode in ("mapped", "arena"):
         with pytest.raises(KeyboardInterrupt):
-            bring_in_vain(extents(source), mode=mode, progress=interrupt)
+            bring_in_vain(extents(source), fake, mode=mode, progress=interrupt)
         assert not threads()
         assert not fake.locked
 
@@ -388,7 +377,7 @@ def test_ctrl_c_while_the_thread_starts(
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        HostMemory(extents(source), 0).begin()
+        HostMemory(extents(source), fake).begin()
     gc.collect()
     assert not threads()
     assert not fake.locked
@@ -404,17 +393,17 @@ def test_ctrl_c_before_the_thread_has_a_number(
         late.append(thread)
         raise KeyboardInterrupt
 
-    memory, start = HostMemory(extents(source), 0), threading.Thread.start
+    memory, start = HostMemory(extents(source), fake), threading.Thread.start
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             memory.begin()
     memory.close()
-    monkeypatch.setattr(pinning, "Mapping", lambda *_: pytest.fail("it is at work"))
     start(late[0])
     late[0].join(60)
     with pytest.raises(ReadError, match="was given back"):
         memory.complete()
+    assert not fake.populated, "it was at work"
     assert not fake.attempts
 
 
@@ -422,59 +411,54 @@ def test_too_little_memory(fake: FakeLock, source: FileSource, monkeypatch: pyte
     def refuse(*args: Any, **options: Any) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(arenas.mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(OutOfMemory, match=r"GiB of host memory are needed.*free some"):
-        bring_in_vain(extents(source), mode="arena")
+        bring_in_vain(extents(source), fake, mode="arena")
 
 
-def test_pages_that_cannot_be_read(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_that_cannot_be_read(fake: FakeLock, source: FileSource) -> None:
     """Though the file is as long as it was: its disk fails."""
-    monkeypatch.setattr(mapped.native, "populate", lambda *_: errno.EFAULT)
+    fake.populates = errno.EFAULT
     with pytest.raises(ReadError, match=r"bytes \d+ to \d+ of `.*blobs` cannot be read: .*the disk failed"):
-        bring_in_vain(extents(source))
+        bring_in_vain(extents(source), fake)
     assert not fake.locked
 
 
 @pytest.mark.parametrize("shorter", [0, 1])
 def test_a_last_page_that_cannot_be_read_may_be_of_a_file_that_became_shorter(
-    shorter: int, source: FileSource, monkeypatch: pytest.MonkeyPatch
+    shorter: int, fake: FakeLock, source: FileSource
 ) -> None:
     """The page ends after the file does, in any case."""
-    monkeypatch.setattr(mapped.native, "populate", lambda *_: errno.EFAULT)
     last = source.size
-    os.truncate(source.name, last - shorter)
-    pages = mapped.Pages(Range(source, 0, last), 5 * MIB, 0, PAGE)
+    fake.populates, fake.populating = errno.EFAULT, lambda: os.truncate(source.name, last - shorter)
     with pytest.raises(Truncated if shorter else ReadError) as caught:
-        mapped.populate(pages)
+        bring_in_vain([Extent(source, 5 * MIB, last - 5 * MIB, "end")], fake)
     if shorter:
         assert isinstance(caught.value, Truncated)
         assert (caught.value.found, caught.value.needed) == (last - 1, last)
 
 
 def test_pages_are_asked_for_before_they_are_waited_for(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
+    fake: FakeLock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In large reads; each once, and none beside them."""
-    asked, populated = list[tuple[int, ...]](), list[tuple[int, int]]()
-    fadvise, populate = os.posix_fadvise, mapped.native.populate
+    """In reads of 8 MiB; each once, and none beside them."""
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 20 * MIB + 77)
+    source = FileSource(tmp_path / "large")
+    asked, fadvise = list[tuple[int, ...]](), os.posix_fadvise
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args) or fadvise(*args))
-    monkeypatch.setattr(mapped.native, "populate", lambda *args: populated.append(args) or populate(*args))
-    monkeypatch.setattr(mapped, "_PIECE_BYTES", MIB // 2)
-    memory = HostMemory(extents(source), 0, mode="mapped")
+    memory = HostMemory(extents(source), fake, mode="mapped")
     memory.complete()
     assert {(it[0], it[3]) for it in asked} == {(source.fileno(), os.POSIX_FADV_WILLNEED)}
-    pages = [(PAGE, 22 * PAGE), *((4 * MIB + i * MIB // 2, MIB // 2) for i in range(2)), (5 * MIB, PAGE)]
+    pages = [(PAGE, 22 * PAGE), (4 * MIB, 8 * MIB), (12 * MIB, 8 * MIB), (20 * MIB, PAGE)]
     assert sorted((at, size) for _, at, size, _ in asked) == pages
-    assert sorted(size for _, size in populated) == sorted(size for _, size in pages)
+    assert sorted(size for _, size in fake.populated) == sorted(size for _, size in pages)
     memory.close()
+    source.close()
 
 
-def test_old_kernels_do_not_populate(
-    fake: FakeLock, source: FileSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapped.native, "populate", lambda *_: errno.ENOSYS)
-    memory = HostMemory(extents(source), 0)
+def test_old_kernels_do_not_populate(fake: FakeLock, source: FileSource) -> None:
+    fake.populates = errno.ENOSYS
+    memory = HostMemory(extents(source), fake)
     check(fake, memory, extents(source))
     memory.close()

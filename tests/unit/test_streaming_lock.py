@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tpde.errors import InvalidInput, UnsupportedDevice
-from tpde.host import page_lock
 from tpde.host.locking import forced_mode, not_locked
+from tpde.host.page_lock import STEP, CudaPageLock, PageLock, Refused, steps
 
 
 class Code(enum.IntEnum):
@@ -96,41 +96,47 @@ class Driver:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    made = Driver()
-    monkeypatch.setattr(page_lock, "bindings", lambda: (made, None))
-    page_lock._primary.cache_clear()
-    yield made
-    page_lock._primary.cache_clear()
+def driver() -> Driver:
+    return Driver()
 
 
-CALLS: dict[str, Callable[[], Any]] = {
-    "cuMemHostRegister": lambda: page_lock.lock(4096, 8192, 1, read_only=False),
-    "cuMemHostUnregister": lambda: page_lock.unlock(4096, 1),
-    "cuMemHostGetDevicePointer": lambda: page_lock.device_address(4096, 1),
+@pytest.fixture
+def page_lock(driver: Driver) -> PageLock:
+    """Of the second device."""
+    return CudaPageLock(1, driver=driver)
+
+
+CALLS: dict[str, Callable[[PageLock], Any]] = {
+    "cuMemHostRegister": lambda of: of.lock(4096, 8192, read_only=False),
+    "cuMemHostUnregister": lambda of: of.unlock(4096),
+    "cuMemHostGetDevicePointer": lambda of: of.device_address(4096),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_are_made_in_the_devices_context_and_leave_the_callers(name: str, driver: Driver) -> None:
-    CALLS[name]()
+def test_calls_are_made_in_the_devices_context_and_leave_the_callers(
+    name: str, driver: Driver, page_lock: PageLock
+) -> None:
+    CALLS[name](page_lock)
     assert driver.calls[0][1] == "context of device 1"
     assert driver.stack == ["somebody's"]
     assert driver.retained == ["device 1"]
-    CALLS[name]()
-    page_lock.lock(4096, 4096, 0, read_only=False)
+    CALLS[name](page_lock)
+    CudaPageLock(0, driver=driver).lock(4096, 4096, read_only=False)
     assert driver.retained == ["device 1", "device 0"], "each is opened once"
 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("code", [Code.CUDA_ERROR_NOT_SUPPORTED, Code.CUDA_ERROR_LAUNCH_FAILED])
-def test_a_call_that_fails_leaves_the_callers_context(name: str, code: Code, driver: Driver) -> None:
+def test_a_call_that_fails_leaves_the_callers_context(
+    name: str, code: Code, driver: Driver, page_lock: PageLock
+) -> None:
     driver.fails[name] = code
     if name == "cuMemHostRegister":
-        with pytest.raises((page_lock.Refused, UnsupportedDevice)):
-            CALLS[name]()
+        with pytest.raises((Refused, UnsupportedDevice)):
+            CALLS[name](page_lock)
     else:
-        assert CALLS[name]() is None
+        assert CALLS[name](page_lock) is None
     assert len(driver.calls) == 1
     assert driver.stack == ["somebody's"]
 
@@ -139,16 +145,16 @@ def test_a_call_that_fails_leaves_the_callers_context(name: str, code: Code, dri
 def test_memory_is_locked_for_all_devices_and_mapped(read_only: bool, driver: Driver) -> None:
     real = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-    page_lock.lock(4096, 8192, 0, read_only=read_only)
+    CudaPageLock(0, driver=driver).lock(4096, 8192, read_only=read_only)
     flags = real.CU_MEMHOSTREGISTER_PORTABLE | real.CU_MEMHOSTREGISTER_DEVICEMAP
     if read_only:
         flags |= real.CU_MEMHOSTREGISTER_READ_ONLY
     assert driver.calls == [("register", "context of device 0", 4096, 8192, flags)]
 
 
-def test_memory_is_unlocked_and_found_by_its_address(driver: Driver) -> None:
-    assert page_lock.device_address(12288, 0) == 12288 + (1 << 40)
-    page_lock.unlock(12288, 0)
+def test_memory_is_unlocked_and_found_by_its_address(driver: Driver, page_lock: PageLock) -> None:
+    assert page_lock.device_address(12288) == 12288 + (1 << 40)
+    page_lock.unlock(12288)
     assert [it[::2] for it in driver.calls] == [("pointer", 12288), ("unregister", 12288)]
 
 
@@ -164,15 +170,15 @@ REFUSALS = [
 
 @pytest.mark.parametrize("code", [it for it in Code if it])
 def test_what_is_refused_may_work_elsewhere_and_all_else_is_the_devices_fault(
-    code: Code, driver: Driver
+    code: Code, driver: Driver, page_lock: PageLock
 ) -> None:
     driver.fails["cuMemHostRegister"] = code
     if code in REFUSALS:
-        with pytest.raises(page_lock.Refused, match=f"the driver says {code.name}"):
-            page_lock.lock(4096, 4096, 0, read_only=True)
+        with pytest.raises(Refused, match=f"the driver says {code.name}"):
+            page_lock.lock(4096, 4096, read_only=True)
     else:
         with pytest.raises(UnsupportedDevice, match=f"page-locking 4096 bytes failed: {code.name}"):
-            page_lock.lock(4096, 4096, 0, read_only=True)
+            page_lock.lock(4096, 4096, read_only=True)
 
 
 @pytest.mark.parametrize(
@@ -184,29 +190,30 @@ def test_what_is_refused_may_work_elsewhere_and_all_else_is_the_devices_fault(
         ("cuCtxPushCurrent", "using CUDA device 1 failed"),
     ],
 )
-def test_a_device_that_cannot_be_used(name: str, says: str, driver: Driver) -> None:
+def test_a_device_that_cannot_be_used(name: str, says: str, driver: Driver, page_lock: PageLock) -> None:
     driver.fails[name] = Code.CUDA_ERROR_NOT_INITIALIZED
     for call in (CALLS["cuMemHostRegister"], CALLS["cuMemHostGetDevicePointer"]):
         with pytest.raises(UnsupportedDevice, match=says):
-            call()
-    page_lock.unlock(4096, 1)  # silently: whoever noticed first has told
+            call(page_lock)
+    page_lock.unlock(4096)  # silently: whoever noticed first has told
     assert not driver.calls
     assert driver.stack == ["somebody's"]
 
 
-def test_a_thread_is_bound_to_a_device(driver: Driver) -> None:
-    page_lock.bind(1)
+def test_a_thread_is_bound_to_a_device(driver: Driver, page_lock: PageLock) -> None:
+    page_lock.bind()
     assert driver.stack == ["context of device 1"]
     driver.fails["cuCtxSetCurrent"] = Code.CUDA_ERROR_NOT_INITIALIZED
-    with pytest.raises(UnsupportedDevice, match="using CUDA device 0 failed"):
-        page_lock.bind(0)
+    with pytest.raises(UnsupportedDevice, match="using CUDA device 1 failed"):
+        page_lock.bind()
 
 
 def test_steps_end_at_multiples_of_64_mib() -> None:
-    assert page_lock.STEP == 64 << 20
-    assert list(page_lock.steps(page_lock.STEP - 1, 2)) == [(0, 1), (1, 1)]
-    assert list(page_lock.steps(page_lock.STEP, page_lock.STEP)) == [(0, page_lock.STEP)]
-    assert list(page_lock.steps(5, 0)) == []
+    assert STEP == CudaPageLock(0).step == 64 << 20
+    assert list(steps(STEP - 1, 2)) == [(0, 1), (1, 1)]
+    assert list(steps(STEP, STEP)) == [(0, STEP)]
+    assert list(steps(5, 0)) == []
+    assert list(steps(5, 12, 8)) == [(0, 3), (3, 8), (11, 1)]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +246,6 @@ def test_an_unknown_mode_is_named() -> None:
 
 def test_memory_that_was_to_be_locked_is_not_left_pageable() -> None:
     with pytest.warns(RuntimeWarning, match=r"memory \(77 bytes\) cannot be page-locked \(why\)"):
-        not_locked(page_lock.Refused("why"), 77, None, "memory")
+        not_locked(Refused("why"), 77, None, "memory")
     with pytest.raises(UnsupportedDevice, match=r"memory \(77 bytes\) cannot be page-locked: why"):
-        not_locked(page_lock.Refused("why"), 77, "arena", "memory")
+        not_locked(Refused("why"), 77, "arena", "memory")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +16,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from support.backends import MadeBackend  # noqa: E402
 from support.cuda import HOST_BYTES, Cuda  # noqa: E402
 
 from tpde.errors import InvalidInput, ReadError, UnsupportedDevice  # noqa: E402
 from tpde.io.sources import FileSource  # noqa: E402
 from tpde.planning.units import Rates  # noqa: E402
 from tpde.streaming import rates  # noqa: E402
+from tpde.streaming.rates import DiskSample  # noqa: E402
+
+CPU = torch.device("cpu")
 
 DEVICE_BYTES = 800  # that a device copies within its memory in a nanosecond
 
@@ -38,8 +43,8 @@ class Measured(Cuda):
         The call that does.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        super().__init__(patch)
+    def __init__(self, patch: pytest.MonkeyPatch, launch_on: Any) -> None:
+        super().__init__(patch, launch_on)
         self.there: dict[int, int] = {}
         self.asked: list[str] = []
         self.fails = ""
@@ -78,8 +83,8 @@ class Measured(Cuda):
         return self._said(name)
 
 
-def test_a_device_copies_and_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Measured(monkeypatch)
+def test_a_device_copies_and_reads_and_writes(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda = Measured(monkeypatch, launch_on)
     cuda.current = 1
     copy, memory = rates.copy_rates(cuda)
     assert copy == pytest.approx(HOST_BYTES * 1e9)
@@ -90,17 +95,16 @@ def test_a_device_copies_and_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemHostAlloc", "cuMemcpyHtoDAsync", "cuMemcpyDtoDAsync"])
-def test_what_a_driver_refuses_to_measure(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Measured(monkeypatch)
+def test_what_a_driver_refuses_to_measure(call: str, monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    cuda = Measured(monkeypatch, launch_on)
     cuda.fails = call
     with pytest.raises(UnsupportedDevice, match=r"refused what measuring needs \(CUDA_ERROR_OUT_OF_MEMORY\)"):
         rates.copy_rates(cuda)
     assert not cuda.there, "what was allocated before is given back"
 
 
-def test_all_rates_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(rates, "facts", asked.append)
+def test_all_rates_of_a_machine(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    there = launch_on(MadeBackend())
     monkeypatch.setattr(rates, "copy_rates", lambda device: (50e9, 4e12))
     monkeypatch.setattr(rates, "launch_seconds", lambda device: 3e-5)
     monkeypatch.setattr(rates, "disk_rate", lambda files: 6e9 if files == ["file"] else None)
@@ -109,7 +113,7 @@ def test_all_rates_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         copy=50e9, disk=6e9, memory=4e12, decode=0.48 * 4e12, launch=3e-5, windows=1.02 * 4e12
     )
     assert rates.measure_rates(torch.device("cuda")).disk == float("inf")
-    assert asked == [1, 0]
+    assert there.asked == [1, 0]
 
 
 def test_rates_of_a_machine_that_is_not_here() -> None:
@@ -117,18 +121,15 @@ def test_rates_of_a_machine_that_is_not_here() -> None:
     assert rates.given_rates(50e9, 4e12).disk == float("inf")
 
 
-def test_a_device_that_cannot_decode_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: int) -> None:
-        raise UnsupportedDevice("too old")
-
-    monkeypatch.setattr(rates, "facts", refuse)
+def test_a_device_that_cannot_decode_is_not_measured(monkeypatch: pytest.MonkeyPatch, launch_on: Any) -> None:
+    launch_on(MadeBackend(facts=UnsupportedDevice("too old")))
     monkeypatch.setattr(rates, "launch_seconds", lambda device: pytest.fail("it is measured"))
     with pytest.raises(UnsupportedDevice, match="too old"):
         rates.measure_rates(torch.device("cuda", 0))
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, *took: float) -> None:
-    """Let intervals that are measured take so long, one after the other, and then as long as the last."""
+def clock(*took: float) -> Callable[[], float]:
+    """By which intervals that are measured take so long, in turn, and then as long as the last."""
     now = [0.0]
     steps = itertools.chain(took, itertools.repeat(took[-1]))
     begins = itertools.cycle([True, False])
@@ -137,20 +138,20 @@ def clock(monkeypatch: pytest.MonkeyPatch, *took: float) -> None:
         now[0] += 0.0 if next(begins) else next(steps)
         return now[0]
 
-    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=perf_counter))
+    return perf_counter
 
 
-def test_a_call_is_a_share_of_the_median_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_a_share_of_the_median_pass() -> None:
     """The first passes do not count, nor does one that was held up."""
-    clock(monkeypatch, *[9.0] * 5, 2e-3, 1e-3, 5.0, 1e-3, 1e-3)
+    steps = clock(*[9.0] * 5, 2e-3, 1e-3, 5.0, 1e-3, 1e-3)
     calls = rates.LAYERS * 13
-    assert rates.launch_seconds(torch.device("cpu"), 5.005) == pytest.approx(1.15 * 1e-3 / calls)
+    assert rates.launch_seconds(CPU, 5.005, clock=steps) == pytest.approx(1.15 * 1e-3 / calls)
 
 
-def test_at_least_one_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(monkeypatch, *[9.0] * 5, 2e-3, 1e-3)
+def test_at_least_one_pass_counts() -> None:
+    steps = clock(*[9.0] * 5, 2e-3, 1e-3)
     calls = rates.LAYERS * 13
-    assert rates.launch_seconds(torch.device("cpu"), 0.0) == pytest.approx(1.15 * 2e-3 / calls)
+    assert rates.launch_seconds(CPU, 0.0, clock=steps) == pytest.approx(1.15 * 2e-3 / calls)
 
 
 def test_a_gpu_is_waited_for_at_both_ends_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +163,7 @@ def test_a_gpu_is_waited_for_at_both_ends_of_a_pass(monkeypatch: pytest.MonkeyPa
     assert waits == [torch.device("cuda", 1)]
     log: list[str] = []
     monkeypatch.setattr(rates, "_synchronize", lambda device: log.append("wait"))
-    time = SimpleNamespace(perf_counter=lambda: log.append("time") or float(len(log)))
-    monkeypatch.setattr(rates, "time", time)
-    rates.launch_seconds(torch.device("cpu"), 0.0)
+    rates.launch_seconds(CPU, 0.0, clock=lambda: log.append("time") or float(len(log)))
     assert log == ["wait", "time"] * 2 * (rates.REPEATS + 1)
 
 
@@ -172,35 +171,33 @@ def test_a_gpu_is_waited_for_at_both_ends_of_a_pass(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_disks_rate_is_its_bytes_by_the_time_they_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(300_000))
-    clock(monkeypatch, 0.5)
-    assert rates.disk_rate([tmp_path / "file"]) == 600_000
+    assert rates.disk_rate([tmp_path / "file"], clock=clock(0.5)) == 600_000
 
 
 @pytest.mark.parametrize(
     ("seconds", "read"), [(0.4, 4), (2.0, 2)], ids=["until time is over", "at least so many"]
 )
 def test_a_disk_is_read_until_there_is_enough_and_time_is_over(
-    seconds: float, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float, read: int, tmp_path: Path
 ) -> None:
     """Each look at the clock takes so long: a second, and two pieces, are needed."""
     piece, now = 64 << 10, itertools.count()
-    monkeypatch.setattr(rates, "DISK_PIECE", piece)
-    monkeypatch.setattr(rates, "DISK_BUFFERS", 1)
-    monkeypatch.setattr(rates, "DISK_LEAST", 2 * piece)
-    monkeypatch.setattr(rates, "time", SimpleNamespace(perf_counter=lambda: next(now) * seconds))
+    sample = DiskSample(least=2 * piece, buffers=1, piece=piece)
     (tmp_path / "file").write_bytes(bytes(100 * piece))
     looks = {4: 1 + 3 + 1, 2: 1 + 1 + 1}[read]  # at the start, from the second piece on, at the end
-    assert rates.disk_rate([tmp_path / "file"]) == pytest.approx(read * piece / ((looks - 1) * seconds))
+    found = rates.disk_rate([tmp_path / "file"], sample, clock=lambda: next(now) * seconds)
+    assert found == pytest.approx(read * piece / ((looks - 1) * seconds))
 
 
-def test_no_more_than_4_gib_of_files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "DISK_MOST", 1000)
-    monkeypatch.setattr(rates, "DISK_PIECE", 300)
+def test_no_more_of_files_is_read_than_is_asked_for() -> None:
     sources: Any = [SimpleNamespace(size=size, name=str(size)) for size in (400, 0, 500, 700)]
-    found = [(it.source.size, it.offset, it.size) for it in rates._pieces(sources)]
+    found = [
+        (it.source.size, it.offset, it.size)
+        for it in rates._pieces(sources, DiskSample(most=1000, piece=300))
+    ]
     assert found == [(400, 0, 300), (400, 300, 100), (500, 0, 300), (500, 300, 200), (700, 0, 100)]
 
 

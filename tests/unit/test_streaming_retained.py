@@ -109,7 +109,7 @@ def test_what_was_damaged_is_not_kept(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES, keep=4_000_000) as made:
         ((unit, expected),) = made.units((2,))
         tensor = made.tensors[2]
-        data, at = made.feed._bytes(tensor.extent), tensor.extent.offset + int(tensor.offsets[5]) + 40
+        data, at = made.feed.whole(tensor.extent), tensor.extent.offset + int(tensor.offsets[5]) + 40
         data[at] ^= 1
         with pytest.raises(Corrupt):
             filled(unit, len(expected))

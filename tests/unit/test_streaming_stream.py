@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.simulated import MemoryFeed, Probe, SimulatedDevice
+from support.simulated import MemoryFeed, SimulatedDevice
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -185,7 +185,7 @@ def test_without_an_event_the_bytes_are_wrong(tmp_path: Path, event: str) -> Non
 def test_damage_is_named_at_first_use_and_later(tmp_path: Path) -> None:
     with Fixture(tmp_path, SIZES) as made:
         (one, expected), (other, _) = made.units((0,), (2,))
-        whole = made.feed._bytes(made.tensors[2].extent)
+        whole = made.feed.whole(made.tensors[2].extent)
         at = made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40
         whole[at] ^= 1
         assert filled(one, len(expected)) == expected
@@ -226,7 +226,7 @@ def damaged_later(made: Fixture) -> StreamedUnit:
     (unit, expected) = made.units((2,))[0]
     assert filled(unit, len(expected)) == expected
     made.streamer.ring.forget()  # or what was copied ahead would be used
-    whole = made.feed._bytes(made.tensors[2].extent)
+    whole = made.feed.whole(made.tensors[2].extent)
     whole[made.tensors[2].extent.offset + int(made.tensors[2].offsets[5]) + 40] ^= 1
     filled(unit, len(expected))
     return unit
@@ -271,7 +271,7 @@ def test_checking_tells_of_all_damage_one_after_the_other(tmp_path: Path) -> Non
         for unit, expected in units:
             assert filled(unit, len(expected)) == expected
         made.streamer.ring.forget()
-        whole = made.feed._bytes(made.tensors[0].extent)
+        whole = made.feed.whole(made.tensors[0].extent)
         for tensor in (2, 5):
             extent, offsets = made.tensors[tensor].extent, made.tensors[tensor].offsets
             whole[extent.offset + int(offsets[3]) + 40] ^= 1
@@ -360,8 +360,7 @@ def test_closing_waits_for_rows_that_are_being_looked_up(
     with Fixture(tmp_path, [50_000]) as made:
         tensor = made.tensors[0]
         monkeypatch.setattr(tensor, "header", replace_shape(tensor.header, (1000, 50)))
-        probe, launched = Probe(made.streamer._lock), []
-        made.streamer._lock = probe
+        probe, launched = made.probe, list[int]()
 
         def close() -> None:
             made.streamer.close()
@@ -387,7 +386,7 @@ def test_recording_begins_between_copies(tmp_path: Path, monkeypatch: pytest.Mon
     """Another thread is in the middle of one, for which it has noted no start."""
     with Fixture(tmp_path, SIZES) as made:
         (unit, expected) = made.units((0,))[0]
-        probe = made.streamer._lock = Probe(made.streamer._lock)
+        probe = made.probe
         copy, seen, trace = made.device.copy, [], object()
 
         def record() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.simulated import Probe
+from support.simulated import probed
 
 from tpde.errors import InvalidDestination
 from tpde.io.temporary import temporary_name
@@ -264,8 +264,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("what", ["read", "copy", "spans"])
 def test_spans_are_noted_by_one_thread_at_a_time(what: str) -> None:
-    it = trace()
-    probe = it._lock = Probe(it._lock)  # type: ignore[arg-type,assignment]
+    it, probe = probed(trace, "Lock")
     calls = {
         "read": lambda: it.read(0, 1, "r", 1),
         "copy": lambda: span(it, 5, 6),

@@ -61,10 +61,9 @@ def test_what_breaks_is_left_to_the_model(
     def broken(*args: Any) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(warmup, "run_typical", broken)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     with caplog.at_level(logging.DEBUG, logger=warmup.__name__):
-        warmup.Warmup(LlamaConfig(), torch.device("cuda", 0), torch.bfloat16).wait()
+        warmup.Warmup(LlamaConfig(), torch.device("cuda", 0), torch.bfloat16, broken).wait()
     assert "none left" in caplog.text
 
 
@@ -73,23 +72,23 @@ def test_no_thread_is_left_however_loading_ends(
     error: BaseException | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, ended = threading.Event(), []
-    join = warmup.Warmup.wait
+
+    class Held(warmup.Warmup):
+        """Ends when it is waited for."""
+
+        def wait(self) -> None:
+            held.set()
+            super().wait()
 
     def work(*args: Any) -> None:
         held.wait(10)
         ended.append(True)
 
-    def wait(self: warmup.Warmup) -> None:
-        held.set()
-        join(self)
-
-    monkeypatch.setattr(warmup, "run_typical", work)
-    monkeypatch.setattr(warmup.Warmup, "wait", wait)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     device = torch.device("cuda", 0)
     with nullcontext() if error is None else pytest.raises(type(error)), loading_to(device):
         target = load_target()
-        target.warmup = warmup.Warmup(LlamaConfig(), device, torch.bfloat16)
+        target.warmup = Held(LlamaConfig(), device, torch.bfloat16, work)
         if error is not None:
             raise error
     assert ended
@@ -102,14 +101,13 @@ def test_what_a_load_in_vain_leaves_is_for_the_next(
     """Libraries keep 34 MiB, say. More than plans have for them may be something else, and counts."""
     reserved = 1 << 30
     monkeypatch.setattr(warmup, "_left", {})
-    monkeypatch.setattr(warmup, "run_typical", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: reserved)
     device = torch.device("cuda", 0)
 
     def begin() -> warmup.Warmup:
-        return warmup.Warmup(LlamaConfig(), device, torch.bfloat16)
+        return warmup.Warmup(LlamaConfig(), device, torch.bfloat16, lambda *_: None)
 
     def refused() -> None:
         nonlocal reserved
@@ -163,10 +161,9 @@ def test_attention_that_pytorch_computes(
 def test_no_less_than_nothing_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setattr(warmup, "_left", {device: 50})
-    monkeypatch.setattr(warmup, "run_typical", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(warmup, "held", lambda device: SimpleNamespace(counted=30))
-    made = warmup.Warmup(LlamaConfig(), device, torch.bfloat16)
+    made = warmup.Warmup(LlamaConfig(), device, torch.bfloat16, lambda *_: None)
     assert made.reserved == 0
     made.abandon()
     assert warmup._left == {device: 30}
@@ -190,9 +187,8 @@ def test_a_warmup_runs_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) -> 
     def work(config: Any, device: Any, dtype: Any) -> None:
         seen.append((getattr(now, "stream", None), threading.current_thread() is threading.main_thread()))
 
-    monkeypatch.setattr(warmup, "run_typical", work)
     monkeypatch.setattr(warmup, "held", lambda device: SimpleNamespace(counted=0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the model's")
     monkeypatch.setattr(torch.cuda, "stream", On)
-    warmup.Warmup(LlamaConfig(), torch.device("cuda", 0), torch.bfloat16).wait()
+    warmup.Warmup(LlamaConfig(), torch.device("cuda", 0), torch.bfloat16, work).wait()
     assert seen == [("the model's", False)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
+from support.backends import MadeBackend, MadeKernel
 
 from tpde.codec.windows import Window, sections
-from tpde.cuda import window_products
 from tpde.cuda.capability import DeviceFacts
 from tpde.cuda.window_products import MOST_ROWS, DeviceWindow, products_of
 from tpde.errors import UnsupportedDevice
@@ -59,17 +60,14 @@ def test_other_numbers_of_rows_are_refused(count: int) -> None:
 class Launches(list[tuple[Any, ...]]):
     """What would have been launched on an H200, and how."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    def __init__(self, launch_on: Any, capability: tuple[int, int], clusters: int = 15) -> None:
         super().__init__()
         self.made: list[tuple[Any, ...]] = []
-        facts = DeviceFacts("GPU", capability, 132, H200)
-        monkeypatch.setattr(window_products, "facts", lambda device: facts)
-        monkeypatch.setattr(
-            window_products.nvrtc, "kernel", lambda source, name, defines, device, own=False: name
-        )
-        monkeypatch.setattr(window_products.nvrtc, "clusters_at_once", lambda *_: 15)
-        monkeypatch.setattr(window_products.nvrtc, "KernelLaunch", self._make)
-        window_products._launch_of.cache_clear()  # what another test has made
+        self._clusters = clusters
+        launch_on(MadeBackend(self._kernel, DeviceFacts("GPU", capability, 132, H200)))
+
+    def _kernel(self, source: str, name: str, *_: Any, **__: Any) -> MadeKernel:
+        return MadeKernel(functools.partial(self._make, name), self._clusters)
 
     def _make(self, *given: Any, **more: Any) -> Any:
         self.made.append((*given, more))
@@ -99,8 +97,8 @@ def there(matrix: Window) -> DeviceWindow:
     return DeviceWindow(matrix, 1 << 20, 0)
 
 
-def test_a_group_takes_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 14336)
+def test_a_group_takes_them_all(launch_on: Any) -> None:
+    found, matrix = Launches(launch_on, (9, 0)), sections(100, 14336)
     there(matrix).product(4096, 14336, 40, 1 << 16, 128, 77, 5)
     # Behind the stream and the matrix's eight arguments: x, its stride and rows; y, its stride, and the bias.
     assert [(it[0], it[1], *it[-6:]) for it in found] == [
@@ -111,8 +109,8 @@ def test_a_group_takes_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared <= H200
 
 
-def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 1024)
+def test_launches_follow_each_other(launch_on: Any) -> None:
+    found, matrix = Launches(launch_on, (9, 0)), sections(100, 1024)
     there(matrix).product(4096, 1024, 40, 1 << 16, 128, 77, 5)
     assert [it[-6:] for it in found] == [
         (4096 + 2 * first * 1024, 1024, count, (1 << 16) + 2 * first * 128, 128, 77)
@@ -120,9 +118,8 @@ def test_launches_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_part_of_a_device_may_run_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 4096)
-    monkeypatch.setattr(window_products.nvrtc, "clusters_at_once", lambda *_: 0)
+def test_a_part_of_a_device_may_run_no_cluster(launch_on: Any) -> None:
+    found, matrix = Launches(launch_on, (9, 0), clusters=0), sections(100, 4096)
     made = there(matrix)
     made.product(4096, 4096, 16, 1 << 16, 128, 77, 5)
     assert [it[0] for it in found] == ["product"]
@@ -130,16 +127,16 @@ def test_a_part_of_a_device_may_run_no_cluster(monkeypatch: pytest.MonkeyPatch) 
         made.choose(16, made.ways(16)[0])
 
 
-def test_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Launches(monkeypatch, (8, 9))
+def test_without_groups(launch_on: Any) -> None:
+    found = Launches(launch_on, (8, 9))
     there(sections(100_000, 4096)).product(0, 4096, 40, 0, 100_000, 0, 0)
     assert [it[0] for it in found] == ["product"] * 3
     assert [it[-4] for it in found] == [16, 16, 8]
     assert found.made == [("product", 132, 256, found.made[0][3], {"early": False})]
 
 
-def test_matrices_of_one_shape_share_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, matrix = Launches(monkeypatch, (9, 0)), sections(4096, 4096)
+def test_matrices_of_one_shape_share_launches(launch_on: Any) -> None:
+    found, matrix = Launches(launch_on, (9, 0)), sections(4096, 4096)
     for made in (there(matrix), there(matrix), there(matrix._replace(flags=1))):
         made.prepare()
         made.product(0, 4096, 20, 0, 4096, 0, 0)
@@ -150,8 +147,8 @@ def test_matrices_of_one_shape_share_launches(monkeypatch: pytest.MonkeyPatch) -
     assert len(found.made) == 2 * MOST_ROWS + 1
 
 
-def test_stripes_are_decoded_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, matrix = Launches(monkeypatch, (9, 0)), sections(100, 600, 1000)
+def test_stripes_are_decoded_where_they_lie(launch_on: Any) -> None:
+    found, matrix = Launches(launch_on, (9, 0)), sections(100, 600, 1000)
     made = there(matrix)
     made.rows(1 << 16, 600, 5, 2, 4)
     made.rows(1 << 16, 601, 5, 6)

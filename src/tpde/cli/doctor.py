@@ -124,12 +124,12 @@ def _package(name: str, needed_for: str, command: str) -> Check:
 
 def _gpu() -> Check:
     """Ask the driver about the first GPU. torch, whose import takes seconds, is not asked."""
-    from tpde.cuda import capability
+    from tpde.cuda.backend import current
     from tpde.errors import MissingDependency, UnsupportedDevice
 
     needed_for = "running models on it"
     try:
-        facts, version = capability.facts(0), capability.driver_version()
+        facts, version = current().facts(0), current().driver_version()
     except MissingDependency:
         return Check("GPU", MISSING, False, "not asked: cuda-bindings is missing", needed_for, None)
     except UnsupportedDevice as error:

@@ -52,16 +52,58 @@ def call(result: tuple[Any, ...], what: str) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-@functools.cache
-def driver_version() -> tuple[int, int]:
-    """The newest CUDA version that the driver knows.
+class CudaDriver:
+    """The NVIDIA driver, and what it says of devices. It is asked once.
 
-    Raises
-    ------
-    UnsupportedDevice
-        If there is no driver, or no device.
+    Parameters
+    ----------
+    calls : module, optional
+        How it is asked; by default `cuda.bindings.driver`, loaded when it is first needed.
     """
-    driver, _ = bindings()
+
+    def __init__(self, calls: Any = None) -> None:
+        self._given = calls
+        self._version: tuple[int, int] | None = None
+        self._facts: dict[int, DeviceFacts] = {}
+
+    @functools.cached_property
+    def calls(self) -> Any:
+        """Its functions, to be checked by `call`."""
+        return bindings()[0] if self._given is None else self._given
+
+    def version(self) -> tuple[int, int]:
+        """The newest CUDA version that it knows.
+
+        Raises
+        ------
+        UnsupportedDevice
+            If there is no driver, or no device.
+        """
+        if self._version is None:
+            self._version = _version(self.calls)
+        return self._version
+
+    def facts(self, device: int) -> DeviceFacts:
+        """The facts of a device.
+
+        Parameters
+        ----------
+        device : int
+            Its number, as torch counts.
+
+        Raises
+        ------
+        UnsupportedDevice
+            If there is no such device, or its compute capability is below 8.0.
+        """
+        found = self._facts.get(device)
+        if found is None:
+            self.version()
+            found = self._facts[device] = _facts(self.calls, device)
+        return found
+
+
+def _version(driver: Any) -> tuple[int, int]:
     try:
         code = driver.cuInit(0)[0]
     except RuntimeError as error:  # the driver's library is not there
@@ -77,22 +119,7 @@ def driver_version() -> tuple[int, int]:
     return version // 1000, version % 1000 // 10
 
 
-@functools.cache
-def facts(device: int) -> DeviceFacts:
-    """The facts of a device.
-
-    Parameters
-    ----------
-    device : int
-        Its number, as torch counts.
-
-    Raises
-    ------
-    UnsupportedDevice
-        If there is no such device, or its compute capability is below 8.0.
-    """
-    driver_version()
-    driver, _ = bindings()
+def _facts(driver: Any, device: int) -> DeviceFacts:
     count = int(call(driver.cuDeviceGetCount(), "counting devices"))
     if not 0 <= device < count:
         raise UnsupportedDevice(

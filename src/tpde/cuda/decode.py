@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpde.codec.native import Bytes
-from tpde.cuda import compile as nvrtc
-from tpde.cuda.capability import facts
+from tpde.cuda.backend import KernelLaunch, current
 from tpde.cuda.geometry import Geometry, geometry, kernel_defines, max_warps, need, staged
 from tpde.cuda.items import ALIGNMENT, DESCRIPTOR_BYTES, Item, descriptor, kind_defines
 
@@ -35,7 +34,7 @@ class _Launch(NamedTuple):
 class _Ready(NamedTuple):
     """A launch with the arguments that never change."""
 
-    start: nvrtc.KernelLaunch
+    start: KernelLaunch
     at: int  # of its descriptors, in bytes
     size: tuple[Any, ...]
     rooms: tuple[Any, ...]
@@ -87,7 +86,7 @@ class WorkList:
         self.descriptors: Bytes = np.concatenate(rows) if rows else np.zeros(0, np.uint8)
 
     def _plan(self, defines: dict[str, int], items: Sequence[Item], begin: int) -> _Launch:
-        have = facts(self._device)
+        have = current().facts(self._device)
         chunks = sum(it.chunk_count for it in items)
         grid = min(have.multiprocessors, chunks)
         chosen = geometry(need(items), have.shared_bytes, -(-chunks // grid))
@@ -102,10 +101,10 @@ class WorkList:
 
     def _make(self, it: _Launch, check: bool) -> _Ready:
         defines = kernel_defines(it.defines, it.geometry, check)
-        made = nvrtc.kernel(SOURCE, "decode_items", defines, self._device)
+        made = current().kernel(SOURCE, "decode_items", defines, self._device)
         block = min(32 * it.geometry.warps, defines["THREADS"])
         return _Ready(
-            nvrtc.KernelLaunch(made, it.grid, block, it.geometry.shared),
+            made.launch(it.grid, block, it.geometry.shared),
             it.begin * DESCRIPTOR_BYTES,
             (np.uint32(it.items), np.uint64(it.chunks)),
             (np.uint32(it.geometry.room), np.uint32(it.geometry.table_room), np.uint32(it.geometry.ahead)),
@@ -186,12 +185,12 @@ class Rows:
         else:  # rows that start anywhere in a chunk may touch one more
             self._per_row = (row + chunk - 2) // chunk + 1
         self.descriptors: Bytes = descriptor(item, 0, 0).view(np.uint8)
-        wanted = need([item])
-        self._fit = staged(wanted, facts(device).shared_bytes, wanted.warps)
+        wanted, have = need([item]), current().facts(device)
+        self._fit, self._most = staged(wanted, have.shared_bytes, wanted.warps), 4 * have.multiprocessors
         # A row's chunk needs neither windows nor a second buffer, and small blocks spread a few rows better.
         self._warps = min(_ROW_WARPS, self._fit.most)
         self._shared = self._fit.table_room + self._warps * self._fit.room + wanted.slack
-        self._made: dict[tuple[int, bool], nvrtc.KernelLaunch] = {}
+        self._made: dict[tuple[int, bool], KernelLaunch] = {}
         self._sizes = np.uint64(header.spec.shape[0]), np.uint64(self._row_words)
         self._rest = np.uint32(self._fit.room), np.uint32(self._fit.table_room)
 
@@ -207,7 +206,7 @@ class Rows:
         if not count:
             return
         blocks = -(-count * self._per_row // self._warps)
-        grid = min(blocks, 4 * facts(self._device).multiprocessors)
+        grid = min(blocks, self._most)
         start = self._made.get((grid, check)) or self._make(grid, check)
         which = np.uint64(ids), np.uint64(count), np.uint64(self._per_row)
         start.bind(
@@ -220,7 +219,7 @@ class Rows:
             *self._rest,
         )()
 
-    def _make(self, grid: int, check: bool) -> nvrtc.KernelLaunch:
+    def _make(self, grid: int, check: bool) -> KernelLaunch:
         """What launches so many blocks: kept, and of no more numbers than a device has places for blocks."""
         defines = {
             **kind_defines(self._item.header, self._item.tables),
@@ -229,6 +228,6 @@ class Rows:
             "CHECK": int(check),
             "THREADS": 32 * max_warps(self._item.header.word_bytes, check),
         }
-        kernel = nvrtc.kernel(SOURCE, "decode_rows", defines, self._device)
-        made = self._made[grid, check] = nvrtc.KernelLaunch(kernel, grid, 32 * self._warps, self._shared)
+        kernel = current().kernel(SOURCE, "decode_rows", defines, self._device)
+        made = self._made[grid, check] = kernel.launch(grid, 32 * self._warps, self._shared)
         return made

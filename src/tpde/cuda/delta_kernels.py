@@ -7,13 +7,13 @@ there, and pass addresses. Launches go to the caller's stream and synchronize no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tpde.codec.delta import MAX_CLASSES, ChangeModel, chunk_count
 from tpde.codec.native import Bytes
-from tpde.cuda import compile as nvrtc
+from tpde.cuda.backend import Kernel, current
 from tpde.format.delta_head import Numbers
 
 SOURCE = "delta.cu"
@@ -43,7 +43,7 @@ def prepare(device: int) -> None:
     MissingDependency, UnsupportedDevice, CompileError
         If the kernels cannot run.
     """
-    nvrtc.kernel(SOURCE, "survey", {"WORD": 1, "ROTATE": 0, "THREADS": THREADS}, device)
+    current().kernel(SOURCE, "survey", {"WORD": 1, "ROTATE": 0, "THREADS": THREADS}, device)
 
 
 def most_bytes(word_bytes: int) -> int:
@@ -117,13 +117,13 @@ class DeltaBatch:
         self._defines = {"WORD": word_bytes, "ROTATE": rotate, "THREADS": THREADS}
         self._device = device
 
-    def prepare(self, name: str) -> Any:
+    def prepare(self, name: str) -> Kernel:
         """Compile and load a kernel that is launched later."""
-        return nvrtc.kernel(SOURCE, name, self._defines, self._device)
+        return current().kernel(SOURCE, name, self._defines, self._device)
 
     def _launch(self, name: str, stream: int, *addresses: int) -> None:
         if self.chunks:
-            nvrtc.launch(self.prepare(name), self.chunks, THREADS, 0, stream, *map(np.uint64, addresses))
+            self.prepare(name).launch(self.chunks, THREADS, 0)(stream, *map(np.uint64, addresses))
 
     def survey(self, items: int, whose: int, model: int, sums: int, totals: int, stream: int) -> None:
         """Add up fingerprints of bases, and count the words of each class.
@@ -245,7 +245,7 @@ class DeltaBatch:
         """
         addresses = items, whose, model, totals, *lists, *data, *found, good, bad, self.chunks
         kernel, blocks = self.prepare("decode"), -(-self.chunks // _READERS)
-        nvrtc.launch(kernel, blocks, _READERS, 0, stream, *map(np.uint64, addresses))
+        kernel.launch(blocks, _READERS, 0)(stream, *map(np.uint64, addresses))
 
     def locate(
         self,

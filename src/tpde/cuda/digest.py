@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpde.codec.native import Bytes, as_bytes
-from tpde.cuda import compile as nvrtc
+from tpde.cuda.backend import current
 
 SOURCE = "digest.cu"
 ALIGNMENT = 16  # of the items' and scratch memory's address
@@ -77,8 +77,8 @@ class Digests:
         self.items: Bytes = rows.view(np.uint8)
 
     def _launch(self, name: str, blocks: int, threads: int, stream: int, *given: int) -> None:
-        kernel = nvrtc.kernel(SOURCE, name, {}, self._device)
-        nvrtc.launch(kernel, blocks, threads, 0, stream, *map(np.uint64, given))
+        kernel = current().kernel(SOURCE, name, {}, self._device)
+        kernel.launch(blocks, threads, 0)(stream, *map(np.uint64, given))
 
     def sums(self, scratch: int, stream: int) -> None:
         """Read the tensors: a launch for each.

@@ -35,7 +35,7 @@ from tpde.codec.selection import (
     plan_tensor,
     sample_ranges,
 )
-from tpde.cuda import compile as nvrtc
+from tpde.cuda.backend import current
 from tpde.errors import Corrupt
 from tpde.format.blob_header import BlobHeader, align, with_results
 from tpde.format.constants import DTYPES, RECORD_BYTES
@@ -159,8 +159,8 @@ class PackEncoder:
 
     def _launch(self, name: str, defines: dict[str, int], blocks: int, threads: int, *given: int) -> None:
         *arguments, stream = given
-        kernel = nvrtc.kernel(SOURCE, name, defines, self._device)
-        nvrtc.launch(kernel, blocks, threads, 0, stream, *map(np.uint64, arguments))
+        kernel = current().kernel(SOURCE, name, defines, self._device)
+        kernel.launch(blocks, threads, 0)(stream, *map(np.uint64, arguments))
 
     def gather(self, to: int, stream: int) -> None:
         """Collect the sample.
@@ -291,7 +291,7 @@ def prepare(spec: TensorSpec, device: int) -> None:
     MissingDependency, UnsupportedDevice, CompileError
         If the kernels cannot run.
     """
-    nvrtc.kernel(SOURCE, "measure", _usual(spec), device)
+    current().kernel(SOURCE, "measure", _usual(spec), device)
 
 
 def _usual(spec: TensorSpec) -> dict[str, int]:

@@ -19,7 +19,7 @@ import zstandard
 from tpde.codec.blob import RECORD
 from tpde.codec.native import Bytes
 from tpde.codec.registry import Gpu, codec_of
-from tpde.cuda import compile as nvrtc
+from tpde.cuda.backend import current
 from tpde.errors import Corrupt
 from tpde.format.blob_header import BlobHeader, align
 from tpde.format.constants import MODE_CODED, MODE_RAW, RECORD_BYTES
@@ -282,11 +282,8 @@ class ZstdBlob:
             except Exception as error:  # nvCOMP raises RuntimeError, ValueError, and others between versions
                 _give_up(f"nvCOMP failed ({type(error).__name__}: {error})")
                 return False
-            nvrtc.launch(
-                nvrtc.kernel(SOURCE, "merge", defines, self._device),
-                last - first,
-                THREADS,
-                0,
+            merge = current().kernel(SOURCE, "merge", defines, self._device)
+            merge.launch(last - first, THREADS, 0)(
                 stream,
                 np.uint64(descriptors),
                 np.uint64(blob),

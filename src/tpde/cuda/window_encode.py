@@ -24,7 +24,7 @@ import numpy as np
 from tpde.codec import window_plan, windows
 from tpde.codec.native import Bytes, as_bytes
 from tpde.codec.windows import FLAG_ZERO, Window
-from tpde.cuda import compile as nvrtc
+from tpde.cuda.backend import current
 
 SOURCE = "window_encode.cu"
 COUNTS_BYTES = 2048  # of the start of scratch memory: which XORs escapes have, for both values of the flag
@@ -66,7 +66,7 @@ def prepare(device: int) -> None:
     MissingDependency, UnsupportedDevice, CompileError
         If the kernels cannot run.
     """
-    nvrtc.kernel(SOURCE, "plan", {}, device)
+    current().kernel(SOURCE, "plan", {}, device)
 
 
 class WindowEncoder:
@@ -107,8 +107,8 @@ class WindowEncoder:
     def _launch(self, name: str, blocks: int, stream: int, *arguments: int) -> None:
         matrix = self.matrix
         given = matrix.at, matrix.stride, matrix.rows, matrix.columns, *arguments
-        kernel = nvrtc.kernel(SOURCE, name, {}, self._device)
-        nvrtc.launch(kernel, blocks, _THREADS, 0, stream, *map(np.uint64, given))
+        kernel = current().kernel(SOURCE, name, {}, self._device)
+        kernel.launch(blocks, _THREADS, 0)(stream, *map(np.uint64, given))
 
     def plan(self, scratch: int, stream: int) -> None:
         """Choose the windows of rows, and count their escapes (windows.md 6.1).

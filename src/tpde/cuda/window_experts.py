@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tpde.codec.windows import FLAG_ZERO, Window
-from tpde.cuda import compile as nvrtc
-from tpde.cuda.capability import facts
+from tpde.cuda.backend import Backend, KernelLaunch, current
 from tpde.cuda.window_products import WARP_BYTES, WARPS, X_AT
 from tpde.errors import InvalidInput
 
@@ -149,8 +148,8 @@ class DeviceExperts:
             self._launch(count)
 
     @functools.cached_property
-    def _decoding(self) -> nvrtc.KernelLaunch:
-        return _decoding(self.columns % 256 != 0, self._device)
+    def _decoding(self) -> KernelLaunch:
+        return _decoding(current(), self.columns % 256 != 0, self._device)
 
     def decode(
         self, out: int, stream: int, *, first: int = 0, count: int | None = None, numbers: int = 0
@@ -233,22 +232,24 @@ class DeviceExperts:
             np.uint64(bias),
         )
 
-    def _launch(self, count: int) -> nvrtc.KernelLaunch:
-        return _product(self.columns, self._experts, self._slabs, count, self._device)
+    def _launch(self, count: int) -> KernelLaunch:
+        return _product(current(), self.columns, self._experts, self._slabs, count, self._device)
 
 
 @functools.cache
-def _decoding(tail: bool, device: int) -> nvrtc.KernelLaunch:
-    kernel = nvrtc.kernel(SOURCE, "experts_rows", {"TAIL": int(tail)}, device)
-    return nvrtc.KernelLaunch(kernel, 2 * facts(device).multiprocessors, 32 * WARPS, WARPS * WARP_BYTES)
+def _decoding(backend: Backend, tail: bool, device: int) -> KernelLaunch:
+    kernel = backend.kernel(SOURCE, "experts_rows", {"TAIL": int(tail)}, device)
+    return kernel.launch(2 * backend.facts(device).multiprocessors, 32 * WARPS, WARPS * WARP_BYTES)
 
 
 @functools.cache
-def _product(columns: int, experts: int, slabs: int, count: int, device: int) -> nvrtc.KernelLaunch:
+def _product(
+    backend: Backend, columns: int, experts: int, slabs: int, count: int, device: int
+) -> KernelLaunch:
     """The launch for so many rows of y, for all weights of a shape."""
-    have = facts(device)
+    have = backend.facts(device)
     how = expert_products(columns, experts, count, have.shared_bytes)[0]
-    kernel = nvrtc.kernel(SOURCE, "experts_product", how.defines, device)
+    kernel = backend.kernel(SOURCE, "experts_product", how.defines, device)
     grid = min(how.blocks * have.multiprocessors, min(count, experts) * slabs)
     early = have.capability >= (9, 0)  # as in `tpde.cuda.window_products`
-    return nvrtc.KernelLaunch(kernel, grid, 32 * WARPS, how.shared, early=early)
+    return kernel.launch(grid, 32 * WARPS, how.shared, early=early)

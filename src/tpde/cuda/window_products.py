@@ -7,13 +7,12 @@ and pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tpde.codec.windows import FLAG_ZERO, ROWS_AT, Window, sections
-from tpde.cuda import compile as nvrtc
-from tpde.cuda.capability import facts
+from tpde.cuda.backend import Backend, Kernel, KernelLaunch, current
 from tpde.errors import UnsupportedDevice
 
 SOURCE, GROUP_SOURCE = "window.cu", "window_group.cu"
@@ -158,7 +157,7 @@ class DeviceWindow:
     def __init__(self, window: Window, at: int, device: int) -> None:
         if at % 128:
             raise ValueError(f"a blob at {at:#x}, which is no multiple of 128")
-        self.window, self._device, self._facts = window, device, facts(device)
+        self.window, self._device, self._facts = window, device, current().facts(device)
         places = window.records_at, window.offsets_at, window.entries_at, window.bodies_at
         tables = np.frombuffer(window.table, "<u8")
         self._matrix = (
@@ -167,9 +166,7 @@ class DeviceWindow:
             np.uint32(window.rows),
             np.uint32(window.columns),
         )
-        self._products: dict[
-            int, tuple[int, nvrtc.KernelLaunch]
-        ] = {}  # by how many rows x has: those of a launch
+        self._products: dict[int, tuple[int, KernelLaunch]] = {}  # by how many rows x has: those of a launch
 
     def prepare(self) -> None:
         """Compile and load the kernels, for the errors that there may be, and for CUDA graphs.
@@ -183,21 +180,21 @@ class DeviceWindow:
         for count in range(1, MOST_ROWS + 1):
             self._product(count)
 
-    def _decoding(self, name: str) -> Any:
+    def _decoding(self, name: str) -> Kernel:
         made = _defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
-        return nvrtc.kernel(SOURCE, name, made, self._device)
+        return current().kernel(SOURCE, name, made, self._device)
 
     @functools.cached_property
-    def _rows(self) -> Any:
+    def _rows(self) -> Kernel:
         return self._decoding("rows")
 
     @functools.cached_property
-    def _lookup(self) -> Any:
+    def _lookup(self) -> Kernel:
         return self._decoding("lookup")
 
-    def _spread(self, kernel: Any, chunks: int) -> nvrtc.KernelLaunch:
+    def _spread(self, kernel: Kernel, chunks: int) -> KernelLaunch:
         grid = min(2 * self._facts.multiprocessors, -(-chunks // WARPS))
-        return nvrtc.KernelLaunch(kernel, grid, 32 * WARPS, WARPS * WARP_BYTES)
+        return kernel.launch(grid, 32 * WARPS, WARPS * WARP_BYTES)
 
     def rows(self, out: int, stride: int, stream: int, first: int = 0, end: int | None = None) -> None:
         """Decode to rows.
@@ -289,7 +286,7 @@ class DeviceWindow:
 
     def ways(self, count: int) -> list[Product]:
         """How a product with so many rows of x may be launched on the device, as it is by default first."""
-        return _ways(self.window, count, self._device)
+        return _ways(current(), self.window, count, self._device)
 
     def choose(self, count: int, how: Product) -> None:
         """Launch products with so many rows of x in one of the `ways`, from now on.
@@ -299,45 +296,47 @@ class DeviceWindow:
         UnsupportedDevice
             If the device, a part of one for example, has no room for it.
         """
-        made = _launch(self.window, how, self._device)
+        made = _launch(current(), self.window, how, self._device)
         if made is None:
             raise UnsupportedDevice(f"device {self._device} has no room for a cluster of {how.name}")
         self._products[count] = how.rows, made
 
-    def _product(self, count: int) -> tuple[int, nvrtc.KernelLaunch]:
+    def _product(self, count: int) -> tuple[int, KernelLaunch]:
         window = self.window
-        made = _launch_of(window.rows, window.columns, window.flags, count, self._device)
+        made = _launch_of(current(), window.rows, window.columns, window.flags, count, self._device)
         self._products[count] = made
         return made
 
 
-def _ways(window: Window, count: int, device: int) -> list[Product]:
-    have = facts(device)
+def _ways(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
+    have = backend.facts(device)
     return products_of(window, count, have.shared_bytes, have.capability == _WGMMA)
 
 
 @functools.cache
 def _launch_of(
-    rows: int, columns: int, flags: int, count: int, device: int
-) -> tuple[int, nvrtc.KernelLaunch]:
+    backend: Backend, rows: int, columns: int, flags: int, count: int, device: int
+) -> tuple[int, KernelLaunch]:
     """How many rows of x a launch takes by default, and the launch, for all matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
-    made = ((how.rows, _launch(window, how, device)) for how in _ways(window, count, device))
+    made = (
+        (how.rows, _launch(backend, window, how, device)) for how in _ways(backend, window, count, device)
+    )
     return next((most, launch) for most, launch in made if launch is not None)
 
 
-def _launch(window: Window, how: Product, device: int) -> nvrtc.KernelLaunch | None:
+def _launch(backend: Backend, window: Window, how: Product, device: int) -> KernelLaunch | None:
     """The launch; None if the device never runs eight blocks of it at a time, as a part of one may not."""
-    kernel = nvrtc.kernel(how.source, how.name, how.defines, device, own=how.grouped)
-    have, stripes = facts(device), window.stripes
+    kernel = backend.kernel(how.source, how.name, how.defines, device, own=how.grouped)
+    have, stripes = backend.facts(device), window.stripes
     early = have.capability >= (9, 0)  # kernels start while those before them end
     if how.grouped:
         threads = 32 * (how.warps + _OTHER_WARPS)
-        most = nvrtc.clusters_at_once(kernel, _CLUSTER, threads, how.shared)
+        most = kernel.clusters_at_once(_CLUSTER, threads, how.shared)
         grid = _CLUSTER * min(most, -(-stripes // how.warps))
         if not grid:
             return None
-        return nvrtc.KernelLaunch(kernel, grid, threads, how.shared, cluster=_CLUSTER, early=early)
+        return kernel.launch(grid, threads, how.shared, cluster=_CLUSTER, early=early)
     beside = WARPS // min(window.stripe_chunks, PARTS)  # stripes that a block takes at a time
     grid = min(how.blocks * have.multiprocessors, -(-stripes // beside))
-    return nvrtc.KernelLaunch(kernel, grid, 32 * how.warps, how.shared, early=early)
+    return kernel.launch(grid, 32 * how.warps, how.shared, early=early)

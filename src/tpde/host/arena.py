@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tpde.errors import OutOfMemory
-from tpde.host import page_lock
+from tpde.host.page_lock import PageLock
 from tpde.host.ranges import PAGE, Range, read_error
 
 # However few processors: from the page cache into new pages 8 copied 24 GB/s, 16 copied 35; others
@@ -44,7 +44,7 @@ class Arena:
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // PAGE) * PAGE
-        self._locked: list[tuple[int, int]] = []  # addresses, each with the device
+        self._locked: list[tuple[int, PageLock]] = []  # addresses, each with what locked them
         try:
             self._map = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -66,15 +66,16 @@ class Arena:
         """Whether any of it is page-locked."""
         return bool(self._locked)
 
-    def lock(self, device: int, at: int = 0, size: int | None = None) -> None:
+    def lock(self, page_lock: PageLock, at: int = 0, size: int | None = None) -> None:
         """Page-lock it, or whole pages of it. Raises `page_lock.Refused` if they cannot be."""
-        page_lock.lock(self.address + at, self.size if size is None else size, device, read_only=False)
-        self._locked.append((self.address + at, device))
+        page_lock.lock(self.address + at, self.size if size is None else size, read_only=False)
+        self._locked.append((self.address + at, page_lock))
 
     def unlock(self) -> None:
         """Unlock all that is locked."""
         while self._locked:
-            page_lock.unlock(*self._locked.pop())
+            address, page_lock = self._locked.pop()
+            page_lock.unlock(address)
 
     def close(self) -> None:
         """Give it back."""

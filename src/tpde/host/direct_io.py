@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import threading
+from typing import Protocol
 
 from tpde.errors import Truncated
 from tpde.host.ranges import PAGE
@@ -15,13 +16,8 @@ from tpde.io.sources import ByteSource, FileSource
 BLOCK = max(PAGE, 4096)  # what O_DIRECT asks of offsets, sizes and addresses, on any disk
 
 
-class Files:
-    """Files that are read with `O_DIRECT`, or as if they were. Any thread may read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._direct: dict[ByteSource, int | None] = {}
-        self._opened: list[int] = []
+class BlockReader(Protocol):
+    """What reads files, in any thread."""
 
     def read(self, source: ByteSource, offset: int, out: memoryview, size: int) -> None:
         """Read `size` bytes.
@@ -44,6 +40,21 @@ class Files:
         OSError
             If it cannot be read.
         """
+
+    def close(self) -> None:
+        """Close what was opened here. Nobody may be reading."""
+
+
+class Files:
+    """Files that are read with `O_DIRECT`, or as if they were. Any thread may read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._direct: dict[ByteSource, int | None] = {}
+        self._opened: list[int] = []
+
+    def read(self, source: ByteSource, offset: int, out: memoryview, size: int) -> None:
+        """Read bytes: see `BlockReader`."""
         descriptor = self._open(source)
         if descriptor is None or not _read_direct(descriptor, source.name, offset, out, size):
             self._direct[source] = None

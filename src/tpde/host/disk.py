@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
 import weakref
-from collections import deque
 
-from tpde.errors import InvalidInput, ReadError, TpdeError
-from tpde.host import page_lock
+from tpde.errors import InvalidInput
 from tpde.host.arena import Arena
-from tpde.host.direct_io import BLOCK, Files
-from tpde.host.feed import Event, ReadLog, Ticket
+from tpde.host.direct_io import BLOCK, BlockReader, Files
+from tpde.host.feed import ReadLog, Ticket
 from tpde.host.locking import forced_mode, not_locked
-from tpde.host.ranges import read_error
+from tpde.host.page_lock import PageLock, Refused
+from tpde.host.read_queue import ReadQueue, ReadTicket
 from tpde.io.sources import Extent
 
 SLACK = 2 * BLOCK  # of a buffer: a piece starts and ends anywhere
@@ -24,12 +20,12 @@ READ_BYTES = 4 << 20
 READERS = 8  # threads: between the 4 and 16 at which disks reach their rate
 
 
-def _lock(arena: Arena, device: int | None, forced: str | None) -> None:
-    if device is None or forced == "pageable":
+def _lock(arena: Arena, page_lock: PageLock | None, forced: str | None) -> None:
+    if page_lock is None or forced == "pageable":
         return
     try:
-        arena.lock(device)
-    except page_lock.Refused as error:
+        arena.lock(page_lock)
+    except Refused as error:
         not_locked(error, arena.size, forced, "the memory that files are read to")
 
 
@@ -50,9 +46,13 @@ class ReadAhead:
         Bytes of a piece, at most.
     threads : int
         How many read.
-    device : int, optional
-        Number of the device that copies. The buffers are page-locked, unless that is refused, with a warning.
-        With None nothing copies, and they are not.
+    page_lock : PageLock or None
+        Of the device that copies. The buffers are page-locked, unless that is refused, with a warning. With
+        None nothing copies, and they are not.
+    files : BlockReader, optional
+        What reads, and is closed with this; by default, past the page cache.
+    read_bytes : int
+        Of a read, at most: threads share a piece.
 
     Raises
     ------
@@ -67,33 +67,44 @@ class ReadAhead:
         Of the buffers.
     """
 
-    def __init__(self, buffers: int, piece: int, threads: int, device: int | None) -> None:
+    def __init__(
+        self,
+        buffers: int,
+        piece: int,
+        threads: int,
+        page_lock: PageLock | None,
+        *,
+        files: BlockReader | None = None,
+        read_bytes: int = READ_BYTES,
+    ) -> None:
         if min(buffers, piece, threads) < 1:
             raise InvalidInput(f"{buffers} buffers of {piece} bytes and {threads} threads read nothing")
         self._room = -(-piece // BLOCK) * BLOCK + SLACK
         arena = Arena(buffers * self._room)
         try:
-            _lock(arena, device, forced_mode())
+            _lock(arena, page_lock, forced_mode())
         except BaseException:
             arena.close()
             raise
         self._piece, self.ahead = piece, buffers * piece
         self.locked_bytes, self.private_bytes = arena.size if arena.locked else 0, arena.size
-        # Threads know the state, not this object: it can be collected while they wait.
-        self._state = _State(arena, self._room, buffers, device if arena.locked else None)
-        self._close = weakref.finalize(self, self._state.stop)
+        # Threads know the queue, not this object: it can be collected while they wait.
+        self._queue = ReadQueue(
+            arena, self._room, buffers, page_lock if arena.locked else None, files or Files(), read_bytes
+        )
+        self._close = weakref.finalize(self, self._queue.stop)
         self._close.atexit = False  # the end of a process ends the threads, whatever they are at
-        self._state.start(threads)
+        self._queue.start(threads)
 
     @property
     def trace(self) -> ReadLog | None:
         """What takes note of reads; None for nothing."""
-        return self._state.trace
+        return self._queue.trace
 
     @trace.setter
     def trace(self, trace: ReadLog | None) -> None:
-        with self._state.lock:
-            self._state.trace = trace
+        with self._queue.lock:
+            self._queue.trace = trace
 
     def request(self, extent: Extent) -> Ticket:
         """Read a piece as soon as all that were requested before are being read, and a buffer is free.
@@ -105,11 +116,11 @@ class ReadAhead:
         """
         if not 0 < extent.size <= self._piece:
             raise InvalidInput(f"`{extent.name}`: {extent.size} bytes, but a piece has 1 to {self._piece}")
-        ticket = _Ticket(self._state, extent)
+        ticket = ReadTicket(self._queue, extent)
         try:
-            with self._state.lock:
-                self._state.waiting.append(ticket)
-                self._state.work.notify_all()
+            with self._queue.lock:
+                self._queue.waiting.append(ticket)
+                self._queue.work.notify_all()
         except BaseException:  # after Ctrl-C nobody has the ticket, and a buffer would be lost
             ticket.cancel()
             raise
@@ -122,222 +133,4 @@ class ReadAhead:
     def close(self) -> None:
         """End the threads, after the reads that they are at, and give the memory back."""
         self._close()
-        self._state.join()
-
-
-class _Ticket:
-    """A piece that was requested."""
-
-    def __init__(self, state: _State, extent: Extent) -> None:
-        self.extent = extent
-        self.buffer = -1  # which holds it
-        self.left = 0  # reads that are not done
-        self.reading = 0  # reads that threads are at
-        self.error: TpdeError | None = None
-        self.dropped = False
-        self.done = False
-        self.began = 0
-        self._state = state  # and not the `ReadAhead`, which can be collected meanwhile
-
-    def ready(self) -> bool:
-        """Whether the piece is there. A failed one never is: whoever needs it learns why from `wait`."""
-        return self.done
-
-    def wait(self) -> int:
-        """The host address of the piece, once it has been read: see `Ticket`."""
-        state = self._state
-        with state.lock:
-            while not (self.done or self.error or self.dropped or state.stopped):
-                state.there.wait()
-            if self.error is not None:
-                raise self.error
-            if state.stopped:
-                what = f"`{self.extent.name}` is not read any more"
-                if state.failed is None:
-                    raise ReadError(
-                        f"{what}: its model was closed", hint="load it again", where=self.extent.name
-                    )
-                raise ReadError(
-                    f"{what}: {state.failed}", hint="load the model again", where=self.extent.name
-                ) from state.failed
-            if not self.done:
-                raise ValueError(f"`{self.extent.name}` was cancelled, or copied already")
-            return state.address(self)
-
-    def copied(self, event: Event) -> None:
-        """Read another piece to the same buffer once the device has passed the event."""
-        state = self._state
-        with state.lock:
-            buffer = self.buffer
-            # First, for Ctrl-C between the two must not have `cancel` free the buffer a second time.
-            self.done, self.dropped, self.buffer = False, True, -1
-            state.draining.append((buffer, event))
-            state.work.notify_all()
-
-    def cancel(self) -> None:
-        """Stop reading the piece, or let go of it."""
-        with self._state.lock:
-            self._state.drop(self)
-
-
-class _State:
-    """What the threads share. Everything but `start`, `stop` and `join` is called with `lock` held."""
-
-    def __init__(self, arena: Arena, room: int, buffers: int, device: int | None) -> None:
-        self.lock = threading.RLock()  # a finalizer may take it again, in the same thread
-        self.work, self.there = threading.Condition(self.lock), threading.Condition(self.lock)
-        self.waiting: deque[_Ticket] = deque()
-        self.draining: deque[tuple[int, Event]] = deque()  # buffers that are copied from
-        self.stopped = False
-        self.failed: BaseException | None = None  # what no read is to blame for
-        self.trace: ReadLog | None = None
-        self._arena, self._room, self._device = arena, room, device
-        self._free = list(range(buffers))
-        self._reads: deque[tuple[_Ticket, int, int]] = deque()  # not begun: ticket, offset, size
-        self._waits_for_copy = False
-        self._files = Files()
-        self._threads: list[threading.Thread] = []
-        self._alive = 0
-
-    # ---- threads ----
-
-    def start(self, threads: int) -> None:
-        self._threads = [
-            threading.Thread(target=self._run, name="tpde-disk", daemon=True) for _ in range(threads)
-        ]
-        with self.lock:
-            for thread in self._threads:
-                thread.start()
-                self._alive += 1
-
-    def stop(self) -> None:
-        """Tell the threads to end. Does not wait for them: a finalizer may run on one of them."""
-        with self.lock:
-            self.stopped = True
-            self.work.notify_all()
-            self.there.notify_all()
-
-    def join(self) -> None:
-        if threading.current_thread() in self._threads:
-            return  # garbage is collected in any thread, and this one may hold the lock that others end with
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        with self.lock:
-            try:
-                if self._device is not None:
-                    page_lock.bind(self._device)
-                while not self.stopped:
-                    if not self._work():
-                        self.work.wait()
-            except BaseException as error:
-                self.failed = error
-                self.stop()
-            self._alive -= 1
-            if not self._alive:  # nobody reads to the buffers any more
-                for _, event in self.draining:
-                    with contextlib.suppress(Exception):  # a device that has crashed copies nothing
-                        event.synchronize()
-                self._arena.close()
-                self._files.close()
-
-    def _work(self) -> bool:
-        """Do something; False if there is nothing to do."""
-        if not self._reads and self.waiting and self._free:
-            self._begin(self.waiting.popleft())
-        if self._reads:
-            self._read(*self._reads.popleft())
-            return True
-        if self.waiting and self.draining and not self._waits_for_copy:
-            self._wait_for_copy()
-            return True
-        return False
-
-    def _wait_for_copy(self) -> None:
-        """Copies end in the order in which they were queued: one thread waits for the oldest."""
-        buffer, event = self.draining.popleft()
-        self._waits_for_copy = True
-        self.lock.release()
-        try:
-            event.synchronize()
-        finally:
-            self.lock.acquire()
-            self._waits_for_copy = False
-        self._free.append(buffer)
-        self.work.notify_all()  # somebody else waits for the next one, while this thread reads
-
-    # ---- reading ----
-
-    def address(self, ticket: _Ticket) -> int:
-        """Where the bytes of a piece are."""
-        return self._arena.address + ticket.buffer * self._room + ticket.extent.offset % BLOCK
-
-    def _begin(self, ticket: _Ticket) -> None:
-        """Give a piece a buffer, and cut it up into reads of about the same size."""
-        ticket.buffer, ticket.began = self._free.pop(), time.perf_counter_ns()
-        first = ticket.extent.offset // BLOCK * BLOCK
-        last = ticket.extent.offset + ticket.extent.size
-        count = -(-(last - first) // READ_BYTES)
-        size = -(-(last - first) // (count * BLOCK)) * BLOCK
-        self._reads += [(ticket, at, min(size, last - at)) for at in range(first, last, size)]
-        ticket.left = len(self._reads)
-        self.work.notify_all()
-
-    def _read(self, ticket: _Ticket, offset: int, size: int) -> None:
-        source, first = ticket.extent.source, ticket.extent.offset // BLOCK * BLOCK
-        at = ticket.buffer * self._room + offset - first
-        ticket.reading += 1
-        error: TpdeError | None = None
-        self.lock.release()
-        try:
-            room = self._arena.view[at : at + -(-size // BLOCK) * BLOCK]
-            self._files.read(source, offset, room, size)
-        except OSError as failed:
-            error = read_error(source.name, offset, size, failed)
-        except TpdeError as failed:
-            error = failed
-        finally:
-            self.lock.acquire()
-            ticket.reading -= 1
-        self._finish(ticket, error)
-
-    def _finish(self, ticket: _Ticket, error: TpdeError | None) -> None:
-        """Take note of a read."""
-        ticket.left -= 1
-        if error is not None and ticket.error is None:
-            # A new one: the traceback of the old one holds on to the buffer.
-            ticket.error = error.prefixed(f"`{ticket.extent.name}`", where=ticket.extent.name)
-            self._skip(ticket)
-            self.there.notify_all()
-        if ticket.left == 0 and not ticket.dropped and ticket.error is None:
-            ticket.done = True
-            self.there.notify_all()
-            if self.trace is not None:
-                end = time.perf_counter_ns()
-                self.trace.read(ticket.began, end, ticket.extent.name, ticket.extent.size)
-        elif ticket.reading == 0 and (ticket.dropped or ticket.error is not None):
-            self._release(ticket)
-
-    def drop(self, ticket: _Ticket) -> None:
-        """Forget a piece, whatever it is at. Its buffer is free once no thread reads to it.
-
-        Doing so again does nothing, or the rest of it after Ctrl-C.
-        """
-        ticket.dropped, ticket.done = True, False
-        if ticket.buffer >= 0:
-            self._skip(ticket)
-            if ticket.reading == 0:
-                self._release(ticket)
-        elif ticket in self.waiting:  # not if it failed, or was copied
-            self.waiting.remove(ticket)
-        self.there.notify_all()
-
-    def _skip(self, ticket: _Ticket) -> None:
-        """Begin no more reads of a piece."""
-        self._reads = deque(it for it in self._reads if it[0] is not ticket)
-
-    def _release(self, ticket: _Ticket) -> None:
-        buffer, ticket.buffer = ticket.buffer, -1  # first: Ctrl-C must not have it freed a second time
-        self._free.append(buffer)
-        self.work.notify_all()
+        self._queue.join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tpde.io.sources import Extent
 
@@ -71,3 +71,20 @@ class Feed(Protocol):
 
     def close(self) -> None:
         """Give memory back. No copy may be under way."""
+
+
+@runtime_checkable
+class Filled(Feed, Protocol):
+    """A feed whose bytes all come, in the background, whether they are asked for or not."""
+
+    def begin(self) -> None:
+        """Let them come from now on. Beginning again does nothing."""
+
+    def complete(self) -> None:
+        """Wait until all are there.
+
+        Raises
+        ------
+        Truncated, ReadError, OutOfMemory, UnsupportedDevice
+            If something cannot be brought there.
+        """

@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpde.codec import native
 from tpde.errors import Truncated
-from tpde.host import page_lock
+from tpde.host.page_lock import PageLock, Refused
 from tpde.host.ranges import Range, read_error
 from tpde.io.sources import ByteSource, FileSource
 
@@ -43,8 +42,8 @@ class Mapping:
     ----------
     ranges : sequence of Range
         Of each file in order.
-    device : int
-        One of the devices that will read them.
+    page_lock : PageLock
+        Of one of the devices that will read them.
 
     Raises
     ------
@@ -59,8 +58,8 @@ class Mapping:
         The host address of each range's first page.
     """
 
-    def __init__(self, ranges: Sequence[Range], device: int) -> None:
-        self._ranges, self._device = ranges, device
+    def __init__(self, ranges: Sequence[Range], page_lock: PageLock) -> None:
+        self._ranges, self._page_lock = ranges, page_lock
         self._maps = list[mmap.mmap]()
         self._locked: dict[int, list[int]] = {}  # addresses, by the range's number
         self.starts = list[int]()
@@ -77,7 +76,7 @@ class Mapping:
     def _map(self, source: ByteSource, ranges: Sequence[Range]) -> list[int]:
         """Map a file once, from its first range to its last: what lies between costs addresses only."""
         if not isinstance(source, FileSource):
-            raise page_lock.Refused(f"`{source.name}` is not a file")
+            raise Refused(f"`{source.name}` is not a file")
         begin, last = ranges[0].begin, ranges[-1].last
         size = os.fstat(source.fileno()).st_size
         if last > size:
@@ -87,7 +86,7 @@ class Mapping:
                 source.fileno(), last - begin, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=begin
             )
         except OSError as error:
-            raise page_lock.Refused(f"`{source.name}` cannot be mapped: {error}") from error
+            raise Refused(f"`{source.name}` cannot be mapped: {error}") from error
         self._maps.append(made)
         base = int(np.frombuffer(made, np.uint8).ctypes.data)
         return [base + it.begin - begin for it in ranges]
@@ -95,13 +94,13 @@ class Mapping:
     def lock(self, number: int, at: int, size: int) -> None:
         """Lock pages of a range, from byte `at` of them on. Raises `page_lock.Refused` if they cannot be."""
         start = self.starts[number] + at
-        page_lock.lock(start, size, self._device, read_only=True)
+        self._page_lock.lock(start, size, read_only=True)
         self._locked.setdefault(number, []).append(start)
 
     def unlock(self, number: int) -> None:
         """Unlock what is locked of a range."""
         for start in self._locked.pop(number, []):
-            page_lock.unlock(start, self._device)
+            self._page_lock.unlock(start)
 
     def pieces(self, number: int, at: int, size: int) -> list[Pages]:
         """The same pages, a few at a time, to be brought into memory, and into this process's tables."""
@@ -111,6 +110,31 @@ class Mapping:
             for begin in range(at, at + size, _PIECE_BYTES)
         ]
 
+    def populate(self, pages: Pages) -> None:
+        """Bring pages into memory: locking is fast then.
+
+        Raises
+        ------
+        Truncated
+            If the file has become shorter.
+        ReadError
+            If the disk fails.
+        """
+        it, offset, address, size = pages
+        assert isinstance(it.source, FileSource)
+        descriptor = it.source.fileno()
+        os.posix_fadvise(
+            descriptor, offset, size, os.POSIX_FADV_WILLNEED
+        )  # in large reads, if it is on the disk
+        if (
+            self._page_lock.populate(address, size) == errno.EFAULT
+        ):  # the file has become shorter, or cannot be read
+            found, last = os.fstat(descriptor).st_size, min(offset + size, it.last)
+            if found < last:
+                raise _shrunk(it.source.name, found, last)
+            raise read_error(it.source.name, offset, size, OSError(errno.EIO, ""))
+        # Any other error says that the system does not know how: locking will fault the pages in.
+
     def close(self) -> None:
         """Unlock and unmap."""
         for number in list(self._locked):
@@ -118,28 +142,6 @@ class Mapping:
         for made in self._maps:
             made.close()
         self._maps = []
-
-
-def populate(pages: Pages) -> None:
-    """Bring pages into memory: locking is fast then.
-
-    Raises
-    ------
-    Truncated
-        If the file has become shorter.
-    ReadError
-        If the disk fails.
-    """
-    it, offset, address, size = pages
-    assert isinstance(it.source, FileSource)
-    descriptor = it.source.fileno()
-    os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)  # in large reads, if it is on the disk
-    if native.populate(address, size) == errno.EFAULT:  # the file has become shorter, or cannot be read
-        found, last = os.fstat(descriptor).st_size, min(offset + size, it.last)
-        if found < last:
-            raise _shrunk(it.source.name, found, last)
-        raise read_error(it.source.name, offset, size, OSError(errno.EIO, ""))
-    # Any other error says that the system does not know how: locking will fault the pages in.
 
 
 def _shrunk(name: str, size: int, last: int) -> Truncated:

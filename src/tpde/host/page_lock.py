@@ -10,7 +10,9 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Protocol
 
+from tpde.codec import native
 from tpde.cuda.capability import bindings, call
 
 _PORTABLE, _DEVICEMAP, _READ_ONLY = 1, 2, 8  # CU_MEMHOSTREGISTER_*
@@ -30,60 +32,121 @@ class Refused(Exception):
     """Memory cannot be locked here; something else may do."""
 
 
-@functools.cache
-def _primary(device: int) -> object:
-    """The device's primary context, which torch uses too. Kept: giving it back could destroy it."""
-    driver, _ = bindings()
-    call(driver.cuInit(0), "starting the CUDA driver")
-    handle = call(driver.cuDeviceGet(device), f"looking for CUDA device {device}")
-    return call(driver.cuDevicePrimaryCtxRetain(handle), f"opening CUDA device {device}")
+class PageLock(Protocol):
+    """What makes pages of host memory ready for a device: it brings them into memory, and locks them."""
+
+    @property
+    def step(self) -> int:
+        """Bytes that are locked at once, at most, and where: see `steps`."""
+
+    def bind(self) -> None:
+        """Let the calling thread use the device: otherwise the first call that needs one opens device 0."""
+
+    def populate(self, address: int, size: int) -> int:
+        """Bring mapped pages into memory, and into this process's tables; returns 0, or an `errno`."""
+
+    def lock(self, address: int, size: int, *, read_only: bool) -> None:
+        """Lock whole pages, and map them for the devices.
+
+        Parameters
+        ----------
+        address, size : int
+            Multiples of the page size.
+        read_only : bool
+            The memory is mapped for reading only.
+
+        Raises
+        ------
+        Refused
+            If this memory cannot be locked.
+        UnsupportedDevice
+            If the device is at fault.
+        """
+
+    def unlock(self, address: int) -> None:
+        """Unlock what was locked from this address on.
+
+        Fails silently: what can be wrong here (a device that has crashed, a process that ends) was reported
+        by what noticed it first, and the memory is given back in any case.
+        """
+
+    def device_address(self, address: int) -> int | None:
+        """Where kernels find what was locked from this address on; None if they cannot read it."""
 
 
-@contextlib.contextmanager
-def _current(device: int) -> Iterator[ModuleType]:
-    driver, _ = bindings()
-    call(driver.cuCtxPushCurrent(_primary(device)), f"using CUDA device {device}")
-    try:
-        yield driver
-    finally:
-        driver.cuCtxPopCurrent()
-
-
-def bind(device: int) -> None:
-    """Let the calling thread use a device: otherwise the first call that needs one opens device 0."""
-    driver, _ = bindings()
-    call(driver.cuCtxSetCurrent(_primary(device)), f"using CUDA device {device}")
-
-
-def lock(address: int, size: int, device: int, *, read_only: bool) -> None:
-    """Lock whole pages, and map them for the devices.
+class CudaPageLock:
+    """What locks pages for CUDA devices.
 
     Parameters
     ----------
-    address, size : int
-        Multiples of the page size.
     device : int
         One of the devices.
-    read_only : bool
-        The memory is mapped for reading only.
+    step : int
+        Bytes that are locked at once, at most. Whoever copies from there cuts copies alike.
+    driver : module, optional
+        Speaks to it; by default `cuda.bindings.driver`, loaded when it is first needed.
 
-    Raises
-    ------
-    Refused
-        If this memory cannot be locked.
-    UnsupportedDevice
-        If the device is at fault.
+    Attributes
+    ----------
+    step : int
+        The same.
     """
-    flags = _PORTABLE | _DEVICEMAP | (_READ_ONLY if read_only else 0)
-    with _current(device) as driver:
-        result = driver.cuMemHostRegister(address, size, flags)
-    if int(result[0]) in _REFUSALS:
-        raise Refused(f"the driver says {result[0].name}")
-    call(result, f"page-locking {size} bytes")
+
+    def __init__(self, device: int, step: int = STEP, driver: ModuleType | None = None) -> None:
+        self.step, self._device, self._given = step, device, driver
+
+    @functools.cached_property
+    def _driver(self) -> ModuleType:
+        return bindings()[0] if self._given is None else self._given
+
+    @functools.cached_property
+    def _primary(self) -> object:
+        """The device's primary context, which torch uses too. Kept: giving it back could destroy it."""
+        driver, device = self._driver, self._device
+        call(driver.cuInit(0), "starting the CUDA driver")
+        handle = call(driver.cuDeviceGet(device), f"looking for CUDA device {device}")
+        return call(driver.cuDevicePrimaryCtxRetain(handle), f"opening CUDA device {device}")
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[ModuleType]:
+        driver = self._driver
+        call(driver.cuCtxPushCurrent(self._primary), f"using CUDA device {self._device}")
+        try:
+            yield driver
+        finally:
+            driver.cuCtxPopCurrent()
+
+    def bind(self) -> None:
+        """Set the thread's context: see `PageLock`."""
+        call(self._driver.cuCtxSetCurrent(self._primary), f"using CUDA device {self._device}")
+
+    def populate(self, address: int, size: int) -> int:
+        """Fault pages in, on this thread: the driver does so one by one."""
+        return native.populate(address, size)
+
+    def lock(self, address: int, size: int, *, read_only: bool) -> None:
+        """Register pages with the driver."""
+        flags = _PORTABLE | _DEVICEMAP | (_READ_ONLY if read_only else 0)
+        with self._current() as driver:
+            result = driver.cuMemHostRegister(address, size, flags)
+        if int(result[0]) in _REFUSALS:
+            raise Refused(f"the driver says {result[0].name}")
+        call(result, f"page-locking {size} bytes")
+
+    def unlock(self, address: int) -> None:
+        """Unregister them."""
+        with contextlib.suppress(Exception), self._current() as driver:
+            driver.cuMemHostUnregister(address)
+
+    def device_address(self, address: int) -> int | None:
+        """Ask the driver."""
+        with self._current() as driver:
+            code, found = driver.cuMemHostGetDevicePointer(address, 0)
+        return None if int(code) else int(found)
 
 
-def steps(address: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut memory at addresses that are multiples of `STEP`: how it is locked, and therefore copied.
+def steps(address: int, size: int, step: int = STEP) -> Iterator[tuple[int, int]]:
+    """Cut memory at addresses that are multiples of a step: how it is locked, and therefore copied.
 
     One copy must not reach from what was locked by one call into what was by another.
 
@@ -91,6 +154,8 @@ def steps(address: int, size: int) -> Iterator[tuple[int, int]]:
     ----------
     address, size : int
         Of the memory.
+    step : int
+        The step.
 
     Yields
     ------
@@ -104,23 +169,6 @@ def steps(address: int, size: int) -> Iterator[tuple[int, int]]:
     """
     at = 0
     while at < size:
-        piece = min(size - at, STEP - (address + at) % STEP)
+        piece = min(size - at, step - (address + at) % step)
         yield at, piece
         at += piece
-
-
-def unlock(address: int, device: int) -> None:
-    """Unlock what was locked from this address on.
-
-    Fails silently: what can be wrong here (a device that has crashed, a process that ends) was reported by
-    what noticed it first, and the memory is given back in any case.
-    """
-    with contextlib.suppress(Exception), _current(device) as driver:
-        driver.cuMemHostUnregister(address)
-
-
-def device_address(address: int, device: int) -> int | None:
-    """Where kernels find what was locked from this address on; None if they cannot read it."""
-    with _current(device) as driver:
-        code, found = driver.cuMemHostGetDevicePointer(address, 0)
-    return None if int(code) else int(found)

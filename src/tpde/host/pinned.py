@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tpde.host.feed import Event, ReadLog, Ticket
 from tpde.host.locking import forced_mode
+from tpde.host.page_lock import PageLock
 from tpde.host.pinning import Pinning, not_there_any_more
 from tpde.host.ranges import merge, require
 from tpde.io.sources import ByteSource, Extent
@@ -45,8 +46,8 @@ class HostMemory:
     ----------
     extents : sequence of Extent
         What is wanted, of what is wanted first at the start. Sources must stay open.
-    device : int
-        Number of the device. Memory is locked for all of them.
+    page_lock : PageLock
+        Of one of the devices. Memory is locked for all of them.
     mode : {"mapped", "arena", "pageable"}, optional
         Force one; by default what `TPDE_HOST_MEMORY` says, or the best that is possible.
     progress : callable, optional
@@ -63,7 +64,7 @@ class HostMemory:
     def __init__(
         self,
         extents: Sequence[Extent],
-        device: int,
+        page_lock: PageLock,
         *,
         mode: str | None = None,
         progress: Callable[[int], None] | None = None,
@@ -75,7 +76,7 @@ class HostMemory:
             self._files.setdefault(it.source, ([], i))[0].append(it.first)
         total, self._progress = sum(it.size for it in extents), progress
         # The thread knows this, not the memory: that can be collected meanwhile.
-        self._pinning = Pinning(self._ranges, device, forced_mode(mode), total)
+        self._pinning = Pinning(self._ranges, page_lock, forced_mode(mode), total)
         self._close = weakref.finalize(self, self._pinning.close)
         self._close.atexit = False  # the end of a process frees all of it, and the driver may have gone
         weakref.finalize(self, self._pinning.stop)  # but first the thread leaves the driver alone

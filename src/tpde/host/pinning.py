@@ -9,12 +9,12 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from tpde.errors import ReadError, UnsupportedDevice
-from tpde.host import page_lock
 from tpde.host.arena import THREADS as FILLING
 from tpde.host.arena import Arena, fill, parts
 from tpde.host.locking import VARIABLE, not_locked
 from tpde.host.mapped import THREADS as POPULATING
-from tpde.host.mapped import Mapping, populate
+from tpde.host.mapped import Mapping
+from tpde.host.page_lock import PageLock, Refused, steps
 from tpde.host.ranges import Range
 from tpde.host.workers import NAME, staged
 
@@ -82,8 +82,8 @@ class Pinning:
     ----------
     ranges : sequence of Range
         Of each file in order. Sources must stay open until `close`.
-    device : int
-        One of the devices that will read them.
+    page_lock : PageLock
+        Of one of the devices that will read them.
     forced : {"mapped", "arena", "pageable"} or None
         The only mode that will do.
     total : int
@@ -100,12 +100,12 @@ class Pinning:
     def __init__(
         self,
         ranges: Sequence[Range],
-        device: int,
+        page_lock: PageLock,
         forced: str | None,
         total: int,
     ) -> None:
         self.kind, self.locked_bytes, self.private_bytes = forced or "mapped", 0, 0
-        self._ranges, self._device, self._forced = ranges, device, forced
+        self._ranges, self._page_lock, self._forced = ranges, page_lock, forced
         self._pinned = [_PinnedRange(it) for it in ranges]
         self._memory: list[_Memory] = []
         self._error: BaseException | None = None
@@ -233,13 +233,13 @@ class Pinning:
         return [
             _Step(pinned, number, at, size)
             for number, (pinned, start) in enumerate(zip(self._pinned[first:], starts, strict=True))
-            for at, size in page_lock.steps(start, pinned.range.size)
+            for at, size in steps(start, pinned.range.size, self._page_lock.step)
         ]
 
     def _put(self, step: _Step, start: int, *, locked: bool) -> None:
         """A step of a range that starts at an address is there."""
         pinned, end = step.pinned, step.at + step.size
-        device = page_lock.device_address(start + step.at, self._device) if locked else None
+        device = self._page_lock.device_address(start + step.at) if locked else None
         with self._changed:
             if not step.at:
                 pinned.host, pinned.device, pinned.locked = start, device, 0
@@ -274,26 +274,26 @@ class Pinning:
     def _in_place(self) -> None:
         """Lock ranges where they lie, while the next ones' pages are brought in; until that is refused."""
         try:
-            mapping = Mapping(self._ranges, self._device)
-        except page_lock.Refused as error:
+            mapping = Mapping(self._ranges, self._page_lock)
+        except Refused as error:
             self._refused(error)
             return
         self._memory.append(mapping)
-        steps = self._steps(0, mapping.starts)
+        todo = self._steps(0, mapping.starts)
 
         def put(number: int) -> None:
-            step = steps[number]
+            step = todo[number]
             mapping.lock(step.number, step.at, step.size)
             self._put(step, mapping.starts[step.number], locked=True)
 
-        pages = [mapping.pieces(step.number, step.at, step.size) for step in steps]
+        pages = [mapping.pieces(step.number, step.at, step.size) for step in todo]
         try:
-            staged(pages, populate, POPULATING, put, self._counter(0))
-        except page_lock.Refused as error:
+            staged(pages, mapping.populate, POPULATING, put, self._counter(0))
+        except Refused as error:
             self._refused(error)
             self._undo(mapping)
 
-    def _refused(self, error: page_lock.Refused) -> None:
+    def _refused(self, error: Refused) -> None:
         """Locking in place is, which is an error only if it was forced."""
         if self._forced is not None:
             raise UnsupportedDevice(
@@ -320,18 +320,18 @@ class Pinning:
         self._memory.append(arena)
         self.private_bytes += arena.size
         self.kind = "pageable" if self._forced == "pageable" else "arena"
-        steps = self._steps(first, [arena.address + it for it in offsets])
+        todo = self._steps(first, [arena.address + it for it in offsets])
 
         def put(number: int) -> None:
-            step = steps[number]
+            step = todo[number]
             at = offsets[step.number] + step.at
             if self.kind != "pageable":
                 try:
-                    arena.lock(self._device, at, step.size)
-                except page_lock.Refused as error:
+                    arena.lock(self._page_lock, at, step.size)
+                except Refused as error:
                     not_locked(error, arena.size - at, self._forced, "the memory of the packed weights")
                     self.kind = "pageable"
             self._put(step, arena.address + offsets[step.number], locked=self.kind != "pageable")
 
-        work = [parts(ranges[it.number], offsets[it.number], it.at, it.size) for it in steps]
+        work = [parts(ranges[it.number], offsets[it.number], it.at, it.size) for it in todo]
         staged(work, lambda part: fill(arena, part), FILLING, put, self._counter(first))

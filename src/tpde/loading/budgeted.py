@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from tpde.errors import OutOfMemory, PackedWeight
-from tpde.host.feed import Feed
-from tpde.host.pinned import HostMemory
+from tpde.host.feed import Feed, Filled
 from tpde.loading.checkpoint_files import Checkpoint, Stored
 from tpde.loading.collection import collect_first
 from tpde.loading.feeds import Feeds
 from tpde.loading.footprint import OUTSIDE_BYTES
 from tpde.loading.homes import homes_of
+from tpde.loading.machine import current
 from tpde.loading.runs import Run
 from tpde.loading.window_weights import settle, strip_room
 from tpde.memory.allowance import Allowance, describe
@@ -31,7 +31,7 @@ from tpde.planning.stream_plan import StreamPlan
 from tpde.planning.units import Placement
 from tpde.streaming.stats import StreamingTimes, summarize_spans
 from tpde.streaming.streamer import Streamer
-from tpde.streaming.trace import Trace, start_trace, write_trace
+from tpde.streaming.trace import Trace, write_trace
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.source import Source
 
@@ -69,10 +69,14 @@ class Streaming:
     ----------
     budget : Budget
         The same.
+    machine : Machine
+        What it opens devices, host memory and disks of.
     plans : dict of torch.device to StreamPlan
         Where weights are.
     streamers : dict of torch.device to Streamer
         Of the devices that any weights are streamed to.
+    feeds : dict of torch.device to list of Feed
+        What brings bytes to where those devices copy from.
     """
 
     def __init__(
@@ -83,12 +87,12 @@ class Streaming:
         whole: bool = True,
         fused: Collection[str] = (),
     ) -> None:
-        self.budget = budget
+        self.budget, self.machine = budget, current()
         self.plans: dict[torch.device, StreamPlan] = {}
         self.streamers: dict[torch.device, Streamer] = {}
         self._progress, self._whole, self._fused = _one_at_a_time(progress), whole, fused
         self._windows: dict[torch.device, dict[str, int]] = {}  # how many weights are there, and their bytes
-        self._feeds: dict[torch.device, list[Feed]] = {}
+        self.feeds: dict[torch.device, list[Feed]] = {}
         self._traces: dict[torch.device, Trace] = {}
         self._dropped: dict[torch.device, int] = {}  # pieces, before recording began
         self._finalizers: list[weakref.finalize[..., Any]] = []
@@ -173,7 +177,9 @@ class Streaming:
             for device, home in homes.items():
                 host, disk = (list(home.stored[it].values()) for it in (Placement.HOST, Placement.DISK))
                 if host or disk:
-                    made = Feeds(device, self.plans[device], host, disk, progress=self._progress)
+                    made = Feeds(
+                        device, self.plans[device], host, disk, self.machine, progress=self._progress
+                    )
                     opened[device] = undo.enter_context(closing(made))
             for device, home in homes.items():
                 home.bring(model, checkpoint, device, self.plans[device], self._progress)
@@ -204,7 +210,7 @@ class Streaming:
 
     def _open(self, device: torch.device, feeds: Feeds) -> Mapping[str, Source]:
         self.streamers[device], tensors = feeds.open()
-        self._feeds[device] = feeds.feeds
+        self.feeds[device] = feeds.feeds
         return tensors
 
     def begin(self, model: torch.nn.Module) -> None:
@@ -240,9 +246,9 @@ class Streaming:
         for memory in self._memories():
             memory.complete()
 
-    def _memories(self) -> list[HostMemory]:
+    def _memories(self) -> list[Filled]:
         owned = (thing for streamer in self.streamers.values() for thing in streamer.owned)
-        return [thing for thing in owned if isinstance(thing, HostMemory)]
+        return [thing for thing in owned if isinstance(thing, Filled)]
 
     # ---- looking at it ----
 
@@ -261,10 +267,10 @@ class Streaming:
         Another thread may be in a forward pass: what is noted of it begins with one of its copies or decodes.
         """
         for device, streamer in self.streamers.items():
-            trace = self._traces[device] = start_trace(device)
+            trace = self._traces[device] = self.machine.start_trace(device)
             streamer.record(trace)
             self._dropped[device] = streamer.dropped_pieces
-            for feed in self._feeds[device]:
+            for feed in self.feeds[device]:
                 feed.trace = trace
 
     def trace(self, path: str | os.PathLike[str]) -> None:

@@ -8,13 +8,12 @@ from contextlib import suppress
 
 import torch
 
-from tpde.host.disk import READERS, ReadAhead
 from tpde.host.feed import Feed
-from tpde.host.pinned import HostMemory
 from tpde.io.sources import FileSource
 from tpde.loading.checkpoint_files import Stored
+from tpde.loading.machine import Machine
 from tpde.planning.stream_plan import StreamPlan
-from tpde.streaming.cuda_device import CudaDevice, Device
+from tpde.streaming.cuda_device import Device
 from tpde.streaming.damage import DecodedPieces
 from tpde.streaming.retained import Retained
 from tpde.streaming.streamed_source import Streamed, put_on_device
@@ -34,6 +33,8 @@ class Feeds:
         How large pieces and buffers are.
     host, disk : sequence of Stored
         Tensors that go to locked host memory, and those that are read each time.
+    machine : Machine
+        What has devices, host memory and disks.
     progress : callable, optional
         Called with numbers of bytes that were locked, in the background.
 
@@ -56,10 +57,11 @@ class Feeds:
         plan: StreamPlan,
         host: Sequence[Stored],
         disk: Sequence[Stored],
+        machine: Machine,
         *,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self._device, self._plan = device, plan
+        self._device, self._plan, self._machine = device, plan, machine
         self.owned: list[Closing] = []
         self._tensors: dict[str, Streamed] = {}
         self._feeds: list[tuple[Feed, list[Streamed]]] = []  # each with those whose chunks it brings
@@ -78,17 +80,16 @@ class Feeds:
                     for it, extent in zip(stored, extents, strict=True)
                 }
 
-            index = device.index or 0
             kept, read = opened(host), opened(disk)
             self._tensors = kept | read
             if device.type == "cuda":
                 put_on_device(self._tensors.values())
             if kept:
-                memory = HostMemory([it.extent for it in kept.values()], index, progress=progress)
+                memory = machine.memory([it.extent for it in kept.values()], device, progress)
                 self.owned.insert(0, memory)
                 self._feeds += [(memory, list(kept.values()))]
             if read:
-                ahead = ReadAhead(plan.staging // plan.piece, plan.piece, READERS, index)
+                ahead = machine.disk(plan.staging // plan.piece, plan.piece, device)
                 self.owned.insert(0, ahead)
                 self._feeds += [(ahead, list(read.values()))]
         except BaseException:
@@ -119,7 +120,7 @@ class Feeds:
         from_disk = next((it for it in self.feeds if it.ahead), None)  # what takes longest is retained first
         wanted = plan.retained + (plan.work.disk if from_disk else plan.work.copied)
         retained: Retained[DecodedPieces] = Retained(plan.ring, plan.retained, wanted, from_disk)
-        device = CudaDevice(self._device, plan.ring + plan.retained)
+        device = self._machine.device(self._device, plan.ring + plan.retained)
         streamer = Streamer(device, plan.slots, plan.piece, retained)
         for feed, tensors in self._feeds:
             for tensor in tensors:

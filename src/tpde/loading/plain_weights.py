@@ -176,6 +176,7 @@ def decode_runs(
     device: torch.device,
     progress: Callable[[int], None] | None,
     room: int = SCRATCH_BYTES,
+    make_reader: Callable[[torch.device], Reader] = Reader,
 ) -> None:
     """Put parameters into a model plain, a few tensors of the files at a time; others are read meanwhile.
 
@@ -192,6 +193,8 @@ def decode_runs(
     room : int
         Bytes of device memory beside the parameters, for what is packed. More are taken for a blob that is
         larger, one at a time.
+    make_reader : callable, optional
+        Makes what reads the files.
 
     Raises
     ------
@@ -210,7 +213,7 @@ def decode_runs(
     decode = _Decoder(model, runs, device, batches)
     begun: deque[tuple[list[torch.Tensor], Reading]] = deque()
 
-    with torch.inference_mode(False), Reader(device) as reader:
+    with torch.inference_mode(False), make_reader(device) as reader:
 
         def begin(number: int) -> None:
             blobs = scratch.place(number, batches[number])

@@ -25,6 +25,9 @@ def read_extents(
     extents: Sequence[Extent],
     device: torch.device,
     use: Callable[[int, torch.Tensor], None] = lambda i, tensor: None,
+    *,
+    make_reader: Callable[[torch.device], Reader] | None = None,
+    group_bytes: int = GROUP_BYTES,
 ) -> list[torch.Tensor]:
     """Read extents into one uint8 tensor each, in memory of its own.
 
@@ -37,6 +40,10 @@ def read_extents(
     use : callable, optional
         Called with the number of each extent and its tensor, which is complete, while others are read; in
         this thread, in the order of reading.
+    make_reader : callable, optional
+        Makes what reads them: `Reader` by default.
+    group_bytes : int
+        Extents are complete when at least so many bytes are.
 
     Returns
     -------
@@ -52,10 +59,10 @@ def read_extents(
     """
     _check(extents)
     tensors = _allocate([extent.size for extent in extents], device)
-    with Reader(device) as reader:
+    with (make_reader or Reader)(device) as reader:
         begun = [
             (group, reader.begin([tensors[i] for i in group], [extents[i] for i in group]))
-            for group in _groups(extents)
+            for group in _groups(extents, group_bytes)
         ]
         for group, reading in begun:
             reading.wait()
@@ -94,14 +101,14 @@ def read_in_turn(
             del tensors
 
 
-def _groups(extents: Sequence[Extent]) -> Iterator[list[int]]:
+def _groups(extents: Sequence[Extent], least: int) -> Iterator[list[int]]:
     """Numbers of extents in the order of files and offsets, a few at a time."""
     group: list[int] = []
     size = 0
     for i in _in_order(extents):
         group.append(i)
         size += extents[i].size
-        if size >= GROUP_BYTES:
+        if size >= least:
             yield group
             group, size = [], 0
     if group:
@@ -141,11 +148,17 @@ class Reader:
     Parameters
     ----------
     device : torch.device
-        Of all tensors, CPU or CUDA. Host memory beside them is at most 128 MiB, pinned for CUDA.
+        Of all tensors, CPU or CUDA. Host memory beside them, pinned for CUDA, is two pieces a thread: at most
+        128 MiB by default.
+    piece : int
+        Bytes of a read, at most.
+    threads : int, optional
+        By default as many as are of use.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._threads = device, min(READERS, default_threads())
+    def __init__(self, device: torch.device, *, piece: int = PIECE_BYTES, threads: int | None = None) -> None:
+        self._device, self._piece = device, piece
+        self._threads = min(READERS, default_threads()) if threads is None else threads
         self._pool = ThreadPoolExecutor(self._threads, "tpde-read")
         self._begun: weakref.WeakSet[_Work] = weakref.WeakSet()  # and their tensors
         self._lanes = threading.local()
@@ -155,7 +168,7 @@ class Reader:
 
         Their memory may still be in use by what the current stream was given so far.
         """
-        work = _Work(tensors, extents)
+        work = _Work(tensors, extents, self._piece)
         main = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device)
         self._begun.add(work)
 
@@ -174,7 +187,7 @@ class Reader:
     def _lane(self) -> _Lane:
         """What the calling thread reads with."""
         if not hasattr(self._lanes, "own"):
-            self._lanes.own = _Lane(self._device)
+            self._lanes.own = _Lane(self._device, self._piece)
         own: _Lane = self._lanes.own
         return own
 
@@ -209,12 +222,12 @@ class Reading:
 class _Work:
     """Pieces of extents, handed to whichever thread asks next: the number of the extent, where, how many."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], extents: Sequence[Extent], piece: int) -> None:
         self.tensors, self.extents = list(tensors), extents
         self._pieces = [
-            (i, at, min(PIECE_BYTES, extents[i].size - at))
+            (i, at, min(piece, extents[i].size - at))
             for i in _in_order(extents)
-            for at in range(0, extents[i].size, PIECE_BYTES)
+            for at in range(0, extents[i].size, piece)
         ]
         self._next, self._lock = 0, threading.Lock()
 
@@ -276,10 +289,10 @@ def _to_host(work: _Work) -> None:
 class _Lane:
     """Copies what a thread reads: into two pinned buffers in turn, and from there on a stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, piece: int) -> None:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._buffers = [torch.empty(piece, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
 
     def read(self, work: _Work, main: torch.cuda.Stream) -> None:

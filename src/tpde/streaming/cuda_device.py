@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from tpde.host.feed import Event
-from tpde.host.page_lock import steps
+from tpde.host.page_lock import STEP, steps
 from tpde.memory.device_memory import allocate
 from tpde.streaming.pieces import Piece
 from tpde.streaming.streamed_source import put_on_device
@@ -103,6 +103,13 @@ class CudaDevice:
     beside : CudaDevice, optional
         What brings other weights of the same model to the device. Each has a copy stream of its own, and so
         waits for no copies of the other; what is computed is noted for both together.
+    step : int
+        By which the host memory that it copies from was locked: see `tpde.host.page_lock.steps`.
+
+    Attributes
+    ----------
+    memory : torch.Tensor or None
+        The places' bytes; None once they were given back.
 
     Raises
     ------
@@ -110,13 +117,15 @@ class CudaDevice:
         If there is no room for the places.
     """
 
-    def __init__(self, device: torch.device, ring: int, *, beside: CudaDevice | None = None) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, ring: int, *, beside: CudaDevice | None = None, step: int = STEP
+    ) -> None:
+        self.device, self._step = device, step
         self.trace: Trace | None = None
         # Since when, on the weights of what: one, or none.
         self._computing: list[tuple[torch.cuda.Event, str]] = [] if beside is None else beside._computing
         made = allocate(ring, device, "the room that packed weights are copied to")
-        self._ring: torch.Tensor | None = made
+        self.memory: torch.Tensor | None = made
         with torch.cuda.device(device):
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._copies.wait_stream(
@@ -149,7 +158,7 @@ class CudaDevice:
         with on_device(self.device):
             start = None if trace is None else self._mark(self._copies)
             to, size, stream = self._base + place, piece.extent.size, self._copies.cuda_stream
-            for at, part in steps(address, size):
+            for at, part in steps(address, size, self._step):
                 (code,) = driver.cuMemcpyHtoDAsync(to + at, address + at, part, stream)
                 if code != driver.CUresult.CUDA_SUCCESS:
                     raise RuntimeError(
@@ -204,7 +213,7 @@ class CudaDevice:
         try:
             self.wait()
         finally:
-            self._ring = None
+            self.memory = None
 
     def recording(self) -> bool:
         """Whether the current stream is recording a CUDA graph."""

@@ -7,13 +7,13 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from tpde.cuda.capability import facts
+from tpde.cuda.backend import current
 from tpde.errors import InvalidInput, UnsupportedDevice
 from tpde.host.direct_io import Files
 from tpde.host.disk import READERS, ReadAhead
@@ -35,10 +35,27 @@ LAYERS, WIDTH = 8, 64  # of the model that is timed: so narrow that a GPU waits 
 # Seconds of it, some 120 passes, at each of three times, of which the fastest counts: hosts with other work
 # take up to twice as long for seconds on end, and one second of it was up to 45 % off from tokens soon after.
 TIMED = 0.5
-# Of a disk: so many bytes at least, then until so many seconds are over. Fast disks read these in 0.1 s.
-DISK_LEAST, DISK_MOST, DISK_SECONDS = 512 << 20, 4 << 30, 1.0
-DISK_BUFFERS, DISK_PIECE = 8, 32 << 20
 _UNLIMITED = float("inf")
+
+
+class DiskSample(NamedTuple):
+    """How much of a disk is read to measure it, and how.
+
+    Attributes
+    ----------
+    least, most : int
+        Bytes: so many at least, then until the time is over. Fast disks read the least in 0.1 s.
+    seconds : float
+        The time.
+    buffers, piece : int
+        Reads that are under way or done, and bytes of each.
+    """
+
+    least: int = 512 << 20
+    most: int = 4 << 30
+    seconds: float = 1.0
+    buffers: int = 8
+    piece: int = 32 << 20
 
 
 def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] = ()) -> Rates:
@@ -62,7 +79,7 @@ def measure_rates(device: torch.device, files: Sequence[str | os.PathLike[str]] 
             f"rates are measured on CUDA devices, not on `{device}`",
             hint="name one, or name the rates (`--copy-rate` and `--memory-rate` of `tpde plan`)",
         )
-    facts(device.index or 0)  # says what is missing, if anything is
+    current().facts(device.index or 0)  # says what is missing, if anything is
     before = launch_seconds(device)
     copy, memory = copy_rates(device)
     between = launch_seconds(device)
@@ -179,7 +196,9 @@ class _Layer(nn.Module):
         return made
 
 
-def launch_seconds(device: torch.device, seconds: float = TIMED) -> float:
+def launch_seconds(
+    device: torch.device, seconds: float = TIMED, *, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds of the host for each call of a module, in a small decoder that is run for one token.
 
     Parameters
@@ -188,6 +207,8 @@ def launch_seconds(device: torch.device, seconds: float = TIMED) -> float:
         Where.
     seconds : float
         How long it is run: the median of all passes counts.
+    clock : callable
+        Gives the time, in seconds.
     """
     layers = nn.ModuleList(_Layer() for _ in range(LAYERS)).to(device, torch.bfloat16).eval()
     x = torch.zeros(1, 1, WIDTH, dtype=torch.bfloat16, device=device)
@@ -197,11 +218,11 @@ def launch_seconds(device: torch.device, seconds: float = TIMED) -> float:
     with torch.no_grad():
         while len(found) <= REPEATS or sum(found[REPEATS:]) < seconds:
             _synchronize(device)
-            start = time.perf_counter()
+            start = clock()
             for layer in layers:
                 x = layer(x, past)
             _synchronize(device)
-            found.append(time.perf_counter() - start)
+            found.append(clock() - start)
     return MODEL_SHARE * statistics.median(found[REPEATS:]) / calls
 
 
@@ -210,10 +231,24 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def disk_rate(files: Sequence[str | os.PathLike[str]]) -> float:
+def disk_rate(
+    files: Sequence[str | os.PathLike[str]],
+    sample: DiskSample | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Bytes a second that come from files, read as weights are that stay there (`tpde.host.disk`).
 
     Takes a second, or as long as 512 MiB do, and 256 MiB of host memory.
+
+    Parameters
+    ----------
+    files : sequence of path-like
+        Read in turn.
+    sample : DiskSample, optional
+        How much of them.
+    clock : callable
+        Gives the time, in seconds.
 
     Raises
     ------
@@ -224,19 +259,20 @@ def disk_rate(files: Sequence[str | os.PathLike[str]]) -> float:
     OutOfMemory
         If the system has too little memory.
     """
+    sample = sample or DiskSample()
     with contextlib.ExitStack() as stack:
         sources = [stack.enter_context(contextlib.closing(FileSource(os.fspath(file)))) for file in files]
-        work = list(_pieces(sources))
+        work = list(_pieces(sources, sample))
         if not work:
             raise InvalidInput(
                 "the files are empty, so that their disk cannot be measured", hint="name others"
             )
         read = {it.name for it in work}
         _forget([it for it in sources if it.name in read])
-        ahead = ReadAhead(DISK_BUFFERS, DISK_PIECE, READERS, None)
+        ahead = ReadAhead(sample.buffers, sample.piece, READERS, None)
         stack.callback(ahead.close)
         waiting: deque[tuple[Ticket, int]] = deque()
-        done, start = 0, time.perf_counter()
+        done, start = 0, clock()
 
         def take() -> int:
             ticket, size = waiting.popleft()
@@ -245,14 +281,14 @@ def disk_rate(files: Sequence[str | os.PathLike[str]]) -> float:
             return size
 
         for extent in work:
-            if done >= DISK_LEAST and time.perf_counter() - start > DISK_SECONDS:
+            if done >= sample.least and clock() - start > sample.seconds:
                 break
             waiting.append((ahead.request(extent), extent.size))
-            if len(waiting) == DISK_BUFFERS:
+            if len(waiting) == sample.buffers:
                 done += take()
         while waiting:
             done += take()
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
     return done / max(seconds, 1e-9)
 
 
@@ -263,12 +299,12 @@ class _Copied:
         """Return at once."""
 
 
-def _pieces(sources: Sequence[FileSource]) -> Iterator[Extent]:
-    """Ranges of the files, at most `DISK_MOST` bytes in all."""
-    left = DISK_MOST
+def _pieces(sources: Sequence[FileSource], sample: DiskSample) -> Iterator[Extent]:
+    """Ranges of the files, no more than are to be read."""
+    left = sample.most
     for source in sources:
-        for at in range(0, source.size, DISK_PIECE):
-            size = min(DISK_PIECE, source.size - at, left)
+        for at in range(0, source.size, sample.piece):
+            size = min(sample.piece, source.size - at, left)
             if not size:
                 return
             left -= size

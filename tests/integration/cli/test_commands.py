@@ -6,16 +6,19 @@ import errno
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from support.backends import MadeBackend
 from support.cli import Outcome, Run, damage, names, weights
 
 import tpde
 from tpde import errors
 from tpde.cli import common, doctor
+from tpde.cuda.capability import DeviceFacts
 from tpde.errors import ReadError, UnsupportedDevice
 
 
@@ -141,19 +144,13 @@ def test_doctor(run: Run) -> None:
     assert done.out.endswith("all essential parts work\n")
 
 
-def test_doctor_asks_for_the_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tpde.cuda import capability
-
-    facts = capability.DeviceFacts("NVIDIA H200", (9, 0), 132, 1)
-    monkeypatch.setattr(capability, "facts", lambda number: facts)
-    monkeypatch.setattr(capability, "driver_version", lambda: (13, 0))
+def test_doctor_asks_for_the_gpu(run: Run, launch_on: Any) -> None:
+    launch_on(MadeBackend(facts=DeviceFacts("NVIDIA H200", (9, 0), 132, 1)))
     found = "NVIDIA H200, compute capability 9.0, driver for CUDA 13.0"
     assert re.search(rf"^GPU +ok +{found} +running models on it$", run("doctor").out, re.M)
 
-    def refuse(number: int) -> capability.DeviceFacts:
-        raise UnsupportedDevice("no NVIDIA driver is installed", hint="install one, or use the CPU")
-
-    monkeypatch.setattr(capability, "facts", refuse)
+    refusal = UnsupportedDevice("no NVIDIA driver is installed", hint="install one, or use the CPU")
+    launch_on(MadeBackend(facts=refusal))
     done = run("doctor")
     assert done.code == 0
     assert re.search(r"^GPU +missing +no NVIDIA driver is installed +running models on it$", done.out, re.M)

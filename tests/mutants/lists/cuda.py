@@ -16,8 +16,8 @@ MUTANTS = (
     mutant(
         "kernels-of-another-architecture",
         "cuda/compile.py",
-        "sorted(defines.items()), arch, nvrtc_version()))",
-        "sorted(defines.items()), nvrtc_version()))",
+        "sorted(defines.items()), arch, compiler.version()))",
+        "sorted(defines.items()), compiler.version()))",
         "a kernel of another device is taken from the cache",
         "unit/test_kernels.py",
     ),

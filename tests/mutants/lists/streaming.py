@@ -329,7 +329,7 @@ MUTANTS = (
     mutant(
         "an-arena-stays-locked",
         "host/arena.py",
-        "        self._locked.append((self.address + at, device))\n",
+        "        self._locked.append((self.address + at, page_lock))\n",
         "",
         "memory is unmapped that the driver still has locked",
         *_HOST,
@@ -341,8 +341,7 @@ MUTANTS = (
         '    call(result, f"page-locking {size} bytes")\n',
         "",
         "a driver that fails is taken for one that has locked",
-        "unit/test_first_use.py",
-        *_HOST,
+        "unit/test_streaming_lock.py",
     ),
     mutant(
         "addresses-that-nobody-asked-for",
@@ -405,7 +404,7 @@ MUTANTS = (
     # ---- disks ----
     mutant(
         "buffers-are-read-to-while-they-are-copied",
-        "host/disk.py",
+        "host/read_queue.py",
         "        try:\n            event.synchronize()\n        finally:\n            self.lock.acquire()\n            self._waits_for_copy = False\n",
         "        self.lock.acquire()\n        self._waits_for_copy = False\n",
         "a piece is read into the buffer that the last one is copied from",
@@ -430,7 +429,7 @@ MUTANTS = (
     ),
     mutant(
         "failed-reads-keep-their-buffers",
-        "host/disk.py",
+        "host/read_queue.py",
         "        elif ticket.reading == 0 and (ticket.dropped or ticket.error is not None):\n            self._release(ticket)\n",
         "        elif ticket.reading == 0 and ticket.dropped:\n            self._release(ticket)\n",
         "each failed read loses a buffer",
@@ -438,7 +437,7 @@ MUTANTS = (
     ),
     mutant(
         "errors-of-reads-are-dropped",
-        "host/disk.py",
+        "host/read_queue.py",
         "            if self.error is not None:\n                raise self.error\n",
         "",
         "whoever waits for a piece that cannot be read is told of something else",
@@ -446,7 +445,7 @@ MUTANTS = (
     ),
     mutant(
         "readers-that-fail-say-nothing",
-        "host/disk.py",
+        "host/read_queue.py",
         "                self.failed = error\n                self.stop()\n",
         "                self.failed = error\n",
         "when the reading threads end, whoever waits waits for ever",
@@ -454,7 +453,7 @@ MUTANTS = (
     ),
     mutant(
         "the-arena-goes-before-the-copies",
-        "host/disk.py",
+        "host/read_queue.py",
         "                    with contextlib.suppress(Exception):  # a device that has crashed copies nothing\n                        event.synchronize()\n",
         "                    pass\n",
         "an arena is given back while a device copies from it",
@@ -463,7 +462,7 @@ MUTANTS = (
     ),
     mutant(
         "cancelled-reads-go-on",
-        "host/disk.py",
+        "host/read_queue.py",
         "        if ticket.buffer >= 0:\n            self._skip(ticket)\n",
         "        if ticket.buffer >= 0:\n",
         "what was cancelled is read all the same",

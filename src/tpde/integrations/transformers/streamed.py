@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from tpde.nn.routing import fused
 from tpde.planning.budget import Budget
 from tpde.planning.shortages import too_little_ram
 from tpde.planning.stream_plan import StreamPlan
-from tpde.streaming.cuda_device import CudaDevice
 from tpde.streaming.experts import ExpertStore
 
 
@@ -113,7 +112,7 @@ class ModelStreaming(Streaming):
             size, room = cache_size(modules, plan.piece, plan.parts["experts"], plan.vram - plan.used)
             if not size:
                 continue  # not even one fits: they come with their blocks
-            cache = CudaDevice(device, size, beside=cast(CudaDevice, streamer.device))
+            cache = self.machine.device(device, size, streamer.device)
             streamer.own(cache)
             store = self.experts[device] = ExpertStore(cache, 0, size, room, plan.piece)
             for module in modules:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Warmup:
         A CUDA device with its number.
     dtype : torch.dtype
         Of activations.
+    work : callable, optional
+        What is done, with these three: `run_typical` by default.
 
     Attributes
     ----------
@@ -48,18 +51,25 @@ class Warmup:
         What `Held.counted` was there before, but for what a warm-up in vain has left.
     """
 
-    def __init__(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        work: Callable[[Any, torch.device, torch.dtype], None] | None = None,
+    ) -> None:
         self.device = device
         self.reserved = max(held(device).counted - _left.pop(device, 0), 0)
         # Libraries keep memory for each stream: it must be the one that the model will run on.
         self._stream = torch.cuda.current_stream(device)
+        self._work = work or run_typical
         self._thread = threading.Thread(target=self._run, args=(config, device, dtype), name="tpde-warmup")
         self._thread.start()
 
     def _run(self, config: Any, device: torch.device, dtype: torch.dtype) -> None:
         try:
             with torch.cuda.stream(self._stream):
-                run_typical(config, device, dtype)
+                self._work(config, device, dtype)
         except Exception as error:  # nobody needs the results, and what is broken says so where it is needed
             log.debug("kernels were not loaded ahead: %s", error)
 

@@ -1,0 +1,248 @@
+"""Devices as launches need them: what is known of each, and kernels that are ready on it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from tpde.cuda.capability import CudaDriver, DeviceFacts, call
+from tpde.cuda.compile import Compiler, Cubins, Nvrtc
+from tpde.errors import UnsupportedDevice
+
+
+class KernelLaunch(Protocol):
+    """A kernel with a grid of its own, launched again and again.
+
+    What does not change is made once: a model's forward pass has dozens of launches, each of which the
+    framework's own work waits for.
+    """
+
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        """Launch it once: see `bind`."""
+
+    def bind(self, stream: int, *arguments: Any) -> Callable[[], None]:
+        """What launches with these arguments, each time that it is called.
+
+        Parameters
+        ----------
+        stream : int
+            Handle of the stream, 0 for the legacy default one.
+        *arguments : numpy scalars
+            Never Python integers, which would be taken for pointers: `np.uint64(address)`.
+        """
+
+
+class Kernel(Protocol):
+    """A kernel that is loaded on a device."""
+
+    def launch(
+        self, grid: int, block: int, shared: int, *, cluster: int = 1, early: bool = False
+    ) -> KernelLaunch:
+        """Give it a grid.
+
+        Parameters
+        ----------
+        grid, block : int
+            Blocks, and threads of each.
+        shared : int
+            Bytes of dynamic shared memory.
+        cluster : int
+            Blocks that can read each other's shared memory; `grid` is a multiple of it. Of compute capability
+            9.0 or more, if it is more than 1.
+        early : bool
+            Start while the kernel before it in the stream ends, if that one allows it: it waits by itself
+            (`griddepcontrol.wait`). Of compute capability 9.0 or more.
+        """
+
+    def clusters_at_once(self, cluster: int, block: int, shared: int) -> int:
+        """How many clusters of blocks the device runs at a time: a part of it may be left over."""
+
+
+class Backend(Protocol):
+    """What runs kernels."""
+
+    def __hash__(self) -> int:
+        """Launches are kept by what runs them."""
+
+    def driver_version(self) -> tuple[int, int]:
+        """The newest CUDA version that the driver knows.
+
+        Raises
+        ------
+        UnsupportedDevice
+            If there is no driver, or no device.
+        """
+
+    def facts(self, device: int) -> DeviceFacts:
+        """The facts of a device, by its number as torch counts.
+
+        Raises
+        ------
+        UnsupportedDevice
+            If there is no such device, or it cannot run our kernels.
+        """
+
+    def kernel(
+        self, source: str, name: str, defines: Mapping[str, int], device: int, *, own: bool = False
+    ) -> Kernel:
+        """A kernel, ready to launch on a device; compiled and loaded once a process.
+
+        Parameters
+        ----------
+        source : str
+            A file of `tpde/cuda/kernels`.
+        name : str
+            The function in it (`extern "C"`).
+        defines : mapping of str to int
+            Macros.
+        device : int
+            The device's number.
+        own : bool
+            It takes instructions that only devices of this compute capability have.
+
+        Raises
+        ------
+        MissingDependency
+            If cuda-core, cuda-bindings or NVRTC is missing.
+        UnsupportedDevice
+            If driver or device are too old.
+        CompileError
+            If the compiler refuses the kernel.
+        """
+
+
+def _stream(handle: int) -> Any:
+    from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+    if not handle:
+        return LEGACY_DEFAULT_STREAM
+    return Stream.from_handle(handle)
+
+
+class _CudaLaunch:
+    """A launch through `cuda.core`."""
+
+    def __init__(self, made: Any, config: Any, streams: Callable[[int], Any]) -> None:
+        from cuda.core import launch
+
+        self._kernel, self._config, self._launch, self._stream = made, config, launch, streams
+
+    def __call__(self, stream: int, *arguments: Any) -> None:
+        self._launch(self._stream(stream), self._config, self._kernel, *arguments)
+
+    def bind(self, stream: int, *arguments: Any) -> Callable[[], None]:
+        return functools.partial(self._launch, self._stream(stream), self._config, self._kernel, *arguments)
+
+
+class _CudaKernel:
+    """A kernel of `cuda.core`."""
+
+    def __init__(self, made: Any, streams: Callable[[int], Any]) -> None:
+        self._made, self._stream = made, streams
+
+    def launch(
+        self, grid: int, block: int, shared: int, *, cluster: int = 1, early: bool = False
+    ) -> KernelLaunch:
+        from cuda.core import LaunchConfig
+
+        more: dict[str, Any] = {"programmatic_stream_serialization": True} if early else {}
+        if cluster > 1:  # then the grid is counted in clusters
+            more |= {"cluster": cluster}
+        config = LaunchConfig(grid=grid // cluster, block=block, shmem_size=shared, **more)
+        return _CudaLaunch(self._made, config, self._stream)
+
+    def clusters_at_once(self, cluster: int, block: int, shared: int) -> int:
+        from cuda.core import LaunchConfig
+
+        config = LaunchConfig(grid=1, cluster=cluster, block=block, shmem_size=shared)
+        return int(self._made.occupancy.max_active_clusters(config, stream=self._stream(0)))
+
+
+class CudaBackend:
+    """CUDA devices, through their driver and NVRTC.
+
+    Parameters
+    ----------
+    driver : CudaDriver, optional
+        By default the one that is installed.
+    compiler : Compiler, optional
+        By default NVRTC.
+    """
+
+    def __init__(self, driver: CudaDriver | None = None, compiler: Compiler | None = None) -> None:
+        self._driver, self._cubins = driver or CudaDriver(), Cubins(compiler or Nvrtc())
+        self._lock, self._stream = threading.Lock(), functools.lru_cache(maxsize=64)(_stream)
+        self._kernels: dict[Any, Kernel] = {}
+
+    def driver_version(self) -> tuple[int, int]:
+        """What the driver says."""
+        return self._driver.version()
+
+    def facts(self, device: int) -> DeviceFacts:
+        """What the driver says of a device."""
+        return self._driver.facts(device)
+
+    def kernel(
+        self, source: str, name: str, defines: Mapping[str, int], device: int, *, own: bool = False
+    ) -> Kernel:
+        """Compile a kernel, if it is not on the disk, and load it."""
+        key = source, name, tuple(sorted(defines.items())), device, own
+        with self._lock:
+            found = self._kernels.get(key)
+            if found is None:
+                found = self._kernels[key] = self._load(source, name, defines, device, own)
+            return found
+
+    def _load(self, source: str, name: str, defines: Mapping[str, int], device: int, own: bool) -> Kernel:
+        driver = self._driver.calls
+        from cuda.core import Device, ObjectCode
+
+        have = self.facts(device)
+        can, made_for = self.driver_version(), self._cubins.compiler.version()
+        if can[0] < made_for[0]:
+            raise UnsupportedDevice(
+                f"the driver supports CUDA {can[0]}.{can[1]}, the installed NVRTC is of CUDA {made_for[0]}."
+                f"{made_for[1]}",
+                hint=(
+                    f"update the driver, or install `cuda-bindings<{made_for[0]}` and the NVRTC of CUDA "
+                    f"{can[0]}"
+                ),
+                found=can,
+                needed=made_for,
+            )
+        arch = f"sm_{have.capability[0]}{have.capability[1]}{'a' * own}"
+        code = self._cubins.get(source, defines, arch)
+        current = call(driver.cuCtxGetCurrent(), "asking for the current context")
+        Device(device).set_current()
+        try:
+            made = ObjectCode.from_cubin(code, name=source).get_kernel(name)
+            # A block may use more than 48 KiB only if it is asked for.
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            handle = driver.CUkernel(int(made.handle))
+            room = have.shared_bytes - int(made.attributes.shared_size_bytes)
+            call(driver.cuKernelSetAttribute(limit, room, handle, device), f"preparing kernel {name}")
+        finally:
+            call(driver.cuCtxSetCurrent(current), "restoring the current context")
+        return _CudaKernel(made, self._stream)
+
+
+_current: Backend = CudaBackend()
+
+
+def current() -> Backend:
+    """What runs kernels in this process: whoever launches is made in too many places to be handed it."""
+    return _current
+
+
+@contextmanager
+def launching_on(backend: Backend) -> Iterator[None]:
+    """Let another back end run kernels within this context, in all threads: one that emulates them."""
+    global _current  # noqa: PLW0603
+    before, _current = _current, backend
+    try:
+        yield
+    finally:
+        _current = before
