@@ -31,7 +31,7 @@ _SHARED_X = 16 << 10
 # there at a time, and how many turns' partial sums; what else a block has; and the compute capability that it
 # is made for.
 _GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
-_STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2), (1, 3, 1))}
+_STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _CLUSTER, _OTHER_WARPS = 8, 4
 _WGMMA = (9, 0)
 
@@ -120,16 +120,21 @@ def _grouped(window: Window, rows: int, warps: int, shared_bytes: int) -> list[P
     stripe is faster by 2 to 10 %.
     """
     own = -(-window.stripe_chunks // PARTS)  # chunks of a part, at most
-    streams = [it for it in _STREAMS[rows] if it[1] < own]
-    made = []
-    for each, stages, inboxes in ((1, own, 2), (1, own, 1), *streams):
-        barriers = 8 * (2 * inboxes + warps + 2 * stages)
-        sums = inboxes * warps * rows * 64
-        shared = stages * rows * 512 + sums + warps * WARP_BYTES + barriers
-        room = {"EACH": each, "STAGES": stages, "STREAMS": int(stages < own), "INBOXES": inboxes}
-        defines = _defines(window) | {"NB": rows, "WIDE": warps} | room
-        made.append(Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps))
-    return [it for it in made if it.shared <= shared_bytes]
+    streams = [_stages(window, rows, warps, *it, True) for it in _STREAMS[rows] if it[1] < own]
+    stays = [_stages(window, rows, warps, 1, own, inboxes, False) for inboxes in (2, 1)]
+    fit = [[it for it in ways if it.shared <= shared_bytes] for ways in (stays, streams)]
+    return fit[0][:1] + fit[1]
+
+
+def _stages(
+    window: Window, rows: int, warps: int, each: int, stages: int, inboxes: int, streams: bool
+) -> Product:
+    """With room for so many chunks of x, and so many turns' partial sums."""
+    barriers = 8 * (2 * inboxes + warps + 2 * stages)
+    shared = stages * rows * 512 + inboxes * warps * rows * 64 + warps * WARP_BYTES + barriers
+    room = {"EACH": each, "STAGES": stages, "STREAMS": int(streams), "INBOXES": inboxes}
+    defines = _defines(window) | {"NB": rows, "WIDE": warps} | room
+    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps)
 
 
 def _defines(window: Window) -> dict[str, int]:

@@ -104,7 +104,7 @@ __device__ __forceinline__ void fetch(u8* to, const Matrix& m, u32 stripe, u32 c
     if (!TAIL || 32 * i + lane < pieces) copy_16(address + 512 * i + 16 * lane, from + 512 * i + 16 * lane);
 }
 
-// Take a chunk that has been fetched.
+// Take a chunk that has been fetched. Words of columns beyond its pairs are as padding is, finite numbers.
 __device__ __forceinline__ void take(Chunk& c, const u8* from, u32 pairs, u32 lane) {
   if (TAIL) __syncwarp();  // a lane takes what others fetched
   if (pairs == 4) {
@@ -117,9 +117,9 @@ __device__ __forceinline__ void take(Chunk& c, const u8* from, u32 pairs, u32 la
 #if TAIL
   const u32 *const codes = (const u32*)from + lane, *const low = codes + 96 * pairs;
 #pragma unroll
-  for (u32 i = 0; i < 3; i++) c.codes[i] = make_uint4(codes[128 * i], codes[128 * i + 32], codes[128 * i + 64], codes[128 * i + 96]);
+  for (u32 i = 0; i < 12; i++) (&c.codes[i / 4].x)[i % 4] = i < 3 * pairs ? codes[32 * i] : 0;
 #pragma unroll
-  for (u32 i = 0; i < 6; i++) c.low[i] = make_uint4(low[128 * i], low[128 * i + 32], low[128 * i + 64], low[128 * i + 96]);
+  for (u32 i = 0; i < 32; i++) (&c.low[i / 4].x)[i % 4] = i < 8 * pairs ? low[32 * i] : 0;
 #endif
 }
 

@@ -25,11 +25,11 @@
 #define X_STEP (NB * 16u)        // bytes between the words that wgmma takes of columns 0 to 7 and 8 to 15
 #define X_TILE (4 * X_STEP)
 #define X_CHUNK (8 * X_TILE)
-#define PIECES (WIDE == 8 && !STREAMS ? 12 : 8)  // 16 bytes of x that a thread loads at a time, at first
+#define PIECES (WIDE == 8 ? 12 : 8)  // 16 bytes of x that a thread loads at a time, at first
 #define DEPTH (WIDE == 8 && EACH == 1 ? 4 : 2)  // tiles that are decoded before they are multiplied
 // Registers of threads that multiply, and of others. All have 168 or 128 at first, and 64 Ki are there.
-#define REGISTERS (WIDE == 8 ? 200 : 152)
-#define OTHER_REGISTERS (WIDE == 8 ? 104 : 56)
+#define REGISTERS (WIDE == 12 ? 152 : EACH == 2 ? 192 : 200)
+#define OTHER_REGISTERS (WIDE == 12 ? 56 : EACH == 2 ? 120 : 104)
 
 // ---- barriers ----
 
@@ -99,27 +99,27 @@ struct X {
 };
 
 // What a warp copies of x, as one of `warps` warps: pieces `first`, `first + warps`, ... below `end`. A piece is eight rows
-// of a tile, lane / 4 the row, lane % 4 = q eight columns; there are NB of them in a chunk, and the part's next chunk
-// follows. wgmma takes elements 0 to 3 of an octet as columns 2q, 2q + 1, 2q + 8, 2q + 9 of the first product, 4 to 7 as those
+// of a tile, lane / 4 the row, lane % 4 = q eight columns; there are NB of them in a chunk, and unless ONE the part's next
+// chunk follows. wgmma takes elements 0 to 3 of an octet as columns 2q, 2q + 1, 2q + 8, 2q + 9 of the first product, 4 to 7 as those
 // of the second one (windows.md 2.2).
-template <u32 COUNT>
+template <u32 COUNT, bool ONE>
 __device__ __forceinline__ void load_x(uint4* v, const X& x, u32 chunk, u32 first, u32 end, u32 warps, u32 lane) {
 #pragma unroll
   for (u32 i = 0; i < COUNT; i++) {
-    const u32 k = first + i * warps, row = k % NB / 8 * 8 + lane / 4;
-    const u32 column = 256 * (chunk + k / NB * PARTS) + k % 8 * 32 + lane % 4 * 8;
+    const u32 k = first + i * warps, row = (ONE ? k : k % NB) / 8 * 8 + lane / 4;
+    const u32 column = 256 * (ONE ? chunk : chunk + k / NB * PARTS) + k % 8 * 32 + lane % 4 * 8;
     v[i] = make_uint4(0, 0, 0, 0);
     if (k < end && row < x.rows && column < x.columns) v[i] = *(const uint4*)(x.at + row * x.stride + column);
   }
 }
 
-template <u32 COUNT>
+template <u32 COUNT, bool ONE>
 __device__ __forceinline__ void store_x(u8* to, const uint4* v, u32 first, u32 end, u32 warps, u32 lane) {
 #pragma unroll
   for (u32 i = 0; i < COUNT; i++) {
     const u32 k = first + i * warps;
     if (k >= end) break;
-    u8* const p = to + k / NB * X_CHUNK + k % 8 * X_TILE + k % NB / 8 * 128 + 4 * lane;
+    u8* const p = to + (ONE ? 0 : k / NB * X_CHUNK) + k % 8 * X_TILE + (ONE ? k : k % NB) / 8 * 128 + 4 * lane;
     *(u32*)p = v[i].x;
     *(u32*)(p + X_STEP) = v[i].y;
     *(u32*)(p + 2 * X_STEP) = v[i].z;
@@ -234,8 +234,8 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
 #pragma unroll 1
   for (u32 first = warp; first < pieces; first += PIECES * ALL_WARPS) {
     uint4 v[PIECES];
-    load_x<PIECES>(v, x, part, first, pieces, ALL_WARPS, lane);
-    store_x<PIECES>(xs, v, first, pieces, ALL_WARPS, lane);
+    load_x<PIECES, false>(v, x, part, first, pieces, ALL_WARPS, lane);
+    store_x<PIECES, false>(xs, v, first, pieces, ALL_WARPS, lane);
   }
   wait_for_cluster();  // all have their barriers
   __syncthreads();
@@ -279,9 +279,9 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
     u32 i = STAGES % own, round = STAGES / own * EACH, stage = 0, parity = 0, over = 0;
     for (u32 s = STAGES; s < steps; s++) {
       uint4 v[NB / OTHERS];
-      load_x<NB / OTHERS>(v, x, chunk_of(i), warp - WIDE, NB, OTHERS, lane);
+      load_x<NB / OTHERS, true>(v, x, chunk_of(i), warp - WIDE, NB, OTHERS, lane);
       wait_on(emptied + 8 * stage, parity);
-      store_x<NB / OTHERS>(xs + stage * X_CHUNK, v, warp - WIDE, NB, OTHERS, lane);
+      store_x<NB / OTHERS, true>(xs + stage * X_CHUNK, v, warp - WIDE, NB, OTHERS, lane);
       __syncwarp();
       if (lane == 0) arrive_at(filled + 8 * stage);
       if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -345,12 +345,7 @@ group_product(MATRIX, const u16* __restrict__ x_at, u64 x_stride, u32 n, u16* __
               arrive_at(emptied + 8 * ((stage ? stage : STAGES) - 1));
 #endif
 #pragma unroll
-            for (u32 j = 0; j < DEPTH; j++) {
-              tile(c, first + j, r[h], escapes, w[j]);
-              if (TAIL && first + j >= 2 * pairs)
-#pragma unroll
-                for (u32 k = 0; k < 8; k++) w[j][k] = 0;  // all warps of a group multiply together
-            }
+            for (u32 j = 0; j < DEPTH; j++) tile(c, first + j, r[h], escapes, w[j]);  // as finite numbers, where none are
             registers_are_set();
 #pragma unroll
             for (u32 j = 0; j < DEPTH; j++) {
