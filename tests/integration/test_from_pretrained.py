@@ -367,7 +367,7 @@ def test_devices(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="one of them"):
         tpde.from_pretrained(packed, "cpu", device_map={"": "cpu"})
     if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedDevice, match="tpde doctor"):
+        with pytest.raises(UnsupportedDevice, match=r'device="cpu"`.*tpde doctor'):
             tpde.from_pretrained(packed, "cuda")
 
 
@@ -395,6 +395,9 @@ def test_a_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> N
         ("tpde.apply_delta", "`tpde.apply_delta` needs torch"),
         ("tpde.make_delta", "`tpde.make_delta` needs torch"),
         ("tpde.from_pretrained", "running models needs torch"),
+        ("import tpde.nn", "`tpde.nn` needs torch"),
+        ("tpde.nn", "`tpde.nn` needs torch"),
+        ("import tpde.integrations.diffusers", "`tpde.integrations.diffusers` needs torch"),
         ("tpde.safe_open(sys.argv[1]).get_tensor('a')", "a PyTorch tensor needs torch"),
     ],
 )

@@ -49,6 +49,8 @@ def _open(directory: Path, threads: int | None = None) -> CheckpointStore:
     from tpde.errors import InvalidInput
     from tpde.store.checkpoints import CheckpointStore
 
+    if not directory.exists():
+        raise InvalidInput(f"`{directory}` does not exist", hint="check the path", where=str(directory))
     store = CheckpointStore(directory, threads=threads)
     if not store.steps:
         raise InvalidInput(

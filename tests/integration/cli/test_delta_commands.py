@@ -72,6 +72,10 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     run("diff", base, target, tmp_path / "delta")
     run("patch", target, tmp_path / "delta", tmp_path / "out").failed(2, "tensor `", "name the base")
     run("patch", base, base, tmp_path / "out").failed(2, "is no delta", "tpde diff")
+    for command in ("pack", "unpack"):
+        run(command, tmp_path / "delta", tmp_path / "out").failed(
+            2, "delta` is a delta, not a safetensors file", f"`tpde patch BASE {tmp_path / 'delta'} TARGET`"
+        )
     run("diff", base, target, tmp_path / "delta").failed(2, "exists already", "--force")
     run("diff", base, tmp_path / "nothing", tmp_path / "other").failed(2, "does not exist", "check the path")
     run("verify", tmp_path / "delta", "--against", target).failed(2, "is a delta", "--base")

@@ -79,7 +79,9 @@ def test_not_safetensors(run: Run, tmp_path: Path) -> None:
     source, target = tmp_path / "s.safetensors", tmp_path / "p"
     source.write_text("This is a text, and a long one.")
     run("pack", source, target).failed(
-        2, "s.safetensors` is not a safetensors file: its first 8 bytes", "`tpde` packs safetensors"
+        2,
+        "s.safetensors` is not a safetensors file: its first 8 bytes, b'This is ', ",
+        "`tpde` packs safetensors",
     )
     source.write_bytes(struct.pack("<Q", 16) + b"neither is this.")
     run("pack", source, target).failed(2, "header is not JSON", "safetensors files, state dicts")
@@ -111,9 +113,11 @@ def test_unpack_refuses_damage(run: Run, packed: Path, tmp_path: Path) -> None:
 
 
 def test_already_packed(run: Run, packed: Path, model: Path, tmp_path: Path) -> None:
-    run("pack", packed, tmp_path / "t").failed(2, "is packed already", "`tpde unpack`")
+    plain = f"{packed.stem}-plain{packed.suffix}"
+    run("pack", packed, tmp_path / "t").failed(2, "is packed already", f"`tpde unpack {packed} {plain}`, or")
     assert run("pack", model, tmp_path / "d").code == 0
-    run("pack", tmp_path / "d", tmp_path / "t").failed(2, "is packed already", "`tpde unpack`|unpack it")
+    for command in (f"`tpde unpack {tmp_path / 'd'} d-plain`", "`tpde.from_pretrained`"):
+        run("pack", tmp_path / "d", tmp_path / "t").failed(2, "is packed already", command)
 
 
 def test_not_packed(run: Run, plain: Path, model: Path, tmp_path: Path) -> None:
@@ -227,7 +231,8 @@ def test_plot_without_matplotlib(run: Run, plain: Path, monkeypatch: pytest.Monk
 def test_destinations_that_cannot_be(run: Run, plain: Path, model: Path, tmp_path: Path) -> None:
     cases: list[tuple[list[object], str, str]] = [
         (["pack", plain, model], "exists already", "`--force`"),
-        (["pack", plain, plain, "--force"], "is the source itself", "choose another"),
+        (["pack", plain, plain, "--force"], "is the source itself", f"such as `{tmp_path}/model-new.safeten"),
+        (["pack", model, model], "is the source itself", f"choose .*, such as `{tmp_path}/model-new`"),
         (["pack", plain, tmp_path / "no" / "t"], "cannot be written", "create the folder first"),
         (["pack", plain, plain / "t"], "cannot be written: Not a directory", "choose another"),
         (["pack", plain, "/proc/t"], "`/proc/t` cannot be written", "."),

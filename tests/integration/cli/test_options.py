@@ -213,7 +213,7 @@ def test_a_benchmark_tells_its_sizes_and_runs_each_tensor_once_more_than_it_coun
     copy = bench._Copy.run
     monkeypatch.setattr(bench._Case, "run", lambda self: (runs.append(self.name), real(self)))
     monkeypatch.setattr(bench._Copy, "run", lambda self: (runs.append("copy"), copy(self)))
-    found = json.loads(run("bench", "codec", "--size", 1, "--threads", 2, "--json").out)
+    found = json.loads(run("bench", "codec", "--size", "1.5 MiB", "--threads", 2, "--json").out)
     assert (found["tensor_bytes"], found["threads"], found["rounds"]) == (1 << 20, 2, 5)
     assert {name: runs.count(name) for name in runs} == dict.fromkeys(
         [*(it["name"] for it in found["results"]), "copy"], 6
@@ -222,6 +222,12 @@ def test_a_benchmark_tells_its_sizes_and_runs_each_tensor_once_more_than_it_coun
         bits = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8}[it["dtype"]]
         assert it["codec"] == "prefix"
         assert it["bits_per_weight"] == pytest.approx(bits / it["ratio"])
+
+
+@pytest.mark.parametrize("size", ["1", "1023KiB", "5GiB"])
+def test_a_benchmark_of_no_such_size_is_refused(run: Run, size: str) -> None:
+    run("bench", "codec", "--size", size).failed(2, "a tensor may have 1.0 MiB to 4.0 GiB", "`64MiB`")
+    run("bench", "codec", "--size", "x").failed(2, "`x` is no size", "`16GiB`")
 
 
 def test_rates_are_medians_without_the_first_run() -> None:
