@@ -97,9 +97,10 @@ def list_steps(directory: _Dir, as_json: _Json = False) -> None:
 @app.command("verify")
 @guard
 def verify(directory: _Dir, as_json: _Json = False) -> int:
-    r"""Check every byte of every step, and that each stands on what it was made from.
+    r"""Check every byte of every step, and what each stands on.
 
-    Prints what is damaged by file and tensor, and exits with 1 if anything is.
+    Each must stand on what it was made from. Prints what is damaged by file and tensor, and exits with 1 if
+    anything is.
 
     Example:
 
@@ -172,7 +173,9 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace what an export wrote.")] = False,
     as_json: _Json = False,
 ) -> None:
-    r"""Write a step as plain safetensors files, one for each part of the state, and `state.json`.
+    r"""Write a step as plain safetensors files.
+
+    There is one for each part of the state, and `state.json`.
 
     Example:
 

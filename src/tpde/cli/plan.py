@@ -120,7 +120,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    r"""Show where each part of a packed model would be kept under a memory budget, and how fast it would run.
+    r"""Show what of a model a memory budget keeps where, and its speed.
 
     Nothing is loaded. What is kept where does not depend on the rates. The time does: it is that of one
     token, one sequence at a time.

@@ -92,9 +92,9 @@ def run(
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, memory and sizes on stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
 ) -> None:
-    r"""Run a model from its packed weights: continue a text, or embed texts.
+    r"""Continue a text, or embed texts, with a packed model.
 
-    Its outputs are the plain model's, bit for bit, but with `--kernels fused`.
+    Weights stay packed. Outputs are the plain model's, bit for bit, but with `--kernels fused`.
 
     Example:
 

@@ -80,4 +80,11 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     run("diff", base, tmp_path / "nothing", tmp_path / "other").failed(2, "does not exist", "check the path")
     run("verify", tmp_path / "delta", "--against", target).failed(2, "is a delta", "--base")
     run("verify", base, "--base", target).failed(2, "is no delta", "--against")
+    run("verify", tmp_path / "none", "--base", target).failed(2, "none` does not exist", "check the path")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").write_bytes(base.read_bytes())
+    run("diff", base, base, tmp_path / "same")  # which takes the header, too, from the base
+    run("verify", tmp_path / "same", "--base", tmp_path / "folder").failed(
+        2, "same` was made from a file, the base `.*folder` is a directory", "name the base"
+    )
     run("inspect", tmp_path / "delta", "--plot", tmp_path / "x.png").failed(2, "no plot", "leave out")

@@ -58,6 +58,10 @@ def test_verify_against_another_source(run: Run, packed: Path, tmp_path: Path) -
     done = run("verify", packed, "--against", other)
     assert done.code == 1
     assert "tensor `layers.1.bias`: byte 24 is 0x03, but 0x07 in the source" in done.out
+    assert done.err.startswith(
+        f"hint: compare with what `{packed}` was packed from, or leave out `--against`"
+    )
+    assert run("verify", packed, "--against", other, "--json").err == ""
 
 
 # ---- exit codes 2 and 3: messages
@@ -322,6 +326,17 @@ def test_no_arguments_show_help(run: Run, args: list[str]) -> None:
     done = run(*args)
     assert "Commands:" in done.out + done.err
     assert done.code in (0, 2)  # by the version of click
+
+
+@pytest.mark.parametrize("group", [[], ["ckpt"], ["bench"]])
+def test_lists_of_commands_cut_no_description(
+    run: Run, group: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run(*group, "--help")
+    listed = done.out.partition("\nCommands:\n")[2].partition("\n\n")[0].splitlines()
+    assert listed
+    assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []
 
 
 # ---- exit code 4: input and output

@@ -108,6 +108,20 @@ def test_what_was_left_out_is_told_as_it_is_compared(run: Run, model: Path, tmp_
     assert run("verify", tmp_path / "packed", *against).code == common.DAMAGE
 
 
+def test_patterns_that_leave_nothing_out_are_named(
+    run: Run, model: Path, plain: Path, tmp_path: Path
+) -> None:
+    args = ("--exclude", "confg.json", "--exclude", "config.json")
+    excluded = "note: `config.json` is left out: excluded\n"
+    nothing = "note: `--exclude {}` leaves nothing out: nothing in `{}` matches it\n"
+    both = excluded + nothing.format("confg.json", model)
+    assert run("pack", model, tmp_path / "packed", *args).err == both
+    done = run("verify", tmp_path / "packed", "--against", model, *args)
+    assert (done.code, done.err) == (0, both)
+    assert run("pack", plain, tmp_path / "p", "--exclude", "*.md").err == nothing.format("*.md", plain)
+    run("verify", tmp_path / "p", "--exclude", "*.md").failed(2, "no source is named", "`--against`")
+
+
 def test_a_delta_that_is_intact_says_whether_its_base_was_there(run: Run, tmp_path: Path) -> None:
     base, target = files(tmp_path)
     run("diff", base, target, tmp_path / "delta")
@@ -121,6 +135,8 @@ def test_a_delta_that_is_intact_says_whether_its_base_was_there(run: Run, tmp_pa
     assert done.code == common.DAMAGE
     assert done.out.splitlines()[-1].endswith("problems found")
     assert f"{len(done.out.splitlines()) - 1} problems found" == done.out.splitlines()[-1]
+    assert "`tpde inspect" in done.err
+    assert "leave out `--base`" in done.err
 
 
 def test_sizes_of_what_was_unpacked(run: Run, plain: Path, tmp_path: Path) -> None:
