@@ -59,8 +59,8 @@ def already_packed(folder: Path) -> AlreadyPacked:
     return AlreadyPacked(
         f"`{where}` is packed already",
         hint=(
-            f"restore the plain model with `tpde unpack {where} {folder.resolve().name}-plain`, or load it "
-            "as it is with `tpde.from_pretrained`"
+            f"restore the plain model with `tpde unpack {where} {folder.resolve().name}-plain`, or use it as "
+            f"it is (`tpde inspect {where}` shows what is in it)"
         ),
         where=where,
     )

@@ -120,7 +120,7 @@ def test_already_packed(run: Run, packed: Path, model: Path, tmp_path: Path) -> 
     plain = f"{packed.stem}-plain{packed.suffix}"
     run("pack", packed, tmp_path / "t").failed(2, "is packed already", f"`tpde unpack {packed} {plain}`, or")
     assert run("pack", model, tmp_path / "d").code == 0
-    for command in (f"`tpde unpack {tmp_path / 'd'} d-plain`", "`tpde.from_pretrained`"):
+    for command in (f"`tpde unpack {tmp_path / 'd'} d-plain`", f"`tpde inspect {tmp_path / 'd'}`"):
         run("pack", tmp_path / "d", tmp_path / "t").failed(2, "is packed already", command)
 
 
