@@ -64,7 +64,7 @@ _ML_DTYPES = {
 MAX_EXPANDED = 64 << 20  # bytes: masks and positions are expanded, weights are not
 
 
-def require_torch(what: str, instead: str = "") -> None:
+def require_torch(what: str, instead: str = "", extra: str = "torch") -> None:
     """Import PyTorch.
 
     Parameters
@@ -73,6 +73,8 @@ def require_torch(what: str, instead: str = "") -> None:
         What needs it.
     instead : str
         What else to do than to install it.
+    extra : str
+        The extra of this package that brings it, and what else `what` needs.
 
     Raises
     ------
@@ -84,7 +86,7 @@ def require_torch(what: str, instead: str = "") -> None:
     except ImportError as error:
         raise MissingDependency(
             f"{what} needs torch, which cannot be imported ({error})",
-            hint=f'run `pip install "tpde[torch]"`{instead}',
+            hint=f'run `pip install "tpde[{extra}]"`{instead}',
         ) from None
 
 
@@ -289,7 +291,7 @@ def to_numpy(data: Bytes, spec: TensorSpec) -> Any:
             import ml_dtypes
         except ImportError:
             raise MissingDependency(
-                f"NumPy knows {spec.dtype} only with `ml_dtypes`", hint="run `pip install ml_dtypes`"
+                f"NumPy knows {spec.dtype} only with `ml_dtypes`", hint='run `pip install "tpde[numpy]"`'
             ) from None
         dtype = np.dtype(getattr(ml_dtypes, _ML_DTYPES[spec.dtype]))
     else:

@@ -159,6 +159,7 @@ def test_the_fields_of_parts_of_reports_are_on_the_page() -> None:
         "ratio",
         "files",
         "left_out",
+        "unmatched",
     }
     streaming = text.partition("## Streaming")[2].partition("\n### ")[0]
     named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| ([^|]+) \|", streaming, re.MULTILINE))))

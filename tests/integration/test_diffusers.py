@@ -21,7 +21,7 @@ from support.budgets import PIECE, SLOTS, Opened, simulated  # noqa: E402
 from support.card import DEVICE, GIB, Card  # noqa: E402
 
 from tpde import pack, unpack, verify  # noqa: E402
-from tpde.errors import InvalidInput, NotPacked, OutOfMemory, PackedWeight  # noqa: E402
+from tpde.errors import InvalidInput, NotPacked, OutOfMemory, PackedWeight, UnsupportedDevice  # noqa: E402
 from tpde.integrations.diffusers import load, load_model  # noqa: E402
 from tpde.loading.checkpoint_files import Checkpoint  # noqa: E402
 from tpde.loading.footprint import plain_bytes  # noqa: E402
@@ -311,6 +311,9 @@ def test_what_is_not_such_a_component(tmp_path: Path) -> None:
 def test_a_budget_is_of_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="a budget of GPU memory"):
         load(diffusers.UNet2DModel, packed_folder(unet(), tmp_path), "cpu", vram="1GiB")
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedDevice, match="leave it out to run on the CPU"):
+            load(diffusers.UNet2DModel, tmp_path, vram="1GiB")
     with pytest.raises(InvalidInput, match="`ram` is a part of a budget"):
         load(diffusers.UNet2DModel, tmp_path / "packed", ram="1GiB")
     with pytest.raises(InvalidInput, match="`activations` is a part of a budget"):

@@ -21,7 +21,15 @@ from support.models import CAUSAL, NAMES, VOCAB, assert_same_bits, inputs, make,
 import tpde
 import tpde.torch
 from tpde import nn as packed_nn
-from tpde.errors import Corrupt, InvalidInput, NotPacked, Truncated, UnsupportedDevice, UnsupportedVersion
+from tpde.errors import (
+    Corrupt,
+    InvalidArgument,
+    InvalidInput,
+    NotPacked,
+    Truncated,
+    UnsupportedDevice,
+    UnsupportedVersion,
+)
 from tpde.files.file_writer import FileWriter
 from tpde.files.reader import PackedFile
 from tpde.format.constants import SUFFIX
@@ -367,8 +375,19 @@ def test_devices(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="one of them"):
         tpde.from_pretrained(packed, "cpu", device_map={"": "cpu"})
     if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedDevice, match="tpde doctor"):
+        with pytest.raises(UnsupportedDevice, match=r'device="cpu"`.*tpde doctor'):
             tpde.from_pretrained(packed, "cuda")
+
+
+def test_keywords_that_nobody_knows(tmp_path: Path) -> None:
+    packed = checkpoint(tmp_path, "llama").packed
+    for name, meant in (("kernel", "kernels"), ("delta", "deltas"), ("maxtokens", "max_tokens")):
+        with pytest.raises(InvalidArgument, match=rf"takes `{name}`; did you mean `{meant}`") as caught:
+            tpde.from_pretrained(packed, "cpu", **{name: "x"})
+        assert caught.value.where == name
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        tpde.from_pretrained(packed, "cpu", colour="x")
+    assert not tpde.from_pretrained(packed, "cpu", use_cache=False).config.use_cache  # of the configuration
 
 
 def test_a_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,6 +414,9 @@ def test_a_transformers_too_old_or_missing(monkeypatch: pytest.MonkeyPatch) -> N
         ("tpde.apply_delta", "`tpde.apply_delta` needs torch"),
         ("tpde.make_delta", "`tpde.make_delta` needs torch"),
         ("tpde.from_pretrained", "running models needs torch"),
+        ("import tpde.nn", "`tpde.nn` needs torch"),
+        ("tpde.nn", "`tpde.nn` needs torch"),
+        ("import tpde.integrations.diffusers", "`tpde.integrations.diffusers` needs torch"),
         ("tpde.safe_open(sys.argv[1]).get_tensor('a')", "a PyTorch tensor needs torch"),
     ],
 )

@@ -331,8 +331,9 @@ def test_arguments(llama: Pair) -> None:
             {"device_map": "cuda"},
             {"device": 0},
         ):
-            with pytest.raises(UnsupportedDevice, match="no CUDA device"):
+            with pytest.raises(UnsupportedDevice, match="no CUDA device") as caught:
                 tpde.from_pretrained(llama.packed, **options)
+            assert ("`vram`" in str(caught.value.hint)) == ("vram" in options)
 
 
 def test_a_streamed_model_stays_where_it_is(hosted: Opened, llama: Pair, tmp_path: Path) -> None:

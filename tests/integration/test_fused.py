@@ -102,9 +102,13 @@ def test_what_it_may_be(llama: Pair) -> None:
 
 def test_the_command(llama: Pair) -> None:
     args = ("run", llama.packed, "--prompt", "hi", "--max-new-tokens", "4", "--device", "cpu", "--json")
-    ours, theirs = (json.loads(invoke(*args, "--kernels", it).stdout) for it in ("fused", "exact"))
+    done = [invoke(*args, "--kernels", it) for it in ("fused", "exact")]
+    ours, theirs = (json.loads(it.stdout) for it in done)
     assert (ours["kernels"], theirs["kernels"]) == ("fused", "exact")
     assert ours["tokens"] == theirs["tokens"]
+    notes = [[line for line in it.stderr.splitlines() if line.startswith("note: ")] for it in done]
+    assert ["the CPU decodes them" in note for note in notes[0]] == [True]
+    assert notes[1] == []
     assert ours["packed_bytes"] > theirs["packed_bytes"]
     refused = invoke(*args, "--kernels", "fast")
     assert refused.exit_code == 2

@@ -149,6 +149,7 @@ def test_a_budget_just_below_the_least_is_not_written_as_the_least():
         (("--vram", "16G", *RATES), "`16GiB` or `16GB`"),
         (("--vram", "16GiB", "--device", "cpu"), "not on `cpu`"),
         (("--vram", "16GiB", "--device", "cuda:0"), "`tpde doctor`"),
+        (("--vram", "16GiB", "--device", "cuda:0"), "name `--copy-rate` ("),
         (("--vram", "16GiB", "--device", "cuda:0", *RATES), "leave it out"),
     ],
 )

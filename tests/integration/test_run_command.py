@@ -151,9 +151,9 @@ def test_recipes(tmp_path: Path) -> None:
 def test_commands_that_cannot_be(llama: Pair, bert: Pair) -> None:
     for args, code, error, hint in (
         ((llama.plain, "--prompt", "x"), 2, "is not packed", "tpde pack"),
-        ((llama.packed,), 2, "nothing to do", "--prompt"),
-        ((llama.packed, "--embed"), 2, "nothing to do", "--embed"),
-        ((llama.packed, "--prompt", "x", "--embed", "y"), 2, "too much", "--prompt"),
+        ((llama.packed,), 2, "not said what the model is to do", "--prompt"),
+        ((llama.packed, "--embed"), 2, "`--embed` has no text", "--embed"),
+        ((llama.packed, "--prompt", "x", "--embed", "y"), 2, "are two tasks", "one of them"),
         ((llama.packed, "--prompt", ""), 2, "no tokens", "give a text"),
         ((bert.packed, "--prompt", "x"), 2, "generates no text", "--embed"),
         ((llama.packed, "--prompt", "x", "--device", "tpu9"), 2, "no device", "cuda"),
@@ -187,7 +187,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     monkeypatch.setattr(
-        devices, "checked_device", lambda name: found.setdefault("device", torch.device(name or "cpu"))
+        devices, "checked_device", lambda name, *_: found.setdefault("device", torch.device(name or "cpu"))
     )
     monkeypatch.setattr(folder, "model_directory", lambda path, **_: (Path(path), {}))
     monkeypatch.setattr(run_memory, "Peak", lambda device: PEAK)
@@ -239,10 +239,12 @@ def test_what_vectors_are_made_with(started: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--prompt", "x", "--embed"], "nothing to do, or too much"),
-        (["--prompt", "x", "text"], "nothing to do, or too much"),
-        (["--embed"], "nothing to do, or too much"),
-        (["text"], "nothing to do, or too much"),
+        ([], "continue a text with `--prompt TEXT`, or make vectors of texts with `--embed TEXT...`"),
+        (["--prompt", "x", "--embed"], "`--prompt` and `--embed` are two tasks"),
+        (["--prompt", "x", "--embed", "text"], "`--prompt` and `--embed` are two tasks"),
+        (["--prompt", "x", "text"], "`--prompt` continues one text, and `text` is another"),
+        (["--embed"], "`--embed` has no text"),
+        (["text"], "it is not said what to do with the text `text`"),
         (["--prompt", "x", "--trace", "t"], "`--trace` is of weights that are streamed"),
         (["--prompt", "x", "--trace", "no/t", "--vram", "1GiB"], "cannot be written"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
@@ -407,7 +409,7 @@ def test_vectors_are_told_with_all_their_digits(
 def test_a_model_that_is_not_streamed_has_nothing_to_finish(capsys: pytest.CaptureFixture[str]) -> None:
     model, events = SimpleNamespace(), []  # type: ignore[var-annotated]
     assert run_command._finish_streaming(model, Path("t")) == {}
-    run_command._say_copies(model)
+    run_command.say_copies(model)
     assert capsys.readouterr() == ("", "")
     streamed = SimpleNamespace(tpde_streamer=Streamer(events))
     assert run_command._finish_streaming(streamed, None) == {"streaming": {"cuda:0": {"copied": 1}}}

@@ -488,7 +488,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(rates, "disk_rate", disk)
     monkeypatch.setattr(rates, "measure_rates", measure)
-    monkeypatch.setattr(devices, "checked_device", lambda name: f"checked {name}")
+    monkeypatch.setattr(devices, "checked_device", lambda name, *_: f"checked {name}")
     return found
 
 
@@ -538,9 +538,15 @@ def test_no_gpu_is_no_hindrance_where_a_device_is_named(
     from tpde.cli.plan import _rates
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for given in ((None, 10.0, None), (None, None, 10.0)):
-        with pytest.raises(errors.InvalidInput, match="there is no GPU to measure"):
-            _rates(*given, None, None, [])
+    for given, missing in (((10.0, None), "--memory-rate"), ((None, 10.0), "--copy-rate")):
+        with pytest.raises(errors.InvalidInput, match=f"no GPU to measure, and `{missing}` is not") as caught:
+            _rates(None, *given, None, None, [])
+        hint = str(caught.value.hint)
+        assert (hint.count("-rate`"), f"name `{missing}`" in hint, caught.value.where) == (1, True, missing)
+    with pytest.raises(errors.InvalidInput, match="there is no GPU to measure") as caught:
+        _rates(None, None, None, None, None, [])
+    assert "`--copy-rate` (" in str(caught.value.hint)
+    assert "`--memory-rate` (" in str(caught.value.hint)
     assert _rates("cuda:0", None, None, None, None, []).copy == 1e9
     with pytest.raises(errors.InvalidInput, match="`--device` is what is measured"):
         _rates("cuda:0", 1.0, 2.0, None, None, [])

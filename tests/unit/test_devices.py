@@ -12,7 +12,7 @@ pytest.importorskip("transformers", minversion="5.0", reason="needs transformers
 
 from tpde.errors import InvalidInput, UnsupportedDevice  # noqa: E402
 from tpde.integrations.transformers.device_maps import device_of, devices_of, largest_block, spread  # noqa: E402
-from tpde.loading.devices import check_gpu, checked_device, map_entry  # noqa: E402
+from tpde.loading.devices import WITHOUT_BUDGET, check_gpu, checked_device, map_entry  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -62,8 +62,12 @@ def test_devices_that_are_not_there(named: Any, said: str) -> None:
 
 def test_a_pytorch_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedDevice, match="there is no CUDA device that PyTorch can use"):
+    with pytest.raises(UnsupportedDevice, match="there is no CUDA device that PyTorch can use") as caught:
         checked_device("cuda:0")
+    assert 'run on the CPU with `device="cpu"`' in str(caught.value.hint)
+    assert "vram" not in str(caught.value.hint)
+    with pytest.raises(UnsupportedDevice, match="leave it out to run on the CPU, or see what `tpde doctor`"):
+        checked_device("cuda", WITHOUT_BUDGET)
     assert checked_device("cpu") == checked_device(None) == CPU
 
 

@@ -244,7 +244,9 @@ def test_dtypes_that_numpy_knows_by_another_package_ask_for_it(
     if dtype in _NUMPY:
         assert tpde.numpy.load(file)["x"].shape == SHAPE
         return
-    with pytest.raises(MissingDependency, match=rf"{dtype} only with `ml_dtypes`.*pip install ml_dtypes"):
+    with pytest.raises(
+        MissingDependency, match=rf"{dtype} only with `ml_dtypes`.*pip install \"tpde\[numpy\]\""
+    ):
         tpde.numpy.load(file)
 
 

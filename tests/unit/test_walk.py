@@ -52,6 +52,12 @@ def test_only_the_cache_at_the_top_is_the_hubs(tmp_path: Path) -> None:
     assert tree.left_out == (LeftOut(".cache", "the hub's own notes", expected=True),)
 
 
+def test_patterns_that_match_nothing_are_told(tmp_path: Path) -> None:
+    make(tmp_path, "a", "sub/b", ".cache/notes")
+    assert walk(tmp_path, ("a", "*", "sub/b", ".cache", "c", "x/*", "c")).unmatched == ("sub/b", "c", "x/*")
+    assert walk(tmp_path, ("sub/b", "./a")).unmatched == walk(tmp_path).unmatched == ()
+
+
 def test_what_was_asked_to_be_left_out_is_expected_and_nothing_else(tmp_path: Path) -> None:
     make(tmp_path, "a", "b", dangling="/nowhere")
     os.mkfifo(tmp_path / "pipe")

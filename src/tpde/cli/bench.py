@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tpde.cli.common import few_threads, guard, plural, print_json, size, table
+from tpde.errors import InvalidInput
+from tpde.planning.sizes import parse_size
 
 if TYPE_CHECKING:
     from tpde.codec.native import Bytes
@@ -21,6 +23,8 @@ app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Measure spe
 
 COLUMNS = 4096  # of the synthetic matrices
 ROUNDS = 5  # after one that warms up
+_MIB = 1 << 20  # of which a tensor has a whole number: rows of all dtypes
+MOST = 4 << 30  # bytes of a tensor
 
 
 @app.callback()
@@ -31,9 +35,9 @@ def _bench() -> None:
 @app.command("codec")
 @guard
 def codec(
-    mib: Annotated[
-        int, typer.Option("--size", min=1, max=4096, metavar="MiB", help="Size of each tensor in MiB.")
-    ] = 64,
+    tensor: Annotated[
+        str, typer.Option("--size", metavar="SIZE", help="Of each tensor, such as `64MiB`: 1MiB to 4GiB.")
+    ] = "64MiB",
     threads: Annotated[
         int | None,
         typer.Option(min=1, callback=few_threads, help="How many threads.", show_default="all processors"),
@@ -49,13 +53,13 @@ def codec(
     Example:
 
     \b
-      tpde bench codec --size 256 --threads 4
+      tpde bench codec --size 256MiB --threads 4
     """
     from tpde.codec import native
     from tpde.files.thread_count import check_threads
 
-    count = check_threads(threads)
-    cases = [_Case(name, spec, words, count) for name, spec, words in tensors(mib << 20)]
+    count, nbytes = check_threads(threads), _tensor_bytes(tensor)
+    cases = [_Case(name, spec, words, count) for name, spec, words in tensors(nbytes)]
     copy = _Copy(cases[0].words, count)
     for _ in range(1 + ROUNDS):
         for case in cases:
@@ -68,19 +72,30 @@ def codec(
             {
                 "simd": native.simd(),
                 "threads": count,
-                "tensor_bytes": mib << 20,
+                "tensor_bytes": nbytes,
                 "rounds": ROUNDS,
                 "copy_gb_per_s": copied,
                 "results": rows,
             }
         )
         return
-    print(
-        f"{size(mib << 20)} a tensor, {plural(count, 'thread')}, {native.simd()}, median of {ROUNDS} runs\n"
-    )
+    print(f"{size(nbytes)} a tensor, {plural(count, 'thread')}, {native.simd()}, median of {ROUNDS} runs\n")
     cells = [(r["name"], r["codec"], *(f"{r[k]:.{d}f}" for k, d in _COLUMNS[2:])) for r in rows]
     print(table(("tensor", "codec", "ratio", "bits/weight", "encode GB/s", "decode GB/s"), cells, left=2))
     print(f"\nmemory copy: {copied:.2f} GB/s")
+
+
+def _tensor_bytes(text: str) -> int:
+    """The size of a tensor, in whole MiB."""
+    nbytes = parse_size(text)
+    if not _MIB <= nbytes <= MOST:
+        raise InvalidInput(
+            f"`--size {text}` is {size(nbytes)}, a tensor may have {size(_MIB)} to {size(MOST)}",
+            hint="write one such as `64MiB`",
+            where="--size",
+            found=nbytes,
+        )
+    return nbytes // _MIB * _MIB
 
 
 _COLUMNS = (

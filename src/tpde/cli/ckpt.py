@@ -49,6 +49,8 @@ def _open(directory: Path, threads: int | None = None) -> CheckpointStore:
     from tpde.errors import InvalidInput
     from tpde.store.checkpoints import CheckpointStore
 
+    if not directory.exists():
+        raise InvalidInput(f"`{directory}` does not exist", hint="check the path", where=str(directory))
     store = CheckpointStore(directory, threads=threads)
     if not store.steps:
         raise InvalidInput(
@@ -95,9 +97,10 @@ def list_steps(directory: _Dir, as_json: _Json = False) -> None:
 @app.command("verify")
 @guard
 def verify(directory: _Dir, as_json: _Json = False) -> int:
-    r"""Check every byte of every step, and that each stands on what it was made from.
+    r"""Check every byte of every step, and what each stands on.
 
-    Prints what is damaged by file and tensor, and exits with 1 if anything is.
+    Each must stand on what it was made from. Prints what is damaged by file and tensor, and exits with 1 if
+    anything is.
 
     Example:
 
@@ -170,7 +173,9 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace what an export wrote.")] = False,
     as_json: _Json = False,
 ) -> None:
-    r"""Write a step as plain safetensors files, one for each part of the state, and `state.json`.
+    r"""Write a step as plain safetensors files.
+
+    There is one for each part of the state, and `state.json`.
 
     Example:
 

@@ -14,7 +14,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
@@ -92,6 +92,12 @@ def say_left_out(things: Sequence[LeftOut]) -> None:
     """Print what of a directory was not taken, one to a line, on stderr."""
     for it in things:
         say("note", f"`{it.name}` is left out: {it.reason}")
+
+
+def say_unmatched(patterns: Iterable[str], source: object) -> None:
+    """Print which patterns of `--exclude` did nothing, one to a line, on stderr."""
+    for it in patterns:
+        say("note", f"`--exclude {it}` leaves nothing out: nothing in `{source}` matches it")
 
 
 def exit_code(error: BaseException) -> int:

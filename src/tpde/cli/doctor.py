@@ -69,9 +69,10 @@ class Check:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> int:
-    r"""Tell what is installed, what is missing, and test the core on every SIMD path.
+    r"""Tell what is installed and what is missing, and test the core.
 
-    Exits with 1 if something essential is broken.
+    The core is tested on every SIMD path that this processor has. Exits with 1 if something essential is
+    broken.
 
     Example:
 

@@ -29,9 +29,10 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    r"""Show each tensor's dtype, shape, sizes, codec, ratio and entropy; of a delta, how much changed.
+    r"""Show each tensor's sizes, codec and ratio, or a delta's changes.
 
-    The entropy is that of the symbol plane (the exponent, for BF16), from a sample of each tensor.
+    Dtype, shape and entropy are shown, too. The entropy is that of the symbol plane (the exponent, for BF16),
+    from a sample of each tensor. Of a delta, it is how much of each tensor changed.
 
     Example:
 

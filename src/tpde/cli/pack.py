@@ -18,6 +18,7 @@ from tpde.cli.common import (
     progress_bar,
     say,
     say_left_out,
+    say_unmatched,
     size,
     table,
 )
@@ -107,6 +108,7 @@ def pack(
         if groups is not None:
             print(dtype_table(groups))
     say_left_out(result.left_out)
+    say_unmatched(result.unmatched, result.source)
     if not result.packed:
         say("note", "no tensor would shrink; all are stored as they were")
 

@@ -40,6 +40,12 @@ _PARTS = {
     "decoded": "weights decoded once",
 }
 
+# The rates that are measured on a GPU, if they are not named.
+_RATES = {
+    "--copy-rate": "from host memory to the GPU, 55 on PCIe 5",
+    "--memory-rate": "of the GPU's memory, 4200 on an H200",
+}
+
 _LIMITS = {
     "copy": "copying from host memory",
     "disk": "reading from the disk",
@@ -114,7 +120,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    r"""Show where each part of a packed model would be kept under a memory budget, and how fast it would run.
+    r"""Show what of a model a memory budget keeps where, and its speed.
 
     Nothing is loaded. What is kept where does not depend on the rates. The time does: it is that of one
     token, one sequence at a time.
@@ -169,15 +175,12 @@ def _rates(
 
     to_read = files if disk is None else ()
     if copy is None or memory is None:
+        missing = [it for it, rate in (("--copy-rate", copy), ("--memory-rate", memory)) if rate is None]
+        hint = f"name {' and '.join(f'`{it}` ({_RATES[it]})' for it in missing)}, in GB/s"
         if device is None and not torch.cuda.is_available():
-            raise InvalidInput(
-                "there is no GPU to measure",
-                hint=(
-                    "name `--copy-rate` (from host memory to the GPU, 55 on PCIe 5) and `--memory-rate` (of "
-                    "the GPU's memory, 4200 on an H200), both in GB/s"
-                ),
-            )
-        rates = measure_rates(checked_device(device or "cuda"), to_read)
+            what = f", and `{missing[0]}` is not named" if len(missing) == 1 else ""
+            raise InvalidInput(f"there is no GPU to measure{what}", hint=hint, where=missing[0])
+        rates = measure_rates(checked_device(device or "cuda", hint), to_read)
     elif device is not None:
         raise InvalidInput(
             "`--device` is what is measured, and with `--copy-rate` and `--memory-rate` none is",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpde.cli.common import guard, print_json, progress_bar, say, size
+from tpde.cli.common import guard, print_json, progress_bar, say
+from tpde.cli.run_stats import say_copies, say_sizes
 from tpde.errors import InvalidInput
 from tpde.planning.budget import MAX_TOKENS, parse_budget
 
@@ -90,9 +92,9 @@ def run(
     stats: Annotated[bool, typer.Option("--stats", help="Print speed, memory and sizes on stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
 ) -> None:
-    r"""Run a model from its packed weights: continue a text, or embed texts.
+    r"""Continue a text, or embed texts, with a packed model.
 
-    Its outputs are the plain model's, bit for bit, but with `--kernels fused`.
+    Weights stay packed. Outputs are the plain model's, bit for bit, but with `--kernels fused`.
 
     Example:
 
@@ -103,10 +105,7 @@ def run(
       tpde run llama --pack --prompt "The exponent of a weight"
       tpde run minilm-packed --embed "a sentence" "another one"
     """
-    if embed == (prompt is not None) or embed != bool(texts):
-        raise InvalidInput(
-            "nothing to do, or too much", hint="give `--prompt TEXT`, or `--embed` and one TEXT or more"
-        )
+    _check_task(texts or [], prompt, embed)
     if trace is not None and vram is None:
         raise InvalidInput(
             "`--trace` is of weights that are streamed", hint="pass `--vram` as well, or leave it out"
@@ -122,15 +121,24 @@ def run(
     from tpde.integrations.transformers.embed import BATCH
     from tpde.integrations.transformers.folder import model_directory
     from tpde.integrations.transformers.run_memory import Peak
-    from tpde.loading.devices import checked_device
+    from tpde.loading.devices import WITHOUT_BUDGET, checked_device
     from tpde.nn.kernels import check_kernels
 
     batch = 1 if prompt is not None else BATCH
     budget = parse_budget(vram, ram, max_tokens, max_batch=batch if vram is not None else None)
     folder, _ = model_directory(model, pack=pack, instead=", or say `--pack`" if budget is None else "")
-    where = checked_device("cuda" if device is None and vram is not None else device)
+    if vram is None:
+        where = checked_device(device)
+    else:
+        where = checked_device("cuda" if device is None else device, WITHOUT_BUDGET)
+    if check_kernels(kernels) == "fused" and where.type == "cpu":
+        say(
+            "note",
+            "`--kernels fused` multiplies by packed weights on a GPU only; the CPU decodes them, with the "
+            "output of `exact`",
+        )
     peak = Peak(where)
-    start = {"model": model, "device": str(where), "kernels": check_kernels(kernels), "pack": pack}
+    start = {"model": model, "device": str(where), "kernels": kernels, "pack": pack}
     if prompt is not None:
         _generate(
             folder,
@@ -148,6 +156,29 @@ def run(
         )
     else:
         _embed(folder, where, budget, peak, start, texts or [], trace, stats, as_json)
+
+
+def _check_task(texts: Sequence[str], prompt: str | None, embed: bool) -> None:
+    """Refuse what is not one task: to continue a prompt, or to embed texts."""
+    if prompt is not None and embed:
+        raise InvalidInput("`--prompt` and `--embed` are two tasks", hint="pass one of them")
+    if embed and not texts:
+        raise InvalidInput("`--embed` has no text", hint='write texts after it: `--embed "a text" "another"`')
+    if texts and prompt is not None:
+        raise InvalidInput(
+            f"`--prompt` continues one text, and `{texts[0]:.50}` is another",
+            hint="put quotes around the whole prompt, or embed texts with `--embed`",
+        )
+    if texts and not embed:
+        raise InvalidInput(
+            f"it is not said what to do with the text `{texts[0]:.50}`",
+            hint="continue it with `--prompt TEXT`, or make a vector of it with `--embed TEXT`",
+        )
+    if prompt is None and not embed:
+        raise InvalidInput(
+            "it is not said what the model is to do",
+            hint="continue a text with `--prompt TEXT`, or make vectors of texts with `--embed TEXT...`",
+        )
 
 
 def _load(
@@ -257,8 +288,8 @@ def _generate(
         speed = "" if made.tokens_per_second is None else f", then {made.tokens_per_second:.1f} tokens/s"
         say("tokens", f"{made.prompt_tokens} read, {len(made.tokens)} written")
         say("speed", f"first token after {made.first_token_seconds * 1e3:.0f} ms{speed}")
-        _say_sizes(result, device)
-        _say_copies(model)
+        say_sizes(result, device)
+        say_copies(model)
 
 
 def _embed(
@@ -315,31 +346,5 @@ def _embed(
         unit = ", length 1" if recipe.normalize else ""
         say("vectors", f"{len(rows)} of {vectors.shape[1]} dimensions, pooling {recipe.pooling}{unit}")
         say("speed", f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s")
-        _say_sizes(result, device)
-        _say_copies(model)
-
-
-def _say_copies(model: Any) -> None:
-    """How well the copying of streamed weights was hidden, and why not better."""
-    streaming = getattr(model, "tpde_streamer", None)
-    if streaming is None:
-        return
-    if not streaming.streamers:
-        say("copies", "none: all weights fit the device")
-    for device, found in streaming.stats().items():
-        if "window_weights" in found:
-            there = f"{found['window_weights']} weights, {size(found['window_bytes'])}"
-            say(device, f"in the window layout, multiplied without being decoded: {there}")
-    for device in streaming.streamers:
-        for line in streaming.summary(device).text().splitlines():
-            say(str(device), line)
-
-
-def _say_sizes(result: dict[str, Any], device: torch.device) -> None:
-    say(
-        "weights",
-        f"{size(result['packed_bytes'])} packed, {size(result['unpacked_bytes'])} unpacked; "
-        f"{size(result['plain_bytes'])} stored plain; loaded in {result['load_seconds']:.2f} s",
-    )
-    what = "of the GPU's memory beyond the context" if device.type == "cuda" else "of memory, Python included"
-    say("peak", f"{size(result['peak_bytes'])} {what}")
+        say_sizes(result, device)
+        say_copies(model)

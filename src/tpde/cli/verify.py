@@ -9,10 +9,32 @@ from typing import Annotated
 
 import typer
 
-from tpde.cli.common import DAMAGE, OK, few_threads, guard, plural, print_json, progress_bar, say_left_out
+from tpde.cli.common import (
+    DAMAGE,
+    OK,
+    few_threads,
+    guard,
+    plural,
+    print_json,
+    progress_bar,
+    say,
+    say_left_out,
+    say_unmatched,
+)
 from tpde.cli.patch import target_bytes
 from tpde.cli.unpack import original_bytes
 from tpde.errors import printable
+
+
+def _say_what_to_compare(packed: Path, against: Path | None, base: Path | None) -> None:
+    """Say what to compare with: the source or base that was named may be another one, and nothing damaged."""
+    if against is None and base is None:
+        return
+    if base is None:
+        option, made = "--against", f"`{packed}` was packed from"
+    else:
+        option, made = "--base", f"`{packed}` was made from (`tpde inspect {packed}` names it)"
+    say("hint", f"compare with what {made}, or leave out `{option}` to look for damage alone", "1;36")
 
 
 @guard
@@ -42,7 +64,7 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
-    r"""Check every chunk and every tensor of a packed file or directory, or every byte of a delta.
+    r"""Check every byte of a packed file, a packed directory or a delta.
 
     Prints what is damaged by tensor and chunk, and exits with 1 if anything is.
 
@@ -59,11 +81,17 @@ def verify(
     from tpde.store.verify_delta import verify_delta
 
     start, delta = time.perf_counter(), is_delta_file(packed)
-    if (against if delta else base) is not None:
+    if (against if delta else base) is not None and packed.exists():
         raise InvalidInput(
             f"`{packed}` is {'a' if delta else 'no'} delta",
             hint=f"name its {'base with `--base`' if delta else 'source with `--against`'}",
             where=str(packed),
+        )
+    if exclude and against is None:
+        raise InvalidInput(
+            "`--exclude` says what of the source was left out, and no source is named",
+            hint="name it with `--against`, or leave `--exclude` out",
+            where="--exclude",
         )
     with progress_bar("verifying", lambda: (target_bytes if delta else original_bytes)(packed)) as progress:
         if delta:
@@ -73,8 +101,10 @@ def verify(
                 packed, against=against, threads=threads, exclude=exclude or (), progress=progress
             )
     seconds = time.perf_counter() - start
-    left_out = walk(against, exclude or ()).left_out if against is not None and against.is_dir() else ()
+    tree = walk(against, exclude or ()) if against is not None and against.is_dir() else None
+    left_out = tree.left_out if tree is not None else ()
     say_left_out(left_out)
+    say_unmatched(tree.unmatched if tree is not None else exclude or (), against)
     if as_json:
         print_json(
             {
@@ -91,6 +121,7 @@ def verify(
         for problem in problems:
             print(printable(f"{problem.file}: {problem.message}"))
         print(f"{plural(len(problems), 'problem')} found")
+        _say_what_to_compare(packed, against, base)
     else:
         than = " and equal to its source" if against is not None else ""
         if left_out:

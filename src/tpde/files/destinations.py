@@ -13,7 +13,8 @@ from tpde.format.constants import MANIFEST
 
 
 def refuse_nested(source: Path, destination: Path) -> None:
-    """Refuse a destination inside the source, which would be copied, or around it, which would be removed."""
+    """Refuse a destination that is the source, lies inside it, or around it, and would be replaced."""
+    refuse_sources(destination, source)
     inner, outer = destination.resolve(), source.resolve()
     if inner.is_relative_to(outer):
         raise InvalidDestination(
@@ -39,9 +40,16 @@ def refuse_sources(destination: Path, *sources: str | os.PathLike[str]) -> None:
         if source.exists() and destination.exists() and os.path.samefile(source, destination):
             raise InvalidDestination(
                 f"`{destination}` is {one} never modified",
-                hint="choose another destination",
+                hint=f"choose another destination, such as `{_beside(destination)}`",
                 where=str(destination),
             )
+
+
+def _beside(path: Path) -> Path:
+    """Another name in the same folder."""
+    whole = path.resolve()
+    name = f"{whole.name}-new" if path.is_dir() else f"{whole.stem}-new{whole.suffix}"
+    return path.parent / name if path.name not in ("", "..") else whole.parent / name
 
 
 def replaceable(destination: Path, names: Collection[str]) -> set[str]:

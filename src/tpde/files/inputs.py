@@ -53,7 +53,10 @@ class SafetensorsSource:
             self._file.close()
             raise AlreadyPacked(
                 f"`{path}` is packed already",
-                hint="unpack it with `tpde unpack`, or use it as it is",
+                hint=(
+                    f"restore the plain file with `tpde unpack {path} {path.stem}-plain{path.suffix}`, or "
+                    "read it as it is with `tpde.safe_open`"
+                ),
                 where=str(path),
             )
         self.name = str(path)
@@ -81,9 +84,10 @@ def open_source(path: Path) -> TensorSource:
     try:
         return SafetensorsSource(path)
     except NotSafetensors as error:
-        error.hint = (
-            f"`tpde` packs safetensors files, state dicts ({', '.join(PICKLES)}) and model directories"
-        )
+        if error.hint is None:
+            error.hint = (
+                f"`tpde` packs safetensors files, state dicts ({', '.join(PICKLES)}) and model directories"
+            )
         raise
 
 

@@ -48,6 +48,8 @@ class Summary:
         The same for each weight file.
     left_out : tuple of LeftOut
         What of a directory was not taken, and why.
+    unmatched : tuple of str
+        Patterns of `exclude` that left nothing out: of a file, all.
     """
 
     source: str
@@ -59,6 +61,7 @@ class Summary:
     ratio: float
     files: tuple[Result, ...]
     left_out: tuple[LeftOut, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
 
 def _summary(
@@ -66,6 +69,7 @@ def _summary(
     destination: Path,
     results: list[Result],
     left_out: tuple[LeftOut, ...] = (),
+    unmatched: Sequence[str] = (),
     *,
     packing: bool,
 ) -> Summary:
@@ -80,6 +84,7 @@ def _summary(
         plain / packed if packed else 1.0,
         tuple(results),
         left_out,
+        tuple(unmatched),
     )
 
 
@@ -142,13 +147,13 @@ def pack(
     path, target = resolve(source), Path(destination)
     check_threads(threads)
     if path.is_dir():
-        results, left_out = pack_directory(
+        results, tree = pack_directory(
             path, target, threads=threads, codec=codec, force=force, exclude=exclude, progress=progress
         )
-        return _summary(path, target, results, left_out, packing=True)
+        return _summary(path, target, results, tree.left_out, tree.unmatched, packing=True)
     _prepare(path, target, force)
     result = pack_file(path, target, threads=threads, codec=codec, force=force, progress=progress)
-    return _summary(path, target, [result], packing=True)
+    return _summary(path, target, [result], unmatched=exclude, packing=True)
 
 
 def unpack(

@@ -20,7 +20,7 @@ from tpde.files.pack_file import pack_opened
 from tpde.files.packed_state import already_packed, packing_configs, refuse_packed
 from tpde.files.progress import Progress, no_progress
 from tpde.files.result import Result
-from tpde.files.walk import FolderTree, LeftOut, walk
+from tpde.files.walk import FolderTree, walk
 from tpde.files.weight_files import Weights, choose
 from tpde.format.constants import MANIFEST
 
@@ -34,8 +34,8 @@ def pack_directory(
     force: bool,
     exclude: Sequence[str] = (),
     progress: Progress = no_progress,
-) -> tuple[list[Result], tuple[LeftOut, ...]]:
-    """Pack a model directory; returns a result for each of its weight files, and what was not taken."""
+) -> tuple[list[Result], FolderTree]:
+    """Pack a model directory; returns a result for each of its weight files, and what was there."""
     if is_packed_directory(source):
         raise already_packed(source)
     refuse_nested(source, destination)
@@ -64,7 +64,7 @@ def pack_directory(
         files = {name: packing.files[name] for name in sorted(packing.files, key=lambda it: it.split("/"))}
         write_text(folder / MANIFEST, Manifest(files, tree.empty_folders()).text(), _manifest_mode(source))
         finish_folders(source, folder, tree.folders)
-    return packing.results, tree.left_out
+    return packing.results, tree
 
 
 class _Packing:

@@ -56,7 +56,14 @@ def packing_configs(tree: FolderTree) -> list[str]:
 def already_packed(folder: Path) -> AlreadyPacked:
     """The error for a directory that is packed and should not be."""
     where = str(folder)
-    return AlreadyPacked(f"`{where}` is packed already", hint="unpack it with `tpde unpack`", where=where)
+    return AlreadyPacked(
+        f"`{where}` is packed already",
+        hint=(
+            f"restore the plain model with `tpde unpack {where} {folder.resolve().name}-plain`, or use it as "
+            f"it is (`tpde inspect {where}` shows what is in it)"
+        ),
+        where=where,
+    )
 
 
 def refuse_packed(tree: FolderTree, weights: Collection[str]) -> None:

@@ -62,6 +62,8 @@ class FolderTree:
         Folders, without the directory itself.
     left_out : tuple of LeftOut
         What is not taken.
+    unmatched : tuple of str
+        Patterns of what to leave out that nothing here matches.
     """
 
     root: Path
@@ -69,6 +71,7 @@ class FolderTree:
     links: Mapping[str, str]
     folders: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
+    unmatched: tuple[str, ...] = ()
 
     def empty_folders(self) -> list[str]:
         """Folders in which nothing is taken."""
@@ -111,13 +114,10 @@ def _sort_key(name: str) -> list[str]:
     return name.split("/")
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     """Whether a pattern names a path, or, without a slash, its last part."""
-    last = name.rpartition("/")[2]
-    return any(
-        fnmatchcase(name if "/" in it.rstrip("/") else last, it.rstrip("/").removeprefix("./"))
-        for it in patterns
-    )
+    pattern = pattern.rstrip("/")
+    return fnmatchcase(name if "/" in pattern else name.rpartition("/")[2], pattern.removeprefix("./"))
 
 
 class _Walk:
@@ -129,6 +129,7 @@ class _Walk:
         self.links: dict[str, str] = {}
         self.folders: list[str] = []
         self.left_out: list[LeftOut] = []
+        self.unmatched = dict.fromkeys(exclude)
         self.open = [""]
 
     def leave(self, name: str, reason: str, *, expected: bool = False) -> None:
@@ -153,10 +154,13 @@ class _Walk:
         except UnicodeEncodeError:
             self.leave(name, "its name is not UTF-8")
             return
+        matching = [it for it in self.exclude if _matches(name, it)]
+        for it in matching:
+            self.unmatched.pop(it, None)
         if name == HUB_CACHE:
             self.leave(name, "the hub's own notes", expected=True)
             return
-        if _matches(name, self.exclude):
+        if matching:
             self.leave(name, "excluded", expected=True)
             return
         try:
@@ -254,4 +258,5 @@ def walk(root: Path, exclude: Sequence[str] = (), *, outside: bool = True) -> Fo
         {name: state.links[name] for name in sorted(state.links, key=_sort_key)},
         tuple(sorted(state.folders, key=_sort_key)),
         tuple(sorted(state.left_out, key=lambda it: _sort_key(it.name))),
+        tuple(state.unmatched),
     )

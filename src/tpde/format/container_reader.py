@@ -255,11 +255,20 @@ def read_container(source: ByteSource) -> Container:
             found=source.size,
             needed=8,
         )
-    (size,) = struct.unpack("<Q", read(source, 0, 8))
+    first = bytes(read(source, 0, 8))
+    (size,) = struct.unpack("<Q", first)
     if size > MAX_CONTAINER_HEADER:
+        from tpde.format.delta_head import MAGIC
+
+        if first == MAGIC:
+            raise NotSafetensors(
+                f"`{source.name}` is a delta, not a safetensors file",
+                hint=f"restore its target with `tpde patch BASE {source.name} TARGET`",
+                where=source.name,
+            )
         raise NotSafetensors(
-            f"`{source.name}` is not a safetensors file: its first 8 bytes give a header of {size} bytes, "
-            f"at most {MAX_CONTAINER_HEADER} are allowed",
+            f"`{source.name}` is not a safetensors file: its first 8 bytes, {first!r}, would be the size of "
+            f"a header, and at most {MAX_CONTAINER_HEADER} is allowed",
             where=source.name,
             found=size,
             needed=MAX_CONTAINER_HEADER,

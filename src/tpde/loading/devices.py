@@ -9,9 +9,19 @@ import torch
 
 from tpde.errors import InvalidInput, UnsupportedDevice
 
+ON_CPU = 'run on the CPU with `device="cpu"` (`--device cpu`)'
+WITHOUT_BUDGET = "`vram` is a budget of a GPU's memory: leave it out to run on the CPU"
 
-def checked_device(device: str | int | torch.device | None) -> torch.device:
+
+def checked_device(device: str | int | torch.device | None, instead: str = ON_CPU) -> torch.device:
     """A device that exists, with its number; for None the GPU that PyTorch uses, or the CPU without one.
+
+    Parameters
+    ----------
+    device : str, int or torch.device, optional
+        What the user named.
+    instead : str
+        What to do where there is no GPU.
 
     Raises
     ------
@@ -35,7 +45,8 @@ def checked_device(device: str | int | torch.device | None) -> torch.device:
         if not torch.cuda.is_available():
             raise UnsupportedDevice(
                 "there is no CUDA device that PyTorch can use",
-                hint="see what `tpde doctor` finds (without `vram`, packed models run on `cpu`, too)",
+                hint=f"{instead}, or see what `tpde doctor` finds",
+                where="device",
             )
         index = torch.cuda.current_device() if found.index is None else found.index
         if index >= torch.cuda.device_count():

@@ -56,8 +56,11 @@ class DeltaState:
         if header is None:
             header = self._base.headers.get(file.name)
             if header is None:
+                what = f"`{file.name}` is not in the base `{self._base.name}`"
+                if not file.name:  # of a single file
+                    what = f"`{self.name}` was made from a file, the base `{self._base.name}` is a directory"
                 raise MissingBase(
-                    f"`{file.name}` is not in the base `{self._base.name}`",
+                    what,
                     hint="name the base that the delta was made from",
                     where=file.name,
                 )

@@ -127,7 +127,7 @@ def test_inspect_plot(run: Run, packed: Path, tmp_path: Path) -> None:
 
 
 def test_bench_codec(run: Run) -> None:
-    done = run("bench", "codec", "--size", 1, "--threads", 1)
+    done = run("bench", "codec", "--size", "1MiB", "--threads", 1)
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
     assert lines[0].startswith("1.0 MiB a tensor, 1 thread")
@@ -224,7 +224,7 @@ def test_json_of_inspect_bench_and_doctor(run: Run, packed: Path) -> None:
     assert report["packed"]
     assert [t["name"] for t in report["tensors"]][:2] == ["layers.0.weight", "layers.1.bias"]
     assert sum(next(h for h in report["histogram"] if h["dtype"] == "BF16")["counts"]) == 300 * 128
-    bench = json.loads(run("bench", "codec", "--size", 1, "--json").out)
+    bench = json.loads(run("bench", "codec", "--size", "1MiB", "--json").out)
     assert [r["dtype"] for r in bench["results"]] == ["BF16", "F16", "F32", "F8_E4M3", "F32"]
     assert all(r["ratio"] > 1.1 and r["decode_gb_per_s"] > 0 for r in bench["results"])
     checks = json.loads(run("doctor", "--json").out)

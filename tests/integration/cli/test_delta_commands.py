@@ -72,8 +72,19 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     run("diff", base, target, tmp_path / "delta")
     run("patch", target, tmp_path / "delta", tmp_path / "out").failed(2, "tensor `", "name the base")
     run("patch", base, base, tmp_path / "out").failed(2, "is no delta", "tpde diff")
+    for command in ("pack", "unpack"):
+        run(command, tmp_path / "delta", tmp_path / "out").failed(
+            2, "delta` is a delta, not a safetensors file", f"`tpde patch BASE {tmp_path / 'delta'} TARGET`"
+        )
     run("diff", base, target, tmp_path / "delta").failed(2, "exists already", "--force")
     run("diff", base, tmp_path / "nothing", tmp_path / "other").failed(2, "does not exist", "check the path")
     run("verify", tmp_path / "delta", "--against", target).failed(2, "is a delta", "--base")
     run("verify", base, "--base", target).failed(2, "is no delta", "--against")
+    run("verify", tmp_path / "none", "--base", target).failed(2, "none` does not exist", "check the path")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").write_bytes(base.read_bytes())
+    run("diff", base, base, tmp_path / "same")  # which takes the header, too, from the base
+    run("verify", tmp_path / "same", "--base", tmp_path / "folder").failed(
+        2, "same` was made from a file, the base `.*folder` is a directory", "name the base"
+    )
     run("inspect", tmp_path / "delta", "--plot", tmp_path / "x.png").failed(2, "no plot", "leave out")

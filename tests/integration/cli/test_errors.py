@@ -58,6 +58,10 @@ def test_verify_against_another_source(run: Run, packed: Path, tmp_path: Path) -
     done = run("verify", packed, "--against", other)
     assert done.code == 1
     assert "tensor `layers.1.bias`: byte 24 is 0x03, but 0x07 in the source" in done.out
+    assert done.err.startswith(
+        f"hint: compare with what `{packed}` was packed from, or leave out `--against`"
+    )
+    assert run("verify", packed, "--against", other, "--json").err == ""
 
 
 # ---- exit codes 2 and 3: messages
@@ -79,7 +83,9 @@ def test_not_safetensors(run: Run, tmp_path: Path) -> None:
     source, target = tmp_path / "s.safetensors", tmp_path / "p"
     source.write_text("This is a text, and a long one.")
     run("pack", source, target).failed(
-        2, "s.safetensors` is not a safetensors file: its first 8 bytes", "`tpde` packs safetensors"
+        2,
+        "s.safetensors` is not a safetensors file: its first 8 bytes, b'This is ', ",
+        "`tpde` packs safetensors",
     )
     source.write_bytes(struct.pack("<Q", 16) + b"neither is this.")
     run("pack", source, target).failed(2, "header is not JSON", "safetensors files, state dicts")
@@ -111,9 +117,11 @@ def test_unpack_refuses_damage(run: Run, packed: Path, tmp_path: Path) -> None:
 
 
 def test_already_packed(run: Run, packed: Path, model: Path, tmp_path: Path) -> None:
-    run("pack", packed, tmp_path / "t").failed(2, "is packed already", "`tpde unpack`")
+    plain = f"{packed.stem}-plain{packed.suffix}"
+    run("pack", packed, tmp_path / "t").failed(2, "is packed already", f"`tpde unpack {packed} {plain}`, or")
     assert run("pack", model, tmp_path / "d").code == 0
-    run("pack", tmp_path / "d", tmp_path / "t").failed(2, "is packed already", "`tpde unpack`|unpack it")
+    for command in (f"`tpde unpack {tmp_path / 'd'} d-plain`", f"`tpde inspect {tmp_path / 'd'}`"):
+        run("pack", tmp_path / "d", tmp_path / "t").failed(2, "is packed already", command)
 
 
 def test_not_packed(run: Run, plain: Path, model: Path, tmp_path: Path) -> None:
@@ -227,7 +235,8 @@ def test_plot_without_matplotlib(run: Run, plain: Path, monkeypatch: pytest.Monk
 def test_destinations_that_cannot_be(run: Run, plain: Path, model: Path, tmp_path: Path) -> None:
     cases: list[tuple[list[object], str, str]] = [
         (["pack", plain, model], "exists already", "`--force`"),
-        (["pack", plain, plain, "--force"], "is the source itself", "choose another"),
+        (["pack", plain, plain, "--force"], "is the source itself", f"such as `{tmp_path}/model-new.safeten"),
+        (["pack", model, model], "is the source itself", f"choose .*, such as `{tmp_path}/model-new`"),
         (["pack", plain, tmp_path / "no" / "t"], "cannot be written", "create the folder first"),
         (["pack", plain, plain / "t"], "cannot be written: Not a directory", "choose another"),
         (["pack", plain, "/proc/t"], "`/proc/t` cannot be written", "."),
@@ -317,6 +326,17 @@ def test_no_arguments_show_help(run: Run, args: list[str]) -> None:
     done = run(*args)
     assert "Commands:" in done.out + done.err
     assert done.code in (0, 2)  # by the version of click
+
+
+@pytest.mark.parametrize("group", [[], ["ckpt"], ["bench"]])
+def test_lists_of_commands_cut_no_description(
+    run: Run, group: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    done = run(*group, "--help")
+    listed = done.out.partition("\nCommands:\n")[2].partition("\n\n")[0].splitlines()
+    assert listed
+    assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []
 
 
 # ---- exit code 4: input and output

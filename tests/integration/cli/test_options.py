@@ -108,6 +108,20 @@ def test_what_was_left_out_is_told_as_it_is_compared(run: Run, model: Path, tmp_
     assert run("verify", tmp_path / "packed", *against).code == common.DAMAGE
 
 
+def test_patterns_that_leave_nothing_out_are_named(
+    run: Run, model: Path, plain: Path, tmp_path: Path
+) -> None:
+    args = ("--exclude", "confg.json", "--exclude", "config.json")
+    excluded = "note: `config.json` is left out: excluded\n"
+    nothing = "note: `--exclude {}` leaves nothing out: nothing in `{}` matches it\n"
+    both = excluded + nothing.format("confg.json", model)
+    assert run("pack", model, tmp_path / "packed", *args).err == both
+    done = run("verify", tmp_path / "packed", "--against", model, *args)
+    assert (done.code, done.err) == (0, both)
+    assert run("pack", plain, tmp_path / "p", "--exclude", "*.md").err == nothing.format("*.md", plain)
+    run("verify", tmp_path / "p", "--exclude", "*.md").failed(2, "no source is named", "`--against`")
+
+
 def test_a_delta_that_is_intact_says_whether_its_base_was_there(run: Run, tmp_path: Path) -> None:
     base, target = files(tmp_path)
     run("diff", base, target, tmp_path / "delta")
@@ -121,6 +135,8 @@ def test_a_delta_that_is_intact_says_whether_its_base_was_there(run: Run, tmp_pa
     assert done.code == common.DAMAGE
     assert done.out.splitlines()[-1].endswith("problems found")
     assert f"{len(done.out.splitlines()) - 1} problems found" == done.out.splitlines()[-1]
+    assert "`tpde inspect" in done.err
+    assert "leave out `--base`" in done.err
 
 
 def test_sizes_of_what_was_unpacked(run: Run, plain: Path, tmp_path: Path) -> None:
@@ -213,7 +229,7 @@ def test_a_benchmark_tells_its_sizes_and_runs_each_tensor_once_more_than_it_coun
     copy = bench._Copy.run
     monkeypatch.setattr(bench._Case, "run", lambda self: (runs.append(self.name), real(self)))
     monkeypatch.setattr(bench._Copy, "run", lambda self: (runs.append("copy"), copy(self)))
-    found = json.loads(run("bench", "codec", "--size", 1, "--threads", 2, "--json").out)
+    found = json.loads(run("bench", "codec", "--size", "1.5 MiB", "--threads", 2, "--json").out)
     assert (found["tensor_bytes"], found["threads"], found["rounds"]) == (1 << 20, 2, 5)
     assert {name: runs.count(name) for name in runs} == dict.fromkeys(
         [*(it["name"] for it in found["results"]), "copy"], 6
@@ -222,6 +238,12 @@ def test_a_benchmark_tells_its_sizes_and_runs_each_tensor_once_more_than_it_coun
         bits = {"BF16": 16, "F16": 16, "F32": 32, "F8_E4M3": 8}[it["dtype"]]
         assert it["codec"] == "prefix"
         assert it["bits_per_weight"] == pytest.approx(bits / it["ratio"])
+
+
+@pytest.mark.parametrize("size", ["1", "1023KiB", "5GiB"])
+def test_a_benchmark_of_no_such_size_is_refused(run: Run, size: str) -> None:
+    run("bench", "codec", "--size", size).failed(2, "a tensor may have 1.0 MiB to 4.0 GiB", "`64MiB`")
+    run("bench", "codec", "--size", "x").failed(2, "`x` is no size", "`16GiB`")
 
 
 def test_rates_are_medians_without_the_first_run() -> None:

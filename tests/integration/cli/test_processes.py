@@ -180,7 +180,7 @@ def test_no_command_imports_torch(plain: Path, packed: Path, tmp_path: Path) -> 
         ["verify", packed],
         ["inspect", packed],
         ["doctor"],
-        ["bench", "codec", "--size", "1", "--threads", "1"],
+        ["bench", "codec", "--size", "1MiB", "--threads", "1"],
     ):
         found = imported(*args)
         assert "numpy" in found  # the command ran

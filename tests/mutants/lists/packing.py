@@ -385,8 +385,8 @@ MUTANTS = (
     mutant(
         "exclusions-do-not-reach-folders",
         "files/walk.py",
-        'fnmatchcase(name if "/" in it.rstrip("/") else last,',
-        'fnmatchcase(name if "/" in it else last,',
+        '    pattern = pattern.rstrip("/")\n',
+        "",
         "`--exclude logs/` leaves nothing out",
         "integration/test_trees.py",
         "unit/test_verify.py",

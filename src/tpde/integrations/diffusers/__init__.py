@@ -7,7 +7,11 @@
 
 from contextlib import suppress
 
-from tpde.integrations.diffusers.load_model import load
+from tpde.frameworks import require_torch
+
+require_torch("`tpde.integrations.diffusers`", extra="diffusers")
+
+from tpde.integrations.diffusers.load_model import load  # noqa: E402
 
 with suppress(ImportError):  # without diffusers, `load` says what is missing
     from tpde.integrations.diffusers.register import register

@@ -21,7 +21,7 @@ from tpde.integrations.diffusers.streamed import planned
 from tpde.loading.assignment import assign
 from tpde.loading.checkpoint_files import Checkpoint, Stored
 from tpde.loading.collection import collecting_later
-from tpde.loading.devices import check_gpu, checked_device
+from tpde.loading.devices import WITHOUT_BUDGET, check_gpu, checked_device
 from tpde.loading.runs import Run
 from tpde.nn import finish, replace_parameter, supports
 from tpde.planning.budget import parse_budget
@@ -155,8 +155,11 @@ def load(
     >>> pipe = StableDiffusionPipeline.from_pretrained("sd", unet=unet).to("cuda")  # doctest: +SKIP
     """
     budget = parse_budget(vram, ram, activations=activations)
-    folder, target = Path(path), checked_device("cuda" if device is None and budget is not None else device)
-    if budget is not None:
+    folder = Path(path)
+    if budget is None:
+        target = checked_device(device)
+    else:
+        target = checked_device("cuda" if device is None else device, WITHOUT_BUDGET)
         check_gpu(target, 'pass `device="cuda"`, or leave out `vram`')
     files = weight_files(folder, variant)
     with collecting_later(), Checkpoint(files) as checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from tpde.errors import InvalidInput
 from tpde.format.constants import METHOD
 from tpde.integrations.transformers.folder import model_directory, read_config, require_files
+from tpde.integrations.transformers.keywords import suggesting
 from tpde.loading.collection import collect_first, collecting_later
-from tpde.loading.devices import check_gpu, checked_device
+from tpde.loading.devices import WITHOUT_BUDGET, check_gpu, checked_device
 from tpde.nn.kernels import Kernels, check_kernels
 from tpde.nn.named_deltas import check_names
 from tpde.planning.budget import Budget, parse_budget
@@ -272,11 +274,16 @@ def load_model(
         if device_map is None:
             device_map = device = "cuda" if device is None else device
         _check_gpus(device_map)
-        checked_device("cuda")
+        checked_device("cuda", WITHOUT_BUDGET)
     # A map says by itself where everything goes.
     target = torch.device("cpu") if device is None and "device_map" in kwargs else checked_device(device)
     dtype = dtype or kwargs.pop("torch_dtype", None) or "auto"  # the latter is the former's old name
-    with collecting_later(), loading_to(target, budget, progress, deltas, kernels, pack):
+    known = inspect.signature(from_pretrained).parameters
+    with (
+        suggesting(kwargs, known),
+        collecting_later(),
+        loading_to(target, budget, progress, deltas, kernels, pack),
+    ):
         model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype, **kwargs)
     if hasattr(model, "_hf_hook"):  # accelerate's put it in cycles, and nobody tells when it is dropped
         collect_first()
