@@ -19,6 +19,7 @@ How it fits together:
   would have to keep apart; PyTorch's allocator does. Profiling sees that memory, and graphs share a pool.
 - `loader` decodes packed files tensor by tensor, before vLLM looks at names: by the mapper of checkpoint
   names, which vLLM asks the configuration for, or by the load format `tpde`.
+- `internals` has what differs between versions of vLLM, and all that its documentation does not describe.
 - `refusals` names what does not work, `report` says what was gained.
 """
 

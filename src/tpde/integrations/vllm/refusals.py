@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config
 
 from tpde.errors import InvalidInput, PackedWeight
-
-if TYPE_CHECKING:
-    from tpde.integrations.vllm.config import TpdeConfig
+from tpde.integrations.vllm import internals
 
 log = logging.getLogger("vllm.tpde")
 
 
-def check(config: TpdeConfig) -> None:
+def check() -> None:
     """Refuse what vLLM was asked for beside packed weights and does not work.
 
     Raises
@@ -23,28 +20,27 @@ def check(config: TpdeConfig) -> None:
     InvalidInput
         Naming it.
     """
-    if config.online_quantization_config is not None:
+    if internals.quantizes_again():
         raise InvalidInput(
             "`--quantization-config` asks for another quantization on top of packed weights",
             hint="leave one of the two out",
             where="quantization_config",
         )
-    now = get_current_vllm_config()
-    offload: Any = getattr(now, "offload_config", None)
-    if offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0):
+    if internals.keeps_weights_on_host():
         raise InvalidInput(
             "vLLM is to keep weights in host memory, and packed ones stay on the device",
             hint="leave `--cpu-offload-gb` and `--offload-group-size` out, and spread the model over more "
             "GPUs with `--tensor-parallel-size`; `tpde.from_pretrained(vram=...)` streams what does not fit",
             where="offload_config",
         )
-    if now.load_config.load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
+    load_format = get_current_vllm_config().load_config.load_format
+    if load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
         raise InvalidInput(
-            f"`--load-format {now.load_config.load_format}` brings weights as vLLM has them in memory, and "
+            f"`--load-format {load_format}` brings weights as vLLM has them in memory, and "
             "packed ones are made of those of checkpoints",
             hint="load safetensors files: leave `--load-format` out",
             where="load_format",
-            found=now.load_config.load_format,
+            found=load_format,
         )
 
 
