@@ -109,13 +109,15 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
     ) -> None:
         """Do not tie a head to the embeddings where packed files have one of its own.
 
-        vLLM does so for plain files; packed ones have other names.
+        vLLM does so for plain files, from 0.29 on; packed ones have other names.
         """
         if not getattr(hf_config, "tie_word_embeddings", False):
             return
-        from tpde.integrations.vllm.internals import names_in_files
+        from tpde.integrations.vllm import internals
 
-        if any(name.endswith(_LM_HEAD + SUFFIX) for name in names_in_files(model_name, revision)):
+        if not internals.unties_heads():
+            return
+        if any(name.endswith(_LM_HEAD + SUFFIX) for name in internals.names_in_files(model_name, revision)):
             hf_config.tie_word_embeddings = False
             hf_config.get_text_config().tie_word_embeddings = False
 

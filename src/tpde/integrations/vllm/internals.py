@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import ModelConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
@@ -62,6 +62,14 @@ def quantizes_again() -> bool:
     With `--quantization tpde`, vLLM below 0.30 refuses that by itself; of packed files it says nothing.
     """
     return get_current_vllm_config().model_config.quantization_config is not None
+
+
+def unties_heads() -> bool:
+    """Whether this vLLM takes a head that is in the files where the configuration says that it is tied.
+
+    It does since 0.29, and ties them before.
+    """
+    return hasattr(ModelConfig, "maybe_untie_word_embeddings")
 
 
 def names_in_files(model: str, revision: str | None) -> set[str]:
