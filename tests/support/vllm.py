@@ -103,7 +103,7 @@ def engine(model: Path, **options: Any) -> Any:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     options = {"enforce_eager": True, **options}
-    # vLLM collects garbage eight times an engine, for 0.4 s each; what is there already need not be looked at.
+    # vLLM collects garbage eight times an engine, for 0.4 s each: what is there already is left out.
     gc.freeze()
     try:
         return LLM(
