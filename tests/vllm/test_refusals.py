@@ -41,6 +41,7 @@ def overrides(**said: Any) -> dict[str, Any]:
     return {"hf_overrides": {"quantization_config": {"quant_method": "tpde", **said}}}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -51,7 +52,11 @@ def overrides(**said: Any) -> dict[str, Any]:
         (TPDE | {"cpu_offload_gb": 1}, InvalidInput, "--cpu-offload-gb"),
         (TPDE | {"offload_group_size": 2}, InvalidInput, "--offload-group-size"),
         (TPDE | {"load_format": "sharded_state"}, InvalidInput, "sharded_state"),
-        (TPDE | {"quantization_config": {"linear": "fp8_per_tensor"}}, InvalidInput, "--quantization-config"),
+        (
+            kernels("fused") | {"quantization_config": {"linear": "fp8_per_tensor"}},
+            InvalidInput,
+            "--quantization-config",
+        ),
     ],
 )
 def test_refused(models: Models, options: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -59,6 +64,7 @@ def test_refused(models: Models, options: dict[str, Any], error: type[Exception]
         engine(models["llama"], **options)
 
 
+@pytest.mark.quick
 def test_another_quantization_of_a_packed_model(models: Models) -> None:
     with pytest.raises(ValueError, match="does not match"):  # vLLM's own
         engine(models["llama-packed"], quantization="fp8")
@@ -72,6 +78,7 @@ def test_reloading(models: Models) -> None:
     close(llm)
 
 
+@pytest.mark.quick
 def test_damaged_files(models: Models, tmp_path: Path) -> None:
     import shutil
 
@@ -112,6 +119,7 @@ def test_experts_under_adapters_stay_plain(monkeypatch: pytest.MonkeyPatch, line
     assert refusals.can_pack_experts()
 
 
+@pytest.mark.quick
 def test_what_does_not_shrink_stays_plain() -> None:
     import torch
 
@@ -132,6 +140,7 @@ def test_what_does_not_shrink_stays_plain() -> None:
     }
 
 
+@pytest.mark.quick
 def test_a_layer_that_was_moved() -> None:
     import torch
 
@@ -141,6 +150,7 @@ def test_a_layer_that_was_moved() -> None:
         held_by(torch.zeros(16, dtype=torch.uint8))
 
 
+@pytest.mark.quick
 def test_configuration_travels_to_workers(models: Models) -> None:
     import copy
     import pickle

@@ -29,6 +29,7 @@ def test_compiled(models: Models, name: str) -> None:
     assert generated(models[f"{name}-packed"], enforce_eager=False) == found[0]
 
 
+@pytest.mark.quick
 def test_compiled_code_is_kept_for_other_weights(tmp_path: Path) -> None:
     """The same directory, whose weights are others: blobs have other sizes, and compiled code is reused."""
     from support.vllm import save_llama

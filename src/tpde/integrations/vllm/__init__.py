@@ -20,16 +20,14 @@ How it fits together:
   would have to keep apart; PyTorch's allocator does. Profiling sees that memory, and graphs share a pool.
 - `loader` decodes packed files tensor by tensor, before vLLM looks at names: by the mapper of checkpoint
   names, which vLLM asks the configuration for, or by the load format `tpde`.
+- `internals` has what differs between versions of vLLM, and all that its documentation does not describe.
 - `refusals` names what does not work, `report` says what was gained.
 """
 
 from __future__ import annotations
 
-import logging
-
 from tpde.format.constants import METHOD
-
-log = logging.getLogger("vllm.tpde")  # below vLLM's own, whose handlers and level it has
+from tpde.integrations.vllm.report import log
 
 
 def register() -> None:

@@ -14,7 +14,8 @@ from tpde.loading.quantized import PackedConfig
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.models.utils import WeightsMapper
+
+    from tpde.integrations.vllm.internals import WeightsMapper
 
 _KNOWN = ("kernels", "quant_method", "source", "version")
 _LM_HEAD = "lm_head.weight"
@@ -108,23 +109,27 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
     ) -> None:
         """Do not tie a head to the embeddings where packed files have one of its own.
 
-        vLLM does so for plain files; packed ones have other names.
+        vLLM does so for plain files, from 0.29 on; packed ones have other names.
         """
         if not getattr(hf_config, "tie_word_embeddings", False):
             return
-        from vllm.transformers_utils.config import get_safetensors_params_metadata
+        from tpde.integrations.vllm import internals
 
-        names = get_safetensors_params_metadata(model_name, revision=revision) or {}
-        if any(name.endswith(_LM_HEAD + SUFFIX) for name in names):
+        if not internals.unties_heads():
+            return
+        if any(name.endswith(_LM_HEAD + SUFFIX) for name in internals.names_in_files(model_name, revision)):
             hf_config.tie_word_embeddings = False
             hf_config.get_text_config().tie_word_embeddings = False
 
     @staticmethod
-    def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """What decodes packed tensors on their way from files to layers."""
+    def get_cache_scale_mapper() -> WeightsMapper:
+        """What decodes packed tensors on their way from files to layers, and maps names as vLLM does.
+
+        Of the mappers that vLLM asks a configuration for, each version has this one.
+        """
         from tpde.integrations.vllm.loader import Unpacking
 
-        return Unpacking()
+        return Unpacking() | QuantizationConfig.get_cache_scale_mapper()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer's weights are held; None if as without tpde.
@@ -134,16 +139,16 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         InvalidInput
             If the model is to be run in a way that does not work with packed weights.
         """
-        from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         from tpde.integrations.vllm import refusals
         from tpde.integrations.vllm.embedding_method import TpdeEmbeddingMethod
         from tpde.integrations.vllm.experts_method import TpdeExpertsMethod
+        from tpde.integrations.vllm.internals import RoutedExperts
         from tpde.integrations.vllm.linear_method import TpdeLinearMethod
 
-        refusals.check(self.online_quantization_config)
+        refusals.check()
         if isinstance(layer, LinearBase):
             return TpdeLinearMethod(self.report, prefix)
         if isinstance(layer, VocabParallelEmbedding):

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
-from vllm.model_executor.utils import replace_parameter
 
 from tpde.integrations.vllm import handle_operators, refusals
+from tpde.integrations.vllm.internals import (
+    FusedMoEMethodBase,
+    UnquantizedFusedMoEMethod,
+    initialize_online_processing,
+    replace_parameter,
+)
 from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import give_handle, hold
 from tpde.weights.launch import capturing
@@ -117,6 +119,11 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self._plain = UnquantizedFusedMoEMethod(moe)
         self.experts_cls = self._plain.experts_cls
         self._stacks: dict[str, ExpertStack] | None = None
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether vLLM lets the kernels route, and calls `apply_monolithic`."""
+        return bool(self._plain.is_monolithic)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """Give the layer the weights that a plain one has, without memory, until all of them were read."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from vllm.utils.torch_utils import direct_register_custom_op
 
+from tpde.integrations.vllm.internals import direct_register_custom_op
 from tpde.integrations.vllm.weights import held_by
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
 from tpde.integrations.vllm import handle_operators, refusals
+from tpde.integrations.vllm.internals import initialize_online_processing
 from tpde.integrations.vllm.report import LoadReport
 from tpde.integrations.vllm.weights import HANDLE, Weight, hold
 

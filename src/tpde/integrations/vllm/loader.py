@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
-from vllm.model_executor.models.utils import WeightsMapper
 
 from tpde.format.constants import METHOD, SUFFIX
+from tpde.integrations.vllm.internals import WeightsMapper
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.resident import Resident
 

@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 from vllm.config import get_current_vllm_config
 
 from tpde.errors import InvalidInput, PackedWeight
+from tpde.integrations.vllm import internals
+from tpde.integrations.vllm.report import log
 
-log = logging.getLogger("vllm.tpde")
 
-
-def check(online: object) -> None:
+def check() -> None:
     """Refuse what vLLM was asked for beside packed weights and does not work.
-
-    Parameters
-    ----------
-    online : object
-        The quantization that `--quantization-config` asks for; None if there is none.
 
     Raises
     ------
     InvalidInput
         Naming it.
     """
-    if online is not None:
+    if internals.quantizes_again():
         raise InvalidInput(
             "`--quantization-config` asks for another quantization on top of packed weights",
             hint="leave one of the two out",
             where="quantization_config",
         )
-    now = get_current_vllm_config()
-    offload: Any = getattr(now, "offload_config", None)
-    if offload is not None and (offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0):
+    if internals.keeps_weights_on_host():
         raise InvalidInput(
             "vLLM is to keep weights in host memory, and packed ones stay on the device",
             hint="leave `--cpu-offload-gb` and `--offload-group-size` out, and spread the model over more "
             "GPUs with `--tensor-parallel-size`; `tpde.from_pretrained(vram=...)` streams what does not fit",
             where="offload_config",
         )
-    if now.load_config.load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
+    load_format = get_current_vllm_config().load_config.load_format
+    if load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
         raise InvalidInput(
-            f"`--load-format {now.load_config.load_format}` brings weights as vLLM has them in memory, and "
+            f"`--load-format {load_format}` brings weights as vLLM has them in memory, and "
             "packed ones are made of those of checkpoints",
             hint="load safetensors files: leave `--load-format` out",
             where="load_format",
-            found=now.load_config.load_format,
+            found=load_format,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any
 
 log = logging.getLogger("vllm.tpde")  # below vLLM's own, whose handlers and level it has
 
@@ -59,22 +58,8 @@ class LoadReport:
         )
         for why, count in self._plain.items():
             log.info("tpde: %d stay plain: %s", count, why)
+        from tpde.integrations.vllm.internals import token_bytes
+
         token = token_bytes()
         if token and saved > 0:
             log.info("tpde: saved is room for %d tokens in the KV cache", saved // token)
-
-
-def token_bytes() -> int:
-    """Bytes that a token takes in the KV cache of this process; 0 if that cannot be told."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    config: Any = get_current_vllm_config_or_none()
-    if config is None:
-        return 0
-    total = 0.0
-    for layer in config.compilation_config.static_forward_context.values():
-        ask = getattr(layer, "get_kv_cache_spec", None)
-        spec = None if ask is None else ask(config)
-        if spec is not None:
-            total += spec.page_size_bytes / spec.block_size
-    return int(total)

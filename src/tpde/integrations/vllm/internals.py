@@ -1,0 +1,91 @@
+"""What this plugin uses of vLLM beyond what its documentation has plugins use, all of it.
+
+Documented are configurations and methods of quantization, the methods for plain weights, loaders of models
+and the current configuration; the other modules here import these from vLLM, and all else from here.
+`RELIED_ON` says what breaks without each, and a test looks for all of them in the version that is installed.
+
+vLLM 0.27 to 0.32 have all of this. Where they differ, a function here says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import ModelConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.utils import replace_parameter
+from vllm.transformers_utils.config import get_safetensors_params_metadata
+from vllm.utils.torch_utils import direct_register_custom_op
+
+__all__ = [
+    "FusedMoEMethodBase",
+    "RoutedExperts",
+    "UnquantizedFusedMoEMethod",
+    "WeightsMapper",
+    "direct_register_custom_op",
+    "initialize_online_processing",
+    "replace_parameter",
+]
+
+# Names in vLLM, each with what does not work without it.
+RELIED_ON = {
+    "config.VllmConfig": "refusals: it has `offload_config`, `model_config`, `load_config`, `lora_config`",
+    "config.get_current_vllm_config_or_none": "what the KV cache has room for",
+    "model_executor.layers.fused_moe.FusedMoEMethodBase.is_monolithic": "experts: which `apply` is called",
+    "model_executor.layers.fused_moe.FusedMoEMethodBase.maybe_roundup_sizes": "experts of odd sizes",
+    "model_executor.layers.fused_moe.RoutedExperts": "experts: they would stay plain",
+    "model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": "experts",
+    "model_executor.layers.quantization.base_config.QuantizationConfig.get_cache_scale_mapper": "files",
+    "model_executor.layers.quantization.base_config.QuantizationConfig.maybe_update_config": "untied heads",
+    "model_executor.layers.quantization.base_config.QuantizeMethodBase.uses_meta_device": "packing by layers",
+    "model_executor.model_loader.DefaultModelLoader.get_all_weights": "`--load-format tpde`",
+    "model_executor.model_loader.reload.layerwise.initialize_online_processing": "packing by layers",
+    "model_executor.models.utils.WeightsMapper.apply": "packed files",
+    "model_executor.utils.replace_parameter": "experts",
+    "transformers_utils.config.get_safetensors_params_metadata": "untied heads",
+    "utils.torch_utils.direct_register_custom_op": "compiled code",
+}
+
+
+def keeps_weights_on_host() -> bool:
+    """Whether vLLM was asked to keep weights in host memory."""
+    offload: Any = get_current_vllm_config().offload_config
+    return bool(offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0)
+
+
+def quantizes_again() -> bool:
+    """Whether `--quantization-config` asks for another quantization.
+
+    With `--quantization tpde`, vLLM below 0.30 refuses that by itself; of packed files it says nothing.
+    """
+    return get_current_vllm_config().model_config.quantization_config is not None
+
+
+def unties_heads() -> bool:
+    """Whether this vLLM takes a head that is in the files where the configuration says that it is tied.
+
+    It does since 0.29, and ties them before.
+    """
+    return hasattr(ModelConfig, "maybe_untie_word_embeddings")
+
+
+def names_in_files(model: str, revision: str | None) -> set[str]:
+    """The tensors of a model's safetensors files; none if it has no such files."""
+    return set(get_safetensors_params_metadata(model, revision=revision) or ())
+
+
+def token_bytes() -> int:
+    """Bytes that a token takes in the KV cache of this process; 0 if that cannot be told."""
+    config: Any = get_current_vllm_config_or_none()
+    if config is None:
+        return 0
+    total = 0.0
+    for layer in config.compilation_config.static_forward_context.values():
+        ask = getattr(layer, "get_kv_cache_spec", None)
+        spec = None if ask is None else ask(config)
+        if spec is not None:
+            total += spec.page_size_bytes / spec.block_size
+    return int(total)
