@@ -376,9 +376,9 @@ MUTANTS = (
     mutant(
         "x-that-does-not-fit-stays",
         "cuda/window_products.py",
-        "streams = -(-window.stripe_chunks // PARTS) > _STAGES",
-        "streams = window.stripe_chunks // PARTS > _STAGES",
-        "a part's third chunk of x is written behind its room",
+        "own = -(-window.stripe_chunks // PARTS)  # chunks",
+        "own = window.stripe_chunks // PARTS  # chunks",
+        "a part's last chunk of x is written behind its room",
         "unit/test_window_products.py",
     ),
     mutant(
