@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import shutil
 import subprocess
@@ -46,9 +47,11 @@ def copy_library(target: Path) -> None:
         If it is nowhere.
     """
     if not (target / _LIBRARY).exists():
-        import tpde
-
-        shutil.copy2(Path(tpde.__file__).parent / "libtpde.so", target / _LIBRARY)
+        # Imported here, the package would be that of forked runs, too.
+        package = importlib.util.find_spec("tpde")
+        if package is None or package.origin is None:
+            raise FileNotFoundError("tpde is not installed: its library is not found")
+        shutil.copy2(Path(package.origin).parent / "libtpde.so", target / _LIBRARY)
 
 
 class Core:

@@ -90,13 +90,12 @@ def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> 
     """
     if not 1 <= count <= MOST_ROWS:
         raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
-    made = []
+    made: list[Product] = []
     if count > 8 and groups and window.stripe_chunks >= PARTS:
         first = next(rows for rows in _GROUPS if rows >= count)
         for rows in (it for it in reversed(_GROUPS) if it <= first):  # at least, in several launches
             made += [it for warps in _GROUPS[rows] for it in _grouped(window, rows, warps, shared_bytes)]
-    made.append(_narrow(window, min(count, _FEW_ROWS), shared_bytes))
-    return [it for it in made if it.shared <= shared_bytes]
+    return [*made, _narrow(window, min(count, _FEW_ROWS), shared_bytes)]
 
 
 def _narrow(window: Window, count: int, shared_bytes: int) -> Product:

@@ -416,8 +416,8 @@ MUTANTS = (
     mutant(
         "more-shared-memory-than-there-is",
         "cuda/window_products.py",
-        "return [it for it in made if it.shared <= shared_bytes]",
-        "return made",
+        "[it for it in ways if it.shared <= shared_bytes]",
+        "list(ways)",
         "launches fail where x does not fit",
         "unit/test_window_products.py",
     ),
