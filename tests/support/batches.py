@@ -90,7 +90,7 @@ def draw_shape(draw: random.Random) -> tuple[int, int]:
     columns = draw.randint(low, high)
     step = draw.choice((1, 1, 8, 256))
     columns = max(columns // step, 1) * step
-    tall = not draw.randrange(6) and columns <= 8192
+    tall = not draw.randrange(6)  # several turns of a grid, of long rows too, for which x does not stay
     return draw.randint(2000, 5000) if tall else draw.randint(1, 400), columns
 
 
