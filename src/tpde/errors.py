@@ -186,7 +186,7 @@ class InvalidDestination(TpdeError):
     """The destination cannot be used: name another."""
 
 
-class MissingDependency(TpdeError):
+class MissingDependency(TpdeError, ImportError):
     """An optional package is needed: install it."""
 
 

@@ -192,3 +192,9 @@ def test_hints_for_dtypes_say_what_helps(tmp_path: Path) -> None:
     ):
         file.get_slice("a")[1]
     assert "whole rows" in str(caught.value.hint)
+
+
+def test_what_is_missing_is_caught_as_an_import_that_fails() -> None:
+    with pytest.raises(ImportError) as caught:
+        raise errors.MissingDependency("no `x`", hint="install it")
+    assert str(caught.value) == "no `x`; install it"
