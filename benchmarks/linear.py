@@ -5,14 +5,17 @@ one, with weights `0.02 * normal`, rows scaled by `exp(0.3 * normal)`. A time is
 graph of products with different ones, more bytes in all than the cache has; `all` is one graph of a token's
 products, the layers in the model's order and the head at its end. Medians of alternating runs after one to
 warm up. More rows than products from windows take are multiplied by the matrix library, with a matrix that is
-decoded before each product, as models do. Every result is compared with a product in float64.
+decoded before each product, as models do. Every result is compared with a product in float64. The roof is the
+time in which the device copies as many bytes as the products must read: packed weights, once.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness.gpu import graph_of, stream
@@ -157,19 +160,61 @@ class Race:
         return theirs, ours
 
 
+class Point(NamedTuple):
+    """All products of a model's token: seconds of the library's, ours, and what memory allows."""
+
+    model: str
+    rows: int
+    library: float
+    ours: float
+    roof: float
+
+
+def plot(points: list[Point], pyplot: Any) -> Any:
+    """Draw how many times as fast as the library's all products are, and what memory allows."""
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for model in dict.fromkeys(it.model for it in points):
+        mine = [it for it in points if it.model == model]
+        rows = [it.rows for it in mine]
+        (line,) = axes.plot(rows, [it.library / it.ours for it in mine], marker="o", label=model)
+        allowed = [it.library / it.roof for it in mine]
+        axes.plot(rows, allowed, ls="--", lw=1, color=line.get_color(), label=f"{model}, what memory allows")
+    axes.axhline(1, color="grey", lw=1)
+    ticks = sorted({it.rows for it in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [*map(str, ticks)])
+    axes.set(xlabel="rows of x", ylabel="times as fast as the library", ylim=(0, 2.5))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    return figure
+
+
+def _memory_rate() -> float:
+    """Bytes a second that the device reads and writes when it copies."""
+    import torch
+
+    source = torch.ones(4 * COLD, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    took = [on_device(functools.partial(target.copy_, source)) for _ in range(8)]
+    return 2 * source.nbytes / statistics.median(took[2:])
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 1024])
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--plot", type=Path, help="draw how many times as fast all layers run, by rows")
 
 
 def run(options: argparse.Namespace, page: Page) -> None:
     """Run one model after the other."""
     import torch
 
-    card = torch.cuda.get_device_name()
+    card = torch.cuda.get_device_properties(0).name
     bars = next((it for name, it in BARS.items() if name in card), {})
+    rate, points = _memory_rate(), list[Point]()
+    page.say(f"A copy moves {rate / 1e12:.2f} TB/s, read and written.")
     for key in options.models:
         model, draw, lines = MODELS[key], torch.Generator("cuda").manual_seed(7), []
         note(f"{model.name}: making weights")
@@ -177,6 +222,8 @@ def run(options: argparse.Namespace, page: Page) -> None:
             name: [Matrix(*shape, draw) for _ in range(-(-COLD // (2 * shape[0] * shape[1])))]
             for name, shape in (model.layer() | {"head": (model.vocabulary, model.hidden)}).items()
         }
+        each = {name: it[0].blob.nbytes for name, it in made.items()}
+        roof = ((sum(each.values()) - each["head"]) * model.layers + each["head"]) / rate
         words = sum(it[0].plain.numel() for it in made.values())
         bits = 8 * sum(it[0].blob.nbytes for it in made.values()) / words
         for count in options.rows:
@@ -185,15 +232,21 @@ def run(options: argparse.Namespace, page: Page) -> None:
             for name in made:
                 lines.append(race.matrix(name, page))
             theirs, ours = race.all()
+            points.append(Point(model.name, count, theirs / 1e6, ours / 1e6, roof))
             times_as_fast = f"{theirs / ours:.2f}"
             if key == "8b" and count in bars:
                 met = page.judge(theirs / ours >= bars[count], f"all, {count} rows")
                 times_as_fast += f" (bar {bars[count]}: {met})"
-            lines.append([str(count), "all", "", f"{theirs:.0f}", f"{ours:.0f}", times_as_fast, "", "", ""])
+            speed = f"{roof * rate / ours / 1e6:.2f}"
+            lines.append(
+                [str(count), "all", "", f"{theirs:.0f}", f"{ours:.0f}", times_as_fast, speed, "", ""]
+            )
         columns = ["rows", "", "shape", "library, us", "windows, us", "times", "TB/s", "error", "library's"]
         page.section(model.name)
-        page.say(f"{bits:.3f} bits a weight.")
+        page.say(f"{bits:.3f} bits a weight; the roof of all products is {1e6 * roof:.0f} us.")
         page.table(columns, lines)
         page.save()
         del made, race
         torch.cuda.empty_cache()
+    page.plot(options.plot, lambda pyplot: plot(points, pyplot))
+    page.data = [it._asdict() for it in points]

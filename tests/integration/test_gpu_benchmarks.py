@@ -92,13 +92,21 @@ class TestKernels:
     def test_products(self, small: Any, tmp_path: Path) -> None:
         module = importlib.import_module("benchmarks.linear")
         models = {"8b": module.Model("Small", 2, 256, 256, 128, 384, 512)}
-        small("linear", MODELS=models, COLD=1 << 18, DeviceWindow=Product)
-        bars, text = run(tmp_path, "linear", "--rows", "1", "4", "--runs", "1", "--models", "8b")
+        small(
+            "linear", MODELS=models, COLD=1 << 18, DeviceWindow=Product, BARS={"Pretended": {1: 9.0, 4: 0.0}}
+        )
+        plot = tmp_path / "plot.png"
+        options = ["--rows", "1", "4", "100", "--runs", "1", "--models", "8b", "--plot", str(plot)]
+        bars, text = run(tmp_path, "linear", *options)
         errors = {what: met for what, met in bars.items() if what.startswith("error")}
-        assert len(errors) == 10
+        assert len(errors) == 15
         assert all(errors.values())
-        assert {"all, 1 rows", "all, 4 rows"} < set(bars)
-        assert "bits a weight" in text
+        assert {what: met for what, met in bars.items() if what.startswith("all")} == {
+            "all, 1 rows": False,
+            "all, 4 rows": True,
+        }
+        assert "bits a weight; the roof of all products is" in text
+        assert plot.read_bytes().startswith(b"\x89PNG")
 
     @pytest.mark.filterwarnings("ignore:nvCOMP")
     def test_prototypes(self, small: Any, tmp_path: Path) -> None:

@@ -85,6 +85,12 @@ class Product:
         made = (given.view(count, columns).double() @ self._plain.T).bfloat16()
         _memory(y, 2 * count * rows)[:] = made.view(torch.uint8).numpy().reshape(-1)
 
+    def rows(self, out: int, stride: int, stream: int) -> None:
+        rows, columns = self._shape
+        assert (stride, stream) == (columns, 0)
+        words = self._plain.bfloat16().view(torch.uint8).numpy()
+        _memory(out, 2 * rows * columns)[:] = words.reshape(-1)
+
 
 def _memory(address: int, size: int) -> Any:
     return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
