@@ -25,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     from tpde.integrations.transformers import load_model
     from tpde.loading import devices
 
-    def cpu(_: object) -> torch.device:
+    def cpu(*_: object) -> torch.device:
         return torch.device("cpu")
 
     monkeypatch.setattr(devices, "checked_device", cpu)

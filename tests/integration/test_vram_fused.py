@@ -290,7 +290,7 @@ def test_the_run_command(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     args = (llama.packed, "--prompt", "Hello", "--max-new-tokens", "5")
     expected = json.loads(invoke("run", *args, "--device", "cpu", "--json").stdout)
     for module in (devices, load_model):
-        monkeypatch.setattr(module, "checked_device", lambda _: torch.device("cpu"))
+        monkeypatch.setattr(module, "checked_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(load_model, "_check_gpus", lambda _: None)
     with simulated(monkeypatch, every("host", "windows")):
         budget = ("--vram", "1GiB", "--max-tokens", "9", "--kernels", "fused")

@@ -332,7 +332,7 @@ class World:
         self.meta = torch.device("meta")
         for name, value in {
             "weight_files": lambda folder, variant: [folder / f"{variant}"],
-            "checked_device": lambda device: self.meta,
+            "checked_device": lambda *_: self.meta,
             "check_gpu": lambda device, hint: self.log.append("checked"),
             "Checkpoint": self._checkpoint,
             "build": self._build,

@@ -317,7 +317,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     devices: list[Any] = []
 
-    def checked(device: Any) -> Any:
+    def checked(device: Any, *_: str) -> Any:
         devices.append(device)
         return CPU if device is None else torch.device(device)
 
