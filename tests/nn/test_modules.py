@@ -16,6 +16,7 @@ from support.models import assert_same_bits, torch
 from support.small import IDS, Model
 from torch import nn
 
+import tpde
 from tpde.errors import Corrupt, InvalidInput, OutOfMemory, PackedWeight
 from tpde.format.constants import ALIGN_BLOB
 from tpde.nn import (
@@ -1048,3 +1049,9 @@ def test_rows_are_prepared_where_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     model["a"].to("cpu")
     model["c"].to("cpu")
     assert prepared == ["a.weight"]
+
+
+@pytest.mark.parametrize("model", ["llama", {"weight": torch.zeros(2, 2)}])
+def test_what_is_no_module_is_not_packed(model: Any) -> None:
+    with pytest.raises(tpde.InvalidArgument, match=r"takes a `torch\.nn\.Module`, not a `(str|dict)`"):
+        tpde.pack_module(model)

@@ -20,7 +20,7 @@ from support.locking import FakeLock  # noqa: E402
 from support.ring import SIZES, Fixture, filled  # noqa: E402
 
 from tpde.cuda.items import StagedChunks  # noqa: E402
-from tpde.errors import Corrupt  # noqa: E402
+from tpde.errors import Corrupt, InvalidInput  # noqa: E402
 from tpde.host.arena import Arena  # noqa: E402
 from tpde.host.direct_io import BLOCK, Files  # noqa: E402
 from tpde.host.disk import ReadAhead  # noqa: E402
@@ -462,3 +462,8 @@ def test_two_threads_put_tables_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         other.join()
         assert begun.is_set()
         assert allocations == [1]
+
+
+def test_a_directory_is_called_one(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="is a directory, not a regular file; name a file"):
+        FileSource(tmp_path)

@@ -83,8 +83,15 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     except (ValueError, OSError) as error:  # what can be no file's name
         what = getattr(error, "strerror", None) or error  # without the name, which it has, too
         raise InvalidInput(f"`{name}` cannot be opened ({what})", hint="check the path", where=name) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
         os.close(descriptor)
+        if stat.S_ISDIR(kind):
+            raise InvalidInput(
+                f"`{name}` is a directory, not a regular file",
+                hint="name a file, such as one in it",
+                where=name,
+            )
         raise InvalidInput(
             f"`{name}` is not a regular file",
             hint="name one: a pipe would be waited for, and a device may never end",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpde.errors import PackedWeight
+from tpde.errors import InvalidArgument, PackedWeight
 from tpde.nn.attached_deltas import leave_deltas
 from tpde.nn.group import GroupSlot
 from tpde.nn.replace import finish, packed_modules, replace_parameter, restore, supports, ungroup
@@ -35,7 +35,18 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
     """Pack the weights of modules, in place: what `tpde.pack_module` does, which tells transformers, too.
 
     Parameters and result are those of `tpde.pack_module`.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(
+            f"`pack_module` takes a `torch.nn.Module`, not a `{type(model).__name__}`",
+            hint="`tpde.pack` packs files and directories, and `tpde.torch.save_file` packs tensors",
+            where="model",
+        )
     places: dict[int, list[tuple[str, nn.Parameter, bool]]] = {}
     sizes = {True: 0, False: 0}  # of what requires gradients, and what does not
     kept = kept_plain(model)

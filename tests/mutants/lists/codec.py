@@ -456,8 +456,8 @@ MUTANTS = (
     mutant(
         "what-is-no-file-stays-open",
         "io/sources.py",
-        "        os.close(descriptor)\n        raise InvalidInput(",
-        "        raise InvalidInput(",
+        "        os.close(descriptor)\n        if stat.S_ISDIR(kind):",
+        "        if stat.S_ISDIR(kind):",
         "a folder or a pipe that is refused leaks its descriptor",
         "unit/test_source.py",
     ),
