@@ -10,7 +10,8 @@ from support.contents import rng
 from support.states import content, files, folders
 
 from tpde.errors import Corrupt, MissingBase, TpdeError, Truncated, UnsupportedVersion
-from tpde.format.delta_head import HASH_AT, HEADER, MAGIC
+from tpde.format.constants import DELTA_MAGIC
+from tpde.format.delta_head import HASH_AT, HEADER
 from tpde.format.delta_reader import is_delta
 from tpde.io.sources import BytesSource, FileSource
 from tpde.store.delta_file import DeltaFile
@@ -174,5 +175,5 @@ def test_a70_bases_out_of_reach(tmp_path: Path) -> None:
 
 def test_reading_stops_at_the_magic() -> None:
     assert not is_delta(BytesSource(b""))
-    assert is_delta(BytesSource(MAGIC))
+    assert is_delta(BytesSource(DELTA_MAGIC))
     assert not is_delta(BytesSource(b"\x89TPDE\r\n\x1a" + bytes(100)))

@@ -16,7 +16,7 @@ import zstandard
 from support.files import container
 
 from tpde.errors import Corrupt, NotSafetensors, TpdeError, Truncated, UnsupportedDtype, UnsupportedVersion
-from tpde.format import delta_head, delta_reader
+from tpde.format import constants, delta_head, delta_reader
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import HEADER, Head, OtherEntry, TensorEntry, WeightsEntry, payloads, serialize
 from tpde.format.delta_reader import read_head
@@ -88,7 +88,7 @@ def sealed(
     if frame is None:
         frame = zstandard.ZstdCompressor(write_content_size=True).compress(contents)
     fields = {
-        "magic": delta_head.MAGIC,
+        "magic": constants.DELTA_MAGIC,
         "version": 1,
         "zero": 0,
         "hashes": len(hashes),
@@ -406,7 +406,7 @@ class Endless:
 
 def test_a_frame_beyond_the_limit_is_not_read() -> None:
     size = 100_000_001
-    header = HEADER.pack(delta_head.MAGIC, 1, 0, 0, size, 0, 0, bytes(24), 0)
+    header = HEADER.pack(constants.DELTA_MAGIC, 1, 0, 0, size, 0, 0, bytes(24), 0)
     with pytest.raises(Corrupt, match="contents of 0 bytes"):
         read_head(Endless(header, 64 + size))  # type: ignore[arg-type]
 

@@ -26,6 +26,7 @@ SOURCE_HEADER_TIMES: Final = 32
 
 # format.md 2
 MAGIC: Final = b"\x89TPDE\r\n\x1a"
+DELTA_MAGIC: Final = b"\x89TPDD\r\n\x1a"  # delta.md 5.1
 HEADER_BYTES: Final = 128
 MAX_DIMS: Final = 64
 MAX_BYTES: Final = 1 << 60

@@ -16,6 +16,7 @@ from itertools import repeat
 
 from tpde.errors import Corrupt, NotSafetensors, Truncated, UnsupportedDtype
 from tpde.format.constants import (
+    DELTA_MAGIC,
     DTYPES,
     MAX_CONTAINER_HEADER,
     MAX_DIMS,
@@ -258,9 +259,7 @@ def read_container(source: ByteSource) -> Container:
     first = bytes(read(source, 0, 8))
     (size,) = struct.unpack("<Q", first)
     if size > MAX_CONTAINER_HEADER:
-        from tpde.format.delta_head import MAGIC
-
-        if first == MAGIC:
+        if first == DELTA_MAGIC:
             raise NotSafetensors(
                 f"`{source.name}` is a delta, not a safetensors file",
                 hint=f"restore its target with `tpde patch BASE {source.name} TARGET`",

@@ -15,10 +15,9 @@ import xxhash
 import zstandard
 
 from tpde.errors import TpdeError
-from tpde.format.constants import DTYPES
+from tpde.format.constants import DELTA_MAGIC, DTYPES
 from tpde.format.container import TensorSpec
 
-MAGIC = b"\x89TPDD\r\n\x1a"  # delta.md 5.1
 VERSION = 1
 HEADER = struct.Struct("<8sHHIIIQ24sQ")
 HASH_AT = 56
@@ -192,7 +191,7 @@ def serialize(head: Head) -> tuple[bytes, bytes]:
     for other in head.others:
         hashes += other.payload_hash.to_bytes(8, "little") if other.size else b""
     sizes = len(hashes), len(contents), len(plain), head.data_bytes
-    header = HEADER.pack(MAGIC, VERSION, 0, *sizes, bytes(24), 0)
+    header = HEADER.pack(DELTA_MAGIC, VERSION, 0, *sizes, bytes(24), 0)
     found = xxhash.xxh3_64_intdigest(header + hashes + contents)
     return header[:HASH_AT] + found.to_bytes(8, "little"), hashes + contents
 

@@ -14,7 +14,7 @@ import xxhash
 import zstandard
 
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
-from tpde.format.constants import MAX_CONTAINER_HEADER
+from tpde.format.constants import DELTA_MAGIC, MAX_CONTAINER_HEADER
 from tpde.format.container import Container, tensor_spec
 from tpde.format.container_reader import parse_header
 from tpde.format.delta_head import (
@@ -23,7 +23,6 @@ from tpde.format.delta_head import (
     CONTENTS_TIMES,
     HASH_AT,
     HEADER,
-    MAGIC,
     MAX_CONTENTS,
     MAX_MODEL_BYTES,
     MAX_MODELS,
@@ -48,7 +47,7 @@ _Fields = tuple[str, str, list[int], str, int, int]
 
 def is_delta(source: ByteSource) -> bool:
     """Whether a file begins as a delta does."""
-    return source.size >= len(MAGIC) and read(source, 0, len(MAGIC)) == MAGIC
+    return source.size >= len(DELTA_MAGIC) and read(source, 0, len(DELTA_MAGIC)) == DELTA_MAGIC
 
 
 class _Reader:
@@ -80,7 +79,7 @@ class _Reader:
         magic, version, zero, hashes_bytes, contents_bytes, plain_bytes, data_bytes, zeros, head_hash = (
             HEADER.unpack(header)
         )
-        self.check(magic == MAGIC, "this is no delta")
+        self.check(magic == DELTA_MAGIC, "this is no delta")
         if version != VERSION:
             raise UnsupportedVersion(
                 f"`{self.name}` has version {version} of the delta format; this tpde reads {VERSION}",
