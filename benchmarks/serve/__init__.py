@@ -111,7 +111,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--concurrent", nargs="+", type=int, default=[1, 8, 32, 128])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each")
     parser.add_argument("--rounds", type=int, default=4, help="requests for each that runs at a time")
     parser.add_argument("--seed", type=int, default=0)

@@ -16,6 +16,8 @@ SHAPES = {
     "llama-8b": (4096, 14336, 32, 32, 8, 128, 128256, 0, 0),
     "qwen3-30b-a3b": (2048, 768, 48, 32, 4, 128, 151936, 128, 8),
 }
+# The longest word. vLLM refuses prompts of more characters than its length times the tokens that may be.
+UNKNOWN = "<unknown>"
 
 
 def config_of(shape: str) -> dict[str, Any]:
@@ -101,9 +103,9 @@ def make_tokenizer(directory: Path, vocabulary: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, vocabulary)}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    words = {UNKNOWN: 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, vocabulary)}
+    made = Tokenizer(models.WordLevel(words, unk_token=UNKNOWN))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+        tokenizer_object=made, unk_token=UNKNOWN, bos_token="<s>", eos_token="</s>"
     ).save_pretrained(directory)
