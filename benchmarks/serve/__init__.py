@@ -3,7 +3,8 @@
 A model of random bf16 weights with a trained one's statistics is written to a folder; nothing is downloaded.
 Each way is served by a vLLM server of its own, and asked by vLLM's own `bench serve`. Needs vLLM (0.32 is
 tried), and of disk 16 GB for `llama-8b`, 61 GB for `qwen3-30b-a3b`, once more two thirds for packed files.
-A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU build.
+A way that fails says why in its row. `--shape tiny` runs on vLLM's CPU build. With `--offline` there is no
+server: requests of random tokens go to vLLM's engine in a process, in batches.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from benchmarks.harness.report import Page, note
 from benchmarks.serve.models import SHAPES, make
+from benchmarks.serve.offline import Engine, engine
 from benchmarks.serve.server import Server, served
 
 TITLE = "Serving with vLLM"
@@ -41,15 +43,17 @@ Row = dict[str, Any]
 BARS, FIRST_BAR = {1: 1.25, 8: 1.15, 32: 1.0, 128: 0.8}, 1.15
 
 
-def measure(server: Server, model: Path, concurrent: list[int], lengths: tuple[int, int], rounds: int) -> Row:
+def measure(
+    server: Server | Engine, model: Path, concurrent: list[int], lengths: tuple[int, int], rounds: int
+) -> Row:
     """What a way does with each number of requests at a time."""
     found: Row = {
         "load_s": server.load_s,
-        "kv": server.figure(r"KV cache size: ([\d,]+) tokens"),
-        "weights": server.figure(r"[Mm]odel loading took ([\d.]+ GiB)"),
+        "kv": server.log.figure(r"KV cache size: ([\d,]+) tokens"),
+        "weights": server.log.figure(r"[Mm]odel loading took ([\d.]+ GiB)"),
     }
     if found["weights"] == "-":
-        found["weights"] = server.figure(r"weights take ([\d.]+ MiB)")
+        found["weights"] = server.log.figure(r"weights take ([\d.]+ MiB)")
     for count in concurrent:
         note(f"  {count} at a time")
         asked = server.bench(model, count, lengths, max(rounds * count, 4))
@@ -116,12 +120,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=4, help="requests for each that runs at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, help="keep the model here, or use the one that is there")
+    parser.add_argument("--offline", action="store_true", help="vLLM's engine in a process, no server")
     parser.add_argument("--serve", default="", help="more options of the server, in one string")
 
 
 def run(options: argparse.Namespace, page: Page) -> None:
     """One way after the other."""
     lengths = options.prompt, options.tokens
+    asked = engine if options.offline else served
     page.title = f"{TITLE}: {options.shape}"
     rows: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -140,7 +146,7 @@ def run(options: argparse.Namespace, page: Page) -> None:
                     tpde.pack(plain, packed)
                 model = packed if of_packed else plain
                 log = Path(scratch) / f"{way}.log"
-                with served(model, [*common, *more, *options.serve.split()], log) as server:
+                with asked(model, [*common, *more, *options.serve.split()], log) as server:
                     rows[way] = measure(server, model, options.concurrent, lengths, options.rounds)
             except Exception as error:
                 traceback.print_exc()

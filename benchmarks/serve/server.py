@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.report import note
+from benchmarks.serve.log import Log
 
 READY_SECONDS = 1800
 
@@ -39,7 +39,7 @@ class Server:
     """
 
     def __init__(self, model: Path, options: list[str], log: Path) -> None:
-        self.port, self._log = free_port(), log
+        self.port, self.log = free_port(), Log(log)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port), *options]
         start = time.perf_counter()
@@ -57,37 +57,16 @@ class Server:
     def _wait(self, start: float) -> None:
         while time.perf_counter() - start < READY_SECONDS:
             if self._process.poll() is not None:
-                raise RuntimeError(self.reason())
+                raise RuntimeError(self.log.reason())
             with contextlib.suppress(OSError, urllib.error.URLError):
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
                 return
             time.sleep(0.2)
         raise RuntimeError(f"it does not answer after {READY_SECONDS} s")
 
-    def lines(self) -> list[str]:
-        """What it logged so far."""
-        return self._log.read_text(errors="replace").splitlines()
-
-    def reason(self) -> str:
-        """The error that it ended with: the first that a line names after what vLLM puts before it."""
-        names = r"(?:\w+\.)*(?:\w*Error|\w*Exception|InvalidInput|UnsupportedDevice|MissingDependency)"
-        lines = self.lines()
-        for line, after in zip(lines, [*lines[1:], ""], strict=True):
-            if found := re.search(rf"(?:^|\] |\) )({names}: .*)", line):
-                more = f" {after.strip()}" if "validation error" in line else ""
-                return f"{found.group(1)}{more}"[:160]
-        return "it ended, and named no error"
-
-    def figure(self, pattern: str) -> str:
-        """What its log says, by a pattern with a group; `-` if nothing."""
-        for line in self.lines():
-            if found := re.search(pattern, line):
-                return found.group(1)
-        return "-"
-
     def bench(self, model: Path, concurrent: int, lengths: tuple[int, int], requests: int) -> dict[str, Any]:
         """What `vllm bench serve` measures with so many requests at a time."""
-        out = self._log.with_suffix(f".{concurrent}.json")
+        out = self.log.path.with_suffix(f".{concurrent}.json")
         given = [
             *("--backend", "openai", "--base-url", f"http://127.0.0.1:{self.port}", "--model", "model"),
             *("--tokenizer", str(model), "--dataset-name", "random", "--ignore-eos", "--disable-tqdm"),
