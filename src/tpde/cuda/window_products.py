@@ -13,18 +13,20 @@ import numpy as np
 
 from tpde.codec.windows import FLAG_ZERO, ROWS_AT, Window, sections
 from tpde.cuda.backend import Backend, Kernel, KernelLaunch, current
+from tpde.cuda.tuning import Kernels, table_of
 from tpde.errors import UnsupportedDevice
 
 SOURCE, GROUP_SOURCE = "window.cu", "window_group.cu"
 MOST_ROWS = 64  # of x in one call: with more, decoding and the matrix library's product are faster
+KERNELS = Kernels((SOURCE, GROUP_SOURCE), MOST_ROWS)  # that tables of the fastest ways are of
 _FEW_ROWS = 16  # of x in one launch of `product`
 X_AT = 16  # what addresses of rows of x are multiples of
 WARPS = 8  # of a block
 PARTS = 8  # sums of a row, windows.md 9.2
 WARP_BYTES = 4096 + 5632  # of shared memory: a plane of escapes, and a chunk
 _TURNS = 2  # of partial sums, which are written while those before are read
-# Rows of x of more bytes are not copied to shared memory, but read from the cache: measured on an H200, where
-# one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
+# Rows of x of more bytes are first not copied to shared memory, but read from the cache: measured on an H200,
+# where one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
 _SHARED_X = 16 << 10
 # Of `group_product`: warps that multiply, by how many rows x has, the fastest first on an H200; for x that
 # does not stay in shared memory, how many stripes a warp takes beside each other, how many chunks of x are
@@ -34,6 +36,7 @@ _GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
 _STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
 _CLUSTER, _OTHER_WARPS = 8, 4
 _WGMMA = (9, 0)
+_OF_MATRIX = ("ZERO", "TAIL")  # macros
 
 
 class Product(NamedTuple):
@@ -68,6 +71,17 @@ class Product(NamedTuple):
         """Whether it is one of `group_product`."""
         return self.source == GROUP_SOURCE
 
+    @property
+    def width(self) -> int:
+        """Rows of x that a warp multiplies at a time, be they there or not."""
+        return self.defines["NB"]
+
+    @property
+    def label(self) -> str:
+        """What tables name it by: the kernel and its macros, but those that are the matrix's."""
+        own = [f"{key}={value}" for key, value in self.defines.items() if key not in _OF_MATRIX]
+        return " ".join([self.name, *own])
+
 
 def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> list[Product]:
     """How a product with `count` rows of x may be launched, the fastest first. Results do not depend on it.
@@ -95,19 +109,23 @@ def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> 
         first = next(rows for rows in _GROUPS if rows >= count)
         for rows in (it for it in reversed(_GROUPS) if it <= first):  # at least, in several launches
             made += [it for warps in _GROUPS[rows] for it in _grouped(window, rows, warps, shared_bytes)]
-    return [*made, _narrow(window, min(count, _FEW_ROWS), shared_bytes)]
+    return made + _narrow(window, min(count, _FEW_ROWS), shared_bytes)
 
 
-def _narrow(window: Window, count: int, shared_bytes: int) -> Product:
+def _narrow(window: Window, count: int, shared_bytes: int) -> list[Product]:
     """A block by itself takes all parts, and reads x from the cache, or copies all of it."""
     tiles = -(-count // 8)
     x_bytes = 2 * (-(-window.columns // 8) * 8) + 64  # lanes that read rows beside each other meet no bank
     least, copied = WARPS * (WARP_BYTES + _TURNS * tiles * 16 * 8 * 4), count * x_bytes
-    shared = copied <= _SHARED_X and least + copied <= shared_bytes
     blocks = 2 if tiles == 1 else 1
-    defines = _defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks}
-    rows = count if shared else 8 * tiles
-    return Product(rows, SOURCE, "product", defines, least + shared * copied, blocks=blocks)
+
+    def made(shared: bool) -> Product:
+        defines = _defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks}
+        rows = count if shared else 8 * tiles
+        return Product(rows, SOURCE, "product", defines, least + shared * copied, blocks=blocks)
+
+    fits = (True, False) if copied <= _SHARED_X else (False, True)
+    return [made(shared) for shared in fits if least + shared * copied <= shared_bytes]
 
 
 def _grouped(window: Window, rows: int, warps: int, shared_bytes: int) -> list[Product]:
@@ -290,7 +308,7 @@ class DeviceWindow:
 
     def ways(self, count: int) -> list[Product]:
         """How a product with so many rows of x may be launched on the device, as it is by default first."""
-        return _ways(current(), self.window, count, self._device)
+        return _tuned(current(), self.window, count, self._device)
 
     def choose(self, count: int, how: Product) -> None:
         """Launch products with so many rows of x in one of the `ways`, from now on.
@@ -312,9 +330,17 @@ class DeviceWindow:
         return made
 
 
-def _ways(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
+def ways_of(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
+    """How a product may be launched on a device, as it is without a table first: see `products_of`."""
     have = backend.facts(device)
     return products_of(window, count, have.shared_bytes, have.capability == _WGMMA)
+
+
+def _tuned(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
+    """The same, first the one that the device's table names, if there is a table."""
+    table = table_of(backend.facts(device), KERNELS)
+    shape = window.rows, window.columns
+    return table.ordered(shape, count, lambda it: ways_of(backend, window, it, device))
 
 
 @functools.cache
@@ -324,7 +350,7 @@ def _launch_of(
     """How many rows of x a launch takes by default, and the launch, for all matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
     made = (
-        (how.rows, _launch(backend, window, how, device)) for how in _ways(backend, window, count, device)
+        (how.rows, _launch(backend, window, how, device)) for how in _tuned(backend, window, count, device)
     )
     return next((most, launch) for most, launch in made if launch is not None)
 
