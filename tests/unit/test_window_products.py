@@ -51,6 +51,27 @@ def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
     assert products_of(sections(4096, columns), count, H200, False)[0].name == "product"
 
 
+@pytest.mark.parametrize(
+    ("columns", "count", "shared", "copies"),
+    [
+        (4096, 1, H200, [1, 0]),  # 8 KiB of x: copying is first
+        (8192, 1, H200, [0, 1]),
+        (4096, 8, H200, [0, 1]),
+        (4096, 8, ADA, [0]),  # 65 KiB beside 84 KiB
+        (2048, 1, ADA, [1, 0]),
+        (4096, 64, H200, [0, 1]),  # 16 rows at a time
+        (8192, 64, H200, [0]),
+        (1 << 20, 1, H200, [0]),
+    ],
+)
+def test_x_is_copied_or_not_where_there_is_room(
+    columns: int, count: int, shared: int, copies: list[int]
+) -> None:
+    ways = products_of(sections(4096, columns), count, shared, False)
+    assert [it.defines["SHARED"] for it in ways] == copies
+    assert all(it.shared <= shared for it in ways)
+
+
 @pytest.mark.parametrize("count", [0, -1, MOST_ROWS + 1])
 def test_other_numbers_of_rows_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match="1 to 64"):

@@ -27,7 +27,7 @@ def tune(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="A model directory, packed or plain, or a hub id.", show_default=False
+            metavar="MODEL", help="A model directory, packed or plain, or a hub id.", show_default=False
         ),
     ] = None,
     shapes: Annotated[
@@ -71,11 +71,13 @@ def tune(
         raise InvalidInput(both, hint="name a model directory, or `--shapes` such as `14336x4096`")
     given = _parse_shapes(shapes) if shapes is not None else []
     counts = _parse_rows(rows)
-    from tpde.integrations.transformers.require import require_torch, require_transformers
-
     if model is None:
-        require_torch()
+        from tpde.frameworks import require_torch
+
+        require_torch("timing products", extra="cuda")
     else:
+        from tpde.integrations.transformers.require import require_transformers
+
         require_transformers()
 
     from tpde.cuda import tuning
@@ -91,7 +93,7 @@ def tune(
             where="--device",
         )
     facts = current().facts(where.index or 0)
-    wanted = given if model is None else _shapes_of(model)
+    wanted = given if model is None else shapes_of(model)
     path = tuning.table_path(facts) if output is None else output
     if output is None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -122,14 +124,17 @@ def _parse_shapes(text: str) -> list[Shape]:
     from tpde.codec.windows import sections
 
     found: list[Shape] = []
+    hint = "write rows x columns, such as `14336x4096`"
     for it in _parts(text, "--shapes", "14336x4096,4096x14336"):
         match = re.fullmatch("([0-9]{1,18})x([0-9]{1,18})", it)
         if match is None:
-            raise InvalidInput(
-                f"`{it:.60}` is no shape", hint="write rows x columns, such as `14336x4096`", where="--shapes"
-            )
+            raise InvalidInput(f"`{it:.60}` is no shape", hint=hint, where="--shapes")
         found.append((int(match[1]), int(match[2])))
-        sections(*found[-1])  # refuses what has no window layout
+        try:
+            sections(*found[-1])
+        except InvalidInput as error:  # there is no such layout
+            error.hint, error.where = hint, "--shapes"
+            raise
     return list(dict.fromkeys(found))
 
 
@@ -157,7 +162,7 @@ def _parts(text: str, option: str, example: str) -> list[str]:
     return found
 
 
-def _shapes_of(model: str) -> list[Shape]:
+def shapes_of(model: str) -> list[Shape]:
     """The shapes of the weights that a model with fused kernels has in the window layout, by their sizes."""
     from tpde.integrations.transformers.folder import model_directory
     from tpde.integrations.transformers.fused import fused_names

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 
 from tpde.errors import MissingDependency
 
 MIN_VERSION = (5, 13)  # what `tpde.integrations.transformers.internals` relies on
-
-
-def require_torch() -> None:
-    """Check that torch is there.
-
-    Raises
-    ------
-    MissingDependency
-        Naming what to install.
-    """
-    _imported("torch", "cuda")
 
 
 def require_transformers() -> None:
@@ -30,7 +18,14 @@ def require_transformers() -> None:
         Naming what to install.
     """
     for package in ("torch", "transformers"):
-        module = _imported(package, "transformers")
+        try:
+            module = importlib.import_module(package)
+        except ImportError as error:
+            raise MissingDependency(
+                f"running models needs {package}, which cannot be imported ({error})",
+                hint='run `pip install "tpde[transformers]"`',
+                where=package,
+            ) from None
     version = str(module.__version__)
     numbers = [int(it) for it in version.split(".")[:2] if it.isdecimal()]
     if tuple(numbers) < MIN_VERSION:
@@ -39,14 +34,3 @@ def require_transformers() -> None:
             f"transformers {version} is too old, {least} or newer is needed",
             hint='run `pip install --upgrade "tpde[transformers]"`',
         )
-
-
-def _imported(package: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingDependency(
-            f"running models needs {package}, which cannot be imported ({error})",
-            hint=f'run `pip install "tpde[{extra}]"`',
-            where=package,
-        ) from None
