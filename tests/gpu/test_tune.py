@@ -69,7 +69,6 @@ def test_products_follow_the_table_that_the_command_writes(
     shapes, rows = ",".join(f"{a}x{b}" for a, b in SHAPES), ",".join(map(str, COUNTS))
     made = process("tune", "--shapes", shapes, "--rows", rows, "--json")
     assert made.returncode == 0, made.stderr
-    assert made.stderr == ""
     found = json.loads(made.stdout)
     assert found["path"] == str(cache)
     assert found["device"] == torch.cuda.get_device_name(0)
