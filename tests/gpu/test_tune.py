@@ -13,7 +13,8 @@ from support.gpu import needs_cuda, torch
 from tpde.cuda import tuning
 from tpde.cuda.backend import CudaBackend, current
 from tpde.cuda.compile import cache_directory
-from tpde.cuda.window_products import KERNELS, DeviceWindow, ways_of
+from tpde.cuda.product_ways import KERNELS, ways_of
+from tpde.cuda.window_products import DeviceWindow
 from tpde.weights import windowing
 
 pytestmark = needs_cuda
@@ -77,7 +78,7 @@ def test_products_follow_the_table_that_the_command_writes(
     told = {(tuple(it["shape"]), it["rows"]): it for it in found["products"]}
     assert told.keys() == needed.keys()
     for (shape, count), it in told.items():
-        ways = ways_of(current(), held[shape].window, count, 0)
+        ways = ways_of(current().facts(0), held[shape].window, count)
         assert it["default"] == ways[0].label
         assert {*it["seconds"]} == {way.label for way in ways}
         assert all(0 < seconds < 1e-3 for seconds in it["seconds"].values())
@@ -93,7 +94,7 @@ def test_whatever_a_table_names_the_bits_are_the_same(
     for shape in SHAPES:
         for count in COUNTS:
             needed = held[shape].product(count)
-            for how in ways_of(current(), held[shape].window, count, 0):
+            for how in ways_of(current().facts(0), held[shape].window, count):
                 tuning.write_table(cache, current().facts(0), KERNELS, {shape: {count: how.label}})
                 tuning._table.cache_clear()
                 launch_on(CudaBackend())

@@ -21,7 +21,7 @@ from support.pretended import on_cpu, pretended  # noqa: F401
 from tpde.cli.tune import merged, render, shapes_of
 from tpde.codec.windows import sections
 from tpde.cuda import tuning
-from tpde.cuda.window_products import KERNELS, products_of
+from tpde.cuda.product_ways import KERNELS, products_of
 from tpde.errors import InvalidInput
 from tpde.weights import product_timing
 from tpde.weights.product_timing import Timed

@@ -14,7 +14,7 @@ from support.models import torch
 from support.pretended import on_cpu, pretended  # noqa: F401
 
 from tpde.codec.windows import sections
-from tpde.cuda.window_products import products_of
+from tpde.cuda.product_ways import products_of
 from tpde.errors import OutOfMemory
 from tpde.weights import product_timing
 from tpde.weights.product_timing import RUNS, Timed, on_gpu, time_products

@@ -15,7 +15,8 @@ from support.backends import MadeBackend, MadeKernel
 from tpde.codec.windows import sections
 from tpde.cuda import tuning
 from tpde.cuda.capability import DeviceFacts
-from tpde.cuda.window_products import KERNELS, MOST_ROWS, DeviceWindow, Product, ways_of
+from tpde.cuda.product_ways import KERNELS, MOST_ROWS, Product, ways_of
+from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import InvalidDestination, InvalidInput
 
 FACTS = DeviceFacts("NVIDIA H200 (made up)", (9, 0), 132, 227 << 10)
@@ -43,9 +44,7 @@ class Made:
         return MadeKernel(make, self._clusters)
 
     def default(self, count: int) -> list[Product]:
-        from tpde.cuda.backend import current
-
-        return ways_of(current(), self.device.window, count, 0)
+        return ways_of(self._facts, self.device.window, count)
 
     def product(self, count: int) -> tuple[str, Any]:
         """What the first launch of a product is."""

@@ -10,7 +10,8 @@ from support.backends import MadeBackend, MadeKernel
 
 from tpde.codec.windows import Window, sections
 from tpde.cuda.capability import DeviceFacts
-from tpde.cuda.window_products import MOST_ROWS, DeviceWindow, products_of
+from tpde.cuda.product_ways import MOST_ROWS, products_of
+from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import UnsupportedDevice
 
 H200, ADA = 227 << 10, 99 << 10

@@ -82,7 +82,7 @@ def tune(
 
     from tpde.cuda import tuning
     from tpde.cuda.backend import current
-    from tpde.cuda.window_products import KERNELS
+    from tpde.cuda.product_ways import KERNELS
     from tpde.loading.devices import checked_device
 
     where = checked_device("cuda" if device is None else device, _ON_A_GPU)
@@ -140,7 +140,7 @@ def _parse_shapes(text: str) -> list[Shape]:
 
 def _parse_rows(text: str) -> list[int]:
     """The numbers of rows that a text names, each once."""
-    from tpde.cuda.window_products import MOST_ROWS
+    from tpde.cuda.product_ways import MOST_ROWS
 
     found = []
     for it in _parts(text, "--rows", ROWS):

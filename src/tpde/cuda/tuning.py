@@ -33,7 +33,7 @@ Shape = tuple[int, int]  # of a matrix: rows, columns
 Choices = Mapping[Shape, Mapping[int, str]]  # labels of the fastest ways, by shapes and rows of x
 
 
-class Kernels(NamedTuple):
+class TunedKernels(NamedTuple):
     """What is measured: files of kernels, and how many rows of x they take at most."""
 
     sources: tuple[str, ...]
@@ -55,7 +55,7 @@ class Way(Protocol):
 W = TypeVar("W", bound=Way)
 
 
-class Table:
+class WayTable:
     """The fastest ways on a card.
 
     Parameters
@@ -116,21 +116,21 @@ def table_path(facts: DeviceFacts) -> Path:
     return cache_directory() / "tuning" / f"{name}-sm_{major}{minor}-{facts.multiprocessors}.json"
 
 
-def table_of(facts: DeviceFacts, kernels: Kernels) -> Table:
+def table_of(facts: DeviceFacts, kernels: TunedKernels) -> WayTable:
     """A card's table, read once a process; an empty one if there is none, or none that can be used."""
     return _table(table_path(facts), facts, kernels)
 
 
 @functools.cache
-def _table(path: Path, facts: DeviceFacts, kernels: Kernels) -> Table:
+def _table(path: Path, facts: DeviceFacts, kernels: TunedKernels) -> WayTable:
     try:
-        return Table(path, read_table(path, facts, kernels))
+        return WayTable(path, read_table(path, facts, kernels))
     except InvalidInput as error:
         _warn(f"{error.message}; products are launched as without it: {_AGAIN}")
-        return Table(path, {})
+        return WayTable(path, {})
 
 
-def _origin(facts: DeviceFacts, kernels: Kernels) -> dict[str, Any]:
+def _origin(facts: DeviceFacts, kernels: TunedKernels) -> dict[str, Any]:
     """What a table depends on."""
     texts = "\0".join(map(source_text, kernels.sources))
     return {
@@ -140,7 +140,7 @@ def _origin(facts: DeviceFacts, kernels: Kernels) -> dict[str, Any]:
     }
 
 
-def read_table(path: Path, facts: DeviceFacts, kernels: Kernels) -> Choices:
+def read_table(path: Path, facts: DeviceFacts, kernels: TunedKernels) -> Choices:
     """What a table says; nothing if there is no such file.
 
     Raises
@@ -196,7 +196,7 @@ def _bad(path: Path, what: str) -> InvalidInput:
     return InvalidInput(f"`{path}` {what}", hint=_AGAIN, where=str(path))
 
 
-def write_table(path: Path, facts: DeviceFacts, kernels: Kernels, choices: Choices) -> None:
+def write_table(path: Path, facts: DeviceFacts, kernels: TunedKernels, choices: Choices) -> None:
     """Write a table, in the place of one that is there.
 
     Raises

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tpde.cuda.backend import current
-from tpde.cuda.window_products import X_AT, DeviceWindow, Product, ways_of
+from tpde.cuda.product_ways import Product, ways_of
+from tpde.cuda.window_products import X_AT, DeviceWindow
 from tpde.errors import OutOfMemory, UnsupportedDevice
 from tpde.format.blob_header import align
 from tpde.weights import windowing
@@ -24,8 +25,10 @@ LEAST_GAIN = 0.02  # of the default's time, for another way to be chosen: less i
 _AT = 128  # what addresses of matrices are multiples of
 _X_WORDS = X_AT // 2
 
-Work = Callable[[int], None]  # queues something on a stream, by its handle
-Clock = Callable[[Work], Callable[[], float]]  # gives what does some work, and says how many seconds it takes
+Enqueue = Callable[[int], None]  # queues something on a stream, by its handle
+Clock = Callable[
+    [Enqueue], Callable[[], float]
+]  # gives what does some work, and says how many seconds it takes
 
 
 class Timed(NamedTuple):
@@ -59,7 +62,7 @@ class Timed(NamedTuple):
         return best if gains else self.default
 
 
-def on_gpu(work: Work) -> Callable[[], float]:
+def on_gpu(work: Enqueue) -> Callable[[], float]:
     """Record work as a CUDA graph, whose launches wait for no host, to be timed on the device by events."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
@@ -155,7 +158,7 @@ class _Matrices:
         products = max(LEAST_PRODUCTS, len(self._places))
         runs: dict[str, Callable[[], float]] = {}
         needed: Tensor | None = None
-        for how in ways_of(current(), self._window, count, self._number):
+        for how in ways_of(current().facts(self._number), self._window, count):
             try:
                 there = self._launched(count, how)
             except UnsupportedDevice:  # a part of a device has no room for clusters
@@ -183,7 +186,7 @@ class _Matrices:
         return made
 
 
-def _work(there: Sequence[DeviceWindow], x: Tensor, y: Tensor, products: int) -> Work:
+def _work(there: Sequence[DeviceWindow], x: Tensor, y: Tensor, products: int) -> Enqueue:
     """So many products, with one matrix after the other."""
     places = x.data_ptr(), x.stride(0), len(x), y.data_ptr(), y.stride(0)
 

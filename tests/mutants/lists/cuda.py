@@ -359,7 +359,7 @@ MUTANTS = (
     ),
     mutant(
         "group-products-anywhere",
-        "cuda/window_products.py",
+        "cuda/product_ways.py",
         "count > 8 and groups and window.stripe_chunks >= PARTS",
         "count > 8 and window.stripe_chunks >= PARTS",
         "devices without wgmma are given it",
@@ -367,7 +367,7 @@ MUTANTS = (
     ),
     mutant(
         "group-products-of-short-rows",
-        "cuda/window_products.py",
+        "cuda/product_ways.py",
         "count > 8 and groups and window.stripe_chunks >= PARTS",
         "count > 8 and groups",
         "blocks of a cluster have no part, and wait for ever",
@@ -375,7 +375,7 @@ MUTANTS = (
     ),
     mutant(
         "x-that-does-not-fit-stays",
-        "cuda/window_products.py",
+        "cuda/product_ways.py",
         "own = -(-window.stripe_chunks // PARTS)  # chunks",
         "own = window.stripe_chunks // PARTS  # chunks",
         "a part's last chunk of x is written behind its room",
@@ -439,7 +439,7 @@ MUTANTS = (
     ),
     mutant(
         "more-shared-memory-than-there-is",
-        "cuda/window_products.py",
+        "cuda/product_ways.py",
         "[it for it in ways if it.shared <= shared_bytes]",
         "list(ways)",
         "launches fail where x does not fit",
