@@ -67,7 +67,7 @@ def tune(
       tpde tune --shapes 28672x4096,6144x4096 --rows 1,8
     """
     if (model is None) == (shapes is None):
-        both = "`MODEL` and `--shapes` both say what is timed" if shapes else "it is not said what is timed"
+        both = "`MODEL` and `--shapes` both say what is timed" if model else "it is not said what is timed"
         raise InvalidInput(both, hint="name a model directory, or `--shapes` such as `14336x4096`")
     given = _parse_shapes(shapes) if shapes is not None else []
     counts = _parse_rows(rows)
