@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 from benchmarks.harness.gpu import graph_of, stream
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, medians, on_device
-from tpde.cuda.window_products import MOST_ROWS, DeviceWindow
+from tpde.cuda.product_ways import MOST_ROWS
+from tpde.cuda.window_products import DeviceWindow
 
 TITLE, NEEDS_GPU = "Products from the window layout", True
 COLD = 256 << 20  # bytes of different matrices: several times what caches have

@@ -79,7 +79,7 @@ def test_every_option_of_a_command_is_on_the_page(name: str) -> None:
     head = _text("reference/cli.md").partition("\n## ")[0]
     shared = re.findall(r"^- `(--\w+)[^`]*`.*For (.+)\.$", head, re.MULTILINE)
     common = {option for option, names in shared if f"`{name}`" in names}
-    named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", _section(name)))
+    named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+|-[a-z](?!\w))", _section(name)))
     for option in _options(COMMANDS[name]) - EVERYWHERE:
         assert option in named or option in common, option
     for option in common:

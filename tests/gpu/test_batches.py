@@ -10,7 +10,8 @@ from support.batches import Matrix, Trial, draw_matrix, failures
 from support.gpu import needs_cuda, torch
 
 from tpde.codec.windows import FLAG_ZERO
-from tpde.cuda.window_products import MOST_ROWS, DeviceWindow, Product
+from tpde.cuda.product_ways import MOST_ROWS, Product
+from tpde.cuda.window_products import DeviceWindow
 from tpde.weights import windowing
 
 pytestmark = needs_cuda

@@ -10,7 +10,7 @@ from support.experts import NAMES, WAYS, experts_of, moe
 from support.gpu import needs_cuda, torch
 from support.models import VOCAB
 
-from tpde.cuda.window_products import MOST_ROWS
+from tpde.cuda.product_ways import MOST_ROWS
 from tpde.nn import PackedTensor, pack_module, packed_modules, set_kernels
 from tpde.weights import windowing
 from tpde.weights.experts_in_windows import parts_in_windows

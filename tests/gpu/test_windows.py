@@ -10,7 +10,8 @@ from support.contents import rng
 from support.gpu import needs_cuda, torch
 
 from tpde.codec import window_plan, windows
-from tpde.cuda.window_products import MOST_ROWS, DeviceWindow
+from tpde.cuda.product_ways import MOST_ROWS
+from tpde.cuda.window_products import DeviceWindow
 
 pytestmark = needs_cuda
 

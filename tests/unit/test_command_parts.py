@@ -182,9 +182,11 @@ def test_a_bar_is_drawn_on_a_terminal_and_moves_by_steps(monkeypatch: pytest.Mon
     import rich.progress
 
     events: list[Any] = []
+    shown: list[str] = []
 
     class Bar:
-        def __init__(self, *_: Any, console: Any, transient: bool) -> None:
+        def __init__(self, *columns: Any, console: Any, transient: bool) -> None:
+            shown[:] = [type(it).__name__ for it in columns]
             assert console.stderr
             assert transient
 
@@ -211,6 +213,15 @@ def test_a_bar_is_drawn_on_a_terminal_and_moves_by_steps(monkeypatch: pytest.Mon
         for size in (100 << 10, 100 << 10, 56 << 10, 1, (256 << 10) - 2, 1, 5 << 20):
             progress(size)
     assert events == [("packing", 1 << 20), 256 << 10, 256 << 10, 5 << 20, "gone"]
+
+    assert "DownloadColumn" in shown
+    events.clear()
+    with common.progress_bar("timing", lambda: 2, steps=True) as progress:
+        progress(1)
+        progress(1)
+    assert events == [("timing", 2), 1, 1, "gone"]
+    assert "MofNCompleteColumn" in shown
+    assert "DownloadColumn" not in shown
 
     def failing() -> int:
         raise errors.Truncated("the command meets it")

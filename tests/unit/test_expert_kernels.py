@@ -13,8 +13,9 @@ from support.windows import MATRICES
 
 from tpde.codec import window_plan, windows, windows_reference
 from tpde.cuda import window_experts
+from tpde.cuda.product_ways import WARPS
 from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, DeviceExperts, expert_products
-from tpde.cuda.window_products import WARPS, DeviceWindow
+from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import InvalidInput
 
 pytestmark = pytest.mark.usefixtures("windows_on_cpu")

@@ -30,9 +30,9 @@ from tpde.cuda import (
     geometry,
     items,
     nvcomp,
+    product_ways,
     window_encode,
     window_experts,
-    window_products,
 )
 from tpde.cuda.compile import Cubins, Nvrtc
 from tpde.errors import CompileError, MissingDependency
@@ -162,8 +162,8 @@ def test_windows_compile_without_spills(zero: int, columns: int, arch: str) -> N
     matrix = sections(4096, columns)._replace(flags=zero)
     least = LEAST_SHARED if arch in LEAST_ARCHITECTURES else 227 << 10
     found, groups = {}, arch == "sm_90"
-    for count in range(1, window_products.MOST_ROWS + 1):
-        ways = window_products.products_of(matrix, count, least, groups)
+    for count in range(1, product_ways.MOST_ROWS + 1):
+        ways = product_ways.products_of(matrix, count, least, groups)
         assert ways
         for how in ways:
             assert how.shared <= least

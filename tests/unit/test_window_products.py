@@ -10,7 +10,8 @@ from support.backends import MadeBackend, MadeKernel
 
 from tpde.codec.windows import Window, sections
 from tpde.cuda.capability import DeviceFacts
-from tpde.cuda.window_products import MOST_ROWS, DeviceWindow, products_of
+from tpde.cuda.product_ways import MOST_ROWS, products_of
+from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import UnsupportedDevice
 
 H200, ADA = 227 << 10, 99 << 10
@@ -49,6 +50,27 @@ def test_which_one(columns: int, count: int, name: str, rows: int) -> None:
     how = products_of(sections(4096, columns), count, H200, True)[0]
     assert (how.name, how.rows) == (name, rows)
     assert products_of(sections(4096, columns), count, H200, False)[0].name == "product"
+
+
+@pytest.mark.parametrize(
+    ("columns", "count", "shared", "copies"),
+    [
+        (4096, 1, H200, [1, 0]),  # 8 KiB of x: copying is first
+        (8192, 1, H200, [0, 1]),
+        (4096, 8, H200, [0, 1]),
+        (4096, 8, ADA, [0]),  # 65 KiB beside 84 KiB
+        (2048, 1, ADA, [1, 0]),
+        (4096, 64, H200, [0, 1]),  # 16 rows at a time
+        (8192, 64, H200, [0]),
+        (1 << 20, 1, H200, [0]),
+    ],
+)
+def test_x_is_copied_or_not_where_there_is_room(
+    columns: int, count: int, shared: int, copies: list[int]
+) -> None:
+    ways = products_of(sections(4096, columns), count, shared, False)
+    assert [it.defines["SHARED"] for it in ways] == copies
+    assert all(it.shared <= shared for it in ways)
 
 
 @pytest.mark.parametrize("count", [0, -1, MOST_ROWS + 1])

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpde.cli import bench, ckpt, common, diff, doctor, inspect, pack, patch, plan, run, unpack, verify
+from tpde.cli import bench, ckpt, common, diff, doctor, inspect, pack, patch, plan, run, tune, unpack, verify
 
 app = typer.Typer(
     name="tpde",
@@ -29,6 +29,7 @@ app.command("verify")(verify.verify)
 app.command("inspect")(inspect.inspect)
 app.command("run")(run.run)
 app.command("plan")(plan.plan)
+app.command("tune")(tune.tune)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)

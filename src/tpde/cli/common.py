@@ -176,7 +176,7 @@ def few_threads(threads: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
+def progress_bar(label: str, total: Callable[[], int], *, steps: bool = False) -> Iterator[Progress]:
     """A bar with rate and time left on stderr if that is a terminal that can draw it; nothing otherwise.
 
     Parameters
@@ -185,6 +185,8 @@ def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
         What is being done.
     total : callable
         Gives the number of bytes; asked only if there is a bar. Where it fails, the bar has no end.
+    steps : bool
+        What is counted are steps of some work, not bytes; they have no rate.
     """
     if not terminal(sys.stderr):
         yield lambda _: None
@@ -193,6 +195,7 @@ def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        MofNCompleteColumn,
         Progress,
         TextColumn,
         TimeRemainingColumn,
@@ -205,8 +208,7 @@ def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        *([MofNCompleteColumn()] if steps else [DownloadColumn(binary_units=True), TransferSpeedColumn()]),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
@@ -217,7 +219,7 @@ def progress_bar(label: str, total: Callable[[], int]) -> Iterator[Progress]:
         def advance(size: int) -> None:
             nonlocal waiting
             waiting += size
-            if waiting >= _STEP:
+            if steps or waiting >= _STEP:
                 bar.advance(task, waiting)
                 waiting = 0
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from tpde.codec.windows import FLAG_ZERO, Window
 from tpde.cuda.backend import Backend, KernelLaunch, current
-from tpde.cuda.window_products import WARP_BYTES, WARPS, X_AT
+from tpde.cuda.product_ways import WARP_BYTES, WARPS
+from tpde.cuda.window_products import X_AT
 from tpde.errors import InvalidInput
 
 SOURCE = "window_experts.cu"

@@ -7,137 +7,27 @@ and pass addresses. Launches go to the caller's stream and synchronize nothing.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 
-from tpde.codec.windows import FLAG_ZERO, ROWS_AT, Window, sections
+from tpde.codec.windows import ROWS_AT, Window, sections
 from tpde.cuda.backend import Backend, Kernel, KernelLaunch, current
+from tpde.cuda.product_ways import (
+    KERNELS,
+    MOST_ROWS,
+    PARTS,
+    SOURCE,
+    WARP_BYTES,
+    WARPS,
+    Product,
+    matrix_defines,
+    ways_of,
+)
+from tpde.cuda.tuning import table_of
 from tpde.errors import UnsupportedDevice
 
-SOURCE, GROUP_SOURCE = "window.cu", "window_group.cu"
-MOST_ROWS = 64  # of x in one call: with more, decoding and the matrix library's product are faster
-_FEW_ROWS = 16  # of x in one launch of `product`
 X_AT = 16  # what addresses of rows of x are multiples of
-WARPS = 8  # of a block
-PARTS = 8  # sums of a row, windows.md 9.2
-WARP_BYTES = 4096 + 5632  # of shared memory: a plane of escapes, and a chunk
-_TURNS = 2  # of partial sums, which are written while those before are read
-# Rows of x of more bytes are not copied to shared memory, but read from the cache: measured on an H200, where
-# one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
-_SHARED_X = 16 << 10
-# Of `group_product`: warps that multiply, by how many rows x has, the fastest first on an H200; for x that
-# does not stay in shared memory, how many stripes a warp takes beside each other, how many chunks of x are
-# there at a time, and how many turns' partial sums; what else a block has; and the compute capability that it
-# is made for.
-_GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
-_STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
-_CLUSTER, _OTHER_WARPS = 8, 4
-_WGMMA = (9, 0)
-
-
-class Product(NamedTuple):
-    """How a product is launched.
-
-    Attributes
-    ----------
-    rows : int
-        Of x, at most.
-    source, name : str
-        Of the kernel.
-    defines : dict of str to int
-        Macros.
-    shared : int
-        Bytes of shared memory.
-    warps : int
-        Of a block, that multiply.
-    blocks : int
-        Of a multiprocessor.
-    """
-
-    rows: int
-    source: str
-    name: str
-    defines: dict[str, int]
-    shared: int
-    warps: int = WARPS
-    blocks: int = 1
-
-    @property
-    def grouped(self) -> bool:
-        """Whether it is one of `group_product`."""
-        return self.source == GROUP_SOURCE
-
-
-def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> list[Product]:
-    """How a product with `count` rows of x may be launched, the fastest first. Results do not depend on it.
-
-    Parameters
-    ----------
-    window : Window
-        The matrix.
-    count : int
-        Rows of x. Some ways take fewer at a time.
-    shared_bytes : int
-        What a block may have at most.
-    groups : bool
-        Whether groups of warps can multiply: the device has `wgmma`.
-
-    Raises
-    ------
-    ValueError
-        If it is not 1 to `MOST_ROWS`.
-    """
-    if not 1 <= count <= MOST_ROWS:
-        raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
-    made: list[Product] = []
-    if count > 8 and groups and window.stripe_chunks >= PARTS:
-        first = next(rows for rows in _GROUPS if rows >= count)
-        for rows in (it for it in reversed(_GROUPS) if it <= first):  # at least, in several launches
-            made += [it for warps in _GROUPS[rows] for it in _grouped(window, rows, warps, shared_bytes)]
-    return [*made, _narrow(window, min(count, _FEW_ROWS), shared_bytes)]
-
-
-def _narrow(window: Window, count: int, shared_bytes: int) -> Product:
-    """A block by itself takes all parts, and reads x from the cache, or copies all of it."""
-    tiles = -(-count // 8)
-    x_bytes = 2 * (-(-window.columns // 8) * 8) + 64  # lanes that read rows beside each other meet no bank
-    least, copied = WARPS * (WARP_BYTES + _TURNS * tiles * 16 * 8 * 4), count * x_bytes
-    shared = copied <= _SHARED_X and least + copied <= shared_bytes
-    blocks = 2 if tiles == 1 else 1
-    defines = _defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks}
-    rows = count if shared else 8 * tiles
-    return Product(rows, SOURCE, "product", defines, least + shared * copied, blocks=blocks)
-
-
-def _grouped(window: Window, rows: int, warps: int, shared_bytes: int) -> list[Product]:
-    """The blocks of a cluster share x, and the groups of warps of a block.
-
-    With room for two turns' partial sums no warp waits for those of the turn before. Where 64 rows of x do
-    not stay in shared memory, copying them takes longer than multiplying: warps that take two stripes copy x
-    once for both. On an H200 that took 259 us instead of 300 with 57344 x 8192 words; where x stays, one
-    stripe is faster by 3 to 10 %.
-    """
-    own = -(-window.stripe_chunks // PARTS)  # chunks of a part, at most
-    streams = [_stages(window, rows, warps, *it, True) for it in _STREAMS[rows] if it[1] < own]
-    stays = [_stages(window, rows, warps, 1, own, inboxes, False) for inboxes in (2, 1)]
-    fit = [[it for it in ways if it.shared <= shared_bytes] for ways in (stays, streams)]
-    return fit[0][:1] + fit[1]
-
-
-def _stages(
-    window: Window, rows: int, warps: int, each: int, stages: int, inboxes: int, streams: bool
-) -> Product:
-    """With room for so many chunks of x, and so many turns' partial sums."""
-    barriers = 8 * (2 * inboxes + warps + 2 * stages)
-    shared = stages * rows * 512 + inboxes * warps * rows * 64 + warps * WARP_BYTES + barriers
-    room = {"EACH": each, "STAGES": stages, "STREAMS": int(streams), "INBOXES": inboxes}
-    defines = _defines(window) | {"NB": rows, "WIDE": warps} | room
-    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps)
-
-
-def _defines(window: Window) -> dict[str, int]:
-    return {"ZERO": int(bool(window.flags & FLAG_ZERO)), "TAIL": int(window.columns % 256 != 0)}
+_CLUSTER, _OTHER_WARPS = 8, 4  # blocks of `group_product`, and warps of a block beside those that multiply
 
 
 class DeviceWindow:
@@ -185,7 +75,7 @@ class DeviceWindow:
             self._product(count)
 
     def _decoding(self, name: str) -> Kernel:
-        made = _defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
+        made = matrix_defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
         return current().kernel(SOURCE, name, made, self._device)
 
     @functools.cached_property
@@ -290,7 +180,7 @@ class DeviceWindow:
 
     def ways(self, count: int) -> list[Product]:
         """How a product with so many rows of x may be launched on the device, as it is by default first."""
-        return _ways(current(), self.window, count, self._device)
+        return _tuned(current(), self.window, count, self._device)
 
     def choose(self, count: int, how: Product) -> None:
         """Launch products with so many rows of x in one of the `ways`, from now on.
@@ -312,9 +202,10 @@ class DeviceWindow:
         return made
 
 
-def _ways(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
-    have = backend.facts(device)
-    return products_of(window, count, have.shared_bytes, have.capability == _WGMMA)
+def _tuned(backend: Backend, window: Window, count: int, device: int) -> list[Product]:
+    """How a product may be launched, first the way that the device's table names, if there is a table."""
+    have, shape = backend.facts(device), (window.rows, window.columns)
+    return table_of(have, KERNELS).ordered(shape, count, lambda it: ways_of(have, window, it))
 
 
 @functools.cache
@@ -324,7 +215,7 @@ def _launch_of(
     """How many rows of x a launch takes by default, and the launch, for all matrices of a shape."""
     window = sections(rows, columns)._replace(flags=flags)
     made = (
-        (how.rows, _launch(backend, window, how, device)) for how in _ways(backend, window, count, device)
+        (how.rows, _launch(backend, window, how, device)) for how in _tuned(backend, window, count, device)
     )
     return next((most, launch) for most, launch in made if launch is not None)
 

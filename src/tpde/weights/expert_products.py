@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, DeviceExperts
-from tpde.cuda.window_products import MOST_ROWS, X_AT
+from tpde.cuda.window_products import X_AT
 from tpde.errors import InvalidInput
 from tpde.weights.launch import on_device, stream_handle, upload
 from tpde.weights.source import Source

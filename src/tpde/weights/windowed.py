@@ -9,7 +9,8 @@ from torch.nn import functional
 
 from tpde.codec import windows
 from tpde.codec.native import Bytes
-from tpde.cuda.window_products import MOST_ROWS, X_AT, DeviceWindow
+from tpde.cuda.product_ways import MOST_ROWS
+from tpde.cuda.window_products import X_AT, DeviceWindow
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.files.thread_count import default_threads
 from tpde.format.blob_header import BlobHeader

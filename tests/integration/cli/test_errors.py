@@ -203,7 +203,7 @@ def test_what_is_no_safetensors_file_has_a_hint(run: Run, tmp_path: Path) -> Non
         run(command, other).failed(2, "is not a safetensors file", "name a safetensors file")
 
 
-@pytest.mark.parametrize("command", [("run", "--embed", "x"), ("plan", "--vram", "1GiB")])
+@pytest.mark.parametrize("command", [("run", "--embed", "x"), ("plan", "--vram", "1GiB"), ("tune",)])
 @pytest.mark.parametrize("package", ["torch", "transformers"])
 def test_running_without_its_packages(tmp_path: Path, package: str, command: tuple[str, ...]) -> None:
     code = (

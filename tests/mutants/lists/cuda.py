@@ -359,7 +359,7 @@ MUTANTS = (
     ),
     mutant(
         "group-products-anywhere",
-        "cuda/window_products.py",
+        "cuda/product_ways.py",
         "count > 8 and groups and window.stripe_chunks >= PARTS",
         "count > 8 and window.stripe_chunks >= PARTS",
         "devices without wgmma are given it",
@@ -367,7 +367,7 @@ MUTANTS = (
     ),
     mutant(
         "group-products-of-short-rows",
-        "cuda/window_products.py",
+        "cuda/product_ways.py",
         "count > 8 and groups and window.stripe_chunks >= PARTS",
         "count > 8 and groups",
         "blocks of a cluster have no part, and wait for ever",
@@ -375,7 +375,7 @@ MUTANTS = (
     ),
     mutant(
         "x-that-does-not-fit-stays",
-        "cuda/window_products.py",
+        "cuda/product_ways.py",
         "own = -(-window.stripe_chunks // PARTS)  # chunks",
         "own = window.stripe_chunks // PARTS  # chunks",
         "a part's last chunk of x is written behind its room",
@@ -388,6 +388,30 @@ MUTANTS = (
         "",
         "a launch without blocks fails",
         "unit/test_window_products.py",
+    ),
+    mutant(
+        "tables-of-other-kernels",
+        "cuda/tuning.py",
+        '        "kernels": hashlib.sha256(texts.encode()).hexdigest(),\n',
+        "",
+        "products are launched as was the fastest with kernels of before",
+        "unit/test_tuning.py",
+    ),
+    mutant(
+        "tables-for-other-numbers-of-rows",
+        "cuda/tuning.py",
+        "if near is None or (near != count and _width(ways_of(near)) != _width(ways)):",
+        "if near is None:",
+        "what was the fastest with 64 rows of x is taken for 17",
+        "unit/test_tuning.py",
+    ),
+    mutant(
+        "tables-of-any-size",
+        "cuda/tuning.py",
+        "    if len(data) > MOST_BYTES:\n",
+        "    if False:\n",
+        "a file of gigabytes is taken for a table",
+        "unit/test_tuning.py",
     ),
     mutant(
         "values-are-not-looked-up",
@@ -415,7 +439,7 @@ MUTANTS = (
     ),
     mutant(
         "more-shared-memory-than-there-is",
-        "cuda/window_products.py",
+        "cuda/product_ways.py",
         "[it for it in ways if it.shared <= shared_bytes]",
         "list(ways)",
         "launches fail where x does not fit",

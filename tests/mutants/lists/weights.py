@@ -489,4 +489,12 @@ MUTANTS = (
         "rows of x at an odd address are refused",
         "nn/test_fused_experts.py",
     ),
+    mutant(
+        "noise-chooses-a-way",
+        "weights/product_timing.py",
+        "return best if gains else self.default",
+        "return best",
+        "two runs of `tpde tune` write different tables",
+        "unit/test_product_timing.py",
+    ),
 )

@@ -18,7 +18,7 @@ from tpde.loading.checkpoint_files import Checkpoint
 
 
 @contextmanager
-def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, WeightMap]]:
+def opened_shape(folder: Path, *, pack: bool = False) -> Iterator[tuple[Any, Checkpoint, WeightMap]]:
     """A packed model on the `meta` device, its files, and which of their tensors make up its parameters.
 
     Nothing but the files' headers is read.
@@ -27,6 +27,8 @@ def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, WeightMap]]:
     ----------
     folder : Path
         A packed model directory.
+    pack : bool
+        It may be plain: its weights then count as packed as they would be when they come.
 
     Raises
     ------
@@ -48,5 +50,5 @@ def opened_shape(folder: Path) -> Iterator[tuple[Any, Checkpoint, WeightMap]]:
             f"transformers makes no model of `{folder / 'config.json'}` ({type(error).__name__}: {error})",
             hint="mend it, or fetch it again",
         ) from error
-    with Checkpoint(weight_files(folder)) as checkpoint:
+    with Checkpoint(weight_files(folder), pack=pack) as checkpoint:
         yield model, checkpoint, map_weights(model, checkpoint, conversion_mapping(model), dtype)

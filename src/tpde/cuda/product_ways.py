@@ -1,0 +1,153 @@
+"""How products from windows may be launched, the fastest way first by what an H200 took."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tpde.codec.windows import FLAG_ZERO, Window
+from tpde.cuda.capability import DeviceFacts
+from tpde.cuda.tuning import TunedKernels
+
+SOURCE, GROUP_SOURCE = "window.cu", "window_group.cu"
+MOST_ROWS = 64  # of x in one call: with more, decoding and the matrix library's product are faster
+KERNELS = TunedKernels((SOURCE, GROUP_SOURCE), MOST_ROWS)  # that tables of the fastest ways are of
+_FEW_ROWS = 16  # of x in one launch of `product`
+WARPS = 8  # of a block
+PARTS = 8  # sums of a row, windows.md 9.2
+WARP_BYTES = 4096 + 5632  # of shared memory: a plane of escapes, and a chunk
+_TURNS = 2  # of partial sums, which are written while those before are read
+# Rows of x of more bytes are first not copied to shared memory, but read from the cache: measured on an H200,
+# where one row of 4,096 columns gained 0.3 to 7 % by the copy, and one of 14,336 lost 3 %.
+_SHARED_X = 16 << 10
+# Of `group_product`: warps that multiply, by how many rows x has, the fastest first on an H200; for x that
+# does not stay in shared memory, how many stripes a warp takes beside each other, how many chunks of x are
+# there at a time, and how many turns' partial sums; and the compute capability that it is made for.
+_GROUPS = {16: (12, 8), 32: (12, 8), 64: (8,)}
+_STREAMS = {16: ((1, 4, 2),), 32: ((1, 4, 2),), 64: ((2, 2, 2),)}
+_WGMMA = (9, 0)
+_OF_MATRIX = ("ZERO", "TAIL")  # macros
+
+
+class Product(NamedTuple):
+    """How a product is launched.
+
+    Attributes
+    ----------
+    rows : int
+        Of x, at most.
+    source, name : str
+        Of the kernel.
+    defines : dict of str to int
+        Macros.
+    shared : int
+        Bytes of shared memory.
+    warps : int
+        Of a block, that multiply.
+    blocks : int
+        Of a multiprocessor.
+    """
+
+    rows: int
+    source: str
+    name: str
+    defines: dict[str, int]
+    shared: int
+    warps: int = WARPS
+    blocks: int = 1
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it is one of `group_product`."""
+        return self.source == GROUP_SOURCE
+
+    @property
+    def width(self) -> int:
+        """Rows of x that a warp multiplies at a time, be they there or not."""
+        return self.defines["NB"]
+
+    @property
+    def label(self) -> str:
+        """What tables name it by: the kernel and its macros, but those that are the matrix's."""
+        own = [f"{key}={value}" for key, value in self.defines.items() if key not in _OF_MATRIX]
+        return " ".join([self.name, *own])
+
+
+def products_of(window: Window, count: int, shared_bytes: int, groups: bool) -> list[Product]:
+    """How a product with `count` rows of x may be launched, the fastest first. Results do not depend on it.
+
+    Parameters
+    ----------
+    window : Window
+        The matrix.
+    count : int
+        Rows of x. Some ways take fewer at a time.
+    shared_bytes : int
+        What a block may have at most.
+    groups : bool
+        Whether groups of warps can multiply: the device has `wgmma`.
+
+    Raises
+    ------
+    ValueError
+        If it is not 1 to `MOST_ROWS`.
+    """
+    if not 1 <= count <= MOST_ROWS:
+        raise ValueError(f"{count} rows of x, 1 to {MOST_ROWS} are taken at a time")
+    made: list[Product] = []
+    if count > 8 and groups and window.stripe_chunks >= PARTS:
+        first = next(rows for rows in _GROUPS if rows >= count)
+        for rows in (it for it in reversed(_GROUPS) if it <= first):  # at least, in several launches
+            made += [it for warps in _GROUPS[rows] for it in _grouped(window, rows, warps, shared_bytes)]
+    return made + _narrow(window, min(count, _FEW_ROWS), shared_bytes)
+
+
+def ways_of(have: DeviceFacts, window: Window, count: int) -> list[Product]:
+    """How a product may be launched on a device, as it is without a table first: see `products_of`."""
+    return products_of(window, count, have.shared_bytes, have.capability == _WGMMA)
+
+
+def _narrow(window: Window, count: int, shared_bytes: int) -> list[Product]:
+    """A block by itself takes all parts, and reads x from the cache, or copies all of it."""
+    tiles = -(-count // 8)
+    x_bytes = 2 * (-(-window.columns // 8) * 8) + 64  # lanes that read rows beside each other meet no bank
+    least, copied = WARPS * (WARP_BYTES + _TURNS * tiles * 16 * 8 * 4), count * x_bytes
+    blocks = 2 if tiles == 1 else 1
+
+    def made(shared: bool) -> Product:
+        defines = matrix_defines(window) | {"NB": 8 * tiles, "SHARED": int(shared), "BLOCKS": blocks}
+        rows = count if shared else 8 * tiles
+        return Product(rows, SOURCE, "product", defines, least + shared * copied, blocks=blocks)
+
+    fits = (True, False) if copied <= _SHARED_X else (False, True)
+    return [made(shared) for shared in fits if least + shared * copied <= shared_bytes]
+
+
+def _grouped(window: Window, rows: int, warps: int, shared_bytes: int) -> list[Product]:
+    """The blocks of a cluster share x, and the groups of warps of a block.
+
+    With room for two turns' partial sums no warp waits for those of the turn before. Where 64 rows of x do
+    not stay in shared memory, copying them takes longer than multiplying: warps that take two stripes copy x
+    once for both. On an H200 that took 259 us instead of 300 with 57344 x 8192 words; where x stays, one
+    stripe is faster by 3 to 10 %.
+    """
+    own = -(-window.stripe_chunks // PARTS)  # chunks of a part, at most
+    streams = [_stages(window, rows, warps, *it, True) for it in _STREAMS[rows] if it[1] < own]
+    stays = [_stages(window, rows, warps, 1, own, inboxes, False) for inboxes in (2, 1)]
+    fit = [[it for it in ways if it.shared <= shared_bytes] for ways in (stays, streams)]
+    return fit[0][:1] + fit[1]
+
+
+def _stages(
+    window: Window, rows: int, warps: int, each: int, stages: int, inboxes: int, streams: bool
+) -> Product:
+    """With room for so many chunks of x, and so many turns' partial sums."""
+    barriers = 8 * (2 * inboxes + warps + 2 * stages)
+    shared = stages * rows * 512 + inboxes * warps * rows * 64 + warps * WARP_BYTES + barriers
+    room = {"EACH": each, "STAGES": stages, "STREAMS": int(streams), "INBOXES": inboxes}
+    defines = matrix_defines(window) | {"NB": rows, "WIDE": warps} | room
+    return Product(rows, GROUP_SOURCE, "group_product", defines, shared, warps)
+
+
+def matrix_defines(window: Window) -> dict[str, int]:
+    """Macros of all kernels of windows."""
+    return {"ZERO": int(bool(window.flags & FLAG_ZERO)), "TAIL": int(window.columns % 256 != 0)}
