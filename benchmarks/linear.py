@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from benchmarks.harness.gpu import graph_of, stream
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, medians, on_device
-from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_products import DeviceWindow
 
 TITLE, NEEDS_GPU = "Products from the window layout", True
@@ -81,7 +80,7 @@ class Matrix:
 
     def fused(self, x: Any, y: Any) -> None:
         """The product from windows; of many rows, from rows that are decoded."""
-        if len(x) > MOST_ROWS:
+        if len(x) > self._device.most_rows:
             import torch
 
             plain = torch.empty_like(self.plain)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from benchmarks.harness.gpu import graph_of
 from benchmarks.harness.report import Page, note
 from benchmarks.harness.timing import alternate, medians, on_device
-from tpde.cuda.product_ways import MOST_ROWS
+from tpde.cuda.window_experts import MOST_TOKENS
 
 TITLE, NEEDS_GPU = "Experts from the window layout", True
 MOST_ERROR = 1.01  # of PyTorch's
@@ -204,7 +204,7 @@ def _errors_of_experts(
 def options(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     parser.add_argument("--models", nargs="+", choices=list(EXPERTS), default=list(EXPERTS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, MOST_ROWS])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, MOST_TOKENS])
     parser.add_argument("--runs", type=int, default=9)
 
 

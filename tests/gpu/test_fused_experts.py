@@ -10,7 +10,7 @@ from support.experts import NAMES, WAYS, experts_of, moe
 from support.gpu import needs_cuda, torch
 from support.models import VOCAB
 
-from tpde.cuda.product_ways import MOST_ROWS
+from tpde.cuda.window_experts import MOST_TOKENS
 from tpde.nn import PackedTensor, pack_module, packed_modules, set_kernels
 from tpde.weights import windowing
 from tpde.weights.experts_in_windows import parts_in_windows
@@ -69,10 +69,10 @@ def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int, int]) -> No
     matrices = [windowing.encode(it) for it in plain]
     single = [Windowed(it.blob, "matrix", it.window) for it in matrices if it is not None]
     kinds = [one(plain), one(plain.clone(), turned=True)] + ([several(plain, 2)] if rows % 2 == 0 else [])
-    x = torch.randn((MOST_ROWS, columns), device="cuda", generator=draw).bfloat16()
+    x = torch.randn((MOST_TOKENS, columns), device="cuda", generator=draw).bfloat16()
     bias = torch.randn((experts, rows), device="cuda", generator=draw).bfloat16()
     for each in (1, 2):
-        ids = torch.randint(0, experts, (MOST_ROWS * each,), device="cuda", generator=draw)
+        ids = torch.randint(0, experts, (MOST_TOKENS * each,), device="cuda", generator=draw)
         ids[: 2 * each] = experts - 1
         for added in (None, bias):
             needed = torch.cat(
@@ -89,7 +89,7 @@ def test_a_row_has_the_bits_that_it_has_alone(shape: tuple[int, int, int]) -> No
                 for count in (1, 3, 8, 9, 33):
                     some = packed.experts.product(x[:count], ids[: count * each], each, added)
                     assert torch.equal(bits(some), bits(needed[: count * each]))
-    same = torch.full((MOST_ROWS,), experts - 1, device="cuda")
+    same = torch.full((MOST_TOKENS,), experts - 1, device="cuda")
     alone = torch.cat([single[-1].product(row[None], None, False) for row in x])
     for packed in kinds:
         assert torch.equal(bits(packed.experts.product(x, same, 1, None)), bits(alone))

@@ -110,7 +110,7 @@ def test_a_table_is_of_its_shapes(made: Made, path: Path) -> None:
 def test_the_next_larger_count_decides_where_as_many_rows_are_multiplied_at_a_time(
     made: Made, path: Path
 ) -> None:
-    last = {count: made.default(count)[-1] for count in (4, 16, 64)}
+    last = {count: made.default(count)[-1] for count in (4, 16, MOST_ROWS)}
     write(path, {count: it.label for count, it in last.items()})
     made.again()
     for count in range(1, MOST_ROWS + 1):
@@ -172,7 +172,7 @@ DAMAGE = {
     "a shape of nothing": (lambda path: changed(path, choices={"0x8192": {}}), "the shape `0x8192`"),
     "a shape alone": (lambda path: changed(path, choices={"4096x8192": 5}), "the shape `4096x8192`"),
     "no rows": (lambda path: changed(path, choices={"4096x8192": {"0": "a"}}), "names `0` rows"),
-    "too many rows": (lambda path: changed(path, choices={"4096x8192": {"65": "a"}}), "names `65` rows"),
+    "too many rows": (lambda path: changed(path, choices={"4096x8192": {"129": "a"}}), "names `129` rows"),
     "no number": (
         lambda path: changed(path, choices={"4096x8192": {"\x1b[2J": "a"}}),
         r"names `\\x1b\[2J` rows",

@@ -10,7 +10,7 @@ from support.backends import MadeBackend, MadeKernel
 
 from tpde.codec.windows import Window, sections
 from tpde.cuda.capability import DeviceFacts
-from tpde.cuda.product_ways import MOST_ROWS, products_of
+from tpde.cuda.product_ways import MOST_ROWS, most_rows_of, products_of
 from tpde.cuda.window_products import DeviceWindow
 from tpde.errors import UnsupportedDevice
 
@@ -43,6 +43,8 @@ def test_every_way_fits(columns: int, shared: int, groups: bool) -> None:
         (4096, 33, "group_product", 64),
         (14336, 16, "group_product", 16),
         (1 << 20, 64, "group_product", 64),
+        (4096, 65, "group_product", 64),  # in two launches
+        (4096, 128, "group_product", 64),
         (1024, 64, "product", 16),  # blocks of a cluster would have no part
     ],
 )
@@ -75,7 +77,7 @@ def test_x_is_copied_or_not_where_there_is_room(
 
 @pytest.mark.parametrize("count", [0, -1, MOST_ROWS + 1])
 def test_other_numbers_of_rows_are_refused(count: int) -> None:
-    with pytest.raises(ValueError, match="1 to 64"):
+    with pytest.raises(ValueError, match="1 to 128"):
         products_of(sections(32, 64), count, ADA, True)
 
 
@@ -147,6 +149,20 @@ def test_a_part_of_a_device_may_run_no_cluster(launch_on: Any) -> None:
     assert [it[0] for it in found] == ["product"]
     with pytest.raises(UnsupportedDevice, match="no room"):
         made.choose(16, made.ways(16)[0])
+
+
+@pytest.mark.parametrize(
+    ("capability", "columns", "most"),
+    [((9, 0), 2048, 128), ((9, 0), 1792, 64), ((8, 0), 2048, 64), ((10, 0), 2048, 64)],
+)
+def test_more_rows_are_decoded(capability: tuple[int, int], columns: int, most: int) -> None:
+    assert most_rows_of(DeviceFacts("GPU", capability, 132, H200), sections(64, columns)) == most
+
+
+def test_many_rows_take_two_launches(launch_on: Any) -> None:
+    found = Launches(launch_on, (9, 0))
+    there(sections(4096, 4096)).product(0, 4096, 100, 0, 4096, 0, 0)
+    assert [(it[0], it[-4]) for it in found] == [("group_product", 64), ("group_product", 36)]
 
 
 def test_without_groups(launch_on: Any) -> None:

@@ -21,6 +21,7 @@ from tpde.errors import InvalidInput
 
 SOURCE = "window_experts.cu"
 MOST_EXPERTS = 1024  # of a weight: what shared memory has room for
+MOST_TOKENS = 64  # of a call: with more, decoding and the matrix library's product are taken
 MOST_ROUTED = 2048  # rows of y in one launch, likewise
 _ROWS = (8, 16)  # of x at a time
 _HELD_WORDS = 8  # of 64 bits, of a matrix in the table

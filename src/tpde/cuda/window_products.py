@@ -14,13 +14,13 @@ from tpde.codec.windows import ROWS_AT, Window, sections
 from tpde.cuda.backend import Backend, Kernel, KernelLaunch, current
 from tpde.cuda.product_ways import (
     KERNELS,
-    MOST_ROWS,
     PARTS,
     SOURCE,
     WARP_BYTES,
     WARPS,
     Product,
     matrix_defines,
+    most_rows_of,
     ways_of,
 )
 from tpde.cuda.tuning import table_of
@@ -46,6 +46,11 @@ class DeviceWindow:
     ------
     MissingDependency, UnsupportedDevice, CompileError
         If the kernels cannot run.
+
+    Attributes
+    ----------
+    most_rows : int
+        Of x in one call of `product`: with more, decoding is faster.
     """
 
     def __init__(self, window: Window, at: int, device: int) -> None:
@@ -60,6 +65,7 @@ class DeviceWindow:
             np.uint32(window.rows),
             np.uint32(window.columns),
         )
+        self.most_rows = most_rows_of(self._facts, window)
         self._products: dict[int, tuple[int, KernelLaunch]] = {}  # by how many rows x has: those of a launch
 
     def prepare(self) -> None:
@@ -71,7 +77,7 @@ class DeviceWindow:
             If the kernels cannot run.
         """
         _ = self._rows, self._lookup
-        for count in range(1, MOST_ROWS + 1):
+        for count in range(1, self.most_rows + 1):
             self._product(count)
 
     def _decoding(self, name: str) -> Kernel:
@@ -148,7 +154,7 @@ class DeviceWindow:
             Address of rows of as many words as the matrix has columns, and zeros to a multiple of 8; and how
             many words they are apart. Each lies at a multiple of `X_AT` bytes.
         count : int
-            How many rows x has, at most `MOST_ROWS`. More than 8 may take several launches.
+            How many rows x has, at most `most_rows`. More than 8 may take several launches.
         y, y_stride : int
             Address of room for as many rows, and how many words they are apart.
         bias : int

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpde.cuda.product_ways import MOST_ROWS
-from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, DeviceExperts
+from tpde.cuda.window_experts import MOST_EXPERTS, MOST_ROUTED, MOST_TOKENS, DeviceExperts
 from tpde.cuda.window_products import X_AT
 from tpde.errors import InvalidInput
 from tpde.weights.launch import on_device, stream_handle, upload
@@ -94,7 +93,7 @@ class Experts:
 
         An expert has as many rows as there are tokens, at most: so nobody asks the router.
         """
-        few = 0 < tokens <= MOST_ROWS and 0 < routed <= MOST_ROUTED and self._count <= MOST_EXPERTS
+        few = 0 < tokens <= MOST_TOKENS and 0 < routed <= MOST_ROUTED and self._count <= MOST_EXPERTS
         return few and self._there is not None
 
     def product(self, x: Tensor, ids: Tensor, per: int, bias: Tensor | None) -> Tensor:

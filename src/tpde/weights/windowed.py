@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from tpde.codec import windows
 from tpde.codec.native import Bytes
-from tpde.cuda.product_ways import MOST_ROWS
 from tpde.cuda.window_products import X_AT, DeviceWindow
 from tpde.errors import Corrupt, Truncated, UnsupportedVersion
 from tpde.files.thread_count import default_threads
@@ -208,13 +207,13 @@ class Windowed(WindowSource):
 
         Notes
         -----
-        On a GPU, up to `MOST_ROWS` rows of x are multiplied straight from the blob; each gives the same bits
+        On a GPU, up to `most_rows` rows of x are multiplied straight from the blob; each gives the same bits
         in any batch. For more, and on the CPU, rows are decoded and multiplied as plain ones.
         """
         if self._there is not None and x.dim() and x.shape[-1] == self._columns:
             count = x.numel() // self._columns
             kinds = x.dtype is self.kind and (bias is None or bias.dtype is self.kind)
-            if kinds and 0 < count <= MOST_ROWS:
+            if kinds and 0 < count <= self._there.most_rows:
                 return self._product(self._there, x, bias, count)
             if self.nbytes > self.strip_bytes:
                 return self._in_strips(x, bias)

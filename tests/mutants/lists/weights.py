@@ -476,7 +476,7 @@ MUTANTS = (
     mutant(
         "experts-of-any-number-of-tokens",
         "weights/expert_products.py",
-        "0 < tokens <= MOST_ROWS and",
+        "0 < tokens <= MOST_TOKENS and",
         "0 < tokens and",
         "prompts are multiplied eight rows at a time",
         "nn/test_fused_experts.py",
