@@ -22,19 +22,17 @@ TPDE = {"quantization": "tpde"}
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What the plugin logs."""
-    import vllm.config  # noqa: F401 - which sets logging up, and takes other handlers away
-
+    """What the plugin logs: as a filter, since vLLM takes handlers away when it sets logging up."""
     found: list[str] = []
 
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+    def keep(record: logging.LogRecord) -> bool:
+        found.append(record.getMessage())
+        return True
 
-    log, handler = logging.getLogger("vllm.tpde"), Keep()
-    log.addHandler(handler)
+    log = logging.getLogger("vllm.tpde")
+    log.addFilter(keep)
     yield found
-    log.removeHandler(handler)
+    log.removeFilter(keep)
 
 
 def overrides(**said: Any) -> dict[str, Any]:
@@ -97,25 +95,42 @@ def test_damaged_files(models: Models, tmp_path: Path) -> None:
 
 
 def test_what_is_told(models: Models, lines: list[str]) -> None:
-    generated(models["experts-packed"])
+    generated(models["llama-packed"])
     text = "\n".join(lines)
     assert "% less), every bit kept; kernels=fused: " in text
-    assert "2 stay plain: smaller than 16384 bytes" in text
+    assert "experts" not in text
     saved = float(text.split("take ")[1].split(" MiB")[0]), float(text.split("instead of ")[1].split(" ")[0])
-    # Of two layers, with keys and values of two heads of 32 elements of two bytes: 512 bytes a token.
+    # Of two layers, with keys and values of two heads of 64 elements of two bytes: 1024 bytes a token.
     tokens = int(text.split("room for ")[1].split(" ")[0])
-    assert tokens == pytest.approx((saved[1] - saved[0]) * 2**20 / 512, rel=0.1)
+    assert tokens == pytest.approx((saved[1] - saved[0]) * 2**20 / 1024, rel=0.1)
     assert sum("every bit kept" in line for line in lines) == 1
 
 
-def test_experts_under_adapters_stay_plain(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+def test_what_is_told_of_experts(models: Models, lines: list[str]) -> None:
+    """The room in which they are decoded is larger than what is saved of two layers."""
+    generated(models["experts-packed"])
+    text = "\n".join(lines)
+    assert "2 stay plain: smaller than 16384 bytes" in text
+    room = float(text.split("decoded into ")[1].split(" MiB")[0])
+    assert room == pytest.approx(8 * 3 * 192 * 128 * 2 / 2**20, abs=0.05)
+    assert "tokens in the KV cache" not in text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("adapters", "halves", "text"), [(object(), False, "--enable-lora"), (None, True, "--enable-dbo")]
+)
+def test_experts_that_stay_plain(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str], adapters: object, halves: bool, text: str
+) -> None:
     from tpde.integrations.vllm import refusals
 
-    config = SimpleNamespace(lora_config=object())
+    config = SimpleNamespace(lora_config=adapters, parallel_config=SimpleNamespace(use_ubatching=halves))
     monkeypatch.setattr(refusals, "get_current_vllm_config", lambda: config)
     assert not refusals.can_pack_experts()
     assert "experts stay plain" in lines[0]
-    config.lora_config = None
+    assert text in lines[0]
+    config.lora_config, config.parallel_config.use_ubatching = None, False
     assert refusals.can_pack_experts()
 
 

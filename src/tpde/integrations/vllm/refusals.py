@@ -42,10 +42,18 @@ def check() -> None:
 
 
 def can_pack_experts() -> bool:
-    """Whether experts may be packed: adapters on them take plain weights."""
-    if get_current_vllm_config().lora_config is None:
+    """Whether experts may be packed; a warning says why not.
+
+    Adapters on them take plain weights. Where two halves of a batch run at a time, one would decode over what
+    the other multiplies.
+    """
+    config = get_current_vllm_config()
+    if config.lora_config is not None:
+        log.warning("tpde: experts stay plain, as adapters (`--enable-lora`) take them")
+    elif config.parallel_config.use_ubatching:
+        log.warning("tpde: experts stay plain, as halves of a batch (`--enable-dbo`) run at a time")
+    else:
         return True
-    log.warning("tpde: experts stay plain, as adapters (`--enable-lora`) take them")
     return False
 
 
