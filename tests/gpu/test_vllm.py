@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from support.gpu import needs_cuda, torch
 from support.models import assert_same_bits
-from support.vllm import close, engine, generated, kernels, layers, save_experts, save_llama
+from support.vllm import close, engine, generate, generated, kernels, layers, save_experts, save_llama
 
 import tpde
+from tpde.errors import PackedWeight
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed")
 pytestmark = [needs_cuda, pytest.mark.filterwarnings("ignore"), pytest.mark.whole_card]
@@ -70,4 +71,18 @@ def test_experts_straight_from_windows(tmp_path: Path) -> None:
         assert_same_bits(out, found[:8])
     rooms = {it.quant_method._room for it in layers(llm).values() if type(it).__name__ == "RoutedExperts"}
     assert len(rooms) == 1
+    close(llm)
+
+
+def test_sleep(tmp_path: Path) -> None:
+    """Weights come back from level 1; level 2 is refused, and requests go on."""
+    llm = engine(save_experts(tmp_path), quantization="tpde", enable_sleep_mode=True, **MEMORY)
+    before = generate(llm)
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert generate(llm) == before
+    with pytest.raises(PackedWeight, match="throws weights away"):
+        llm.sleep(level=2)
+    llm.wake_up()
+    assert generate(llm) == before
     close(llm)

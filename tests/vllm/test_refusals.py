@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.vllm import close, engine, generated, kernels
+from support.vllm import close, engine, generate, generated, kernels, layers
 
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, UnsupportedVersion
 
@@ -70,10 +70,70 @@ def test_another_quantization_of_a_packed_model(models: Models) -> None:
 
 def test_reloading(models: Models) -> None:
     """Other weights cannot be put in the place of packed ones that serve."""
-    llm = engine(models["llama"], **TPDE)
+    import torch
+
+    llm = engine(models["experts"], **TPDE)
+    names = [name for name, it in layers(llm)[""].named_parameters() if it.dtype is torch.uint8]
+    assert len(names) == 2 + 2 * 4
+    before = generate(llm)
+    for name in names:
+        for value in (torch.zeros(64, 64), torch.zeros((), dtype=torch.uint8)):
+            how = {"weights_iterator": [(name, value)], "is_checkpoint_format": False}
+            with pytest.raises(PackedWeight, match=r"is packed, and serves"):
+                llm.collective_rpc("reload_weights", kwargs=how)
+    assert generate(llm) == before
     with pytest.raises(PackedWeight, match="is packed, and serves"):
         llm.collective_rpc("reload_weights")
     close(llm)
+
+
+@pytest.mark.quick
+def test_sleep_that_loses_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vLLM's own way to sleep, level 1 is left as it is."""
+    import vllm.device_allocator
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    from tpde.integrations.vllm import sleep_mode
+
+    slept: list[Any] = []
+
+    def sleep(offload_tags: Any) -> None:
+        slept.append(offload_tags)
+
+    memory = SimpleNamespace(sleep=sleep, wake_up=slept.append, discard=slept.append)
+    monkeypatch.setattr(vllm.device_allocator, "get_mem_allocator_instance", lambda: memory)
+    for asked, name in ((False, "cumem"), (True, "another")):
+        config = SimpleNamespace(enable_sleep_mode=asked, sleep_mode_backend=name)
+        sleep_mode.choose(config)
+        assert config.sleep_mode_backend == name
+    config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
+    for _ in range(2):
+        sleep_mode.choose(config)
+    way = SleepModeBackendFactory.create_backend(config)
+    for lose in (lambda: way.suspend(2), lambda: way.discard(("weights", "kv_cache"))):
+        with pytest.raises(PackedWeight, match="throws weights away"):
+            lose()
+    assert slept == []
+    way.suspend(1)
+    way.resume(None)
+    assert "weights" in slept[0]
+    assert slept[1:] == [None]
+
+
+@pytest.mark.quick
+def test_a_model_that_may_sleep_sleeps_our_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.integrations.vllm import internals, refusals
+
+    model = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem", quantization_config=None)
+    offload = SimpleNamespace(
+        uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
+    )
+    load = SimpleNamespace(load_format="auto")
+    config = SimpleNamespace(model_config=model, offload_config=offload, load_config=load)
+    for module in (refusals, internals):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
+    refusals.check()
+    assert model.sleep_mode_backend == "tpde"
 
 
 @pytest.mark.quick

@@ -23,7 +23,7 @@ How it fits together:
 - `loader` decodes packed files tensor by tensor, before vLLM looks at names: by the mapper of checkpoint
   names, which vLLM asks the configuration for, or by the load format `tpde`.
 - `internals` has what differs between versions of vLLM, and all that its documentation does not describe.
-- `refusals` names what does not work, `report` says what was gained.
+- `refusals` names what does not work, `sleep_mode` what of vLLM's sleep does, `report` says what was gained.
 """
 
 from __future__ import annotations

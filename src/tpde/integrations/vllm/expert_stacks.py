@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tpde.format.blob_header import align
-from tpde.integrations.vllm.internals import replace_parameter
-from tpde.integrations.vllm.weights import give_handle
+from tpde.integrations.vllm.weights import Blob, give_handle
 from tpde.weights.launch import capturing
 from tpde.weights.source import ALIGN
 
@@ -83,7 +82,7 @@ class ExpertStack:
         self._layer, self._room, self._begin = weakref.ref(layer), room, begin
         room.reserve(self.end)
         packed.prepare()
-        replace_parameter(layer, name, packed.sources[0].memory)
+        setattr(layer, name, Blob.of(packed))
         give_handle(self, layer, self.handle, packed.device)
 
     def chosen(self, ids: Tensor | None) -> list[int] | None:

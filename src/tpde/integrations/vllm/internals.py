@@ -12,31 +12,35 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import ModelConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.models.utils import WeightsMapper
-from vllm.model_executor.utils import replace_parameter
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.utils.torch_utils import direct_register_custom_op
 
 __all__ = [
+    "CuMemBackend",
     "FusedMoEMethodBase",
     "RoutedExperts",
+    "SleepModeBackendFactory",
     "UnquantizedFusedMoEMethod",
     "WeightsMapper",
     "apply_moe_activation",
     "direct_register_custom_op",
     "initialize_online_processing",
-    "replace_parameter",
 ]
 
 # Names in vLLM, each with what does not work without it.
 RELIED_ON = {
     "config.VllmConfig": "refusals: it has `offload_config`, `model_config`, `load_config`, `lora_config`",
+    "config.ModelConfig.sleep_mode_backend": "sleeping, which asks the configuration by that name",
     "config.ParallelConfig.use_ubatching": "experts: two halves of a batch at a time",
     "config.get_current_vllm_config_or_none": "what the KV cache has room for",
+    "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
+    "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.is_monolithic": "experts: which `apply` is called",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.maybe_roundup_sizes": "experts of odd sizes",
     "model_executor.layers.fused_moe.RoutedExperts": "experts: they would stay plain",
@@ -49,7 +53,6 @@ RELIED_ON = {
     "model_executor.model_loader.DefaultModelLoader.get_all_weights": "`--load-format tpde`",
     "model_executor.model_loader.reload.layerwise.initialize_online_processing": "packing by layers",
     "model_executor.models.utils.WeightsMapper.apply": "packed files",
-    "model_executor.utils.replace_parameter": "experts",
     "transformers_utils.config.get_safetensors_params_metadata": "untied heads",
     "utils.torch_utils.direct_register_custom_op": "compiled code",
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput
+from tpde.integrations.vllm import refusals
 from tpde.integrations.vllm.report import LoadReport
 from tpde.nn.kernels import MOST_SHARE
 from tpde.nn.pack_model import MIN_BYTES
@@ -58,6 +59,29 @@ def _in_windows(plain: Tensor, name: str) -> PackedTensor | None:
     return None if made is None else PackedTensor(made)
 
 
+class Blob(nn.Parameter):
+    """A blob where a module has a parameter. Other values are not written into it."""
+
+    name = ""
+
+    @classmethod
+    def of(cls, packed: PackedTensor) -> Blob:
+        """That of a packed weight of one source."""
+        made = cls(packed.sources[0].memory, requires_grad=False)
+        made.name = packed.name
+        return made
+
+    def copy_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse it: vLLM writes weights so that are as it has them in memory.
+
+        Raises
+        ------
+        PackedWeight
+            Always.
+        """
+        raise refusals.no_reload(self.name)
+
+
 class Weight:
     """The weight of a linear layer or an embedding, as its module holds it.
 
@@ -77,7 +101,7 @@ class Weight:
         if packed is None:
             method.process_weights_after_loading(layer)
         else:
-            layer.weight = nn.Parameter(packed.sources[0].memory, requires_grad=False)
+            layer.weight = Blob.of(packed)
             packed.prepare()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
