@@ -97,10 +97,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if packed is not None:
                 self._stacks[name] = ExpertStack(layer, name, packed, self._room, end)
                 end = self._stacks[name].end
-        for (
-            name,
-            loader,
-        ) in loaders.items():  # to which vLLM brings other ranks' experts, for it to leave them
+        for name, loader in loaders.items():  # vLLM brings them experts of other ranks, too, which they leave
             layer.get_parameter(name).weight_loader = loader
         self._report.room_bytes = self._room.nbytes
         self._choose(layer)
@@ -108,12 +105,13 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def _choose(self, layer: Any) -> None:
         """Settle whether few rows are multiplied from windows, and say why not."""
         assert self._stacks is not None
-        in_windows = [it.packed.of_experts for it in self._stacks.values()]
-        if in_windows == [True, True]:
-            why_not = internals.why_decoded(self._plain, layer)
-            self._multiplies = why_not is None
-            if why_not is not None and layer.get_parameter(NAMES[0]).is_cuda:
-                self._report.decoded(why_not)
+        if self._report.kernels == "exact" or not self._stacks:
+            return
+        in_windows = [it.packed.of_experts for it in self._stacks.values()] == [True, True]
+        why_not = internals.why_decoded(self._plain, layer) if in_windows else "windows do not hold them"
+        self._multiplies = why_not is None
+        if why_not is not None and layer.get_parameter(NAMES[0]).is_cuda:
+            self._report.decoded(why_not)
 
     def _with_weights(self, layer: Any, ids: Tensor | None) -> Any:
         """The layer with its experts decoded."""
