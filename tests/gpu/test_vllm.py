@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.gpu import needs_cuda
-from support.vllm import generated, kernels, save_experts, save_llama
+from support.gpu import needs_cuda, torch
+from support.models import assert_same_bits
+from support.vllm import close, engine, generate, generated, kernels, layers, save_experts, save_llama
 
 import tpde
+from tpde.errors import PackedWeight
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed")
 pytestmark = [needs_cuda, pytest.mark.filterwarnings("ignore"), pytest.mark.whole_card]
@@ -44,3 +46,43 @@ def test_fused_in_eager_mode(model: Path) -> None:
     found = generated(model, quantization="tpde", **MEMORY)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.logprobs[0] == pytest.approx(theirs.logprobs[0], abs=0.1)
+
+
+def test_experts_straight_from_windows(tmp_path: Path) -> None:
+    """A row has the same bits in any batch of few, recorded too; more are decoded into the room."""
+    llm = engine(save_experts(tmp_path), quantization="tpde", **MEMORY)
+    layer = next(it for it in layers(llm).values() if type(it).__name__ == "RoutedExperts")
+    method, draw = layer.quant_method, torch.Generator("cuda").manual_seed(0)
+    assert method._multiplies
+    x = torch.randn((65, layer.hidden_size), device="cuda", generator=draw).bfloat16()
+    scores, ids = torch.rand((65, 8), device="cuda", generator=draw).softmax(1).topk(2)
+    ids = ids.to(torch.int32)
+    rest = {"shared_experts": None, "shared_experts_input": None}
+    with torch.inference_mode():
+        many = method.apply(layer, x, scores, ids, **rest)
+        found = method.apply(layer, x[:64], scores[:64], ids[:64], **rest)
+        assert torch.allclose(found, many[:64], rtol=0.02, atol=0.02)
+        for some in (slice(0, 1), slice(5, 13), slice(30, 64)):
+            assert_same_bits(method.apply(layer, x[some], scores[some], ids[some], **rest), found[some])
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
+            out = method.apply(layer, x[:8], scores[:8], ids[:8], **rest)
+        recorded.replay()
+        assert_same_bits(out, found[:8])
+    rooms = {it.quant_method._room for it in layers(llm).values() if type(it).__name__ == "RoutedExperts"}
+    assert len(rooms) == 1
+    close(llm)
+
+
+def test_sleep(tmp_path: Path) -> None:
+    """Weights come back from level 1; level 2 is refused, and requests go on."""
+    llm = engine(save_experts(tmp_path), quantization="tpde", enable_sleep_mode=True, **MEMORY)
+    before = generate(llm)
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert generate(llm) == before
+    with pytest.raises(PackedWeight, match="throws weights away"):
+        llm.sleep(level=2)
+    llm.wake_up()
+    assert generate(llm) == before
+    close(llm)

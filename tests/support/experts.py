@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,9 +53,7 @@ def experts_of(model: Any) -> list[Any]:
     return [slot.packed for slot in slots if len(slot.shape) == 3]
 
 
-@pytest.fixture
-def as_on_gpu(windows_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that has a model's experts multiplied by kernels, which run on the CPU."""
+def _placing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     from tpde.cuda.window_experts import DeviceExperts
     from tpde.weights import expert_products
     from tpde.weights.windowed_experts import WindowedExperts
@@ -63,29 +62,45 @@ def as_on_gpu(windows_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(expert_products, "stream_handle", lambda device: 0)
     kept: list[Any] = []
 
-    def place(model: Any) -> Any:
-        for packed in experts_of(model):
-            first, matrices = packed.sources[0], []
-            stack = isinstance(first, WindowedExperts)
-            for source in packed.sources:
-                memory = source.memory.numpy()
-                there = room(memory.size, 128, 0)
-                there[:] = memory
-                kept.append(there)
-                at = there.ctypes.data
-                if stack:
-                    matrices += zip(
-                        source.stack.windows, (at + it for it in source.stack.starts), strict=True
-                    )
-                else:
-                    matrices.append((source.window, at))
-            made = DeviceExperts(matrices, packed.shape[0], stack and first.stack.turned, 0)
-            made.table_at = made.table.ctypes.data
-            packed.experts._there = made
-            packed._decoder = None
-        return model
+    def place(packed: Any) -> Any:
+        first, matrices = packed.sources[0], []
+        stack = isinstance(first, WindowedExperts)
+        for source in packed.sources:
+            memory = source.memory.numpy()
+            there = room(memory.size, 128, 0)
+            there[:] = memory
+            kept.append(there)
+            at = there.ctypes.data
+            if stack:
+                matrices += zip(source.stack.windows, (at + it for it in source.stack.starts), strict=True)
+            else:
+                matrices.append((source.window, at))
+        made = DeviceExperts(matrices, packed.shape[0], stack and first.stack.turned, 0)
+        made.table_at = made.table.ctypes.data
+        packed.experts._there = made
+        packed._decoder = None
+        return packed
 
     return place
+
+
+@pytest.fixture
+def experts_on_gpu(windows_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """A function that has a packed weight of experts multiplied by kernels, which run on the CPU."""
+    return _placing(monkeypatch)
+
+
+@pytest.fixture
+def as_on_gpu(windows_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """The same for all experts of a model."""
+    place = _placing(monkeypatch)
+
+    def place_all(model: Any) -> Any:
+        for packed in experts_of(model):
+            place(packed)
+        return model
+
+    return place_all
 
 
 def bf16(words: np.ndarray) -> Any:

@@ -74,7 +74,7 @@ def save_experts(directory: Path) -> Path:
     config = Qwen3MoeConfig(
         hidden_size=128,
         intermediate_size=256,
-        moe_intermediate_size=96,
+        moe_intermediate_size=192,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

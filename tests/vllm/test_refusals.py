@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.vllm import close, engine, generated, kernels
+from support.vllm import close, engine, generate, generated, kernels, layers
 
 from tpde.errors import Corrupt, InvalidInput, PackedWeight, UnsupportedVersion
 
@@ -22,19 +22,17 @@ TPDE = {"quantization": "tpde"}
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What the plugin logs."""
-    import vllm.config  # noqa: F401 - which sets logging up, and takes other handlers away
-
+    """What the plugin logs: as a filter, since vLLM takes handlers away when it sets logging up."""
     found: list[str] = []
 
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+    def keep(record: logging.LogRecord) -> bool:
+        found.append(record.getMessage())
+        return True
 
-    log, handler = logging.getLogger("vllm.tpde"), Keep()
-    log.addHandler(handler)
+    log = logging.getLogger("vllm.tpde")
+    log.addFilter(keep)
     yield found
-    log.removeHandler(handler)
+    log.removeFilter(keep)
 
 
 def overrides(**said: Any) -> dict[str, Any]:
@@ -72,10 +70,70 @@ def test_another_quantization_of_a_packed_model(models: Models) -> None:
 
 def test_reloading(models: Models) -> None:
     """Other weights cannot be put in the place of packed ones that serve."""
-    llm = engine(models["llama"], **TPDE)
+    import torch
+
+    llm = engine(models["experts"], **TPDE)
+    names = [name for name, it in layers(llm)[""].named_parameters() if it.dtype is torch.uint8]
+    assert len(names) == 2 + 2 * 4
+    before = generate(llm)
+    for name in names:
+        for value in (torch.zeros(64, 64), torch.zeros((), dtype=torch.uint8)):
+            how = {"weights_iterator": [(name, value)], "is_checkpoint_format": False}
+            with pytest.raises(PackedWeight, match=r"is packed, and serves"):
+                llm.collective_rpc("reload_weights", kwargs=how)
+    assert generate(llm) == before
     with pytest.raises(PackedWeight, match="is packed, and serves"):
         llm.collective_rpc("reload_weights")
     close(llm)
+
+
+@pytest.mark.quick
+def test_sleep_that_loses_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vLLM's own way to sleep, level 1 is left as it is."""
+    import vllm.device_allocator
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    from tpde.integrations.vllm import sleep_mode
+
+    slept: list[Any] = []
+
+    def sleep(offload_tags: Any) -> None:
+        slept.append(offload_tags)
+
+    memory = SimpleNamespace(sleep=sleep, wake_up=slept.append, discard=slept.append)
+    monkeypatch.setattr(vllm.device_allocator, "get_mem_allocator_instance", lambda: memory)
+    for asked, name in ((False, "cumem"), (True, "another")):
+        config = SimpleNamespace(enable_sleep_mode=asked, sleep_mode_backend=name)
+        sleep_mode.choose(config)
+        assert config.sleep_mode_backend == name
+    config = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem")
+    for _ in range(2):
+        sleep_mode.choose(config)
+    way = SleepModeBackendFactory.create_backend(config)
+    for lose in (lambda: way.suspend(2), lambda: way.discard(("weights", "kv_cache"))):
+        with pytest.raises(PackedWeight, match="throws weights away"):
+            lose()
+    assert slept == []
+    way.suspend(1)
+    way.resume(None)
+    assert "weights" in slept[0]
+    assert slept[1:] == [None]
+
+
+@pytest.mark.quick
+def test_a_model_that_may_sleep_sleeps_our_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpde.integrations.vllm import internals, refusals
+
+    model = SimpleNamespace(enable_sleep_mode=True, sleep_mode_backend="cumem", quantization_config=None)
+    offload = SimpleNamespace(
+        uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)
+    )
+    load = SimpleNamespace(load_format="auto")
+    config = SimpleNamespace(model_config=model, offload_config=offload, load_config=load)
+    for module in (refusals, internals):
+        monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
+    refusals.check()
+    assert model.sleep_mode_backend == "tpde"
 
 
 @pytest.mark.quick
@@ -97,25 +155,42 @@ def test_damaged_files(models: Models, tmp_path: Path) -> None:
 
 
 def test_what_is_told(models: Models, lines: list[str]) -> None:
-    generated(models["experts-packed"])
+    generated(models["llama-packed"])
     text = "\n".join(lines)
     assert "% less), every bit kept; kernels=fused: " in text
-    assert "2 stay plain: smaller than 16384 bytes" in text
+    assert "experts" not in text
     saved = float(text.split("take ")[1].split(" MiB")[0]), float(text.split("instead of ")[1].split(" ")[0])
-    # Of two layers, with keys and values of two heads of 32 elements of two bytes: 512 bytes a token.
+    # Of two layers, with keys and values of two heads of 64 elements of two bytes: 1024 bytes a token.
     tokens = int(text.split("room for ")[1].split(" ")[0])
-    assert tokens == pytest.approx((saved[1] - saved[0]) * 2**20 / 512, rel=0.1)
+    assert tokens == pytest.approx((saved[1] - saved[0]) * 2**20 / 1024, rel=0.1)
     assert sum("every bit kept" in line for line in lines) == 1
 
 
-def test_experts_under_adapters_stay_plain(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+def test_what_is_told_of_experts(models: Models, lines: list[str]) -> None:
+    """The room in which they are decoded is larger than what is saved of two layers."""
+    generated(models["experts-packed"])
+    text = "\n".join(lines)
+    assert "2 stay plain: smaller than 16384 bytes" in text
+    room = float(text.split("decoded into ")[1].split(" MiB")[0])
+    assert room == pytest.approx(8 * 3 * 192 * 128 * 2 / 2**20, abs=0.05)
+    assert "tokens in the KV cache" not in text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("adapters", "halves", "text"), [(object(), False, "--enable-lora"), (None, True, "--enable-dbo")]
+)
+def test_experts_that_stay_plain(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str], adapters: object, halves: bool, text: str
+) -> None:
     from tpde.integrations.vllm import refusals
 
-    config = SimpleNamespace(lora_config=object())
+    config = SimpleNamespace(lora_config=adapters, parallel_config=SimpleNamespace(use_ubatching=halves))
     monkeypatch.setattr(refusals, "get_current_vllm_config", lambda: config)
     assert not refusals.can_pack_experts()
     assert "experts stay plain" in lines[0]
-    config.lora_config = None
+    assert text in lines[0]
+    config.lora_config, config.parallel_config.use_ubatching = None, False
     assert refusals.can_pack_experts()
 
 

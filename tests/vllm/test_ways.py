@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.models import torch
 from support.vllm import Generated, close, engine, generate, generated, kernels
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed: `make test-vllm` runs these")
@@ -47,8 +48,35 @@ def test_two_workers(models: Models) -> None:
     assert generated(models["experts-packed"], tensor_parallel_size=2) == wanted
 
 
+def test_two_stages(models: Models) -> None:
+    """Pipeline parallelism. Compiled, since vLLM 0.32's CPU build runs stages after a warm-up alone."""
+    two = {"pipeline_parallel_size": 2, "enforce_eager": False}
+    assert_same_tokens(generated(models["llama-packed"], **two), generated(models["llama"], **two))
+
+
+def test_guesses_from_the_prompt(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of their own: vLLM makes no second engine in one that has guessed so."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    how = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    wanted = generated(models["llama"], speculative_config=how)
+    assert generated(models["llama-packed"], speculative_config=how) == wanted
+
+
+def test_guesses_of_a_draft(models: Models) -> None:
+    """The model is its own draft, so that guesses are taken: packed files, or packed as they are loaded."""
+    how = {"method": "draft_model", "num_speculative_tokens": 3}
+    wanted = generated(models["llama"], speculative_config=how | {"model": str(models["llama"])})
+    packed = how | {"model": str(models["llama-packed"])}
+    assert generated(models["llama-packed"], speculative_config=packed) == wanted
+    loaded = how | {"model": str(models["llama"]), "quantization": "tpde"}
+    llm = engine(models["llama"], speculative_config=loaded, **TPDE)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    assert {it.weight.dtype for it in runner.drafter.model.modules() if hasattr(it, "tpde")} == {torch.uint8}
+    assert generate(llm) == wanted
+    close(llm)
+
+
 def test_adapters(models: Models, tmp_path: Path) -> None:
-    import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
     from vllm.lora.request import LoRARequest

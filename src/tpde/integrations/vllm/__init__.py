@@ -15,13 +15,15 @@ How it fits together:
   (`handle_operators`), and depends on no number, size or form of a weight: all layers share it, vLLM's cache
   of compiled code holds for the next process, and CUDA graphs keep addresses that stay.
 - What is computed from decoded weights goes through the method that the plain layer would have, with its
-  kernels and bits. Only products from the window layout (`kernels="fused"`, on GPUs) are ours.
+  kernels and bits. Only products from the window layout (`kernels="fused"`, on GPUs) are ours: of linear
+  layers, and of experts (`internals.why_decoded` says of which not).
 - Decoded weights are in fresh memory each time. vLLM runs layers on several streams, which one workspace
   would have to keep apart; PyTorch's allocator does. Profiling sees that memory, and graphs share a pool.
+  Experts alone share one room (`expert_stacks`): theirs is large, and all layers run them on one stream.
 - `loader` decodes packed files tensor by tensor, before vLLM looks at names: by the mapper of checkpoint
   names, which vLLM asks the configuration for, or by the load format `tpde`.
 - `internals` has what differs between versions of vLLM, and all that its documentation does not describe.
-- `refusals` names what does not work, `report` says what was gained.
+- `refusals` names what does not work, `sleep_mode` what of vLLM's sleep does, `report` says what was gained.
 """
 
 from __future__ import annotations

@@ -49,11 +49,13 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
     def __init__(self, kernels: str = "fused", version: int = VERSION, source: Any = None) -> None:
         super().__init__()
         from tpde.integrations.vllm import loader
+        from tpde.integrations.vllm.expert_stacks import Room
         from tpde.nn.kernels import check_kernels
 
         PackedConfig(version, source)
         self.kernels = check_kernels(kernels)
         self.report = LoadReport(self.kernels)
+        self._room = Room()
         loader.register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -142,10 +144,9 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-        from tpde.integrations.vllm import refusals
+        from tpde.integrations.vllm import internals, refusals
         from tpde.integrations.vllm.embedding_method import TpdeEmbeddingMethod
         from tpde.integrations.vllm.experts_method import TpdeExpertsMethod
-        from tpde.integrations.vllm.internals import RoutedExperts
         from tpde.integrations.vllm.linear_method import TpdeLinearMethod
 
         refusals.check()
@@ -153,6 +154,7 @@ class TpdeConfig(QuantizationConfig):  # type: ignore[misc]
             return TpdeLinearMethod(self.report, prefix)
         if isinstance(layer, VocabParallelEmbedding):
             return TpdeEmbeddingMethod(self.report, prefix)
-        if isinstance(layer, RoutedExperts) and refusals.can_pack_experts():
-            return TpdeExpertsMethod(self.report, layer.moe_config, prefix)
+        if isinstance(layer, internals.RoutedExperts) and refusals.can_pack_experts():
+            plain = internals.UnquantizedFusedMoEMethod(layer.moe_config)
+            return TpdeExpertsMethod(self.report, plain, self._room, prefix)
         return None

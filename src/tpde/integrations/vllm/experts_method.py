@@ -2,87 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from tpde.integrations.vllm import handle_operators, refusals
-from tpde.integrations.vllm.internals import (
-    FusedMoEMethodBase,
-    UnquantizedFusedMoEMethod,
-    initialize_online_processing,
-    replace_parameter,
-)
+from tpde.integrations.vllm import handle_operators, internals, refusals
+from tpde.integrations.vllm.expert_stacks import ExpertStack, Room
+from tpde.integrations.vllm.internals import FusedMoEMethodBase, apply_moe_activation
 from tpde.integrations.vllm.report import LoadReport
-from tpde.integrations.vllm.weights import give_handle, hold
-from tpde.weights.launch import capturing
-from tpde.weights.span import Span
-
-if TYPE_CHECKING:
-    from tpde.weights.packed_tensor import PackedTensor
+from tpde.integrations.vllm.weights import hold
+from tpde.weights.expert_products import Experts
 
 NAMES = ("w13_weight", "w2_weight")
-
-
-class ExpertStack:
-    """The matrices of all experts for one of the two products, packed as one tall matrix.
-
-    Parameters
-    ----------
-    layer : nn.Module
-        Whose they are. It gets the blob in their place.
-    name : str
-        Of its parameter.
-    packed : PackedTensor
-        Of two dimensions: the experts' matrices, one below the other.
-    """
-
-    def __init__(self, layer: Any, name: str, packed: PackedTensor) -> None:
-        self._layer, self.packed = weakref.ref(layer), packed
-        self.handle, self.shape = f"tpde_{name}", list(layer.get_parameter(name).shape)
-        packed.prepare()
-        replace_parameter(layer, name, packed.sources[0].memory)
-        give_handle(self, layer, self.handle, packed.device)
-
-    def decoded_for(self, ids: Tensor | None) -> Tensor:
-        """The matrices as plain vLLM takes them, for what a router chose; of others, anything. None is all.
-
-        The host has to know which these are, so that it waits for the device. While a CUDA graph is recorded
-        it cannot, and all are decoded.
-        """
-        if ids is None or ids.numel() >= self.shape[0] or capturing(ids.device):
-            return self.decoded(None)
-        numbers = torch.unique(ids)
-        layer: Any = self._layer()
-        if layer.expert_map is not None:
-            numbers = torch.unique(layer.expert_map[numbers.long()])
-        return self.decoded([it for it in numbers.tolist() if it >= 0])
-
-    def decoded(self, experts: list[int] | None) -> Tensor:
-        """The matrices of some experts, in a tensor with room for all; None is all."""
-        if experts is None:
-            return self.packed.decoded().view(self.shape)
-        size = self.packed.nbytes
-        step = size // self.shape[0]
-        with torch.inference_mode(False), torch.no_grad():
-            room = torch.empty(size, dtype=torch.uint8, device=self.packed.device)
-            for first, last in _runs(experts):
-                part = room[first * step : (last + 1) * step].view(self.packed.dtype)
-                Span(self.packed, first * step, (last + 1) * step).decode_to(part)
-            return room.view(self.packed.dtype).view(self.shape)
-
-
-def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs: first and last of each."""
-    found: list[tuple[int, int]] = []
-    for it in numbers:
-        if found and found[-1][1] + 1 == it:
-            found[-1] = found[-1][0], it
-        else:
-            found.append((it, it))
-    return found
 
 
 class _Decoded:
@@ -96,29 +29,32 @@ class _Decoded:
 
 
 class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Holds experts packed. The experts that are used are decoded, and vLLM's own kernels multiply.
+    """Holds experts packed.
 
-    What is packed is what these kernels take, in the order of their words: vLLM's method prepares plain
-    weights for them first.
+    What is packed is what vLLM's kernels take, in the order of their words: vLLM's method prepares plain
+    weights for them first. Where that is the order of files, few rows are multiplied straight from windows.
+    Otherwise the experts that are used are decoded, and vLLM's kernels multiply.
 
     Parameters
     ----------
     report : LoadReport
         Which kernels are wanted, and where it is counted what becomes of the weights.
-    moe : FusedMoEConfig
-        vLLM's description of the experts.
+    plain : UnquantizedFusedMoEMethod
+        vLLM's own for plain experts.
+    room : Room
+        Where experts are decoded.
     name : str
         What errors call the layer.
     """
 
     uses_meta_device = True
 
-    def __init__(self, report: LoadReport, moe: Any, name: str) -> None:
-        super().__init__(moe)
-        self._report, self._name = report, name
-        self._plain = UnquantizedFusedMoEMethod(moe)
-        self.experts_cls = self._plain.experts_cls
+    def __init__(self, report: LoadReport, plain: Any, room: Room, name: str) -> None:
+        super().__init__(plain.moe)
+        self._report, self._plain, self._room, self._name = report, plain, room, name
+        self.experts_cls = plain.experts_cls
         self._stacks: dict[str, ExpertStack] | None = None
+        self._multiplies = False
 
     @property
     def is_monolithic(self) -> bool:
@@ -129,7 +65,7 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Give the layer the weights that a plain one has, without memory, until all of them were read."""
         with torch.device("meta"):
             self._plain.create_weights(layer, *args, **kwargs)
-        initialize_online_processing(layer)
+        internals.initialize_online_processing(layer)
 
     def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> Any:
         """As for plain weights."""
@@ -145,33 +81,78 @@ class TpdeExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if any(layer.get_parameter(name).dtype != torch.uint8 for name in self._stacks):
                 raise refusals.no_reload(self._name)
             return
+        loaders = {name: getattr(layer.get_parameter(name), "weight_loader", None) for name in NAMES}
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel = self._plain.moe_kernel
         self.moe_quant_config = self._plain.moe_quant_config
         self._stacks = {}
+        end = 0
         for name in NAMES:
             weight = layer.get_parameter(name).detach()
             if not weight.is_contiguous() or weight.dim() < 2:
                 self._report.plain(weight.nbytes, "experts whose kernels take a layout with gaps")
                 continue
-            packed = hold(self._report, weight.view(-1, weight.shape[-1]), f"{self._name}.{name}")
+            matrices = weight.view(len(weight), -1, weight.shape[-1])
+            packed = hold(self._report, matrices, f"{self._name}.{name}")
             if packed is not None:
-                self._stacks[name] = ExpertStack(layer, name, packed)
+                self._stacks[name] = ExpertStack(layer, name, packed, self._room, end)
+                end = self._stacks[name].end
+        for name, loader in loaders.items():  # vLLM brings them experts of other ranks, too, which they leave
+            layer.get_parameter(name).weight_loader = loader
+        self._report.room_bytes = self._room.nbytes
+        self._choose(layer)
+
+    def _choose(self, layer: Any) -> None:
+        """Settle whether few rows are multiplied from windows, and say why not."""
+        assert self._stacks is not None
+        if self._report.kernels == "exact" or not self._stacks:
+            return
+        in_windows = [it.packed.of_experts for it in self._stacks.values()] == [True, True]
+        why_not = internals.why_decoded(self._plain, layer) if in_windows else "windows do not hold them"
+        self._multiplies = why_not is None
+        if why_not is not None and layer.get_parameter(NAMES[0]).is_cuda:
+            self._report.decoded(why_not)
 
     def _with_weights(self, layer: Any, ids: Tensor | None) -> Any:
-        """The layer with its experts decoded: the seam for products straight from packed ones."""
+        """The layer with its experts decoded."""
         assert self._stacks is not None
-        weights = [getattr(layer, name) for name in NAMES]
-        for number, name in enumerate(NAMES):
-            if (stack := self._stacks.get(name)) is not None:
-                handle = getattr(layer, stack.handle)
-                weights[number] = handle_operators.experts(ids, handle, stack.shape, stack.packed.dtype)
-        return _Decoded(layer, *weights)
+        weights = {name: getattr(layer, name) for name in NAMES}
+        if is_compiling():  # on the CPU: on GPUs, what the compiler sees is vLLM's operator of a whole layer
+            for name, it in self._stacks.items():
+                handle = getattr(layer, it.handle)
+                weights[name] = handle_operators.experts(ids, handle, it.shape, it.packed.dtype)
+        elif self._stacks:
+            some = next(iter(self._stacks.values())).chosen(ids)
+            weights |= {name: it.in_room(some) for name, it in self._stacks.items()}
+        return _Decoded(layer, *weights.values())
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, **rest: Any) -> Any:
         """The experts' outputs, weighted and added up."""
+        if self._multiplies and self._fits(x, topk_ids):
+            return self._from_windows(layer, x, topk_weights, topk_ids)
         return self._plain.apply(self._with_weights(layer, topk_ids), x, topk_weights, topk_ids, **rest)
 
     def apply_monolithic(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """The same, of kernels that route by themselves: all experts are decoded."""
         return self._plain.apply_monolithic(self._with_weights(layer, None), *args, **kwargs)
+
+    def _experts(self) -> list[Experts]:
+        assert self._stacks is not None
+        return [self._stacks[name].packed.experts for name in NAMES]
+
+    def _fits(self, x: Tensor, topk_ids: Tensor) -> bool:
+        tokens, rows = len(x), topk_ids.numel()
+        return x.dtype is torch.bfloat16 and all(it.fits(tokens, rows) for it in self._experts())
+
+    def _from_windows(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """Both products with what is between them, and each token's sum over its experts.
+
+        What else there is to a layer, vLLM does with the result: scaling, shared experts, sums over ranks.
+        """
+        first, second = self._experts()
+        (tokens, each), ids = topk_ids.shape, topk_ids.reshape(-1).long()
+        y = first.product(x, ids, each, None)
+        gated = y.new_empty((len(y), second.columns))
+        apply_moe_activation(layer.activation, gated, y)
+        y = second.product(gated, ids, 1, None).view(tokens, each, -1)
+        return (y * topk_weights.unsqueeze(-1)).sum(1).to(x.dtype)

@@ -31,7 +31,8 @@ def _embedding_like(ids: Tensor, handle: Tensor, width: int, dtype: torch.dtype)
 
 
 def _experts(ids: Tensor | None, handle: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    made: Tensor = held_by(handle).decoded_for(ids)
+    stack = held_by(handle)
+    made: Tensor = stack.decoded(stack.chosen(ids))
     return made
 
 

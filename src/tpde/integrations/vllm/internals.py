@@ -4,7 +4,7 @@ Documented are configurations and methods of quantization, the methods for plain
 and the current configuration; the other modules here import these from vLLM, and all else from here.
 `RELIED_ON` says what breaks without each, and a test looks for all of them in the version that is installed.
 
-vLLM 0.27 to 0.32 have all of this. Where they differ, a function here says so.
+vLLM 0.25.1 to 0.32 have all of this. Where they differ, a function here says so.
 """
 
 from __future__ import annotations
@@ -12,31 +12,40 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import ModelConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend, SleepModeBackendFactory
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.models.utils import WeightsMapper
-from vllm.model_executor.utils import replace_parameter
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.utils.torch_utils import direct_register_custom_op
 
 __all__ = [
+    "CuMemBackend",
     "FusedMoEMethodBase",
     "RoutedExperts",
+    "SleepModeBackendFactory",
     "UnquantizedFusedMoEMethod",
     "WeightsMapper",
+    "apply_moe_activation",
     "direct_register_custom_op",
     "initialize_online_processing",
-    "replace_parameter",
 ]
 
 # Names in vLLM, each with what does not work without it.
 RELIED_ON = {
     "config.VllmConfig": "refusals: it has `offload_config`, `model_config`, `load_config`, `lora_config`",
+    "config.ModelConfig.sleep_mode_backend": "sleeping, which asks the configuration by that name",
+    "config.ParallelConfig.use_ubatching": "experts: two halves of a batch at a time",
     "config.get_current_vllm_config_or_none": "what the KV cache has room for",
+    "device_allocator.sleep_mode_backend.CuMemBackend.suspend": "sleeping",
+    "device_allocator.sleep_mode_backend.SleepModeBackendFactory.register_backend": "sleeping",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.is_monolithic": "experts: which `apply` is called",
     "model_executor.layers.fused_moe.FusedMoEMethodBase.maybe_roundup_sizes": "experts of odd sizes",
     "model_executor.layers.fused_moe.RoutedExperts": "experts: they would stay plain",
+    "model_executor.layers.fused_moe.activation.apply_moe_activation": "experts: products from windows",
+    "model_executor.layers.fused_moe.oracle.unquantized.UnquantizedMoeBackend.TRITON": "the same",
     "model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": "experts",
     "model_executor.layers.quantization.base_config.QuantizationConfig.get_cache_scale_mapper": "files",
     "model_executor.layers.quantization.base_config.QuantizationConfig.maybe_update_config": "untied heads",
@@ -44,7 +53,6 @@ RELIED_ON = {
     "model_executor.model_loader.DefaultModelLoader.get_all_weights": "`--load-format tpde`",
     "model_executor.model_loader.reload.layerwise.initialize_online_processing": "packing by layers",
     "model_executor.models.utils.WeightsMapper.apply": "packed files",
-    "model_executor.utils.replace_parameter": "experts",
     "transformers_utils.config.get_safetensors_params_metadata": "untied heads",
     "utils.torch_utils.direct_register_custom_op": "compiled code",
 }
@@ -75,6 +83,31 @@ def unties_heads() -> bool:
 def names_in_files(model: str, revision: str | None) -> set[str]:
     """The tensors of a model's safetensors files; none if it has no such files."""
     return set(get_safetensors_params_metadata(model, revision=revision) or ())
+
+
+def why_decoded(method: Any, layer: Any) -> str | None:
+    """Why a layer's experts are decoded for each product; None if they can be multiplied as in files.
+
+    Parameters
+    ----------
+    method : UnquantizedFusedMoEMethod
+        That has prepared them for its kernels.
+    layer : RoutedExperts
+        Whose they are.
+    """
+    backend, spread = method.unquantized_backend, method.moe.moe_parallel_config
+    if backend.name != "TRITON":  # others take rows in an order of their own
+        return f"{backend.value} kernels have rows in another order; `--moe-backend triton` has not"
+    if spread.use_ep or spread.dp_size > 1 or spread.pcp_size > 1:
+        return "they are spread over devices, by expert, data or context parallelism"
+    if method.moe.has_bias:
+        return "they have biases"
+    if layer.apply_router_weight_on_input:
+        return "their inputs are weighted, not their outputs"
+    clamped = (layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta) != (None, None, None)
+    if clamped or layer.activation.value not in ("silu", "gelu", "gelu_tanh"):
+        return f"their activation is another: {layer.activation.value}{', clamped' if clamped else ''}"
+    return None
 
 
 def token_bytes() -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from vllm.config import get_current_vllm_config
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.integrations.vllm import internals
+from tpde.integrations.vllm import internals, sleep_mode
 from tpde.integrations.vllm.report import log
 
 
 def check() -> None:
-    """Refuse what vLLM was asked for beside packed weights and does not work.
+    """Refuse what vLLM was asked for beside packed weights and does not work; see to it later for sleep.
 
     Raises
     ------
@@ -30,7 +30,9 @@ def check() -> None:
             "GPUs with `--tensor-parallel-size`; `tpde.from_pretrained(vram=...)` streams what does not fit",
             where="offload_config",
         )
-    load_format = get_current_vllm_config().load_config.load_format
+    config = get_current_vllm_config()
+    sleep_mode.choose(config.model_config)
+    load_format = config.load_config.load_format
     if load_format in ("ipc_cache", "sharded_state", "runai_streamer_sharded", "tensorizer"):
         raise InvalidInput(
             f"`--load-format {load_format}` brings weights as vLLM has them in memory, and "
@@ -42,10 +44,18 @@ def check() -> None:
 
 
 def can_pack_experts() -> bool:
-    """Whether experts may be packed: adapters on them take plain weights."""
-    if get_current_vllm_config().lora_config is None:
+    """Whether experts may be packed; a warning says why not.
+
+    Adapters on them take plain weights. Where two halves of a batch run at a time, one would decode over what
+    the other multiplies.
+    """
+    config = get_current_vllm_config()
+    if config.lora_config is not None:
+        log.warning("tpde: experts stay plain, as adapters (`--enable-lora`) take them")
+    elif config.parallel_config.use_ubatching:
+        log.warning("tpde: experts stay plain, as halves of a batch (`--enable-dbo`) run at a time")
+    else:
         return True
-    log.warning("tpde: experts stay plain, as adapters (`--enable-lora`) take them")
     return False
 
 

@@ -22,13 +22,16 @@ class LoadReport:
         As given.
     plain_bytes, held_bytes : int
         Of all weights so far: plain, and as they are held.
+    room_bytes : int
+        That decoded experts take beside, of one layer at a time.
     """
 
     def __init__(self, kernels: str) -> None:
         self.kernels = kernels
-        self.plain_bytes = self.held_bytes = self._told = 0
+        self.plain_bytes = self.held_bytes = self.room_bytes = self._told = 0
         self._kinds: Counter[str] = Counter()
         self._plain: Counter[str] = Counter()
+        self._decoded: Counter[str] = Counter()
 
     def packed(self, plain_bytes: int, held_bytes: int, kind: str) -> None:
         """Count a weight that is packed from now on; `kind` says how."""
@@ -42,12 +45,17 @@ class LoadReport:
         self.held_bytes += nbytes
         self._plain[why] += 1
 
+    def decoded(self, why: str) -> None:
+        """Count a layer whose experts are decoded for every batch, and why."""
+        self._decoded[why] += 1
+
     def tell(self) -> None:
         """Say what was gained, once for all that was counted: when all layers are loaded."""
         if self._told == self.plain_bytes:
             return
         self._told = self.plain_bytes
         saved = self.plain_bytes - self.held_bytes
+        room, gained = self.room_bytes / 2**20, saved - self.room_bytes
         log.info(
             "tpde: weights take %.1f MiB instead of %.1f (%.1f %% less), every bit kept; kernels=%s: %s",
             self.held_bytes / 2**20,
@@ -58,8 +66,12 @@ class LoadReport:
         )
         for why, count in self._plain.items():
             log.info("tpde: %d stay plain: %s", count, why)
+        if room:
+            log.info("tpde: experts are decoded into %.1f MiB beside, a layer's at a time", room)
+        for why, count in self._decoded.items():
+            log.info("tpde: experts of %d layers are decoded for batches of any size: %s", count, why)
         from tpde.integrations.vllm.internals import token_bytes
 
         token = token_bytes()
-        if token and saved > 0:
-            log.info("tpde: saved is room for %d tokens in the KV cache", saved // token)
+        if token and gained > 0:
+            log.info("tpde: saved is room for %d tokens in the KV cache", gained // token)

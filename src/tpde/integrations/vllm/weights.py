@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from tpde.errors import InvalidInput
+from tpde.integrations.vllm import refusals
 from tpde.integrations.vllm.report import LoadReport
 from tpde.nn.kernels import MOST_SHARE
 from tpde.nn.pack_model import MIN_BYTES
 from tpde.weights.pack_tensor import pack_tensor
 from tpde.weights.packed_tensor import PackedTensor
 from tpde.weights.windowed import Windowed
+from tpde.weights.windowed_experts import WindowedExperts
+from tpde.weights.windows_source import WindowSource
 
 HANDLE = "tpde_handle"  # a buffer of each module with such a weight
 _HANDLE_BYTES = 16
@@ -26,7 +29,8 @@ _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # 
 def hold(report: LoadReport, plain: Tensor, name: str) -> PackedTensor | None:
     """A contiguous tensor, packed on its device; None if it stays plain, which is told.
 
-    With fused kernels, bf16 matrices go to the window layout, where that pays, and others to prefix codes.
+    With fused kernels, bf16 matrices, and those of experts in three dimensions, go to the window layout where
+    that pays, and others to prefix codes.
     """
     if not plain.is_floating_point():
         report.plain(plain.nbytes, f"{str(plain.dtype).removeprefix('torch.')} is no floating point")
@@ -34,18 +38,48 @@ def hold(report: LoadReport, plain: Tensor, name: str) -> PackedTensor | None:
     if plain.nbytes < MIN_BYTES:
         report.plain(plain.nbytes, f"smaller than {MIN_BYTES} bytes")
         return None
-    packed, kind = None, "in prefix codes"
-    if report.kernels == "fused" and plain.dtype is torch.bfloat16 and plain.dim() == 2:
-        windowed = Windowed.of_plain(plain, name, MOST_SHARE)
-        if windowed is not None:
-            packed, kind = PackedTensor(windowed), "in windows"
+    packed, kind = None, "in windows"
+    if report.kernels == "fused" and plain.dtype is torch.bfloat16:
+        packed = _in_windows(plain, name)
     if packed is None:
-        packed = pack_tensor(plain, name)
+        packed, kind = pack_tensor(plain, name), "in prefix codes"
     if packed is None:
         report.plain(plain.nbytes, "packing makes them no smaller")
         return None
     report.packed(plain.nbytes, packed.packed_bytes, kind)
     return packed
+
+
+def _in_windows(plain: Tensor, name: str) -> PackedTensor | None:
+    made: WindowSource | None = None
+    if plain.dim() == 2:
+        made = Windowed.of_plain(plain, name, MOST_SHARE)
+    elif plain.dim() == 3:
+        made = WindowedExperts.of_plain(plain, name, MOST_SHARE, turned=False)
+    return None if made is None else PackedTensor(made)
+
+
+class Blob(nn.Parameter):
+    """A blob where a module has a parameter. Other values are not written into it."""
+
+    name = ""
+
+    @classmethod
+    def of(cls, packed: PackedTensor) -> Blob:
+        """That of a packed weight of one source."""
+        made = cls(packed.sources[0].memory, requires_grad=False)
+        made.name = packed.name
+        return made
+
+    def copy_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse it: vLLM writes weights so that are as it has them in memory.
+
+        Raises
+        ------
+        PackedWeight
+            Always.
+        """
+        raise refusals.no_reload(self.name)
 
 
 class Weight:
@@ -67,7 +101,7 @@ class Weight:
         if packed is None:
             method.process_weights_after_loading(layer)
         else:
-            layer.weight = nn.Parameter(packed.sources[0].memory, requires_grad=False)
+            layer.weight = Blob.of(packed)
             packed.prepare()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
