@@ -71,6 +71,8 @@ class _Stream:
 class Product:
     """Stands in for `DeviceWindow`: products from the window layout, in float64, at the same addresses."""
 
+    most_rows = 64
+
     def __init__(self, window: Any, at: int, device: int) -> None:
         self._shape = window.rows, window.columns
         words = windows.decode(_memory(at, window.nbytes).copy())

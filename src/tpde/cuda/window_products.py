@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from tpde.codec.windows import ROWS_AT, Window, sections
-from tpde.cuda.backend import Backend, Kernel, KernelLaunch, current
+from tpde.cuda.backend import Backend, KernelLaunch, current
 from tpde.cuda.product_ways import (
     KERNELS,
     PARTS,
@@ -66,6 +66,7 @@ class DeviceWindow:
             np.uint32(window.columns),
         )
         self.most_rows = most_rows_of(self._facts, window)
+        self._decodings: dict[tuple[str, int], KernelLaunch] = {}  # by kernels and blocks
         self._products: dict[int, tuple[int, KernelLaunch]] = {}  # by how many rows x has: those of a launch
 
     def prepare(self) -> None:
@@ -76,25 +77,20 @@ class DeviceWindow:
         MissingDependency, UnsupportedDevice, CompileError
             If the kernels cannot run.
         """
-        _ = self._rows, self._lookup
+        for name in ("rows", "lookup"):
+            self._decoding(name, self.window.stripes * self.window.stripe_chunks)
         for count in range(1, self.most_rows + 1):
             self._product(count)
 
-    def _decoding(self, name: str) -> Kernel:
-        made = matrix_defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
-        return current().kernel(SOURCE, name, made, self._device)
-
-    @functools.cached_property
-    def _rows(self) -> Kernel:
-        return self._decoding("rows")
-
-    @functools.cached_property
-    def _lookup(self) -> Kernel:
-        return self._decoding("lookup")
-
-    def _spread(self, kernel: Kernel, chunks: int) -> KernelLaunch:
+    def _decoding(self, name: str, chunks: int) -> KernelLaunch:
+        """A kernel that takes so many chunks; launches are made once."""
         grid = min(2 * self._facts.multiprocessors, -(-chunks // WARPS))
-        return kernel.launch(grid, 32 * WARPS, WARPS * WARP_BYTES)
+        made = self._decodings.get((name, grid))
+        if made is None:
+            defines = matrix_defines(self.window) | {"NB": 8, "SHARED": 0, "BLOCKS": 2}
+            kernel = current().kernel(SOURCE, name, defines, self._device)
+            made = self._decodings[name, grid] = kernel.launch(grid, 32 * WARPS, WARPS * WARP_BYTES)
+        return made
 
     def rows(self, out: int, stride: int, stream: int, first: int = 0, end: int | None = None) -> None:
         """Decode to rows.
@@ -122,7 +118,7 @@ class DeviceWindow:
         count = min(ROWS_AT * end, window.rows) - ROWS_AT * first
         wide = np.uint32(out % 16 == 0 and stride % 8 == 0)
         arguments = np.uint64(out), np.uint64(stride), wide
-        launch = self._spread(self._rows, chunks)
+        launch = self._decoding("rows", chunks)
         launch(stream, *map(np.uint64, places), *tables, np.uint32(count), columns, *arguments)
 
     def lookup(self, ids: int, count: int, out: int, stream: int) -> None:
@@ -139,7 +135,7 @@ class DeviceWindow:
         stream : int
             The stream's handle.
         """
-        launch = self._spread(self._lookup, count * self.window.stripe_chunks)
+        launch = self._decoding("lookup", count * self.window.stripe_chunks)
         arguments = np.uint64(ids), np.uint64(count), np.uint64(out)
         launch(stream, *self._matrix, *arguments)
 

@@ -186,7 +186,10 @@ class Windowed(WindowSource):
 
     def instead(self) -> Tensor:
         """The matrix, decoded."""
-        return decoded(self)
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.empty((self._rows, self._columns), dtype=self.kind, device=self._device)
+            self.decode_into(made.view(-1).view(torch.uint8))
+            return made
 
     def product(self, x: Tensor, bias: Tensor | None, trained: bool) -> Tensor:
         """`x W^T + bias` (docs/windows.md 9), on the current stream.
@@ -217,8 +220,10 @@ class Windowed(WindowSource):
                 return self._product(self._there, x, bias, count)
             if self.nbytes > self.strip_bytes:
                 return self._in_strips(x, bias)
-        flat = self.instead().view(-1).view(torch.uint8)
-        return functional.linear(x, as_weight(flat, self.kind, torch.Size(self.shape), trained), bias)
+        weight = self.instead()
+        if trained:
+            weight = as_weight(weight.view(-1).view(torch.uint8), self.kind, weight.shape, True)
+        return functional.linear(x, weight, bias)
 
     def _product(self, there: DeviceWindow, x: Tensor, bias: Tensor | None, count: int) -> Tensor:
         # A forward pass comes here for each layer of each token: 1 us a call of Python where it is cold.
