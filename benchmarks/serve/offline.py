@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, model: Path, options: list[str], log: Path) -> None:
         self.log = Log(log)
         start = time.perf_counter()
-        with log.open("w") as out:
+        with log.open("a") as out:  # lines of its output are added between
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.serve.offline", str(model), *options],
                 stdin=subprocess.PIPE,
