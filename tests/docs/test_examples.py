@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,18 @@ def place(practice: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # one way for all machines
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_block_needs_is_said_where_readers_see_it(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    hidden = re.findall(r"<!-- not run: (.+?) -->", text)
+    assert not [why for why in hidden if re.search("need|GPU", why)]
+    shown = [it.not_run for it in blocks(ROOT / page) if it.not_run is not None]
+    assert len(shown) == len(re.findall(r"^\*Needs .+\*$", text, re.MULTILINE)) + len(hidden)
+    for it in blocks(ROOT / page):
+        if re.search(r"--vram|vram=|\"cuda\"", it.code) and "tpde plan" not in it.code:
+            assert it.not_run is None or "GPU" in it.not_run, f"{page}:{it.line}"
 
 
 @pytest.mark.parametrize("page", PAGES)
