@@ -43,7 +43,7 @@ def refuse_inside_packed(destination: Path) -> None:
     for folder in (parent := destination.parent.resolve(), *parent.parents):
         if os.path.isfile(folder / MANIFEST):  # where `Path.is_file` raises, nothing is found
             raise InvalidDestination(
-                f"`{destination}` lies inside the packed model `{folder}`, whose manifest says all of it",
+                f"`{destination}` lies inside the packed model `{folder}`, and would be no part of it",
                 hint="choose a destination outside it",
                 where=str(destination),
             )
