@@ -12,7 +12,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 _BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<why>[^\n]+?) -->\n)?```(?P<kind>python|sh)\n(?P<code>.*?)^```$", re.M | re.S
+    r"^(?:<!-- not run: (?P<why>[^\n]+?) -->\n|\*Needs (?P<needs>[^\n]+?):\*\n\n)?"
+    r"```(?P<kind>python|sh)\n(?P<code>.*?)^```$"
+    r"(?:\n\n```text\n(?P<prints>.*?)^```$)?",
+    re.M | re.S,
 )
 
 
@@ -23,13 +26,20 @@ class Block(NamedTuple):
     code: str
     line: int  # of the page
     not_run: str | None  # why
+    prints: str | None  # as the page has it, right below
 
 
 def blocks(page: Path) -> list[Block]:
     """The blocks of Python and of the shell, in the order of the page."""
     text = page.read_text("utf-8")
     return [
-        Block(it["kind"], it["code"], text.count("\n", 0, it.start("code")) + 1, it["why"])
+        Block(
+            it["kind"],
+            it["code"],
+            text.count("\n", 0, it.start("code")) + 1,
+            it["why"] or it["needs"],
+            it["prints"],
+        )
         for it in _BLOCK.finditer(text)
     ]
 

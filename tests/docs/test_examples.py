@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,22 +54,46 @@ def place(practice: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_what_a_block_needs_is_said_where_readers_see_it(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    hidden = re.findall(r"<!-- not run: (.+?) -->", text)
+    assert not [why for why in hidden if re.search("need|GPU", why)]
+    shown = [it.not_run for it in blocks(ROOT / page) if it.not_run is not None]
+    assert len(shown) == len(re.findall(r"^\*Needs .+\*$", text, re.MULTILINE)) + len(hidden)
+    for it in blocks(ROOT / page):
+        if re.search(r"--vram|vram=|\"cuda\"", it.code) and "tpde plan" not in it.code:
+            assert it.not_run is None or "GPU" in it.not_run, f"{page}:{it.line}"
+
+
+def _words(text: str) -> str:
+    """What is printed, but for numbers, which are each machine's, and spaces between columns."""
+    return " ".join(re.sub(r"\d[\d.]*( ([KMG]i)?B\b)?", "#", text).split())
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {"__name__": "page"}
     said = ""
+    shown = 0
     for it in blocks(ROOT / page):
         if it.not_run:
             continue
         if it.kind == "python":
             # Errors name the page and the line.
             exec(compile("\n" * (it.line - 1) + it.code, page, "exec"), names)
-            said += capsys.readouterr().out
+            out = capsys.readouterr().out
         else:
             done = subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", it.code], capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{page}:{it.line}\n{it.code}\n{done.stdout}\n{done.stderr}"
-            said += done.stdout
+            out = done.stdout
+        said += out
+        if it.prints is not None:
+            assert _words(it.prints) in _words(out), out
+            shown += 1
+    if page.startswith("docs/guides/"):  # formats have other texts
+        assert shown == (ROOT / page).read_text("utf-8").count("\n```text\n")
     at = 0
     for text in SAID.get(page, ()):  # one after the other
         assert text in said[at:], said

@@ -13,11 +13,12 @@ import typer
 
 import tpde
 from tpde import errors
-from tpde.cli import app
+from tpde.cli import app, plan
 from tpde.files import inspection_report, operations
 from tpde.files.problem import Problem
 from tpde.files.result import Result
 from tpde.files.walk import LeftOut
+from tpde.planning.units import Placement
 from tpde.store.delta_report import DeltaReport, TensorChange
 from tpde.store.step_report import StepReport
 from tpde.streaming.stats import StreamingTimes as Stats
@@ -96,6 +97,26 @@ def test_the_page_names_no_other_option_and_no_other_command() -> None:
     assert titles == words | {"bench codec", "Exit codes", "JSON", "Environment variables"}
     for name in COMMANDS:
         assert f"`{name} " in text or f"`tpde {name}" in text, name
+
+
+def test_what_a_plan_prints_is_explained() -> None:
+    rows = re.findall(r"^\| ([^|]+) \|", _text("notes/planning.md").partition("## What the memory")[2], re.M)
+    for words in plan._PARTS.values():
+        assert words in rows or any(words in row.split(", ") for row in rows), words
+    table = _text("guides/larger-than-gpu.md").partition("| it says | that is |")[2].partition("\n\n")[0]
+    for place in Placement:
+        assert f"`{place.value}`" in table, place
+    for words in (
+        "units",
+        "packed",
+        "plain",
+        "used row by row",
+        "device memory",
+        "in all",
+        "of",
+        "host memory",
+    ):
+        assert f"`{words}`" in table, words
 
 
 # ---- Python ----

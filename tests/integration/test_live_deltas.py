@@ -242,6 +242,7 @@ def test_another_base_is_refused_by_name_and_left_alone(change: Callable[[dict[s
     with pytest.raises(MissingBase, match="`b`") as found:
         tpde.apply_delta(old, delta)
     assert found.value.where == "b"
+    assert "load the weights" in str(found.value.hint)  # there is no file to name
     assert _bits(old) == before
 
 

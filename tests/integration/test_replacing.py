@@ -24,6 +24,8 @@ from tpde.files.file_writer import FileWriter
 from tpde.files.operations import pack, unpack
 from tpde.io import rename, sinks, temporary
 from tpde.io.sinks import FileSink
+from tpde.store.diffing import diff
+from tpde.store.patching import patch
 
 SPEC = spec_of("BF16", 2_000)
 
@@ -256,6 +258,55 @@ def test_places_where_no_folder_can_be_are_refused(name: str, model: Path, tmp_p
         with pytest.raises(InvalidDestination):
             pack(model, tmp_path / name, force=force)
     assert visible(tmp_path) == ["file", "link", "model"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("place", [".", "..", "../deep/.."])
+def test_places_without_a_name_are_refused(
+    place: str, force: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "deep")
+    name = "deep" if place == "." else "here"
+    with pytest.raises(InvalidDestination, match=f"has no name, .* from the folder above: `{name}`"):
+        pack(model, place, force=force)
+    assert visible(tmp_path) == ["here", "model"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_nothing_is_put_inside_a_packed_model(force: bool, model: Path, tmp_path: Path) -> None:
+    packed, file, delta = tmp_path / "packed", tmp_path / "alone.safetensors", tmp_path / "delta"
+    pack(model, packed)
+    pack(model, tmp_path / "other")
+    pack(model / "model.safetensors", file)
+    (packed / "sub").mkdir()
+    (tmp_path / "link").symlink_to(packed / "sub")
+    diff(model, model, delta)
+    diff(model / "model.safetensors", model / "model.safetensors", tmp_path / "of_file")
+    before = names(packed)
+    for call in (
+        lambda place: pack(model, place, force=force),
+        lambda place: pack(model / "model.safetensors", place, force=force),
+        lambda place: unpack(tmp_path / "other", place, force=force),
+        lambda place: unpack(file, place, force=force),
+        lambda place: patch(model, delta, place, force=force),
+        lambda place: patch(model / "model.safetensors", tmp_path / "of_file", place, force=force),
+    ):
+        for place in (
+            packed / "new",
+            packed / "sub" / "deep",
+            packed / "config.json",
+            tmp_path / "link" / "x",
+        ):
+            with pytest.raises(InvalidDestination, match=f"inside the packed model `{packed}`.* outside it"):
+                call(place)
+    assert names(packed) == before
+    (packed / "sub").rmdir()
+    pack(model, packed, force=True)  # the model itself is replaced
+    (tmp_path / "link2").symlink_to(packed)
+    pack(model, tmp_path / "link2", force=True)  # and a link that leads there, by a folder of its own
+    assert names(packed) == before - {"sub"}
+    assert not (tmp_path / "link2").is_symlink()
 
 
 @pytest.mark.parametrize("what", ["success", "failure"])

@@ -21,7 +21,7 @@ from support.small import IDS, Block, Model, torch
 from support.tunes import tuned
 
 import tpde
-from tpde.errors import Corrupt, InvalidInput, MissingBase, PackedWeight
+from tpde.errors import Corrupt, InvalidArgument, InvalidInput, MissingBase, PackedWeight
 from tpde.format.delta_head import SPARSE
 from tpde.io.sources import BytesSource
 from tpde.nn import PackedParameter, add_deltas, pack_module, packed_modules, plain_state_dict
@@ -536,9 +536,11 @@ def test_another_base(what: str) -> None:
         mine[name].view(torch.int16).view(-1)[3] += 1
     packed = _packed(base)
     old = {key: value.clone() for key, value in plain_state_dict(packed).items()}
-    with pytest.raises(MissingBase, match=f"`{name}`"):
+    with pytest.raises(MissingBase, match=f"`{name}`.*load the weights"):
         add_deltas(packed, {"math": delta})
-    assert not hasattr(packed, "use")
+    assert not hasattr(packed, "tpde_deltas")
+    with pytest.raises(InvalidInput, match="has no deltas"):
+        packed.use("math")
     assert all(torch.equal(old[key], value) for key, value in plain_state_dict(packed).items())
 
 
@@ -569,10 +571,51 @@ def test_of_other_shapes_and_names() -> None:
         add_deltas(_packed(base), {"wide": tpde.make_delta(base, wider)})
     wider.other = wider.embed
     del wider.embed
-    with pytest.raises(MissingBase, match=r"`other\.weight`"):
+    with pytest.raises(MissingBase, match=r"`other\.weight`.*load the weights"):
         add_deltas(_packed(base), {"wide": tpde.make_delta(base, wider)})
     with pytest.raises(Corrupt, match="no delta"):
         add_deltas(_packed(base), {"none": bytes(100)})
+
+
+def test_a_packed_model_without_deltas_says_how_it_comes_to_have_some() -> None:
+    torch.manual_seed(5)
+    model = _packed(Model().to(torch.bfloat16))
+    loaded = pickle.loads(pickle.dumps(model))
+    for it in (model, copy.deepcopy(model), copy.copy(model), loaded):
+        with pytest.raises(InvalidInput, match=r"no deltas; .*deltas=\{.*`tpde\.nn\.add_deltas\(model"):
+            it.use("math")
+    assert not hasattr(tpde.unpack_module(model), "use")
+
+
+def test_a_method_of_the_model_stays() -> None:
+    class Used(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(200, 200)
+
+        def use(self) -> str:
+            return "its own"
+
+    model = tpde.pack_module(Used())
+    assert model.use() == "its own"
+    with pytest.raises(InvalidInput, match="has a `use` of its own"):
+        add_deltas(model, {"math": b""})
+    assert tpde.unpack_module(model).use() == "its own"
+
+
+@pytest.mark.parametrize("value", [7, None, {"w": torch.ones(2)}])
+def test_what_is_no_model_and_no_delta(value: Any) -> None:
+    model: Any = "llama-packed"
+    with pytest.raises(InvalidArgument, match="not a `str`; pass the model first"):
+        add_deltas(model, {"math": "math.tpde"})
+    model = _packed(Model().to(torch.bfloat16))
+    with pytest.raises(
+        InvalidInput, match=r'`deltas` is a str; pass a mapping such as \{"math": "math\.tpde"'
+    ):
+        add_deltas(model, "math.tpde")  # type: ignore[arg-type]
+    for call in (lambda: add_deltas(model, {"math": value}), lambda: tpde.apply_delta(model, value)):
+        with pytest.raises(InvalidArgument, match=f"not a `{type(value).__name__}`; pass what"):
+            call()
 
 
 def test_ties_that_a_delta_would_cut() -> None:

@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import pickle
+import re
 import threading
 import weakref
 from typing import Any
@@ -532,6 +533,31 @@ def test_what_is_left_plain() -> None:
     noise.weight.data.view(torch.int32).random_(-(2**31), 2**31 - 1)
     pack_module(noise, min_bytes=0)
     assert type(noise) is nn.Linear
+
+
+def test_a_model_of_which_nothing_is_packed_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    turned, noise, tiny = nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
+    turned.weight = nn.Parameter(turned.weight.detach().t())
+    noise.weight.data.view(torch.int32).random_(-(2**31), 2**31 - 1)
+    frozen = nn.Sequential(nn.LSTM(64, 64).requires_grad_(False), tiny)  # of which the adapter alone could be
+    for model, least, said in (
+        (nn.Linear(64, 63), None, r"smaller than `min_bytes=16384` \(1\), of layers that keep .* \(1\)"),
+        (turned, 0, "no contiguous tensors of floats"),
+        (noise, 0, "such that they would not shrink"),
+        (frozen, 0, r"are of layers that keep .* \(5\), trained, where most of the model is frozen \(1\)"),
+        (nn.LayerNorm(64), 0, "nothing of the LayerNorm was packed: its parameters are of layers that keep"),
+        (nn.ReLU(), 0, "no parameters"),
+    ):
+        caplog.clear()
+        with caplog.at_level("WARNING", "tpde"):
+            pack_module(model, **({} if least is None else {"min_bytes": least}))
+        (record,) = caplog.records
+        assert re.search(said, record.getMessage()), record.getMessage()
+        assert not list(packed_modules(model))
+    caplog.clear()
+    for _ in range(2):  # what is packed already is
+        pack_module(tiny, min_bytes=0)
+    assert not caplog.records
 
 
 class Experts(nn.Module):

@@ -106,7 +106,7 @@ def test_updates_on_updates() -> None:
             assert not isinstance(it, Changed) or it.delta_bytes <= it.nbytes / 4
             assert not isinstance(it, Changed) or isinstance(it.base, Resident)
             assert not isinstance(it, Changed) or len(it.now().changes) <= 8
-    with pytest.raises(MissingBase):
+    with pytest.raises(MissingBase, match="load the weights"):
         tpde.apply_delta(model, tpde.make_delta(states[0], states[1]))
     check(model, states[-1])
 

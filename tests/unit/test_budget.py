@@ -19,8 +19,26 @@ GIB = 1 << 30
 def test_budgets() -> None:
     assert parse_budget(None) is None
     assert parse_budget("16GiB") == Budget(16 * GIB, None, MAX_TOKENS, ACTIVATIONS, MAX_BATCH)
-    assert parse_budget(1) == Budget(1, None, 8192, GIB, 8), "as documented"
-    assert parse_budget(4096, "1GiB", 7, "2GiB", 3) == Budget(4096, GIB, 7, 2 * GIB, 3)
+    assert parse_budget(1 << 20) == Budget(1 << 20, None, 8192, GIB, 8), "as documented"
+    assert parse_budget("4096B", "1GiB", 7, "2GiB", 3) == Budget(4096, GIB, 7, 2 * GIB, 3)
+
+
+@pytest.mark.parametrize("name", ["vram", "ram", "activations"])
+@pytest.mark.parametrize(
+    ("size", "meant"),
+    [
+        (8, "8GiB"),
+        ("8", "8GiB"),
+        (" 0.5 ", "0.5GiB"),
+        (1.5, "1.5GiB"),
+        ("16000", "16000MiB"),
+        ((1 << 20) - 1, "MiB"),
+    ],
+)
+def test_a_number_alone_is_no_size_of_a_memory(name: str, size: Any, meant: str) -> None:
+    with pytest.raises(InvalidInput, match=f"`{name}` is .* bytes; did you mean `[0-9.]*{meant}`") as caught:
+        parse_budget(**{"vram": "1GiB"} | {name: size})
+    assert (caught.value.where, caught.value.found) == (name, size)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +54,8 @@ def test_budgets() -> None:
         ({"vram": 0}, "above zero"),
         ({"vram": -1}, "above zero"),
         ({"vram": True}, "is no size"),
-        ({"vram": 1.5}, "is no size"),
+        ({"vram": 1.5}, "did you mean `1.5GiB`"),
+        ({"vram": float("inf")}, "is no size"),
         ({"vram": "1GiB", "ram": "16G"}, "`16GiB` or `16GB`"),
         ({"vram": "1GiB", "activations": "some"}, "`some` is no size"),
         ({"vram": "1GiB", "max_tokens": 0}, "at least one token"),

@@ -1,5 +1,6 @@
 """What a model is said to need of memory beside its packed weights covers what it takes."""
 
+import inspect
 import re
 
 import pytest
@@ -248,6 +249,17 @@ def test_llama_caches_keys_and_values():
     model = make("llama")  # 3 layers, 2 heads of 16
     layer = 2 * 2 * 16 * 2 * 1000
     assert cache_bytes(model, 1000, 2) == 3 * layer * 1.25 + layer
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params", "something"])
+def test_a_cache_is_known_by_all_its_names(name):
+    """Transformers 5.24 calls it otherwise than earlier versions."""
+    model = make("llama")
+    taken = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+    forward = lambda **kwargs: None  # noqa: E731
+    forward.__signature__ = inspect.Signature([taken])
+    model.forward = forward
+    assert (cache_bytes(model, 1000, 2) > 0) == (name != "something")
 
 
 def test_windows_are_cut_out_of_whole_prompts():

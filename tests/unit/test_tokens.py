@@ -104,6 +104,7 @@ KEYS = (torch.zeros(2, 4, 9, 16), torch.zeros(2, 4, 9, 16))
         ({"input_ids": ids(2, 1), "past_key_values": Cache(9)}, (2, 1, 10)),
         ({"input_ids": ids(2, 1), "past_key_values": None, "cache_params": Cache(9)}, (2, 1, 10)),
         ({"input_ids": ids(2, 1), "past_key_value": Cache(9)}, (2, 1, 10)),
+        ({"input_ids": ids(2, 1), "cache": Cache(9)}, (2, 1, 10)),  # of transformers 5.24
         ({"input_ids": ids(2, 3), "cache_params": Cache(None)}, (2, 3, 3)),
         ({"input_ids": ids(2, 3), "past_key_values": Cache(9, (None, None))}, (2, 3, 12)),
         ({"input_ids": ids(2, 3), "past_key_values": Cache(9, (None, 8, 12))}, (2, 3, 12)),

@@ -13,7 +13,7 @@ from tpde.format.constants import MANIFEST
 
 
 def refuse_nested(source: Path, destination: Path) -> None:
-    """Refuse a destination that is the source, lies inside it, or around it, and would be replaced."""
+    """Refuse a destination that is the source, lies inside it or a packed model, or around the source."""
     refuse_sources(destination, source)
     inner, outer = destination.resolve(), source.resolve()
     if inner.is_relative_to(outer):
@@ -25,6 +25,28 @@ def refuse_nested(source: Path, destination: Path) -> None:
             f"the source `{source}` lies inside `{destination}`, which would be replaced",
             hint="choose a destination beside it",
         )
+    refuse_inside_packed(destination)
+
+
+def refuse_inside_packed(destination: Path) -> None:
+    """Refuse a destination inside a packed directory, whose manifest says all that is in it.
+
+    What else lies there is neither verified nor unpacked, and keeps `--force` from replacing the folder.
+
+    Raises
+    ------
+    InvalidDestination
+        If it lies there.
+    """
+    if destination.name in ("", ".."):
+        return  # no folder can be made there
+    for folder in (parent := destination.parent.resolve(), *parent.parents):
+        if os.path.isfile(folder / MANIFEST):  # where `Path.is_file` raises, nothing is found
+            raise InvalidDestination(
+                f"`{destination}` lies inside the packed model `{folder}`, and would be no part of it",
+                hint="choose a destination outside it",
+                where=str(destination),
+            )
 
 
 def refuse_sources(destination: Path, *sources: str | os.PathLike[str]) -> None:

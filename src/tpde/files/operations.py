@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tpde.codec.selection import CodecName
 from tpde.errors import InvalidArgument, InvalidDestination, InvalidInput
-from tpde.files.destinations import refuse_sources
+from tpde.files.destinations import refuse_inside_packed, refuse_sources
 from tpde.files.file_kinds import PICKLES
 from tpde.files.folder_swap import clear
 from tpde.files.inputs import resolve
@@ -309,6 +309,7 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 def _prepare(source: Path, destination: Path, force: bool) -> None:
     """Refuse a destination for a file, and clear its folder of what killed processes left."""
     refuse_sources(destination, source)
+    refuse_inside_packed(destination)
     refuse_file(destination, force)
     clear(destination.parent)
 

@@ -23,8 +23,15 @@ def refuse_folder(destination: Path, ours: Collection[str], force: bool) -> dict
     DestinationExists
         If there is something, and `force` is false.
     InvalidDestination
-        If there is something that would not be replaced with `force` either.
+        If there is something that would not be replaced with `force` either, or the place has no name that
+        a folder can be given.
     """
+    if destination.name in ("", ".."):
+        raise InvalidDestination(
+            f"`{destination}` has no name, and a folder is made beside its place and then given its name",
+            hint=f"name it from the folder above: `{destination.resolve().name or 'NAME'}`",
+            where=str(destination),
+        )
     try:
         mode = os.lstat(destination).st_mode
     except FileNotFoundError:

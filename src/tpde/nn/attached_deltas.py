@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tpde.errors import InvalidInput, PackedWeight
 from tpde.nn.model_deltas import NAME, Deltas, deltas_of
+from tpde.nn.no_deltas import has_use
 from tpde.nn.owner import Owner
 from tpde.nn.passes import ModelForward
 from tpde.weights.active_delta import ALWAYS, WHOLE, ActiveDelta
@@ -90,7 +91,7 @@ def leave_deltas(model: nn.Module, choices: Collection[ActiveDelta]) -> None:
 
 def require_none(model: nn.Module) -> None:
     """Refuse a model that has deltas, or a method `use` of its own."""
-    if hasattr(model, "use"):
+    if has_use(model):
         has = "deltas already" if deltas_of(model) is not None else "a `use` of its own"
         raise InvalidInput(
             f"the {type(model).__name__} has {has}", hint="load it anew, with all deltas at once"

@@ -30,7 +30,9 @@ ROWS |= {f"decoder_{name}": dims for name, dims in ROWS.items()}
 # Of these, a single row may be that of all requests.
 _SHARED = {"position_ids", "decoder_position_ids"}
 
-_CACHES = {"past_key_values", "cache_params"}  # to which all calls would write, and which may be empty yet
+# What models call a cache, to which all calls would write, and which may be empty yet: transformers 5.24 and
+# later the first, earlier versions the others.
+CACHES = ("cache", "past_key_values", "past_key_value", "cache_params")
 
 _DEPTH = 6  # in which tensors are looked for: a cache has layers that have tensors
 
@@ -143,7 +145,7 @@ class BatchRows:
         if value is None:
             return False
         if not (alone or name in known):
-            if name in _CACHES or _has_tensors(value):
+            if name in CACHES or _has_tensors(value):
                 raise refuse(name, "is not known to hold one row for each request")
             return False
         if not isinstance(value, Tensor):

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tpde.errors import InvalidInput, MissingBase, PackedWeight
+from tpde.errors import InvalidArgument, InvalidInput, MissingBase, PackedWeight
 from tpde.frameworks import torch_spec
 from tpde.nn.attached_deltas import attach, require_none
-from tpde.store.states import MEMORY
+from tpde.store.states import MEMORY, right_base
 from tpde.weights.changed import Variant
 from tpde.weights.delta_sources import Delta, DeltaLike, entries_of, only_source, values_of, variants_of
 from tpde.weights.packed_tensor import PackedTensor
@@ -60,7 +60,8 @@ def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
     MissingBase
         If a tensor is not what a delta was made from, or not there: it is named, and nothing was changed.
     InvalidInput
-        If it is no delta, no name, or the model has deltas already; if what they change is in a ScriptModule.
+        If it is no model, no delta, no name, or the model has deltas already; if what they change is in a
+        ScriptModule.
     PackedWeight
         If a delta changes a weight that is made of several tensors, or most of one which does not shrink.
     Truncated, Corrupt, UnsupportedVersion
@@ -71,6 +72,12 @@ def add_deltas(model: nn.Module, deltas: Mapping[str, DeltaLike]) -> nn.Module:
     >>> model = tpde.pack_module(model)  # doctest: +SKIP
     >>> tpde.nn.add_deltas(model, {"math": "math.tpde"}).use("math")  # doctest: +SKIP
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(
+            f"`add_deltas` takes a `torch.nn.Module`, not a `{type(model).__name__}`",
+            hint="pass the model first, such as `tpde.from_pretrained(path)` gives, and then its deltas",
+            where="model",
+        )
     check_names(deltas)
     require_none(model)
     with ExitStack() as files:
@@ -125,6 +132,6 @@ def require_known(delta: Delta, names: Mapping[str, object], base: str) -> None:
         if name not in names:
             raise MissingBase(
                 f"tensor `{name}` of `{delta.name}` is not in the base `{base}`",
-                hint="name the base that the delta was made from",
+                hint=right_base(base),
                 where=name,
             )

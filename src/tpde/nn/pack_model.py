@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,18 +19,40 @@ from tpde.weights.frozen import formatted
 from tpde.weights.pack_tensor import pack_tensors
 from tpde.weights.parameter import PackedParameter
 
+log = logging.getLogger("tpde")
+
 MIN_BYTES = 16384  # smaller weights add more host work than they save memory
 
 
-def _packable(parameter: nn.Parameter, min_bytes: int) -> bool:
-    return (
-        type(parameter) is nn.Parameter
-        and parameter.layout is torch.strided
-        and parameter.is_contiguous()
-        and parameter.dtype.is_floating_point
-        and parameter.device.type in ("cpu", "cuda")
-        and parameter.numel() * parameter.element_size() >= min_bytes
-    )
+def _kept(parameter: nn.Parameter, can: bool, min_bytes: int, adapted: bool) -> str | None:
+    """Why a parameter stays plain; None if it may be packed.
+
+    Parameters
+    ----------
+    parameter : nn.Parameter
+        The parameter.
+    can : bool
+        Whether all that hold it can have it packed.
+    min_bytes : int
+        As for `pack_module`.
+    adapted : bool
+        Whether most of the model is frozen.
+    """
+    if not can:
+        return "of layers that keep theirs plain, as norms do, or biases"
+    if (
+        type(parameter) is not nn.Parameter
+        or parameter.layout is not torch.strided
+        or not parameter.is_contiguous()
+        or not parameter.dtype.is_floating_point
+        or parameter.device.type not in ("cpu", "cuda")
+    ):
+        return "no contiguous tensors of floats on the CPU or a GPU"
+    if parameter.numel() * parameter.element_size() < min_bytes:
+        return f"smaller than `min_bytes={min_bytes}`"
+    if adapted and parameter.requires_grad:
+        return "trained, where most of the model is frozen"
+    return None
 
 
 def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int = MIN_BYTES) -> nn.Module:
@@ -60,20 +84,27 @@ def pack_module(model: nn.Module, *, threads: int | None = None, min_bytes: int 
                     trained = parameter.plain_requires_grad if before else parameter.requires_grad
                     sizes[trained] += parameter.numel()
                 places.setdefault(id(parameter), []).append((full, parameter, can))
-    work = [
-        uses
-        for uses in places.values()
-        if all(can for _, _, can in uses)
-        and _packable(uses[0][1], min_bytes)
-        and not (sizes[True] < sizes[False] and uses[0][1].requires_grad)  # as adapters do
-    ]
+    work, plain = [], Counter[str]()
+    for uses in places.values():
+        can = all(can for _, _, can in uses)
+        why = _kept(uses[0][1], can, min_bytes, sizes[True] < sizes[False])
+        if why is None:
+            work.append(uses)
+        else:
+            plain[why] += 1
     tensors = ((uses[0][0], uses[0][1].data) for uses in work)
     for uses, packed in zip(work, pack_tensors(tensors, threads), strict=True):
         if packed is not None:
             made = PackedParameter(packed, uses[0][1].requires_grad)
             for full, _, _ in uses:
                 replace_parameter(model, full, made)
+        else:
+            plain["such that they would not shrink"] += 1
         uses.clear()
+    if not any(packed_modules(model)):
+        what = ", ".join(f"{why} ({count})" for why, count in plain.most_common())
+        what = f"its parameters are {what}" if what else "it has no parameters"
+        log.warning("nothing of the %s was packed: %s", type(model).__name__, what)
     return finish(model)
 
 

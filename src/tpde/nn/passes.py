@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from tpde.errors import InvalidInput, PackedWeight
-from tpde.nn.batch_rows import ONCE, BatchRows, positional, refuse
+from tpde.nn.batch_rows import CACHES, ONCE, BatchRows, positional, refuse
 from tpde.nn.forward import AroundForward
 from tpde.nn.owner import Owner
 from tpde.weights.launch import capturing
@@ -169,7 +169,7 @@ class ModelForward(AroundModel):
         more = any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters.values())
         if place < len(args):
             args = (*args[:place], False, *args[place + 1 :])
-        elif "use_cache" in parameters or (more and "past_key_values" in parameters):
+        elif "use_cache" in parameters or (more and any(it in parameters for it in CACHES)):
             kwargs = {**kwargs, "use_cache": False}
         # transformers gives arguments of its models names that say what they hold.
         one = not hasattr(type(self.deltas.model), "main_input_name")

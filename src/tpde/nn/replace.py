@@ -14,6 +14,7 @@ from tpde.nn.group import Group, GroupSlot
 from tpde.nn.module_state import CONVOLUTIONS
 from tpde.nn.modules import PackedModule, is_conv1d, packed_class
 from tpde.nn.moving import ask_first, ask_no_more
+from tpde.nn.no_deltas import promise_no_use, promise_use
 from tpde.nn.owner import CopiedModule, Owner
 from tpde.nn.scope import BlockForward
 from tpde.nn.slot import Slot
@@ -152,6 +153,7 @@ def finish(model: nn.Module) -> nn.Module:
     """
     ungroup(model)
     ask_first(model)
+    promise_use(model)
     model.__dict__["__reduce_ex__"] = CopiedModule(Owner(model))
     pool = Pool()
     members: dict[str, list[GroupSlot]] = {}
@@ -209,6 +211,7 @@ def ungroup(model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__.pop("tpde_own_group", None)
         ask_no_more(module)
+        promise_no_use(module)
         if isinstance(module.__dict__.get("__reduce_ex__"), CopiedModule):
             del module.__dict__["__reduce_ex__"]
         if "tpde_forward" in module.__dict__:

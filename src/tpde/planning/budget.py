@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpde.errors import InvalidInput
-from tpde.planning.sizes import parse_size
+from tpde.planning.sizes import parse_memory
 
 MAX_TOKENS = 8192
 MAX_BATCH = 8
@@ -50,7 +50,7 @@ def parse_budget(
     Parameters
     ----------
     vram, ram, activations : int or str, optional
-        Sizes as `parse_size` takes them.
+        Sizes as `parse_memory` takes them.
     max_tokens, max_batch : int, optional
         Whole numbers above zero.
 
@@ -84,9 +84,9 @@ def parse_budget(
         if count is not None and count < 1:
             raise InvalidInput(f"`{name}` is {count}", hint=f"keep memory for at least one {what}")
     return Budget(
-        parse_size(vram),
-        None if ram is None else parse_size(ram),
+        parse_memory(vram, "vram"),
+        None if ram is None else parse_memory(ram, "ram"),
         MAX_TOKENS if max_tokens is None else max_tokens,
-        ACTIVATIONS if activations is None else parse_size(activations),
+        ACTIVATIONS if activations is None else parse_memory(activations, "activations"),
         MAX_BATCH if max_batch is None else max_batch,
     )

@@ -27,7 +27,7 @@ _WHAT = {
 
 
 def _given(size: int) -> str:
-    """Write a size as it was given, rounded down (the least: up); below 1 MiB it mostly lacks a unit."""
+    """Write a size as it was given, rounded down (the least: up); one below 1 MiB in bytes."""
     return f"{size // MIB} MiB" if size >= MIB else f"{size} bytes"
 
 

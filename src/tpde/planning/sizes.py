@@ -58,6 +58,33 @@ def parse_size(size: str | int) -> int:
     return found
 
 
+def parse_memory(size: str | int, name: str) -> int:
+    """Read how much of a memory an argument names: as `parse_size`, but below 1 MiB only with a unit.
+
+    Parameters
+    ----------
+    size : str or int
+        As `parse_size` takes it.
+    name : str
+        The argument's.
+
+    Raises
+    ------
+    InvalidInput
+        As `parse_size`, and if it is a number alone that nobody means as bytes.
+    """
+    match = _SIZE.fullmatch(str(size))
+    if match and not match[2] and 0 < float(match[1]) < 1 << 20:
+        likely = "GiB" if float(match[1]) < 1024 else "MiB"
+        raise InvalidInput(
+            f"`{name}` is {match[1]} bytes",
+            hint=f"did you mean `{match[1]}{likely}`? Write a number and a unit",
+            where=name,
+            found=size,
+        )
+    return parse_size(size)
+
+
 def mib(size: int) -> str:
     """Write a number of bytes as MiB, rounded up."""
     return f"{-(-size // (1 << 20))} MiB"

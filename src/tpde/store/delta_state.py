@@ -14,7 +14,7 @@ from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SAME, WITH_BASE, OtherEntry, TensorEntry, WeightsEntry
 from tpde.format.delta_reader import check_header
 from tpde.store.delta_file import DeltaFile
-from tpde.store.states import BaseTensors, Key, State
+from tpde.store.states import BaseTensors, Key, State, right_base
 
 
 class DeltaState:
@@ -135,7 +135,7 @@ def other_base(it: TensorEntry, base: str, delta: str, found: bytes) -> MissingB
     return MissingBase(
         f"tensor `{it.name}` of `{base}` is not what `{delta}` was made from: its fingerprint is "
         f"{found.hex()}, {it.base.hex()} is needed",
-        hint="name the base that the delta was made from",
+        hint=right_base(base),
         where=it.name,
         found=found.hex(),
         needed=it.base.hex(),

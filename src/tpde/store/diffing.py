@@ -50,7 +50,7 @@ def diff(
     Raises
     ------
     InvalidInput
-        If a state cannot be read; its subclasses say why.
+        If a state cannot be read; its subclasses say why. If the two share no tensor's name.
     DestinationExists, InvalidDestination
         If the destination cannot be used.
     Truncated, Corrupt, UnsupportedDtype, UnsupportedVersion
@@ -70,6 +70,7 @@ def diff(
         new = open_state(Path(target))
         try:
             _refuse_unlike(old, new)
+            _refuse_unrelated(old, new)
             write_delta_file(
                 old,
                 new,
@@ -94,4 +95,18 @@ def _refuse_unlike(base: State, target: State) -> None:
         file, folder = (base, target) if alone[0] else (target, base)
         raise InvalidInput(
             f"`{file.name}` is a file, `{folder.name}` is a directory", hint="compare like with like"
+        )
+
+
+def _refuse_unrelated(base: State, target: State) -> None:
+    """Refuse states without a name in common: the delta would hold all of the target, and need no base."""
+    old, new = ([name for _, name in it.specs] for it in (base, target))
+    if old and new and set(old).isdisjoint(new):
+        raise InvalidInput(
+            f"`{base.name}` and `{target.name}` share no tensor's name: the one has `{old[0]}`, the other "
+            f"`{new[0]}`, of {len(old)} and {len(new)} tensors",
+            hint="compare two states of one model; `tpde pack` makes a model small by itself",
+            where=target.name,
+            found=new[0],
+            needed=old[0],
         )

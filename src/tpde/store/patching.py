@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePosixPath
 
-from tpde.files.destinations import refuse_nested, refuse_sources, replaceable
+from tpde.files.destinations import refuse_inside_packed, refuse_nested, refuse_sources, replaceable
 from tpde.files.folder_swap import new_folder
 from tpde.files.progress import Progress, no_progress
 from tpde.files.thread_count import check_threads
@@ -66,6 +66,7 @@ def patch(
     state = open_on(DeltaFile(FileSource(existing_delta(delta))), base)
     try:
         if "" in state.headers:
+            refuse_inside_packed(out)
             refuse_file(out, force)
             _write_file(state, "", out, force, count, progress)
             return

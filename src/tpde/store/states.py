@@ -117,6 +117,16 @@ def nothing() -> State:
     return MemoryState({}, read, name="<nothing>")
 
 
+def right_base(name: str) -> str:
+    """What to do where a base of this name is not the one that a delta was made from."""
+    if name == MEMORY:
+        return (
+            "load the weights that the delta was made from, and apply the deltas since then in their order; "
+            "or make the delta anew from these"
+        )
+    return "name the base that the delta was made from"
+
+
 class BaseTensors:
     """Where the tensors of a target have their base (delta.md 5.3)."""
 
@@ -145,7 +155,7 @@ class BaseTensors:
         if found is None:
             raise MissingBase(
                 f"tensor `{key[1]}` is not in the base `{self._name}`",
-                hint="name the base that the delta was made from",
+                hint=right_base(self._name),
                 where=key[1],
             )
         has = self._specs[found]
@@ -153,7 +163,7 @@ class BaseTensors:
             raise MissingBase(
                 f"tensor `{key[1]}` is {has.dtype} {list(has.shape)} in the base `{self._name}`, the "
                 f"delta needs {spec.dtype} {list(spec.shape)}",
-                hint="name the base that the delta was made from",
+                hint=right_base(self._name),
                 where=key[1],
                 found=has,
                 needed=spec,

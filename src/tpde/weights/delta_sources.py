@@ -13,7 +13,7 @@ from torch import Tensor
 from tpde.codec.delta import Sparse
 from tpde.codec.fingerprints import fingerprint
 from tpde.codec.native import Bytes
-from tpde.errors import InvalidInput, MissingBase, PackedWeight
+from tpde.errors import InvalidArgument, InvalidInput, MissingBase, PackedWeight
 from tpde.files.thread_count import default_threads
 from tpde.format.container import TensorSpec
 from tpde.format.delta_head import SPARSE, WITH_BASE, TensorEntry
@@ -47,7 +47,7 @@ class Delta:
     Raises
     ------
     InvalidInput
-        If it is no delta, or has two tensors of one name.
+        If it is no delta (`InvalidArgument` where it can be none), or has two tensors of one name.
     Truncated, Corrupt, UnsupportedVersion
         If it is damaged, or newer than this version.
 
@@ -60,8 +60,16 @@ class Delta:
     """
 
     def __init__(self, data: DeltaLike) -> None:
-        in_memory = isinstance(data, (bytes, bytearray, memoryview))
-        self.file = DeltaFile(BytesSource(data, "<delta>") if in_memory else FileSource(data))  # type: ignore[arg-type]
+        if isinstance(data, (bytes, bytearray, memoryview)):
+            self.file = DeltaFile(BytesSource(data, "<delta>"))
+        elif isinstance(data, (str, os.PathLike)):
+            self.file = DeltaFile(FileSource(data))
+        else:
+            raise InvalidArgument(
+                f"a delta is bytes or the path of a file, not a `{type(data).__name__}`",
+                hint="pass what `tpde.make_delta(old, new)` gives, or a file that `tpde diff` wrote",
+                where="delta",
+            )
         try:
             self.entries: dict[str, TensorEntry] = self.file.by_name()
         except InvalidInput:

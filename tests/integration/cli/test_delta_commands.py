@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 from support.cli import Run
+from support.contents import fill, spec_of
+from support.files import safetensors_bytes
 from support.states import content, files, folders
+
+SPEC = spec_of("BF16", 900)
 
 
 @pytest.mark.parametrize("make", [files, folders], ids=["file", "directory"])
@@ -88,3 +92,27 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
         2, "same` was made from a file, the base `.*folder` is a directory", "name the base"
     )
     run("inspect", tmp_path / "delta", "--plot", tmp_path / "x.png").failed(2, "no plot", "leave out")
+
+
+def test_models_that_share_no_name_are_refused(run: Run, tmp_path: Path) -> None:
+    """As where the names of one have a prefix."""
+    made = []
+    for prefix, files_too in (("", False), ("model.", False), ("", True), ("model.", True)):
+        content = safetensors_bytes({f"{prefix}{it}": (SPEC, fill("normal", SPEC)) for it in "ab"})
+        path = tmp_path / f"{prefix}{files_too}"
+        if files_too:
+            path.mkdir()
+            (path / "model.safetensors").write_bytes(content)
+        else:
+            path.write_bytes(content)
+        made.append(path)
+    for base, target in (made[:2], made[2:]):
+        run("diff", base, target, tmp_path / "delta").failed(
+            2,
+            "share no tensor's name: the one has `a`, the other `model.a`, of 2 and 2",
+            "states of one model",
+        )
+        assert not (tmp_path / "delta").exists()
+    one = tmp_path / "one"
+    one.write_bytes(safetensors_bytes({"a": (SPEC, fill("normal", SPEC)), "c": (SPEC, fill("normal", SPEC))}))
+    assert run("diff", made[0], one, tmp_path / "delta").code == 0  # one name is enough

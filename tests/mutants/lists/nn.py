@@ -427,8 +427,8 @@ MUTANTS = (
     mutant(
         "adapters-are-packed",
         "nn/pack_model.py",
-        "and not (sizes[True] < sizes[False] and uses[0][1].requires_grad)",
-        "and not False",
+        "if adapted and parameter.requires_grad:",
+        "if False:",
         "an adapter on a packed model is packed, and not trained",
         "nn/test_parameters.py",
         "nn/test_training.py",

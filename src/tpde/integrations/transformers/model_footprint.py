@@ -12,6 +12,7 @@ import torch
 from tpde.integrations.transformers.activations import activations_of
 from tpde.integrations.transformers.recurrent import recurrent_layers, recurrent_of
 from tpde.loading.footprint import FIXED_BYTES, plain_bytes
+from tpde.nn.batch_rows import CACHES
 from tpde.nn.replace import block_path
 from tpde.planning.units import Footprint
 
@@ -102,7 +103,7 @@ def _blocks(model: Any) -> list[list[str]]:
 
 def _can_cache(model: Any) -> bool:
     config = model.config.get_text_config()
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if not any(it in inspect.signature(model.forward).parameters for it in CACHES):
         return False
     encoder_only = getattr(config, "is_decoder", None) is False and not model.config.is_encoder_decoder
     return not encoder_only and getattr(config, "num_attention_heads", None) is not None

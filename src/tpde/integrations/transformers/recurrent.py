@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
+from tpde.nn.batch_rows import CACHES
+
 log = logging.getLogger(__name__)
 
 # With one of them, layers run in kernels, which keep to themselves what would be large.
 KERNELS = ("mamba_ssm", "causal_conv1d", "fla")
 
-_CACHES = ("cache_params", "past_key_values")  # what the layers call a cache
 PAIR = 2  # sequences: with one, what is put in another order is not copied
 SHORT, LOOP = 2, 16  # tokens: the least that are computed in chunks, and as many as tell loops over tokens
 # Tokens of passes. The last two tell what each costs, the others what a sequence does beside: chunks are of
@@ -160,7 +161,7 @@ def _has_kernels() -> bool:
 def _cache_name(kind: type[nn.Module]) -> str | None:
     """What a layer calls the cache that its forward pass takes, if it does."""
     names = inspect.signature(kind.forward).parameters
-    return next((it for it in _CACHES if it in names), None)
+    return next((it for it in CACHES if it in names), None)
 
 
 def _width(layer: nn.Module) -> int:

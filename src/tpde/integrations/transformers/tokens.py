@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from tpde.errors import OutOfMemory
 from tpde.integrations.transformers.activations import Activations
 from tpde.integrations.transformers.internals import experts_of
+from tpde.nn.batch_rows import CACHES
 from tpde.planning.sizes import mib
 
 _SOUNDS = ("input_features", "input_values")
 _IDS, _DECODER = ("input_ids", "inputs_embeds"), ("decoder_input_ids", "decoder_inputs_embeds")
-_CACHES = ("past_key_values", "cache_params", "past_key_value")
 
 
 def check_tokens(batch: int, length: int, limit: int) -> None:
@@ -221,7 +221,7 @@ def _largest(took: Mapping[str, Any], names: tuple[str, ...]) -> tuple[int, int]
 
 
 def _cache(took: Mapping[str, Any]) -> Any:
-    found = next((took[name] for name in _CACHES if took.get(name) is not None), None)
+    found = next((took[name] for name in CACHES if took.get(name) is not None), None)
     return getattr(found, "self_attention_cache", found)
 
 
