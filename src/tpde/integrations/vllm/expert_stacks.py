@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpde.format.blob_header import align
-from tpde.integrations.vllm.weights import Blob, give_handle
+from tpde.integrations.vllm.weights import BlobParameter, give_handle
 from tpde.weights.launch import capturing
 from tpde.weights.source import ALIGN
 
@@ -82,7 +82,7 @@ class ExpertStack:
         self._layer, self._room, self._begin = weakref.ref(layer), room, begin
         room.reserve(self.end)
         packed.prepare()
-        setattr(layer, name, Blob.of(packed))
+        setattr(layer, name, BlobParameter.of(packed))
         give_handle(self, layer, self.handle, packed.device)
 
     def chosen(self, ids: Tensor | None) -> list[int] | None:

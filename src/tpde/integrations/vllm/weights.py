@@ -59,13 +59,13 @@ def _in_windows(plain: Tensor, name: str) -> PackedTensor | None:
     return None if made is None else PackedTensor(made)
 
 
-class Blob(nn.Parameter):
+class BlobParameter(nn.Parameter):
     """A blob where a module has a parameter. Other values are not written into it."""
 
     name = ""
 
     @classmethod
-    def of(cls, packed: PackedTensor) -> Blob:
+    def of(cls, packed: PackedTensor) -> BlobParameter:
         """That of a packed weight of one source."""
         made = cls(packed.sources[0].memory, requires_grad=False)
         made.name = packed.name
@@ -101,7 +101,7 @@ class Weight:
         if packed is None:
             method.process_weights_after_loading(layer)
         else:
-            layer.weight = Blob.of(packed)
+            layer.weight = BlobParameter.of(packed)
             packed.prepare()
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
