@@ -16,6 +16,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import machine
+from benchmarks.harness.gpu import device
 from benchmarks.harness.report import Page, note
 from benchmarks.serve.models import SHAPES, make
 from benchmarks.serve.offline import Engine, engine
@@ -128,6 +130,8 @@ def run(options: argparse.Namespace, page: Page) -> None:
     """One way after the other."""
     lengths = options.prompt, options.tokens
     asked = engine if options.offline else served
+    if device() == "cuda":
+        page.facts["GPU"] = machine.gpu()
     page.title = f"{TITLE}: {options.shape}"
     rows: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as scratch:
