@@ -360,17 +360,25 @@ MUTANTS = (
     mutant(
         "group-products-anywhere",
         "cuda/product_ways.py",
-        "count > 8 and groups and window.stripe_chunks >= PARTS",
-        "count > 8 and window.stripe_chunks >= PARTS",
+        "count > 8 and groups and _has_parts(window)",
+        "count > 8 and _has_parts(window)",
         "devices without wgmma are given it",
         "unit/test_window_products.py",
     ),
     mutant(
         "group-products-of-short-rows",
         "cuda/product_ways.py",
-        "count > 8 and groups and window.stripe_chunks >= PARTS",
+        "count > 8 and groups and _has_parts(window)",
         "count > 8 and groups",
         "blocks of a cluster have no part, and wait for ever",
+        "unit/test_window_products.py",
+    ),
+    mutant(
+        "many-rows-of-short-ones",
+        "cuda/product_ways.py",
+        "return MOST_ROWS if have.capability == _WGMMA and _has_parts(window) else _WITHOUT_GROUPS",
+        "return MOST_ROWS if have.capability == _WGMMA else _WITHOUT_GROUPS",
+        "short rows are multiplied sixteen at a time where decoding is faster",
         "unit/test_window_products.py",
     ),
     mutant(
